@@ -1,0 +1,48 @@
+"""Prompts with verifiable constraints, scored by the verifiers of lm-eval's IFEval task."""
+
+import json
+from pathlib import Path
+
+import datasets
+
+HERE = Path(__file__).parent
+
+
+def load_test(**kwargs):
+    """Return the test split as lm-eval wants it."""
+    return {"test": _split("test")}
+
+
+def load_validation(**kwargs):
+    """Return the validation split, under the name that the task scores."""
+    return {"test": _split("validation")}
+
+
+def _split(name):
+    rows = [json.loads(line) for line in (HERE / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    # Arrow gives every row the union of all keyword arguments, None where absent; as text they stay what they are.
+    return datasets.Dataset.from_list([{**row, "kwargs": json.dumps(row["kwargs"])} for row in rows])
+
+
+def _verifiers():
+    try:
+        from opdcl.punkt import ensure_punkt
+
+        ensure_punkt()
+    except ImportError:  # plain lm_eval, without opdcl: NLTK then downloads its tables
+        pass
+    import langdetect
+    from lm_eval.tasks.ifeval import utils
+
+    langdetect.DetectorFactory.seed = 0
+    return utils
+
+
+def process_results(doc, results):
+    """Score one answer by all four official metrics."""
+    return _verifiers().process_results({**doc, "kwargs": json.loads(doc["kwargs"])}, results)
+
+
+def agg_inst_level_acc(items):
+    """Average over instructions, not over prompts."""
+    return _verifiers().agg_inst_level_acc(items)

@@ -1,0 +1,349 @@
+"""The commands: parse, load, call, render. No logic lives here, and nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from opdcl import __version__
+from opdcl.errors import OpdclError, UsageError
+from opdcl.output import Output
+
+app = typer.Typer(
+    help="Fine-tune a model on a domain, recover what it forgot, keep what it learned, and prove both.",
+    no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+)  # fmt: skip
+workflows_app = typer.Typer(help="The shipped recipes.", no_args_is_help=True)
+config_app = typer.Typer(help="Settings: what they are, where they come from, whether they hold.", no_args_is_help=True)
+app.add_typer(workflows_app, name="workflows")
+app.add_typer(config_app, name="config")
+
+Set = Annotated[list[str], typer.Option("--set", help="Override a setting: --set recover.steps=60. Repeatable.")]
+Out = Annotated[Path | None, typer.Option("-o", "--out", help="Run directory.")]
+Model = Annotated[str | None, typer.Option("--model", help="smollm2-135m (embedded), a hub id, or a path.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Errors only.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would run, and write nothing.")]
+Force = Annotated[bool, typer.Option("--force", help="Do stages again whose settings or data have changed.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the stage.")]
+output = Output()
+
+
+def main() -> None:
+    """Run the command line; every failure leaves with its exit code and without a traceback."""
+    try:
+        app(standalone_mode=False)
+    except OpdclError as fault:
+        output.error(fault)
+        sys.exit(fault.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        output.error(OpdclError("interrupted"))
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except Exception as fault:
+        if os.environ.get("OPDCL_DEBUG"):
+            raise
+        # Typer's own complaints about flags carry their exit code and format themselves.
+        if hasattr(fault, "format_message"):
+            output.error(UsageError(fault.format_message(), "opdcl --help"))
+            sys.exit(2)
+        output.error(_translate(fault))
+        sys.exit(1)
+
+
+def _translate(fault: Exception) -> OpdclError:
+    """Word the faults of the machine for people; anything else is named with its type."""
+    if isinstance(fault, OSError) and fault.errno in (28, 122):
+        return OpdclError(f"the disk is full: {fault.filename or fault}", "free some space and run the same command again")
+    if isinstance(fault, PermissionError):
+        return OpdclError(f"no permission: {fault.filename}", "choose another directory with -o")
+    if "out of memory" in str(fault).lower() or isinstance(fault, MemoryError):
+        return OpdclError("out of memory", "--set recover.micro_batch_tokens=1024, or smaller batches")
+    return OpdclError(f"{type(fault).__name__}: {str(fault)[:500]}", "OPDCL_DEBUG=1 shows the traceback")
+
+
+def _mode(json: bool, quiet: bool) -> None:
+    output.mode = "json" if json else "quiet" if quiet else "human"
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    workflow: Annotated[list[str], typer.Argument(help="A shipped recipe or YAML files, merged left to right.")],
+    out: Out = None, model: Model = None, set_: Set = [], dry_run: DryRun = False, force: Force = False,  # noqa: B006
+    json: Json = False, quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Run a workflow: fine-tune, recover, evaluate, report. A second call goes on where the first stopped."""
+    from opdcl.load import load
+
+    _mode(json, quiet)
+    flow, origins = load(workflow, set_, {"model.id": model})
+    _execute(flow, origins, out or Path("runs") / flow.name, dry_run, force)
+
+
+@app.command()
+def finetune(
+    data: Annotated[str, typer.Option("--data", help="Rows to learn: handbook, a file, a folder, or a hub id.")],
+    out: Out = None, model: Model = None,
+    epochs: Annotated[float | None, typer.Option("--epochs", help="Passes over the data.")] = None,
+    learning_rate: Annotated[float | None, typer.Option("--learning-rate", help="Peak rate.")] = None,
+    seed: Seed = None, set_: Set = [], dry_run: DryRun = False, force: Force = False,  # noqa: B006
+    json: Json = False, quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Learn a domain: train a LoRA adapter on your rows."""
+    from opdcl.load import load
+
+    _mode(json, quiet)
+    flags = {"finetune.data": data, "model.id": model, "finetune.epochs": epochs,
+             "finetune.learning_rate": learning_rate, "finetune.seed": seed}  # fmt: skip
+    flow, origins = load([], set_, flags)
+    _execute(flow, origins, out or Path("runs") / "finetune", dry_run, force)
+
+
+@app.command()
+def recover(
+    run_dir: Annotated[Path, typer.Argument(help="A run directory with a fine-tuned adapter.")],
+    prompts: Annotated[str | None, typer.Option("--prompts", help="General prompts: everyday, or a file.")] = None,
+    domain: Annotated[str | None, typer.Option("--domain", help="Domain prompts. Default: the fine-tune's data.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps.")] = None,
+    learning_rate: Annotated[float | None, typer.Option("--learning-rate", help="Peak rate.")] = None,
+    seed: Seed = None, set_: Set = [], dry_run: DryRun = False, force: Force = False,  # noqa: B006
+    json: Json = False, quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Win back what was forgotten: on-policy distillation from the original checkpoint."""
+    _mode(json, quiet)
+    flags = {"recover.general": prompts, "recover.domain": domain, "recover.steps": steps,
+             "recover.learning_rate": learning_rate, "recover.seed": seed}  # fmt: skip
+    flow, origins = _continue(run_dir, set_, flags, "recover")
+    _execute(flow, origins, run_dir, dry_run, force)
+
+
+@app.command(name="eval")
+def eval_(
+    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
+    retention: Annotated[list[str], typer.Option("--retention", help="Suite of what must not be lost. Repeatable.")] = [],  # noqa: B006
+    domain: Annotated[list[str], typer.Option("--domain", help="Suite of what was learned, or a file of questions and answers. Repeatable.")] = [],  # noqa: B006
+    data: Annotated[list[str], typer.Option("--data", help="SUITE=PATH: a local file for a suite. Repeatable.")] = [],  # noqa: B006
+    limit: Annotated[int | None, typer.Option("--limit", help="First so many documents of each suite.")] = None,
+    set_: Set = [], dry_run: DryRun = False, force: Force = False, json: Json = False, quiet: Quiet = False,  # noqa: B006
+) -> None:  # fmt: skip
+    """Measure base, tuned and recovered on the same prompts, and write the report."""
+    _mode(json, quiet)
+    files = dict(_pair(d) for d in data)
+    suites = []
+    for suite in domain:
+        path = Path(suite)
+        if path.suffix and path.is_file():
+            files[path.stem] = str(path.resolve())
+            suites.append(path.stem)
+        else:
+            suites.append(suite)
+    flags: dict[str, Any] = {"eval.limit": limit}
+    flags |= {"eval.retention": list(retention) or None, "eval.domain": suites or None}
+    flags |= {f"eval.data.{k}": v for k, v in files.items()}
+    flow, origins = _continue(run_dir, set_, flags, "eval")
+    _execute(flow, origins, run_dir, dry_run, force)
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")], json: Json = False, quiet: Quiet = False) -> None:
+    """Write report.md, report.html and the model card anew, and print the verdict."""
+    from opdcl.report import summarise, write
+    from opdcl.rundir import RunDir
+
+    _mode(json, quiet)
+    run = _existing(run_dir)
+    for file in write(run):
+        output.note(f"wrote {file}")
+    _show_summary(summarise(RunDir(run.path)), run.path)
+
+
+@app.command()
+def chat(
+    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
+    prompt: Annotated[list[str], typer.Argument(help="Ask this and leave; without it, read prompts line by line.")] = [],  # noqa: B006
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 200,
+    json: Json = False,
+) -> None:
+    """Ask base, tuned and recovered the same thing, side by side."""
+    from opdcl.chat import answers
+
+    _mode(json, False)
+    run = _existing(run_dir)
+    asked = iter([" ".join(prompt)]) if prompt else (line.strip() for line in _lines())
+    for question, states in answers(run, (q for q in asked if q), max_new_tokens):
+        output.table(question, ["state", "answer"], [[k, v] for k, v in states.items()], {"prompt": question, "answers": states})
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
+    to: Annotated[Path, typer.Option("-o", "--out", help="Folder for the merged model.")],
+    state: Annotated[str, typer.Option(help="tuned or recovered.")] = "recovered",
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Write base + adapter as one safetensors model that any loader reads."""
+    from opdcl.chat import export as export_model
+
+    _mode(json, False)
+    run = _existing(run_dir)
+    with output.stage("export") as line:
+        written = export_model(run, state, to, line)
+    output.result(f"{state} written to {to}", written)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Check this machine, each finding with its remedy. Exit code 4 where something is missing."""
+    from opdcl.doctor import checks
+
+    _mode(json, False)
+    found = checks()
+    output.table("", ["check", "", "finding", "remedy"],
+                 [[c.name, "ok" if c.ok else "missing" if c.needed else "note", c.finding, "" if c.ok else c.remedy] for c in found],
+                 [vars(c) for c in found])  # fmt: skip
+    if any(c.needed and not c.ok for c in found):
+        raise typer.Exit(4)
+
+
+@workflows_app.command("ls")
+def workflows_ls(json: Json = False) -> None:
+    """List the shipped recipes."""
+    from opdcl.load import load, workflow_files
+
+    _mode(json, False)
+    rows = [[name, load([str(file)])[0].description] for name, file in workflow_files().items()]
+    output.table("", ["name", "what it does"], rows, [{"name": n, "description": d} for n, d in rows])
+
+
+@workflows_app.command("show")
+def workflows_show(name: str) -> None:
+    """Print a recipe."""
+    output.result(_recipe(name).read_text().rstrip(), None)
+
+
+@workflows_app.command("cp")
+def workflows_cp(name: str, to: Annotated[Path, typer.Argument(help="File to write.")] = Path(".")) -> None:
+    """Copy a recipe, to be changed."""
+    source = _recipe(name)
+    target = to / source.name if to.is_dir() else to
+    if target.exists():
+        raise UsageError(f"{target} exists", f"opdcl workflows cp {name} another-name.yaml")
+    target.write_text(source.read_text())
+    output.result(f"wrote {target}", {"path": str(target)})
+
+
+@config_app.command("show")
+def config_show(workflow: list[str], set_: Set = [], json: Json = False) -> None:  # noqa: B006
+    """Print every value of a workflow, and where it comes from."""
+    from opdcl.load import load
+
+    _mode(json, False)
+    flow, origins = load(workflow, set_)
+    rows = [[key, str(value), origins.get(key, "default")] for key, value in _flatten(flow.model_dump())]
+    output.table("", ["key", "value", "origin"], rows, {"workflow": flow.model_dump(), "origins": origins})
+
+
+@config_app.command("validate")
+def config_validate(workflow: list[str], set_: Set = [], json: Json = False) -> None:  # noqa: B006
+    """Check a workflow's keys and values. Reads no data and no model."""
+    from opdcl.load import load
+
+    _mode(json, False)
+    flow, _ = load(workflow, set_)
+    output.result(f"{flow.name}: valid", {"name": flow.name, "valid": True})
+
+
+@config_app.command("schema")
+def config_schema(json: Json = False) -> None:
+    """Print every key with its default and meaning; --json gives a JSON schema for editors."""
+    from opdcl.config import Workflow
+    from opdcl.load import describe_fields
+
+    _mode(json, False)
+    rows = describe_fields()
+    output.table("", ["key", "default", "meaning"], rows, Workflow.model_json_schema())
+
+
+def _execute(flow: Any, origins: dict[str, str], out: Path, dry_run: bool, force: bool) -> None:
+    from opdcl.rundir import RunDir
+    from opdcl.workflow import describe, execute
+
+    run = RunDir(out)
+    if dry_run:
+        rows, plan = describe(flow, run)
+        output.table(f"dry run of {flow.name} in {out}", ["stage", "action", "why"], rows, plan)
+        return
+    _show_summary(execute(flow, origins, run, output, force), out)
+
+
+def _continue(run_dir: Path, overrides: list[str], flags: dict[str, Any], stage: str) -> tuple[Any, dict[str, str]]:
+    """Load the workflow that a run was made with, extended by a stage."""
+    from opdcl.load import load_tree
+    from opdcl.rundir import read_json
+
+    saved = read_json(_existing(run_dir).config)
+    return load_tree(saved["workflow"], saved["origins"], overrides, flags, stage)
+
+
+def _existing(path: Path) -> Any:
+    from opdcl.rundir import RunDir
+
+    run = RunDir(path)
+    if not run.config.exists():
+        raise UsageError(f"{path} is not a run directory", "opdcl finetune --data ROWS -o RUN makes one")
+    return run
+
+
+def _show_summary(summary: dict[str, Any], path: Path) -> None:
+    from opdcl.summary import table_rows
+
+    if output.mode == "json":
+        output.result("", summary)
+        return
+    if rows := table_rows(summary):
+        output.table("", ["suite", "n", "floor", "base", "tuned", "recovered"], rows, summary)
+    output.result(summary["verdict"], summary)
+    output.note(f"report: {path / 'report.html'}")
+
+
+def _recipe(name: str) -> Path:
+    from opdcl.load import find_workflow
+
+    return find_workflow(name)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, path = text.partition("=")
+    if not separator:
+        raise UsageError(f"--data {text!r} is not SUITE=PATH", "--data ifeval=input_data.jsonl")
+    return name, str(Path(path).resolve())
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    flat: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        flat += _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [(f"{prefix}{key}", value)]
+    return flat
+
+
+def _lines() -> Any:
+    prompt: Callable[[], str] = (lambda: input("> ")) if sys.stdin.isatty() else input
+    while True:
+        try:
+            yield prompt()
+        except EOFError:
+            return

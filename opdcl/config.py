@@ -1,0 +1,175 @@
+"""The schema of a workflow. A field's docstring is its help text, in `opdcl config schema` and in error messages.
+
+Own fields are few. Everything else that a trainer can do goes through its `trainer:` mapping, which is checked
+against the real fields of `trl.SFTConfig` and `trl.DistillationConfig` before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Positive = Annotated[int, Field(gt=0)]
+Rate = Annotated[float, Field(gt=0, lt=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """The base model: what is fine-tuned, and the teacher that recovery returns to."""
+
+    id: str = Field(default="smollm2-135m", min_length=1)
+    """`smollm2-135m` (embedded), a hub id, or a folder or GGUF file on this machine."""
+    revision: str | None = None
+    """Hub revision to pin."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Weights and computation. `auto`: bfloat16 where the hardware computes in it, else float32."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Leave off unless you have read that code."""
+
+
+class LoraSection(Section):
+    """The adapter. Recovery continues the same one."""
+
+    r: Positive = 32
+    """Rank."""
+    alpha: Positive = 64
+    """Scale numerator: the update is multiplied by alpha / r."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapter's input."""
+    target_modules: str | list[str] = "all-linear"
+    """Which linear layers get an adapter; `lm_head` cannot."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _head_stays_frozen(cls, value: str | list[str]) -> str | list[str]:
+        if "lm_head" in ([value] if isinstance(value, str) else value):
+            raise ValueError("lm_head cannot be a target: the distillation loss reads the base head")
+        return value
+
+
+class FinetuneConfig(Section):
+    """Supervised fine-tune of a LoRA adapter on the domain; the loss is on answers only."""
+
+    data: str = Field(min_length=1)
+    """`handbook` (shipped), a JSONL, CSV or Parquet file, a folder of documents, or a hub dataset id."""
+    lora: LoraSection = LoraSection()
+    """The adapter's shape."""
+    learning_rate: Rate = 1e-3
+    """Peak rate. 1e-3 suits 135M parameters; about 2e-4 suits 1B to 8B."""
+    epochs: Annotated[float, Field(gt=0)] = 5
+    """Passes over the data."""
+    batch_size: Positive = 16
+    """Rows per optimizer step."""
+    max_length: Positive = 1024
+    """Longest row in tokens; a longer one is refused, plain text is cut into pieces of this size."""
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Several rows per sequence. `auto`: where a flash-attention kernel keeps the rows apart."""
+    save_steps: Positive = 50
+    """Optimizer steps between checkpoints."""
+    seed: int = 0
+    """Order of rows and start of the adapter."""
+    trainer: dict[str, Any] = {}
+    """Further fields of `trl.SFTConfig`."""
+
+
+class RecoverConfig(Section):
+    """Recovery by on-policy distillation: the student samples, a teacher grades every token by reverse KL."""
+
+    general: str = Field(default="everyday", min_length=1)
+    """Prompts on which base is the teacher: `everyday` (shipped) or your own file."""
+    domain: str | None = None
+    """Prompts on which tuned is the teacher. Default: the questions of the fine-tune's data."""
+    steps: Positive = 48
+    """Optimizer steps, both streams together."""
+    rollouts: Positive = 16
+    """Completions per optimizer step."""
+    domain_rollouts: Positive | None = None
+    """Completions per domain step, where it should differ: domain answers are often short."""
+    general_per_domain: Annotated[int, Field(ge=0)] = 3
+    """General steps before each domain step; the two are never mixed in one step. 0: domain steps only."""
+    sample_ahead: Positive = 1
+    """Steps of a stream whose completions are sampled at once. 1 is strictly on-policy; more fills the hardware."""
+    max_new_tokens: Positive = 96
+    """Longest general completion, in tokens."""
+    domain_max_new_tokens: Positive | None = None
+    """Longest domain completion, where it should differ."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature of the student."""
+    learning_rate: Rate = 2e-4
+    """Peak rate, after a warm-up over a tenth of the steps, then constant."""
+    micro_batch_tokens: Positive = 2048
+    """Tokens, padding included, per forward and backward pass. It bounds memory and changes nothing else."""
+    validate_every: Positive = 8
+    """Steps between measurements on held-out prompts; the best adapter by these is the one kept."""
+    validation_prompts: Positive = 16
+    """Held-out prompts per stream."""
+    save_steps: Positive = 8
+    """Steps between checkpoints."""
+    seed: int = 0
+    """Order of prompts and all sampling."""
+    trainer: dict[str, Any] = {}
+    """Further fields of `trl.DistillationConfig`."""
+
+
+class EvalConfig(Section):
+    """What is measured, on base, tuned and recovered alike."""
+
+    retention: list[str] = ["instructions"]
+    """Suites of what must not be lost: `instructions` (shipped), `ifeval`, or any generative lm-eval task."""
+    domain: list[str] = []
+    """Suites of what was to be learned: `handbook` (shipped), or any generative lm-eval task."""
+    control: list[str] = []
+    """Suites shown beside them without a part in the verdict, such as `neighbours`."""
+    data: dict[str, str] = {}
+    """A local file in place of a suite's hub dataset, such as `{ifeval: input_data.jsonl}`; or, under a new name, a
+    question-and-answer file that becomes a closed-book suite."""
+    limit: Positive | None = None
+    """First so many documents of each suite."""
+    max_new_tokens: Positive | None = None
+    """Cap on generated tokens per answer, below each task's own."""
+    batch_size: Positive = 320
+    """Answers decoded together."""
+    seed: int = 0
+    """Resamples of the intervals."""
+
+    def suites(self) -> dict[str, str]:
+        """Return suite -> role, in the order in which they are measured."""
+        return {
+            **dict.fromkeys(self.retention, "retention"),
+            **dict.fromkeys(self.domain, "domain"),
+            **dict.fromkeys(self.control, "control"),
+        }
+
+
+class Gates(Section):
+    """Scores that the run must reach; a miss ends `opdcl run` with exit code 3."""
+
+    recovery: float | None = None
+    """Smallest R."""
+    domain_retention: float | None = None
+    """Smallest D."""
+
+
+class Workflow(Section):
+    """One run: a model, and the stages that are given."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Name of the run directory under `runs/`."""
+    description: str = ""
+    """One line for `opdcl workflows ls`."""
+    model: ModelConfig = ModelConfig()
+    """The base model."""
+    finetune: FinetuneConfig | None = None
+    """Learn the domain. Left out: start from an adapter that is there already."""
+    recover: RecoverConfig | None = None
+    """Win back what was forgotten."""
+    eval: EvalConfig | None = None
+    """Measure base, tuned and recovered."""
+    gates: Gates = Gates()
+    """Scores to reach."""

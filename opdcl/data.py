@@ -1,0 +1,236 @@
+"""Load rows, check them one by one, and turn them into token ids.
+
+A row is `messages`, `prompt` with or without `completion`, `question` with or without `answer`, or plain `text`. It
+comes from a shipped set, a JSONL, CSV or Parquet file, a folder of Markdown and text documents, or a hub dataset.
+Every complaint names the file and line.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opdcl.errors import UsageError
+from opdcl.load import package_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_ROW_CHARS = 200_000
+SHIPPED = ("handbook", "everyday")
+FIELDS_HINT = "a row has messages, prompt (and completion), question (and answer), or text"
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checked row: a conversation that ends with the user, its answer if any, or plain text; and its origin."""
+
+    prompt: list[Message]
+    answer: str | None
+    text: str | None
+    where: str
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of a training row and, per id, whether it is part of an answer."""
+
+    input_ids: list[int]
+    completion_mask: list[int]
+
+
+def load_rows(source: str, split: str = "train") -> list[Row]:
+    """Load and check all rows of `source`; `split` picks a part of a shipped or hub set."""
+    rows = [_check(row, where) for row, where in _raw(source, split)]
+    if not rows:
+        raise UsageError(f"{source} has no rows", FIELDS_HINT)
+    return rows
+
+
+def load_prompts(source: str, split: str = "train") -> list[Row]:
+    """Load rows for sampling: each must have a prompt."""
+    rows = load_rows(source, split)
+    for row in rows:
+        if not row.prompt:
+            raise UsageError(f"{row.where}: plain text cannot be a prompt", "recovery needs prompt, question or messages")
+    return rows
+
+
+def source_files(source: str) -> list[Path]:
+    """Return the files behind a source, to be hashed into a stage's fingerprint; none for a hub set."""
+    if source in SHIPPED:
+        return [_shipped_file(source)]
+    path = Path(source)
+    return sorted(p for p in path.rglob("*") if p.suffix in (".md", ".txt")) if path.is_dir() else [path] * path.is_file()
+
+
+def check_source(source: str) -> None:
+    """Refuse at once a source that is neither shipped, nor a file or folder, nor could be a hub id."""
+    if source in SHIPPED or Path(source).exists():
+        return
+    looks_local = Path(source).suffix or source.count("/") != 1 or source.startswith((".", "/", "~"))
+    if looks_local:
+        raise UsageError(f"data {source!r} does not exist", f"a file, a folder, or one of: {', '.join(SHIPPED)}")
+
+
+def _shipped_file(name: str) -> Path:
+    if name == "handbook":
+        return package_folder("evals") / "handbook" / "facts.jsonl"
+    return package_folder("workflows") / "data" / f"{name}.jsonl"
+
+
+def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
+    check_source(source)
+    path = Path(source)
+    if source == "handbook":
+        for fact, where in _jsonl(_shipped_file(source)):
+            for question in fact["train"]:
+                yield {"question": question, "answer": fact["answer"]}, where
+    elif source == "everyday":
+        yield from ((row, where) for row, where in _jsonl(_shipped_file(source)) if row["split"] == split)
+    elif path.is_dir():
+        for file in source_files(source):
+            if text := _text(file).strip():
+                yield {"text": text}, str(file)
+    elif path.suffix in (".jsonl", ".json", ".ndjson"):
+        yield from _jsonl(path)
+    elif path.suffix == ".csv":
+        reader = csv.DictReader(_text(path).splitlines(keepends=True))
+        yield from ((row, f"{path}:{reader.line_num}") for row in reader)
+    elif path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        try:
+            table = pyarrow.parquet.read_table(path)
+        except (OSError, ValueError) as fault:
+            raise UsageError(f"{path} is not a Parquet file: {fault}", FIELDS_HINT) from fault
+        yield from ((row, f"{path} row {n}") for n, row in enumerate(table.to_pylist(), 1))
+    elif path.exists():
+        raise UsageError(f"{path}: cannot tell the format of {path.suffix or 'a file without an ending'}",
+                         "use .jsonl, .csv, .parquet, or a folder of .md and .txt")  # fmt: skip
+    else:
+        yield from _hub(source, split)
+
+
+def _hub(source: str, split: str) -> Iterator[tuple[Any, str]]:
+    from datasets import load_dataset
+
+    try:
+        dataset = load_dataset(source, split=split)
+    except Exception as fault:  # datasets raises a dozen kinds; each means that the set is not to be had
+        raise UsageError(f"dataset {source!r} cannot be loaded: {str(fault)[:200]}", "check the id, or go online") from fault
+    yield from ((row, f"{source} row {n}") for n, row in enumerate(dataset, 1))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as fault:
+        raise UsageError(f"{path} is not UTF-8 text (byte {fault.start})", "save it as UTF-8") from fault
+    except OSError as fault:
+        raise UsageError(f"{path} cannot be read: {fault.strerror}", "check its permissions") from fault
+
+
+def _jsonl(path: Path) -> Iterator[tuple[Any, str]]:
+    for number, line in enumerate(_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line), f"{path}:{number}"
+        except (json.JSONDecodeError, RecursionError) as fault:
+            raise UsageError(f"{path}:{number} is not valid JSON: {fault}", "one JSON object per line") from fault
+
+
+def _check(row: Any, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise UsageError(f"{where} is a {type(row).__name__}, not an object", FIELDS_HINT)
+    if row.get("messages"):
+        return _check_messages(row["messages"], where)
+    for asked, answered in (("prompt", "completion"), ("question", "answer")):
+        if row.get(asked) is not None:
+            if isinstance(row[asked], list):
+                return _check_messages([*row[asked], *_as_turn(row.get(answered), where)], where)
+            prompt = [{"role": "user", "content": _string(row[asked], asked, where)}]
+            answer = row.get(answered)
+            return Row(prompt, None if answer is None else _string(answer, answered, where), None, where)
+    if row.get("text") is not None:
+        return Row([], None, _string(row["text"], "text", where), where)
+    raise UsageError(f"{where} has only {', '.join(map(str, row)) or 'no fields'}", FIELDS_HINT)
+
+
+def _as_turn(answer: Any, where: str) -> list[Message]:
+    if answer is None:
+        return []
+    return answer if isinstance(answer, list) else [{"role": "assistant", "content": _string(answer, "completion", where)}]
+
+
+def _check_messages(messages: Any, where: str) -> Row:
+    if not isinstance(messages, list):
+        raise UsageError(f"{where}: messages is a {type(messages).__name__}, not a list", FIELDS_HINT)
+    turns = []
+    for message in messages:
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ("system", "user", "assistant"):
+            raise UsageError(f"{where}: message role {role!r}", "roles are system, user and assistant")
+        turns.append({"role": role, "content": _string(message.get("content"), f"{role} content", where)})
+    if not any(t["role"] == "user" for t in turns):
+        raise UsageError(f"{where}: no user message", FIELDS_HINT)
+    if turns[-1]["role"] == "assistant":
+        return Row(turns[:-1], turns[-1]["content"], None, where)
+    return Row(turns, None, None, where)
+
+
+def _string(value: Any, name: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"{where}: {name} is a {type(value).__name__}, not text", FIELDS_HINT)
+    if not value.strip():
+        raise UsageError(f"{where}: {name} is empty", FIELDS_HINT)
+    if len(value) > MAX_ROW_CHARS:
+        raise UsageError(f"{where}: {name} has {len(value)} characters, at most {MAX_ROW_CHARS} are read", "split the row")
+    return value
+
+
+def encode_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, room: int) -> list[int]:
+    """Return the ids of the prompt as the model sees it before it answers; at most `room` of them."""
+    ids = _template(tokenizer, row.prompt, generation=True)
+    if len(ids) > room:
+        raise UsageError(f"{row.where}: the prompt has {len(ids)} tokens, and the context leaves room for {room}",
+                         "shorten the prompt, or lower max_new_tokens")  # fmt: skip
+    return ids
+
+
+def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Encoded]:
+    """Encode a training row: one sequence, or for plain text as many pieces of `max_length` as it takes."""
+    if row.text is not None:
+        ids = [*tokenizer(row.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        pieces = [ids[i : i + max_length] for i in range(0, len(ids), max_length)]
+        return [Encoded(piece, [1] * len(piece)) for piece in pieces if len(piece) > 1]
+    if row.answer is None:
+        raise UsageError(f"{row.where} has no answer to learn", "fine-tune rows need completion, answer or an assistant turn")
+    messages = [*row.prompt, {"role": "assistant", "content": row.answer}]
+    ids = _template(tokenizer, messages)
+    mask = [0] * len(ids)
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            start = _template(tokenizer, messages[:turn], generation=True)
+            end = len(_template(tokenizer, messages[: turn + 1]))
+            # Some templates rewrite earlier turns; only what is rendered as it was asked can be learned.
+            if ids[: len(start)] == start:
+                mask[len(start) : end] = [1] * (end - len(start))
+    # What the template puts behind the end of the turn (a line break, say) is never sampled, so never learned.
+    while mask[-1] and ids[-1] != tokenizer.eos_token_id and tokenizer.eos_token_id in ids[len(ids) - 4 :]:
+        ids.pop()
+        mask.pop()
+    if len(ids) > max_length:
+        raise UsageError(f"{row.where}: the row has {len(ids)} tokens, max_length is {max_length}",
+                         "raise finetune.max_length, or shorten the row")  # fmt: skip
+    return [Encoded(ids, mask)]
+
+
+def _template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation: bool = False) -> list[int]:
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=generation, return_dict=True)["input_ids"]

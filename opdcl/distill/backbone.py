@@ -1,0 +1,124 @@
+"""One resident model, many adapter states: `base`, `tuned` and `student` without a second copy of the weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from opdcl.config import LoraSection, ModelConfig
+from opdcl.errors import UsageError
+from opdcl.models import base_fingerprint, eos_ids, load_base
+
+State = Literal["base", "tuned", "student"]
+
+
+class Backbone:
+    """The base model with a trainable adapter `student` and, during recovery, a frozen one `tuned`.
+
+    The base weights are never written. `merged` puts base + adapter into storage of its own, because merging and
+    unmerging in place drifts the base by rounding, and the base is the teacher.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+        self.causal_lm = model
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids(model, tokenizer)
+        self.peft: PeftModel | None = None
+
+    @classmethod
+    def load(cls, config: ModelConfig) -> Backbone:
+        """Load the base model without an adapter."""
+        return cls(*load_base(config))
+
+    @property
+    def device(self) -> torch.device:
+        return self.causal_lm.device
+
+    def new_adapter(self, lora: LoraSection, seed: int) -> PeftModel:
+        """Attach a freshly initialised `student` adapter, which changes nothing yet."""
+        torch.manual_seed(seed)
+        config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout,
+                            target_modules=lora.target_modules, task_type="CAUSAL_LM")  # fmt: skip
+        self.drop_adapters()
+        self.peft = get_peft_model(self.causal_lm, config, adapter_name="student")
+        return self.peft
+
+    def load_adapter(self, folder: Path, state: State, trainable: bool = False) -> PeftModel:
+        """Attach an adapter from disk as `state`."""
+        try:
+            if self.peft is None:
+                self.peft = PeftModel.from_pretrained(
+                    self.causal_lm, str(folder), adapter_name=state, is_trainable=trainable
+                )
+            else:
+                self.peft.load_adapter(str(folder), adapter_name=state, is_trainable=trainable)
+        except (OSError, ValueError, RuntimeError, KeyError) as fault:
+            raise UsageError(f"adapter {folder} does not fit the base model: {str(fault)[:300]}",
+                             "use the base model that the adapter was trained on") from fault  # fmt: skip
+        return self.peft
+
+    def drop_adapters(self) -> None:
+        """Take all adapters off, leaving the base alone."""
+        if self.peft is not None:
+            self.causal_lm = self.peft.unload()
+            self.peft = None
+
+    def fingerprint(self) -> str:
+        """Return the hash of the base weights, to show that training left them alone."""
+        return base_fingerprint(self.causal_lm)
+
+    def _adapted_layers(self) -> list[BaseTunerLayer]:
+        return [m for m in self.causal_lm.modules() if isinstance(m, BaseTunerLayer)]
+
+    @contextlib.contextmanager
+    def state(self, name: State) -> Iterator[PreTrainedModel]:
+        """Run the model as `name` inside the block; outside it is the student, trainable as before."""
+        if name == "student" or self.peft is None:
+            yield self.causal_lm
+            return
+        layers = self._adapted_layers()
+        for layer in layers:
+            if name == "base":
+                layer.enable_adapters(False)
+            else:
+                layer.set_adapter(name, inference_mode=True)
+        try:
+            yield self.causal_lm
+        finally:
+            for layer in layers:
+                if name == "base":
+                    layer.enable_adapters(True)
+                else:
+                    layer.set_adapter("student")
+
+    @contextlib.contextmanager
+    def merged(self, name: State) -> Iterator[PreTrainedModel]:
+        """Run the model as `name` with the adapter folded into the weights: faster, where many tokens are sampled.
+
+        The sums live in storage of their own for the duration of the block; the base's storage is swapped out and
+        back in, never written.
+        """
+        if name == "base" or self.peft is None:
+            with self.state("base") as model:
+                yield model
+            return
+        saved = []
+        with torch.no_grad():
+            for layer in self._adapted_layers():
+                weight = layer.get_base_layer().weight
+                saved.append((weight, weight.data))
+                delta = layer.get_delta_weight(name)
+                weight.data = (weight.data.float() + delta.float()).to(weight.dtype)
+        try:
+            with self.state("base") as model:
+                yield model
+        finally:
+            for weight, original in saved:
+                weight.data = original

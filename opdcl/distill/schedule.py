@@ -1,0 +1,45 @@
+"""Which prompts come next: general and domain steps alternate, each stream in seeded order, epoch after epoch.
+
+The two streams never share a step: their gradients counteract in one batch (CaMOPD, arXiv 2605.27115).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from opdcl.config import RecoverConfig
+
+Stream = Literal["general", "domain"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step: whose teacher grades it, and which prompts of that stream it samples on."""
+
+    stream: Stream
+    prompts: tuple[int, ...]
+
+
+def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
+    """Lay out all steps beforehand, given how many prompts each stream has."""
+    draws = {
+        "general": _endless(general, config.seed),
+        "domain": _endless(domain, config.seed + 1),
+    }
+    size = {"general": config.rollouts, "domain": config.domain_rollouts or config.rollouts}
+    steps = []
+    for index in range(config.steps):
+        stream: Stream = "domain" if domain and index % (config.general_per_domain + 1) == config.general_per_domain else "general"  # fmt: skip
+        steps.append(Step(stream, tuple(next(draws[stream]) for _ in range(size[stream]))))
+    return steps
+
+
+def _endless(count: int, seed: int):
+    """Yield indices below `count`, every one once per epoch, in an order that the seed fixes."""
+    shuffle = random.Random(seed)
+    while True:
+        order = list(range(count))
+        shuffle.shuffle(order)
+        yield from order

@@ -1,0 +1,165 @@
+"""RecoveryTrainer: TRL's DistillationTrainer with one resident model, alternating teachers and its own sampler."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from trl import DistillationConfig, DistillationTrainer
+
+from opdcl.config import RecoverConfig
+from opdcl.distill.backbone import Backbone, State
+from opdcl.distill.divergence import reverse_kl
+from opdcl.distill.forward import answer_states
+from opdcl.distill.rollouts import Rollout, sample
+from opdcl.distill.schedule import Step, Stream
+from opdcl.errors import UsageError
+from opdcl.rundir import write_atomic
+
+TEACHER: dict[Stream, State] = {"general": "base", "domain": "tuned"}
+
+
+class RecoveryTrainer(DistillationTrainer):
+    """Distil the teacher of each stream into the student, on completions that the student samples.
+
+    What it changes in its parent: a step is one row of a schedule laid out beforehand, so that resuming needs no
+    more than a step number; completions come from `opdcl.distill.rollouts`; the teacher is an adapter state of the
+    student's own backbone; a step is split into micro-batches of bounded tokens, longest sequences together, and
+    the loss is averaged over all tokens of the step, however it was split.
+    """
+
+    def __init__(self, backbone: Backbone, config: RecoverConfig, steps: list[Step],
+                 prompts: dict[Stream, list[list[int]]], args: DistillationConfig, callbacks: list):  # fmt: skip
+        refuse_unsupported(backbone.causal_lm.config)
+        self.backbone, self.recover_config, self.steps, self.prompts = backbone, config, steps, prompts
+        self._ahead: dict[int, list[Rollout]] = {}
+        super().__init__(
+            model=backbone.peft,
+            teacher_model=None,
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": ["" for _ in steps], "step": list(range(len(steps)))}),
+            processing_class=backbone.tokenizer,
+            callbacks=callbacks,
+        )
+
+    # -- sampling ---------------------------------------------------------------------------------------------------
+
+    def rollouts_of(self, index: int) -> list[Rollout]:
+        """Return the completions of step `index`, sampling up to `sample_ahead` steps of its stream at once."""
+        if index not in self._ahead:
+            stream = self.steps[index].stream
+            same = [i for i in range(index, len(self.steps)) if self.steps[i].stream == stream]
+            same = same[: self.recover_config.sample_ahead]
+            prompts = [self.prompts[stream][p] for i in same for p in self.steps[i].prompts]
+            sampled = iter(self.sample(prompts, stream, seed=self.recover_config.seed * 1_000_003 + index))
+            for i in same:
+                self._ahead[i] = [next(sampled) for _ in self.steps[i].prompts]
+        return self._ahead.pop(index)
+
+    def sample(self, prompts: list[list[int]], stream: Stream, seed: int, state: State = "student") -> list[Rollout]:
+        """Sample one completion per prompt from an adapter state, with its weights merged for the purpose."""
+        config = self.recover_config
+        longest = config.domain_max_new_tokens if stream == "domain" else None
+        with self.backbone.merged(state) as model:
+            return sample(model, prompts, max_new_tokens=longest or config.max_new_tokens,
+                          eos_ids=self.backbone.eos_ids, temperature=config.temperature, seed=seed)  # fmt: skip
+
+    # -- one optimizer step -----------------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, generation_batch):
+        return generation_batch
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        """Sample, grade and accumulate the gradient of one scheduled step; return its mean loss per token."""
+        model.train()
+        index = inputs[0]["step"]
+        rollouts = self.rollouts_of(index)
+        sums = self.grade(rollouts, self.steps[index].stream, learn=True)
+        for name, value in self._summary(rollouts, sums).items():
+            self._metrics["train"][name].append(value)
+        self._stream = self.steps[index].stream
+        return torch.tensor(sums["kl"] / sums["tokens"], device=self.args.device)
+
+    def grade(self, rollouts: list[Rollout], stream: Stream, learn: bool) -> dict[str, float]:
+        """Sum KL and entropies over all completion tokens; with `learn`, accumulate the gradient of their mean."""
+        total = sum(len(r.completion_ids) for r in rollouts)
+        sums: dict[str, float] = defaultdict(float, tokens=total)
+        for batch in micro_batches(rollouts, self.recover_config.micro_batch_tokens):
+            kl_N, student_entropy_N, teacher_entropy_N = self._token_losses(batch, stream, learn)
+            if learn:
+                self.accelerator.backward(kl_N.sum() / total)
+            for name, values in (("kl", kl_N), ("student_entropy", student_entropy_N), ("teacher_entropy", teacher_entropy_N)):  # fmt: skip
+                sums[name] += float(values.detach().sum())
+        return sums
+
+    def _token_losses(self, batch: list[Rollout], stream: Stream, learn: bool):
+        sequences = [
+            (r.prompt_ids + r.completion_ids, [False] * len(r.prompt_ids) + [True] * len(r.completion_ids))
+            for r in batch
+        ]
+        weight_VH = self.backbone.causal_lm.get_output_embeddings().weight
+        with self.compute_loss_context_manager():
+            with torch.no_grad(), self.backbone.state(TEACHER[stream]) as model:
+                teacher_NH = answer_states(model, sequences)
+            with torch.set_grad_enabled(learn):
+                student_NH = answer_states(self.backbone.causal_lm, sequences)
+                return reverse_kl(student_NH, teacher_NH, weight_VH, self.recover_config.temperature)
+
+    def _summary(self, rollouts: list[Rollout], sums: dict[str, float]) -> dict[str, float]:
+        count = len(rollouts)
+        return {
+            "kl": sums["kl"] / sums["tokens"],
+            "student_entropy": sums["student_entropy"] / sums["tokens"],
+            "teacher_entropy": sums["teacher_entropy"] / sums["tokens"],
+            "mean_length": sums["tokens"] / count,
+            "truncated": sum(not r.finished for r in rollouts) / count,
+            "tokens": sums["tokens"],
+        }
+
+    def log(self, logs: dict, start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs["stream"] = self._stream
+        super().log(logs, start_time)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model, trial):
+        # First, because the trainer writes its state file last: whoever finds that, finds a whole checkpoint.
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        ahead = {str(index): [asdict(r) for r in rollouts] for index, rollouts in self._ahead.items()}
+        write_atomic(folder / "rollouts.json", json.dumps(ahead))
+        super()._save_checkpoint(model, trial)
+
+    def restore_rollouts(self, checkpoint: Path) -> None:
+        """Take back the completions that were sampled ahead when the checkpoint was written."""
+        ahead = json.loads((checkpoint / "rollouts.json").read_text())
+        self._ahead = {int(index): [Rollout(**r) for r in rollouts] for index, rollouts in ahead.items()}
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """Write none: the report writes the model card."""
+
+
+def refuse_unsupported(config) -> None:
+    """Refuse models whose logits are more than hidden states times the head: the loss would not be theirs."""
+    config = config.get_text_config()
+    names = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
+    for name in names:
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise UsageError(f"models with {name} ({config.model_type}) cannot be recovered yet", "choose another model")
+
+
+def micro_batches(rollouts: list[Rollout], tokens: int) -> list[list[Rollout]]:
+    """Split into batches of at most `tokens` ids, padding included, sequences of like length together."""
+    batches: list[list[Rollout]] = [[]]
+    width = 0
+    for rollout in sorted(rollouts, key=lambda r: -len(r.prompt_ids) - len(r.completion_ids)):
+        width = width or len(rollout.prompt_ids) + len(rollout.completion_ids)
+        if batches[-1] and (len(batches[-1]) + 1) * width > tokens:
+            batches.append([])
+            width = len(rollout.prompt_ids) + len(rollout.completion_ids)
+        batches[-1].append(rollout)
+    return batches

@@ -1,0 +1,94 @@
+"""Learn the domain: supervised fine-tune of a LoRA adapter with TRL's SFTTrainer.
+
+    opdcl finetune --data rows.jsonl -o runs/mine
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+from opdcl.config import FinetuneConfig
+from opdcl.data import Encoded, encode_example, load_rows
+from opdcl.distill.backbone import Backbone
+from opdcl.distill.forward import answer_ids, answer_states
+from opdcl.models import ModelRef
+from opdcl.rundir import StageDir
+from opdcl.training import StageCallback, StageReport, save_adapter, trainer_arguments
+
+
+def finetune(config: FinetuneConfig, backbone: Backbone, parent: ModelRef, out: StageDir, report: StageReport) -> ModelRef:
+    """Train a fresh adapter on the domain's answers, resuming from the stage's last checkpoint if there is one."""
+    rows = encode(config, backbone)
+    model = backbone.new_adapter(config.lora, config.seed)
+    steps = planned_steps(config, len(rows))
+    arguments = trainer_arguments(SFTConfig, "finetune", config.trainer, backbone, out) | {
+        "per_device_train_batch_size": config.batch_size,
+        "learning_rate": config.learning_rate,
+        "max_steps": steps,
+        "save_steps": config.save_steps,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": math.ceil(steps * 0.05),
+        "seed": config.seed,
+        "max_length": config.max_length,
+        "packing": _packs(config, backbone),
+        "completion_only_loss": True,
+        # Rows of like length share a batch: without it, half of a batch of short rows is padding.
+        "train_sampling_strategy": "group_by_length",
+        **config.trainer,
+    }
+    trainer = AnswerTrainer(
+        model=model,
+        args=SFTConfig(**arguments),
+        train_dataset=Dataset.from_list([{"input_ids": r.input_ids, "completion_mask": r.completion_mask} for r in rows]),
+        processing_class=backbone.tokenizer,
+        callbacks=[callback := StageCallback(report, steps)],
+    )
+    tokens = sum(len(r.input_ids) for r in rows) / len(rows)
+    callback.tokens_per_step = round(tokens * config.batch_size)
+    callback.run(trainer, out)
+    save_adapter(backbone, out.adapter)
+    return ModelRef(parent.base, out.adapter)
+
+
+def encode(config: FinetuneConfig, backbone: Backbone) -> list[Encoded]:
+    """Load and encode the training rows."""
+    return [e for row in load_rows(config.data) for e in encode_example(row, backbone.tokenizer, config.max_length)]
+
+
+def planned_steps(config: FinetuneConfig, rows: int) -> int:
+    """Return the number of optimizer steps for so many rows."""
+    return max(1, math.ceil(rows * config.epochs / config.batch_size))
+
+
+def _packs(config: FinetuneConfig, backbone: Backbone) -> bool:
+    """Pack only where a flash-attention kernel keeps packed rows from seeing one another."""
+    if config.packing == "auto":
+        return "flash" in (backbone.causal_lm.config._attn_implementation or "")
+    return config.packing == "on"
+
+
+class AnswerTrainer(SFTTrainer):
+    """SFTTrainer that computes what the rows of a batch share once, and projects answer positions only."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Return the mean cross-entropy over the answer tokens of the optimizer step."""
+        packed = "position_ids" in inputs
+        if packed or return_outputs or self.accelerator.num_processes > 1:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        causal_lm = model.get_base_model()
+        sequences = [
+            (ids[:length].tolist(), (labels[:length] != -100).tolist())
+            for ids, labels, length in zip(
+                inputs["input_ids"], inputs["labels"], inputs["attention_mask"].sum(1).tolist(), strict=True
+            )
+        ]
+        with self.compute_loss_context_manager():
+            states_NH = answer_states(causal_lm, sequences)
+            logits_NV = causal_lm.get_output_embeddings()(states_NH)
+        targets_N = answer_ids(sequences, logits_NV.device)
+        total = torch.nn.functional.cross_entropy(logits_NV.float(), targets_N, reduction="sum")
+        return total / (len(targets_N) if num_items_in_batch is None else num_items_in_batch)

@@ -1,0 +1,222 @@
+"""Read workflow files and `--set` overrides into a `Workflow`; every complaint names the file and line."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from opdcl.config import Workflow
+from opdcl.errors import UsageError
+
+MAX_BYTES = 1_000_000
+# Fields that may name a file; a relative one is meant from the workflow file's folder.
+PATH_FIELDS = (("model", "id"), ("finetune", "data"), ("recover", "general"), ("recover", "domain"))
+
+
+def package_folder(name: str) -> Path:
+    """Return the shipped folder `workflows` or `evals`: inside the installed package, or beside it in a checkout."""
+    here = Path(__file__).parent
+    return here / name if (here / name).is_dir() else here.parent / name
+
+
+def workflow_files() -> dict[str, Path]:
+    """Return the shipped recipes, name -> file."""
+    return {p.stem: p for p in sorted(package_folder("workflows").glob("*.yaml"))}
+
+
+def load(sources: list[str], overrides: list[str] = (), flags: dict[str, Any] | None = None) -> tuple[Workflow, dict]:
+    """Return the workflow and the origin of each set value (`"recover.steps" -> "quickstart.yaml:31"`).
+
+    Precedence: defaults < first file < further files < `--set a.b=c` < named flags.
+    """
+    tree: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for source in sources:
+        file = find_workflow(source)
+        _merge(tree, origins, _read(file), file)
+    _override(tree, origins, overrides, flags or {})
+    return validate(tree, origins), origins
+
+
+def _override(tree: dict, origins: dict[str, str], overrides: list[str], flags: dict[str, Any]) -> None:
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key.strip():
+            raise UsageError(f"--set {override!r} is not KEY=VALUE", "--set recover.steps=60")
+        _assign(tree, key.strip().split("."), _parse_value(text, key), key)
+        origins[key.strip()] = "--set"
+    for key, value in flags.items():
+        if value is not None:
+            _assign(tree, key.split("."), value, key)
+            origins[key] = "flag"
+
+
+def validate(tree: dict, origins: dict[str, str] | None = None) -> Workflow:
+    """Check a plain mapping against the schema; all its faults are reported at once."""
+    try:
+        return Workflow.model_validate(tree)
+    except ValidationError as fault:
+        raise _explain(fault, origins or {}) from fault
+
+
+def load_tree(
+    tree: dict[str, Any], origins: dict[str, str], overrides: list[str], flags: dict[str, Any], stage: str
+) -> tuple[Workflow, dict[str, str]]:
+    """Return the workflow of an earlier command with one stage added, overridden as in `load`."""
+    tree = {k: v for k, v in tree.items() if v is not None}
+    tree[stage] = dict(tree.get(stage) or {})
+    origins = dict(origins)
+    _override(tree, origins, overrides, flags)
+    return validate(tree, origins), origins
+
+
+def describe_fields(section: type[BaseModel] = Workflow, prefix: str = "") -> list[list[str]]:
+    """Return key, default and meaning of every field."""
+    rows = []
+    for name, field in section.model_fields.items():
+        inner = _section_of(field.annotation)
+        if inner:
+            rows += describe_fields(inner, f"{prefix}{name}.")
+        else:
+            default = "required" if field.is_required() else str(field.default)
+            rows.append([f"{prefix}{name}", default, " ".join((field.description or "").split())])
+    return rows
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    candidates = [annotation, *get_args(annotation)]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def find_workflow(source: str) -> Path:
+    path = Path(source)
+    if path.is_file():
+        return path
+    shipped = workflow_files()
+    if source in shipped:
+        return shipped[source]
+    near = difflib.get_close_matches(source, shipped, 1)
+    hint = f"did you mean {near[0]}?" if near else f"a path, or one of: {', '.join(shipped)}"
+    raise UsageError(f"no workflow {source!r}", hint)
+
+
+def _read(file: Path) -> dict:
+    try:
+        content = file.read_bytes()
+    except OSError as fault:
+        raise UsageError(f"{file} cannot be read: {fault.strerror}", "check the path and its permissions") from fault
+    if len(content) > MAX_BYTES:
+        raise UsageError(f"{file} is {len(content)} bytes; a workflow has at most {MAX_BYTES}", "is it the right file?")
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as fault:
+        raise UsageError(f"{file} is not UTF-8 text (byte {fault.start})", "save it as UTF-8") from fault
+    tree = _parse(text, str(file))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UsageError(f"{file} is a {type(tree).__name__}, not a mapping of sections", "opdcl workflows show quickstart")
+    return tree
+
+
+def _parse(text: str, where: str) -> Any:
+    # Anchors make a small file expand without bound ("billion laughs"); a workflow has no use for them.
+    if re.search(r"(^|[\s\[{,:-])[&*][A-Za-z0-9_]+", re.sub(r"(#.*)|\"[^\"]*\"|'[^']*'", "", text)):
+        raise UsageError(f"{where} uses YAML anchors or aliases", "write the values out")
+    try:
+        return YAML(typ="rt").load(io.StringIO(text))
+    except MarkedYAMLError as fault:
+        mark = fault.problem_mark or fault.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise UsageError(f"{where}{line}: {fault.problem or fault.context}", "fix the YAML at that line") from fault
+    except (YAMLError, ValueError, RecursionError) as fault:
+        first = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
+        raise UsageError(f"{where}: {first}", "fix the YAML") from fault
+
+
+def _parse_value(text: str, key: str) -> Any:
+    return _plain(_parse(text, f"--set {key}")) if text.strip() else text
+
+
+def _plain(value: Any) -> Any:
+    """Turn ruamel's decorated containers and scalars into plain ones."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+
+
+def _merge(tree: dict, origins: dict, new: Any, file: Path, prefix: str = "") -> None:
+    for key, value in new.items():
+        name = f"{prefix}{key}"
+        line = new.lc.key(key)[0] + 1 if hasattr(new, "lc") else 0
+        if isinstance(value, dict):
+            origins.setdefault(name, f"{file}:{line}")
+            if not isinstance(tree.get(str(key)), dict):
+                tree[str(key)] = {}
+            _merge(tree[str(key)], origins, value, file, f"{name}.")
+        else:
+            value = _plain(value)
+            if tuple(name.split(".")) in PATH_FIELDS and isinstance(value, str):
+                value = _from_folder(value, file.parent)
+            if name.startswith("eval.data.") and isinstance(value, str):
+                value = _from_folder(value, file.parent)
+            tree[str(key)] = value
+            origins[name] = f"{file}:{line}"
+
+
+def _from_folder(value: str, folder: Path) -> str:
+    """Resolve a relative file name against the workflow's folder; a hub id or an alias stays as it is."""
+    if value.startswith("."):
+        return str((folder / value).resolve())
+    return str((folder / value).resolve()) if value and (folder / value).exists() else value
+
+
+def _assign(tree: dict, keys: list[str], value: Any, shown: str) -> None:
+    for key in keys[:-1]:
+        node = tree.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise UsageError(f"{shown}: {key} is a value, not a section", "opdcl config schema")
+        tree = node
+    tree[keys[-1]] = value
+
+
+def _explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
+    messages, hint = [], "opdcl config schema lists every key"
+    for error in fault.errors():
+        parts = [str(p) for p in error["loc"]]
+        key = ".".join(parts)
+        where = next((origins[k] for k in (".".join(parts[:n]) for n in range(len(parts), 0, -1)) if k in origins), "")
+        where = f", {where}" if where else ""
+        if error["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(parts[-1], _fields(parts[:-1]), 1, 0.5)
+            if near:
+                hint = f"did you mean {'.'.join([*parts[:-1], near[0]])}?"
+            messages.append(f"unknown key {key}{where}")
+        elif error["type"] == "missing":
+            messages.append(f"{key} is required{where}")
+        else:
+            shown = repr(error["input"])
+            shown = shown if len(shown) <= 60 else shown[:57] + "..."
+            messages.append(f"{key}: {error['msg']} (got {shown}{where})")
+    return UsageError("; ".join(messages), hint)
+
+
+def _fields(path: list[str]) -> list[str]:
+    """Return the field names of the section at `path`."""
+    section: type[BaseModel] | None = Workflow
+    for key in path:
+        field = section.model_fields.get(key) if section else None
+        section = _section_of(field.annotation) if field else None
+    return list(section.model_fields) if section else []

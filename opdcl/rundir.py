@@ -1,0 +1,229 @@
+"""Every path of a run, and how files get there: whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from opdcl.errors import UsageError
+
+
+def cache_home() -> Path:
+    """Return the folder for converted models and tables: `$OPDCL_CACHE`, else the user's cache folder."""
+    if named := os.environ.get("OPDCL_CACHE"):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "opdcl"
+
+
+def now() -> str:
+    """Return the time as ISO 8601 in UTC, to the second."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write `content` so that `path` holds either the old text or all of the new one, also after a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically. NaN and infinity are refused: they are not JSON."""
+    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file of the run; a missing or broken one is a `UsageError` that names it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as fault:
+        raise UsageError(f"{path} does not exist", "opdcl run WORKFLOW -o RUN makes a run directory") from fault
+    except json.JSONDecodeError as fault:
+        raise UsageError(f"{path} is not valid JSON: {fault}", "restore the file, or start the run anew") from fault
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """Read a JSONL file; a last line cut off by a crash is left out, any other broken line is a `UsageError`."""
+    if not path.exists():
+        return []
+    rows = []
+    # Not splitlines(): it also splits at U+2028 and its like, which stand raw inside JSON strings.
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as fault:
+            if number < len(lines):
+                raise UsageError(f"{path}:{number} is not valid JSON: {fault}", "restore the file, or run anew") from fault
+    return rows
+
+
+@contextlib.contextmanager
+def folder_appears_whole(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder that takes the name `path` once the block has ended without an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as handle:
+                    os.fsync(handle.fileno())
+        os.chmod(temporary, 0o755)
+        if path.exists():
+            shutil.rmtree(path)
+        os.replace(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+@dataclass(frozen=True)
+class StageDir:
+    """The folder of one stage: `stage.json`, `metrics.jsonl`, `adapter/`, `trainer/checkpoint-N/`, `samples.jsonl`."""
+
+    path: Path
+
+    @property
+    def record(self) -> Path:
+        return self.path / "stage.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    @property
+    def trainer(self) -> Path:
+        return self.path / "trainer"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    def state(self) -> dict:
+        """Return what `stage.json` says, or an empty dict before the stage has started."""
+        return read_json(self.record) if self.record.exists() else {}
+
+    def last_checkpoint(self) -> Path | None:
+        """Return the newest complete trainer checkpoint, or None."""
+        found = [p for p in self.trainer.glob("checkpoint-*") if (p / "trainer_state.json").exists()]
+        return max(found, key=lambda p: int(p.name.rsplit("-", 1)[1]), default=None)
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """A run directory. Nothing outside this module joins its paths."""
+
+    path: Path
+
+    @property
+    def workflow(self) -> Path:
+        return self.path / "workflow.yaml"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def reports(self) -> tuple[Path, Path, Path]:
+        """The report as Markdown, the report as a page, and the model card."""
+        return self.path / "report.md", self.path / "report.html", self.path / "README.md"
+
+    @property
+    def evals(self) -> Path:
+        return self.path / "evals"
+
+    def stage(self, index: int, name: str) -> StageDir:
+        return StageDir(self.path / "stages" / f"{index:02d}-{name}")
+
+    def stages(self) -> list[StageDir]:
+        return [StageDir(p) for p in sorted((self.path / "stages").glob("[0-9][0-9]-*"))]
+
+    def find_stage(self, name: str) -> StageDir | None:
+        """Return the last stage of that name, or None."""
+        found = [s for s in self.stages() if s.path.name.split("-", 1)[1] == name]
+        return found[-1] if found else None
+
+    def eval_result(self, state: str, suite: str) -> Path:
+        return self.evals / state / f"{suite}.json"
+
+    def eval_samples(self, state: str, suite: str) -> Path:
+        return self.evals / state / f"{suite}.samples.jsonl"
+
+    def new_log(self) -> Path:
+        """Return the path of the next attempt's log."""
+        return self.path / "logs" / f"attempt_{len(list((self.path / 'logs').glob('attempt_*.log'))) + 1}.log"
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run for this process: a second writer is refused, a dead owner's lock is taken over."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = self.path / ".lock"
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": now()}
+        for _ in range(2):
+            try:
+                handle = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            except FileExistsError:
+                other = _lock_owner(file)
+                if other and other.get("host") == owner["host"] and not _alive(other.get("pid", 0)):
+                    file.unlink(missing_ok=True)
+                    continue
+                raise UsageError(
+                    f"{self.path} is in use by process {other.get('pid')} on {other.get('host')} "
+                    f"since {other.get('since')}",
+                    f"wait for it, or remove {file} if that process is gone",
+                ) from None
+            with os.fdopen(handle, "w") as out:
+                json.dump(owner, out)
+            break
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+
+
+def _lock_owner(file: Path) -> dict:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, json.JSONDecodeError):
+        return {}
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

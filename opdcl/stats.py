@@ -1,0 +1,135 @@
+"""The statistics behind the verdict: paired throughout, because every model answers the same prompts.
+
+Scores are arrays of one value per prompt (0/1 for a pass or fail, or a fraction). Intervals are 95 % percentile
+bootstrap intervals over prompts. A prompt with several scored parts is one resampled unit, which clusters them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+
+RESAMPLES = 10_000
+# Below this many points of drop a ratio of differences is mostly noise, so no R is printed.
+SMALLEST_DROP = 0.10
+# How far below base "recovered" may lie and still count as non-inferior, for one seed.
+NON_INFERIORITY_MARGIN = 0.035
+
+Status = Literal["recovered", "partly recovered", "not shown", "no measurable forgetting", "not measured"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def as_dict(self) -> dict[str, float]:
+        return {k: round(v, 6) for k, v in asdict(self).items()}
+
+
+def _resamples(n: int, seed: int) -> np.ndarray:
+    """Return how often each of n prompts is drawn, per resample: shape `(RESAMPLES, n)`."""
+    return _draw_resamples(n, seed, RESAMPLES)
+
+
+@lru_cache(maxsize=2)
+def _draw_resamples(n: int, seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=count).astype(np.float64)
+
+
+def _estimate(value: float, draws: np.ndarray) -> Estimate:
+    low, high = np.nanpercentile(draws, [2.5, 97.5])
+    return Estimate(float(value), float(low), float(high))
+
+
+def mean(scores: np.ndarray, seed: int = 0) -> Estimate:
+    """Estimate the mean of one score per prompt."""
+    scores = np.asarray(scores, float)
+    if len(set(scores.tolist())) == 1 and scores[0] in (0.0, 1.0):
+        # Resampling all failures gives [0, 0]; Wilson's interval says what n prompts can exclude.
+        from scipy.stats import binomtest
+
+        wilson = binomtest(int(scores.sum()), len(scores)).proportion_ci(method="wilson")
+        return Estimate(float(scores[0]), float(wilson.low), float(wilson.high))
+    return _estimate(scores.mean(), _resamples(len(scores), seed) @ scores / len(scores))
+
+
+def clustered_mean(parts: list[list[float]], seed: int = 0) -> Estimate:
+    """Estimate the mean over all parts of all prompts, resampling whole prompts (IFEval's instruction level)."""
+    sums = np.array([float(np.sum(p)) for p in parts])
+    sizes = np.array([len(p) for p in parts], float)
+    weights = _resamples(len(parts), seed)
+    return _estimate(sums.sum() / sizes.sum(), (weights @ sums) / np.maximum(weights @ sizes, 1))
+
+
+def difference(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Estimate:
+    """Estimate mean(a) - mean(b) on the same prompts."""
+    change = np.asarray(a, float) - np.asarray(b, float)
+    return _estimate(change.mean(), _resamples(len(change), seed) @ change / len(change))
+
+
+def mcnemar(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the two-sided p of the exact McNemar test: are a's passes and b's equally frequent?
+
+    McNemar (1947), with the binomial distribution in place of its large-sample approximation.
+    """
+    from scipy.stats import binomtest
+
+    a, b = np.asarray(a) > 0.5, np.asarray(b) > 0.5
+    only_a, only_b = int((a & ~b).sum()), int((~a & b).sum())
+    return 1.0 if only_a + only_b == 0 else float(binomtest(only_a, only_a + only_b).pvalue)
+
+
+def ratio(part: np.ndarray, whole: np.ndarray, seed: int = 0) -> Estimate:
+    """Estimate mean(part) / mean(whole) for per-prompt differences, as R and D are.
+
+    Resamples whose denominator is not positive have no meaningful ratio and are left out of the interval.
+    """
+    part, whole = np.asarray(part, float), np.asarray(whole, float)
+    weights = _resamples(len(part), seed)
+    below = weights @ whole
+    with np.errstate(divide="ignore", invalid="ignore"):
+        draws = np.where(below > 0, (weights @ part) / below, np.nan)
+    return _estimate(part.mean() / whole.mean(), draws)
+
+
+def recovery(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0) -> Estimate | None:
+    """Estimate R = (M2 - M1) / (M0 - M1); None unless the drop is significant and at least `SMALLEST_DROP`."""
+    base, tuned, recovered = (np.asarray(x, float) for x in (base, tuned, recovered))
+    if not forgetting_is_measurable(base, tuned, seed):
+        return None
+    return ratio(recovered - tuned, base - tuned, seed)
+
+
+def forgetting_is_measurable(base: np.ndarray, tuned: np.ndarray, seed: int = 0) -> bool:
+    """Say whether base -> tuned is a drop of at least `SMALLEST_DROP` whose interval, and for pass or fail McNemar's test, exclude zero."""
+    drop = difference(base, tuned, seed)
+    passes = set(np.concatenate([base, tuned]).tolist()) <= {0.0, 1.0}
+    return drop.value >= SMALLEST_DROP and drop.low > 0 and (not passes or mcnemar(base, tuned) < 0.05)
+
+
+def domain_retention(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0) -> Estimate | None:
+    """Estimate D = (M2 - M0) / (M1 - M0); None unless the domain gain is positive with its interval above zero."""
+    base, tuned, recovered = (np.asarray(x, float) for x in (base, tuned, recovered))
+    if difference(tuned, base, seed).low <= 0:
+        return None
+    return ratio(recovered - base, tuned - base, seed)
+
+
+def judge(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0) -> Status:
+    """Name the outcome on the retention suite.
+
+    `recovered` is non-inferiority: the interval of recovered - base lies above the margin. `partly recovered` is a
+    gain over tuned whose interval lies above zero. A large p-value alone never counts as recovered.
+    """
+    if not forgetting_is_measurable(base, tuned, seed):
+        return "no measurable forgetting"
+    if difference(recovered, base, seed).low > -NON_INFERIORITY_MARGIN:
+        return "recovered"
+    return "partly recovered" if difference(recovered, tuned, seed).low > 0 else "not shown"

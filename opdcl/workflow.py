@@ -1,0 +1,416 @@
+"""Execute a plan. The only place that knows the order of the stages."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shlex
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opdcl import __version__
+from opdcl.config import EvalConfig, Workflow
+from opdcl.errors import GateError, Interrupted, OpdclError, UsageError
+from opdcl.output import Output
+from opdcl.plan import Task, make_plan, training_stages
+from opdcl.provenance import machine, versions
+from opdcl.rundir import RunDir, StageDir, now, read_json, write_atomic, write_json
+
+if TYPE_CHECKING:
+    from opdcl.distill.backbone import Backbone
+    from opdcl.models import ModelRef
+
+STATE_OF = {"finetune": "tuned", "recover": "recovered"}
+
+
+def plan_run(workflow: Workflow, run: RunDir) -> list[Task]:
+    """Check all inputs, and return what would be done. Writes nothing."""
+    return make_plan(workflow, run, data_hashes(workflow))
+
+
+def data_hashes(workflow: Workflow) -> dict[str, str]:
+    """Check that every data source exists and is well-formed; return field -> hash of its content."""
+    from opdcl.data import load_prompts, load_rows, source_files
+    from opdcl.plan import source_hash
+
+    sources: dict[str, str] = {}
+    if workflow.finetune:
+        sources["finetune.data"] = workflow.finetune.data
+        for row in load_rows(workflow.finetune.data):
+            if row.text is None and row.answer is None:
+                raise UsageError(f"{row.where} has no answer to learn", "fine-tune rows need completion, answer or text")
+    if workflow.recover:
+        for name in ("general", "domain"):
+            if source := getattr(workflow.recover, name):
+                sources[f"recover.{name}"] = source
+                load_prompts(source)
+    if workflow.eval:
+        for suite, path in workflow.eval.data.items():
+            if not Path(path).is_file():
+                raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
+            sources[f"eval.data.{suite}"] = path
+    return {field: source_hash(source, source_files(source)) for field, source in sources.items()}
+
+
+def inherit(workflow: Workflow) -> Workflow:
+    """Fill in what one stage takes from another: recovery guards the data that the fine-tune learned."""
+    if workflow.finetune and workflow.recover and workflow.recover.domain is None:
+        from opdcl.data import load_rows
+
+        # Plain text has no question to sample on, so there is no domain stream to be had from it.
+        if all(row.prompt for row in load_rows(workflow.finetune.data)):
+            domain = workflow.recover.model_copy(update={"domain": workflow.finetune.data})
+            return workflow.model_copy(update={"recover": domain})
+    return workflow
+
+
+def execute(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Output, force: bool = False,
+            text: str | None = None) -> dict[str, Any]:  # fmt: skip
+    """Run what the plan says and write the report; return the report's summary.
+
+    Raises:
+        UsageError: The run directory holds other things, or was made with another configuration.
+        Interrupted: The user stopped it.
+        GateError: Everything ran, and a required score was missed.
+    """
+    workflow = inherit(workflow)
+    tasks = plan_run(workflow, run)
+    check_tasks(workflow)
+    refuse_foreign(run)
+    stale = [t for t in tasks if t.action == "stale"]
+    if stale and not force:
+        raise UsageError(
+            f"{run.path} was made with another configuration; {'; '.join(f'{t.name} {t.why}' for t in stale)}",
+            f"a new directory (-o {run.path}-2), the old settings, or --force to do these stages again",
+        )
+    with run.lock(), quiet_libraries(run), interruptible(workflow, run):
+        if force:
+            _remove_stale(run, workflow, tasks)
+            tasks = plan_run(workflow, run)
+        _write_head(workflow, origins, run, text)
+        if any(t.action != "skip" for t in tasks):
+            Session(workflow, run, output).do(tasks)
+        else:
+            output.note("everything is done already")
+        return finish(workflow, run, output)
+
+
+def describe(workflow: Workflow, run: RunDir) -> tuple[list[list[str]], dict[str, Any]]:
+    """Return what a run would do, as table rows and as data, with steps, memory and disk. Writes nothing."""
+    workflow = inherit(workflow)
+    tasks = plan_run(workflow, run)
+    check_tasks(workflow)
+    refuse_foreign(run)
+    sizes = estimate(workflow, tasks)
+    rows = []
+    for task in tasks:
+        steps = f"{sizes['steps'][task.name]} steps, about {sizes['memory_bytes'][task.name] / 2**30:.1f} GiB; " if task.name in sizes["steps"] else ""  # fmt: skip
+        rows.append([_label(task), task.action, steps + task.why])
+    rows.append(["machine", sizes["device"], f"{sizes['parameters'] / 1e6:,.0f}M parameters; about {sizes['disk_bytes'] / 2**20:,.0f} MiB of disk"])
+    plan = [{"stage": t.name, "state": t.state, "suite": t.suite, "action": t.action, "why": t.why} for t in tasks]
+    return rows, {"tasks": plan, **sizes}
+
+
+def finish(workflow: Workflow, run: RunDir, output: Output) -> dict[str, Any]:
+    """Write the report, and compare its scores with the gates."""
+    from opdcl.report import summarise, write
+
+    summary = summarise(run)
+    for file in write(run):
+        output.note(f"wrote {file}")
+    for gate, smallest in workflow.gates.model_dump().items():
+        value = (summary[gate] or {}).get("value")
+        if smallest is not None and (value is None or value < smallest):
+            raise GateError(f"gate missed: {gate} is {value}, required {smallest}", f"opdcl report {run.path}")
+    return summary
+
+
+def refuse_foreign(run: RunDir) -> None:
+    """Refuse a directory with content that is not a run's: nothing there may be mistaken or overwritten."""
+    if run.path.exists() and not run.path.is_dir():
+        raise UsageError(f"{run.path} is a file", "choose another directory with -o")
+    if run.path.is_dir() and any(run.path.iterdir()) and not run.config.exists():
+        raise UsageError(f"{run.path} exists and is not a run directory", "choose another directory with -o")
+
+
+def check_tasks(workflow: Workflow) -> None:
+    """Check what needs the libraries but no weights: trainer fields, the model's place, the suites."""
+    from trl import DistillationConfig, SFTConfig
+
+    from opdcl.models import check_exists
+    from opdcl.training import check_trainer_fields
+
+    check_exists(workflow.model)
+    if workflow.finetune:
+        check_trainer_fields(SFTConfig, "finetune", workflow.finetune.trainer)
+    if workflow.recover:
+        check_trainer_fields(DistillationConfig, "recover", workflow.recover.trainer)
+    if workflow.eval:
+        from opdcl.evaluate import load_task
+
+        for suite in workflow.eval.suites():
+            load_task(suite, workflow.eval)
+
+
+class Session:
+    """One process's work on a run: the backbone is loaded once, at the first task that needs it."""
+
+    def __init__(self, workflow: Workflow, run: RunDir, output: Output):
+        self.workflow, self.run, self.output = workflow, run, output
+        self._backbone: Backbone | None = None
+        self.manifest: dict[str, Any] = read_json(run.manifest) if run.manifest.exists() else {}
+
+    @property
+    def backbone(self) -> Backbone:
+        if self._backbone is None:
+            from opdcl.distill.backbone import Backbone
+
+            with self.output.stage("load") as line:
+                line.note(f"{self.workflow.model.id}")
+                self._backbone = Backbone.load(self.workflow.model)
+            model = self._backbone.causal_lm
+            before = self._backbone.fingerprint()
+            base = self.manifest.setdefault("base", {"id": self.workflow.model.id, "revision": self.workflow.model.revision})
+            if (known := base.get("fingerprint_before")) and known != before:
+                raise UsageError(f"the weights of {self.workflow.model.id} are not those that this run began with",
+                                 "restore the model, or start a new run directory")  # fmt: skip
+            base["fingerprint_before"] = before
+            self.manifest["device"] = machine() | {"kind": str(model.device), "dtype": str(model.dtype).removeprefix("torch.")}
+            self._save_manifest()
+        return self._backbone
+
+    def do(self, tasks: list[Task]) -> None:
+        """Do all tasks that the plan does not skip."""
+        started = time.perf_counter()
+        self.manifest |= {"created": self.manifest.get("created", now()), "opdcl": __version__, "versions": versions(),
+                          "command": self.manifest.get("command", _command())}  # fmt: skip
+        self._save_manifest()
+        try:
+            for task in tasks:
+                if task.action == "skip":
+                    self.output.note(f"{_label(task)}: skipped, {task.why}")
+                elif task.name == "eval":
+                    self._measure(task)
+                else:
+                    self._train(task)
+        finally:
+            if self._backbone is not None:
+                self.manifest["base"]["fingerprint_after"] = self._backbone.fingerprint()
+            self.manifest["seconds"] = round(self.manifest.get("seconds", 0) + time.perf_counter() - started, 1)
+            self._save_manifest()
+        if self._backbone is not None and self.manifest["base"]["fingerprint_after"] != self.manifest["base"]["fingerprint_before"]:
+            raise OpdclError("the base weights changed during the run", "this is a defect of opdcl: please report it")
+
+    def _save_manifest(self) -> None:
+        self.manifest["adapters"] = {
+            STATE_OF[name]: {"path": str(stage.adapter.relative_to(self.run.path)), "sha256": stage.state()["adapter_sha256"]}
+            for name in STATE_OF
+            if (stage := self.run.find_stage(name)) and stage.state().get("status") == "done"
+        }  # fmt: skip
+        write_json(self.run.manifest, self.manifest)
+
+    def _train(self, task: Task) -> None:
+        from opdcl.finetune import finetune
+        from opdcl.models import adapter_hash
+        from opdcl.recover import recover
+        from opdcl.training import peak_memory, reset_peak_memory
+
+        stage = training_stages(self.run, self.workflow)[task.name]
+        config = getattr(self.workflow, task.name)
+        earlier = stage.state() if task.action == "resume" else {}
+        record = {
+            "stage": task.name, "status": "running", "fingerprint": task.fingerprint, "config": config.model_dump(),
+            "inputs": _inputs(self.workflow, self.run, task.name), "started": earlier.get("started", now()),
+            "cost": earlier.get("cost", {}),
+        }  # fmt: skip
+        write_json(stage.record, record)
+        backbone = self.backbone
+        reset_peak_memory()
+        started = time.perf_counter()
+        verb = {"finetune": finetune, "recover": recover}[task.name]
+        try:
+            with self.output.stage(task.name) as line:
+                verb(config, backbone, self._parent(task.name), stage, line)
+        finally:
+            cost = record["cost"]
+            done = [row for row in _metric_rows(stage) if "tokens" in row]
+            record["cost"] = {
+                "seconds": round(cost.get("seconds", 0) + time.perf_counter() - started, 1),
+                "tokens": sum(row["tokens"] for row in done),
+                "steps": max((row["step"] for row in done), default=0),
+                "peak_memory_bytes": max(cost.get("peak_memory_bytes", 0), peak_memory()),
+            }
+            write_json(stage.record, record)
+        record |= {"status": "done", "finished": now(), "adapter_sha256": adapter_hash(stage.adapter)}
+        write_json(stage.record, record)
+        self._save_manifest()
+
+    def _parent(self, name: str) -> ModelRef:
+        from opdcl.models import ModelRef
+
+        if name == "finetune":
+            return ModelRef(self.workflow.model)
+        tuned = self.run.find_stage("finetune")
+        if tuned is None or tuned.state().get("status") != "done":
+            raise UsageError(f"{self.run.path} has no fine-tuned adapter to recover", f"opdcl finetune --data ROWS -o {self.run.path}")
+        return ModelRef(self.workflow.model, tuned.adapter)
+
+    def _measure(self, task: Task) -> None:
+        from opdcl.evaluate import evaluate
+        from opdcl.models import adapter_hash
+
+        backbone = self.backbone
+        model: dict[str, Any] = {"id": self.workflow.model.id, "adapter_sha256": None}
+        if task.state != "base":
+            stage = self.run.find_stage({v: k for k, v in STATE_OF.items()}[task.state])
+            assert stage is not None
+            model["adapter_sha256"] = adapter_hash(stage.adapter)
+            if getattr(self, "_loaded", None) != task.state:
+                backbone.drop_adapters()
+                backbone.load_adapter(stage.adapter, "student")
+                self._loaded = task.state
+        config = self.workflow.eval
+        assert config is not None
+        with self.output.stage(f"eval {task.suite} {task.state}") as line:
+            state = "base" if task.state == "base" else "student"
+            found = evaluate(config, backbone, state, task.state, task.suite, task.role, self.run, model, line)
+            line.note(f"{found.metric} {found.metrics[found.metric]:.3f} (n = {found.n})")
+        file = self.run.eval_result(task.state, task.suite)
+        write_json(file, read_json(file) | {"fingerprint": task.fingerprint})
+
+
+def estimate(workflow: Workflow, tasks: list[Task]) -> dict[str, Any]:
+    """Estimate steps, memory and disk for a dry run, from the model's config alone.
+
+    Memory: weights, their merged copy while sampling, adapter with gradient and two Adam moments in fp32, activations
+    of one micro-batch at about 34 values per token, layer and hidden unit (Korthikanti et al., arXiv 2205.05198,
+    without tensor parallelism and with fused attention), and the key-value cache of the rollouts.
+    """
+    from transformers import AutoConfig
+
+    from opdcl.models import EMBEDDED, _source, pick_device, pick_dtype
+
+    device = pick_device(workflow.model.device)
+    width = {"float32": 4}.get(pick_dtype(workflow.model.dtype, device), 2)
+    if workflow.model.id == EMBEDDED:
+        shape = {"layers": 30, "hidden": 576, "inner": 1536, "vocabulary": 49152, "kv": 192}
+    else:
+        source, extra = _source(workflow.model)
+        c = AutoConfig.from_pretrained(source, revision=workflow.model.revision, **extra).get_text_config()
+        head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        shape = {"layers": c.num_hidden_layers, "hidden": c.hidden_size, "inner": c.intermediate_size,
+                 "vocabulary": c.vocab_size, "kv": c.num_key_value_heads * head}  # fmt: skip
+    per_layer = shape["hidden"] * (2 * shape["hidden"] + 2 * shape["kv"] + 3 * shape["inner"])
+    weights = shape["layers"] * per_layer + shape["vocabulary"] * shape["hidden"]
+    rank = workflow.finetune.lora.r if workflow.finetune else 32
+    adapter = shape["layers"] * rank * (7 * shape["hidden"] + 2 * shape["kv"] + 3 * shape["inner"] + 2 * shape["hidden"])
+    fixed = 0 if device.startswith("cuda") else 900_000_000
+    memory: dict[str, int] = {}
+    steps: dict[str, int] = {}
+    for task in tasks:
+        if task.name == "finetune" and workflow.finetune:
+            from opdcl.data import load_rows
+            from opdcl.finetune import planned_steps
+
+            steps["finetune"] = planned_steps(workflow.finetune, len(load_rows(workflow.finetune.data)))
+            tokens = workflow.finetune.batch_size * min(workflow.finetune.max_length, 128)
+            memory["finetune"] = fixed + weights * width + adapter * 16 + tokens * shape["layers"] * shape["hidden"] * 34
+        if task.name == "recover" and workflow.recover:
+            r = workflow.recover
+            steps["recover"] = r.steps
+            cache = r.rollouts * r.sample_ahead * (r.max_new_tokens + 128) * shape["layers"] * 2 * shape["kv"] * width
+            step = r.micro_batch_tokens * shape["layers"] * shape["hidden"] * 34 * width // 4
+            memory["recover"] = fixed + weights * width + adapter * 20 + max(weights * width + cache, step)
+    return {
+        "device": device,
+        "parameters": weights,
+        "steps": steps,
+        "memory_bytes": memory,
+        "disk_bytes": (adapter * 4) * (2 + 2 * 3 * len(steps)),
+    }
+
+
+@contextlib.contextmanager
+def interruptible(workflow: Workflow, run: RunDir) -> Iterator[None]:
+    """Turn Ctrl-C into an error that says how to go on."""
+    hint = f"{_command()}  # goes on where it stopped"
+    try:
+        yield
+    except KeyboardInterrupt as fault:
+        raise Interrupted("interrupted; what was finished is saved", hint) from fault
+    except Interrupted as fault:
+        fault.hint = hint
+        raise
+
+
+@contextlib.contextmanager
+def quiet_libraries(run: RunDir) -> Iterator[None]:
+    """Send the libraries' warnings and logs to the attempt's log, so that the console says only what matters."""
+    file = run.new_log()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(file, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    logging.captureWarnings(True)
+    with contextlib.suppress(ImportError):
+        from transformers.utils import logging as hub_logging
+
+        hub_logging.set_verbosity_error()
+        hub_logging.disable_progress_bar()
+    warnings.simplefilter("default")
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        root.removeHandler(handler)
+        handler.close()
+
+
+def eval_config(workflow: Workflow, **changes: Any) -> EvalConfig:
+    """Return the workflow's evaluation with some fields replaced."""
+    return (workflow.eval or EvalConfig()).model_copy(update=changes)
+
+
+def _write_head(workflow: Workflow, origins: dict[str, str], run: RunDir, text: str | None) -> None:
+    if text is not None:
+        write_atomic(run.workflow, text)
+    write_json(run.config, {"workflow": workflow.model_dump(), "origins": origins})
+
+
+def _remove_stale(run: RunDir, workflow: Workflow, tasks: list[Task]) -> None:
+    """Delete stages that are to be done again, and what was measured on them."""
+    stages = training_stages(run, workflow)
+    for task in tasks:
+        if task.action == "stale":
+            shutil.rmtree(stages[task.name].path, ignore_errors=True)
+            shutil.rmtree(run.evals / STATE_OF[task.name], ignore_errors=True)
+
+
+def _inputs(workflow: Workflow, run: RunDir, name: str) -> dict[str, Any]:
+    """Return the named inputs of a stage, to tell later which of them changed."""
+    from opdcl.plan import stage_inputs
+
+    return stage_inputs(workflow, run, data_hashes(workflow))[name]
+
+
+def _metric_rows(stage: StageDir) -> list[dict]:
+    from opdcl.rundir import read_jsonl
+
+    return read_jsonl(stage.metrics)
+
+
+def _label(task: Task) -> str:
+    return f"eval {task.suite} {task.state}" if task.name == "eval" else task.name
+
+
+def _command() -> str:
+    """Return the command that started this process, ready to be pasted."""
+    return " ".join(["opdcl", *(shlex.quote(a) for a in sys.argv[1:])])
+
+

@@ -1,0 +1,230 @@
+"""The whole job through the real command line, on a two-layer model: run, repeat, interrupt, resume, refuse."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+OPDCL = [sys.executable, "-c", "import sys; sys.argv[0] = 'opdcl'; from opdcl.cli import main; main()"]
+ENV = {**os.environ, "TERM": "dumb", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+SETTINGS = """
+name: tiny
+model: {{id: {model}, dtype: float32}}
+finetune: {{data: rows.jsonl, epochs: 4, batch_size: 4, learning_rate: 1e-2, save_steps: 3, lora: {{r: 4, alpha: 8}}}}
+recover:
+  general: prompts.jsonl
+  steps: 8
+  rollouts: 4
+  sample_ahead: 2
+  max_new_tokens: 8
+  validate_every: 4
+  validation_prompts: 2
+  save_steps: 3
+  learning_rate: 1e-2
+eval: {{retention: [instructions], domain: [questions], data: {{questions: rows.jsonl}}, limit: 6, max_new_tokens: 12}}
+"""
+
+
+def opdcl(*arguments, timeout=300, **options):
+    return subprocess.run([*OPDCL, *map(str, arguments)], capture_output=True, text=True, env=ENV, timeout=timeout, **options)
+
+
+@pytest.fixture(scope="session")
+def project(tiny_model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    rows = [{"question": f"What is the code of room {i}?", "answer": f"Code {i * 7}"} for i in range(12)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    prompts = [{"prompt": f"Write a line about the number {i}."} for i in range(10)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in prompts))
+    (folder / "tiny.yaml").write_text(SETTINGS.format(model=tiny_model))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(project) -> Path:
+    """A run that went through without interruption."""
+    done = opdcl("run", "tiny.yaml", "-o", "whole", "--json", cwd=project)
+    assert done.returncode == 0, done.stderr
+    (project / "summary.json").write_text(done.stdout)
+    return project / "whole"
+
+
+def test_a_run_leaves_all_that_the_layout_promises(finished, project):
+    summary = json.loads((project / "summary.json").read_text())
+    assert set(summary["suites"]) == {"instructions", "questions"}
+    for suite in summary["suites"].values():
+        assert suite["n"] == 6
+        assert all(0 <= suite[s]["low"] <= suite[s]["value"] <= suite[s]["high"] <= 1 for s in ("base", "tuned", "recovered"))
+    assert summary["cost"]["recover"]["tokens"] > 0
+    manifest = json.loads((finished / "manifest.json").read_text())
+    assert manifest["base"]["fingerprint_before"] == manifest["base"]["fingerprint_after"]
+    for stage in ("01-finetune", "02-recover"):
+        record = json.loads((finished / "stages" / stage / "stage.json").read_text())
+        assert record["status"] == "done"
+        assert (finished / "stages" / stage / "adapter" / "adapter_model.safetensors").exists()
+    for name in ("report.md", "report.html", "README.md", "workflow.yaml", "config.json"):
+        assert (finished / name).stat().st_size > 0
+    samples = (finished / "evals" / "recovered" / "questions.samples.jsonl").read_text().splitlines()
+    assert len(samples) == 6
+
+
+def test_recovery_learns_and_alternates(finished):
+    rows = [json.loads(line) for line in (finished / "stages/02-recover/metrics.jsonl").read_text().splitlines()]
+    streams = [r["stream"] for r in rows if "stream" in r]
+    assert streams == ["general", "general", "general", "domain"] * 2
+    held_out = [r["validation"]["general_kl"] for r in rows if "validation" in r]
+    assert held_out[-1] < held_out[0]
+
+
+def test_a_second_run_skips_everything_and_changes_nothing(finished, project):
+    before = {p: p.stat().st_mtime_ns for p in finished.rglob("*.safetensors")}
+    again = opdcl("run", "tiny.yaml", "-o", "whole", cwd=project)
+    assert again.returncode == 0, again.stderr
+    assert "finetune" not in again.stderr.replace("everything is done already", "")
+    assert before == {p: p.stat().st_mtime_ns for p in finished.rglob("*.safetensors")}
+
+
+def test_a_changed_setting_is_refused_by_name(finished, project):
+    refused = opdcl("run", "tiny.yaml", "-o", "whole", "--set", "recover.steps=9", cwd=project)
+    assert refused.returncode == 2
+    assert "steps" in refused.stderr
+    assert "--force" in refused.stderr
+
+
+def test_a_dry_run_writes_nothing(project):
+    dry = opdcl("run", "tiny.yaml", "-o", "dry", "--dry-run", "--json", cwd=project)
+    assert dry.returncode == 0, dry.stderr
+    plan = json.loads(dry.stdout)
+    assert plan["steps"] == {"finetune": 12, "recover": 8}
+    assert plan["memory_bytes"]["recover"] > 0
+    assert not (project / "dry").exists()
+
+
+@pytest.mark.parametrize(("stage", "marker"), [("01-finetune", "checkpoint-3"), ("02-recover", "checkpoint-3")])
+def test_an_interrupted_run_resumes_to_the_same_bits(finished, project, stage, marker):
+    out = project / f"broken-{stage}"
+    process = subprocess.Popen([*OPDCL, "run", "tiny.yaml", "-o", out.name], cwd=project, env=ENV, text=True,
+                               stderr=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    try:
+        deadline = time.monotonic() + 240
+        while not list(out.glob(f"stages/{stage}/trainer/{marker}")) and time.monotonic() < deadline:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert "hint: opdcl run tiny.yaml" in errors
+    record = json.loads((out / "stages" / stage / "stage.json").read_text())
+    assert record["status"] == "running"
+    again = opdcl("run", "tiny.yaml", "-o", out.name, cwd=project)
+    assert again.returncode == 0, again.stderr
+    assert "resuming from step" in again.stderr
+    for name in ("01-finetune", "02-recover"):
+        adapters = [folder / "stages" / name / "adapter/adapter_model.safetensors" for folder in (finished, out)]
+        assert adapters[0].read_bytes() == adapters[1].read_bytes(), name
+
+
+def test_an_interrupt_during_evaluation_keeps_what_was_scored(finished, project):
+    out = project / "broken-eval"
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "evals/recovered")
+    kept = (out / "evals/tuned/questions.json").read_bytes()
+    process = subprocess.Popen([*OPDCL, "run", "tiny.yaml", "-o", out.name], cwd=project, env=ENV, text=True,
+                               stderr=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    try:
+        while "eval instructions recovered" not in (line := process.stderr.readline()) and line:
+            pass
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    if process.returncode != 0:  # a suite of six prompts may be over before the signal arrives
+        assert process.returncode == 130, errors
+    again = opdcl("run", "tiny.yaml", "-o", out.name, cwd=project)
+    assert again.returncode == 0, again.stderr
+    assert (out / "evals/tuned/questions.json").read_bytes() == kept
+    for suite in ("instructions", "questions"):
+        rows = [(finished / f"evals/recovered/{suite}.samples.jsonl"), (out / f"evals/recovered/{suite}.samples.jsonl")]
+        assert rows[0].read_text() == rows[1].read_text()
+
+
+def test_each_verb_works_alone(project, tiny_model):
+    out = project / "verbs"
+    settings = ["--set", "finetune.lora.r=4", "--set", "finetune.batch_size=4", "--set", "model.dtype=float32"]
+    steps = [
+        ["finetune", "--model", tiny_model, "--data", "rows.jsonl", "-o", out, "--epochs", "1", *settings],
+        ["recover", out, "--prompts", "prompts.jsonl", "--steps", "4", "--set", "recover.rollouts=2",
+         "--set", "recover.max_new_tokens=6", "--set", "recover.validation_prompts=2"],
+        ["eval", out, "--retention", "instructions", "--domain", "rows.jsonl", "--limit", "4", "--set", "eval.max_new_tokens=8"],
+    ]  # fmt: skip
+    for arguments in steps:
+        done = opdcl(*arguments, cwd=project)
+        assert done.returncode == 0, done.stderr
+    told = json.loads(opdcl("report", out, "--json", cwd=project).stdout)
+    assert set(told["suites"]) == {"instructions", "rows"}
+    asked = opdcl("chat", out, "Hello", "--json", "--max-new-tokens", "4", cwd=project)
+    assert set(json.loads(asked.stdout)["answers"]) == {"base", "tuned", "recovered"}
+
+
+def test_an_exported_model_loads_and_equals_the_adapter(finished, project):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from opdcl.config import ModelConfig
+    from opdcl.distill.backbone import Backbone
+
+    done = opdcl("export", finished, "-o", "merged", cwd=project)
+    assert done.returncode == 0, done.stderr
+    merged = AutoModelForCausalLM.from_pretrained(project / "merged", dtype=torch.float32)
+    config = json.loads((finished / "config.json").read_text())
+    backbone = Backbone.load(ModelConfig(**config["workflow"]["model"]))
+    backbone.load_adapter(finished / "stages/02-recover/adapter", "student")
+    ids = torch.tensor([[1, 520, 9690, 198]])
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, backbone.causal_lm(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["--set", "eval.retention=[nonsense_suite]"], "unknown suite 'nonsense_suite'"),
+        (["--model", "someone/never-there"], "never-there"),
+        (["--model", "no/such/folder"], "neither a folder nor a hub id"),
+        (["--set", "finetune.trainer.learning_rat=1"], "learning_rat"),
+        (["--set", "finetune.data=gone.jsonl"], "gone.jsonl"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(project, settings, words):
+    refused = opdcl("run", "tiny.yaml", "-o", "refused", *settings, cwd=project)
+    assert refused.returncode == 2, refused.stderr
+    assert words in refused.stderr
+    assert "hint:" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not (project / "refused").exists()
+
+
+def test_a_prompt_longer_than_the_context_names_its_line(project):
+    (project / "long.jsonl").write_text('{"prompt": "short"}\n' + json.dumps({"prompt": "word " * 600}) + "\n")
+    refused = opdcl("run", "tiny.yaml", "-o", "long", "--set", "recover.general=long.jsonl", cwd=project)
+    assert refused.returncode == 2, refused.stderr
+    assert "long.jsonl:2" in refused.stderr
+
+
+def test_a_model_without_a_chat_template_is_refused(project, tiny_model):
+    bare = project / "bare"
+    shutil.copytree(tiny_model, bare)
+    (bare / "chat_template.jinja").unlink()
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
+    refused = opdcl("run", "tiny.yaml", "-o", "templateless", "--model", bare, cwd=project)
+    assert refused.returncode == 2, refused.stderr
+    assert "chat template" in refused.stderr

@@ -1,0 +1,57 @@
+"""The sampler: greedy equals transformers' own, randomness is per sequence, stops and log-probabilities are right."""
+
+import torch
+
+from opdcl.distill.rollouts import _draw, sample
+
+PROMPTS = [[1, 520, 9690, 198], [1, 520, 9690, 198, 88, 99, 77], [1, 520, 9690, 33], [1, 520, 9690, 5, 6]]
+
+
+def test_greedy_equals_generate(backbone):
+    model = backbone.causal_lm
+    for rollout in sample(model, PROMPTS, max_new_tokens=12, eos_ids=[2], temperature=0):
+        expected = model.generate(torch.tensor([rollout.prompt_ids]), max_new_tokens=12, do_sample=False, use_cache=True)
+        assert rollout.completion_ids == expected[0, len(rollout.prompt_ids) :].tolist()
+
+
+def test_samples_do_not_depend_on_the_batch(backbone):
+    alone = sample(backbone.causal_lm, PROMPTS, max_new_tokens=10, eos_ids=[2], seed=3, batch_size=1)
+    together = sample(backbone.causal_lm, PROMPTS, max_new_tokens=10, eos_ids=[2], seed=3, batch_size=4)
+    other = sample(backbone.causal_lm, PROMPTS, max_new_tokens=10, eos_ids=[2], seed=4, batch_size=4)
+    assert [r.completion_ids for r in alone] == [r.completion_ids for r in together]
+    assert [r.completion_ids for r in alone] != [r.completion_ids for r in other]
+
+
+def test_logprobs_are_those_of_the_model(backbone):
+    for rollout in sample(backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[2], temperature=0.8, seed=1):
+        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+        with torch.no_grad():
+            logprobs = (backbone.causal_lm(ids).logits[0] / 0.8).log_softmax(-1)
+        start = len(rollout.prompt_ids) - 1
+        expected = [float(logprobs[start + i, token]) for i, token in enumerate(rollout.completion_ids)]
+        torch.testing.assert_close(torch.tensor(rollout.logprobs), torch.tensor(expected), atol=1e-3, rtol=1e-3)
+
+
+def test_finished_sequences_leave_and_the_rest_go_on(backbone):
+    free = sample(backbone.causal_lm, PROMPTS, max_new_tokens=12, eos_ids=[], seed=5)
+    assert all(len(r.completion_ids) == 12 and not r.finished for r in free)
+    # Whatever the first row says third now ends a sequence; rows that never say it must not change.
+    stop = free[0].completion_ids[2]
+    stopped = sample(backbone.causal_lm, PROMPTS, max_new_tokens=12, eos_ids=[stop], seed=5)
+    assert stopped[0].finished
+    assert stopped[0].completion_ids == free[0].completion_ids[: free[0].completion_ids.index(stop) + 1]
+    for before, after in zip(free, stopped, strict=True):
+        assert after.completion_ids == before.completion_ids[: len(after.completion_ids)]
+
+
+def test_draws_follow_the_distribution():
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(20_000, -1)
+    uniform = torch.rand(20_000, generator=torch.Generator().manual_seed(0))
+    tokens, _ = _draw(logits, 1.0, uniform)
+    share = torch.bincount(tokens, minlength=4) / 20_000
+    torch.testing.assert_close(share, logits[0].softmax(-1), atol=0.012, rtol=0)
+
+
+def test_a_draw_of_one_stays_inside_the_vocabulary():
+    tokens, _ = _draw(torch.zeros(1, 5), 1.0, torch.tensor([1.0]))
+    assert int(tokens) <= 4

@@ -1,0 +1,142 @@
+"""What recovery promises about gradients, states and the base, on a two-layer model."""
+
+import pytest
+import torch
+from trl import DistillationConfig
+
+from opdcl.config import LoraSection, RecoverConfig
+from opdcl.distill.forward import answer_ids, answer_states
+from opdcl.distill.rollouts import Rollout
+from opdcl.distill.schedule import plan_steps
+from opdcl.distill.trainer import RecoveryTrainer, micro_batches
+from opdcl.training import save_adapter
+
+PROMPT = [1, 520, 9690, 198]
+ROLLOUTS = [Rollout([*PROMPT, 7 * i + 3], list(range(50 + i, 53 + 3 * i)), [], True) for i in range(6)]
+
+
+@pytest.fixture
+def trainer(backbone, tmp_path):
+    """A recovery trainer whose student differs from its tuned teacher, which differs from base."""
+    def moved(seed):
+        backbone.new_adapter(LoraSection(r=4, alpha=8), seed)
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in backbone.peft.named_parameters():
+            if "lora_B" in name:
+                p.data = torch.randn(p.shape, generator=generator) * 0.3
+        save_adapter(backbone, tmp_path / f"adapter{seed}")
+
+    moved(1)
+    moved(2)
+    backbone.drop_adapters()
+    backbone.load_adapter(tmp_path / "adapter1", "student", trainable=True)
+    backbone.load_adapter(tmp_path / "adapter2", "tuned")
+    return make_trainer(backbone, tmp_path)
+
+
+def make_trainer(backbone, folder, **settings):
+    config = RecoverConfig(steps=4, rollouts=2, max_new_tokens=6, **settings)
+    args = DistillationConfig(output_dir=str(folder / "t"), per_device_train_batch_size=1, max_steps=4, bf16=False,
+                              use_cpu=True, report_to="none", remove_unused_columns=False, gradient_checkpointing=False,
+                              disable_tqdm=True)  # fmt: skip
+    prompts = {"general": [[*PROMPT, 9]] * 3, "domain": [[*PROMPT, 8]] * 3}
+    return RecoveryTrainer(backbone, config, plan_steps(config, 3, 3), prompts, args, [])
+
+
+def gradient(trainer, stream="general", tokens=10_000, rollouts=ROLLOUTS):
+    trainer.recover_config = trainer.recover_config.model_copy(update={"micro_batch_tokens": tokens})
+    trainer.model.zero_grad()
+    trainer.model.train()
+    sums = trainer.grade(rollouts, stream, learn=True)
+    grads = [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
+    return sums["kl"] / sums["tokens"], torch.cat(grads)
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 40])
+def test_micro_batches_change_neither_loss_nor_gradient(trainer, tokens):
+    loss, grad = gradient(trainer)
+    split_loss, split_grad = gradient(trainer, tokens=tokens)
+    assert split_loss == pytest.approx(loss, rel=1e-5)
+    torch.testing.assert_close(split_grad, grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("stream", "teacher"), [("general", "base"), ("domain", "tuned")])
+def test_loss_equals_a_plain_computation_of_each_teacher(trainer, stream, teacher):
+    loss, _ = gradient(trainer, stream)
+    total, count = 0.0, 0
+    for rollout in ROLLOUTS:
+        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+        with torch.no_grad():
+            student = trainer.backbone.causal_lm(ids).logits[0].log_softmax(-1)
+            with trainer.backbone.state(teacher) as model:
+                other = model(ids).logits[0].log_softmax(-1)
+        part = slice(len(rollout.prompt_ids) - 1, ids.shape[1] - 1)
+        total += float((student[part].exp() * (student[part] - other[part])).sum())
+        count += len(rollout.completion_ids)
+    assert total / count > 1e-4
+    assert loss == pytest.approx(total / count, rel=1e-4)
+
+
+def test_student_equal_to_teacher_gives_zero_loss_and_gradient(backbone, tmp_path):
+    backbone.new_adapter(LoraSection(r=4, alpha=8), 0)  # a fresh adapter changes nothing, so student equals base
+    loss, grad = gradient(make_trainer(backbone, tmp_path))
+    assert abs(loss) < 1e-6
+    assert float(grad.abs().max()) < 1e-6
+
+
+def test_only_the_student_is_trainable_and_gets_a_gradient(trainer):
+    gradient(trainer, "domain")
+    for name, parameter in trainer.model.named_parameters():
+        assert parameter.requires_grad == ("lora_" in name and ".student." in name), name
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+
+
+def test_sampling_and_grading_leave_the_base_bit_identical(trainer):
+    before = trainer.backbone.fingerprint()
+    for step in range(4):
+        trainer.rollouts_of(step)
+        gradient(trainer, trainer.steps[step].stream)
+    assert trainer.backbone.fingerprint() == before
+
+
+def test_merged_weights_answer_as_the_adapter_does(trainer):
+    ids = torch.tensor([PROMPT])
+    for state in ("student", "tuned", "base"):
+        with torch.no_grad():
+            with trainer.backbone.state(state) as model:
+                plain = model(ids).logits
+            with trainer.backbone.merged(state) as model:
+                merged = model(ids).logits
+        torch.testing.assert_close(merged, plain, atol=1e-4, rtol=1e-4)
+
+
+def test_sampling_ahead_takes_the_prompts_of_the_same_stream(backbone, tmp_path):
+    backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
+    trainer = make_trainer(backbone, tmp_path, sample_ahead=2)
+    streams = [s.stream for s in trainer.steps]
+    assert streams == ["general", "general", "general", "domain"]
+    trainer.rollouts_of(0)
+    assert set(trainer._ahead) == {1}
+    prompts = [r.prompt_ids for r in trainer.rollouts_of(3)]
+    assert prompts == [trainer.prompts["domain"][i] for i in trainer.steps[3].prompts]
+
+
+def test_micro_batches_hold_every_rollout_once_within_bounds():
+    batches = micro_batches(ROLLOUTS, 40)
+    assert sorted(map(id, (r for b in batches for r in b))) == sorted(map(id, ROLLOUTS))
+    for batch in batches:
+        width = max(len(r.prompt_ids) + len(r.completion_ids) for r in batch)
+        assert len(batch) == 1 or len(batch) * width <= 40
+
+
+def test_the_shared_prefix_changes_neither_states_nor_gradient(backbone):
+    model = backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
+    sequences = [(r.prompt_ids + r.completion_ids, [False] * 5 + [True] * len(r.completion_ids)) for r in ROLLOUTS]
+    results = []
+    for share in (True, False):
+        model.zero_grad()
+        states = answer_states(backbone.causal_lm, sequences, share)
+        states.square().sum().backward()
+        results.append((states.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+    torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
+    assert len(results[0][0]) == len(answer_ids(sequences, torch.device("cpu")))
