@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) || { \
 	  echo "error: $(PYTHON) cannot create a virtual environment" >&2; \
 	  echo "hint: install the venv module of your system's Python (Debian, Ubuntu: python3-venv)" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_ARGS) "$(TORCH)"
+	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH_ARGS) "$(TORCH)"
 	@# The installed torch, whichever build it is, takes the place of the pinned one.
 	@{ grep -v '^torch==' constraints.txt; \
 	   $(BIN)/python -m pip list --format=freeze --disable-pip-version-check | grep '^torch=='; } > $(VENV)/constraints.txt

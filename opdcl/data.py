@@ -232,5 +232,16 @@ def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int
     return [Encoded(ids, mask)]
 
 
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation: bool, tokenize: bool) -> Any:
+    """Apply the chat template: the one way in which training, sampling and evaluation put a conversation into words.
+
+    Models that can think aloud are asked not to: base would spend its tokens on thoughts that the fine-tune's rows do
+    not have, and the two would not be comparable. Templates without that switch ignore it.
+    """
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=generation, tokenize=tokenize, return_dict=tokenize, enable_thinking=False
+    )
+
+
 def _template(tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation: bool = False) -> list[int]:
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=generation, return_dict=True)["input_ids"]
+    return list(render(tokenizer, messages, generation, tokenize=True)["input_ids"])

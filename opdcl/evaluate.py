@@ -18,7 +18,7 @@ from lm_eval.evaluator import evaluate as lm_evaluate
 from lm_eval.tasks import TaskManager
 
 from opdcl.config import EvalConfig
-from opdcl.data import load_rows
+from opdcl.data import load_rows, render
 from opdcl.distill.backbone import Backbone, State
 from opdcl.distill.rollouts import sample
 from opdcl.errors import UsageError
@@ -57,9 +57,7 @@ class BackboneLM(LM):
         return self.backbone.tokenizer.chat_template or ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.backbone.tokenizer.apply_chat_template(
-            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        return render(self.backbone.tokenizer, chat_history, add_generation_prompt, tokenize=False)
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Answer all requests greedily, cutting each answer at its task's stop strings."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import io
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,7 +32,7 @@ def workflow_files() -> dict[str, Path]:
     return {p.stem: p for p in sorted(package_folder("workflows").glob("*.yaml"))}
 
 
-def load(sources: list[str], overrides: list[str] = (), flags: dict[str, Any] | None = None) -> tuple[Workflow, dict]:
+def load(sources: list[str], overrides: Sequence[str] = (), flags: dict[str, Any] | None = None) -> tuple[Workflow, dict]:
     """Return the workflow and the origin of each set value (`"recover.steps" -> "quickstart.yaml:31"`).
 
     Precedence: defaults < first file < further files < `--set a.b=c` < named flags.
@@ -45,7 +46,7 @@ def load(sources: list[str], overrides: list[str] = (), flags: dict[str, Any] | 
     return validate(tree, origins), origins
 
 
-def _override(tree: dict, origins: dict[str, str], overrides: list[str], flags: dict[str, Any]) -> None:
+def _override(tree: dict, origins: dict[str, str], overrides: Sequence[str], flags: dict[str, Any]) -> None:
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key.strip():
@@ -75,6 +76,13 @@ def load_tree(
     origins = dict(origins)
     _override(tree, origins, overrides, flags)
     return validate(tree, origins), origins
+
+
+def dump(workflow: Workflow) -> str:
+    """Return the workflow as YAML that `load` reads back, without what was left at None."""
+    stream = io.StringIO()
+    YAML(typ="safe", pure=True).dump(workflow.model_dump(exclude_none=True), stream)
+    return stream.getvalue()
 
 
 def describe_fields(section: type[BaseModel] = Workflow, prefix: str = "") -> list[list[str]]:

@@ -214,9 +214,10 @@ class RunDir:
 
 def _lock_owner(file: Path) -> dict:
     try:
-        return json.loads(file.read_text())
+        owner: dict = json.loads(file.read_text())
     except (OSError, json.JSONDecodeError):
         return {}
+    return owner
 
 
 def _alive(pid: int) -> bool:

@@ -34,7 +34,8 @@ class StageReport(Protocol):
 def check_trainer_fields(arguments_class: type, stage: str, given: dict[str, Any]) -> None:
     """Refuse a `trainer:` key that the TRL class does not have, or that opdcl sets itself."""
     known = {f.name for f in dataclasses.fields(arguments_class)}
-    owned = {"output_dir", "max_steps", "num_train_epochs", "gradient_accumulation_steps"}
+    # Checkpointing recomputes without the shared prefix's cache; micro_batch_tokens bounds memory instead.
+    owned = {"output_dir", "max_steps", "num_train_epochs", "gradient_accumulation_steps", "gradient_checkpointing"}
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from opdcl import __version__
 from opdcl.config import EvalConfig, Workflow
 from opdcl.errors import GateError, Interrupted, OpdclError, UsageError
+from opdcl.load import dump
 from opdcl.output import Output
 from opdcl.plan import Task, make_plan, training_stages
 from opdcl.provenance import machine, versions
@@ -69,8 +70,7 @@ def inherit(workflow: Workflow) -> Workflow:
     return workflow
 
 
-def execute(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Output, force: bool = False,
-            text: str | None = None) -> dict[str, Any]:  # fmt: skip
+def execute(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Output, force: bool = False) -> dict[str, Any]:
     """Run what the plan says and write the report; return the report's summary.
 
     Raises:
@@ -92,7 +92,7 @@ def execute(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Ou
         if force:
             _remove_stale(run, workflow, tasks)
             tasks = plan_run(workflow, run)
-        _write_head(workflow, origins, run, text)
+        _write_head(workflow, origins, run)
         if any(t.action != "skip" for t in tasks):
             Session(workflow, run, output).do(tasks)
         else:
@@ -377,9 +377,8 @@ def eval_config(workflow: Workflow, **changes: Any) -> EvalConfig:
     return (workflow.eval or EvalConfig()).model_copy(update=changes)
 
 
-def _write_head(workflow: Workflow, origins: dict[str, str], run: RunDir, text: str | None) -> None:
-    if text is not None:
-        write_atomic(run.workflow, text)
+def _write_head(workflow: Workflow, origins: dict[str, str], run: RunDir) -> None:
+    write_atomic(run.workflow, dump(workflow))
     write_json(run.config, {"workflow": workflow.model_dump(), "origins": origins})
 
 

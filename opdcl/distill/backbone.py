@@ -13,6 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from opdcl.config import LoraSection, ModelConfig
+from opdcl.distill.rollouts import supports_slabs
 from opdcl.errors import UsageError
 from opdcl.models import base_fingerprint, eos_ids, load_base
 
@@ -34,8 +35,12 @@ class Backbone:
 
     @classmethod
     def load(cls, config: ModelConfig) -> Backbone:
-        """Load the base model without an adapter."""
-        return cls(*load_base(config))
+        """Load the base model without an adapter; one whose attention is not plain is a `UsageError`."""
+        model, tokenizer = load_base(config)
+        if not supports_slabs(model.config):
+            raise UsageError(f"model {config.id!r} has layers other than full attention, which the sampler cannot serve yet",
+                             "choose a model without sliding windows or state-space layers")  # fmt: skip
+        return cls(model, tokenizer)
 
     @property
     def device(self) -> torch.device:
