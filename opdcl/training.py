@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from opdcl.distill.backbone import Backbone
 from opdcl.errors import Interrupted, OpdclError, UsageError
@@ -106,6 +106,7 @@ class StageCallback(TrainerCallback):
         self.tokens = sum(row.get("tokens", 0) for row in kept)
         if checkpoint:
             self.report.note(f"resuming from step {reached} of {self.steps}")
+        trainer.remove_callback(PrinterCallback)  # stdout is for results
         with self._signals():
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if self._stop and trainer.state.global_step < self.steps:

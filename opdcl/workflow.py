@@ -363,9 +363,15 @@ def quiet_libraries(run: RunDir) -> Iterator[None]:
 
         hub_logging.set_verbosity_error()
         hub_logging.disable_progress_bar()
+    with contextlib.suppress(ImportError):
+        import datasets
+
+        datasets.disable_progress_bars()
     warnings.simplefilter("default")
     try:
-        yield
+        # What libraries print goes to the log too: stdout is for results.
+        with contextlib.redirect_stdout(handler.stream):
+            yield
     finally:
         logging.captureWarnings(False)
         root.removeHandler(handler)

@@ -61,7 +61,9 @@ def test_a_unicode_line_separator_inside_a_string_does_not_end_the_row(tmp_path)
 
 def test_csv_is_read_with_quoted_line_breaks_and_a_byte_order_mark(tmp_path):
     path = tmp_path / "rows.csv"
-    path.write_text('\ufeffquestion,answer\r\n"Who, and\nwhen?",Ada.\r\nWhere?,London\r\n', encoding="utf-8", newline="")
+    path.write_text(
+        '\ufeffquestion,answer\r\n"Who, and\nwhen?",Ada.\r\nWhere?,London\r\n', encoding="utf-8", newline=""
+    )
     rows = load_rows(str(path))
     assert [row.prompt[0]["content"] for row in rows] == ["Who, and\nwhen?", "Where?"]
     assert [row.answer for row in rows] == ["Ada.", "London"]
@@ -141,7 +143,9 @@ def test_a_bad_row_is_refused_with_its_line(tmp_path, row, said):
     assert said in message
 
 
-@pytest.mark.parametrize(("name", "content"), [("r.jsonl", ""), ("r.jsonl", "\n \n"), ("r.csv", "question,answer\n"), ("r.csv", "")])
+@pytest.mark.parametrize(
+    ("name", "content"), [("r.jsonl", ""), ("r.jsonl", "\n \n"), ("r.csv", "question,answer\n"), ("r.csv", "")]
+)
 def test_data_without_rows_is_refused(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     assert complaint(str(tmp_path / name)) == f"{tmp_path / name} has no rows"
@@ -181,7 +185,9 @@ def test_the_shipped_handbook_has_five_wordings_of_each_fact():
 
 
 def test_the_shipped_everyday_prompts_are_many_and_their_validation_split_is_apart():
-    train, validation = ([row.prompt[0]["content"] for row in load_prompts("everyday", s)] for s in ("train", "validation"))
+    train, validation = (
+        [row.prompt[0]["content"] for row in load_prompts("everyday", s)] for s in ("train", "validation")
+    )
     assert len(train) >= 800
     assert len(validation) >= 50
     assert len({*train}) == len(train)

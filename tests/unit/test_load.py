@@ -95,7 +95,12 @@ def test_a_repeated_key_is_refused_with_its_line(write):
     [
         ("recover:\n  seed: 1\n  stepz: 3\n", "recover.stepz", 3, "recover.steps"),
         ("name: x\nrecovr: {}\n", "recovr", 2, "recover"),
-        ("finetune:\n  data: d\n  lora:\n    rnk: 8\n    dropot: 0\n", "finetune.lora.dropot", 5, "finetune.lora.dropout"),
+        (
+            "finetune:\n  data: d\n  lora:\n    rnk: 8\n    dropot: 0\n",
+            "finetune.lora.dropot",
+            5,
+            "finetune.lora.dropout",
+        ),
     ],
 )
 def test_an_unknown_key_is_named_with_its_place_and_the_nearest_key(write, text, key, line, meant):
@@ -121,7 +126,12 @@ def test_an_unknown_key_in_set_is_named_with_its_origin():
         ("name: x\nrecover: 5\n", "recover", 2, "5"),
         ("eval:\n  retention: instructions\n", "eval.retention", 2, "'instructions'"),
         ("finetune:\n  data: d\n  packing: sometimes\n", "finetune.packing", 3, "'sometimes'"),
-        ("finetune:\n  data: d\n  lora:\n    target_modules: [lm_head]\n", "finetune.lora.target_modules", 4, "lm_head"),
+        (
+            "finetune:\n  data: d\n  lora:\n    target_modules: [lm_head]\n",
+            "finetune.lora.target_modules",
+            4,
+            "lm_head",
+        ),
         ("name: ../elsewhere\n", "name", 1, "'../elsewhere'"),
     ],
 )
@@ -209,7 +219,9 @@ def test_relative_paths_are_meant_from_the_file_that_names_them(write, tmp_path,
 
 
 def test_aliases_hub_ids_and_absolute_paths_stay_as_written(write):
-    flow, _ = load([write("model: {id: Qwen/Qwen3-1.7B}\nfinetune: {data: handbook}\nrecover: {general: /data/p.jsonl}\n")])
+    flow, _ = load(
+        [write("model: {id: Qwen/Qwen3-1.7B}\nfinetune: {data: handbook}\nrecover: {general: /data/p.jsonl}\n")]
+    )
     assert flow.model.id == "Qwen/Qwen3-1.7B"
     assert flow.finetune.data == "handbook"
     assert flow.recover.general == "/data/p.jsonl"
@@ -251,6 +263,8 @@ def test_every_field_is_described_once():
     rows = describe_fields()
     keys = [key for key, _, _ in rows]
     assert len(keys) == len(set(keys))
-    assert {"model.id", "finetune.data", "finetune.lora.r", "recover.steps", "eval.retention", "gates.recovery"} <= {*keys}
+    assert {"model.id", "finetune.data", "finetune.lora.r", "recover.steps", "eval.retention", "gates.recovery"} <= {
+        *keys
+    }
     assert [key for key, _, meaning in rows if len(meaning) < 4] == []
     assert {key: default for key, default, _ in rows}["finetune.data"] == "required"

@@ -119,7 +119,9 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
 
 
 def test_the_lock_of_another_machine_is_respected(tmp_path):
-    (tmp_path / ".lock").write_text(json.dumps({"pid": 2**22, "host": f"not-{socket.gethostname()}", "since": "long ago"}))
+    (tmp_path / ".lock").write_text(
+        json.dumps({"pid": 2**22, "host": f"not-{socket.gethostname()}", "since": "long ago"})
+    )
     with pytest.raises(UsageError, match="in use") as caught, RunDir(tmp_path).lock():
         pass
     assert str(tmp_path / ".lock") in caught.value.hint

@@ -13,16 +13,15 @@ from opdcl.load import package_folder
 EVALS = package_folder("evals")
 
 # Words that carry grammar, or the form of a question, and not what it is about.
-STOP_WORDS = frozenset(
-    """
+GRAMMAR = """
     a an the this that these those there here it its he him his she her hers they them their we us our you your i me my
     who whom whose what which when where why how if whether then than as so not no nor or and but only just also too
     of in on at to from for by with about into onto out up down off over under per during before after until between
     is are was were be been being am do does did done has have had having can could will would shall should may might
     must need let s t re ve ll d one any some all each every both much many more most such own
     tell say know name named names called far long old often please
-    """.split()
-)
+"""
+STOP_WORDS = frozenset(GRAMMAR.split())
 
 
 def lines(path: Path) -> list[dict]:
@@ -44,7 +43,7 @@ EVERYDAY = lines(package_folder("workflows") / "data" / "everyday.jsonl")
 
 
 def words(text: str) -> list[str]:
-    return re.findall(r"[a-z0-9]+", text.lower().replace("’", "'").replace("'s", ""))
+    return re.findall(r"[a-z0-9]+", text.lower().replace("\u2019", "'").replace("'s", ""))
 
 
 def stem(word: str) -> str:
@@ -108,11 +107,16 @@ def test_every_phrasing_names_its_subject_and_none_gives_the_answer_away():
     for fact in FACTS:
         for question in fact["train"] + fact["test"]:
             assert fact["name"].lower() in question.lower(), (fact["id"], question)
-            assert f" {' '.join(words(fact['answer']))} " not in f" {' '.join(words(question))} ", (fact["id"], question)
+            assert f" {' '.join(words(fact['answer']))} " not in f" {' '.join(words(question))} ", (
+                fact["id"],
+                question,
+            )
 
 
 def test_every_answer_stands_in_its_document_beside_its_subject():
-    documents = {p.stem: " ".join(p.read_text(encoding="utf-8").split()) for p in (EVALS / "handbook" / "documents").glob("*.md")}
+    documents = {
+        p.stem: " ".join(p.read_text(encoding="utf-8").split()) for p in (EVALS / "handbook" / "documents").glob("*.md")
+    }
     for fact in FACTS:
         text = documents[fact["document"]]
         assert re.search(rf"(?<!\w){re.escape(fact['answer'])}(?!\w)", text, re.IGNORECASE), fact["id"]
