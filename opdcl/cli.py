@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,6 +51,9 @@ def main() -> None:
             raise
         # Typer's own complaints about flags carry their exit code and format themselves.
         if hasattr(fault, "format_message"):
+            if type(fault).__name__ == "NoArgsIsHelpError":
+                print(fault.format_message())
+                sys.exit(2)
             output.error(UsageError(fault.format_message(), "opdcl --help"))
             sys.exit(2)
         output.error(_translate(fault))
@@ -180,11 +182,18 @@ def chat(
 ) -> None:
     """Ask base, tuned and recovered the same thing, side by side."""
     from opdcl.chat import answers
+    from opdcl.workflow import quiet_libraries
 
     _mode(json, False)
     run = _existing(run_dir)
-    asked = iter([" ".join(prompt)]) if prompt else (line.strip() for line in _lines())
-    for question, states in answers(run, (q for q in asked if q), max_new_tokens):
+    asked = iter([" ".join(prompt)]) if prompt else (line.strip() for line in iter(output.ask, ""))
+    said = answers(run, (q for q in asked if q), max_new_tokens)
+    while True:
+        with quiet_libraries():
+            found = next(said, None)
+        if found is None:
+            return
+        question, states = found
         output.table(question, ["state", "answer"], [[k, v] for k, v in states.items()], {"prompt": question, "answers": states})
 
 
@@ -197,10 +206,11 @@ def export(
 ) -> None:  # fmt: skip
     """Write base + adapter as one safetensors model that any loader reads."""
     from opdcl.chat import export as export_model
+    from opdcl.workflow import quiet_libraries
 
     _mode(json, False)
     run = _existing(run_dir)
-    with output.stage("export") as line:
+    with quiet_libraries(), output.stage("export") as line:
         written = export_model(run, state, to, line)
     output.result(f"{state} written to {to}", written)
 
@@ -232,7 +242,7 @@ def workflows_ls(json: Json = False) -> None:
 @workflows_app.command("show")
 def workflows_show(name: str) -> None:
     """Print a recipe."""
-    output.result(_recipe(name).read_text().rstrip(), None)
+    output.result(_recipe(name).read_text(encoding="utf-8").rstrip(), None)
 
 
 @workflows_app.command("cp")
@@ -240,9 +250,11 @@ def workflows_cp(name: str, to: Annotated[Path, typer.Argument(help="File to wri
     """Copy a recipe, to be changed."""
     source = _recipe(name)
     target = to / source.name if to.is_dir() else to
+    if not target.parent.is_dir():
+        raise UsageError(f"folder {target.parent} does not exist", f"mkdir -p {target.parent}")
     if target.exists():
         raise UsageError(f"{target} exists", f"opdcl workflows cp {name} another-name.yaml")
-    target.write_text(source.read_text())
+    target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     output.result(f"wrote {target}", {"path": str(target)})
 
 
@@ -338,12 +350,3 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     for key, value in tree.items():
         flat += _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [(f"{prefix}{key}", value)]
     return flat
-
-
-def _lines() -> Any:
-    prompt: Callable[[], str] = (lambda: input("> ")) if sys.stdin.isatty() else input
-    while True:
-        try:
-            yield prompt()
-        except EOFError:
-            return

@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-Positive = Annotated[int, Field(gt=0)]
+# Strict: `true` is not 1, and '3' is not 3.
+Positive = Annotated[int, Field(gt=0, strict=True)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -91,7 +92,7 @@ class RecoverConfig(Section):
     """Completions per optimizer step."""
     domain_rollouts: Positive | None = None
     """Completions per domain step, where it should differ: domain answers are often short."""
-    general_per_domain: Annotated[int, Field(ge=0)] = 3
+    general_per_domain: Annotated[int, Field(ge=0, strict=True)] = 3
     """General steps before each domain step; the two are never mixed in one step. 0: domain steps only."""
     sample_ahead: Positive = 1
     """Steps of a stream whose completions are sampled at once. 1 is strictly on-policy; more fills the hardware."""

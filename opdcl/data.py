@@ -8,6 +8,7 @@ Every complaint names the file and line.
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -100,8 +101,7 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
     elif path.suffix in (".jsonl", ".json", ".ndjson"):
         yield from _jsonl(path)
     elif path.suffix == ".csv":
-        reader = csv.DictReader(_text(path).splitlines(keepends=True))
-        yield from ((row, f"{path}:{reader.line_num}") for row in reader)
+        yield from _csv(path)
     elif path.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -136,6 +136,18 @@ def _text(path: Path) -> str:
         raise UsageError(f"{path} cannot be read: {fault.strerror}", "check its permissions") from fault
 
 
+def _csv(path: Path) -> Iterator[tuple[Any, str]]:
+    csv.field_size_limit(MAX_ROW_CHARS + 1)
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""))
+    try:
+        for row in reader:
+            if None in row:
+                raise UsageError(f"{path}:{reader.line_num} has more fields than the header", "quote fields that hold a comma")
+            yield row, f"{path}:{reader.line_num}"
+    except csv.Error as fault:
+        raise UsageError(f"{path}:{reader.line_num + 1}: {fault}", f"a field has at most {MAX_ROW_CHARS} characters") from fault
+
+
 def _jsonl(path: Path) -> Iterator[tuple[Any, str]]:
     for number, line in enumerate(_text(path).split("\n"), 1):
         if not line.strip():
@@ -160,7 +172,8 @@ def _check(row: Any, where: str) -> Row:
             return Row(prompt, None if answer is None else _string(answer, answered, where), None, where)
     if row.get("text") is not None:
         return Row([], None, _string(row["text"], "text", where), where)
-    raise UsageError(f"{where} has only {', '.join(map(str, row)) or 'no fields'}", FIELDS_HINT)
+    has = f"has only {', '.join(map(str, row))}" if row else "is empty"
+    raise UsageError(f"{where} {has}", FIELDS_HINT)
 
 
 def _as_turn(answer: Any, where: str) -> list[Message]:
@@ -190,6 +203,8 @@ def _string(value: Any, name: str, where: str) -> str:
         raise UsageError(f"{where}: {name} is a {type(value).__name__}, not text", FIELDS_HINT)
     if not value.strip():
         raise UsageError(f"{where}: {name} is empty", FIELDS_HINT)
+    if any("\ud800" <= char <= "\udfff" for char in value):
+        raise UsageError(f"{where}: {name} holds half of a surrogate pair, which is no character", "write the text as UTF-8")
     if len(value) > MAX_ROW_CHARS:
         raise UsageError(f"{where}: {name} has {len(value)} characters, at most {MAX_ROW_CHARS} are read", "split the row")
     return value

@@ -64,10 +64,11 @@ class BackboneLM(LM):
         encode = self.backbone.tokenizer
         prompts = [encode(r.args[0], add_special_tokens=False)["input_ids"] for r in requests]
         answers = {row["request"]: row for row in read_jsonl(self.partial)}
+        # Written back, so that what follows is not appended to a line that a crash cut off.
+        write_atomic(self.partial, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in answers.values()))
         # Long prompts last and together; a batch is the unit that survives an interrupt.
         order = [i for i in sorted(range(len(requests)), key=lambda i: len(prompts[i])) if i not in answers]
         room = self.backbone.causal_lm.config.max_position_embeddings
-        self.partial.parent.mkdir(parents=True, exist_ok=True)
         with self.backbone.merged(self.state_name) as model:
             for start in range(0, len(order), self.config.batch_size):
                 batch = order[start : start + self.config.batch_size]

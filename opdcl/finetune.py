@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import torch
 from datasets import Dataset
@@ -36,14 +37,15 @@ def finetune(config: FinetuneConfig, backbone: Backbone, parent: ModelRef, out: 
         "max_length": config.max_length,
         "packing": _packs(config, backbone),
         "completion_only_loss": True,
-        # Rows of like length share a batch: without it, half of a batch of short rows is padding.
-        "train_sampling_strategy": "group_by_length",
+        "train_sampling_strategy": "sequential",  # the rows are laid out beforehand
         **config.trainer,
     }
+    dataset = Dataset.from_list([{"input_ids": r.input_ids, "completion_mask": r.completion_mask} for r in rows])
+    order = lay_out([len(r.input_ids) for r in rows], config.batch_size, steps, config.seed)
     trainer = AnswerTrainer(
         model=model,
         args=SFTConfig(**arguments),
-        train_dataset=Dataset.from_list([{"input_ids": r.input_ids, "completion_mask": r.completion_mask} for r in rows]),
+        train_dataset=dataset.select(order),
         processing_class=backbone.tokenizer,
         callbacks=[callback := StageCallback(report, steps)],
     )
@@ -62,6 +64,26 @@ def encode(config: FinetuneConfig, backbone: Backbone) -> list[Encoded]:
 def planned_steps(config: FinetuneConfig, rows: int) -> int:
     """Return the number of optimizer steps for so many rows."""
     return max(1, math.ceil(rows * config.epochs / config.batch_size))
+
+
+def lay_out(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[int]:
+    """Return the row of every place in every batch, epoch after epoch, rows of like length sharing a batch.
+
+    Without the grouping half of a batch of short rows is padding. Laid out beforehand, so that a resumed run draws
+    what the uninterrupted one would have drawn, whatever the state of any random generator.
+    """
+    shuffle = random.Random(seed)
+    order: list[int] = []
+    while len(order) < steps * batch_size:
+        rows = list(range(len(lengths)))
+        shuffle.shuffle(rows)
+        # Sorted within stretches of fifty batches, as transformers' own grouping does: like, but not the same, each epoch.
+        stretch = 50 * batch_size
+        rows = [r for i in range(0, len(rows), stretch) for r in sorted(rows[i : i + stretch], key=lambda r: lengths[r])]
+        batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+        shuffle.shuffle(batches)
+        order += [row for batch in batches for row in batch]
+    return order[: steps * batch_size]
 
 
 def _packs(config: FinetuneConfig, backbone: Backbone) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import io
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -18,6 +17,8 @@ from opdcl.errors import UsageError
 
 MAX_BYTES = 1_000_000
 # Fields that may name a file; a relative one is meant from the workflow file's folder.
+ALIASES = ("smollm2-135m", "handbook", "everyday")
+FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".parquet", ".gguf", ".txt", ".md")
 PATH_FIELDS = (("model", "id"), ("finetune", "data"), ("recover", "general"), ("recover", "domain"))
 
 
@@ -130,15 +131,14 @@ def _read(file: Path) -> dict:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise UsageError(f"{file} is a {type(tree).__name__}, not a mapping of sections", "opdcl workflows show quickstart")
+        kind = "list" if isinstance(tree, list) else "single value"
+        raise UsageError(f"{file} is a {kind}, not a mapping of sections", "opdcl workflows show quickstart")
     return tree
 
 
 def _parse(text: str, where: str) -> Any:
-    # Anchors make a small file expand without bound ("billion laughs"); a workflow has no use for them.
-    if re.search(r"(^|[\s\[{,:-])[&*][A-Za-z0-9_]+", re.sub(r"(#.*)|\"[^\"]*\"|'[^']*'", "", text)):
-        raise UsageError(f"{where} uses YAML anchors or aliases", "write the values out")
     try:
+        _refuse_magic(text, where)
         return YAML(typ="rt").load(io.StringIO(text))
     except MarkedYAMLError as fault:
         mark = fault.problem_mark or fault.context_mark
@@ -149,8 +149,24 @@ def _parse(text: str, where: str) -> Any:
         raise UsageError(f"{where}: {first}", "fix the YAML") from fault
 
 
+def _refuse_magic(text: str, where: str) -> None:
+    """Refuse what a workflow has no use for: anchors, which let a small file expand without bound, tags, directives."""
+    for event in YAML(typ="safe", pure=True).parse(io.StringIO(text)):
+        found = {
+            "an anchor or alias": getattr(event, "anchor", None),
+            "a tag": getattr(event, "tag", None),
+            "a YAML directive": getattr(event, "version", None),
+            "a merge key": getattr(event, "value", None) == "<<",
+        }
+        if name := next((name for name, there in found.items() if there), None):
+            raise UsageError(f"{where}:{event.start_mark.line + 1} uses {name}", "write the values out")
+
+
 def _parse_value(text: str, key: str) -> Any:
-    return _plain(_parse(text, f"--set {key}")) if text.strip() else text
+    try:
+        return _plain(_parse(text, f"--set {key}")) if text.strip() else text
+    except ValueError as fault:
+        raise UsageError(f"--set {key}: {fault}", "quotes make it text") from fault
 
 
 def _plain(value: Any) -> Any:
@@ -162,7 +178,9 @@ def _plain(value: Any) -> Any:
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)
-    return value
+    if value is None:
+        return None
+    raise ValueError(f"{value} is a {type(value).__name__}; write it in quotes")
 
 
 def _merge(tree: dict, origins: dict, new: Any, file: Path, prefix: str = "") -> None:
@@ -175,7 +193,10 @@ def _merge(tree: dict, origins: dict, new: Any, file: Path, prefix: str = "") ->
                 tree[str(key)] = {}
             _merge(tree[str(key)], origins, value, file, f"{name}.")
         else:
-            value = _plain(value)
+            try:
+                value = _plain(value)
+            except ValueError as fault:
+                raise UsageError(f"{file}:{line}: {name}: {fault}", "quotes make it text") from fault
             if tuple(name.split(".")) in PATH_FIELDS and isinstance(value, str):
                 value = _from_folder(value, file.parent)
             if name.startswith("eval.data.") and isinstance(value, str):
@@ -185,10 +206,12 @@ def _merge(tree: dict, origins: dict, new: Any, file: Path, prefix: str = "") ->
 
 
 def _from_folder(value: str, folder: Path) -> str:
-    """Resolve a relative file name against the workflow's folder; a hub id or an alias stays as it is."""
-    if value.startswith("."):
-        return str((folder / value).resolve())
-    return str((folder / value).resolve()) if value and (folder / value).exists() else value
+    """Resolve a relative file name against the workflow's folder; an alias or a hub id stays as it is."""
+    if value in ALIASES:
+        return value
+    path = folder / Path(value).expanduser()
+    is_file = value.startswith((".", "~", "/")) or path.suffix in FILE_ENDINGS or path.exists()
+    return str(path.resolve()) if is_file else value
 
 
 def _assign(tree: dict, keys: list[str], value: Any, shown: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from opdcl.errors import OpdclError
 from opdcl.text import harmless
@@ -24,13 +25,14 @@ class Output:
 
     def __init__(self, mode: Mode = "human"):
         self.mode = mode
-        self._out = Console(highlight=False, soft_wrap=True)
-        self._err = Console(stderr=True, highlight=False, soft_wrap=True)
+        # The streams as they are now: while a stage works, sys.stdout and sys.stderr lead to the log.
+        self._out = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._err = Console(file=sys.stderr, highlight=False, soft_wrap=True)
 
     def result(self, human: str, data: Any) -> None:
         """Print the command's result: text for people, or one JSON document."""
         if self.mode == "json":
-            sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+            self._out.file.write(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
         else:
             self._out.print(harmless(human), markup=False)
 
@@ -39,17 +41,24 @@ class Output:
         if self.mode == "json":
             self.result("", data)
             return
-        table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+        table = Table(title=Text(harmless(title)) if title else None, title_justify="left", box=None, pad_edge=False, header_style="bold")
         for i, column in enumerate(columns):
             table.add_column(column, no_wrap=i == 0, overflow="fold")
         for row in rows:
-            table.add_row(*(harmless(cell) for cell in row))
+            # Text, not str: rich reads [brackets] in a str as markup.
+            table.add_row(*(Text(harmless(cell)) for cell in row))
         self._out.print(table)
 
     def note(self, text: str) -> None:
         """Say something in passing, on stderr."""
         if self.mode == "human":
             self._err.print(harmless(text), markup=False)
+
+    def ask(self) -> str:
+        """Read one line from stdin, with a prompt if a person is typing; empty at the end of input."""
+        if sys.stdin.isatty():
+            self._err.print("> ", end="")
+        return sys.stdin.readline()
 
     def error(self, fault: OpdclError) -> None:
         """Print what is wrong and what to type next."""

@@ -112,7 +112,8 @@ def _eval_tasks(workflow: Workflow, run: RunDir, data: dict[str, str], training:
     tasks = []
     for suite, role in config.suites().items():
         for state, weights in states.items():
-            fingerprint = hash_value([weights, suite, config.limit, config.max_new_tokens, data.get(f"eval.data.{suite}")])
+            contents = [data.get(f"eval.data.{suite}"), data.get(f"eval.suite.{suite}")]
+            fingerprint = hash_value([weights, suite, role, config.limit, config.max_new_tokens, *contents])
             result = run.eval_result(state, suite)
             action: Action = "run"
             why = "not measured"

@@ -20,7 +20,7 @@ from opdcl.distill.schedule import Stream, plan_steps
 from opdcl.distill.trainer import TEACHER, RecoveryTrainer
 from opdcl.errors import OpdclError, UsageError
 from opdcl.models import ModelRef
-from opdcl.rundir import StageDir, folder_appears_whole, read_json, read_jsonl, write_json
+from opdcl.rundir import StageDir, folder_appears_whole, read_json, read_jsonl, write_atomic, write_json
 from opdcl.training import StageCallback, StageReport, save_adapter, trainer_arguments
 
 # A teacher this close to uniform is a broken one; a healthy instruct model stays below 3 nats on its own ground.
@@ -147,6 +147,9 @@ class Validation(TrainerCallback):
         prompts = self.prompts["general"][:SAMPLES_KEPT] or self.prompts["domain"][:SAMPLES_KEPT]
         decode = self.trainer.backbone.tokenizer.decode
         rollouts = self.trainer.sample(prompts, "general", seed=self.config.seed + 11)
-        with open(self.out.samples, "a", encoding="utf-8") as file:
-            for rollout in rollouts:
-                file.write(json.dumps({"step": step, "prompt": decode(rollout.prompt_ids), "completion": decode(rollout.completion_ids, skip_special_tokens=True)}, ensure_ascii=False) + "\n")  # fmt: skip
+        rows = [row for row in read_jsonl(self.out.samples) if row["step"] < step]
+        rows += [
+            {"step": step, "prompt": decode(r.prompt_ids), "completion": decode(r.completion_ids, skip_special_tokens=True)}
+            for r in rollouts
+        ]
+        write_atomic(self.out.samples, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

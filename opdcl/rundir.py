@@ -67,14 +67,15 @@ def read_jsonl(path: Path) -> list[dict]:
     if not path.exists():
         return []
     rows = []
-    # Not splitlines(): it also splits at U+2028 and its like, which stand raw inside JSON strings.
-    lines = path.read_text(encoding="utf-8").split("\n")
+    # Bytes, because a crash can cut a character in two; and not splitlines(), which also splits at U+2028 and its
+    # like, which stand raw inside JSON strings.
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError as fault:
+        except (json.JSONDecodeError, UnicodeDecodeError) as fault:
             if number < len(lines):
                 raise UsageError(f"{path}:{number} is not valid JSON: {fault}", "restore the file, or run anew") from fault
     return rows
@@ -92,9 +93,11 @@ def folder_appears_whole(path: Path) -> Iterator[Path]:
                 with open(file, "rb") as handle:
                     os.fsync(handle.fileno())
         os.chmod(temporary, 0o755)
+        old = temporary.with_name(f"{temporary.name}.old")
         if path.exists():
-            shutil.rmtree(path)
+            os.replace(path, old)
         os.replace(temporary, path)
+        shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -206,6 +209,8 @@ class RunDir:
             with os.fdopen(handle, "w") as out:
                 json.dump(owner, out)
             break
+        else:
+            raise UsageError(f"{self.path} is being taken over by another process", "try again")
         try:
             yield
         finally:

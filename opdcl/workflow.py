@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shlex
 import shutil
 import sys
@@ -14,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl import __version__
-from opdcl.config import EvalConfig, Workflow
+from opdcl.config import Workflow
 from opdcl.errors import GateError, Interrupted, OpdclError, UsageError
-from opdcl.load import dump
+from opdcl.load import dump, package_folder
 from opdcl.output import Output
 from opdcl.plan import Task, make_plan, training_stages
-from opdcl.provenance import machine, versions
+from opdcl.provenance import hash_files, machine, versions
 from opdcl.rundir import RunDir, StageDir, now, read_json, write_atomic, write_json
 
 if TYPE_CHECKING:
@@ -55,7 +56,11 @@ def data_hashes(workflow: Workflow) -> dict[str, str]:
             if not Path(path).is_file():
                 raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
             sources[f"eval.data.{suite}"] = path
-    return {field: source_hash(source, source_files(source)) for field, source in sources.items()}
+    hashes = {field: source_hash(source, source_files(source)) for field, source in sources.items()}
+    for suite in workflow.eval.suites() if workflow.eval else ():
+        if files := sorted(package_folder("evals").glob(f"*/{suite}.yaml")):
+            hashes[f"eval.suite.{suite}"] = hash_files(sorted(p for p in files[0].parent.iterdir() if p.is_file()))
+    return hashes
 
 
 def inherit(workflow: Workflow) -> Workflow:
@@ -78,17 +83,17 @@ def execute(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Ou
         Interrupted: The user stopped it.
         GateError: Everything ran, and a required score was missed.
     """
+    refuse_foreign(run)
     workflow = inherit(workflow)
     tasks = plan_run(workflow, run)
     check_tasks(workflow)
-    refuse_foreign(run)
     stale = [t for t in tasks if t.action == "stale"]
     if stale and not force:
         raise UsageError(
             f"{run.path} was made with another configuration; {'; '.join(f'{t.name} {t.why}' for t in stale)}",
             f"a new directory (-o {run.path}-2), the old settings, or --force to do these stages again",
         )
-    with run.lock(), quiet_libraries(run), interruptible(workflow, run):
+    with run.lock(), quiet_libraries(run.new_log()), interruptible():
         if force:
             _remove_stale(run, workflow, tasks)
             tasks = plan_run(workflow, run)
@@ -102,10 +107,10 @@ def execute(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Ou
 
 def describe(workflow: Workflow, run: RunDir) -> tuple[list[list[str]], dict[str, Any]]:
     """Return what a run would do, as table rows and as data, with steps, memory and disk. Writes nothing."""
+    refuse_foreign(run)
     workflow = inherit(workflow)
     tasks = plan_run(workflow, run)
     check_tasks(workflow)
-    refuse_foreign(run)
     sizes = estimate(workflow, tasks)
     rows = []
     for task in tasks:
@@ -288,8 +293,8 @@ def estimate(workflow: Workflow, tasks: list[Task]) -> dict[str, Any]:
     """Estimate steps, memory and disk for a dry run, from the model's config alone.
 
     Memory: weights, their merged copy while sampling, adapter with gradient and two Adam moments in fp32, activations
-    of one micro-batch at about 34 values per token, layer and hidden unit (Korthikanti et al., arXiv 2205.05198,
-    without tensor parallelism and with fused attention), and the key-value cache of the rollouts.
+    of one micro-batch at about 17 values per token, layer and hidden unit (Korthikanti et al., arXiv 2205.05198, which
+    counts 34 bytes in 16 bits, without tensor parallelism and with fused attention), and the rollouts' key-value cache.
     """
     from transformers import AutoConfig
 
@@ -309,6 +314,7 @@ def estimate(workflow: Workflow, tasks: list[Task]) -> dict[str, Any]:
     weights = shape["layers"] * per_layer + shape["vocabulary"] * shape["hidden"]
     rank = workflow.finetune.lora.r if workflow.finetune else 32
     adapter = shape["layers"] * rank * (7 * shape["hidden"] + 2 * shape["kv"] + 3 * shape["inner"] + 2 * shape["hidden"])
+    per_token = shape["layers"] * shape["hidden"] * 17 * width
     fixed = 0 if device.startswith("cuda") else 900_000_000
     memory: dict[str, int] = {}
     steps: dict[str, int] = {}
@@ -317,14 +323,17 @@ def estimate(workflow: Workflow, tasks: list[Task]) -> dict[str, Any]:
             from opdcl.data import load_rows
             from opdcl.finetune import planned_steps
 
-            steps["finetune"] = planned_steps(workflow.finetune, len(load_rows(workflow.finetune.data)))
-            tokens = workflow.finetune.batch_size * min(workflow.finetune.max_length, 128)
-            memory["finetune"] = fixed + weights * width + adapter * 16 + tokens * shape["layers"] * shape["hidden"] * 34
+            rows = load_rows(workflow.finetune.data)
+            steps["finetune"] = planned_steps(workflow.finetune, len(rows))
+            # Without a tokenizer at hand: about three characters to a token, and the chat template's own.
+            longest = max(len(r.text or "") + len(r.answer or "") + sum(len(m["content"]) for m in r.prompt) for r in rows) // 3 + 32
+            tokens = workflow.finetune.batch_size * min(workflow.finetune.max_length, longest)
+            memory["finetune"] = fixed + weights * width + adapter * 16 + tokens * per_token
         if task.name == "recover" and workflow.recover:
             r = workflow.recover
             steps["recover"] = r.steps
             cache = r.rollouts * r.sample_ahead * (r.max_new_tokens + 128) * shape["layers"] * 2 * shape["kv"] * width
-            step = r.micro_batch_tokens * shape["layers"] * shape["hidden"] * 34 * width // 4
+            step = r.micro_batch_tokens * per_token
             memory["recover"] = fixed + weights * width + adapter * 20 + max(weights * width + cache, step)
     return {
         "device": device,
@@ -336,7 +345,7 @@ def estimate(workflow: Workflow, tasks: list[Task]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def interruptible(workflow: Workflow, run: RunDir) -> Iterator[None]:
+def interruptible() -> Iterator[None]:
     """Turn Ctrl-C into an error that says how to go on."""
     hint = f"{_command()}  # goes on where it stopped"
     try:
@@ -349,38 +358,30 @@ def interruptible(workflow: Workflow, run: RunDir) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet_libraries(run: RunDir) -> Iterator[None]:
-    """Send the libraries' warnings and logs to the attempt's log, so that the console says only what matters."""
-    file = run.new_log()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(file, encoding="utf-8")
+def quiet_libraries(log: Path | None = None) -> Iterator[None]:
+    """Send the libraries' prints, bars, warnings and logs to a file, so that the console says only what matters."""
+    import datasets
+    from transformers.utils import logging as transformers_logging
+
+    if log:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(log or os.devnull, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
     logging.captureWarnings(True)
-    with contextlib.suppress(ImportError):
-        from transformers.utils import logging as hub_logging
-
-        hub_logging.set_verbosity_error()
-        hub_logging.disable_progress_bar()
-    with contextlib.suppress(ImportError):
-        import datasets
-
-        datasets.disable_progress_bars()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     warnings.simplefilter("default")
     try:
-        # What libraries print goes to the log too: stdout is for results.
-        with contextlib.redirect_stdout(handler.stream):
+        # opdcl's own console holds the real streams, see `Output`.
+        with contextlib.redirect_stdout(handler.stream), contextlib.redirect_stderr(handler.stream):
             yield
     finally:
         logging.captureWarnings(False)
         root.removeHandler(handler)
         handler.close()
-
-
-def eval_config(workflow: Workflow, **changes: Any) -> EvalConfig:
-    """Return the workflow's evaluation with some fields replaced."""
-    return (workflow.eval or EvalConfig()).model_copy(update=changes)
 
 
 def _write_head(workflow: Workflow, origins: dict[str, str], run: RunDir) -> None:

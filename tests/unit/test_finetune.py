@@ -1,0 +1,58 @@
+"""The order of rows, and the fine-tune's loss against a plain computation."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from opdcl.config import LoraSection
+from opdcl.data import Row, encode_example, encode_prompt
+from opdcl.distill.forward import answer_ids, answer_states
+from opdcl.finetune import lay_out
+
+QA = Row([{"role": "user", "content": "What is the code?"}], "Seven", None, "here:1")
+
+
+@pytest.mark.parametrize(("rows", "batch", "steps"), [(10, 4, 5), (7, 3, 7), (200, 16, 25)])
+def test_every_epoch_has_every_row_once(rows, batch, steps):
+    order = lay_out([i % 9 for i in range(rows)], batch, steps, seed=0)
+    assert len(order) == steps * batch
+    for start in range(0, len(order) - rows + 1, rows):
+        assert set(Counter(order[start : start + rows]).values()) == {1}
+
+
+def test_the_order_is_fixed_by_the_seed_and_a_shorter_run_is_its_beginning():
+    lengths = [i % 13 for i in range(40)]
+    assert lay_out(lengths, 4, 20, 1) == lay_out(lengths, 4, 20, 1)
+    assert lay_out(lengths, 4, 20, 1) != lay_out(lengths, 4, 20, 2)
+    assert lay_out(lengths, 4, 20, 1)[:16] == lay_out(lengths, 4, 4, 1)
+
+
+def test_rows_of_like_length_share_a_batch():
+    lengths = [i % 50 for i in range(400)]
+    order = lay_out(lengths, 8, 50, 0)
+    spread = [max(b) - min(b) for b in ([lengths[r] for r in order[i : i + 8]] for i in range(0, 400, 8))]
+    assert sum(spread) / len(spread) < 5
+
+
+def test_only_the_answer_is_learned_and_it_ends_with_the_turn(backbone):
+    (encoded,) = encode_example(QA, backbone.tokenizer, 500)
+    learned = [i for i, m in zip(encoded.input_ids, encoded.completion_mask, strict=True) if m]
+    assert backbone.tokenizer.decode(learned) == "Seven<|im_end|>"
+    prompt = encode_prompt(QA, backbone.tokenizer, 500)
+    assert encoded.input_ids[: len(prompt)] == prompt
+
+
+def test_answer_loss_equals_the_models_own(backbone):
+    backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
+    encoded = [encode_example(Row(QA.prompt, a, None, "x"), backbone.tokenizer, 500)[0] for a in ("Seven", "Eight or nine")]
+    sequences = [(e.input_ids, [bool(m) for m in e.completion_mask]) for e in encoded]
+    with torch.no_grad():
+        logits = backbone.causal_lm.get_output_embeddings()(answer_states(backbone.causal_lm, sequences))
+        ours = torch.nn.functional.cross_entropy(logits, answer_ids(sequences, logits.device), reduction="sum")
+        theirs = 0.0
+        for e in encoded:
+            ids = torch.tensor([e.input_ids])
+            labels = torch.where(torch.tensor([e.completion_mask]) == 1, ids, -100)
+            theirs += float(backbone.causal_lm(ids, labels=labels).loss) * sum(e.completion_mask)
+    assert float(ours) == pytest.approx(theirs, rel=1e-4)

@@ -1,0 +1,28 @@
+"""The console shows data as it is, and nothing in it takes effect."""
+
+from opdcl.output import Output
+
+
+def test_brackets_in_cells_and_titles_are_shown(capsys):
+    Output().table("Dear [name]", ["state", "answer"], [["base", "Dear [name], [/nope] [bold]x[/bold]"]], {})
+    shown = capsys.readouterr().out
+    assert "Dear [name]\n" in shown
+    assert "Dear [name], [/nope] [bold]x[/bold]" in shown
+
+
+def test_escapes_in_data_do_not_reach_the_terminal(capsys):
+    output = Output()
+    output.table("", ["a"], [["\x1b[31mred\u202e"]], {})
+    output.note("note \x1b]0;title\x07")
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out + captured.err
+    assert "\u202e" not in captured.out
+
+
+def test_json_mode_prints_one_document_and_no_notes(capsys):
+    output = Output("json")
+    output.note("working")
+    output.table("t", ["a"], [["b"]], {"a": "b"})
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out == '{\n  "a": "b"\n}\n'
