@@ -92,7 +92,7 @@ class RecoverConfig(Section):
     """Completions per optimizer step."""
     domain_rollouts: Positive | None = None
     """Completions per domain step, where it should differ: domain answers are often short."""
-    general_per_domain: Annotated[int, Field(ge=0, strict=True)] = 3
+    general_per_domain: Annotated[int, Field(ge=0, strict=True)] = 1
     """General steps before each domain step; the two are never mixed in one step. 0: domain steps only."""
     sample_ahead: Positive = 1
     """Steps of a stream whose completions are sampled at once. 1 is strictly on-policy; more fills the hardware."""
@@ -103,7 +103,7 @@ class RecoverConfig(Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature of the student."""
     learning_rate: Rate = 2e-4
-    """Peak rate, after a warm-up over a tenth of the steps, then constant."""
+    """Peak rate: reached over the first tenth of the steps, falling to zero at the last."""
     micro_batch_tokens: Positive = 2048
     """Tokens, padding included, per forward and backward pass. It bounds memory and changes nothing else."""
     validate_every: Positive = 8

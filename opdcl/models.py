@@ -53,7 +53,7 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = pick_device(config.device)
-    source, extra = _source(config)
+    source, extra = model_source(config)
     options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code, **extra}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
@@ -82,7 +82,7 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
 
 def check_exists(config: ModelConfig) -> None:
     """Refuse at once, and before anything is written, a model that cannot be found."""
-    _source(config, convert=False)
+    model_source(config, convert=False)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -119,7 +119,7 @@ def pick_dtype(name: str, device: str) -> str:
     return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
 
 
-def _source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:
+def model_source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:
     """Return what `from_pretrained` is to load, and further options for it."""
     if config.id == EMBEDDED:
         return (str(_embedded_folder()) if convert else EMBEDDED), {}

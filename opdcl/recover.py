@@ -45,7 +45,7 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
         "shuffle_dataset": False,
         "max_steps": config.steps,
         "learning_rate": config.learning_rate,
-        "lr_scheduler_type": "constant_with_warmup",
+        "lr_scheduler_type": "linear",
         "warmup_steps": math.ceil(config.steps * 0.1),
         "save_steps": config.save_steps,
         "seed": config.seed,

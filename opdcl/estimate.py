@@ -1,0 +1,61 @@
+"""What a dry run says of a run's size: steps, memory and disk, from the model's config alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig
+
+from opdcl.config import Workflow
+from opdcl.data import load_rows
+from opdcl.finetune import planned_steps
+from opdcl.models import EMBEDDED, model_source, pick_device, pick_dtype
+from opdcl.plan import Task
+
+
+def estimate(workflow: Workflow, tasks: list[Task]) -> dict[str, Any]:
+    """Estimate steps, memory and disk for a dry run, from the model's config alone.
+
+    Memory: weights, their merged copy while sampling, adapter with gradient and two Adam moments in fp32, activations
+    of one micro-batch at about 17 values per token, layer and hidden unit (Korthikanti et al., arXiv 2205.05198, which
+    counts 34 bytes in 16 bits, without tensor parallelism and with fused attention), and the rollouts' key-value cache.
+    """
+    device = pick_device(workflow.model.device)
+    width = {"float32": 4}.get(pick_dtype(workflow.model.dtype, device), 2)
+    if workflow.model.id == EMBEDDED:
+        shape = {"layers": 30, "hidden": 576, "inner": 1536, "vocabulary": 49152, "kv": 192}
+    else:
+        source, extra = model_source(workflow.model)
+        c = AutoConfig.from_pretrained(source, revision=workflow.model.revision, **extra).get_text_config()
+        head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        shape = {"layers": c.num_hidden_layers, "hidden": c.hidden_size, "inner": c.intermediate_size,
+                 "vocabulary": c.vocab_size, "kv": c.num_key_value_heads * head}  # fmt: skip
+    per_layer = shape["hidden"] * (2 * shape["hidden"] + 2 * shape["kv"] + 3 * shape["inner"])
+    weights = shape["layers"] * per_layer + shape["vocabulary"] * shape["hidden"]
+    rank = workflow.finetune.lora.r if workflow.finetune else 32
+    adapter = shape["layers"] * rank * (7 * shape["hidden"] + 2 * shape["kv"] + 3 * shape["inner"] + 2 * shape["hidden"])
+    per_token = shape["layers"] * shape["hidden"] * 17 * width
+    fixed = 0 if device.startswith("cuda") else 900_000_000
+    memory: dict[str, int] = {}
+    steps: dict[str, int] = {}
+    for task in tasks:
+        if task.name == "finetune" and workflow.finetune:
+            rows = load_rows(workflow.finetune.data)
+            steps["finetune"] = planned_steps(workflow.finetune, len(rows))
+            # Without a tokenizer at hand: about three characters to a token, and the chat template's own.
+            longest = max(len(r.text or "") + len(r.answer or "") + sum(len(m["content"]) for m in r.prompt) for r in rows) // 3 + 32
+            tokens = workflow.finetune.batch_size * min(workflow.finetune.max_length, longest)
+            memory["finetune"] = fixed + weights * width + adapter * 16 + tokens * per_token
+        if task.name == "recover" and workflow.recover:
+            r = workflow.recover
+            steps["recover"] = r.steps
+            cache = r.rollouts * r.sample_ahead * (r.max_new_tokens + 128) * shape["layers"] * 2 * shape["kv"] * width
+            step = r.micro_batch_tokens * per_token
+            memory["recover"] = fixed + weights * width + adapter * 20 + max(weights * width + cache, step)
+    return {
+        "device": device,
+        "parameters": weights,
+        "steps": steps,
+        "memory_bytes": memory,
+        "disk_bytes": (adapter * 4) * (2 + 2 * 3 * len(steps)),
+    }
