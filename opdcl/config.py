@@ -104,7 +104,7 @@ class RecoverConfig(Section):
     """Sampling temperature of the student."""
     learning_rate: Rate = 2e-4
     """Peak rate: reached over the first tenth of the steps, falling to zero at the last."""
-    micro_batch_tokens: Positive = 2048
+    micro_batch_tokens: Positive = 1024
     """Tokens, padding included, per forward and backward pass. It bounds memory and changes nothing else."""
     validate_every: Positive = 8
     """Steps between measurements on held-out prompts; the best adapter by these is the one kept."""

@@ -21,6 +21,8 @@ from opdcl.distill.forward import common_prefix
 # Rows are dropped from the slabs once a fifth of them is finished: copying the survivors then costs less than
 # decoding the finished ones.
 COMPACT_BELOW = 0.8
+# Prompts that run through the model together: enough to fill it, few enough to be of like length.
+PREFILL_ROWS = 32
 
 
 @dataclass
@@ -64,12 +66,26 @@ class SlabLayer(CacheLayerMixin):
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def expand(self, rows: int) -> None:
-        """Repeat the single row held so far (the shared prefix) to `rows` rows."""
-        key, value = self.keys[:, :, : self.length], self.values[:, :, : self.length]
-        self._allocate(key, value, rows)
-        self.keys[:, :, : self.length] = key
-        self.values[:, :, : self.length] = value
+    def start_from(self, source: SlabLayer, rows: int) -> None:
+        """Begin with the single row of `source` (the shared prefix), repeated to `rows` rows."""
+        self._allocate(source.keys, source.values, rows)
+        self.keys[:, :, : source.length] = source.keys[:, :, : source.length]
+        self.values[:, :, : source.length] = source.values[:, :, : source.length]
+        self.length, self.is_initialized = source.length, True
+
+    def take(self, source: SlabLayer, rows: slice, total: int, prefix: int, end: int) -> None:
+        """Copy a part's prefix to the left and its tail so that it ends at column `end`, into the given rows."""
+        if not self.is_initialized:
+            self._allocate(source.keys, source.values, total)
+            # Padding is masked, but masked NaN is still NaN.
+            self.keys.zero_()
+            self.values.zero_()
+            self.is_initialized = True
+        tail = source.length - prefix
+        for slab, part in ((self.keys, source.keys), (self.values, source.values)):
+            slab[rows, :, :prefix] = part[:, :, :prefix]
+            slab[rows, :, end - tail : end] = part[:, :, prefix : source.length]
+        self.length = end
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drop all but the given rows."""
@@ -144,27 +160,13 @@ def _decode(model, rollouts, prefix, max_new_tokens, eos_ids, temperature, unifo
     capacity = len(prefix) + width + max_new_tokens
     cache = Cache(layers=[SlabLayer(capacity) for _ in range(model.config.get_text_config().num_hidden_layers)])
 
-    if prefix:
-        model(input_ids=torch.tensor([prefix], device=device), past_key_values=cache, logits_to_keep=1)
-        for layer in cache.layers:
-            layer.expand(len(tails))
-
     # Layout of a row: shared prefix, left padding, its own tail, completion. Padding is masked everywhere.
-    ids_BW = torch.zeros(len(tails), width, dtype=torch.long)
     visible_BC = torch.ones(len(tails), capacity, dtype=torch.bool)
-    for i, tail in enumerate(tails):
-        ids_BW[i, width - len(tail) :] = torch.tensor(tail)
-        visible_BC[i, len(prefix) : len(prefix) + width - len(tail)] = False
+    for row, tail in enumerate(tails):
+        visible_BC[row, len(prefix) : len(prefix) + width - len(tail)] = False
     visible_BC = visible_BC.to(device)
-    position_BW = (visible_BC.cumsum(1) - 1).clamp(min=0)[:, len(prefix) : len(prefix) + width]
-    causal_WC = torch.ones(width, len(prefix) + width, dtype=torch.bool, device=device).tril(len(prefix))
-    mask = (causal_WC & visible_BC[:, None, : len(prefix) + width])[:, None]
-    # A padding query sees nothing, and softmax over nothing is NaN: let it see itself.
-    mask |= torch.eye(width, len(prefix) + width, dtype=torch.bool, device=device).roll(len(prefix), 1)
-
-    logits_BV = model(input_ids=ids_BW.to(device), attention_mask=mask, position_ids=position_BW,
-                      past_key_values=cache, logits_to_keep=1).logits[:, -1]  # fmt: skip
-    position_B = position_BW[:, -1]
+    logits_BV = _prefill(model, cache, prefix, tails, width)
+    position_B = torch.tensor([len(prefix) + len(tail) - 1 for tail in tails], device=device)
     live = list(range(len(rollouts)))  # row of the batch -> index of its rollout
     done = [False] * len(rollouts)
     for step in range(max_new_tokens):
@@ -195,6 +197,43 @@ def _decode(model, rollouts, prefix, max_new_tokens, eos_ids, temperature, unifo
         filled = cache.get_seq_length() + 1
         logits_BV = model(input_ids=token_B[:, None], attention_mask=visible_BC[:, None, None, :filled],
                           position_ids=position_B[:, None], past_key_values=cache).logits[:, -1]  # fmt: skip
+
+
+def _prefill(model, cache: Cache, prefix: list[int], tails: list[list[int]], width: int) -> torch.Tensor:
+    """Fill the slabs with all prompts, their tails ending at `prefix + width`; return the next-token logits, `(B, V)`.
+
+    The prefix runs once. Tails run some rows at a time, each such batch only as wide as its own longest, because one
+    long prompt would otherwise make padding of all the others.
+    """
+    device = model.device
+    shared = Cache(layers=[SlabLayer(len(prefix)) for _ in cache.layers])
+    if prefix:
+        model(input_ids=torch.tensor([prefix], device=device), past_key_values=shared, logits_to_keep=1)
+    logits = []
+    for start in range(0, len(tails), PREFILL_ROWS):
+        batch = tails[start : start + PREFILL_ROWS]
+        local = max(len(t) for t in batch)
+        ids_BW = torch.zeros(len(batch), local, dtype=torch.long)
+        padding_B = torch.tensor([local - len(t) for t in batch], device=device)
+        for row, tail in enumerate(batch):
+            ids_BW[row, local - len(tail) :] = torch.tensor(tail)
+        column_W = torch.arange(local, device=device)
+        tail_BW = column_W >= padding_B[:, None]
+        causal_WW = column_W[:, None] >= column_W
+        # A padding query sees only itself: softmax over nothing is NaN.
+        tail_BWW = (causal_WW & tail_BW[:, None]) | torch.eye(local, dtype=torch.bool, device=device)
+        prefix_BWP = torch.ones(len(batch), local, len(prefix), dtype=torch.bool, device=device)
+        part = Cache(layers=[SlabLayer(len(prefix) + local) for _ in cache.layers])
+        for layer, source in zip(part.layers, shared.layers, strict=True):
+            if prefix:
+                layer.start_from(source, len(batch))
+        logits.append(model(
+            input_ids=ids_BW.to(device), attention_mask=torch.cat([prefix_BWP, tail_BWW], -1)[:, None],
+            position_ids=(len(prefix) + column_W - padding_B[:, None]).clamp(min=0), past_key_values=part, logits_to_keep=1,
+        ).logits[:, -1])  # fmt: skip
+        for layer, source in zip(cache.layers, part.layers, strict=True):
+            layer.take(source, slice(start, start + len(batch)), len(tails), len(prefix), len(prefix) + width)
+    return torch.cat(logits)
 
 
 def _draw(logits_BV: torch.Tensor, temperature: float, uniform_B: torch.Tensor | None):
