@@ -230,7 +230,7 @@ def test_bad_rows_are_refused_before_anything_is_loaded_or_written(refused, tmp_
         (b"recover:\n  steps: many\n", "flow.yaml:2)"),
         (b"recover:\n  steps: 1\n  steps: 2\n", "flow.yaml:3: found duplicate key"),
         (b"recover: [\n", "flow.yaml:"),
-        (b"recover: &a {}\n", "anchors"),
+        (b"recover: &a {}\n", "flow.yaml:1 uses an anchor or alias"),
         (b"name: \xff\n", "not UTF-8"),
         (b"- a\n", "not a mapping"),
         (b"finetune: {data: missing.jsonl}\n", "'missing.jsonl' does not exist"),

@@ -117,7 +117,8 @@ def test_malformed_json_is_refused_with_its_line(tmp_path):
     [
         ({"answer": "Ada."}, "has only answer"),
         ({"instruction": "Who?", "output": "Ada."}, "has only instruction, output"),
-        ({}, "no fields"),
+        ({}, ":2 is empty"),
+        ({"prompt": "\ud800"}, "half of a surrogate pair"),
         ([1, 2], "is a list, not an object"),
         ("words", "is a str, not an object"),
         ({"text": ""}, "text is empty"),
@@ -196,3 +197,16 @@ def test_the_shipped_everyday_prompts_are_many_and_their_validation_split_is_apa
 
 def test_the_shipped_everyday_prompts_have_no_answers():
     assert all(row.answer is None for split in ("train", "validation") for row in load_rows("everyday", split))
+
+
+def test_a_csv_row_may_hold_line_separators_and_commas_in_quotes(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('question,answer\n"One,\u2028two",yes\nplain\u2028text,no\n', encoding="utf-8", newline="")
+    rows = load_rows(str(path))
+    assert [(r.prompt[0]["content"], r.answer) for r in rows] == [("One,\u2028two", "yes"), ("plain\u2028text", "no")]
+
+
+def test_a_csv_row_with_too_many_fields_names_its_line(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("question,answer\na,b\nc,d,e\n")
+    assert f"{path}:3 has more fields" in complaint(str(path))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from opdcl.errors import UsageError
-from opdcl.load import describe_fields, load, workflow_files
+from opdcl.load import describe_fields, dump, load, workflow_files
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_all_faults_are_reported_at_once(write):
     ],
 )
 def test_anchors_and_aliases_are_refused(write, text):
-    assert "anchors" in complaint([write(text)]).message
+    assert "uses an anchor or alias" in complaint([write(text)]).message
 
 
 def test_an_ampersand_or_star_inside_quotes_or_a_comment_is_text(write):
@@ -268,3 +268,29 @@ def test_every_field_is_described_once():
     }
     assert [key for key, _, meaning in rows if len(meaning) < 4] == []
     assert {key: default for key, default, _ in rows}["finetune.data"] == "required"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("recover:\n  <<: {steps: 3}\n", ":2 uses a merge key"),
+        ("recover: !odd {steps: 3}\n", ":1 uses a tag"),
+        ("%YAML 1.1\n---\nname: x\n", "uses a YAML directive"),
+        ("finetune:\n  data: handbook\n  trainer: {a: 2026-01-02}\n", "write it in quotes"),
+        ("recover: {steps: true}\n", "recover.steps"),
+        ("recover: {steps: '3'}\n", "recover.steps"),
+        ("recover: {temperature: .inf}\n", "recover.temperature"),
+    ],
+)
+def test_what_a_workflow_has_no_use_for_is_refused(write, text, said):
+    assert said in complaint([write(text)]).message
+
+
+def test_plain_text_may_look_like_an_anchor(write):
+    assert load([str(write("description: Tom & Jerry's *stars* and <<marks>>\n"))])[0].description.startswith("Tom & Jerry")
+
+
+def test_a_saved_workflow_reads_back_as_it_was(write):
+    for name in workflow_files():
+        flow, _ = load([name])
+        assert load([str(write(dump(flow)))])[0] == flow
