@@ -44,15 +44,15 @@ def main() -> None:
             found[arm].append(json.loads(done.stdout.splitlines()[-1]))
             print(arm, found[arm][-1], flush=True)
     rows = {
-        arm: {k: statistics.median(run[k] for run in runs) for k in ("peak_bytes", "step_seconds", "completion_tokens")}
+        arm: {k: statistics.median(run[k] for run in runs) for k in ("peak_bytes", "step_seconds")}
         for arm, runs in found.items()
     }
     for row in rows.values():
         row["memory_ratio"] = rows["opdcl"]["peak_bytes"] / row["peak_bytes"]
         row["time_ratio"] = rows["opdcl"]["step_seconds"] / row["step_seconds"]
-    print(f"{'arm':<12} {'peak GB':>8} {'s/step':>8} {'tokens':>7} {'our memory':>11} {'our time':>9}")
+    print(f"{'arm':<12} {'peak GB':>8} {'s/step':>8} {'our memory':>11} {'our time':>9}")
     for arm, r in rows.items():
-        print(f"{arm:<12} {r['peak_bytes'] / 1e9:8.2f} {r['step_seconds']:8.1f} {r['completion_tokens']:7.0f} "
+        print(f"{arm:<12} {r['peak_bytes'] / 1e9:8.2f} {r['step_seconds']:8.1f} "
               f"{r['memory_ratio']:11.2f} {r['time_ratio']:9.2f}")  # fmt: skip
     cpu = Path("/proc/cpuinfo").read_text().splitlines()
     processor = next((x.split(":")[1].strip() for x in cpu if x.startswith("model name")), platform.machine())
@@ -87,10 +87,11 @@ def measure(arm: str, options: argparse.Namespace) -> dict:
 
         log = trainer.log
 
-        def counted(logs, *args, **kwargs):
-            if "mean_length" in logs or "completions/mean_length" in logs:
-                tokens.append(options.prompts * logs.get("mean_length", logs.get("completions/mean_length")))
-            return log(logs, *args, **kwargs)
+        def counted(*args, **kwargs):
+            found = trainer._metrics["train"]
+            for mean in found.get("mean_length") or found.get("completions/mean_length") or []:
+                tokens.append(options.prompts * mean)
+            return log(*args, **kwargs)
 
         # In the stock trainer sampling happens while inputs are prepared, inside training_step as in ours.
         trainer.training_step = timed
@@ -98,7 +99,7 @@ def measure(arm: str, options: argparse.Namespace) -> dict:
         trainer.train()
     peak = peak_memory()
     return {"peak_bytes": peak, "step_seconds": statistics.median(times[1:] or times),
-            "completion_tokens": statistics.mean(tokens) if tokens else 0}  # fmt: skip
+            "completion_tokens": statistics.mean(tokens) if tokens else None}  # fmt: skip
 
 
 def ours(backbone, model, rows, options, folder, _):
