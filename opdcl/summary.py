@@ -155,11 +155,11 @@ def table_rows(summary: dict[str, Any]) -> list[list[str]]:
     for name, suite in summary["suites"].items():
         if suite["n"]:
             floor = "" if suite["floor"] is None else percent(suite["floor"])
-            scores = [f"{percent(suite[s]['value'])} {span(suite[s])}" if suite[s] else "" for s in STATES]
-            rows.append([f"{name} {suite['metric']}", str(suite["n"]), floor, *scores])
+            scores = [f"{percent(suite[s]['value'])}\n{span(suite[s])}" if suite[s] else "" for s in STATES]
+            rows.append([f"{name}\n{suite['metric']}", str(suite["n"]), floor, *scores])
     for label, key in (("R", "recovery"), ("D", "domain_retention")):
         if summary[key]:
-            rows.append([label, "", "", "", "", interval(summary[key])])
+            rows.append([label, "", "", "", "", interval(summary[key]).replace(" [", "\n[", 1)])
     return rows
 
 
