@@ -182,7 +182,7 @@ WRONG = {
     "run quickstart -o out --set recover.stepz=3": ("unknown key recover.stepz", "did you mean recover.steps?"),
     "run quickstart -o out --set recover.steps=many": ("recover.steps", "integer", "'many'", "--set"),
     "run quickstart -o out --set recover.steps": ("is not KEY=VALUE", "--set recover.steps=60"),
-    "finetune --data missing.jsonl -o out": ("'missing.jsonl' does not exist",),
+    "finetune --data missing.jsonl -o out": ("missing.jsonl' does not exist",),
     "finetune --data handbook -o out --epochs 0": ("finetune.epochs", "greater than 0", "flag"),
     "finetune --data handbook -o out --epochs few": ("--epochs", "number"),
     "finetune -o out": ("--data",),
@@ -233,7 +233,7 @@ def test_bad_rows_are_refused_before_anything_is_loaded_or_written(refused, tmp_
         (b"recover: &a {}\n", "flow.yaml:1 uses an anchor or alias"),
         (b"name: \xff\n", "not UTF-8"),
         (b"- a\n", "not a mapping"),
-        (b"finetune: {data: missing.jsonl}\n", "'missing.jsonl' does not exist"),
+        (b"finetune: {data: missing.jsonl}\n", "missing.jsonl' does not exist"),
         (b"finetune: {data: handbook}\neval: {data: {ifeval: missing.jsonl}}\n", "missing.jsonl does not exist"),
     ],
 )
