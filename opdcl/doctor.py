@@ -32,7 +32,7 @@ def checks() -> list[Check]:
         found.append(Check(name, name in installed, installed.get(name, "not installed"), "make install"))
     here = machine()
     memory = here["memory_bytes"] / 2**30
-    found.append(Check("memory", memory >= 4, f"{memory:.0f} GiB, {here['cores']} cores ({here['name']})", "the quickstart needs 4 GiB"))
+    found.append(Check("memory", memory >= 6, f"{memory:.0f} GiB, {here['cores']} cores ({here['name']})", "the quickstart needs 6 GiB"))
     if "torch" in installed:
         found.append(_hardware())
     free = shutil.disk_usage(_existing_parent(Path.cwd())).free / 2**30
