@@ -30,12 +30,6 @@ class ModelRef:
     base: ModelConfig
     adapter: Path | None = None
 
-    @property
-    def content_hash(self) -> str:
-        """Hash of the base's name and the adapter's weights."""
-        parts = f"{self.base.id}@{self.base.revision}"
-        return parts + (":" + adapter_hash(self.adapter) if self.adapter else "")
-
 
 def adapter_hash(folder: Path) -> str:
     """Return the SHA-256 of an adapter's safetensors file."""
