@@ -100,6 +100,8 @@ class RecoverConfig(Section):
     """Longest general completion, in tokens."""
     domain_max_new_tokens: Positive | None = None
     """Longest domain completion, where it should differ."""
+    warm_start: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Scale of the tuned adapter from which recovery starts. Below 1 it starts nearer to base, at the domain's expense."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature of the student."""
     learning_rate: Rate = 2e-4

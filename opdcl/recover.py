@@ -9,6 +9,7 @@ import json
 import math
 import shutil
 
+import torch
 from transformers import TrainerCallback
 from trl import DistillationConfig
 
@@ -106,50 +107,76 @@ class Validation(TrainerCallback):
         self.config, self.prompts, self.out, self.callback = config, prompts, out, callback
         self.trainer: RecoveryTrainer | None = None
         self.best_adapter = out.trainer / "best"
-        self._texts: dict[Stream, list[Rollout]] = {}
+        self._texts: dict[Stream, tuple[list[Rollout], list[torch.Tensor]]] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
         for stream, prompts in self.prompts.items():
             if prompts:
-                self._texts[stream] = self.trainer.sample(prompts, stream, seed=self.config.seed + 7, state=TEACHER[stream])
+                texts = self.trainer.sample(prompts, stream, seed=self.config.seed + 7, state=TEACHER[stream])
+                self._texts[stream] = texts, self.trainer.teacher_states(texts, stream)
         if state.global_step == 0:
-            self._measure(0)
-            self._keep_samples(0)
+            self._warm_start()
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.config.validate_every == 0 or state.global_step == self.config.steps:
             self._measure(state.global_step)
             self._keep_samples(state.global_step)
 
-    def _measure(self, step: int) -> None:
+    def _held_out_kl(self) -> dict[str, float]:
+        """Return KL(student, teacher) per stream on the held-out texts, in nats per token."""
         kl = {}
-        for stream, texts in self._texts.items():
-            sums = self.trainer.grade(texts, stream, learn=False)
-            kl[stream] = sums["kl"] / sums["tokens"]
+        for stream, (texts, teacher) in self._texts.items():
+            sums = self.trainer.grade(texts, stream, learn=False, teacher=teacher)
+            kl[f"{stream}_kl"] = sums["kl"] / sums["tokens"]
             if sums["teacher_entropy"] / sums["tokens"] > MAX_TEACHER_ENTROPY:
                 raise OpdclError(f"the {stream} teacher is close to uniform ({sums['teacher_entropy'] / sums['tokens']:.1f} nats)",
                                  "check that the base model loads correctly: opdcl chat RUN")  # fmt: skip
-        score = sum(kl.values())
+        return kl
+
+    def _warm_start(self) -> None:
+        """Take tuned's KL as the mark to beat, then shrink the student to the scale it is to start from."""
+        backbone, alpha = self.trainer.backbone, self.config.warm_start
+        tuned = start = self._held_out_kl()
+        if alpha < 1:
+            backbone.shrink(alpha)
+            start = self._held_out_kl()
+        self._keep_if_best(0, _score(start))
+        self.callback.write({"step": 0, "validation": {**tuned, "best": True}, "warm_start": {"alpha": alpha, **start}})
+        scaled = f"; starting from the adapter times {alpha:g}: {_shown(start)}" if alpha < 1 else ""
+        self.callback.report.note(f"step 0: held-out {_shown(tuned)}{scaled}")
+
+    def _measure(self, step: int) -> None:
+        kl = self._held_out_kl()
+        best = self._keep_if_best(step, _score(kl))
+        row = {"step": step, "validation": {**kl, "best": best}}
+        if row not in read_jsonl(self.out.metrics):
+            self.callback.write(row)
+        self.callback.report.note(f"step {step}: held-out {_shown(kl)}{' (best so far)' if best else ''}")
+
+    def _keep_if_best(self, step: int, score: float) -> bool:
         record = self.best_adapter / "validation.json"
-        # Step 0 is tuned itself: it counts only as the mark to beat.
-        best = not record.exists() or score < read_json(record)["score"]
+        best = step == 0 or score < read_json(record)["score"]
         if best:
             save_adapter(self.trainer.backbone, self.best_adapter)
             write_json(record, {"step": step, "score": score})
-        row = {"step": step, "validation": {**{f"{s}_kl": v for s, v in kl.items()}, "best": best}}
-        if row not in read_jsonl(self.out.metrics):
-            self.callback.write(row)
-        shown = ", ".join(f"{stream} KL {value:.3f}" for stream, value in kl.items())
-        self.callback.report.note(f"step {step}: held-out {shown}{' (best so far)' if best else ''}")
+        return best
 
     def _keep_samples(self, step: int) -> None:
-        """Append a few of the student's own completions, so that a person can read how it changes."""
-        prompts = self.prompts["general"][:SAMPLES_KEPT] or self.prompts["domain"][:SAMPLES_KEPT]
+        """Append a few completions that the student has just been trained on, so that a person can read how it changes."""
+        rollouts = self.trainer.latest.get("general") or self.trainer.latest["domain"]
         decode = self.trainer.backbone.tokenizer.decode
-        rollouts = self.trainer.sample(prompts, "general", seed=self.config.seed + 11)
         rows = [row for row in read_jsonl(self.out.samples) if row["step"] < step]
         rows += [
             {"step": step, "prompt": decode(r.prompt_ids), "completion": decode(r.completion_ids, skip_special_tokens=True)}
-            for r in rollouts
+            for r in rollouts[:SAMPLES_KEPT]
         ]
         write_atomic(self.out.samples, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _score(kl: dict[str, float]) -> float:
+    """Return what the kept adapter has least of: held-out KL, both streams counting alike."""
+    return sum(value for name, value in kl.items() if name.endswith("_kl"))
+
+
+def _shown(kl: dict[str, float]) -> str:
+    return ", ".join(f"{name.removesuffix('_kl')} KL {value:.3f}" for name, value in kl.items() if name.endswith("_kl"))

@@ -13,6 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from opdcl.config import LoraSection, ModelConfig
+from opdcl.distill.lora import fuse
 from opdcl.distill.rollouts import supports_slabs
 from opdcl.errors import UsageError
 from opdcl.models import base_fingerprint, eos_ids, load_base
@@ -53,6 +54,7 @@ class Backbone:
                             target_modules=lora.target_modules, task_type="CAUSAL_LM")  # fmt: skip
         self.drop_adapters()
         self.peft = get_peft_model(self.causal_lm, config, adapter_name="student")
+        fuse(self.causal_lm)
         return self.peft
 
     def load_adapter(self, folder: Path, state: State, trainable: bool = False) -> PeftModel:
@@ -67,6 +69,7 @@ class Backbone:
         except (OSError, ValueError, RuntimeError, KeyError) as fault:
             raise UsageError(f"adapter {folder} does not fit the base model: {str(fault)[:300]}",
                              "use the base model that the adapter was trained on") from fault  # fmt: skip
+        fuse(self.causal_lm)
         return self.peft
 
     def drop_adapters(self) -> None:
@@ -102,6 +105,12 @@ class Backbone:
                     layer.enable_adapters(True)
                 else:
                     layer.set_adapter("student")
+
+    def shrink(self, alpha: float) -> None:
+        """Scale what the student's adapter adds to the base, for good, by `alpha`: 0 would be base."""
+        with torch.no_grad():
+            for layer in self._adapted_layers():
+                layer.lora_B["student"].weight.mul_(alpha)
 
     @contextlib.contextmanager
     def merged(self, name: State) -> Iterator[PreTrainedModel]:

@@ -30,7 +30,7 @@ class Rollout:
     """One sampled completion.
 
     `completion_ids` ends with an end-of-sequence id if and only if `finished`; `logprobs` holds the sampler's own
-    log-probability (nats, at the sampling temperature) of each of its tokens.
+    log-probability (nats, at the sampling temperature) of each of its tokens, and is empty under greedy decoding.
     """
 
     prompt_ids: list[int]
@@ -78,8 +78,8 @@ class SlabLayer(CacheLayerMixin):
         if not self.is_initialized:
             self._allocate(source.keys, source.values, total)
             # Padding is masked, but masked NaN is still NaN.
-            self.keys.zero_()
-            self.values.zero_()
+            self.keys[:, :, prefix:end].zero_()
+            self.values[:, :, prefix:end].zero_()
             self.is_initialized = True
         tail = source.length - prefix
         for slab, part in ((self.keys, source.keys), (self.values, source.values)):
@@ -173,15 +173,18 @@ def _decode(model, rollouts, prefix, max_new_tokens, eos_ids, temperature, unifo
         uniform_B = None if uniform_BT is None else uniform_BT[live, step].to(device)
         token_B, logprob_B = _draw(logits_BV, temperature, uniform_B)
         ended = 0
-        for row, (token, logprob) in enumerate(zip(token_B.tolist(), logprob_B.tolist(), strict=True)):
+        for row, token in enumerate(token_B.tolist()):
             if done[row]:
                 continue
             rollout = rollouts[live[row]]
             rollout.completion_ids.append(token)
-            rollout.logprobs.append(logprob)
             rollout.finished = token in eos_ids
             done[row] = rollout.finished or step == max_new_tokens - 1
             ended += done[row]
+        if logprob_B is not None:
+            for row, logprob in enumerate(logprob_B.tolist()):
+                if len(rollouts[live[row]].logprobs) < len(rollouts[live[row]].completion_ids):
+                    rollouts[live[row]].logprobs.append(logprob)
         if on_progress and ended:
             on_progress(ended)
         if all(done):
@@ -237,14 +240,15 @@ def _prefill(model, cache: Cache, prefix: list[int], tails: list[list[int]], wid
 
 
 def _draw(logits_BV: torch.Tensor, temperature: float, uniform_B: torch.Tensor | None):
-    """Draw a token per row by inverting the cumulative distribution; return ids and log-probabilities, both `(B,)`."""
+    """Draw a token per row by inverting the cumulative distribution; return ids and log-probabilities, both `(B,)`.
+
+    Without uniform numbers the likeliest token is taken, and its log-probability is not computed.
+    """
     if uniform_B is None:
-        logprobs_BV = logits_BV.float().log_softmax(-1)
-        token_B = logits_BV.argmax(-1)
-    else:
-        logprobs_BV = (logits_BV.float() / temperature).log_softmax(-1)
-        cumulative_BV = logprobs_BV.exp().cumsum(-1)
-        # Rounding leaves the total near, not at, one; scaling the draw keeps it inside the vocabulary.
-        target_B1 = uniform_B[:, None] * cumulative_BV[:, -1:]
-        token_B = torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0].clamp(max=logits_BV.shape[-1] - 1)
+        return logits_BV.argmax(-1), None
+    logprobs_BV = (logits_BV.float() / temperature).log_softmax(-1)
+    cumulative_BV = logprobs_BV.exp().cumsum(-1)
+    # Rounding leaves the total near, not at, one; scaling the draw keeps it inside the vocabulary.
+    target_B1 = uniform_B[:, None] * cumulative_BV[:, -1:]
+    token_B = torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0].clamp(max=logits_BV.shape[-1] - 1)
     return token_B, logprobs_BV.gather(-1, token_B[:, None])[:, 0]

@@ -14,7 +14,7 @@ from trl import DistillationConfig, DistillationTrainer
 from opdcl.config import RecoverConfig
 from opdcl.distill.backbone import Backbone, State
 from opdcl.distill.divergence import reverse_kl
-from opdcl.distill.forward import answer_states
+from opdcl.distill.forward import Sequences, answer_states
 from opdcl.distill.rollouts import Rollout, sample
 from opdcl.distill.schedule import Step, Stream
 from opdcl.errors import UsageError
@@ -37,6 +37,7 @@ class RecoveryTrainer(DistillationTrainer):
         refuse_unsupported(backbone.causal_lm.config)
         self.backbone, self.recover_config, self.steps, self.prompts = backbone, config, steps, prompts
         self._ahead: dict[int, list[Rollout]] = {}
+        self.latest: dict[Stream, list[Rollout]] = {}
         super().__init__(
             model=backbone.peft,
             teacher_model=None,
@@ -82,32 +83,49 @@ class RecoveryTrainer(DistillationTrainer):
         for name, value in self._summary(rollouts, sums).items():
             self._metrics["train"][name].append(value)
         self._stream = self.steps[index].stream
+        self.latest[self._stream] = rollouts
         return torch.tensor(sums["kl"] / sums["tokens"], device=self.args.device)
 
-    def grade(self, rollouts: list[Rollout], stream: Stream, learn: bool) -> dict[str, float]:
-        """Sum KL and entropies over all completion tokens; with `learn`, accumulate the gradient of their mean."""
+    def grade(self, rollouts: list[Rollout], stream: Stream, learn: bool,
+              teacher: list[torch.Tensor] | None = None) -> dict[str, float]:  # fmt: skip
+        """Sum KL and entropies over all completion tokens; with `learn`, accumulate the gradient of their mean.
+
+        Args:
+            rollouts: The completions to grade.
+            stream: Whose teacher grades.
+            learn: Whether to accumulate the gradient.
+            teacher: What `teacher_states` gave for the same rollouts, where they are graded more than once.
+        """
         total = sum(len(r.completion_ids) for r in rollouts)
         sums: dict[str, float] = defaultdict(float, tokens=total)
-        for batch in micro_batches(rollouts, self.recover_config.micro_batch_tokens):
-            kl_N, student_entropy_N, teacher_entropy_N = self._token_losses(batch, stream, learn)
+        weight_VH = self.backbone.causal_lm.get_output_embeddings().weight
+        for i, batch in enumerate(self._batches(rollouts)):
+            teacher_NH = teacher[i] if teacher else self._teacher_states(batch, stream)
+            with self.compute_loss_context_manager(), torch.set_grad_enabled(learn):
+                student_NH = answer_states(self.backbone.causal_lm, batch)
+                kl_N, student_entropy_N, teacher_entropy_N = reverse_kl(
+                    student_NH, teacher_NH, weight_VH, self.recover_config.temperature
+                )
             if learn:
                 self.accelerator.backward(kl_N.sum() / total)
             for name, values in (("kl", kl_N), ("student_entropy", student_entropy_N), ("teacher_entropy", teacher_entropy_N)):  # fmt: skip
                 sums[name] += float(values.detach().sum())
         return sums
 
-    def _token_losses(self, batch: list[Rollout], stream: Stream, learn: bool):
-        sequences = [
-            (r.prompt_ids + r.completion_ids, [False] * len(r.prompt_ids) + [True] * len(r.completion_ids))
-            for r in batch
+    def teacher_states(self, rollouts: list[Rollout], stream: Stream) -> list[torch.Tensor]:
+        """Return the teacher's last hidden states of all completion tokens, `(N, H)` per micro-batch."""
+        return [self._teacher_states(batch, stream) for batch in self._batches(rollouts)]
+
+    def _batches(self, rollouts: list[Rollout]) -> list[Sequences]:
+        return [
+            [(r.prompt_ids + r.completion_ids, [False] * len(r.prompt_ids) + [True] * len(r.completion_ids)) for r in batch]
+            for batch in micro_batches(rollouts, self.recover_config.micro_batch_tokens)
         ]
-        weight_VH = self.backbone.causal_lm.get_output_embeddings().weight
-        with self.compute_loss_context_manager():
-            with torch.no_grad(), self.backbone.state(TEACHER[stream]) as model:
-                teacher_NH = answer_states(model, sequences)
-            with torch.set_grad_enabled(learn):
-                student_NH = answer_states(self.backbone.causal_lm, sequences)
-                return reverse_kl(student_NH, teacher_NH, weight_VH, self.recover_config.temperature)
+
+    @torch.no_grad()
+    def _teacher_states(self, batch: Sequences, stream: Stream) -> torch.Tensor:
+        with self.compute_loss_context_manager(), self.backbone.state(TEACHER[stream]) as model:
+            return answer_states(model, batch)
 
     def _summary(self, rollouts: list[Rollout], sums: dict[str, float]) -> dict[str, float]:
         count = len(rollouts)

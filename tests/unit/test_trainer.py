@@ -140,3 +140,22 @@ def test_the_shared_prefix_changes_neither_states_nor_gradient(backbone):
         results.append((states.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
     torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
     assert len(results[0][0]) == len(answer_ids(sequences, torch.device("cpu")))
+
+
+def test_shrinking_scales_what_the_adapter_adds(trainer):
+    student = {k: v.clone() for k, v in student_delta(trainer).items()}
+    trainer.backbone.shrink(0.25)
+    for name, delta in student_delta(trainer).items():
+        torch.testing.assert_close(delta, 0.25 * student[name])
+
+
+def student_delta(trainer):
+    layers = trainer.backbone._adapted_layers()
+    return {str(i): layer.get_delta_weight("student") for i, layer in enumerate(layers)}
+
+
+def test_teacher_states_kept_from_before_give_the_same_grade(trainer):
+    kept = trainer.teacher_states(ROLLOUTS, "general")
+    fresh, again = (trainer.grade(ROLLOUTS, "general", learn=False, teacher=t) for t in (None, kept))
+    assert fresh["kl"] > 0
+    assert again == fresh
