@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 # Strict: `true` is not 1, and '3' is not 3.
+Sampler = Literal["auto", "slab", "generate", "continuous"]
 Positive = Annotated[int, Field(gt=0, strict=True)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 
@@ -79,9 +80,29 @@ class FinetuneConfig(Section):
     """Further fields of `trl.SFTConfig`."""
 
 
+class LossSection(Section):
+    """What a graded token costs. Only `kind`'s own parameters play a part."""
+
+    kind: Literal["reverse_kl", "forward_kl", "jsd", "entropy_switched", "top_k", "policy_gradient", "cross_entropy"] = "reverse_kl"
+    """The divergence between student and teacher; `policy_gradient` and `cross_entropy` grade the sampled token alone."""
+    beta: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """`jsd`: 0 is forward KL, 1 reverse KL. Scaled so that one learning rate suits every value."""
+    unsure_above: Annotated[float, Field(ge=0)] = 2.0
+    """`entropy_switched`: teacher entropy in nats above which forward KL is used."""
+    k: Positive = 100
+    """`top_k`: how many of the teacher's likeliest tokens count one by one."""
+    cap: Annotated[float, Field(gt=0)] | None = None
+    """Largest loss of a token in nats; what lies above has no gradient."""
+    unfinished: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Weight of completions that were cut off at their longest length; 0 drops them."""
+
+
 class RecoverConfig(Section):
     """Recovery by on-policy distillation: the student samples, a teacher grades every token by reverse KL."""
 
+    method: Literal["alternating", "general", "replay", "interpolate"] = "alternating"
+    """`alternating` is ours. Its rivals: `general`, without domain steps; `replay`, imitation of answers that the teachers
+    wrote; `interpolate`, the tuned adapter scaled by what held-out KL likes best, without training."""
     general: str = Field(default="everyday", min_length=1)
     """Prompts on which base is the teacher: `everyday` (shipped) or your own file."""
     domain: str | None = None
@@ -94,6 +115,10 @@ class RecoverConfig(Section):
     """Completions per domain step, where it should differ: domain answers are often short."""
     general_per_domain: Annotated[int, Field(ge=0, strict=True)] = 1
     """General steps before each domain step; the two are never mixed in one step. 0: domain steps only."""
+    lmbda: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of steps on the student's own completions; the others are on the teacher's."""
+    teacher_first: Annotated[int, Field(ge=0, strict=True)] = 0
+    """General steps at the start that are on base's answers: a student that says little learns little from itself."""
     sample_ahead: Positive = 1
     """Steps of a stream whose completions are sampled at once. 1 is strictly on-policy; more fills the hardware."""
     max_new_tokens: Positive = 96
@@ -104,6 +129,10 @@ class RecoverConfig(Section):
     """Scale of the tuned adapter from which recovery starts. Below 1 it starts nearer to base, at the domain's expense."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature of the student."""
+    sampler: Sampler = "auto"
+    """Engine that samples: our own `slab`, or transformers' `generate` or `continuous` batching."""
+    loss: LossSection = LossSection()
+    """The divergence, and its parameters."""
     learning_rate: Rate = 2e-4
     """Peak rate: reached over the first tenth of the steps, falling to zero at the last."""
     micro_batch_tokens: Positive = 1024
@@ -138,6 +167,8 @@ class EvalConfig(Section):
     """Cap on generated tokens per answer, below each task's own."""
     batch_size: Positive = 320
     """Answers decoded together."""
+    sampler: Sampler = "auto"
+    """Engine that decodes: our own `slab`, or transformers' `generate` or `continuous` batching."""
     seed: int = 0
     """Resamples of the intervals."""
 

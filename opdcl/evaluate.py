@@ -78,7 +78,7 @@ class BackboneLM(LM):
                                      "set eval.max_new_tokens, or leave the suite out")  # fmt: skip
                 began = len(answers)
                 rollouts = sample(model, [prompts[i] for i in batch], max_new_tokens=longest, eos_ids=self.backbone.eos_ids,
-                                  temperature=0, batch_size=self.config.batch_size,
+                                  temperature=0, batch_size=self.config.batch_size, engine=self.config.sampler,
                                   on_progress=_counter(self.report, began, len(requests)))  # fmt: skip
                 with open(self.partial, "a", encoding="utf-8") as file:
                     for i, rollout in zip(batch, rollouts, strict=True):

@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback
 from trl import DistillationConfig
 
-from opdcl.config import RecoverConfig
+from opdcl.config import LossSection, RecoverConfig
 from opdcl.data import encode_prompt, load_prompts
 from opdcl.distill.backbone import Backbone
 from opdcl.distill.rollouts import Rollout
@@ -27,6 +27,8 @@ from opdcl.training import StageCallback, StageReport, save_adapter, trainer_arg
 # A teacher this close to uniform is a broken one; a healthy instruct model stays below 3 nats on its own ground.
 MAX_TEACHER_ENTROPY = 6.0
 SAMPLES_KEPT = 8
+# The scales that `interpolate` tries.
+ALPHAS = tuple(i / 20 for i in range(20, 0, -1))
 
 
 def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: StageDir, report: StageReport) -> ModelRef:
@@ -34,10 +36,14 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
 
     Resumes from the stage's last checkpoint if there is one.
     """
+    if config.method == "replay":
+        config = config.model_copy(update={"lmbda": 0.0, "loss": LossSection(kind="cross_entropy")})
     train, held_out = encode_streams(config, backbone)
     backbone.drop_adapters()
     backbone.load_adapter(parent.adapter, "student", trainable=True)
     backbone.load_adapter(parent.adapter, "tuned")
+    if config.method == "general":
+        train["domain"] = []
     steps = plan_steps(config, len(train["general"]), len(train["domain"]))
     callback = StageCallback(report, config.steps)
     validation = Validation(config, held_out, out, callback)
@@ -57,12 +63,31 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
     }
     trainer = RecoveryTrainer(backbone, config, steps, train, DistillationConfig(**arguments), [validation, callback])
     validation.trainer = trainer
-    if checkpoint := out.last_checkpoint():
-        trainer.restore_rollouts(checkpoint)
-    callback.run(trainer, out)
+    if config.method == "interpolate":
+        _interpolate(validation, backbone, out)
+    else:
+        if checkpoint := out.last_checkpoint():
+            trainer.restore_rollouts(checkpoint)
+        callback.run(trainer, out)
     with folder_appears_whole(out.adapter) as folder:
         shutil.copytree(validation.best_adapter, folder, dirs_exist_ok=True)
     return ModelRef(parent.base, out.adapter)
+
+
+def _interpolate(validation: Validation, backbone: Backbone, out: StageDir) -> None:
+    """Keep the point of the alpha-curve with the least held-out KL: what recovery must beat, as it costs no training."""
+    validation.write_texts()
+    curve = []
+    for alpha in ALPHAS:
+        with backbone.scaled(alpha):
+            curve.append({"alpha": alpha, **validation.held_out_kl()})
+    best = min(curve, key=_score)
+    backbone.shrink(best["alpha"])
+    save_adapter(backbone, validation.best_adapter)
+    rows = [{"step": 0, "validation": _kl(curve[0])}, {"step": 1, "validation": {**_kl(best), "best": True}}]
+    rows[0]["alpha_curve"] = curve
+    write_atomic(out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+    validation.callback.report.note(f"held-out KL is least with the adapter times {best['alpha']:g}: {_shown(best)}")
 
 
 def encode_streams(config: RecoverConfig, backbone: Backbone) -> tuple[dict, dict]:
@@ -109,11 +134,15 @@ class Validation(TrainerCallback):
         self.best_adapter = out.trainer / "best"
         self._texts: dict[Stream, tuple[list[Rollout], list[torch.Tensor]]] = {}
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def write_texts(self) -> None:
+        """Let each stream's teacher answer the held-out prompts."""
         for stream, prompts in self.prompts.items():
             if prompts:
                 texts = self.trainer.sample(prompts, stream, seed=self.config.seed + 7, state=TEACHER[stream])
                 self._texts[stream] = texts, self.trainer.teacher_states(texts, stream)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.write_texts()
         if state.global_step == 0:
             self._warm_start()
 
@@ -122,7 +151,7 @@ class Validation(TrainerCallback):
             self._measure(state.global_step)
             self._keep_samples(state.global_step)
 
-    def _held_out_kl(self) -> dict[str, float]:
+    def held_out_kl(self) -> dict[str, float]:
         """Return KL(student, teacher) per stream on the held-out texts, in nats per token."""
         kl = {}
         for stream, (texts, teacher) in self._texts.items():
@@ -136,17 +165,17 @@ class Validation(TrainerCallback):
     def _warm_start(self) -> None:
         """Take tuned's KL as the mark to beat, then shrink the student to the scale it is to start from."""
         backbone, alpha = self.trainer.backbone, self.config.warm_start
-        tuned = start = self._held_out_kl()
+        tuned = start = self.held_out_kl()
         if alpha < 1:
             backbone.shrink(alpha)
-            start = self._held_out_kl()
+            start = self.held_out_kl()
         self._keep_if_best(0, _score(start))
         self.callback.write({"step": 0, "validation": {**tuned, "best": True}, "warm_start": {"alpha": alpha, **start}})
         scaled = f"; starting from the adapter times {alpha:g}: {_shown(start)}" if alpha < 1 else ""
         self.callback.report.note(f"step 0: held-out {_shown(tuned)}{scaled}")
 
     def _measure(self, step: int) -> None:
-        kl = self._held_out_kl()
+        kl = self.held_out_kl()
         best = self._keep_if_best(step, _score(kl))
         row = {"step": step, "validation": {**kl, "best": best}}
         if row not in read_jsonl(self.out.metrics):
@@ -173,10 +202,14 @@ class Validation(TrainerCallback):
         write_atomic(self.out.samples, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
+def _kl(row: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if name.endswith("_kl")}
+
+
 def _score(kl: dict[str, float]) -> float:
     """Return what the kept adapter has least of: held-out KL, both streams counting alike."""
-    return sum(value for name, value in kl.items() if name.endswith("_kl"))
+    return sum(_kl(kl).values())
 
 
 def _shown(kl: dict[str, float]) -> str:
-    return ", ".join(f"{name.removesuffix('_kl')} KL {value:.3f}" for name, value in kl.items() if name.endswith("_kl"))
+    return ", ".join(f"{name.removesuffix('_kl')} KL {value:.3f}" for name, value in _kl(kl).items())

@@ -154,7 +154,8 @@ class StageCallback(TrainerCallback):
         seconds = time.perf_counter() - self._step_started
         tokens = int(logs.get("tokens", self.tokens_per_step or 0))
         self.tokens += tokens
-        names = ("loss", "kl", "stream", "mean_length", "truncated", "teacher_entropy", "student_entropy", "grad_norm", "learning_rate")  # fmt: skip
+        names = ("loss", "kl", "stream", "mean_length", "truncated", "mismatch",
+                 "teacher_entropy", "student_entropy", "grad_norm", "learning_rate")  # fmt: skip
         self.write({"step": state.global_step, **{k: logs[k] for k in names if k in logs},
                     "tokens": tokens, "seconds": round(seconds, 3)})  # fmt: skip
         shown = {k: logs[k] for k in ("stream", "loss", "kl") if k in logs}

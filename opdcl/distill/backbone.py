@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from opdcl.config import LoraSection, ModelConfig
 from opdcl.distill.lora import fuse
-from opdcl.distill.rollouts import supports_slabs
 from opdcl.errors import UsageError
 from opdcl.models import base_fingerprint, eos_ids, load_base
 
@@ -36,12 +35,8 @@ class Backbone:
 
     @classmethod
     def load(cls, config: ModelConfig) -> Backbone:
-        """Load the base model without an adapter; one whose attention is not plain is a `UsageError`."""
-        model, tokenizer = load_base(config)
-        if not supports_slabs(model.config):
-            raise UsageError(f"model {config.id!r} has layers other than full attention, which the sampler cannot serve yet",
-                             "choose a model without sliding windows or state-space layers")  # fmt: skip
-        return cls(model, tokenizer)
+        """Load the base model without an adapter."""
+        return cls(*load_base(config))
 
     @property
     def device(self) -> torch.device:
@@ -105,6 +100,19 @@ class Backbone:
                     layer.enable_adapters(True)
                 else:
                     layer.set_adapter("student")
+
+    @contextlib.contextmanager
+    def scaled(self, alpha: float) -> Iterator[None]:
+        """Run the student with what its adapter adds times `alpha` inside the block: 0 is base, 1 the adapter."""
+        layers = self._adapted_layers()
+        saved = [layer.scaling["student"] for layer in layers]
+        for layer in layers:
+            layer.scaling["student"] *= alpha
+        try:
+            yield
+        finally:
+            for layer, scaling in zip(layers, saved, strict=True):
+                layer.scaling["student"] = scaling
 
     def shrink(self, alpha: float) -> None:
         """Scale what the student's adapter adds to the base, for good, by `alpha`: 0 would be base."""

@@ -1,61 +1,187 @@
-"""The loss of recovery: full-vocabulary reverse KL per token, computed in chunks.
+"""What a graded token costs: divergences between student p and teacher q over the whole vocabulary, in chunks.
 
-Reverse KL, KL(student || teacher) = sum_v p_v (log p_v - log q_v), is the mode-seeking direction of Gu et al.
-(arXiv 2306.08543) and Agarwal et al. (arXiv 2306.13649): it punishes the student for what the teacher would not say.
+| loss | per token | source |
+| --- | --- | --- |
+| `reverse_kl` | KL(p, q): punishes the student for what the teacher would not say | arXiv 2306.08543, 2306.13649 |
+| `forward_kl` | KL(q, p): asks for all that the teacher might say | arXiv 2306.13649 |
+| `jsd` | beta KL(q, m) + (1 - beta) KL(p, m), m = beta q + (1 - beta) p, over beta (1 - beta) | arXiv 2306.13649, eq. 1 |
+| `entropy_switched` | forward KL where the teacher is unsure, reverse KL elsewhere | arXiv 2603.07079 |
+| `top_k` | reverse KL over the teacher's k likeliest tokens and one bucket for the rest | arXiv 2601.20802 |
+| `policy_gradient` | -(p / p_sampler) (log q - log p) of the sampled token alone | REINFORCE, importance-sampled |
+| `cross_entropy` | -log p of the token itself: imitation, for text that a teacher wrote | arXiv 1606.07947 |
+
+Near equality every divergence is half a squared distance, so that one learning rate serves all: JSD itself would be
+beta (1 - beta) times smaller, and its limits at beta 0 and 1, forward and reverse KL, would vanish.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
+
+from opdcl.config import LossSection
 
 # Positions projected onto the vocabulary at once: 256 x 49,152 fp32 logits are 50 MB.
 CHUNK = 256
 
 
-class _ReverseKL(torch.autograd.Function):
-    """Per-token reverse KL from hidden states, keeping hidden-sized gradients instead of vocabulary-sized logits.
+class TokenLosses(NamedTuple):
+    """What is known of each graded token, all `(N,)` in nats; only `loss` has a gradient."""
 
-    The head is frozen, so the only gradient needed is that of the student's hidden state h:
-    dKL/dlogit_v = p_v (log p_v - log q_v - KL) / temperature, and dKL/dh = dKL/dlogit @ W.
+    loss: torch.Tensor
+    kl: torch.Tensor
+    """Reverse KL, whatever the loss: the yardstick of progress."""
+    student_entropy: torch.Tensor
+    teacher_entropy: torch.Tensor
+    logprob: torch.Tensor
+    """The student's log-probability of the token itself."""
+
+
+def forward_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """Return KL(q, p) per row of `(N, V)`."""
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+def reverse_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """Return KL(p, q) per row of `(N, V)`."""
+    return forward_kl(log_q, log_p)
+
+
+def jsd(log_p: torch.Tensor, log_q: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return the generalized Jensen-Shannon divergence over beta (1 - beta), per row; forward KL at 0, reverse at 1."""
+    if beta in (0.0, 1.0):
+        return (reverse_kl if beta else forward_kl)(log_p, log_q)
+    scale = torch.tensor([beta, 1 - beta], dtype=log_p.dtype, device=log_p.device).log()
+    log_m = torch.logaddexp(log_q + scale[0], log_p + scale[1])
+    return (beta * forward_kl(log_m, log_q) + (1 - beta) * forward_kl(log_m, log_p)) / (beta * (1 - beta))
+
+
+def entropy_switched(log_p: torch.Tensor, log_q: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Return forward KL where the teacher's entropy exceeds `threshold` nats, reverse KL elsewhere, per row."""
+    unsure = -(log_q.exp() * log_q).sum(-1) > threshold
+    return torch.where(unsure, forward_kl(log_p, log_q), reverse_kl(log_p, log_q))
+
+
+def top_k(log_p: torch.Tensor, log_q: torch.Tensor, k: int) -> torch.Tensor:
+    """Return reverse KL over the teacher's k likeliest tokens and the rest as one outcome, per row.
+
+    Without the bucket, mass pushed out of the top k would cost nothing. Never more than the full reverse KL.
+    """
+    if k >= log_q.shape[-1]:
+        return reverse_kl(log_p, log_q)
+    ids = log_q.topk(k, -1).indices
+    # Not 1 minus the sum of the others, which is rounding alone where the teacher is sure.
+    buckets = [
+        torch.cat([x.gather(-1, ids), x.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)], -1) for x in (log_p, log_q)
+    ]
+    return reverse_kl(*buckets)
+
+
+def policy_gradient(log_p: torch.Tensor, log_q: torch.Tensor, token_N: torch.Tensor, sampler_N: torch.Tensor) -> torch.Tensor:
+    """Return -ratio * advantage of the sampled tokens, whose gradient in expectation is that of reverse KL.
+
+    Args:
+        log_p: The student, `(N, V)`.
+        log_q: The teacher, `(N, V)`.
+        token_N: The sampled tokens.
+        sampler_N: Their log-probabilities when they were sampled; the ratio to now is importance sampling's.
+    """
+    mine, theirs = (x.gather(-1, token_N[:, None])[:, 0] for x in (log_p, log_q))
+    advantage = (theirs - mine).detach()
+    return -(mine - sampler_N).exp() * advantage
+
+
+class _TokenLoss(torch.autograd.Function):
+    """Per-token losses from hidden states, keeping hidden-sized gradients instead of vocabulary-sized logits.
+
+    The head is frozen, so the only gradient needed is that of the student's hidden state h. With g = dL/dlog p it is
+    (g - p sum(g)) / temperature @ W; for reverse KL, g - p sum(g) = p (log p - log q - KL), computed in place.
     """
 
     @staticmethod
-    def forward(ctx, student_NH, teacher_NH, weight_VH, temperature):
+    def forward(ctx, student_NH, teacher_NH, weight_VH, token_N, temperature, cost, cap):
         grad_NH = torch.empty_like(student_NH)
-        kl_N, student_entropy_N, teacher_entropy_N = (student_NH.new_empty(len(student_NH), dtype=torch.float32) for _ in range(3))  # fmt: skip
+        loss_N, kl_N, student_entropy_N, teacher_entropy_N, logprob_N = (
+            student_NH.new_empty(len(student_NH), dtype=torch.float32) for _ in range(5)
+        )
         for start in range(0, len(student_NH), CHUNK):
             part = slice(start, start + CHUNK)
             log_p = torch.log_softmax((student_NH[part] @ weight_VH.T).float() / temperature, -1)
             log_q = torch.log_softmax((teacher_NH[part] @ weight_VH.T).float() / temperature, -1)
-            teacher_entropy_N[part] = -(log_q.exp() * log_q).sum(-1)
             p = log_p.exp()
+            logprob_N[part] = log_p.gather(-1, token_N[part, None])[:, 0]
+            teacher_entropy_N[part] = -(log_q.exp() * log_q).sum(-1)
             student_entropy_N[part] = -(p * log_p).sum(-1)
-            ratio = log_p.sub_(log_q)
-            kl = (p * ratio).sum(-1)
-            kl_N[part] = kl
-            grad_logits = ratio.sub_(kl[:, None]).mul_(p).div_(temperature)
-            grad_NH[part] = grad_logits.to(weight_VH.dtype) @ weight_VH
+            if cost:
+                with torch.enable_grad():
+                    leaf = log_p.requires_grad_()
+                    loss = cost(leaf, log_q, part)
+                    (slope,) = torch.autograd.grad(loss.sum(), leaf)
+                loss_N[part], log_p = loss.detach(), log_p.detach()
+                kl_N[part] = (p * (log_p - log_q)).sum(-1)
+                grad_logits = slope.sub_(p.mul_(slope.sum(-1, keepdim=True)))
+            else:
+                ratio = log_p.sub_(log_q)
+                loss_N[part] = kl_N[part] = kl = (p * ratio).sum(-1)
+                grad_logits = ratio.sub_(kl[:, None]).mul_(p)
+            grad_NH[part] = grad_logits.div_(temperature).to(weight_VH.dtype) @ weight_VH
+        if cap is not None:
+            grad_NH[loss_N > cap] = 0
+            loss_N.clamp_(max=cap)
         ctx.save_for_backward(grad_NH)
-        ctx.mark_non_differentiable(student_entropy_N, teacher_entropy_N)
-        return kl_N, student_entropy_N, teacher_entropy_N
+        found = loss_N, kl_N, student_entropy_N, teacher_entropy_N, logprob_N
+        ctx.mark_non_differentiable(*found[1:])
+        return found
 
     @staticmethod
-    def backward(ctx, grad_kl_N, *_):
+    def backward(ctx, grad_loss_N, *_):
         (grad_NH,) = ctx.saved_tensors
-        return grad_NH * grad_kl_N[:, None].to(grad_NH.dtype), None, None, None
+        return grad_NH * grad_loss_N[:, None].to(grad_NH.dtype), *[None] * 6
 
 
-def reverse_kl(
-    student_NH: torch.Tensor, teacher_NH: torch.Tensor, weight_VH: torch.Tensor, temperature: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the reverse KL of each token, and both entropies, all `(N,)` in nats.
+def token_losses(
+    student_NH: torch.Tensor,
+    teacher_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    token_N: torch.Tensor,
+    sampler_N: torch.Tensor,
+    temperature: float = 1.0,
+    loss: LossSection | None = None,
+) -> TokenLosses:
+    """Return the loss of each token, and what else is known of it.
 
     Args:
         student_NH: The student's last hidden states, `(N, H)`; the gradient flows into these.
         teacher_NH: The teacher's last hidden states, `(N, H)`.
         weight_VH: The frozen output embedding that both share, `(V, H)`.
+        token_N: The tokens that the states predict.
+        sampler_N: Log-probabilities of these tokens when they were sampled; only `policy_gradient` reads them.
         temperature: Softmax temperature of both distributions.
+        loss: Which divergence, with its parameters; reverse KL by default.
     """
+    loss = loss or LossSection()
     with torch.autocast(student_NH.device.type, enabled=False):
-        dtype = weight_VH.dtype
-        return _ReverseKL.apply(student_NH.to(dtype), teacher_NH.detach().to(dtype), weight_VH.detach(), temperature)
+        states = student_NH.to(weight_VH.dtype), teacher_NH.detach().to(weight_VH.dtype)
+        cost = _cost(loss, token_N, sampler_N)
+        return TokenLosses(*_TokenLoss.apply(*states, weight_VH.detach(), token_N, temperature, cost, loss.cap))
+
+
+def _cost(loss: LossSection, token_N, sampler_N) -> Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor] | None:
+    """Return the loss as a function of both log-distributions and the positions at hand; None for reverse KL."""
+    match loss.kind:
+        case "reverse_kl":
+            return None
+        case "forward_kl":
+            return lambda log_p, log_q, part: forward_kl(log_p, log_q)
+        case "jsd":
+            return lambda log_p, log_q, part: jsd(log_p, log_q, loss.beta)
+        case "entropy_switched":
+            return lambda log_p, log_q, part: entropy_switched(log_p, log_q, loss.unsure_above)
+        case "top_k":
+            return lambda log_p, log_q, part: top_k(log_p, log_q, loss.k)
+        case "cross_entropy":
+            return lambda log_p, log_q, part: -log_p.gather(-1, token_N[part, None])[:, 0]
+        case "policy_gradient":
+            return lambda log_p, log_q, part: policy_gradient(log_p, log_q, token_N[part], sampler_N[part])

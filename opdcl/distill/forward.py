@@ -21,10 +21,12 @@ def answer_states(causal_lm, sequences: Sequences, share_prefix: bool = True) ->
     Args:
         causal_lm: The model whose `base_model` gives hidden states.
         sequences: Per row its token ids, and for each id whether it belongs to an answer.
-        share_prefix: Compute the common prefix once; off, every row is computed whole.
+        share_prefix: Compute the common prefix once; off, every row is computed whole. Models whose layers are not all
+            full attention always do the latter.
     """
     device = causal_lm.device
-    prefix = _shared_length(sequences) if share_prefix else 0
+    plain = has_plain_attention(causal_lm.config)
+    prefix = _shared_length(sequences) if share_prefix and plain else 0
     cache = None
     if prefix:
         cache = DynamicCache()
@@ -40,10 +42,14 @@ def answer_states(causal_lm, sequences: Sequences, share_prefix: bool = True) ->
         ids_BT[row, : len(ids) - prefix] = torch.tensor(ids[prefix:])
         predicts_BT[row, : len(ids) - prefix - 1] = torch.tensor(answer[prefix + 1 :], dtype=torch.bool)
     # Padding is on the right, where causality hides it from every position that counts.
-    mask = torch.ones(width, prefix + width, dtype=torch.bool, device=device).tril(prefix)[None, None]
+    if plain:
+        mask = torch.ones(width, prefix + width, dtype=torch.bool, device=device).tril(prefix)[None, None]
+        mask = mask.expand(len(sequences), -1, -1, -1)
+    else:
+        mask = torch.tensor([[i < len(ids) for i in range(width)] for ids, _ in sequences], device=device)
     positions = torch.arange(prefix, prefix + width, device=device)[None]
     hidden_BTH = causal_lm.base_model(
-        input_ids=ids_BT.to(device), attention_mask=mask.expand(len(sequences), -1, -1, -1), position_ids=positions,
+        input_ids=ids_BT.to(device), attention_mask=mask, position_ids=positions,
         past_key_values=cache, use_cache=cache is not None,
     ).last_hidden_state  # fmt: skip
     return hidden_BTH[predicts_BT.to(device)]
@@ -52,6 +58,15 @@ def answer_states(causal_lm, sequences: Sequences, share_prefix: bool = True) ->
 def answer_ids(sequences: Sequences, device: torch.device) -> torch.Tensor:
     """Return the answer tokens themselves, `(N,)`, in the order of `answer_states`."""
     return torch.tensor([i for ids, answer in sequences for i, is_answer in zip(ids[1:], answer[1:], strict=True) if is_answer], device=device)  # fmt: skip
+
+
+def has_plain_attention(config) -> bool:
+    """Say whether every layer is full attention, so that a mask of our own is the whole mask."""
+    config = config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["sliding" if getattr(config, "sliding_window", None) else "full_attention"]
+    return set(kinds) == {"full_attention"} and not getattr(config, "is_encoder_decoder", False)
 
 
 def _shared_length(sequences: Sequences) -> int:

@@ -1,28 +1,31 @@
-"""Sample completions from the resident model, for recovery and for evaluation alike.
+"""Sample completions from the resident model, for recovery and for evaluation alike, through one of three engines.
 
-One decoding loop over transformers' own forward pass. It is faster than `generate` where a batch is large and the
-model small, for three reasons: keys and values go into preallocated slabs (no concatenation per token), finished
-sequences leave the batch, and the prefix that all prompts share (a system prompt, say) is computed once.
-
-Randomness is one uniform number per sequence and token, drawn beforehand, so what a sequence samples depends neither
-on its neighbours in the batch nor on when they finish.
+| engine | what it is | when |
+| --- | --- | --- |
+| `slab` | our own loop (`opdcl.distill.slab`) | every layer is plain full attention |
+| `generate` | transformers' `generate` | any other model: sliding windows, state-space layers |
+| `continuous` | transformers' continuous batching, with CUDA graphs | asked for by name |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from opdcl.distill.forward import common_prefix
+from opdcl.distill import slab
+from opdcl.distill.forward import has_plain_attention
+from opdcl.errors import OpdclError
 
-# Rows are dropped from the slabs once a fifth of them is finished: copying the survivors then costs less than
-# decoding the finished ones.
-COMPACT_BELOW = 0.8
-# Prompts that run through the model together: enough to fill it, few enough to be of like length.
-PREFILL_ROWS = 32
+# Tokens per page of the continuous engine's cache.
+PAGE = 256
+Engine = Literal["slab", "generate", "continuous"]
 
 
 @dataclass
@@ -39,76 +42,22 @@ class Rollout:
     finished: bool = False
 
 
-class SlabLayer(CacheLayerMixin):
-    """Keys and values of one layer in preallocated `(rows, heads, capacity, dim)` slabs, filled from the left."""
+@dataclass(frozen=True)
+class Request:
+    """What an engine is asked for, the prompts apart: see `sample`."""
 
-    is_sliding = False
+    max_new_tokens: int
+    eos_ids: Sequence[int]
+    temperature: float
+    seed: int
+    batch_size: int
+    on_progress: Callable[[int], None] | None
 
-    def __init__(self, capacity: int):
-        super().__init__()
-        self.capacity = capacity
-        self.length = 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self._allocate(key_states, value_states, key_states.shape[0])
-        self.is_initialized = True
-
-    def _allocate(self, key: torch.Tensor, value: torch.Tensor, rows: int) -> None:
-        self.keys = key.new_empty(rows, key.shape[1], self.capacity, key.shape[-1])
-        self.values = value.new_empty(rows, value.shape[1], self.capacity, value.shape[-1])
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        end = self.length + key_states.shape[2]
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def start_from(self, source: SlabLayer, rows: int) -> None:
-        """Begin with the single row of `source` (the shared prefix), repeated to `rows` rows."""
-        self._allocate(source.keys, source.values, rows)
-        self.keys[:, :, : source.length] = source.keys[:, :, : source.length]
-        self.values[:, :, : source.length] = source.values[:, :, : source.length]
-        self.length, self.is_initialized = source.length, True
-
-    def take(self, source: SlabLayer, rows: slice, total: int, prefix: int, end: int) -> None:
-        """Copy a part's prefix to the left and its tail so that it ends at column `end`, into the given rows."""
-        if not self.is_initialized:
-            self._allocate(source.keys, source.values, total)
-            # Padding is masked, but masked NaN is still NaN.
-            self.keys[:, :, prefix:end].zero_()
-            self.values[:, :, prefix:end].zero_()
-            self.is_initialized = True
-        tail = source.length - prefix
-        for slab, part in ((self.keys, source.keys), (self.values, source.values)):
-            slab[rows, :, :prefix] = part[:, :, :prefix]
-            slab[rows, :, end - tail : end] = part[:, :, prefix : source.length]
-        self.length = end
-
-    def keep(self, rows: torch.Tensor) -> None:
-        """Drop all but the given rows."""
-        key, value, length = self.keys, self.values, self.length
-        self._allocate(key, value, len(rows))
-        self.keys[:, :, :length] = key[rows, :, :length]
-        self.values[:, :, :length] = value[rows, :, :length]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return self.capacity
-
-
-def supports_slabs(config) -> bool:
-    """Say whether every layer is plain full attention, which the slab cache can serve."""
-    config = config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None) or ["full_attention"]
-    return set(kinds) == {"full_attention"} and not getattr(config, "is_encoder_decoder", False)
+    def batches(self, rollouts: list[Rollout]) -> Iterator[list[int]]:
+        """Yield the indices that run together: neighbours in prompt length, so that little of the prefill is padding."""
+        order = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].prompt_ids))
+        for start in range(0, len(order), self.batch_size):
+            yield order[start : start + self.batch_size]
 
 
 def sample(
@@ -120,135 +69,131 @@ def sample(
     temperature: float = 1.0,
     seed: int = 0,
     batch_size: int = 96,
+    engine: Engine | Literal["auto"] = "auto",
     on_progress: Callable[[int], None] | None = None,
 ) -> list[Rollout]:
     """Sample one completion per prompt, in the order of `prompts`.
 
     Args:
-        model: A causal language model whose layers are all full attention (see `supports_slabs`).
+        model: A causal language model.
         prompts: Token ids of each prompt, at least one id each.
         max_new_tokens: Longest completion, in tokens.
         eos_ids: Every id that ends a completion.
         temperature: Softmax temperature; 0 is greedy decoding.
-        seed: Fixes the uniform numbers; the same seed and prompts give the same completions.
-        batch_size: Sequences decoded together. Results do not depend on it beyond rounding.
+        seed: The same seed, prompts and engine give the same completions; under `slab` whatever the batch.
+        batch_size: Sequences decoded together.
+        engine: Which loop decodes.
         on_progress: Called with the number of completions finished since the last call.
     """
-    generator = torch.Generator().manual_seed(seed)
-    uniform_NT = torch.rand(len(prompts), max_new_tokens, generator=generator) if temperature else None
-    prefix = _shared_prefix(prompts)
     rollouts = [Rollout(list(p)) for p in prompts]
-    # Neighbours in length share a batch, so that little of the prefill is padding.
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
-        _decode(model, [rollouts[i] for i in rows], prefix, max_new_tokens, set(eos_ids), temperature,
-                None if uniform_NT is None else uniform_NT[rows], on_progress)  # fmt: skip
+    chosen = pick_engine(model)[0] if engine == "auto" else engine
+    request = Request(max_new_tokens, eos_ids, temperature, seed, batch_size, on_progress)
+    {"slab": slab.fill, "generate": _generate, "continuous": _continuous}[chosen](model, rollouts, request)
     return rollouts
 
 
-def _shared_prefix(prompts: Sequence[list[int]]) -> list[int]:
-    """Return the ids with which every prompt begins; at least one id of each prompt stays outside."""
-    return common_prefix([p[:-1] for p in prompts]) if len(prompts) > 1 else []
+def pick_engine(model) -> tuple[Engine, str]:
+    """Return the engine for a model, and why."""
+    if has_plain_attention(model.config):
+        return "slab", "every layer is full attention: slab decoding, finished sequences leave the batch"
+    return "generate", "some layers are not full attention, which only transformers' own cache serves"
+
+
+class _KeepLogprobs(LogitsProcessor):
+    """Note the log-probability of each drawn token, without keeping the logits of every position."""
+
+    def __init__(self, temperature: float):
+        self.temperature = temperature
+        self.columns: list[torch.Tensor] = []
+        self._last: torch.Tensor | None = None
+
+    def __call__(self, input_ids, scores):
+        if self._last is not None:
+            self.note(input_ids[:, -1])
+        scaled = scores.float() / self.temperature
+        self._last = scaled.log_softmax(-1)
+        return scaled
+
+    def note(self, token_B: torch.Tensor) -> None:
+        self.columns.append(self._last.gather(-1, token_B[:, None])[:, 0])
 
 
 @torch.no_grad()
-def _decode(model, rollouts, prefix, max_new_tokens, eos_ids, temperature, uniform_BT, on_progress) -> None:
-    device = model.device
-    tails = [r.prompt_ids[len(prefix) :] for r in rollouts]
-    width = max(len(t) for t in tails)
-    capacity = len(prefix) + width + max_new_tokens
-    cache = Cache(layers=[SlabLayer(capacity) for _ in range(model.config.get_text_config().num_hidden_layers)])
-
-    # Layout of a row: shared prefix, left padding, its own tail, completion. Padding is masked everywhere.
-    visible_BC = torch.ones(len(tails), capacity, dtype=torch.bool)
-    for row, tail in enumerate(tails):
-        visible_BC[row, len(prefix) : len(prefix) + width - len(tail)] = False
-    visible_BC = visible_BC.to(device)
-    logits_BV = _prefill(model, cache, prefix, tails, width)
-    position_B = torch.tensor([len(prefix) + len(tail) - 1 for tail in tails], device=device)
-    live = list(range(len(rollouts)))  # row of the batch -> index of its rollout
-    done = [False] * len(rollouts)
-    for step in range(max_new_tokens):
-        uniform_B = None if uniform_BT is None else uniform_BT[live, step].to(device)
-        token_B, logprob_B = _draw(logits_BV, temperature, uniform_B)
-        ended = 0
-        for row, token in enumerate(token_B.tolist()):
-            if done[row]:
-                continue
-            rollout = rollouts[live[row]]
-            rollout.completion_ids.append(token)
-            rollout.finished = token in eos_ids
-            done[row] = rollout.finished or step == max_new_tokens - 1
-            ended += done[row]
-        if logprob_B is not None:
-            for row, logprob in enumerate(logprob_B.tolist()):
-                if len(rollouts[live[row]].logprobs) < len(rollouts[live[row]].completion_ids):
-                    rollouts[live[row]].logprobs.append(logprob)
-        if on_progress and ended:
-            on_progress(ended)
-        if all(done):
-            return
-        if done.count(False) < COMPACT_BELOW * len(done):
-            keep = torch.tensor([row for row, finished in enumerate(done) if not finished], device=device)
-            for layer in cache.layers:
-                layer.keep(keep)
-            live = [live[row] for row in keep.tolist()]
-            done = [False] * len(live)
-            token_B, position_B, visible_BC = token_B[keep], position_B[keep], visible_BC[keep]
-        position_B = position_B + 1
-        filled = cache.get_seq_length() + 1
-        logits_BV = model(input_ids=token_B[:, None], attention_mask=visible_BC[:, None, None, :filled],
-                          position_ids=position_B[:, None], past_key_values=cache).logits[:, -1]  # fmt: skip
+def _generate(model, rollouts: list[Rollout], request: Request) -> None:
+    """Transformers' `generate` on left-padded batches."""
+    pad = request.eos_ids[0] if request.eos_ids else 0
+    config = _generation_config(model, request, temperature=1.0)  # the processor below divides by it
+    with _own_randomness(model, request.seed):
+        for rows in request.batches(rollouts):
+            batch = [rollouts[i] for i in rows]
+            width = max(len(r.prompt_ids) for r in batch)
+            ids = [[pad] * (width - len(r.prompt_ids)) + r.prompt_ids for r in batch]
+            mask = [[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in batch]
+            kept = _KeepLogprobs(request.temperature) if request.temperature else None
+            tokens_BT = model.generate(
+                torch.tensor(ids, device=model.device), attention_mask=torch.tensor(mask, device=model.device),
+                generation_config=config, logits_processor=LogitsProcessorList([kept] if kept else []),
+            )[:, width:]  # fmt: skip
+            if kept:
+                kept.note(tokens_BT[:, -1])
+                logprobs = torch.stack(kept.columns, 1).tolist()
+            for row, (rollout, tokens) in enumerate(zip(batch, tokens_BT.tolist(), strict=True)):
+                _store(rollout, tokens, logprobs[row] if kept else [], request)
+            if request.on_progress:
+                request.on_progress(len(batch))
 
 
-def _prefill(model, cache: Cache, prefix: list[int], tails: list[list[int]], width: int) -> torch.Tensor:
-    """Fill the slabs with all prompts, their tails ending at `prefix + width`; return the next-token logits, `(B, V)`.
+@torch.no_grad()
+def _continuous(model, rollouts: list[Rollout], request: Request) -> None:
+    """Transformers' continuous batching: sequences join and leave a running batch over a paged cache."""
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    The prefix runs once. Tails run some rows at a time, each such batch only as wide as its own longest, because one
-    long prompt would otherwise make padding of all the others.
-    """
-    device = model.device
-    shared = Cache(layers=[SlabLayer(len(prefix)) for _ in cache.layers])
-    if prefix:
-        model(input_ids=torch.tensor([prefix], device=device), past_key_values=shared, logits_to_keep=1)
-    logits = []
-    for start in range(0, len(tails), PREFILL_ROWS):
-        batch = tails[start : start + PREFILL_ROWS]
-        local = max(len(t) for t in batch)
-        ids_BW = torch.zeros(len(batch), local, dtype=torch.long)
-        padding_B = torch.tensor([local - len(t) for t in batch], device=device)
-        for row, tail in enumerate(batch):
-            ids_BW[row, local - len(tail) :] = torch.tensor(tail)
-        column_W = torch.arange(local, device=device)
-        tail_BW = column_W >= padding_B[:, None]
-        causal_WW = column_W[:, None] >= column_W
-        # A padding query sees only itself: softmax over nothing is NaN.
-        tail_BWW = (causal_WW & tail_BW[:, None]) | torch.eye(local, dtype=torch.bool, device=device)
-        prefix_BWP = torch.ones(len(batch), local, len(prefix), dtype=torch.bool, device=device)
-        part = Cache(layers=[SlabLayer(len(prefix) + local) for _ in cache.layers])
-        for layer, source in zip(part.layers, shared.layers, strict=True):
-            if prefix:
-                layer.start_from(source, len(batch))
-        logits.append(model(
-            input_ids=ids_BW.to(device), attention_mask=torch.cat([prefix_BWP, tail_BWW], -1)[:, None],
-            position_ids=(len(prefix) + column_W - padding_B[:, None]).clamp(min=0), past_key_values=part, logits_to_keep=1,
-        ).logits[:, -1])  # fmt: skip
-        for layer, source in zip(cache.layers, part.layers, strict=True):
-            layer.take(source, slice(start, start + len(batch)), len(tails), len(prefix), len(prefix) + width)
-    return torch.cat(logits)
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    attention = model.config._attn_implementation
+    config = _generation_config(model, request, request.temperature or 1.0)
+    running = min(len(rollouts), request.batch_size)
+    pages = math.ceil((max(len(r.prompt_ids) for r in rollouts) + request.max_new_tokens) / PAGE)
+    batching = ContinuousBatchingConfig(
+        # Left to itself it takes nine tenths of the memory, and training needs some too.
+        page_size=PAGE, num_blocks=running * pages, max_batch_tokens=max(running, PAGE), max_requests_per_batch=running,
+        seed=request.seed, return_logprobs=bool(request.temperature),
+    )  # fmt: skip
+    try:
+        with _own_randomness(model, request.seed):
+            found = model.generate_batch([r.prompt_ids for r in rollouts], generation_config=config,
+                                         continuous_batching_config=batching, warmup=model.device.type == "cuda")  # fmt: skip
+    finally:
+        # It switches the model to its paged attention; training and grading need the plain one.
+        model.set_attn_implementation(attention)
+    if len(found) < len(rollouts) or any(result.error for result in found.values()):
+        raise OpdclError("continuous batching lost a sequence", "set sampler: slab or sampler: generate")
+    for rollout, result in zip(rollouts, found.values(), strict=True):
+        _store(rollout, list(result.generated_tokens), list(result.logprobs or []), request)
+    if request.on_progress:
+        request.on_progress(len(rollouts))
 
 
-def _draw(logits_BV: torch.Tensor, temperature: float, uniform_B: torch.Tensor | None):
-    """Draw a token per row by inverting the cumulative distribution; return ids and log-probabilities, both `(B,)`.
+@contextlib.contextmanager
+def _own_randomness(model, seed: int) -> Iterator[None]:
+    """Draw from generators seeded for the purpose, and leave the trainer's as they were."""
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
-    Without uniform numbers the likeliest token is taken, and its log-probability is not computed.
-    """
-    if uniform_B is None:
-        return logits_BV.argmax(-1), None
-    logprobs_BV = (logits_BV.float() / temperature).log_softmax(-1)
-    cumulative_BV = logprobs_BV.exp().cumsum(-1)
-    # Rounding leaves the total near, not at, one; scaling the draw keeps it inside the vocabulary.
-    target_B1 = uniform_B[:, None] * cumulative_BV[:, -1:]
-    token_B = torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0].clamp(max=logits_BV.shape[-1] - 1)
-    return token_B, logprobs_BV.gather(-1, token_B[:, None])[:, 0]
+
+def _generation_config(model, request: Request, temperature: float) -> GenerationConfig:
+    """Return plain sampling, or greedy decoding, free of the checkpoint's own defaults."""
+    eos_ids = list(request.eos_ids)
+    return GenerationConfig(
+        max_new_tokens=request.max_new_tokens, do_sample=bool(request.temperature), temperature=temperature, top_k=0,
+        top_p=1.0, eos_token_id=eos_ids or None, pad_token_id=eos_ids[0] if eos_ids else 0,
+        bos_token_id=model.generation_config.bos_token_id,
+    )  # fmt: skip
+
+
+def _store(rollout: Rollout, tokens: list[int], logprobs: list[float], request: Request) -> None:
+    """Cut what was generated after its first end of sequence, and store it."""
+    end = next((i + 1 for i, token in enumerate(tokens) if token in set(request.eos_ids)), None)
+    rollout.finished = end is not None
+    rollout.completion_ids = tokens[:end]
+    rollout.logprobs = logprobs[:end]

@@ -16,10 +16,11 @@ Stream = Literal["general", "domain"]
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: whose teacher grades it, and which prompts of that stream it samples on."""
+    """One optimizer step: whose teacher grades it, which prompts of that stream it is about, and who answers them."""
 
     stream: Stream
     prompts: tuple[int, ...]
+    on_policy: bool = True
 
 
 def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
@@ -28,11 +29,16 @@ def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
         "general": _endless(general, config.seed),
         "domain": _endless(domain, config.seed + 1),
     }
+    author = random.Random(config.seed + 2)
     size = {"general": config.rollouts, "domain": config.domain_rollouts or config.rollouts}
-    steps = []
+    steps: list[Step] = []
     for index in range(config.steps):
         stream: Stream = "domain" if domain and index % (config.general_per_domain + 1) == config.general_per_domain else "general"  # fmt: skip
-        steps.append(Step(stream, tuple(next(draws[stream]) for _ in range(size[stream]))))
+        prompts = tuple(next(draws[stream]) for _ in range(size[stream]))
+        on_policy = author.random() < config.lmbda
+        if stream == "general" and sum(s.stream == "general" for s in steps) < config.teacher_first:
+            on_policy = False
+        steps.append(Step(stream, prompts, on_policy))
     return steps
 
 

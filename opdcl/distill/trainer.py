@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
@@ -13,13 +15,14 @@ from trl import DistillationConfig, DistillationTrainer
 
 from opdcl.config import RecoverConfig
 from opdcl.distill.backbone import Backbone, State
-from opdcl.distill.divergence import reverse_kl
-from opdcl.distill.forward import Sequences, answer_states
+from opdcl.distill.divergence import token_losses
+from opdcl.distill.forward import Sequences, answer_ids, answer_states
 from opdcl.distill.rollouts import Rollout, sample
 from opdcl.distill.schedule import Step, Stream
-from opdcl.errors import UsageError
+from opdcl.errors import OpdclError, UsageError
 from opdcl.rundir import write_atomic
 
+logger = logging.getLogger(__name__)
 TEACHER: dict[Stream, State] = {"general": "base", "domain": "tuned"}
 
 
@@ -36,7 +39,9 @@ class RecoveryTrainer(DistillationTrainer):
                  prompts: dict[Stream, list[list[int]]], args: DistillationConfig, callbacks: list):  # fmt: skip
         refuse_unsupported(backbone.causal_lm.config)
         self.backbone, self.recover_config, self.steps, self.prompts = backbone, config, steps, prompts
+        self.micro_batch_tokens = config.micro_batch_tokens
         self._ahead: dict[int, list[Rollout]] = {}
+        self._fresh = False
         self.latest: dict[Stream, list[Rollout]] = {}
         super().__init__(
             model=backbone.peft,
@@ -50,13 +55,17 @@ class RecoveryTrainer(DistillationTrainer):
     # -- sampling ---------------------------------------------------------------------------------------------------
 
     def rollouts_of(self, index: int) -> list[Rollout]:
-        """Return the completions of step `index`, sampling up to `sample_ahead` steps of its stream at once."""
+        """Return the completions of step `index`, sampling up to `sample_ahead` steps of its kind at once."""
+        step = self.steps[index]
+        self._fresh = step.on_policy and index not in self._ahead
         if index not in self._ahead:
-            stream = self.steps[index].stream
-            same = [i for i in range(index, len(self.steps)) if self.steps[i].stream == stream]
+            kind = step.stream, step.on_policy
+            same = [i for i in range(index, len(self.steps)) if (self.steps[i].stream, self.steps[i].on_policy) == kind]
             same = same[: self.recover_config.sample_ahead]
-            prompts = [self.prompts[stream][p] for i in same for p in self.steps[i].prompts]
-            sampled = iter(self.sample(prompts, stream, seed=self.recover_config.seed * 1_000_003 + index))
+            prompts = [self.prompts[step.stream][p] for i in same for p in self.steps[i].prompts]
+            author: State = "student" if step.on_policy else TEACHER[step.stream]
+            seed = self.recover_config.seed * 1_000_003 + index
+            sampled = iter(self.sample(prompts, step.stream, seed, author))
             for i in same:
                 self._ahead[i] = [next(sampled) for _ in self.steps[i].prompts]
         return self._ahead.pop(index)
@@ -67,7 +76,7 @@ class RecoveryTrainer(DistillationTrainer):
         longest = config.domain_max_new_tokens if stream == "domain" else None
         with self.backbone.merged(state) as model:
             return sample(model, prompts, max_new_tokens=longest or config.max_new_tokens,
-                          eos_ids=self.backbone.eos_ids, temperature=config.temperature, seed=seed)  # fmt: skip
+                          eos_ids=self.backbone.eos_ids, temperature=config.temperature, seed=seed, engine=config.sampler)  # fmt: skip
 
     # -- one optimizer step -----------------------------------------------------------------------------------------
 
@@ -78,17 +87,37 @@ class RecoveryTrainer(DistillationTrainer):
         """Sample, grade and accumulate the gradient of one scheduled step; return its mean loss per token."""
         model.train()
         index = inputs[0]["step"]
-        rollouts = self.rollouts_of(index)
-        sums = self.grade(rollouts, self.steps[index].stream, learn=True)
+        self._stream = self.steps[index].stream
+        rollouts = self.latest[self._stream] = self.rollouts_of(index)
+        while True:
+            try:
+                sums = self.grade(rollouts, self._stream, learn=True)
+                break
+            except RuntimeError as fault:
+                if not isinstance(fault, torch.OutOfMemoryError) and "can't allocate memory" not in str(fault):
+                    raise
+                # Nothing is lost but time: the step is graded anew, from no gradient, in smaller pieces.
+                model.zero_grad()
+                self._halve_micro_batches(rollouts)
         for name, value in self._summary(rollouts, sums).items():
             self._metrics["train"][name].append(value)
-        self._stream = self.steps[index].stream
-        self.latest[self._stream] = rollouts
-        return torch.tensor(sums["kl"] / sums["tokens"], device=self.args.device)
+        return torch.tensor(sums["loss"] / sums["tokens"], device=self.args.device)
+
+    def _halve_micro_batches(self, rollouts: list[Rollout]) -> None:
+        if self.micro_batch_tokens <= max(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts):
+            raise OpdclError("one sequence alone does not fit into memory",
+                             "lower recover.max_new_tokens, or choose a smaller model")  # fmt: skip
+        self.micro_batch_tokens //= 2
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        logger.warning("out of memory: going on with micro-batches of %d tokens", self.micro_batch_tokens)
 
     def grade(self, rollouts: list[Rollout], stream: Stream, learn: bool,
               teacher: list[torch.Tensor] | None = None) -> dict[str, float]:  # fmt: skip
         """Sum KL and entropies over all completion tokens; with `learn`, accumulate the gradient of their mean.
+
+        While learning from what the student has only just sampled, a token is left out, and counted as `mismatched`,
+        where sampler and trainer disagree about its probability by more than a factor of two.
 
         Args:
             rollouts: The completions to grade.
@@ -96,40 +125,43 @@ class RecoveryTrainer(DistillationTrainer):
             learn: Whether to accumulate the gradient.
             teacher: What `teacher_states` gave for the same rollouts, where they are graded more than once.
         """
+        config = self.recover_config
         total = sum(len(r.completion_ids) for r in rollouts)
         sums: dict[str, float] = defaultdict(float, tokens=total)
         weight_VH = self.backbone.causal_lm.get_output_embeddings().weight
-        for i, batch in enumerate(self._batches(rollouts)):
+        for i, batch in enumerate(micro_batches(rollouts, self.micro_batch_tokens)):
             teacher_NH = teacher[i] if teacher else self._teacher_states(batch, stream)
             with self.compute_loss_context_manager(), torch.set_grad_enabled(learn):
-                student_NH = answer_states(self.backbone.causal_lm, batch)
-                kl_N, student_entropy_N, teacher_entropy_N = reverse_kl(
-                    student_NH, teacher_NH, weight_VH, self.recover_config.temperature
-                )
+                student_NH = answer_states(self.backbone.causal_lm, _sequences(batch))
+                token_N = answer_ids(_sequences(batch), student_NH.device)
+                sampler_N = torch.tensor([x for r in batch for x in r.logprobs], device=student_NH.device)
+                losses = token_losses(student_NH, teacher_NH, weight_VH, token_N, sampler_N, config.temperature, config.loss)
             if learn:
-                self.accelerator.backward(kl_N.sum() / total)
-            for name, values in (("kl", kl_N), ("student_entropy", student_entropy_N), ("teacher_entropy", teacher_entropy_N)):  # fmt: skip
-                sums[name] += float(values.detach().sum())
+                weight_N = _weights(batch, config.loss.unfinished, student_NH.device)
+                if self._fresh and len(sampler_N):
+                    mismatch_N = (losses.logprob - sampler_N).abs() > math.log(2)
+                    weight_N = weight_N * ~mismatch_N
+                    sums["mismatched"] += int(mismatch_N.sum())
+                loss = (losses.loss * weight_N).sum()
+                sums["loss"] += float(loss.detach())
+                self.accelerator.backward(loss / total)
+            for name in ("kl", "student_entropy", "teacher_entropy"):
+                sums[name] += float(getattr(losses, name).sum())
         return sums
 
     def teacher_states(self, rollouts: list[Rollout], stream: Stream) -> list[torch.Tensor]:
         """Return the teacher's last hidden states of all completion tokens, `(N, H)` per micro-batch."""
-        return [self._teacher_states(batch, stream) for batch in self._batches(rollouts)]
-
-    def _batches(self, rollouts: list[Rollout]) -> list[Sequences]:
-        return [
-            [(r.prompt_ids + r.completion_ids, [False] * len(r.prompt_ids) + [True] * len(r.completion_ids)) for r in batch]
-            for batch in micro_batches(rollouts, self.recover_config.micro_batch_tokens)
-        ]
+        return [self._teacher_states(batch, stream) for batch in micro_batches(rollouts, self.micro_batch_tokens)]
 
     @torch.no_grad()
-    def _teacher_states(self, batch: Sequences, stream: Stream) -> torch.Tensor:
+    def _teacher_states(self, batch: list[Rollout], stream: Stream) -> torch.Tensor:
         with self.compute_loss_context_manager(), self.backbone.state(TEACHER[stream]) as model:
-            return answer_states(model, batch)
+            return answer_states(model, _sequences(batch))
 
     def _summary(self, rollouts: list[Rollout], sums: dict[str, float]) -> dict[str, float]:
         count = len(rollouts)
-        return {
+        mismatch = {"mismatch": sums["mismatched"] / sums["tokens"]} if self._fresh else {}
+        return mismatch | {
             "kl": sums["kl"] / sums["tokens"],
             "student_entropy": sums["student_entropy"] / sums["tokens"],
             "teacher_entropy": sums["teacher_entropy"] / sums["tokens"],
@@ -168,6 +200,15 @@ def refuse_unsupported(config) -> None:
     for name in names:
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise UsageError(f"models with {name} ({config.model_type}) cannot be recovered yet", "choose another model")
+
+
+def _sequences(batch: list[Rollout]) -> Sequences:
+    return [(r.prompt_ids + r.completion_ids, [False] * len(r.prompt_ids) + [True] * len(r.completion_ids)) for r in batch]
+
+
+def _weights(batch: list[Rollout], unfinished: float, device: torch.device) -> torch.Tensor:
+    """Return the weight of each completion token, `(N,)`."""
+    return torch.tensor([1.0 if r.finished else unfinished for r in batch for _ in r.completion_ids], device=device)
 
 
 def micro_batches(rollouts: list[Rollout], tokens: int) -> list[list[Rollout]]:

@@ -1,8 +1,10 @@
 """The sampler: greedy equals transformers' own, randomness is per sequence, stops and log-probabilities are right."""
 
+import pytest
 import torch
 
-from opdcl.distill.rollouts import PREFILL_ROWS, _draw, sample
+from opdcl.distill.rollouts import pick_engine, sample
+from opdcl.distill.slab import PREFILL_ROWS, _draw
 
 PROMPTS = [[1, 520, 9690, 198], [1, 520, 9690, 198, 88, 99, 77], [1, 520, 9690, 33], [1, 520, 9690, 5, 6]]
 
@@ -64,3 +66,63 @@ def test_draws_follow_the_distribution():
 def test_a_draw_of_one_stays_inside_the_vocabulary():
     tokens, _ = _draw(torch.zeros(1, 5), 1.0, torch.tensor([1.0]))
     assert int(tokens) <= 4
+
+
+@pytest.mark.parametrize("engine", ["generate", "continuous"])
+def test_engines_agree_under_greedy_decoding(backbone, engine):
+    ours = sample(backbone.causal_lm, PROMPTS, max_new_tokens=12, eos_ids=[2], temperature=0)
+    theirs = sample(backbone.causal_lm, PROMPTS, max_new_tokens=12, eos_ids=[2], temperature=0, engine=engine)
+    assert [(r.completion_ids, r.finished) for r in ours] == [(r.completion_ids, r.finished) for r in theirs]
+
+
+@pytest.mark.parametrize("engine", ["generate", "continuous"])
+def test_other_engines_stop_and_tell_their_logprobs(backbone, engine):
+    free = sample(backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[], temperature=0.8, seed=1, engine=engine)
+    assert all(len(r.completion_ids) == len(r.logprobs) == 8 and not r.finished for r in free)
+    stop = free[0].completion_ids[2]
+    for rollout in sample(backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[stop], temperature=0.8, seed=1, engine=engine):
+        assert rollout.finished == (rollout.completion_ids[-1] == stop)
+        assert stop not in rollout.completion_ids[:-1]
+        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+        with torch.no_grad():
+            logprobs = (backbone.causal_lm(ids).logits[0] / 0.8).log_softmax(-1)
+        start = len(rollout.prompt_ids) - 1
+        expected = [float(logprobs[start + i, token]) for i, token in enumerate(rollout.completion_ids)]
+        torch.testing.assert_close(torch.tensor(rollout.logprobs), torch.tensor(expected), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("engine", ["generate", "continuous"])
+def test_the_seed_fixes_what_other_engines_sample(backbone, engine):
+    state = torch.get_rng_state()
+    first, again, other = (
+        [r.completion_ids for r in sample(backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[2], seed=seed, engine=engine)]
+        for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert torch.equal(torch.get_rng_state(), state)  # training draws on the global generator
+
+
+def test_the_engine_follows_the_model(backbone):
+    assert pick_engine(backbone.causal_lm)[0] == "slab"
+    backbone.causal_lm.config.layer_types = ["full_attention", "sliding_attention"]
+    engine, why = pick_engine(backbone.causal_lm)
+    assert engine == "generate"
+    assert "not full attention" in why
+
+
+def test_models_with_sliding_windows_are_graded_as_they_compute(tiny_model):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    from opdcl.distill.forward import answer_states
+
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(
+        vocab_size=600, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=3, max_position_embeddings=64, initializer_range=0.5,
+    )).eval()  # fmt: skip
+    assert pick_engine(model)[0] == "generate"
+    rows = [([1, 5, 9, 20 + i, 7, 8, *range(30, 31 + i)], [False] * 4 + [True] * (3 + i)) for i in range(3)]
+    with torch.no_grad():
+        found = answer_states(model, rows)
+        whole = [model.base_model(torch.tensor([ids])).last_hidden_state[0, 3:-1] for ids, _ in rows]
+    torch.testing.assert_close(found, torch.cat(whole), atol=1e-5, rtol=1e-4)

@@ -9,6 +9,7 @@ from opdcl.distill.forward import answer_ids, answer_states
 from opdcl.distill.rollouts import Rollout
 from opdcl.distill.schedule import plan_steps
 from opdcl.distill.trainer import RecoveryTrainer, micro_batches
+from opdcl.errors import OpdclError
 from opdcl.training import save_adapter
 
 PROMPT = [1, 520, 9690, 198]
@@ -44,7 +45,7 @@ def make_trainer(backbone, folder, **settings):
 
 
 def gradient(trainer, stream="general", tokens=10_000, rollouts=ROLLOUTS):
-    trainer.recover_config = trainer.recover_config.model_copy(update={"micro_batch_tokens": tokens})
+    trainer.micro_batch_tokens = tokens
     trainer.model.zero_grad()
     trainer.model.train()
     sums = trainer.grade(rollouts, stream, learn=True)
@@ -159,3 +160,59 @@ def test_teacher_states_kept_from_before_give_the_same_grade(trainer):
     fresh, again = (trainer.grade(ROLLOUTS, "general", learn=False, teacher=t) for t in (None, kept))
     assert fresh["kl"] > 0
     assert again == fresh
+
+
+def sampled(trainer):
+    trainer._fresh = True
+    return trainer.sample([[*PROMPT, 9]] * 3, "general", seed=0)
+
+
+def test_sampler_and_trainer_agree_about_what_was_just_sampled(trainer):
+    assert trainer.grade(sampled(trainer), "general", learn=True)["mismatched"] == 0
+
+
+def test_a_token_whose_probability_the_sampler_saw_otherwise_is_left_out_and_counted(trainer):
+    rollouts = sampled(trainer)
+    whole = trainer.grade(rollouts, "general", learn=True)["loss"]
+    rollouts[1].logprobs[2] += 0.6  # within a factor of two
+    assert trainer.grade(rollouts, "general", learn=True)["loss"] == pytest.approx(whole)
+    rollouts[1].logprobs[2] += 0.2
+    masked = trainer.grade(rollouts, "general", learn=True)
+    assert masked["mismatched"] == 1
+    assert masked["loss"] < whole
+    trainer._fresh = False  # sampled ahead of time: the student has moved since, and that is no fault
+    assert trainer.grade(rollouts, "general", learn=True)["loss"] == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("fault", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
+def test_out_of_memory_halves_the_micro_batch_and_changes_no_gradient(trainer, monkeypatch, fault):
+    inputs = [{"step": 0}]
+    whole = step_gradient(trainer, inputs)
+    assert trainer.micro_batch_tokens == 1024
+
+    def small_only(model, batch, *args):
+        if len(batch) > 1 and model.training:
+            raise fault
+        return answer_states(model, batch, *args)
+
+    monkeypatch.setattr("opdcl.distill.trainer.answer_states", small_only)
+    halved = step_gradient(trainer, inputs)
+    assert float((halved - whole).norm()) < 1e-3 * float(whole.norm())
+    assert trainer.micro_batch_tokens < 32
+
+
+def step_gradient(trainer, inputs):
+    trainer._ahead.clear()
+    trainer.model.zero_grad()
+    trainer.training_step(trainer.model, inputs)
+    return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+
+
+def test_a_sequence_too_long_for_memory_is_an_error_with_a_hint(trainer, monkeypatch):
+    def never(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("opdcl.distill.trainer.answer_states", never)
+    with pytest.raises(OpdclError, match="does not fit") as caught:
+        trainer.training_step(trainer.model, [{"step": 0}])
+    assert "max_new_tokens" in caught.value.hint

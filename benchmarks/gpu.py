@@ -1,0 +1,66 @@
+"""The table of docs/performance.md on a CUDA device: model shapes by batch, completions of up to 512 tokens.
+
+    python benchmarks/gpu.py                                   # SmolLM2-135M and Qwen3's shapes 0.6B, 1.7B and 8B
+    python benchmarks/gpu.py --shapes qwen3-1.7b --batches 64  # one cell
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from throughput import SHAPES
+
+EMBEDDED = "smollm2-135m"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", choices=[EMBEDDED, *SHAPES], default=[EMBEDDED, *SHAPES])
+    parser.add_argument("--batches", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--arms", nargs="+", default=["stock", "stock-tuned", "opdcl"])
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("gpu.json"))
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device here; benchmarks/throughput.py measures on the processor")
+    cells = []
+    for shape in options.shapes:
+        for batch in options.batches:
+            with tempfile.TemporaryDirectory() as folder:
+                out = Path(folder) / "cell.json"
+                command = [sys.executable, str(Path(__file__).with_name("throughput.py")), "--prompts", str(batch),
+                           "--new-tokens", str(options.new_tokens), "--steps", str(options.steps),
+                           "--rounds", str(options.rounds), "--out", str(out), "--arms", *options.arms]  # fmt: skip
+                print(f"== {shape}, {batch} prompts", flush=True)
+                subprocess.run(command + (["--shape", shape] if shape != EMBEDDED else []), check=True)
+                cells.append(json.loads(out.read_text()))
+            # After every cell, so that an interrupt keeps what was measured.
+            options.out.write_text(json.dumps(cells, indent=2) + "\n")
+    print(table(cells))
+
+
+def table(cells: list[dict]) -> str:
+    """Return a Markdown table, one row per cell and arm."""
+    lines = ["| model | prompts | arm | s/step | sampled tokens/s | peak GB | our time | our memory | over the floor |",
+             "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
+    for cell in cells:
+        for arm, r in cell["arms"].items():
+            above = f"{cell['machine']['ours_over_floor']:.1f}" if arm == "opdcl" else ""
+            lines.append(
+                f"| {cell['model']} | {cell['prompts']} | {arm} | {r['step']:.1f} | "
+                f"{r['completion_tokens'] / r['sample']:.0f} | {r['peak_bytes'] / 1e9:.1f} | "
+                f"{r.get('time_ratio', 0):.2f} | {r.get('memory_ratio', 0):.2f} | {above} |"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""How the time and memory of a recovery step grow with batch, length and depth, and what one straggler costs.
+
+Lengths are forced: the sampler's uniform numbers are chosen so that every completion ends where this script wants it.
+
+    python benchmarks/scaling.py              # the embedded model's shape; some minutes on two cores
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from unittest import mock
+
+import throughput as shared
+import torch
+
+END = 0  # the id that ends a completion here; a uniform number of 0 draws it
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("scaling.json"))
+    options = parser.parse_args()
+    options.shape = None
+    rows: dict[str, list[dict]] = {"batch": [], "length": [], "depth": [], "straggler": []}
+
+    def run(kind: str, step: Step, lengths: list[int], **labels) -> None:
+        rows[kind].append({**labels, **step.measure(lengths, options.repeats)})
+        print(kind, json.dumps(rows[kind][-1]), flush=True)
+
+    step = Step(options)
+    for prompts in (8, 16, 32, 64):
+        run("batch", step, [64] * prompts, prompts=prompts)
+    for length in (32, 64, 128, 256):
+        run("length", step, [length] * 8, length=length)
+    even, straggler = [64] * 32, [58] * 31 + [64 * 32 - 58 * 31]
+    run("straggler", step, even, spread="even", longest=max(even))
+    run("straggler", step, straggler, spread="one straggler", longest=max(straggler))
+    for layers in (8, 15, 30):
+        run("depth", Step(options, layers), [64] * 16, layers=layers)
+    ratio = rows["straggler"][1]["seconds"] / rows["straggler"][0]["seconds"]
+    fits = {kind: linear_fit(rows[kind]) for kind in ("batch", "length")}
+    print(f"one straggler of {max(straggler)} tokens among {len(straggler)}: {ratio:.2f} times the even spread")
+    for kind, fit in fits.items():
+        print(f"time over tokens, by {kind}: linear with R2 = {fit['r2']:.3f}, "
+              f"{1000 * fit['seconds_per_token']:.1f} ms a token + {fit['constant']:.1f} s")  # fmt: skip
+    machine = shared.machine_rates(options)
+    options.out.write_text(json.dumps({
+        "date": date.today().isoformat(), "command": " ".join(["python", "benchmarks/scaling.py", *sys.argv[1:]]),
+        "machine": machine, "rows": rows, "linear": fits, "straggler_ratio": ratio,
+    }, indent=2) + "\n")  # fmt: skip
+
+
+class Step:
+    """A trainer whose steps can be measured one at a time."""
+
+    def __init__(self, options, layers: int | None = None):
+        from opdcl.config import RecoverConfig
+        from opdcl.distill.backbone import Backbone
+        from opdcl.distill.trainer import RecoveryTrainer
+
+        model, tokenizer = shared.load_model(options)
+        if layers:
+            model.model.layers = model.model.layers[:layers]
+            model.config.num_hidden_layers = layers
+        self.backbone = Backbone(model, tokenizer)
+        self.backbone.eos_ids = [END]
+        shared.start_adapter(self.backbone.new_adapter(shared.lora_section(), 0))
+        options.prompts = 64
+        self.prompts = shared.prompt_ids(options, tokenizer)
+        self.folder = tempfile.TemporaryDirectory()
+        args = shared.recovery_arguments(self.folder.name, options, half=model.dtype.itemsize == 2, steps=1)
+        self.trainer = RecoveryTrainer(self.backbone, RecoverConfig(), [], {"general": [], "domain": []}, args, [])
+
+    def measure(self, lengths: list[int], repeats: int) -> dict:
+        """Sample, grade and differentiate a step with completions of these lengths; return its median cost."""
+        from opdcl.training import peak_memory, reset_peak_memory
+
+        uniform_NT = torch.full((len(lengths), max(lengths)), 0.5)
+        for row, length in enumerate(lengths):
+            uniform_NT[row, length - 1 :] = 0.0
+        prompts = [self.prompts[0]] * len(lengths)  # of one length, so that only completions differ
+        times = []
+        for _ in range(repeats + 1):
+            reset_peak_memory()
+            started = time.perf_counter()
+            self.trainer.recover_config = self.trainer.recover_config.model_copy(
+                update={"max_new_tokens": max(lengths)})  # fmt: skip
+            with mock.patch("opdcl.distill.slab.torch.rand", return_value=uniform_NT):
+                rollouts = self.trainer.sample(prompts, "general", seed=0)
+            self.trainer.grade(rollouts, "general", learn=True)
+            self.trainer.model.zero_grad()
+            times.append(time.perf_counter() - started)
+        found = [len(r.completion_ids) for r in rollouts]
+        assert found == lengths, (found, lengths)
+        return {"tokens": sum(lengths), "seconds": round(statistics.median(times[1:]), 2), "peak_bytes": peak_memory()}
+
+
+def linear_fit(rows: list[dict]) -> dict[str, float]:
+    """Return the least-squares line of seconds over completion tokens."""
+    tokens, seconds = [r["tokens"] for r in rows], [r["seconds"] for r in rows]
+    slope, constant = statistics.linear_regression(tokens, seconds)
+    return {"seconds_per_token": slope, "constant": constant, "r2": statistics.correlation(tokens, seconds) ** 2}
+
+
+if __name__ == "__main__":
+    main()

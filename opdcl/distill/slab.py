@@ -1,0 +1,212 @@
+"""The sampler of our own: one decoding loop over transformers' forward pass, for large batches of short sequences.
+
+It is faster than `generate` there for three reasons: keys and values go into preallocated slabs (no concatenation per
+token), finished sequences leave the batch, and the prefix that all prompts share (a system prompt, say) is computed
+once.
+
+Randomness is one uniform number per sequence and token, drawn beforehand, so what a sequence samples depends neither
+on its neighbours in the batch nor on when they finish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from opdcl.distill.forward import common_prefix
+
+if TYPE_CHECKING:
+    from opdcl.distill.rollouts import Request, Rollout
+
+# Rows are dropped from the slabs once a fifth of them is finished: copying the survivors then costs less than
+# decoding the finished ones.
+COMPACT_BELOW = 0.8
+# Prompts that run through the model together: enough to fill it, few enough to be of like length.
+PREFILL_ROWS = 32
+
+
+class SlabLayer(CacheLayerMixin):
+    """Keys and values of one layer in preallocated `(rows, heads, capacity, dim)` slabs, filled from the left."""
+
+    is_sliding = False
+
+    def __init__(self, capacity: int):
+        super().__init__()
+        self.capacity = capacity
+        self.length = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self._allocate(key_states, value_states, key_states.shape[0])
+        self.is_initialized = True
+
+    def _allocate(self, key: torch.Tensor, value: torch.Tensor, rows: int) -> None:
+        self.keys = key.new_empty(rows, key.shape[1], self.capacity, key.shape[-1])
+        self.values = value.new_empty(rows, value.shape[1], self.capacity, value.shape[-1])
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.length + key_states.shape[2]
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def start_from(self, source: SlabLayer, rows: int) -> None:
+        """Begin with the single row of `source` (the shared prefix), repeated to `rows` rows."""
+        self._allocate(source.keys, source.values, rows)
+        self.keys[:, :, : source.length] = source.keys[:, :, : source.length]
+        self.values[:, :, : source.length] = source.values[:, :, : source.length]
+        self.length, self.is_initialized = source.length, True
+
+    def take(self, source: SlabLayer, rows: slice, total: int, prefix: int, end: int) -> None:
+        """Copy a part's prefix to the left and its tail so that it ends at column `end`, into the given rows."""
+        if not self.is_initialized:
+            self._allocate(source.keys, source.values, total)
+            # Padding is masked, but masked NaN is still NaN.
+            self.keys[:, :, prefix:end].zero_()
+            self.values[:, :, prefix:end].zero_()
+            self.is_initialized = True
+        tail = source.length - prefix
+        for slab, part in ((self.keys, source.keys), (self.values, source.values)):
+            slab[rows, :, :prefix] = part[:, :, :prefix]
+            slab[rows, :, end - tail : end] = part[:, :, prefix : source.length]
+        self.length = end
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Drop all but the given rows."""
+        key, value, length = self.keys, self.values, self.length
+        self._allocate(key, value, len(rows))
+        self.keys[:, :, :length] = key[rows, :, :length]
+        self.values[:, :, :length] = value[rows, :, :length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+
+def fill(model, rollouts: list[Rollout], request: Request) -> None:
+    """Complete the rollouts in place; every layer of `model` must be plain full attention."""
+    generator = torch.Generator().manual_seed(request.seed)
+    uniform_NT = None
+    if request.temperature:
+        uniform_NT = torch.rand(len(rollouts), request.max_new_tokens, generator=generator)
+    prefix = _shared_prefix([r.prompt_ids for r in rollouts])
+    for rows in request.batches(rollouts):
+        _decode(model, [rollouts[i] for i in rows], prefix, request.max_new_tokens, set(request.eos_ids),
+                request.temperature, None if uniform_NT is None else uniform_NT[rows], request.on_progress)  # fmt: skip
+
+
+def _shared_prefix(prompts: Sequence[list[int]]) -> list[int]:
+    """Return the ids with which every prompt begins; at least one id of each prompt stays outside."""
+    return common_prefix([p[:-1] for p in prompts]) if len(prompts) > 1 else []
+
+
+@torch.no_grad()
+def _decode(model, rollouts, prefix, max_new_tokens, eos_ids, temperature, uniform_BT, on_progress) -> None:
+    device = model.device
+    tails = [r.prompt_ids[len(prefix) :] for r in rollouts]
+    width = max(len(t) for t in tails)
+    capacity = len(prefix) + width + max_new_tokens
+    cache = Cache(layers=[SlabLayer(capacity) for _ in range(model.config.get_text_config().num_hidden_layers)])
+
+    # Layout of a row: shared prefix, left padding, its own tail, completion. Padding is masked everywhere.
+    visible_BC = torch.ones(len(tails), capacity, dtype=torch.bool)
+    for row, tail in enumerate(tails):
+        visible_BC[row, len(prefix) : len(prefix) + width - len(tail)] = False
+    visible_BC = visible_BC.to(device)
+    logits_BV = _prefill(model, cache, prefix, tails, width)
+    position_B = torch.tensor([len(prefix) + len(tail) - 1 for tail in tails], device=device)
+    live = list(range(len(rollouts)))  # row of the batch -> index of its rollout
+    done = [False] * len(rollouts)
+    for step in range(max_new_tokens):
+        uniform_B = None if uniform_BT is None else uniform_BT[live, step].to(device)
+        token_B, logprob_B = _draw(logits_BV, temperature, uniform_B)
+        ended = 0
+        for row, token in enumerate(token_B.tolist()):
+            if done[row]:
+                continue
+            rollout = rollouts[live[row]]
+            rollout.completion_ids.append(token)
+            rollout.finished = token in eos_ids
+            done[row] = rollout.finished or step == max_new_tokens - 1
+            ended += done[row]
+        if logprob_B is not None:
+            for row, logprob in enumerate(logprob_B.tolist()):
+                if len(rollouts[live[row]].logprobs) < len(rollouts[live[row]].completion_ids):
+                    rollouts[live[row]].logprobs.append(logprob)
+        if on_progress and ended:
+            on_progress(ended)
+        if all(done):
+            return
+        if done.count(False) < COMPACT_BELOW * len(done):
+            keep = torch.tensor([row for row, finished in enumerate(done) if not finished], device=device)
+            for layer in cache.layers:
+                layer.keep(keep)
+            live = [live[row] for row in keep.tolist()]
+            done = [False] * len(live)
+            token_B, position_B, visible_BC = token_B[keep], position_B[keep], visible_BC[keep]
+        position_B = position_B + 1
+        filled = cache.get_seq_length() + 1
+        logits_BV = model(input_ids=token_B[:, None], attention_mask=visible_BC[:, None, None, :filled],
+                          position_ids=position_B[:, None], past_key_values=cache).logits[:, -1]  # fmt: skip
+
+
+def _prefill(model, cache: Cache, prefix: list[int], tails: list[list[int]], width: int) -> torch.Tensor:
+    """Fill the slabs with all prompts, their tails ending at `prefix + width`; return the next-token logits, `(B, V)`.
+
+    The prefix runs once. Tails run some rows at a time, each such batch only as wide as its own longest, because one
+    long prompt would otherwise make padding of all the others.
+    """
+    device = model.device
+    shared = Cache(layers=[SlabLayer(len(prefix)) for _ in cache.layers])
+    if prefix:
+        model(input_ids=torch.tensor([prefix], device=device), past_key_values=shared, logits_to_keep=1)
+    logits = []
+    for start in range(0, len(tails), PREFILL_ROWS):
+        batch = tails[start : start + PREFILL_ROWS]
+        local = max(len(t) for t in batch)
+        ids_BW = torch.zeros(len(batch), local, dtype=torch.long)
+        padding_B = torch.tensor([local - len(t) for t in batch], device=device)
+        for row, tail in enumerate(batch):
+            ids_BW[row, local - len(tail) :] = torch.tensor(tail)
+        column_W = torch.arange(local, device=device)
+        tail_BW = column_W >= padding_B[:, None]
+        causal_WW = column_W[:, None] >= column_W
+        # A padding query sees only itself: softmax over nothing is NaN.
+        tail_BWW = (causal_WW & tail_BW[:, None]) | torch.eye(local, dtype=torch.bool, device=device)
+        prefix_BWP = torch.ones(len(batch), local, len(prefix), dtype=torch.bool, device=device)
+        part = Cache(layers=[SlabLayer(len(prefix) + local) for _ in cache.layers])
+        for layer, source in zip(part.layers, shared.layers, strict=True):
+            if prefix:
+                layer.start_from(source, len(batch))
+        logits.append(model(
+            input_ids=ids_BW.to(device), attention_mask=torch.cat([prefix_BWP, tail_BWW], -1)[:, None],
+            position_ids=(len(prefix) + column_W - padding_B[:, None]).clamp(min=0), past_key_values=part, logits_to_keep=1,
+        ).logits[:, -1])  # fmt: skip
+        for layer, source in zip(cache.layers, part.layers, strict=True):
+            layer.take(source, slice(start, start + len(batch)), len(tails), len(prefix), len(prefix) + width)
+    return torch.cat(logits)
+
+
+def _draw(logits_BV: torch.Tensor, temperature: float, uniform_B: torch.Tensor | None):
+    """Draw a token per row by inverting the cumulative distribution; return ids and log-probabilities, both `(B,)`.
+
+    Without uniform numbers the likeliest token is taken, and its log-probability is not computed.
+    """
+    if uniform_B is None:
+        return logits_BV.argmax(-1), None
+    logprobs_BV = (logits_BV.float() / temperature).log_softmax(-1)
+    cumulative_BV = logprobs_BV.exp().cumsum(-1)
+    # Rounding leaves the total near, not at, one; scaling the draw keeps it inside the vocabulary.
+    target_B1 = uniform_B[:, None] * cumulative_BV[:, -1:]
+    token_B = torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0].clamp(max=logits_BV.shape[-1] - 1)
+    return token_B, logprobs_BV.gather(-1, token_B[:, None])[:, 0]

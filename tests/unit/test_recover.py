@@ -1,0 +1,112 @@
+"""Recovery and its rivals on a two-layer model: each trains as its name says, and the best adapter is kept."""
+
+import json
+
+import pytest
+import torch
+
+from opdcl.config import LoraSection, ModelConfig, RecoverConfig
+from opdcl.distill.schedule import plan_steps
+from opdcl.models import ModelRef
+from opdcl.recover import recover
+from opdcl.rundir import StageDir, read_jsonl
+from opdcl.training import save_adapter
+
+
+class Silent:
+    def progress(self, done, total, **values): ...
+
+    def note(self, text): ...
+
+
+@pytest.fixture
+def tuned(backbone, tmp_path):
+    """An adapter that has left base, and the files to recover it with."""
+    backbone.new_adapter(LoraSection(r=4, alpha=8), 1)
+    generator = torch.Generator().manual_seed(1)
+    for name, p in backbone.peft.named_parameters():
+        if "lora_B" in name:
+            p.data = torch.randn(p.shape, generator=generator) * 0.3
+    save_adapter(backbone, tmp_path / "tuned")
+    for name, text in (("general", "Write a line about {}."), ("domain", "What is the code of room {}?")):
+        rows = [json.dumps({"prompt": text.format(i)}) for i in range(8)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    return tmp_path
+
+
+def run(backbone, folder, **settings):
+    config = RecoverConfig(general=str(folder / "general.jsonl"), domain=str(folder / "domain.jsonl"), **{
+        "steps": 6, "rollouts": 4, "max_new_tokens": 6, "validate_every": 3, "validation_prompts": 2, "learning_rate": 5e-3,
+        **settings})  # fmt: skip
+    out = StageDir(folder / "out")
+    before = backbone.fingerprint()
+    found = recover(config, backbone, ModelRef(ModelConfig(), folder / "tuned"), out, Silent())
+    backbone.drop_adapters()
+    assert backbone.fingerprint() == before
+    assert (found.adapter / "adapter_model.safetensors").exists()
+    return read_jsonl(out.metrics)
+
+
+def held_out(rows):
+    return [sum(v for k, v in r["validation"].items() if k.endswith("_kl")) for r in rows if "validation" in r]
+
+
+@pytest.mark.parametrize("sampler", ["slab", "generate", "continuous"])
+def test_sampler_and_trainer_agree_whichever_engine_samples(backbone, tuned, sampler):
+    rows = run(backbone, tuned, sampler=sampler, method="general", steps=16, validate_every=8)
+    assert len([r for r in rows if "kl" in r]) == 16
+    assert all(r["mismatch"] == 0 for r in rows if "mismatch" in r)
+    assert any("mismatch" in r for r in rows)
+
+
+def test_general_has_no_domain_steps(backbone, tuned):
+    rows = run(backbone, tuned, method="general")
+    assert {r["stream"] for r in rows if "stream" in r} == {"general"}
+
+
+def test_replay_imitates_the_teachers(backbone, tuned):
+    rows = [r for r in run(backbone, tuned, method="replay", steps=16) if "loss" in r]
+    assert all("mismatch" not in r for r in rows)  # nobody samples from the student
+    assert {r["stream"] for r in rows} == {"general", "domain"}
+    assert all(r["loss"] != pytest.approx(r["kl"]) for r in rows)
+
+
+def test_interpolation_keeps_the_scale_that_held_out_kl_likes_best(backbone, tuned):
+    rows = run(backbone, tuned, method="interpolate")
+    curve = rows[0]["alpha_curve"]
+    best = min(curve, key=lambda p: p["general_kl"] + p["domain_kl"])
+    assert curve[0]["domain_kl"] == pytest.approx(0, abs=1e-5)
+    assert curve[-1]["general_kl"] < curve[0]["general_kl"]
+    assert 0 < best["alpha"] < 1
+    assert held_out(rows)[1] == pytest.approx(best["general_kl"] + best["domain_kl"])
+    from safetensors.torch import load_file
+
+    before, after = (load_file(tuned / f / "adapter_model.safetensors") for f in ("tuned", "out/adapter"))
+    for name in before:
+        torch.testing.assert_close(after[name], before[name] * (best["alpha"] if "lora_B" in name else 1))
+
+
+def test_a_warm_start_begins_from_the_scaled_adapter(backbone, tuned):
+    curve = {p["alpha"]: p for p in run(backbone, tuned, method="interpolate")[0]["alpha_curve"]}
+    start = run(backbone, tuned, warm_start=0.5)[0]["warm_start"]
+    assert start["alpha"] == 0.5
+    for name in ("general_kl", "domain_kl"):
+        assert start[name] == pytest.approx(curve[0.5][name], rel=1e-3)
+
+
+def test_completions_that_never_end_can_be_left_out(backbone, tuned):
+    rows = [r for r in run(backbone, tuned, loss={"unfinished": 0.0}, max_new_tokens=2) if r.get("truncated") == 1.0]
+    assert rows
+    assert all(r["loss"] == 0 for r in rows)
+
+
+@pytest.mark.parametrize(("lmbda", "least", "most"), [(0.0, 0, 0), (0.5, 35, 65), (1.0, 100, 100)])
+def test_lmbda_is_the_share_of_on_policy_steps(lmbda, least, most):
+    steps = plan_steps(RecoverConfig(steps=100, lmbda=lmbda), 50, 50)
+    assert least <= sum(s.on_policy for s in steps) <= most
+
+
+@pytest.mark.parametrize("lmbda", [-0.1, 1.1])
+def test_lmbda_outside_its_range_is_refused(lmbda):
+    with pytest.raises(ValueError, match="lmbda"):
+        RecoverConfig(lmbda=lmbda)
