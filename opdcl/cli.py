@@ -174,6 +174,34 @@ def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")], js
 
 
 @app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Run directories. Those that differ only in seeds are pooled.")],
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Folder for compare.md, compare.html and compare.json.")] = None,
+    json: Json = False, quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Show several runs side by side: scores, R and D with intervals, and the settings in which they differ."""
+    from opdcl.compare import compare as compare_runs
+    from opdcl.compare import refuse_folder, tables, write
+
+    _mode(json, quiet)
+    if out:
+        refuse_folder(out)
+    found = compare_runs([_existing(path) for path in runs])
+    for file in write(found, out) if out else ():
+        output.note(f"wrote {file}")
+    if output.mode == "json":
+        output.result("", found)
+        return
+    scores, *others = tables(found)
+    # The words of a status stand below each other, so that the table fits a terminal of 80 columns.
+    output.table("", scores.columns, [[*row[:-1], row[-1].replace(" ", "\n")] for row in scores.rows], found)
+    for table in others:
+        output.table(f"\n{table.title}", table.columns, table.rows, found)
+    for note in found["notes"]:
+        output.note(f"note: {note}")
+
+
+@app.command()
 def chat(
     run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
     prompt: Annotated[list[str], typer.Argument(help="Ask this and leave; without it, read prompts line by line.")] = [],  # noqa: B006
@@ -261,11 +289,12 @@ def workflows_cp(name: str, to: Annotated[Path, typer.Argument(help="File to wri
 @config_app.command("show")
 def config_show(workflow: list[str], set_: Set = [], json: Json = False) -> None:  # noqa: B006
     """Print every value of a workflow, and where it comes from."""
+    from opdcl.compare import flatten
     from opdcl.load import load
 
     _mode(json, False)
     flow, origins = load(workflow, set_)
-    rows = [[key, str(value), origins.get(key, "default")] for key, value in _flatten(flow.model_dump())]
+    rows = [[key, str(value), origins.get(key, "default")] for key, value in flatten(flow.model_dump()).items()]
     output.table("", ["key", "value", "origin"], rows, {"workflow": flow.model_dump(), "origins": origins})
 
 
@@ -343,10 +372,3 @@ def _pair(text: str) -> tuple[str, str]:
     if not separator:
         raise UsageError(f"--data {text!r} is not SUITE=PATH", "--data ifeval=input_data.jsonl")
     return name, str(Path(path).resolve())
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        flat += _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [(f"{prefix}{key}", value)]
-    return flat

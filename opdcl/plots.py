@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +20,9 @@ PAINT = {name: f"#{10 + i:02x}fe{60 + i:02x}" for i, name in enumerate(
     ("ink", "muted", "rule", "paper", "base", "tuned", "recovered", "general", "domain")
 )}  # fmt: skip
 SHAPES = {"base": "s", "tuned": "v", "recovered": "o"}
+# The arms of a comparison; the numbers of shapes and of colours have no common factor, so 28 arms look different.
+ARM_SHAPES = "oD^PX*p"
+ARM_COLOURS = ("recovered", "domain", "general", "ink")
 # Small on purpose: 324 points wide, so that 9-point text stays readable on a telephone.
 WIDTH, HEIGHT = 4.5, 3.3
 
@@ -61,7 +67,10 @@ def _figure(rows: int = 1, height: float = HEIGHT) -> Iterator[tuple[Figure, lis
 def _svg(figure: Figure, name: str, description: str) -> str:
     """Render as an `<svg>` element for HTML: no metadata, no namespace URLs, ids that no other plot uses."""
     out = io.StringIO()
-    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    with warnings.catch_warnings():
+        # Matplotlib only measures the text; the browser draws it, with a font that has the glyph.
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = out.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.S)
@@ -150,15 +159,7 @@ def tradeoff(summary: dict[str, Any]) -> str | None:
                 arrowprops={"arrowstyle": "->", "color": PAINT["muted"], "linewidth": 0.8, "shrinkA": 7, "shrinkB": 7},
             )
         for state, (x, y) in points.items():
-            axes.errorbar(
-                *centres[state],
-                xerr=[[100 * (x["value"] - x["low"])], [100 * (x["high"] - x["value"])]],
-                yerr=[[100 * (y["value"] - y["low"])], [100 * (y["high"] - y["value"])]],
-                fmt=SHAPES[state],
-                color=PAINT[state],
-                markersize=7,
-                linewidth=1.2,
-            )
+            _cross(axes, x, y, fmt=SHAPES[state], color=PAINT[state])
         axes.margins(0.16)
         left, right = axes.get_xlim()
         lowest = min(centres, key=lambda state: centres[state][1])
@@ -171,6 +172,45 @@ def tradeoff(summary: dict[str, Any]) -> str | None:
         axes.set_title(f"Retention: {_plain(names[1])} (%)")
         text = "; ".join(f"{s} {y:.0f} % at {x:.0f} % domain" for s, (x, y) in centres.items())
         return _svg(figure, "tradeoff", f"Retention against domain: {text}")
+
+
+def frontier(found: dict[str, Any]) -> str | None:
+    """Plot domain (x) against retention (y) of a comparison's base, tuned and arms; None below two points."""
+    names = [found["headline"][role] for role in ("domain", "retention")]
+    rows = [row for row in (*found["references"], *found["arms"]) if row["domain"] and row["retention"]]
+    if None in names or len(rows) < 2:
+        return None
+    # A legend leaves out what begins with an underscore.
+    labels = [_plain(row["name"]).lstrip("_") for row in rows]
+    columns = 2 if max(map(len, labels)) <= 20 else 1
+    arms = zip(itertools.cycle(ARM_SHAPES), itertools.cycle(ARM_COLOURS), strict=True)
+    with _figure(height=HEIGHT + 0.2 * -(-len(rows) // columns)) as (figure, (axes,)):
+        axes.grid(True, axis="both")
+        for row, label in zip(rows, labels, strict=True):
+            shape, colour = (SHAPES[row["state"]], row["state"]) if "state" in row else next(arms)
+            _cross(axes, row["domain"], row["retention"], fmt=shape, color=PAINT[colour], label=label)
+        axes.margins(0.08)
+        axes.set_xlabel(f"domain: {_plain(names[0])} (%)")
+        axes.set_title(f"Retention: {_plain(names[1])} (%)")
+        figure.legend(loc="outside lower left", ncols=columns, frameon=False)
+        text = "; ".join(
+            f"{label} {100 * row['retention']['value']:.0f} % at {100 * row['domain']['value']:.0f} % domain"
+            for row, label in zip(rows, labels, strict=True)
+        )
+        return _svg(figure, "frontier", escape(f"Retention against domain: {text}"))
+
+
+def _cross(axes: Axes, x: dict[str, float], y: dict[str, float], **style: Any) -> None:
+    """Mark the point of two estimates, in percent, with both intervals."""
+    axes.errorbar(
+        100 * x["value"],
+        100 * y["value"],
+        xerr=[[100 * (x["value"] - x["low"])], [100 * (x["high"] - x["value"])]],
+        yerr=[[100 * (y["value"] - y["low"])], [100 * (y["high"] - y["value"])]],
+        markersize=7,
+        linewidth=1.2,
+        **style,
+    )
 
 
 def _plain(name: str) -> str:

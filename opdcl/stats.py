@@ -2,6 +2,11 @@
 
 Scores are arrays of one value per prompt (0/1 for a pass or fail, or a fraction). Intervals are 95 % percentile
 bootstrap intervals over prompts. A prompt with several scored parts is one resampled unit, which clusters them.
+
+Scores of shape `(seeds, N)` are those of several training seeds on the same N prompts. The estimate is then the mean
+over seeds, and each resample draws seeds and, independently, prompts: one draw of prompts for all seeds (Owen 2007, the
+pigeonhole bootstrap), because a prompt that is hard is hard for every seed. One seed gives the interval over prompts;
+of the variance between S seeds the bootstrap sees (S - 1) / S.
 """
 
 from __future__ import annotations
@@ -43,6 +48,20 @@ def _draw_resamples(n: int, seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=count).astype(np.float64)
 
 
+def _means(scores: np.ndarray, seed: int) -> np.ndarray:
+    """Return the mean of `(N,)` or `(seeds, N)` scores in each resample."""
+    rows = np.atleast_2d(scores)
+    seeds, n = rows.shape
+    weights = _resamples(n, seed)
+    of_each = np.stack([weights @ row / n for row in rows], axis=1)
+    means: np.ndarray = of_each[:, 0]
+    if seeds > 1:
+        # A stream of its own for each number of seeds, so that arms with different numbers are drawn independently.
+        drawn = np.random.default_rng((seed, seeds)).multinomial(seeds, np.full(seeds, 1 / seeds), size=len(of_each))
+        means = (of_each * drawn).sum(1) / seeds
+    return means
+
+
 def _estimate(value: float, draws: np.ndarray) -> Estimate:
     low, high = np.nanpercentile(draws, [2.5, 97.5])
     return Estimate(float(value), float(low), float(high))
@@ -51,13 +70,14 @@ def _estimate(value: float, draws: np.ndarray) -> Estimate:
 def mean(scores: np.ndarray, seed: int = 0) -> Estimate:
     """Estimate the mean of one score per prompt."""
     scores = np.asarray(scores, float)
-    if len(set(scores.tolist())) == 1 and scores[0] in (0.0, 1.0):
+    first, n = scores.flat[0], scores.shape[-1]
+    if first in (0.0, 1.0) and (scores == first).all():
         # Resampling all failures gives [0, 0]; Wilson's interval says what n prompts can exclude.
         from scipy.stats import binomtest
 
-        wilson = binomtest(int(scores.sum()), len(scores)).proportion_ci(method="wilson")
-        return Estimate(float(scores[0]), float(wilson.low), float(wilson.high))
-    return _estimate(scores.mean(), _resamples(len(scores), seed) @ scores / len(scores))
+        wilson = binomtest(int(first * n), n).proportion_ci(method="wilson")
+        return Estimate(float(first), float(wilson.low), float(wilson.high))
+    return _estimate(scores.mean(), _means(scores, seed))
 
 
 def clustered_mean(parts: list[list[float]], seed: int = 0) -> Estimate:
@@ -69,9 +89,15 @@ def clustered_mean(parts: list[list[float]], seed: int = 0) -> Estimate:
 
 
 def difference(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Estimate:
-    """Estimate mean(a) - mean(b) on the same prompts."""
-    change = np.asarray(a, float) - np.asarray(b, float)
-    return _estimate(change.mean(), _resamples(len(change), seed) @ change / len(change))
+    """Estimate mean(a) - mean(b) on the same prompts.
+
+    With as many seeds on both sides, seed i of one is paired with seed i of the other; otherwise seeds are drawn apart.
+    """
+    a, b = np.asarray(a, float), np.asarray(b, float)
+    if a.shape == b.shape:
+        change = a - b
+        return _estimate(change.mean(), _means(change, seed))
+    return _estimate(a.mean() - b.mean(), _means(a, seed) - _means(b, seed))
 
 
 def mcnemar(a: np.ndarray, b: np.ndarray) -> float:
@@ -92,10 +118,9 @@ def ratio(part: np.ndarray, whole: np.ndarray, seed: int = 0) -> Estimate:
     Resamples whose denominator is not positive have no meaningful ratio and are left out of the interval.
     """
     part, whole = np.asarray(part, float), np.asarray(whole, float)
-    weights = _resamples(len(part), seed)
-    below = weights @ whole
+    below = _means(whole, seed)
     with np.errstate(divide="ignore", invalid="ignore"):
-        draws = np.where(below > 0, (weights @ part) / below, np.nan)
+        draws = np.where(below > 0, _means(part, seed) / below, np.nan)
     return _estimate(part.mean() / whole.mean(), draws)
 
 
@@ -108,10 +133,14 @@ def recovery(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: i
 
 
 def forgetting_is_measurable(base: np.ndarray, tuned: np.ndarray, seed: int = 0) -> bool:
-    """Say whether base -> tuned is a drop of at least `SMALLEST_DROP` whose interval, and for pass or fail McNemar's test, exclude zero."""
+    """Say whether base -> tuned is a drop of at least `SMALLEST_DROP` whose interval excludes zero.
+
+    For pass or fail McNemar's test must exclude zero too, on every seed.
+    """
     drop = difference(base, tuned, seed)
-    passes = set(np.concatenate([base, tuned]).tolist()) <= {0.0, 1.0}
-    return drop.value >= SMALLEST_DROP and drop.low > 0 and (not passes or mcnemar(base, tuned) < 0.05)
+    pairs = list(zip(np.atleast_2d(base), np.atleast_2d(tuned), strict=True))
+    passes = bool(np.isin([base, tuned], (0.0, 1.0)).all())
+    return drop.value >= SMALLEST_DROP and drop.low > 0 and (not passes or all(mcnemar(b, t) < 0.05 for b, t in pairs))
 
 
 def domain_retention(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0) -> Estimate | None:

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "lm_eval", "accelerate", "pandas", "numpy")
 LIGHT = (
+    "compare",
     "cli",
     "config",
     "data",
@@ -113,7 +114,7 @@ def test_help_answers_in_under_half_a_second(tmp_path):
 
 def test_help_names_every_command(opdcl):
     said = opdcl("--help")
-    for name in ("run", "finetune", "recover", "eval", "report", "chat", "export", "workflows", "config", "doctor"):
+    for name in ("run", "finetune", "recover", "eval", "report", "compare", "chat", "export", "workflows", "config", "doctor"):
         assert f" {name} " in said
 
 
