@@ -199,7 +199,8 @@ def ours(arm, options, folder, clock, lengths):
     model, tokenizer = load_model(options)
     backbone = Backbone(model, tokenizer)
     start_adapter(backbone.new_adapter(lora_section(), 0))
-    config = RecoverConfig(steps=options.steps, rollouts=options.prompts, max_new_tokens=options.new_tokens)
+    config = RecoverConfig(steps=options.steps, teacher_first=0, rollouts=options.prompts,
+                           max_new_tokens=options.new_tokens)  # fmt: skip
     prompts = {"general": prompt_ids(options, tokenizer), "domain": []}
     args = recovery_arguments(folder, options, half=model.dtype.itemsize == 2, steps=options.steps)
     trainer = RecoveryTrainer(backbone, config, plan_steps(config, options.prompts, 0), prompts, args, [])

@@ -97,6 +97,31 @@ class LossSection(Section):
     """Weight of completions that were cut off at their longest length; 0 drops them."""
 
 
+class HealthSection(Section):
+    """Bounds whose crossing shows a recovery going wrong, whatever its loss says."""
+
+    watch: bool = True
+    """Whether steps are watched at all."""
+    patience: Positive = 3
+    """Steps of a stream in a row before the rate is halved, and as many again before the run halts."""
+    teacher_entropy: Annotated[float, Field(gt=0)] = 6.0
+    """Nats. A healthy instruct model stays near 3 on its own ground; a broken one guesses."""
+    student_entropy: Annotated[float, Field(ge=0)] = 0.02
+    """Nats, general prompts. Below it the student says one thing only."""
+    truncated_excess: Annotated[float, Field(gt=0)] = 0.5
+    """Share of cut general answers above that of base's own."""
+    length_growth: Annotated[float, Field(gt=1)] = 3.0
+    """Mean length of general answers over that of base's own."""
+    repetition: Annotated[float, Field(gt=0, le=1)] = 0.6
+    """Share of 4-grams that occurred before in the same answer."""
+    adapter_growth: Annotated[float, Field(gt=1)] = 3.0
+    """Norm of the adapter's weights over tuned's."""
+    grad_norm: Annotated[float, Field(gt=0)] = 1000.0
+    """Gradient norm before clipping."""
+    kl_growth: Annotated[float, Field(gt=1)] = 1.5
+    """Held-out KL, both streams together, over what it was at the start: halts at once."""
+
+
 class RecoverConfig(Section):
     """Recovery by on-policy distillation: the student samples, a teacher grades every token by reverse KL."""
 
@@ -117,7 +142,7 @@ class RecoverConfig(Section):
     """General steps before each domain step; the two are never mixed in one step. 0: domain steps only."""
     lmbda: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of steps on the student's own completions; the others are on the teacher's."""
-    teacher_first: Annotated[int, Field(ge=0, strict=True)] = 0
+    teacher_first: Annotated[int, Field(ge=0, strict=True)] = 4
     """General steps at the start that are on base's answers: a student that says little learns little from itself."""
     sample_ahead: Positive = 1
     """Steps of a stream whose completions are sampled at once. 1 is strictly on-policy; more fills the hardware."""
@@ -137,6 +162,8 @@ class RecoverConfig(Section):
     """Peak rate: reached over the first tenth of the steps, falling to zero at the last."""
     micro_batch_tokens: Positive = 1024
     """Tokens, padding included, per forward and backward pass. It bounds memory and changes nothing else."""
+    health: HealthSection = HealthSection()
+    """When to slow down, and when to stop."""
     validate_every: Positive = 8
     """Steps between measurements on held-out prompts; the best adapter by these is the one kept."""
     validation_prompts: Positive = 16

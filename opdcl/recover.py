@@ -20,12 +20,11 @@ from opdcl.distill.rollouts import Rollout
 from opdcl.distill.schedule import Stream, plan_steps
 from opdcl.distill.trainer import TEACHER, RecoveryTrainer
 from opdcl.errors import OpdclError, UsageError
+from opdcl.health import Health, check_turn_end, halted
 from opdcl.models import ModelRef
 from opdcl.rundir import StageDir, folder_appears_whole, read_json, read_jsonl, write_atomic, write_json
 from opdcl.training import StageCallback, StageReport, save_adapter, trainer_arguments
 
-# A teacher this close to uniform is a broken one; a healthy instruct model stays below 3 nats on its own ground.
-MAX_TEACHER_ENTROPY = 6.0
 SAMPLES_KEPT = 8
 # The scales that `interpolate` tries.
 ALPHAS = tuple(i / 20 for i in range(20, 0, -1))
@@ -38,6 +37,7 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
     """
     if config.method == "replay":
         config = config.model_copy(update={"lmbda": 0.0, "loss": LossSection(kind="cross_entropy")})
+    check_turn_end(backbone)
     train, held_out = encode_streams(config, backbone)
     backbone.drop_adapters()
     backbone.load_adapter(parent.adapter, "student", trainable=True)
@@ -46,7 +46,8 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
         train["domain"] = []
     steps = plan_steps(config, len(train["general"]), len(train["domain"]))
     callback = StageCallback(report, config.steps)
-    validation = Validation(config, held_out, out, callback)
+    health = Health(config.health, backbone, out, callback)
+    validation = Validation(config, held_out, out, callback, health)
     arguments = trainer_arguments(DistillationConfig, "recover", config.trainer, backbone, out) | {
         "per_device_train_batch_size": 1,  # one row of the schedule is one optimizer step
         "shuffle_dataset": False,
@@ -61,7 +62,7 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
         "remove_unused_columns": False,
         **config.trainer,
     }
-    trainer = RecoveryTrainer(backbone, config, steps, train, DistillationConfig(**arguments), [validation, callback])
+    trainer = RecoveryTrainer(backbone, config, steps, train, DistillationConfig(**arguments), [validation, callback, health])
     validation.trainer = trainer
     if config.method == "interpolate":
         _interpolate(validation, backbone, out)
@@ -84,8 +85,10 @@ def _interpolate(validation: Validation, backbone: Backbone, out: StageDir) -> N
     best = min(curve, key=_score)
     backbone.shrink(best["alpha"])
     save_adapter(backbone, validation.best_adapter)
-    rows = [{"step": 0, "validation": _kl(curve[0])}, {"step": 1, "validation": {**_kl(best), "best": True}}]
-    rows[0]["alpha_curve"] = curve
+    rows = [
+        {"step": 0, "validation": _kl(curve[0]), "interpolation": {"alpha": best["alpha"], "curve": curve}},
+        {"step": 1, "validation": {**_kl(best), "best": True}},
+    ]
     write_atomic(out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
     validation.callback.report.note(f"held-out KL is least with the adapter times {best['alpha']:g}: {_shown(best)}")
 
@@ -128,8 +131,9 @@ class Validation(TrainerCallback):
     says how far the student still is from base, the domain KL how far it has left tuned.
     """
 
-    def __init__(self, config: RecoverConfig, prompts: dict[Stream, list[list[int]]], out: StageDir, callback: StageCallback):
-        self.config, self.prompts, self.out, self.callback = config, prompts, out, callback
+    def __init__(self, config: RecoverConfig, prompts: dict[Stream, list[list[int]]], out: StageDir,
+                 callback: StageCallback, health: Health):  # fmt: skip
+        self.config, self.prompts, self.out, self.callback, self.health = config, prompts, out, callback, health
         self.trainer: RecoveryTrainer | None = None
         self.best_adapter = out.trainer / "best"
         self._texts: dict[Stream, tuple[list[Rollout], list[torch.Tensor]]] = {}
@@ -143,6 +147,8 @@ class Validation(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.write_texts()
+        general, _ = self._texts.get("general", ([], []))
+        self.health.begin(general)
         if state.global_step == 0:
             self._warm_start()
 
@@ -157,7 +163,7 @@ class Validation(TrainerCallback):
         for stream, (texts, teacher) in self._texts.items():
             sums = self.trainer.grade(texts, stream, learn=False, teacher=teacher)
             kl[f"{stream}_kl"] = sums["kl"] / sums["tokens"]
-            if sums["teacher_entropy"] / sums["tokens"] > MAX_TEACHER_ENTROPY:
+            if sums["teacher_entropy"] / sums["tokens"] > self.config.health.teacher_entropy:
                 raise OpdclError(f"the {stream} teacher is close to uniform ({sums['teacher_entropy'] / sums['tokens']:.1f} nats)",
                                  "check that the base model loads correctly: opdcl chat RUN")  # fmt: skip
         return kl
@@ -181,6 +187,10 @@ class Validation(TrainerCallback):
         if row not in read_jsonl(self.out.metrics):
             self.callback.write(row)
         self.callback.report.note(f"step {step}: held-out {_shown(kl)}{' (best so far)' if best else ''}")
+        started = _score(next(r["validation"] for r in read_jsonl(self.out.metrics) if r["step"] == 0))
+        if self.config.health.watch and _score(kl) > self.config.health.kl_growth * started:
+            rose = f"held-out KL rose from {started:.2f} to {_score(kl):.2f} nats per token"
+            raise halted(step, rose, "lower recover.learning_rate", self.out)
 
     def _keep_if_best(self, step: int, score: float) -> bool:
         record = self.best_adapter / "validation.json"

@@ -235,6 +235,33 @@ def _notes(run: RunDir, suites: list[Suite], estimates: dict[str, dict]) -> list
                 f"{suite.name}: base is not measurably above the floor of {percent(suite.floor)} that an answer "
                 "without content reaches, so this suite can hardly show forgetting."
             )
+    return notes + _recovery_notes(run)
+
+
+def _recovery_notes(run: RunDir) -> list[str]:
+    """Return what the recovery's own metrics say against it."""
+    stage = run.find_stage("recover")
+    rows = read_jsonl(stage.metrics) if stage else []
+    if stage is None or stage.state().get("status") != "done":
+        return []
+    notes = []
+    for row in rows:
+        if health := row.get("health"):
+            notes.append(
+                f"Recovery, step {row['step']}: {health['sign']} was {health['value']:.3g}, beyond {health['bound']:.3g}; "
+                f"{health['action']}."
+            )
+    best = max((r["step"] for r in rows if r.get("validation", {}).get("best")), default=None)
+    alpha = next((r[key]["alpha"] for r in rows for key in ("warm_start", "interpolation") if key in r), 1)
+    if best == 0 or any("interpolation" in r for r in rows):
+        notes.append(
+            f"Recovered is the tuned adapter times {alpha:g}: "
+            + ("no step of training came nearer to the teachers on held-out prompts." if best == 0 else "no training was done.")
+        )
+    seen = [(r["mismatch"] * r["tokens"], r["tokens"]) for r in rows if "mismatch" in r]
+    share = sum(m for m, _ in seen) / max(1, sum(n for _, n in seen))
+    if share > 0.001:
+        notes.append(f"Sampler and trainer disagreed by more than a factor of two about {share:.2%} of the fresh tokens.")
     return notes
 
 

@@ -155,6 +155,7 @@ class StageCallback(TrainerCallback):
         tokens = int(logs.get("tokens", self.tokens_per_step or 0))
         self.tokens += tokens
         names = ("loss", "kl", "stream", "mean_length", "truncated", "mismatch",
+                 "repetition", "adapter_norm",
                  "teacher_entropy", "student_entropy", "grad_norm", "learning_rate")  # fmt: skip
         self.write({"step": state.global_step, **{k: logs[k] for k in names if k in logs},
                     "tokens": tokens, "seconds": round(seconds, 3)})  # fmt: skip

@@ -114,6 +114,11 @@ class Backbone:
             for layer, scaling in zip(layers, saved, strict=True):
                 layer.scaling["student"] = scaling
 
+    def adapter_norm(self, state: State) -> float:
+        """Return the norm of all weights of an adapter."""
+        weights = [w for layer in self._adapted_layers() for w in (layer.lora_A[state].weight, layer.lora_B[state].weight)]
+        return float(torch.stack([w.detach().float().norm() for w in weights]).norm())
+
     def shrink(self, alpha: float) -> None:
         """Scale what the student's adapter adds to the base, for good, by `alpha`: 0 would be base."""
         with torch.no_grad():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -197,3 +198,10 @@ def _store(rollout: Rollout, tokens: list[int], logprobs: list[float], request: 
     rollout.finished = end is not None
     rollout.completion_ids = tokens[:end]
     rollout.logprobs = logprobs[:end]
+
+
+def repetition(completions: Sequence[list[int]], n: int = 4) -> float:
+    """Return the share of n-grams that occurred before in the same completion."""
+    grams = [Counter(tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)) for ids in completions]
+    total = sum(g.total() for g in grams)
+    return 1 - sum(len(g) for g in grams) / total if total else 0.0

@@ -17,7 +17,7 @@ from opdcl.config import RecoverConfig
 from opdcl.distill.backbone import Backbone, State
 from opdcl.distill.divergence import token_losses
 from opdcl.distill.forward import Sequences, answer_ids, answer_states
-from opdcl.distill.rollouts import Rollout, sample
+from opdcl.distill.rollouts import Rollout, repetition, sample
 from opdcl.distill.schedule import Step, Stream
 from opdcl.errors import OpdclError, UsageError
 from opdcl.rundir import write_atomic
@@ -167,6 +167,8 @@ class RecoveryTrainer(DistillationTrainer):
             "teacher_entropy": sums["teacher_entropy"] / sums["tokens"],
             "mean_length": sums["tokens"] / count,
             "truncated": sum(not r.finished for r in rollouts) / count,
+            "repetition": repetition([r.completion_ids for r in rollouts]),
+            "adapter_norm": self.backbone.adapter_norm("student"),
             "tokens": sums["tokens"],
         }
 

@@ -22,6 +22,7 @@ recover:
   steps: 8
   rollouts: 4
   sample_ahead: 2
+  teacher_first: 1
   max_new_tokens: 8
   validate_every: 4
   validation_prompts: 2

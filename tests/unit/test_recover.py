@@ -36,7 +36,7 @@ def tuned(backbone, tmp_path):
 
 def run(backbone, folder, **settings):
     config = RecoverConfig(general=str(folder / "general.jsonl"), domain=str(folder / "domain.jsonl"), **{
-        "steps": 6, "rollouts": 4, "max_new_tokens": 6, "validate_every": 3, "validation_prompts": 2, "learning_rate": 5e-3,
+        "steps": 6, "teacher_first": 0, "rollouts": 4, "max_new_tokens": 6, "validate_every": 3, "validation_prompts": 2, "learning_rate": 5e-3,
         **settings})  # fmt: skip
     out = StageDir(folder / "out")
     before = backbone.fingerprint()
@@ -73,7 +73,7 @@ def test_replay_imitates_the_teachers(backbone, tuned):
 
 def test_interpolation_keeps_the_scale_that_held_out_kl_likes_best(backbone, tuned):
     rows = run(backbone, tuned, method="interpolate")
-    curve = rows[0]["alpha_curve"]
+    curve = rows[0]["interpolation"]["curve"]
     best = min(curve, key=lambda p: p["general_kl"] + p["domain_kl"])
     assert curve[0]["domain_kl"] == pytest.approx(0, abs=1e-5)
     assert curve[-1]["general_kl"] < curve[0]["general_kl"]
@@ -87,7 +87,7 @@ def test_interpolation_keeps_the_scale_that_held_out_kl_likes_best(backbone, tun
 
 
 def test_a_warm_start_begins_from_the_scaled_adapter(backbone, tuned):
-    curve = {p["alpha"]: p for p in run(backbone, tuned, method="interpolate")[0]["alpha_curve"]}
+    curve = {p["alpha"]: p for p in run(backbone, tuned, method="interpolate")[0]["interpolation"]["curve"]}
     start = run(backbone, tuned, warm_start=0.5)[0]["warm_start"]
     assert start["alpha"] == 0.5
     for name in ("general_kl", "domain_kl"):
@@ -102,7 +102,7 @@ def test_completions_that_never_end_can_be_left_out(backbone, tuned):
 
 @pytest.mark.parametrize(("lmbda", "least", "most"), [(0.0, 0, 0), (0.5, 35, 65), (1.0, 100, 100)])
 def test_lmbda_is_the_share_of_on_policy_steps(lmbda, least, most):
-    steps = plan_steps(RecoverConfig(steps=100, lmbda=lmbda), 50, 50)
+    steps = plan_steps(RecoverConfig(steps=100, lmbda=lmbda, teacher_first=0), 50, 50)
     assert least <= sum(s.on_policy for s in steps) <= most
 
 
@@ -110,3 +110,10 @@ def test_lmbda_is_the_share_of_on_policy_steps(lmbda, least, most):
 def test_lmbda_outside_its_range_is_refused(lmbda):
     with pytest.raises(ValueError, match="lmbda"):
         RecoverConfig(lmbda=lmbda)
+
+
+def test_the_first_general_steps_can_be_on_base_s_answers():
+    steps = plan_steps(RecoverConfig(steps=12, teacher_first=2), 50, 50)
+    general = [s.on_policy for s in steps if s.stream == "general"]
+    assert general == [False, False, True, True, True, True]
+    assert all(s.on_policy for s in steps if s.stream == "domain")

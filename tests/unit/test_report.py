@@ -485,3 +485,27 @@ def test_importing_the_report_loads_neither_a_model_library_nor_a_plotting_one()
     code = f"import sys, opdcl.report; print([m for m in {heavy} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"step": 3, "health": {"sign": "repetition", "value": 0.8, "bound": 0.6, "action": "rate halved"}}], "step 3: repetition was 0.8"),
+        ([{"step": 0, "validation": {"best": True}, "warm_start": {"alpha": 0.7}}, {"step": 8, "validation": {"best": False}}],
+         "the tuned adapter times 0.7: no step of training"),
+        ([{"step": 0, "validation": {}, "interpolation": {"alpha": 0.55}}, {"step": 1, "validation": {"best": True}}],
+         "the tuned adapter times 0.55: no training was done"),
+        ([{"step": 1, "mismatch": 0.01, "tokens": 500, "loss": 1.0}], "about 1.00% of the fresh tokens"),
+    ],
+)  # fmt: skip
+def test_notes_tell_what_the_recovery_itself_shows(run, rows, said):
+    write(run.stage(2, "recover").metrics, rows)
+    assert any(said in note for note in report.summarise(run)["notes"])
+
+
+def test_a_recovery_without_trouble_has_no_notes(run):
+    write(run.stage(2, "recover").metrics, [
+        {"step": 0, "validation": {"best": True}, "warm_start": {"alpha": 1.0}}, {"step": 1, "mismatch": 0.0, "tokens": 500},
+        {"step": 8, "validation": {"best": True}},
+    ])  # fmt: skip
+    assert report.summarise(run)["notes"] == []
