@@ -49,9 +49,8 @@ def main() -> None:
                                temperature=0, batch_size=options.prompts, engine=engine)  # fmt: skip
         seconds = time.perf_counter() - started
         tokens = sum(len(r.completion_ids) for r in found[engine])
-        differ = [
-            (a, b) for a, b in zip(found["slab"], found[engine], strict=True) if a.completion_ids != b.completion_ids
-        ]
+        pairs = zip(found[options.engines[0]], found[engine], strict=True)
+        differ = [(a, b) for a, b in pairs if a.completion_ids != b.completion_ids]
         gaps = [gap(backbone.causal_lm, a, b) for a, b in differ]
         rows[engine] = {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, "of": len(prompts),
                         "differing": len(differ), "largest_gap": max(gaps, default=0.0)}  # fmt: skip

@@ -289,8 +289,7 @@ def workflows_cp(name: str, to: Annotated[Path, typer.Argument(help="File to wri
 @config_app.command("show")
 def config_show(workflow: list[str], set_: Set = [], json: Json = False) -> None:  # noqa: B006
     """Print every value of a workflow, and where it comes from."""
-    from opdcl.compare import flatten
-    from opdcl.load import load
+    from opdcl.load import flatten, load
 
     _mode(json, False)
     flow, origins = load(workflow, set_)

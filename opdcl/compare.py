@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opdcl.errors import UsageError
+from opdcl.load import flatten
 from opdcl.plan import WITHOUT_MEANING
 from opdcl.rundir import RunDir, write_atomic, write_json
 from opdcl.summary import STATES, Suite, load_suites, read_record, section, summarise_suites
@@ -126,14 +127,6 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     # Names and settings come from outside: a lone surrogate could not even be written as UTF-8.
     cleaned: dict[str, Any] = json.loads(harmless(json.dumps(found, ensure_ascii=False)))
     return cleaned
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested mapping as dotted key -> value."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return flat
 
 
 def _load(run: RunDir) -> Member:
@@ -472,25 +465,12 @@ def _markdown(found: dict[str, Any], shown: list[Table]) -> str:
 
 
 def _html(found: dict[str, Any], shown: list[Table]) -> str:
-    import jinja2
     from markupsafe import Markup
 
     from opdcl import plots
+    from opdcl.report import environment
 
-    # The head of the report's page: the same look, and the same policy that nothing is loaded from anywhere.
-    report = (Path(__file__).parent / "report.html.j2").read_text(encoding="utf-8")
-    head, style = report[: report.index("<title>")], report[report.index("<style>") : report.index("</head>")]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        # Every string that the template prints passes through `harmless`, unless it is marked as ready.
-        finalize=lambda v: harmless(v) if isinstance(v, str) and not isinstance(v, Markup) else v,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     svg = plots.frontier(found)
-    return environment.get_template("compare.html.j2").render(
-        head=Markup(head), style=Markup(style), lead=_lead(found), notes=found["notes"], tables=shown,
-        figure=svg and Markup(svg), missing=MISSING,
+    return environment(harmless, escape=True).get_template("compare.html.j2").render(
+        lead=_lead(found), notes=found["notes"], tables=shown, figure=svg and Markup(svg), missing=MISSING,
     )  # fmt: skip

@@ -119,7 +119,7 @@ class HealthSection(Section):
     grad_norm: Annotated[float, Field(gt=0)] = 1000.0
     """Gradient norm before clipping."""
     kl_growth: Annotated[float, Field(gt=1)] = 1.5
-    """Held-out KL, both streams together, over what it was at the start: halts at once."""
+    """Held-out KL, both streams together, over what it was at the start: beyond it, and half a nat more, the run halts at once."""
 
 
 class RecoverConfig(Section):

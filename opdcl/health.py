@@ -19,6 +19,9 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.rundir import StageDir, read_jsonl
 from opdcl.training import StageCallback
 
+# Nats per token, both streams together, by which held-out KL may always rise.
+KL_SLACK = 0.5
+
 
 @dataclass(frozen=True)
 class Sign:
@@ -113,6 +116,11 @@ class Health(TrainerCallback):
         self.callback.write({"step": step, "health": {"sign": sign.name, "value": abs(sign.value),
                                                       "bound": abs(sign.bound), "action": action}})  # fmt: skip
         self.callback.report.note(f"step {step}: {sign}: {action}")
+
+
+def kl_bound(started: float, limits: HealthSection) -> float:
+    """Return the held-out KL beyond which a recovery halts; where little was forgotten a small rise is no alarm."""
+    return max(limits.kl_growth * started, started + KL_SLACK)
 
 
 def halted(step: int, why: str, hint: str, out: StageDir) -> OpdclError:

@@ -251,3 +251,11 @@ def _fields(path: list[str]) -> list[str]:
         field = section.model_fields.get(key) if section else None
         section = _section_of(field.annotation) if field else None
     return list(section.model_fields) if section else []
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested mapping as dotted key -> value."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat

@@ -16,11 +16,11 @@ from trl import DistillationConfig
 from opdcl.config import LossSection, RecoverConfig
 from opdcl.data import encode_prompt, load_prompts
 from opdcl.distill.backbone import Backbone
-from opdcl.distill.rollouts import Rollout
+from opdcl.distill.rollouts import Rollout, pick_engine
 from opdcl.distill.schedule import Stream, plan_steps
 from opdcl.distill.trainer import TEACHER, RecoveryTrainer
 from opdcl.errors import OpdclError, UsageError
-from opdcl.health import Health, check_turn_end, halted
+from opdcl.health import Health, check_turn_end, halted, kl_bound
 from opdcl.models import ModelRef
 from opdcl.rundir import StageDir, folder_appears_whole, read_json, read_jsonl, write_atomic, write_json
 from opdcl.training import StageCallback, StageReport, save_adapter, trainer_arguments
@@ -44,6 +44,8 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
     backbone.load_adapter(parent.adapter, "tuned")
     if config.method == "general":
         train["domain"] = []
+    if config.sampler == "auto":
+        report.note("sampler {}: {}".format(*pick_engine(backbone.causal_lm)))
     steps = plan_steps(config, len(train["general"]), len(train["domain"]))
     callback = StageCallback(report, config.steps)
     health = Health(config.health, backbone, out, callback)
@@ -188,7 +190,7 @@ class Validation(TrainerCallback):
             self.callback.write(row)
         self.callback.report.note(f"step {step}: held-out {_shown(kl)}{' (best so far)' if best else ''}")
         started = _score(next(r["validation"] for r in read_jsonl(self.out.metrics) if r["step"] == 0))
-        if self.config.health.watch and _score(kl) > self.config.health.kl_growth * started:
+        if self.config.health.watch and _score(kl) > kl_bound(started, self.config.health):
             rose = f"held-out KL rose from {started:.2f} to {_score(kl):.2f} nats per token"
             raise halted(step, rose, "lower recover.learning_rate", self.out)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opdcl.rundir import RunDir, read_jsonl, write_atomic
 from opdcl.summary import (
@@ -22,6 +22,9 @@ from opdcl.summary import (
     why_no_recovery,
 )
 from opdcl.text import clock, code, cut, fence, harmless, interval, markdown, memory, percent, score, span, yaml
+
+if TYPE_CHECKING:
+    import jinja2
 
 __all__ = ["harmless", "summarise", "write"]
 
@@ -84,7 +87,6 @@ def write(run: RunDir) -> list[Path]:
 
     The same run gives the same bytes: nothing in them depends on when or where they are written.
     """
-    import jinja2
     from markupsafe import Markup
 
     from opdcl import plots
@@ -98,30 +100,7 @@ def write(run: RunDir) -> list[Path]:
         "tradeoff": plots.tradeoff(summary),
     }
 
-    def environment(show: Callable[[str], str], escape: bool) -> jinja2.Environment:
-        # Every string that a template prints passes through `show`, unless a filter has marked it as ready.
-        made = jinja2.Environment(
-            loader=jinja2.FileSystemLoader(Path(__file__).parent),
-            autoescape=escape,
-            undefined=jinja2.StrictUndefined,
-            finalize=lambda v: show(v) if isinstance(v, str) and not isinstance(v, Markup) else v,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        ready = {
-            "percent": percent,
-            "interval": interval,
-            "span": span,
-            "score": score,
-            "clock": clock,
-            "memory": memory,
-        }
-        if not escape:
-            ready |= {"code": code, "fence": fence, "yaml": yaml}
-        made.filters |= {name: lambda v, f=f: Markup(f(v)) for name, f in ready.items()}
-        return made
-
-    html, text = environment(harmless, True), environment(markdown, False)
+    html, text = environment(harmless, escape=True), environment(markdown, escape=False)
     files = {
         "report.md": text.get_template("report.md.j2").render(context),
         "report.html": html.get_template("report.html.j2").render(
@@ -132,6 +111,33 @@ def write(run: RunDir) -> list[Path]:
     for name, content in files.items():
         write_atomic(run.path / name, content)
     return [run.path / name for name in files]
+
+
+def environment(show: Callable[[str], str], escape: bool) -> jinja2.Environment:
+    """Return the templates' environment: every string printed passes through `show`, unless a filter marked it ready."""
+    import jinja2
+    from markupsafe import Markup
+
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=escape,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda v: show(v) if isinstance(v, str) and not isinstance(v, Markup) else v,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    ready = {
+        "percent": percent,
+        "interval": interval,
+        "span": span,
+        "score": score,
+        "clock": clock,
+        "memory": memory,
+    }
+    if not escape:
+        ready |= {"code": code, "fence": fence, "yaml": yaml}
+    made.filters |= {name: lambda v, f=f: Markup(f(v)) for name, f in ready.items()}
+    return made
 
 
 def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:

@@ -194,7 +194,8 @@ def _generation_config(model, request: Request, temperature: float) -> Generatio
 
 def _store(rollout: Rollout, tokens: list[int], logprobs: list[float], request: Request) -> None:
     """Cut what was generated after its first end of sequence, and store it."""
-    end = next((i + 1 for i, token in enumerate(tokens) if token in set(request.eos_ids)), None)
+    eos_ids = set(request.eos_ids)
+    end = next((i + 1 for i, token in enumerate(tokens) if token in eos_ids), None)
     rollout.finished = end is not None
     rollout.completion_ids = tokens[:end]
     rollout.logprobs = logprobs[:end]

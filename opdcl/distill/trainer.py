@@ -132,8 +132,8 @@ class RecoveryTrainer(DistillationTrainer):
         for i, batch in enumerate(micro_batches(rollouts, self.micro_batch_tokens)):
             teacher_NH = teacher[i] if teacher else self._teacher_states(batch, stream)
             with self.compute_loss_context_manager(), torch.set_grad_enabled(learn):
-                student_NH = answer_states(self.backbone.causal_lm, _sequences(batch))
-                token_N = answer_ids(_sequences(batch), student_NH.device)
+                student_NH = answer_states(self.backbone.causal_lm, sequences := _sequences(batch))
+                token_N = answer_ids(sequences, student_NH.device)
                 sampler_N = torch.tensor([x for r in batch for x in r.logprobs], device=student_NH.device)
                 losses = token_losses(student_NH, teacher_NH, weight_VH, token_N, sampler_N, config.temperature, config.loss)
             if learn:

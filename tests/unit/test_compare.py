@@ -7,11 +7,11 @@ import shutil
 import subprocess
 import sys
 import warnings
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
+from page import Page
 
 from opdcl import compare, plots, report, stats
 from opdcl.errors import UsageError
@@ -427,24 +427,6 @@ def test_another_number_of_prompts_other_prompts_or_another_metric_are_refused(t
 
 
 # What is shown and written.
-
-
-class Page(HTMLParser):
-    """What a browser would see: elements, attributes and text."""
-
-    def __init__(self, html: str):
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.text = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_data(self, data):
-        self.text += data
 
 
 def test_three_files_are_written_and_twice_with_the_same_bytes(three, tmp_path):

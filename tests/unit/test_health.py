@@ -9,7 +9,7 @@ from test_recover import Silent, run, tuned  # noqa: F401
 from opdcl.config import HealthSection
 from opdcl.distill.rollouts import Rollout, repetition
 from opdcl.errors import OpdclError, UsageError
-from opdcl.health import Health, Normal, check_turn_end, signs
+from opdcl.health import Health, Normal, check_turn_end, kl_bound, signs
 from opdcl.rundir import StageDir, read_jsonl
 
 NORMAL = Normal(mean_length=40.0, truncated=0.2, adapter_norm=10.0)
@@ -143,3 +143,8 @@ def test_normal_is_measured_on_what_base_writes(backbone, tuned):  # noqa: F811
     health.begin([Rollout([1], [5, 6], [], True), Rollout([1], [5, 6, 7, 8], [], False)])
     assert (health.normal.mean_length, health.normal.truncated) == (3.0, 0.5)
     assert health.normal.adapter_norm == pytest.approx(backbone.adapter_norm("student"))
+
+
+def test_a_small_rise_where_little_was_forgotten_is_no_alarm():
+    assert kl_bound(0.05, HealthSection()) == pytest.approx(0.55)
+    assert kl_bound(4.0, HealthSection()) == pytest.approx(6.0)

@@ -5,11 +5,11 @@ import re
 import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import yaml
+from page import Page
 
 from opdcl import plots, report, stats
 from opdcl.errors import UsageError
@@ -127,24 +127,6 @@ def trained(run) -> RunDir:
 
 def pages(run: RunDir) -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in report.write(run)}
-
-
-class Page(HTMLParser):
-    """What a browser would see: elements, attributes and text."""
-
-    def __init__(self, html: str):
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.text = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_data(self, data):
-        self.text += data
 
 
 def test_scores_ratios_and_cost_are_those_worked_out_by_hand(run):

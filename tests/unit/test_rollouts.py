@@ -33,14 +33,18 @@ def test_samples_do_not_depend_on_the_batch(backbone):
     assert [r.completion_ids for r in alone] != [r.completion_ids for r in other]
 
 
+def assert_logprobs(model, rollout, temperature):
+    ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+    with torch.no_grad():
+        logprobs = (model(ids).logits[0] / temperature).log_softmax(-1)
+    start = len(rollout.prompt_ids) - 1
+    expected = [float(logprobs[start + i, token]) for i, token in enumerate(rollout.completion_ids)]
+    torch.testing.assert_close(torch.tensor(rollout.logprobs), torch.tensor(expected), atol=1e-3, rtol=1e-3)
+
+
 def test_logprobs_are_those_of_the_model(backbone):
     for rollout in sample(backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[2], temperature=0.8, seed=1):
-        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
-        with torch.no_grad():
-            logprobs = (backbone.causal_lm(ids).logits[0] / 0.8).log_softmax(-1)
-        start = len(rollout.prompt_ids) - 1
-        expected = [float(logprobs[start + i, token]) for i, token in enumerate(rollout.completion_ids)]
-        torch.testing.assert_close(torch.tensor(rollout.logprobs), torch.tensor(expected), atol=1e-3, rtol=1e-3)
+        assert_logprobs(backbone.causal_lm, rollout, 0.8)
 
 
 def test_finished_sequences_leave_and_the_rest_go_on(backbone):
@@ -83,12 +87,7 @@ def test_other_engines_stop_and_tell_their_logprobs(backbone, engine):
     for rollout in sample(backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[stop], temperature=0.8, seed=1, engine=engine):
         assert rollout.finished == (rollout.completion_ids[-1] == stop)
         assert stop not in rollout.completion_ids[:-1]
-        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
-        with torch.no_grad():
-            logprobs = (backbone.causal_lm(ids).logits[0] / 0.8).log_softmax(-1)
-        start = len(rollout.prompt_ids) - 1
-        expected = [float(logprobs[start + i, token]) for i, token in enumerate(rollout.completion_ids)]
-        torch.testing.assert_close(torch.tensor(rollout.logprobs), torch.tensor(expected), atol=1e-3, rtol=1e-3)
+        assert_logprobs(backbone.causal_lm, rollout, 0.8)
 
 
 @pytest.mark.parametrize("engine", ["generate", "continuous"])
