@@ -8,6 +8,7 @@ from transformers import AutoConfig
 
 from opdcl.config import Workflow
 from opdcl.data import load_rows
+from opdcl.distill.trainer import FULL_BATCH
 from opdcl.finetune import planned_steps
 from opdcl.models import EMBEDDED, model_source, pick_device, pick_dtype
 from opdcl.plan import Task
@@ -49,7 +50,8 @@ def estimate(workflow: Workflow, tasks: list[Task]) -> dict[str, Any]:
         if task.name == "recover" and workflow.recover:
             r = workflow.recover
             steps["recover"] = r.steps
-            cache = r.rollouts * r.sample_ahead * (r.max_new_tokens + 128) * shape["layers"] * 2 * shape["kv"] * width
+            rows_at_once = max(r.rollouts * r.sample_ahead, FULL_BATCH)
+            cache = rows_at_once * (r.max_new_tokens + 128) * shape["layers"] * 2 * shape["kv"] * width
             step = r.micro_batch_tokens * per_token
             memory["recover"] = fixed + weights * width + adapter * 20 + max(weights * width + cache, step)
     return {

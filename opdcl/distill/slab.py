@@ -17,6 +17,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from opdcl.distill.forward import common_prefix
+from opdcl.distill.step import decoding_step
 
 if TYPE_CHECKING:
     from opdcl.distill.rollouts import Request, Rollout
@@ -125,6 +126,7 @@ def _decode(model, rollouts, prefix, max_new_tokens, eos_ids, temperature, unifo
     visible_BC = visible_BC.to(device)
     logits_BV = _prefill(model, cache, prefix, tails, width)
     position_B = torch.tensor([len(prefix) + len(tail) - 1 for tail in tails], device=device)
+    decode = decoding_step(model)
     live = list(range(len(rollouts)))  # row of the batch -> index of its rollout
     done = [False] * len(rollouts)
     for step in range(max_new_tokens):
@@ -156,8 +158,7 @@ def _decode(model, rollouts, prefix, max_new_tokens, eos_ids, temperature, unifo
             token_B, position_B, visible_BC = token_B[keep], position_B[keep], visible_BC[keep]
         position_B = position_B + 1
         filled = cache.get_seq_length() + 1
-        logits_BV = model(input_ids=token_B[:, None], attention_mask=visible_BC[:, None, None, :filled],
-                          position_ids=position_B[:, None], past_key_values=cache).logits[:, -1]  # fmt: skip
+        logits_BV = decode(token_B, position_B, visible_BC[:, :filled], cache)
 
 
 def _prefill(model, cache: Cache, prefix: list[int], tails: list[list[int]], width: int) -> torch.Tensor:
@@ -204,9 +205,10 @@ def _draw(logits_BV: torch.Tensor, temperature: float, uniform_B: torch.Tensor |
     """
     if uniform_B is None:
         return logits_BV.argmax(-1), None
-    logprobs_BV = (logits_BV.float() / temperature).log_softmax(-1)
-    cumulative_BV = logprobs_BV.exp().cumsum(-1)
-    # Rounding leaves the total near, not at, one; scaling the draw keeps it inside the vocabulary.
-    target_B1 = uniform_B[:, None] * cumulative_BV[:, -1:]
-    token_B = torch.searchsorted(cumulative_BV, target_B1, right=True)[:, 0].clamp(max=logits_BV.shape[-1] - 1)
-    return token_B, logprobs_BV.gather(-1, token_B[:, None])[:, 0]
+    scaled_BV = torch.div(logits_BV, temperature).float().contiguous()
+    scaled_BV -= scaled_BV.amax(-1, keepdim=True)
+    # Probabilities, but for a factor that the draw is scaled by.
+    cumulative_BV = scaled_BV.exp().cumsum(-1)
+    total_B1 = cumulative_BV[:, -1:]
+    token_B1 = torch.searchsorted(cumulative_BV, uniform_B[:, None] * total_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)
+    return token_B1[:, 0], (scaled_BV.gather(-1, token_B1) - total_B1.log())[:, 0]

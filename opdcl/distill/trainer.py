@@ -23,6 +23,8 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.rundir import write_atomic
 
 logger = logging.getLogger(__name__)
+# Sequences sampled together that leave little of the hardware idle.
+FULL_BATCH = 96
 TEACHER: dict[Stream, State] = {"general": "base", "domain": "tuned"}
 
 
@@ -55,13 +57,17 @@ class RecoveryTrainer(DistillationTrainer):
     # -- sampling ---------------------------------------------------------------------------------------------------
 
     def rollouts_of(self, index: int) -> list[Rollout]:
-        """Return the completions of step `index`, sampling up to `sample_ahead` steps of its kind at once."""
+        """Return the completions of step `index`, sampling those of later steps of its kind along with them.
+
+        What the student writes goes stale as it learns, so `sample_ahead` steps at most; a teacher's answers never do.
+        """
         step = self.steps[index]
         self._fresh = step.on_policy and index not in self._ahead
         if index not in self._ahead:
             kind = step.stream, step.on_policy
             same = [i for i in range(index, len(self.steps)) if (self.steps[i].stream, self.steps[i].on_policy) == kind]
-            same = same[: self.recover_config.sample_ahead]
+            ahead = self.recover_config.sample_ahead
+            same = same[: ahead if step.on_policy else max(ahead, FULL_BATCH // len(step.prompts))]
             prompts = [self.prompts[step.stream][p] for i in same for p in self.steps[i].prompts]
             author: State = "student" if step.on_policy else TEACHER[step.stream]
             seed = self.recover_config.seed * 1_000_003 + index

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from opdcl.config import LoraSection
 from opdcl.distill.rollouts import pick_engine, sample
 from opdcl.distill.slab import PREFILL_ROWS, _draw
+from opdcl.distill.step import is_llama
 
 PROMPTS = [[1, 520, 9690, 198], [1, 520, 9690, 198, 88, 99, 77], [1, 520, 9690, 33], [1, 520, 9690, 5, 6]]
 
@@ -22,6 +24,33 @@ def test_prompts_of_many_lengths_in_several_prefill_batches(backbone):
     for rollout in sample(model, prompts, max_new_tokens=3, eos_ids=[2], temperature=0):
         expected = model.generate(torch.tensor([rollout.prompt_ids]), max_new_tokens=3, do_sample=False)
         assert rollout.completion_ids == expected[0, len(rollout.prompt_ids) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_the_step_written_out_equals_transformers_forward(family):
+    import transformers
+
+    odd_heads = {"head_dim": 24, "attention_bias": True} if family == "Qwen3" else {}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=600, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3, sliding_window=None, **odd_heads,
+    )  # fmt: skip
+    model = getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms and biases start at one and zero, which would hide a mistake
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    assert is_llama(model)
+    prompts = [[1, 2, 3, 4 + i, *range(5, 5 + i * 3 % 7)] for i in range(9)]
+    for rollout in sample(model, prompts, max_new_tokens=20, eos_ids=[7], temperature=0.9, seed=1):
+        assert_logprobs(model, rollout, 0.9)
+
+
+def test_an_adapter_that_is_not_merged_takes_the_plain_step(backbone):
+    backbone.new_adapter(LoraSection(r=2), seed=0)
+    assert not is_llama(backbone.causal_lm)
+    with backbone.merged("student") as merged:
+        assert is_llama(merged)
 
 
 def test_samples_do_not_depend_on_the_batch(backbone):
