@@ -93,7 +93,11 @@ def run(
 
     _mode(json, quiet)
     flow, origins = load(workflow, set_, {"model.id": model})
-    _execute(flow, origins, out or Path("runs") / flow.name, dry_run, force)
+    place = out or Path("runs") / flow.name
+    if flow.arms or flow.seeds:
+        _execute_all(flow, origins, place, dry_run, force)
+    else:
+        _execute(flow, origins, place, dry_run, force)
 
 
 @app.command()
@@ -181,7 +185,7 @@ def compare(
 ) -> None:  # fmt: skip
     """Show several runs side by side: scores, R and D with intervals, and the settings in which they differ."""
     from opdcl.compare import compare as compare_runs
-    from opdcl.compare import refuse_folder, tables, write
+    from opdcl.compare import refuse_folder, write
 
     _mode(json, quiet)
     if out:
@@ -189,16 +193,7 @@ def compare(
     found = compare_runs([_existing(path) for path in runs])
     for file in write(found, out) if out else ():
         output.note(f"wrote {file}")
-    if output.mode == "json":
-        output.result("", found)
-        return
-    scores, *others = tables(found)
-    # The words of a status stand below each other, so that the table fits a terminal of 80 columns.
-    output.table("", scores.columns, [[*row[:-1], row[-1].replace(" ", "\n")] for row in scores.rows], found)
-    for table in others:
-        output.table(f"\n{table.title}", table.columns, table.rows, found)
-    for note in found["notes"]:
-        output.note(f"note: {note}")
+    _show_comparison(found)
 
 
 @app.command()
@@ -300,10 +295,12 @@ def config_show(workflow: list[str], set_: Set = [], json: Json = False) -> None
 @config_app.command("validate")
 def config_validate(workflow: list[str], set_: Set = [], json: Json = False) -> None:  # noqa: B006
     """Check a workflow's keys and values. Reads no data and no model."""
+    from opdcl.arms import expand
     from opdcl.load import load
 
     _mode(json, False)
     flow, _ = load(workflow, set_)
+    expand(flow)
     output.result(f"{flow.name}: valid", {"name": flow.name, "valid": True})
 
 
@@ -328,6 +325,16 @@ def _execute(flow: Any, origins: dict[str, str], out: Path, dry_run: bool, force
         output.table(f"dry run of {flow.name} in {out}", ["stage", "action", "why"], rows, plan)
         return
     _show_summary(execute(flow, origins, run, output, force), out)
+
+
+def _execute_all(flow: Any, origins: dict[str, str], out: Path, dry_run: bool, force: bool) -> None:
+    from opdcl.arms import describe_all, execute_all
+
+    if dry_run:
+        rows, plans = describe_all(flow, out)
+        output.table(f"dry run of {flow.name} in {out}", ["run", "stage", "action", "why"], rows, plans)
+        return
+    _show_comparison(execute_all(flow, origins, out, output, force))
 
 
 def _continue(run_dir: Path, overrides: list[str], flags: dict[str, Any], stage: str) -> tuple[Any, dict[str, str]]:
@@ -358,6 +365,21 @@ def _show_summary(summary: dict[str, Any], path: Path) -> None:
         output.table("", ["suite", "n", "floor", "base", "tuned", "recovered"], rows, summary)
     output.result(summary["verdict"], summary)
     output.note(f"report: {path / 'report.html'}")
+
+
+def _show_comparison(found: dict[str, Any]) -> None:
+    from opdcl.compare import tables
+
+    if output.mode == "json" or not found:
+        output.result("", found)
+        return
+    scores, *others = tables(found)
+    # The words of a status stand below each other, so that the table fits a terminal of 80 columns.
+    output.table("", scores.columns, [[*row[:-1], row[-1].replace(" ", "\n")] for row in scores.rows], found)
+    for table in others:
+        output.table(f"\n{table.title}", table.columns, table.rows, found)
+    for note in found["notes"]:
+        output.note(f"note: {note}")
 
 
 def _recipe(name: str) -> Path:

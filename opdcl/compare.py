@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROLES = ("retention", "domain")
 SEEDS = {"seed", "data_seed"}
 # Sections of a workflow that cannot change a score.
-IGNORED = {"name", "description", "gates"}
+IGNORED = {"name", "description", "gates", "arms", "seeds"}
 MISSING = "\N{EN DASH}"
 
 

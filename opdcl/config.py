@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 # Strict: `true` is not 1, and '3' is not 3.
 Sampler = Literal["auto", "slab", "generate", "continuous"]
 Positive = Annotated[int, Field(gt=0, strict=True)]
@@ -122,6 +123,19 @@ class HealthSection(Section):
     """Held-out KL, both streams together, over what it was at the start: beyond it, and half a nat more, the run halts at once."""
 
 
+class UntilSection(Section):
+    """When recovery has done enough, by held-out KL. Without any of these it runs all its steps."""
+
+    retention: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Stop once so much of the general KL that tuned began with is gone ..."""
+    domain_kl: Annotated[float, Field(gt=0)] = 0.1
+    """... while the domain KL to tuned, in nats per token, is at most this."""
+    rollouts: Positive | None = None
+    """Stop after so many completions, both streams together."""
+    patience: Positive | None = None
+    """Stop after so many validations in a row without a better adapter."""
+
+
 class RecoverConfig(Section):
     """Recovery by on-policy distillation: the student samples, a teacher grades every token by reverse KL."""
 
@@ -164,6 +178,8 @@ class RecoverConfig(Section):
     """Tokens, padding included, per forward and backward pass. It bounds memory and changes nothing else."""
     health: HealthSection = HealthSection()
     """When to slow down, and when to stop."""
+    until: UntilSection = UntilSection()
+    """When to stop before the last step."""
     validate_every: Positive = 8
     """Steps between measurements on held-out prompts; the best adapter by these is the one kept."""
     validation_prompts: Positive = 16
@@ -220,7 +236,7 @@ class Gates(Section):
 class Workflow(Section):
     """One run: a model, and the stages that are given."""
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    name: str = Field(default="run", pattern=NAME)
     """Name of the run directory under `runs/`."""
     description: str = ""
     """One line for `opdcl workflows ls`."""
@@ -234,3 +250,14 @@ class Workflow(Section):
     """Measure base, tuned and recovered."""
     gates: Gates = Gates()
     """Scores to reach."""
+    arms: dict[Annotated[str, Field(pattern=NAME)], dict[str, Any]] = {}
+    """Several runs of one workflow: name -> the settings in which that run differs. What they have in common is made once."""
+    seeds: list[Annotated[int, Field(ge=0, strict=True)]] = []
+    """Repeat every run with each of these as the seed of fine-tune and recovery."""
+
+    @field_validator("seeds")
+    @classmethod
+    def _seeds_differ(cls, value: list[int]) -> list[int]:
+        if len(set(value)) < len(value):
+            raise ValueError("a seed is named twice, which would count one result as two")
+        return value

@@ -197,12 +197,16 @@ def _merge(tree: dict, origins: dict, new: Any, file: Path, prefix: str = "") ->
                 value = _plain(value)
             except ValueError as fault:
                 raise UsageError(f"{file}:{line}: {name}: {fault}", "quotes make it text") from fault
-            if tuple(name.split(".")) in PATH_FIELDS and isinstance(value, str):
-                value = _from_folder(value, file.parent)
-            if name.startswith("eval.data.") and isinstance(value, str):
+            if isinstance(value, str) and _may_name_a_file(name.split(".")):
                 value = _from_folder(value, file.parent)
             tree[str(key)] = value
             origins[name] = f"{file}:{line}"
+
+
+def _may_name_a_file(keys: list[str]) -> bool:
+    if keys[0] == "arms":
+        keys = keys[2:]
+    return tuple(keys) in PATH_FIELDS or keys[:2] == ["eval", "data"]
 
 
 def _from_folder(value: str, folder: Path) -> str:

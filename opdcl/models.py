@@ -43,6 +43,9 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
         UsageError: The model does not exist, has no chat template, or its weights are pickles.
         EnvironmentFault: The device is missing.
     """
+    # Huge pages for torch's large buffers on Linux: logits of a big vocabulary otherwise cost a page fault per 4 KiB. Read
+    # by torch at its first large allocation, so it has to be set before the model is loaded.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

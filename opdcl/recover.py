@@ -158,6 +158,10 @@ class Validation(TrainerCallback):
         if state.global_step % self.config.validate_every == 0 or state.global_step == self.config.steps:
             self._measure(state.global_step)
             self._keep_samples(state.global_step)
+        if state.global_step < self.config.steps and (why := self._enough(state.global_step)):
+            self.callback.write({"step": state.global_step, "stopped": why})
+            self.callback.report.note(f"step {state.global_step}: stopping here: {why}")
+            control.should_training_stop = True
 
     def held_out_kl(self) -> dict[str, float]:
         """Return KL(student, teacher) per stream on the held-out texts, in nats per token."""
@@ -193,6 +197,23 @@ class Validation(TrainerCallback):
         if self.config.health.watch and _score(kl) > kl_bound(started, self.config.health):
             rose = f"held-out KL rose from {started:.2f} to {_score(kl):.2f} nats per token"
             raise halted(step, rose, "lower recover.learning_rate", self.out)
+
+    def _enough(self, step: int) -> str:
+        """Say why recovery may end after this step, or return nothing."""
+        until = self.config.until
+        done = sum(len(s.prompts) for s in self.trainer.steps[:step])
+        if until.rollouts and done >= until.rollouts:
+            return f"{done} completions were graded"
+        started, *later = [row["validation"] for row in read_jsonl(self.out.metrics) if "validation" in row]
+        if not later:
+            return ""
+        general, domain = later[-1].get("general_kl"), later[-1].get("domain_kl", 0.0)
+        if until.retention and general is not None and domain <= until.domain_kl:
+            gone = 1 - general / max(started["general_kl"], 1e-9)
+            if gone >= until.retention:
+                return f"{gone:.0%} of the general KL is gone, and the domain KL is {domain:.3f}"
+        since = next((i for i, kl in enumerate(reversed(later)) if kl["best"]), len(later))
+        return f"no better adapter in {since} validations" if until.patience and since >= until.patience else ""
 
     def _keep_if_best(self, step: int, score: float) -> bool:
         record = self.best_adapter / "validation.json"

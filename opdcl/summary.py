@@ -145,6 +145,12 @@ def summarise_suites(run: RunDir, suites: list[Suite]) -> dict[str, Any]:
     if domain and domain.complete:
         estimate = stats.domain_retention(*(domain.values(state) for state in STATES), seed=seed)
         summary["domain_retention"] = estimate and estimate.as_dict()
+    if retention and summary["status"] in ("partly recovered", "not shown"):
+        smallest = stats.detectable_difference(retention.values("recovered"), retention.values("base"))
+        summary["notes"].append(
+            f"{retention.name}: on {len(retention.values('base'))} prompts a true difference of {100 * smallest:.1f} points "
+            "between recovered and base is found four times in five; a smaller one may go unseen."
+        )
     summary["verdict"] = _verdict(summary, retention, domain)
     return summary
 
@@ -251,6 +257,7 @@ def _recovery_notes(run: RunDir) -> list[str]:
                 f"Recovery, step {row['step']}: {health['sign']} was {health['value']:.3g}, beyond {health['bound']:.3g}; "
                 f"{health['action']}."
             )
+    notes += [f"Recovery stopped after step {r['step']}: {r['stopped']}." for r in rows if "stopped" in r]
     best = max((r["step"] for r in rows if r.get("validation", {}).get("best")), default=None)
     alpha = next((r[key]["alpha"] for r in rows for key in ("warm_start", "interpolation") if key in r), 1)
     if best == 0 or any("interpolation" in r for r in rows):
@@ -317,8 +324,8 @@ def why_no_recovery(summary: dict) -> str:
         return "base and tuned are not both measured"
     if summary["status"] == "not measured":
         return "recovered is not measured"
-    span = f"[{-100 * change['high']:.1f}, {-100 * change['low']:.1f}]"
-    drop = f"a drop from base to tuned of {-100 * change['value']:.1f} points {span}"
+    value, low, high = (round(-100 * change[k], 1) + 0.0 for k in ("value", "high", "low"))  # + 0.0: never "-0.0"
+    drop = f"a drop from base to tuned of {value} points [{low}, {high}]"
     if -change["value"] < stats.SMALLEST_DROP:
         return f"{drop}, less than the {100 * stats.SMALLEST_DROP:.0f} that a ratio needs"
     return f"{drop}, whose interval or McNemar test does not exclude zero"

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from opdcl.output import Output
 from opdcl.plan import Task, make_plan, training_stages
 from opdcl.provenance import hash_files, machine, versions
 from opdcl.rundir import RunDir, StageDir, now, read_json, write_atomic, write_json
+from opdcl.share import adopt
 
 if TYPE_CHECKING:
     from opdcl.distill.backbone import Backbone
@@ -75,8 +76,11 @@ def inherit(workflow: Workflow) -> Workflow:
     return workflow
 
 
-def execute(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Output, force: bool = False) -> dict[str, Any]:
+def execute(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Output, force: bool = False,
+            donors: Sequence[RunDir] = ()) -> dict[str, Any]:  # fmt: skip
     """Run what the plan says and write the report; return the report's summary.
+
+    What a donor, a finished run, has made with the same settings and data is copied instead of being made again.
 
     Raises:
         UsageError: The run directory holds other things, or was made with another configuration.
@@ -98,6 +102,10 @@ def execute(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Ou
             _remove_stale(run, workflow, tasks)
             tasks = plan_run(workflow, run)
         _write_head(workflow, origins, run)
+        if taken := adopt(tasks, training_stages(run, workflow), run, donors):
+            for task, donor in taken:
+                output.note(f"{_label(task)}: taken from {donor.path.name}")
+            tasks = plan_run(workflow, run)
         if any(t.action != "skip" for t in tasks):
             Session(workflow, run, output).do(tasks)
         else:

@@ -117,3 +117,20 @@ def test_the_first_general_steps_can_be_on_base_s_answers():
     general = [s.on_policy for s in steps if s.stream == "general"]
     assert general == [False, False, True, True, True, True]
     assert all(s.on_policy for s in steps if s.stream == "domain")
+
+
+@pytest.mark.parametrize(("until", "said"), [
+    ({"rollouts": 8}, "8 completions were graded"),
+    ({"retention": 0.01, "domain_kl": 100.0}, "of the general KL is gone"),
+    ({"patience": 1}, "no better adapter in 1 validations"),
+])  # fmt: skip
+def test_recovery_stops_once_it_has_done_enough(backbone, tuned, until, said):
+    # A rate this low changes nothing in a step, so validation finds no better adapter; the higher one does.
+    rate = {"learning_rate": 1e-12} if "patience" in until else {}
+    rows = run(backbone, tuned, steps=12, validate_every=1, until=until, **rate)
+    (stopped,) = [r for r in rows if "stopped" in r]
+    assert said in stopped["stopped"]
+    done = [r for r in rows if "kl" in r]
+    assert len(done) == stopped["step"] < 12
+    if "rollouts" in until:
+        assert len(done) == 2

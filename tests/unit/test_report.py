@@ -490,4 +490,4 @@ def test_a_recovery_without_trouble_has_no_notes(run):
         {"step": 0, "validation": {"best": True}, "warm_start": {"alpha": 1.0}}, {"step": 1, "mismatch": 0.0, "tokens": 500},
         {"step": 8, "validation": {"best": True}},
     ])  # fmt: skip
-    assert report.summarise(run)["notes"] == []
+    assert not [note for note in report.summarise(run)["notes"] if note.startswith("Recovery")]

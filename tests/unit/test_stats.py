@@ -123,3 +123,20 @@ def test_few_prompts_cannot_show_full_recovery_although_p_is_large():
     recovered = np.roll(answers(23, 30), 4)
     assert stats.mcnemar(recovered, base) > 0.5
     assert stats.judge(base, tuned, recovered) == "partly recovered"
+
+
+def test_a_detectable_difference_is_found_four_times_in_five():
+    rng = np.random.default_rng(0)
+    a, b = rng.random((2, 400)) < 0.5
+    smallest = stats.detectable_difference(a, b)
+    # Two unlike coins differ by a standard error of sqrt(2 * 0.25 / n).
+    assert smallest == pytest.approx(2.8 * np.sqrt(0.5 / 400), rel=0.05)
+    shifted = [(rng.random(400) < 0.5 + smallest / 2).astype(float) - (rng.random(400) < 0.5 - smallest / 2) for _ in range(500)]
+    found = [abs(x.mean()) > 1.96 * x.std(ddof=1) / 20 for x in shifted]
+    assert 0.74 < np.mean(found) < 0.86
+
+
+def test_more_seeds_detect_smaller_differences():
+    rng = np.random.default_rng(1)
+    a, b = (rng.random((3, 400)) < 0.5).astype(float), (rng.random((3, 400)) < 0.5).astype(float)
+    assert stats.detectable_difference(a, b) < stats.detectable_difference(a[0], b[0])

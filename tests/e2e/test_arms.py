@@ -1,0 +1,79 @@
+"""One workflow as several runs: what they share is made once, each is resumed by itself, and all are compared."""
+
+import json
+
+import pytest
+from test_workflow import SETTINGS, opdcl
+
+ARMS = """
+seeds: [1, 2]
+arms:
+  ours: {}
+  general-only: {recover: {method: general, steps: 4}}
+"""
+
+
+@pytest.fixture(scope="module")
+def family(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("family")
+    rows = [{"question": f"What is the code of room {i}?", "answer": f"Code {i * 7}"} for i in range(12)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    prompts = [{"prompt": f"Write a line about the number {i}."} for i in range(10)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in prompts))
+    (folder / "tiny.yaml").write_text(SETTINGS.format(model=tiny_model))
+    (folder / "arms.yaml").write_text(ARMS)
+    return folder
+
+
+def test_all_arms_run_over_all_seeds_and_share_what_they_can(family):
+    planned = opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", "--dry-run", "--json", cwd=family)
+    assert planned.returncode == 0, planned.stderr
+    assert [p["run"] for p in json.loads(planned.stdout)] == ["ours-1", "general-only-1", "ours-2", "general-only-2"]
+    assert not (family / "all").exists()
+
+    done = opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", cwd=family)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((family / "all" / "compare.json").read_text())
+    assert [(arm["name"], arm["seeds"]) for arm in found["arms"]] == [("ours", 2), ("general-only", 2)]
+    assert (family / "all" / "compare.html").exists()
+
+    def adapter(run, stage):
+        return (family / "all" / run / "stages" / stage / "adapter" / "adapter_model.safetensors").read_bytes()
+
+    assert adapter("ours-1", "01-finetune") == adapter("general-only-1", "01-finetune")
+    assert adapter("ours-1", "01-finetune") != adapter("ours-2", "01-finetune")
+    assert adapter("ours-1", "02-recover") != adapter("general-only-1", "02-recover")
+    # Base is measured once in all, tuned once a seed, and only what is new is trained.
+    assert done.stderr.count("eval instructions base: taken from") == 3
+    assert done.stderr.count("finetune: taken from") == 2
+    assert done.stderr.count("eval instructions tuned: taken from") == 2
+    assert "recover: taken from" not in done.stderr
+
+    made = (family / "all" / "ours-2" / "stages" / "02-recover" / "stage.json").stat().st_mtime
+    again = opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", "--json", cwd=family)
+    assert again.returncode == 0
+    assert json.loads(again.stdout) == found
+    assert (family / "all" / "ours-2" / "stages" / "02-recover" / "stage.json").stat().st_mtime == made
+
+
+def test_an_arm_that_halts_does_not_stop_the_others(family):
+    (family / "halting.yaml").write_text("arms:\n  bad: {recover: {health: {teacher_entropy: 0.001}}}\n  good: {}\n")
+    done = opdcl("run", "tiny.yaml", "halting.yaml", "-o", "halting", cwd=family)
+    assert done.returncode == 1
+    assert "1 of 2 runs failed: bad" in done.stderr
+    assert "close to uniform" in done.stderr
+    assert (family / "halting" / "good" / "report.html").exists()
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("arms:\n  ours: {recover: {step: 3}}\n", "arms.ours: unknown key recover.step"),
+    ("arms:\n  ../ours: {}\n", "arms"),
+    ("seeds: [1, 1]\n", "named twice"),
+])  # fmt: skip
+def test_arms_that_do_not_hold_are_refused_before_anything_runs(family, text, said):
+    (family / "wrong.yaml").write_text(text)
+    for command in (["run", "tiny.yaml", "wrong.yaml", "-o", "wrong"], ["config", "validate", "tiny.yaml", "wrong.yaml"]):
+        done = opdcl(*command, cwd=family)
+        assert done.returncode == 2
+        assert said in done.stderr
+    assert not (family / "wrong").exists()
