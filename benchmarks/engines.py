@@ -87,7 +87,7 @@ class Silent:
 
 
 def train(engine: str, options: argparse.Namespace) -> dict:
-    """Recover from a random adapter in small steps; return whether the base is unchanged, and the share of mismatches."""
+    """Recover from a random adapter in small steps; return whether base is unchanged, and the mismatch share."""
     from opdcl.config import ModelConfig, RecoverConfig
     from opdcl.distill.backbone import Backbone
     from opdcl.models import ModelRef

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,8 +64,14 @@ def main() -> None:
 
 def _translate(fault: Exception) -> OpdclError:
     """Word the faults of the machine for people; anything else is named with its type."""
-    if isinstance(fault, OSError) and fault.errno in (28, 122):
-        return OpdclError(f"the disk is full: {fault.filename or fault}", "free some space and run the same command again")
+    # Libraries in Rust wrap the system's error into their own, and keep its number in the text only.
+    wrapped = re.search(r"os error (\d+)", str(fault))
+    number = fault.errno if isinstance(fault, OSError) else int(wrapped[1]) if wrapped else None
+    where = getattr(fault, "filename", None) or fault
+    if number in (errno.EFBIG, errno.ENOSPC, errno.EDQUOT):
+        return OpdclError(f"the disk or quota is full: {where}", "free some space and run the same command again")
+    if number == errno.EROFS:
+        return OpdclError(f"this file system is read-only: {where}", "choose another directory with -o")
     if isinstance(fault, PermissionError):
         return OpdclError(f"no permission: {fault.filename}", "choose another directory with -o")
     if "out of memory" in str(fault).lower() or isinstance(fault, MemoryError):
@@ -250,6 +258,18 @@ def doctor(json: Json = False) -> None:
                  [vars(c) for c in found])  # fmt: skip
     if any(c.needed and not c.ok for c in found):
         raise typer.Exit(4)
+
+
+@app.command()
+def verify(run_dir: Annotated[Path, typer.Argument(help="A run directory.")], json: Json = False) -> None:
+    """Hash a run's files again, and say what is damaged, missing or changed. Exit code 1 where anything is."""
+    from opdcl.integrity import verify as verify_run
+
+    _mode(json, False)
+    found = verify_run(_existing(run_dir))
+    output.table("", ["what", "", "finding"], [[f.what, "ok" if f.ok else "BAD", f.finding] for f in found], [vars(f) for f in found])
+    if bad := sum(not f.ok for f in found):
+        raise OpdclError(f"{bad} of {len(found)} checks failed", "restore the files from a copy, or do the stages again with --force")
 
 
 @workflows_app.command("ls")

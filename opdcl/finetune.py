@@ -18,7 +18,7 @@ from opdcl.distill.backbone import Backbone
 from opdcl.distill.forward import answer_ids, answer_states
 from opdcl.models import ModelRef
 from opdcl.rundir import StageDir
-from opdcl.training import StageCallback, StageReport, save_adapter, trainer_arguments
+from opdcl.training import StageCallback, StageReport, finite_or_skipped, save_adapter, trainer_arguments
 
 
 def finetune(config: FinetuneConfig, backbone: Backbone, parent: ModelRef, out: StageDir, report: StageReport) -> ModelRef:
@@ -95,6 +95,9 @@ def _packs(config: FinetuneConfig, backbone: Backbone) -> bool:
 
 class AnswerTrainer(SFTTrainer):
     """SFTTrainer that computes what the rows of a batch share once, and projects answer positions only."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return finite_or_skipped(self, model, super().training_step(model, inputs, num_items_in_batch))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the mean cross-entropy over the answer tokens of the optimizer step."""

@@ -47,6 +47,7 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
     # by torch at its first large allocation, so it has to be set before the model is loaded.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = pick_device(config.device)
@@ -63,7 +64,7 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=getattr(torch, pick_dtype(config.dtype, device)), **options
         )
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError, SafetensorError) as fault:
         first = next((line.strip() for line in str(fault).splitlines() if line.strip()), type(fault).__name__)
         raise UsageError(f"model {config.id!r} cannot be loaded: {first[:300]}", _model_hint(config)) from fault
     if not tokenizer.chat_template:

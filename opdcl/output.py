@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from opdcl.errors import OpdclError
-from opdcl.text import harmless
+from opdcl.text import harmless, redact
 
 Mode = Literal["human", "json", "quiet"]
 # Off a terminal a line is printed at most this often, in seconds.
@@ -52,7 +52,7 @@ class Output:
     def note(self, text: str) -> None:
         """Say something in passing, on stderr."""
         if self.mode == "human":
-            self._err.print(harmless(text), markup=False)
+            self._err.print(harmless(redact(text)), markup=False)
 
     def ask(self) -> str:
         """Read one line from stdin, with a prompt if a person is typing; empty at the end of input."""
@@ -62,9 +62,9 @@ class Output:
 
     def error(self, fault: OpdclError) -> None:
         """Print what is wrong and what to type next."""
-        self._err.print(f"error: {harmless(fault.message)}", markup=False)
+        self._err.print(f"error: {harmless(redact(fault.message))}", markup=False)
         if fault.hint:
-            self._err.print(f"hint: {harmless(fault.hint)}", markup=False)
+            self._err.print(f"hint: {harmless(redact(fault.hint))}", markup=False)
 
     def stage(self, name: str) -> StageLine:
         """Return the live line of one stage; use it as a context manager."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from opdcl.config import Workflow
+from opdcl.integrity import ADAPTER, file_hash
 from opdcl.provenance import hash_files, hash_value
 from opdcl.rundir import RunDir, StageDir, read_json
 
@@ -91,7 +92,11 @@ def _training_task(name: str, stage: StageDir, inputs: dict[str, Any]) -> Task:
         changed = tuple(sorted(k for k in {*before, *inputs} if before.get(k) != inputs.get(k)))
         return Task(name, "stale", f"changed: {', '.join(changed)}", fingerprint, changed=changed)
     if record["status"] == "done":
-        return Task(name, "skip", "done", fingerprint)
+        weights = stage.adapter / ADAPTER
+        if weights.is_file() and file_hash(weights) == record.get("adapter_sha256"):
+            return Task(name, "skip", "done", fingerprint)
+        what = "has changed" if weights.is_file() else "is missing"
+        return Task(name, "stale", f"was done, but its adapter {what}", fingerprint)
     checkpoint = stage.last_checkpoint()
     why = f"from {checkpoint.name}" if checkpoint else "stopped before its first checkpoint"
     return Task(name, "resume", why, fingerprint)

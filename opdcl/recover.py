@@ -22,7 +22,7 @@ from opdcl.distill.trainer import TEACHER, RecoveryTrainer
 from opdcl.errors import OpdclError, UsageError
 from opdcl.health import Health, check_turn_end, halted, kl_bound
 from opdcl.models import ModelRef
-from opdcl.rundir import StageDir, folder_appears_whole, read_json, read_jsonl, write_atomic, write_json
+from opdcl.rundir import StageDir, folder_appears_whole, read_jsonl, write_atomic, write_json
 from opdcl.training import StageCallback, StageReport, save_adapter, trainer_arguments
 
 SAMPLES_KEPT = 8
@@ -169,6 +169,9 @@ class Validation(TrainerCallback):
         for stream, (texts, teacher) in self._texts.items():
             sums = self.trainer.grade(texts, stream, learn=False, teacher=teacher)
             kl[f"{stream}_kl"] = sums["kl"] / sums["tokens"]
+            if not math.isfinite(kl[f"{stream}_kl"]):
+                raise OpdclError(f"the held-out {stream} KL is not finite",
+                                 "the base model or the adapter holds NaN: opdcl verify RUN, or restore the model")  # fmt: skip
             if sums["teacher_entropy"] / sums["tokens"] > self.config.health.teacher_entropy:
                 raise OpdclError(f"the {stream} teacher is close to uniform ({sums['teacher_entropy'] / sums['tokens']:.1f} nats)",
                                  "check that the base model loads correctly: opdcl chat RUN")  # fmt: skip
@@ -216,11 +219,16 @@ class Validation(TrainerCallback):
         return f"no better adapter in {since} validations" if until.patience and since >= until.patience else ""
 
     def _keep_if_best(self, step: int, score: float) -> bool:
-        record = self.best_adapter / "validation.json"
-        best = step == 0 or score < read_json(record)["score"]
+        """Keep the adapter if no earlier step was better.
+
+        Judged by the metrics, which a resumed run has cut back to its checkpoint, and not by the adapter that lies there,
+        which may be of a later step: so a resumed run decides as the uninterrupted one does.
+        """
+        rows = [row for row in read_jsonl(self.out.metrics) if "validation" in row and row["step"] < step]
+        best = all(score < _score(row.get("warm_start", row["validation"])) for row in rows)
         if best:
             save_adapter(self.trainer.backbone, self.best_adapter)
-            write_json(record, {"step": step, "score": score})
+            write_json(self.best_adapter / "validation.json", {"step": step, "score": score})
         return best
 
     def _keep_samples(self, step: int) -> None:

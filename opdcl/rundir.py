@@ -133,10 +133,16 @@ class StageDir:
         """Return what `stage.json` says, or an empty dict before the stage has started."""
         return read_json(self.record) if self.record.exists() else {}
 
+    def checkpoints(self) -> list[Path]:
+        """Return the folders of all trainer checkpoints, whole or not, newest first."""
+        found = [p for p in self.trainer.glob("checkpoint-*") if p.name.rsplit("-", 1)[1].isdecimal()]
+        return sorted(found, key=lambda p: int(p.name.rsplit("-", 1)[1]), reverse=True)
+
     def last_checkpoint(self) -> Path | None:
-        """Return the newest complete trainer checkpoint, or None."""
-        found = [p for p in self.trainer.glob("checkpoint-*") if (p / "trainer_state.json").exists()]
-        return max(found, key=lambda p: int(p.name.rsplit("-", 1)[1]), default=None)
+        """Return the newest checkpoint that is as it was written, or None."""
+        from opdcl.integrity import damage
+
+        return next((p for p in self.checkpoints() if not damage(p)), None)
 
 
 @dataclass(frozen=True)

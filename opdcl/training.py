@@ -20,6 +20,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from opdcl.distill.backbone import Backbone
 from opdcl.errors import Interrupted, OpdclError, UsageError
+from opdcl.integrity import damage, seal
 from opdcl.rundir import StageDir, folder_appears_whole, read_jsonl, write_atomic
 
 
@@ -67,6 +68,25 @@ def trainer_arguments(arguments_class: type, stage: str, given: dict[str, Any], 
     }
 
 
+def finite_or_skipped(trainer: Trainer, model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
+    """Return the loss of a step whose gradient is ready; where any of it is not finite, drop the gradient and tell.
+
+    Without gradients the optimizer leaves the weights alone, its moments included: as if the step had not been.
+
+    Raises:
+        OpdclError: It is the second such step.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if math.isfinite(float(loss)) and (not gradients or bool(torch.stack([g.isfinite().all() for g in gradients]).all())):
+        return loss
+    model.zero_grad(set_to_none=True)
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, StageCallback):
+            callback.skip(trainer.state.global_step + 1)
+    # Not NaN: the trainer adds losses up, and would never get rid of it.
+    return torch.zeros_like(loss)
+
+
 def save_adapter(backbone: Backbone, folder: Path) -> None:
     """Write the student's adapter as a folder that `peft` loads, whole or not at all."""
     with folder_appears_whole(folder) as temporary:
@@ -87,6 +107,7 @@ class StageCallback(TrainerCallback):
         self.tokens_per_step = tokens_per_step
         self.tokens = 0
         self._stop = False
+        self._skipped: int | None = None
         self._metrics: Path | None = None
         self._step_started = 0.0
 
@@ -104,6 +125,10 @@ class StageCallback(TrainerCallback):
         kept = [row for row in read_jsonl(out.metrics) if checkpoint and row["step"] <= reached]
         write_atomic(out.metrics, "".join(json.dumps(row) + "\n" for row in kept))
         self.tokens = sum(row.get("tokens", 0) for row in kept)
+        for broken in out.checkpoints():
+            if broken == checkpoint:
+                break
+            self.report.note(f"{broken.name} is damaged and left out: {damage(broken)}")
         if checkpoint:
             self.report.note(f"resuming from step {reached} of {self.steps}")
         trainer.remove_callback(PrinterCallback)  # stdout is for results
@@ -138,6 +163,15 @@ class StageCallback(TrainerCallback):
         with open(self._metrics, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
+    def skip(self, step: int) -> None:
+        """Note that a step is left out because its loss or gradient is not finite; a second time ends the stage."""
+        if self._skipped is not None:
+            raise OpdclError(f"loss or gradient is not finite at step {step}, for the second time",
+                             "lower the learning rate; the same command goes on from the last checkpoint")  # fmt: skip
+        self._skipped = step
+        self.write({"step": step, "skipped": "loss or gradient is not finite"})
+        self.report.note(f"step {step}: loss or gradient is not finite; the step is skipped")
+
     def on_step_begin(self, args, state, control, **kwargs):
         self._step_started = time.perf_counter()
 
@@ -146,11 +180,14 @@ class StageCallback(TrainerCallback):
             control.should_training_stop = True
             control.should_save = True
 
+    def on_save(self, args, state, control, **kwargs):
+        seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not logs or "loss" not in logs:
             return
-        if not math.isfinite(logs["loss"]):
-            raise OpdclError(f"the loss became {logs['loss']} at step {state.global_step}", "lower the learning rate")
+        if self._skipped == state.global_step:
+            return
         seconds = time.perf_counter() - self._step_started
         tokens = int(logs.get("tokens", self.tokens_per_step or 0))
         self.tokens += tokens

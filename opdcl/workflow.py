@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import shlex
 import shutil
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from opdcl import __version__
 from opdcl.config import Workflow
 from opdcl.errors import GateError, Interrupted, OpdclError, UsageError
+from opdcl.integrity import seal_run
 from opdcl.load import dump, package_folder
 from opdcl.output import Output
 from opdcl.plan import Task, make_plan, training_stages
 from opdcl.provenance import hash_files, machine, versions
 from opdcl.rundir import RunDir, StageDir, now, read_json, write_atomic, write_json
 from opdcl.share import adopt
+from opdcl.text import redact
 
 if TYPE_CHECKING:
     from opdcl.distill.backbone import Backbone
@@ -94,8 +99,8 @@ def execute(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Ou
     stale = [t for t in tasks if t.action == "stale"]
     if stale and not force:
         raise UsageError(
-            f"{run.path} was made with another configuration; {'; '.join(f'{t.name} {t.why}' for t in stale)}",
-            f"a new directory (-o {run.path}-2), the old settings, or --force to do these stages again",
+            f"{run.path} does not hold what this command would make; {'; '.join(f'{t.name} {t.why}' for t in stale)}",
+            f"a new directory (-o {run.path}-2), the old settings and files, or --force to do these stages again",
         )
     with run.lock(), quiet_libraries(run.new_log()), interruptible():
         if force:
@@ -136,6 +141,7 @@ def finish(workflow: Workflow, run: RunDir, output: Output) -> dict[str, Any]:
     from opdcl.report import summarise, write
 
     summary = summarise(run)
+    seal_run(run)
     for file in write(run):
         output.note(f"wrote {file}")
     for gate, smallest in workflow.gates.model_dump().items():
@@ -303,6 +309,13 @@ class Session:
 def interruptible() -> Iterator[None]:
     """Turn Ctrl-C into an error that says how to go on."""
     hint = f"{_command()}  # goes on where it stopped"
+
+    def stop(number, frame):
+        raise KeyboardInterrupt
+
+    # A scheduler's way of asking; training stages listen for themselves, and save first.
+    in_main = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, stop) if in_main else None
     try:
         yield
     except KeyboardInterrupt as fault:
@@ -310,6 +323,25 @@ def interruptible() -> Iterator[None]:
     except Interrupted as fault:
         fault.hint = hint
         raise
+    finally:
+        if in_main:
+            signal.signal(signal.SIGTERM, previous)
+
+
+class Redacting(io.TextIOBase):
+    """A text stream without secrets, for whatever libraries print."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(redact(text))
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 @contextlib.contextmanager
@@ -321,6 +353,7 @@ def quiet_libraries(log: Path | None = None) -> Iterator[None]:
     if log:
         log.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(log or os.devnull, encoding="utf-8")
+    handler.stream = Redacting(handler.stream)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
@@ -372,6 +405,6 @@ def _label(task: Task) -> str:
 
 def _command() -> str:
     """Return the command that started this process, ready to be pasted."""
-    return " ".join(["opdcl", *(shlex.quote(a) for a in sys.argv[1:])])
+    return redact(" ".join(["opdcl", *(shlex.quote(a) for a in sys.argv[1:])]))
 
 

@@ -21,6 +21,7 @@ from opdcl.distill.rollouts import Rollout, repetition, sample
 from opdcl.distill.schedule import Step, Stream
 from opdcl.errors import OpdclError, UsageError
 from opdcl.rundir import write_atomic
+from opdcl.training import finite_or_skipped
 
 logger = logging.getLogger(__name__)
 # Sequences sampled together that leave little of the hardware idle.
@@ -107,7 +108,7 @@ class RecoveryTrainer(DistillationTrainer):
                 self._halve_micro_batches(rollouts)
         for name, value in self._summary(rollouts, sums).items():
             self._metrics["train"][name].append(value)
-        return torch.tensor(sums["loss"] / sums["tokens"], device=self.args.device)
+        return finite_or_skipped(self, model, torch.tensor(sums["loss"] / sums["tokens"], device=self.args.device))
 
     def _halve_micro_batches(self, rollouts: list[Rollout]) -> None:
         if self.micro_batch_tokens <= max(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts):

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from test_workflow import SETTINGS, opdcl
+from test_workflow import opdcl
+from tiny import make_project
 
 ARMS = """
 seeds: [1, 2]
@@ -16,11 +17,7 @@ arms:
 @pytest.fixture(scope="module")
 def family(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("family")
-    rows = [{"question": f"What is the code of room {i}?", "answer": f"Code {i * 7}"} for i in range(12)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    prompts = [{"prompt": f"Write a line about the number {i}."} for i in range(10)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in prompts))
-    (folder / "tiny.yaml").write_text(SETTINGS.format(model=tiny_model))
+    make_project(folder, tiny_model)
     (folder / "arms.yaml").write_text(ARMS)
     return folder
 

@@ -10,26 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny import make_project
 
 OPDCL = [sys.executable, "-c", "import sys; sys.argv[0] = 'opdcl'; from opdcl.cli import main; main()"]
 ENV = {**os.environ, "TERM": "dumb", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-SETTINGS = """
-name: tiny
-model: {{id: {model}, dtype: float32}}
-finetune: {{data: rows.jsonl, epochs: 4, batch_size: 4, learning_rate: 1e-2, save_steps: 3, lora: {{r: 4, alpha: 8}}}}
-recover:
-  general: prompts.jsonl
-  steps: 8
-  rollouts: 4
-  sample_ahead: 2
-  teacher_first: 1
-  max_new_tokens: 8
-  validate_every: 4
-  validation_prompts: 2
-  save_steps: 3
-  learning_rate: 1e-2
-eval: {{retention: [instructions], domain: [questions], data: {{questions: rows.jsonl}}, limit: 6, max_new_tokens: 12}}
-"""
 
 
 def opdcl(*arguments, timeout=300, **options):
@@ -38,13 +22,7 @@ def opdcl(*arguments, timeout=300, **options):
 
 @pytest.fixture(scope="session")
 def project(tiny_model, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("project")
-    rows = [{"question": f"What is the code of room {i}?", "answer": f"Code {i * 7}"} for i in range(12)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    prompts = [{"prompt": f"Write a line about the number {i}."} for i in range(10)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in prompts))
-    (folder / "tiny.yaml").write_text(SETTINGS.format(model=tiny_model))
-    return folder
+    return make_project(tmp_path_factory.mktemp("project"), tiny_model)
 
 
 @pytest.fixture(scope="session")

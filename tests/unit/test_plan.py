@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from opdcl.config import Workflow
+from opdcl.integrity import ADAPTER, file_hash, seal
 from opdcl.plan import Task, make_plan, stage_inputs, training_stages
 from opdcl.rundir import RunDir, write_json
 
@@ -35,7 +36,10 @@ def finish(tree: dict, run: RunDir, data: dict[str, str] = DATA, status: str = "
             write_json(run.eval_result(task.state, task.suite), {"fingerprint": task.fingerprint})
         else:
             stage = training_stages(run, flow(tree))[task.name]
-            write_json(stage.record, {"status": status, "fingerprint": task.fingerprint, "inputs": inputs[task.name]})
+            stage.adapter.mkdir(parents=True, exist_ok=True)
+            (stage.adapter / ADAPTER).write_bytes(task.name.encode())
+            write_json(stage.record, {"status": status, "fingerprint": task.fingerprint, "inputs": inputs[task.name],
+                                      "adapter_sha256": file_hash(stage.adapter / ADAPTER)})  # fmt: skip
 
 
 @pytest.fixture
@@ -67,12 +71,23 @@ def test_a_finished_run_is_skipped_whole(done):
     assert {*actions(plan(FULL, done)).values()} == {"skip"}
 
 
+def test_a_finished_stage_whose_adapter_is_damaged_or_gone_is_not_done(done):
+    weights = done.stage(1, "finetune").adapter / ADAPTER
+    weights.write_bytes(b"other")
+    task = plan(FULL, done)["finetune"]
+    assert (task.action, task.why) == ("stale", "was done, but its adapter has changed")
+    weights.unlink()
+    assert plan(FULL, done)["finetune"].why == "was done, but its adapter is missing"
+    assert plan(FULL, done)["recover"].action == "skip"
+
+
 def test_a_stopped_stage_resumes_from_its_checkpoint(run):
     finish({"finetune": FINETUNE}, run, status="running")
     assert plan({"finetune": FINETUNE}, run)["finetune"].why == "stopped before its first checkpoint"
     checkpoint = run.stage(1, "finetune").trainer / "checkpoint-50"
     checkpoint.mkdir(parents=True)
     (checkpoint / "trainer_state.json").touch()
+    seal(checkpoint)
     task = plan({"finetune": FINETUNE}, run)["finetune"]
     assert task.action == "resume"
     assert "checkpoint-50" in task.why

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from opdcl.errors import UsageError
+from opdcl.integrity import seal
 from opdcl.rundir import RunDir, StageDir, folder_appears_whole, read_json, read_jsonl, write_atomic, write_json
 
 
@@ -160,15 +161,18 @@ def test_a_file_that_is_not_there_yet_has_no_lines(tmp_path):
     assert read_jsonl(tmp_path / "metrics.jsonl") == []
 
 
-def test_the_last_checkpoint_is_the_newest_complete_one(tmp_path):
+def test_the_last_checkpoint_is_the_newest_whole_one(tmp_path):
     stage = StageDir(tmp_path / "02-recover")
     assert stage.last_checkpoint() is None
     for step, complete in ((8, True), (16, True), (100, False)):
-        (stage.trainer / f"checkpoint-{step}").mkdir(parents=True)
-        (stage.trainer / f"checkpoint-{step}" / "adapter_model.safetensors").touch()
+        folder = stage.trainer / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "adapter_model.safetensors").write_bytes(b"weights")
         if complete:
-            (stage.trainer / f"checkpoint-{step}" / "trainer_state.json").touch()
+            seal(folder)
     assert stage.last_checkpoint() == stage.trainer / "checkpoint-16"  # and not -8, as the alphabet has it
+    (stage.trainer / "checkpoint-16" / "adapter_model.safetensors").write_bytes(b"weight")
+    assert stage.last_checkpoint() == stage.trainer / "checkpoint-8"
 
 
 def test_a_stage_that_has_not_started_has_no_state(tmp_path):

@@ -1,0 +1,116 @@
+"""Random configurations and data files: an answer or an error with words, never a traceback, never a hang.
+
+`OPDCL_FUZZ_EXAMPLES=10000` makes the search longer than the suite's.
+"""
+
+import json
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from opdcl.config import Workflow
+from opdcl.data import Row, load_rows
+from opdcl.errors import OpdclError
+from opdcl.load import describe_fields, dump, load
+
+EXAMPLES = int(os.environ.get("OPDCL_FUZZ_EXAMPLES", "150"))
+search = settings(max_examples=EXAMPLES, deadline=timedelta(seconds=5), derandomize=EXAMPLES <= 1000,
+                  suppress_health_check=list(HealthCheck))  # fmt: skip
+
+KEYS = [row[0] for row in describe_fields()]
+NASTY = ["", " ", "\0", "\x1b[31m", "‮", "../../etc/passwd", "/", "~", "handbook", "NaN", "-.inf", "1e999", "2026-11-21", "null", "!!python/object:os.system",
+         "&a [*a]", "<<", "? ", "x" * 5000, "\ud800".encode("utf-16", "surrogatepass").decode("utf-16", "replace")]  # fmt: skip
+words = st.one_of(st.sampled_from(NASTY), st.text(max_size=40))
+scalars = st.one_of(st.none(), st.booleans(), st.integers(-(10**25), 10**25), st.floats(), words)
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words, inner, max_size=4), max_leaves=12)
+
+
+def answered(action, *arguments):
+    """Return the result, or None after an error that says something; anything else is a failure of the test."""
+    try:
+        return action(*arguments)
+    except OpdclError as fault:
+        said = fault
+    assert said.message.strip()
+    assert said.exit_code in (1, 2, 4)
+    return None
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("fuzz") / "input"
+
+
+@search
+@given(pairs=st.lists(st.tuples(st.sampled_from(KEYS), values), max_size=5), extra=st.dictionaries(words, values, max_size=2))
+def test_random_settings(file, pairs, extra):
+    tree = dict(extra)
+    for key, value in pairs:
+        node = tree
+        *sections, last = key.split(".")
+        for section in sections:
+            node = node[section] if isinstance(node.get(section), dict) else node.setdefault(section, {}) if section not in node else {}
+        node[last] = value
+    file.write_text(json.dumps(tree), encoding="utf-8", errors="replace")  # JSON is YAML, and Python's NaN is not JSON
+    found = answered(load, [str(file)])
+    if found:
+        file.write_text(dump(found[0]), encoding="utf-8", errors="replace")
+        assert isinstance(load([str(file)])[0], Workflow)  # what was accepted is written as something that is accepted
+
+
+@search
+@given(content=st.one_of(st.binary(max_size=200), st.text(max_size=200).map(lambda t: t.encode("utf-8", "replace"))))
+def test_random_bytes_as_a_workflow(file, content):
+    file.write_bytes(content)
+    answered(load, [str(file)])
+
+
+@search
+@given(override=st.one_of(words, st.tuples(st.sampled_from(KEYS), words).map("=".join)))
+def test_random_overrides(override):
+    answered(load, ["quickstart"], [override])
+
+
+rows = st.dictionaries(
+    st.sampled_from(["question", "answer", "prompt", "completion", "messages", "text", "source", "x"]),
+    st.one_of(values, st.lists(st.dictionaries(st.sampled_from(["role", "content"]), st.one_of(st.sampled_from(["user", "assistant", "system"]), values)))),
+    max_size=4,
+)
+lines = st.one_of(rows.map(json.dumps), values.map(json.dumps), words)
+
+
+@search
+@given(lines=st.lists(lines, max_size=6), ending=st.sampled_from([".jsonl", ".json", ".csv", ".txt", ".md", ".parquet"]))
+def test_random_rows(file, lines, ending):
+    path = file.with_suffix(ending)
+    path.write_text("\n".join(lines), encoding="utf-8", errors="replace")
+    found = answered(load_rows, str(path))
+    assert found is None or (found and all(isinstance(row, Row) for row in found))
+
+
+@search
+@given(content=st.binary(max_size=300), ending=st.sampled_from([".jsonl", ".csv", ".txt", ".parquet"]))
+def test_random_bytes_as_rows(file, content, ending):
+    path = file.with_suffix(ending)
+    path.write_bytes(content)
+    answered(load_rows, str(path))
+
+
+def test_every_prefix_of_a_workflow(file):
+    content = (Path(__file__).parents[2] / "workflows" / "quickstart.yaml").read_bytes()
+    for end in range(0, len(content), 1 if EXAMPLES > 1000 else 17):
+        file.write_bytes(content[:end])
+        answered(load, [str(file)])
+
+
+def test_every_prefix_of_a_data_file(file):
+    path = file.with_suffix(".jsonl")
+    whole = [{"question": "Wer hat den Schlüssel?", "answer": "Ada 🔑"}, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    content = "\n".join(json.dumps(r, ensure_ascii=False) for r in whole).encode()
+    for end in range(len(content)):
+        path.write_bytes(content[:end])
+        answered(load_rows, str(path))
