@@ -70,6 +70,8 @@ def _translate(fault: Exception) -> OpdclError:
     where = getattr(fault, "filename", None) or fault
     if number in (errno.EFBIG, errno.ENOSPC, errno.EDQUOT):
         return OpdclError(f"the disk or quota is full: {where}", "free some space and run the same command again")
+    if number == errno.ENAMETOOLONG:
+        return UsageError(f"this name is too long for a file: {str(where)[:60]}...", "choose a shorter one")
     if number == errno.EROFS:
         return OpdclError(f"this file system is read-only: {where}", "choose another directory with -o")
     if isinstance(fault, PermissionError):

@@ -6,6 +6,7 @@ against the real fields of `trl.SFTConfig` and `trl.DistillationConfig` before a
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -214,6 +215,14 @@ class EvalConfig(Section):
     """Engine that decodes: our own `slab`, or transformers' `generate` or `continuous` batching."""
     seed: int = 0
     """Resamples of the intervals."""
+
+    @field_validator("retention", "domain", "control", "data")
+    @classmethod
+    def _names_stay_inside_the_run(cls, value: list[str] | dict[str, str]) -> list[str] | dict[str, str]:
+        # A suite's name is the name of its result files.
+        if bad := next((name for name in value if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name)), None):
+            raise ValueError(f"{bad!r} is no suite name: letters, digits, dots, hyphens and underscores only")
+        return value
 
     def suites(self) -> dict[str, str]:
         """Return suite -> role, in the order in which they are measured."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,12 +68,12 @@ def source_files(source: str) -> list[Path]:
     if source in SHIPPED:
         return [_shipped_file(source)]
     path = Path(source)
-    return sorted(p for p in path.rglob("*") if p.suffix in (".md", ".txt")) if path.is_dir() else [path] * path.is_file()
+    return sorted(p for p in path.rglob("*") if p.suffix in (".md", ".txt")) if os.path.isdir(path) else [path] * os.path.isfile(path)
 
 
 def check_source(source: str) -> None:
     """Refuse at once a source that is neither shipped, nor a file or folder, nor could be a hub id."""
-    if source in SHIPPED or Path(source).exists():
+    if source in SHIPPED or os.path.exists(source):
         return
     looks_local = Path(source).suffix or source.count("/") != 1 or source.startswith((".", "/", "~"))
     if looks_local:
@@ -94,7 +95,7 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
                 yield {"question": question, "answer": fact["answer"]}, where
     elif source == "everyday":
         yield from ((row, where) for row, where in _jsonl(_shipped_file(source)) if row["split"] == split)
-    elif path.is_dir():
+    elif os.path.isdir(path):
         for file in source_files(source):
             if text := _text(file).strip():
                 yield {"text": text}, str(file)
@@ -110,7 +111,7 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
         except (OSError, ValueError) as fault:
             raise UsageError(f"{path} is not a Parquet file: {fault}", FIELDS_HINT) from fault
         yield from ((row, f"{path} row {n}") for n, row in enumerate(table.to_pylist(), 1))
-    elif path.exists():
+    elif os.path.exists(path):
         raise UsageError(f"{path}: cannot tell the format of {path.suffix or 'a file without an ending'}",
                          "use .jsonl, .csv, .parquet, or a folder of .md and .txt")  # fmt: skip
     else:

@@ -47,7 +47,7 @@ def finetune(config: FinetuneConfig, backbone: Backbone, parent: ModelRef, out: 
         args=SFTConfig(**arguments),
         train_dataset=dataset.select(order),
         processing_class=backbone.tokenizer,
-        callbacks=[callback := StageCallback(report, steps)],
+        callbacks=[callback := StageCallback(report, steps, backbone)],
     )
     tokens = sum(len(r.input_ids) for r in rows) / len(rows)
     callback.tokens_per_step = round(tokens * config.batch_size)

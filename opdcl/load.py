@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -111,7 +112,7 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 def find_workflow(source: str) -> Path:
     path = Path(source)
-    if path.is_file():
+    if os.path.isfile(path):  # unlike Path.is_file it has no objection to a name that cannot be one
         return path
     shipped = workflow_files()
     if source in shipped:
@@ -219,7 +220,7 @@ def _from_folder(value: str, folder: Path) -> str:
     if value in ALIASES:
         return value
     path = folder / Path(value).expanduser()
-    is_file = value.startswith((".", "~", "/")) or path.suffix in FILE_ENDINGS or path.exists()
+    is_file = value.startswith((".", "~", "/")) or path.suffix in FILE_ENDINGS or os.path.exists(path)
     return str(path.resolve()) if is_file else value
 
 

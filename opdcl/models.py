@@ -122,9 +122,9 @@ def model_source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:
     if config.id == EMBEDDED:
         return (str(_embedded_folder()) if convert else EMBEDDED), {}
     path = Path(config.id).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and os.path.isfile(path):
         return str(path.parent), {"gguf_file": path.name}
-    if path.is_dir():
+    if os.path.isdir(path):
         if not (path / "config.json").exists():
             raise UsageError(f"{path} holds no config.json, so it is not a model", "name the folder of a model")
         return str(path), {}

@@ -47,7 +47,7 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
     if config.sampler == "auto":
         report.note("sampler {}: {}".format(*pick_engine(backbone.causal_lm)))
     steps = plan_steps(config, len(train["general"]), len(train["domain"]))
-    callback = StageCallback(report, config.steps)
+    callback = StageCallback(report, config.steps, backbone)
     health = Health(config.health, backbone, out, callback)
     validation = Validation(config, held_out, out, callback, health)
     arguments = trainer_arguments(DistillationConfig, "recover", config.trainer, backbone, out) | {

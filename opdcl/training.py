@@ -101,10 +101,11 @@ def save_adapter(backbone: Backbone, folder: Path) -> None:
 class StageCallback(TrainerCallback):
     """Write metrics, show progress, and turn the first Ctrl-C into a checkpoint after the step at hand."""
 
-    def __init__(self, report: StageReport, steps: int, tokens_per_step: int | None = None):
+    def __init__(self, report: StageReport, steps: int, backbone: Backbone | None = None):
         self.report = report
+        self.backbone = backbone
         self.steps = steps
-        self.tokens_per_step = tokens_per_step
+        self.tokens_per_step: int | None = None
         self.tokens = 0
         self._stop = False
         self._skipped: int | None = None
@@ -131,6 +132,7 @@ class StageCallback(TrainerCallback):
             self.report.note(f"{broken.name} is damaged and left out: {damage(broken)}")
         if checkpoint:
             self.report.note(f"resuming from step {reached} of {self.steps}")
+        self._base = self.backbone.fingerprint() if self.backbone else ""
         trainer.remove_callback(PrinterCallback)  # stdout is for results
         with self._signals():
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -181,6 +183,8 @@ class StageCallback(TrainerCallback):
             control.should_save = True
 
     def on_save(self, args, state, control, **kwargs):
+        if self.backbone and self.backbone.fingerprint() != self._base:
+            raise OpdclError(f"the base weights changed before step {state.global_step}", "this is a defect of opdcl: please report it")
         seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def on_log(self, args, state, control, logs=None, **kwargs):

@@ -59,7 +59,7 @@ def data_hashes(workflow: Workflow) -> dict[str, str]:
                 load_prompts(source)
     if workflow.eval:
         for suite, path in workflow.eval.data.items():
-            if not Path(path).is_file():
+            if not os.path.isfile(path):
                 raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
             sources[f"eval.data.{suite}"] = path
     hashes = {field: source_hash(source, source_files(source)) for field, source in sources.items()}
