@@ -207,3 +207,36 @@ def test_a_model_without_a_chat_template_is_refused(project, tiny_model):
     refused = opdcl("run", "tiny.yaml", "-o", "templateless", "--model", bare, cwd=project)
     assert refused.returncode == 2, refused.stderr
     assert "chat template" in refused.stderr
+
+
+def test_verify_finds_what_was_changed(finished, project):
+    clean = opdcl("verify", "whole", "--json", cwd=project)
+    assert clean.returncode == 0, clean.stderr
+    assert all(check["ok"] for check in json.loads(clean.stdout))
+    shutil.copytree(finished, project / "touched")
+    samples = project / "touched" / "evals" / "recovered" / "instructions.samples.jsonl"
+    samples.write_text(samples.read_text().replace('"response": "', '"response": "better ', 1))
+    adapter = project / "touched" / "stages" / "02-recover" / "adapter" / "adapter_model.safetensors"
+    adapter.write_bytes((finished / "stages" / "01-finetune" / "adapter" / "adapter_model.safetensors").read_bytes())
+    touched = opdcl("verify", "touched", "--json", cwd=project)
+    assert touched.returncode == 1
+    bad = {check["what"] for check in json.loads(touched.stdout) if not check["ok"]}
+    assert {"evals/recovered/instructions.samples.jsonl", "adapter of 02-recover", "result recovered/instructions"} <= bad
+    assert not any(what.startswith(("evals/base", "evals/tuned", "stages/01")) for what in bad)
+
+
+def test_a_checkpoint_that_was_cut_off_falls_back_to_the_one_before(finished, project):
+    shutil.copytree(finished, project / "cut")
+    stage = project / "cut" / "stages" / "02-recover"
+    shutil.rmtree(stage / "adapter")
+    record = json.loads((stage / "stage.json").read_text())
+    (stage / "stage.json").write_text(json.dumps(record | {"status": "running"}))
+    last, before = sorted(stage.glob("trainer/checkpoint-*"), key=lambda p: -int(p.name.split("-")[1]))
+    weights = next(last.rglob("adapter_model.safetensors"))
+    os.truncate(weights, weights.stat().st_size // 2)
+    again = opdcl("run", "tiny.yaml", "-o", "cut", cwd=project)
+    assert again.returncode == 0, again.stderr
+    assert f"{last.name} is damaged and left out" in again.stderr
+    assert f"resuming from step {before.name.split('-')[1]} of 8" in again.stderr
+    made, expected = (p / "stages" / "02-recover" / "adapter" / "adapter_model.safetensors" for p in (project / "cut", finished))
+    assert made.read_bytes() == expected.read_bytes()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from opdcl.errors import UsageError
-from opdcl.load import describe_fields, dump, load, workflow_files
+from opdcl.load import describe_fields, dump, load, validate, workflow_files
 
 
 @pytest.fixture
@@ -294,3 +294,12 @@ def test_a_saved_workflow_reads_back_as_it_was(write):
     for name in workflow_files():
         flow, _ = load([name])
         assert load([str(write(dump(flow)))])[0] == flow
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere", "/etc/passwd", "a/b", "", ".hidden", "x" * 200, "nul\0"])
+@pytest.mark.parametrize("role", ["retention", "domain", "control"])
+def test_a_suite_name_cannot_leave_the_run_directory(name, role):
+    with pytest.raises(UsageError, match="no suite name"):
+        validate({"eval": {role: [name]}})
+    with pytest.raises(UsageError, match="no suite name"):
+        validate({"eval": {"data": {name: "rows.jsonl"}}})
