@@ -373,7 +373,7 @@ def worker(place: Path, expected: dict[str, bytes]) -> dict:
     children = Path(f"/proc/{pid}/task/{pid}/children")
     ended = None
     # The progress of training shows that the child is the loader, and not something the start-up needed.
-    while ended is None and not (list((place / "worker").glob("stages/*/trainer/checkpoint-*")) and children.read_text().split()):
+    while ended is None and not (list((place / "worker").glob("stages/*/trainer/checkpoint-*/seal.json")) and children.read_text().split()):
         ended = _wait_until(pid, time.monotonic() + 0.002)
     if ended is None:
         for child in children.read_text().split():

@@ -78,6 +78,8 @@ def _translate(fault: Exception) -> OpdclError:
         return OpdclError(f"no permission: {fault.filename}", "choose another directory with -o")
     if "out of memory" in str(fault).lower() or isinstance(fault, MemoryError):
         return OpdclError("out of memory", "--set recover.micro_batch_tokens=1024, or smaller batches")
+    if "DataLoader worker" in str(fault):
+        return OpdclError("a process that loads data was killed", "the same command goes on from the last checkpoint; fewer workers need less memory")
     return OpdclError(f"{type(fault).__name__}: {str(fault)[:500]}", "OPDCL_DEBUG=1 shows the traceback")
 
 

@@ -220,8 +220,8 @@ class EvalConfig(Section):
     @classmethod
     def _names_stay_inside_the_run(cls, value: list[str] | dict[str, str]) -> list[str] | dict[str, str]:
         # A suite's name is the name of its result files.
-        if bad := next((name for name in value if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name)), None):
-            raise ValueError(f"{bad!r} is no suite name: letters, digits, dots, hyphens and underscores only")
+        if bad := [name for name in value if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name)]:
+            raise ValueError(f"{bad[0]!r} is no suite name: letters, digits, dots, hyphens and underscores only")
         return value
 
     def suites(self) -> dict[str, str]:

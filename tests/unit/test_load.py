@@ -296,7 +296,7 @@ def test_a_saved_workflow_reads_back_as_it_was(write):
         assert load([str(write(dump(flow)))])[0] == flow
 
 
-@pytest.mark.parametrize("name", ["../../elsewhere", "/etc/passwd", "a/b", "", ".hidden", "x" * 200, "nul\0"])
+@pytest.mark.parametrize("name", ["../../elsewhere", "/etc/passwd", "a/b", "", ".", "..", ".hidden", "x" * 200, "nul\0"])
 @pytest.mark.parametrize("role", ["retention", "domain", "control"])
 def test_a_suite_name_cannot_leave_the_run_directory(name, role):
     with pytest.raises(UsageError, match="no suite name"):
