@@ -58,8 +58,8 @@ def main() -> None:
                 sys.exit(2)
             output.error(UsageError(fault.format_message(), "opdcl --help"))
             sys.exit(2)
-        output.error(_translate(fault))
-        sys.exit(1)
+        output.error(known := _translate(fault))
+        sys.exit(known.exit_code)
 
 
 def _translate(fault: Exception) -> OpdclError:
@@ -98,13 +98,14 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def run(
     workflow: Annotated[list[str], typer.Argument(help="A shipped recipe or YAML files, merged left to right.")],
     out: Out = None, model: Model = None, set_: Set = [], dry_run: DryRun = False, force: Force = False,  # noqa: B006
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Only kernels that repeat bit for bit.")] = False,
     json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Run a workflow: fine-tune, recover, evaluate, report. A second call goes on where the first stopped."""
     from opdcl.load import load
 
     _mode(json, quiet)
-    flow, origins = load(workflow, set_, {"model.id": model})
+    flow, origins = load(workflow, set_, {"model.id": model, "model.deterministic": deterministic or None})
     place = out or Path("runs") / flow.name
     if flow.arms or flow.seeds:
         _execute_all(flow, origins, place, dry_run, force)

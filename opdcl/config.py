@@ -35,6 +35,8 @@ class ModelConfig(Section):
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Leave off unless you have read that code."""
+    deterministic: bool = False
+    """Only kernels that repeat bit for bit. The CPU's do so anyway; on CUDA it costs speed."""
 
 
 class LoraSection(Section):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 
@@ -16,9 +17,19 @@ from opdcl.config import FinetuneConfig
 from opdcl.data import Encoded, encode_example, load_rows
 from opdcl.distill.backbone import Backbone
 from opdcl.distill.forward import answer_ids, answer_states
+from opdcl.errors import OpdclError
 from opdcl.models import ModelRef
 from opdcl.rundir import StageDir
-from opdcl.training import StageCallback, StageReport, finite_or_skipped, save_adapter, trainer_arguments
+from opdcl.training import (
+    StageCallback,
+    StageReport,
+    finite_or_skipped,
+    is_out_of_memory,
+    save_adapter,
+    trainer_arguments,
+)
+
+logger = logging.getLogger(__name__)
 
 
 def finetune(config: FinetuneConfig, backbone: Backbone, parent: ModelRef, out: StageDir, report: StageReport) -> ModelRef:
@@ -96,8 +107,30 @@ def _packs(config: FinetuneConfig, backbone: Backbone) -> bool:
 class AnswerTrainer(SFTTrainer):
     """SFTTrainer that computes what the rows of a batch share once, and projects answer positions only."""
 
+    pieces = 1
+    """Into how many micro-batches a batch is cut; doubled whenever memory runs out."""
+
     def training_step(self, model, inputs, num_items_in_batch=None):
-        return finite_or_skipped(self, model, super().training_step(model, inputs, num_items_in_batch))
+        tokens = (inputs["labels"] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        while True:
+            try:
+                # Every piece divides by the tokens of the whole batch, so that the pieces' gradients add up to its own.
+                losses = [super(AnswerTrainer, self).training_step(model, piece, tokens) for piece in _cut(inputs, self.pieces)]
+                return finite_or_skipped(self, model, torch.stack(losses).sum())
+            except (RuntimeError, MemoryError) as fault:
+                if not is_out_of_memory(fault):
+                    raise
+                model.zero_grad()
+                self._cut_finer(len(inputs["input_ids"]))
+
+    def _cut_finer(self, rows: int) -> None:
+        if self.pieces >= rows:
+            raise OpdclError("one training row alone does not fit into memory",
+                             "lower finetune.max_length, or choose a smaller model")  # fmt: skip
+        self.pieces *= 2
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        logger.warning("out of memory: going on with batches cut into %d", self.pieces)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the mean cross-entropy over the answer tokens of the optimizer step."""
@@ -117,3 +150,11 @@ class AnswerTrainer(SFTTrainer):
         targets_N = answer_ids(sequences, logits_NV.device)
         total = torch.nn.functional.cross_entropy(logits_NV.float(), targets_N, reduction="sum")
         return total / (len(targets_N) if num_items_in_batch is None else num_items_in_batch)
+
+
+def _cut(inputs: dict[str, torch.Tensor], pieces: int) -> list[dict[str, torch.Tensor]]:
+    """Split a batch into groups of rows."""
+    if pieces == 1:
+        return [inputs]
+    size = math.ceil(len(inputs["input_ids"]) / pieces)
+    return [dict(zip(inputs, rows, strict=True)) for rows in zip(*(value.split(size) for value in inputs.values()), strict=True)]

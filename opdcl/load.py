@@ -15,7 +15,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from opdcl.config import Workflow
 from opdcl.errors import UsageError
-from opdcl.text import SECRET
+from opdcl.text import redact
 
 MAX_BYTES = 1_000_000
 # Fields that may name a file; a relative one is meant from the workflow file's folder.
@@ -65,7 +65,7 @@ def _override(tree: dict, origins: dict[str, str], overrides: Sequence[str], fla
 def validate(tree: dict, origins: dict[str, str] | None = None) -> Workflow:
     """Check a plain mapping against the schema; all its faults are reported at once."""
     for key, value in flatten(tree).items():
-        if isinstance(value, str) and SECRET.search(value):
+        if isinstance(value, str) and redact(value) != value:
             raise UsageError(f"{key} holds what looks like a secret, and a run keeps its configuration on disk",
                              "keep it in the environment, HF_TOKEN for instance: that is never stored")  # fmt: skip
     try:

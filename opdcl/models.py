@@ -51,6 +51,10 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = pick_device(config.device)
+    if config.deterministic:
+        # Read by cuBLAS when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.deterministic)
     source, extra = model_source(config)
     options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code, **extra}
     try:
@@ -143,7 +147,8 @@ def _require_hub(config: ModelConfig) -> None:
     reachable = not constants.HF_HUB_OFFLINE
     if reachable and not any(os.environ.get(k) for k in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
         try:
-            socket.create_connection((urlparse(constants.ENDPOINT).hostname, 443), timeout=5).close()
+            hub = urlparse(constants.ENDPOINT)
+            socket.create_connection((hub.hostname, hub.port or (80 if hub.scheme == "http" else 443)), timeout=5).close()
         except OSError:
             reachable = False
     if not reachable:

@@ -47,7 +47,7 @@ def training_stages(run: RunDir, workflow: Workflow) -> dict[str, StageDir]:
 def stage_inputs(workflow: Workflow, run: RunDir, data: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Return, for each training stage, all that its result depends on; its hash is the stage's fingerprint."""
     inputs: dict[str, dict[str, Any]] = {}
-    parent = hash_value(workflow.model.model_dump(exclude={"device"}))
+    parent = hash_value(workflow.model.model_dump(exclude={"device", "deterministic"}))
     origin = "model"
     for name in training_stages(run, workflow):
         contents = {f"content of {k.split('.', 1)[1]}": v for k, v in data.items() if k.startswith(f"{name}.")}
@@ -107,7 +107,7 @@ def _eval_tasks(workflow: Workflow, run: RunDir, data: dict[str, str], training:
     assert config is not None
     by_name = {t.name: t for t in training}
     # An adapter of an earlier command, where this workflow does not make it itself.
-    model = hash_value(workflow.model.model_dump(exclude={"device"}))
+    model = hash_value(workflow.model.model_dump(exclude={"device", "deterministic"}))
     states = {"base": model}
     for state, stage in (("tuned", "finetune"), ("recovered", "recover")):
         if stage in by_name:

@@ -194,11 +194,16 @@ class RunDir:
         return self.path / "logs" / f"attempt_{len(list((self.path / 'logs').glob('attempt_*.log'))) + 1}.log"
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the run for this process: a second writer is refused, a dead owner's lock is taken over."""
+    def lock(self) -> Iterator[dict | None]:
+        """Hold the run for this process: a second writer is refused, a dead owner's lock is taken over.
+
+        Yields:
+            The dead owner, if there was one.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         file = self.path / ".lock"
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": now()}
+        dead = None
         for _ in range(2):
             try:
                 handle = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
@@ -206,6 +211,7 @@ class RunDir:
                 other = _lock_owner(file)
                 if other and other.get("host") == owner["host"] and not _alive(other.get("pid", 0)):
                     file.unlink(missing_ok=True)
+                    dead = other
                     continue
                 raise UsageError(
                     f"{self.path} is in use by process {other.get('pid')} on {other.get('host')} "
@@ -218,7 +224,7 @@ class RunDir:
         else:
             raise UsageError(f"{self.path} is being taken over by another process", "try again")
         try:
-            yield
+            yield dead
         finally:
             file.unlink(missing_ok=True)
 

@@ -68,6 +68,11 @@ def trainer_arguments(arguments_class: type, stage: str, given: dict[str, Any], 
     }
 
 
+def is_out_of_memory(fault: BaseException) -> bool:
+    """Say whether a smaller batch would have spared us this: on CUDA, on the CPU, or in Python itself."""
+    return isinstance(fault, torch.OutOfMemoryError | MemoryError) or any(x in str(fault) for x in ("can't allocate memory", "std::bad_alloc"))
+
+
 def finite_or_skipped(trainer: Trainer, model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
     """Return the loss of a step whose gradient is ready; where any of it is not finite, drop the gradient and tell.
 

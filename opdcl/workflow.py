@@ -102,7 +102,9 @@ def execute(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Ou
             f"{run.path} does not hold what this command would make; {'; '.join(f'{t.name} {t.why}' for t in stale)}",
             f"a new directory (-o {run.path}-2), the old settings and files, or --force to do these stages again",
         )
-    with run.lock(), quiet_libraries(run.new_log()), interruptible():
+    with run.lock() as dead, quiet_libraries(run.new_log()), interruptible():
+        if dead:
+            output.note(f"the lock of process {dead.get('pid')}, which is gone, is taken over")
         if force:
             _remove_stale(run, workflow, tasks)
             tasks = plan_run(workflow, run)
@@ -152,11 +154,15 @@ def finish(workflow: Workflow, run: RunDir, output: Output) -> dict[str, Any]:
 
 
 def refuse_foreign(run: RunDir) -> None:
-    """Refuse a directory with content that is not a run's: nothing there may be mistaken or overwritten."""
+    """Refuse a directory with content that is not a run's, or that leads elsewhere: nothing may be mistaken or overwritten."""
     if run.path.exists() and not run.path.is_dir():
         raise UsageError(f"{run.path} is a file", "choose another directory with -o")
     if run.path.is_dir() and any(run.path.iterdir()) and not run.config.exists():
         raise UsageError(f"{run.path} exists and is not a run directory", "choose another directory with -o")
+    for folder, folders, files in os.walk(run.path):
+        if link := next((p for name in (*folders, *files) if (p := Path(folder, name)).is_symlink()), None):
+            raise UsageError(f"{link} is a symbolic link: what a run writes stays inside its directory",
+                             "replace it by what it points to; the run directory itself may be a link")  # fmt: skip
 
 
 def check_tasks(workflow: Workflow) -> None:
@@ -194,6 +200,8 @@ class Session:
             with self.output.stage("load") as line:
                 line.note(f"{self.workflow.model.id}")
                 self._backbone = Backbone.load(self.workflow.model)
+                if self.workflow.model.deterministic:
+                    line.note(_price_of_determinism(self._backbone.device.type))
             model = self._backbone.causal_lm
             before = self._backbone.fingerprint()
             base = self.manifest.setdefault("base", {"id": self.workflow.model.id, "revision": self.workflow.model.revision})
@@ -408,3 +416,8 @@ def _command() -> str:
     return redact(" ".join(["opdcl", *(shlex.quote(a) for a in sys.argv[1:])]))
 
 
+def _price_of_determinism(device: str) -> str:
+    if device == "cpu":
+        return "deterministic: costs nothing here, on the CPU a run repeats bit for bit anyway"
+    return ("deterministic: every step is slower, since sums keep their order and the fastest kernels are left out; a kernel without "
+            "such a form ends the run with its name. It repeats on the same kind of GPU with the same versions only")  # fmt: skip

@@ -24,7 +24,7 @@ eval: {{retention: [instructions], domain: [questions], data: {{questions: rows.
 """
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, intermediate_size: int = 96) -> Path:
     """Save a Llama with two layers and random weights, with the embedded model's tokenizer and chat template."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -34,7 +34,7 @@ def make_model(folder: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(_embedded_folder())
     torch.manual_seed(0)
     # Wide weights make confident predictions: recovery refuses a teacher that is close to uniform.
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=48, intermediate_size=96, num_hidden_layers=2,
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=48, intermediate_size=intermediate_size, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
                          tie_word_embeddings=True, initializer_range=0.5, bos_token_id=1, eos_token_id=2, pad_token_id=2)  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)

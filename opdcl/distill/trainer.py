@@ -21,7 +21,7 @@ from opdcl.distill.rollouts import Rollout, repetition, sample
 from opdcl.distill.schedule import Step, Stream
 from opdcl.errors import OpdclError, UsageError
 from opdcl.rundir import write_atomic
-from opdcl.training import finite_or_skipped
+from opdcl.training import finite_or_skipped, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 # Sequences sampled together that leave little of the hardware idle.
@@ -100,8 +100,8 @@ class RecoveryTrainer(DistillationTrainer):
             try:
                 sums = self.grade(rollouts, self._stream, learn=True)
                 break
-            except RuntimeError as fault:
-                if not isinstance(fault, torch.OutOfMemoryError) and "can't allocate memory" not in str(fault):
+            except (RuntimeError, MemoryError) as fault:
+                if not is_out_of_memory(fault):
                     raise
                 # Nothing is lost but time: the step is graded anew, from no gradient, in smaller pieces.
                 model.zero_grad()

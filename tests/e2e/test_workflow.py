@@ -53,6 +53,36 @@ def test_a_run_leaves_all_that_the_layout_promises(finished, project):
     assert len(samples) == 6
 
 
+def test_planted_secrets_are_nowhere_and_determinism_changes_nothing_on_the_cpu(finished, project, tmp_path):
+    planted = {"HF_TOKEN": "hf_" + "Q7" * 17, "WANDB_API_KEY": "wandb-3f9a1c77", "DB_PASSWORD": "correct-horse", "X_CREDENTIALS": "pelican-feet"}
+    done = subprocess.run([*OPDCL, "run", "tiny.yaml", "--deterministic", "-o", str(tmp_path / "run"), "--set", "description=hf_Q7Q7 and pelican-feet"],
+                          capture_output=True, text=True, env=ENV | planted, cwd=project)  # fmt: skip
+    assert done.returncode == 2, "a secret in the configuration is refused"
+    words = ["run", "tiny.yaml", "--deterministic", "-o", str(tmp_path / "run")]
+    done = subprocess.run([*OPDCL, *words], capture_output=True, text=True, env=ENV | planted, cwd=project)
+    assert done.returncode == 0, done.stderr
+    assert "deterministic: costs nothing here" in done.stderr
+    place = "https://someone:swordfish@models.example/a"
+    bad = subprocess.run([*OPDCL, *words, "--set", f"model.id={place}"], capture_output=True, text=True, env=ENV | planted, cwd=project)
+    assert bad.returncode == 2
+    written = done.stdout + done.stderr + bad.stdout + bad.stderr
+    written += "".join(p.read_text(errors="replace") for p in (tmp_path / "run").rglob("*") if p.is_file())
+    assert [secret for secret in (*planted.values(), "swordfish") if secret in written] == []
+    adapter = "stages/02-recover/adapter/adapter_model.safetensors"
+    assert (tmp_path / "run" / adapter).read_bytes() == (finished / adapter).read_bytes()
+
+
+def test_a_link_out_of_the_run_is_refused(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "evals")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / "evals").symlink_to(tmp_path / "elsewhere")
+    done = opdcl("eval", tmp_path / "run")
+    assert done.returncode == 2
+    assert "evals is a symbolic link" in done.stderr
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_recovery_learns_and_alternates(finished):
     rows = [json.loads(line) for line in (finished / "stages/02-recover/metrics.jsonl").read_text().splitlines()]
     streams = [r["stream"] for r in rows if "stream" in r]

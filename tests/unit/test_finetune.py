@@ -1,14 +1,21 @@
 """The order of rows, and the fine-tune's loss against a plain computation."""
 
+import json
 from collections import Counter
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from opdcl.config import LoraSection
+from opdcl.config import FinetuneConfig, LoraSection, ModelConfig
 from opdcl.data import Row, encode_example, encode_prompt
+from opdcl.distill.backbone import Backbone
 from opdcl.distill.forward import answer_ids, answer_states
-from opdcl.finetune import lay_out
+from opdcl.errors import OpdclError
+from opdcl.finetune import finetune, lay_out
+from opdcl.models import ModelRef
+from opdcl.output import Output
+from opdcl.rundir import StageDir
 
 QA = Row([{"role": "user", "content": "What is the code?"}], "Seven", None, "here:1")
 
@@ -56,3 +63,43 @@ def test_answer_loss_equals_the_models_own(backbone):
             labels = torch.where(torch.tensor([e.completion_mask]) == 1, ids, -100)
             theirs += float(backbone.causal_lm(ids, labels=labels).loss) * sum(e.completion_mask)
     assert float(ours) == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.fixture
+def learn(tmp_path, tiny_model):
+    """Fine-tune on eight rows into a folder of this name; return the adapter's tensors."""
+    rows = [{"question": f"What is the code of room {i}?", "answer": f"Code {i * 7}"} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    config = FinetuneConfig(data=str(tmp_path / "rows.jsonl"), epochs=2, batch_size=8, learning_rate=1e-3, lora=LoraSection(r=4, alpha=8))
+
+    def run(name: str) -> dict[str, torch.Tensor]:
+        base = ModelConfig(id=str(tiny_model), dtype="float32")
+        found = finetune(config, Backbone.load(base), ModelRef(base), StageDir(tmp_path / name), Output("quiet").stage("finetune"))
+        return load_file(found.adapter / "adapter_model.safetensors")
+
+    return run
+
+
+@pytest.mark.parametrize("fault", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("std::bad_alloc")])
+def test_out_of_memory_cuts_the_batch_and_changes_no_gradient(learn, monkeypatch, caplog, fault):
+    whole = learn("whole")
+
+    def small_only(model, sequences, *args):
+        if len(sequences) > 2:
+            raise fault
+        return answer_states(model, sequences, *args)
+
+    monkeypatch.setattr("opdcl.finetune.answer_states", small_only)
+    cut = learn("cut")
+    assert all(torch.allclose(cut[name], whole[name], atol=2e-5) for name in whole)
+    assert "cut into 4" in caplog.text
+
+
+def test_a_row_too_long_for_memory_is_an_error_with_a_hint(learn, monkeypatch):
+    def never(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("opdcl.finetune.answer_states", never)
+    with pytest.raises(OpdclError, match="does not fit") as caught:
+        learn("never")
+    assert "max_length" in caught.value.hint

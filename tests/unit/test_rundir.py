@@ -114,7 +114,8 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert killed.returncode == 9
     assert (tmp_path / ".lock").exists()
-    with RunDir(tmp_path).lock():
+    with RunDir(tmp_path).lock() as dead:
+        assert dead["pid"] != os.getpid()
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
     assert not (tmp_path / ".lock").exists()
 

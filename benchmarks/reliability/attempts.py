@@ -1,0 +1,110 @@
+"""Attempts at running opdcl: each a process of its own, forked from this one so that the imports are paid once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "tests"))  # for tiny.py
+
+
+def import_everything() -> None:
+    import lm_eval.evaluator  # noqa: F401
+    import matplotlib.pyplot  # noqa: F401
+    import torch
+    import trl  # noqa: F401
+
+    import opdcl.evaluate
+    import opdcl.recover
+    import opdcl.report
+    import opdcl.workflow  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def row(fault: str, how: str, outcome: str, lost: str) -> dict[str, str]:
+    print(f"{fault}: {outcome} (lost: {lost})", flush=True)
+    return {"fault": fault, "how": how, "outcome": outcome, "lost": lost}
+
+
+def attempt(place: Path, *arguments: str, prepare: Callable[[], None] | None = None) -> int:
+    """Start `opdcl` with these arguments in a forked process; return its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.chdir(place)
+        log = os.open(place / "attempt.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.argv = ["opdcl", *arguments]
+        if prepare:
+            prepare()
+        from opdcl import cli
+        from opdcl.output import Output
+
+        cli.output = Output()  # bound to the new streams
+        cli.main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        code = 70  # what must never happen: a traceback
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def wait(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def run(place: Path, *arguments: str, prepare: Callable[[], None] | None = None) -> tuple[int, str]:
+    """Run `opdcl` to its end; return exit code and all it printed."""
+    code = wait(attempt(place, *arguments, prepare=prepare))
+    return code, (place / "attempt.log").read_text(errors="replace")
+
+
+def command(out: str, settings: list[str] | None = None) -> list[str]:
+    words = ["run", "tiny.yaml", "-o", out]
+    for setting in settings or []:
+        words += ["--set", setting]
+    return words
+
+
+def outcome_of(folder: Path) -> dict[str, bytes]:
+    """Return all that a run is worth: adapters, answers, and the metrics without their times."""
+    found = {}
+    for file in sorted(folder.rglob("*")):
+        name = str(file.relative_to(folder))
+        if (file.suffix == ".safetensors" and "trainer" not in file.parts) or name.endswith(".samples.jsonl"):
+            found[name] = file.read_bytes()
+        elif file.name == "metrics.jsonl":
+            rows = [json.loads(line) for line in file.read_text().splitlines()]
+            found[name] = json.dumps([{k: v for k, v in r.items() if k != "seconds"} for r in rows]).encode()
+    return found
+
+
+def wait_until(pid: int, deadline: float) -> int | None:
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.003)
+    return None
+
+
+def status(pid: int, key: str) -> int:
+    """Return a field of a process's status in bytes, or as counted; 0 when the process is gone."""
+    with contextlib.suppress(OSError):
+        found = next((x.split() for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith(f"{key}:")), None)
+        return int(found[1]) * (1024 if found[2:] == ["kB"] else 1) if found else 0
+    return 0
