@@ -26,8 +26,8 @@ from opdcl.rundir import StageDir, folder_appears_whole, read_jsonl, write_atomi
 from opdcl.training import StageCallback, StageReport, save_adapter, trainer_arguments
 
 SAMPLES_KEPT = 8
-# The scales that `interpolate` tries.
-ALPHAS = tuple(i / 20 for i in range(20, 0, -1))
+# The scales that `interpolate` tries: the same for every layer, then rising or falling with depth.
+SCALES = [(i / 20, 0.0) for i in range(20, 0, -1)] + [(i / 10, tilt) for tilt in (-1.0, -0.5, 0.5, 1.0) for i in range(8, 1, -1)]
 
 
 def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: StageDir, report: StageReport) -> ModelRef:
@@ -78,21 +78,28 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
 
 
 def _interpolate(validation: Validation, backbone: Backbone, out: StageDir) -> None:
-    """Keep the point of the alpha-curve with the least held-out KL: what recovery must beat, as it costs no training."""
+    """Keep the point of the alpha-curve with the least held-out KL: what recovery must beat, as it costs no training.
+
+    Scaling the lower and the upper layers differently is the curve's stronger form (arXiv 2203.05482, 2212.04089 scale all
+    alike), so it is tried as well.
+    """
     validation.write_texts()
     curve = []
-    for alpha in ALPHAS:
-        with backbone.scaled(alpha):
-            curve.append({"alpha": alpha, **validation.held_out_kl()})
+    for done, (alpha, tilt) in enumerate(SCALES, 1):
+        with backbone.scaled(alpha, tilt):
+            curve.append({"alpha": alpha, "tilt": tilt, **validation.held_out_kl()})
+        validation.callback.report.progress(done, len(SCALES))
     best = min(curve, key=_score)
-    backbone.shrink(best["alpha"])
+    backbone.shrink(best["alpha"], best["tilt"])
     save_adapter(backbone, validation.best_adapter)
+    chosen = {"alpha": best["alpha"], "tilt": best["tilt"], "curve": curve}
     rows = [
-        {"step": 0, "validation": _kl(curve[0]), "interpolation": {"alpha": best["alpha"], "curve": curve}},
+        {"step": 0, "validation": _kl(curve[0]), "interpolation": chosen},
         {"step": 1, "validation": {**_kl(best), "best": True}},
     ]
     write_atomic(out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-    validation.callback.report.note(f"held-out KL is least with the adapter times {best['alpha']:g}: {_shown(best)}")
+    slope = f", tilted by {best['tilt']:+g} with depth" if best["tilt"] else ""
+    validation.callback.report.note(f"held-out KL is least with the adapter times {best['alpha']:g}{slope}: {_shown(best)}")
 
 
 def encode_streams(config: RecoverConfig, backbone: Backbone) -> tuple[dict, dict]:

@@ -259,10 +259,11 @@ def _recovery_notes(run: RunDir) -> list[str]:
             )
     notes += [f"Recovery stopped after step {r['step']}: {r['stopped']}." for r in rows if "stopped" in r]
     best = max((r["step"] for r in rows if r.get("validation", {}).get("best")), default=None)
-    alpha = next((r[key]["alpha"] for r in rows for key in ("warm_start", "interpolation") if key in r), 1)
+    scale = next((r[key] for r in rows for key in ("warm_start", "interpolation") if key in r), {"alpha": 1})
     if best == 0 or any("interpolation" in r for r in rows):
         notes.append(
-            f"Recovered is the tuned adapter times {alpha:g}: "
+            f"Recovered is the tuned adapter times {scale['alpha']:g}"
+            + (f" on average, {scale['tilt']:+.0%} at the last layer: " if scale.get("tilt") else ": ")
             + ("no step of training came nearer to the teachers on held-out prompts." if best == 0 else "no training was done.")
         )
     seen = [(r["mismatch"] * r["tokens"], r["tokens"]) for r in rows if "mismatch" in r]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -102,12 +103,16 @@ class Backbone:
                     layer.set_adapter("student")
 
     @contextlib.contextmanager
-    def scaled(self, alpha: float) -> Iterator[None]:
-        """Run the student with what its adapter adds times `alpha` inside the block: 0 is base, 1 the adapter."""
+    def scaled(self, alpha: float, tilt: float = 0.0) -> Iterator[None]:
+        """Run the student with what its adapter adds times `alpha` inside the block: 0 is base, 1 the adapter.
+
+        With a `tilt` the factor rises in a line with depth, from alpha (1 - tilt) at the first layer to alpha (1 + tilt)
+        at the last.
+        """
         layers = self._adapted_layers()
         saved = [layer.scaling["student"] for layer in layers]
-        for layer in layers:
-            layer.scaling["student"] *= alpha
+        for layer, factor in zip(layers, self._factors(alpha, tilt), strict=True):
+            layer.scaling["student"] *= factor
         try:
             yield
         finally:
@@ -119,11 +124,18 @@ class Backbone:
         weights = [w for layer in self._adapted_layers() for w in (layer.lora_A[state].weight, layer.lora_B[state].weight)]
         return float(torch.stack([w.detach().float().norm() for w in weights]).norm())
 
-    def shrink(self, alpha: float) -> None:
-        """Scale what the student's adapter adds to the base, for good, by `alpha`: 0 would be base."""
+    def shrink(self, alpha: float, tilt: float = 0.0) -> None:
+        """Scale what the student's adapter adds to the base as `scaled` does, for good."""
         with torch.no_grad():
-            for layer in self._adapted_layers():
-                layer.lora_B["student"].weight.mul_(alpha)
+            for layer, factor in zip(self._adapted_layers(), self._factors(alpha, tilt), strict=True):
+                layer.lora_B["student"].weight.mul_(factor)
+
+    def _factors(self, alpha: float, tilt: float) -> list[float]:
+        """Return the factor of each adapted layer, in the order of `_adapted_layers`."""
+        # The first number in a module's path is that of its decoder layer.
+        numbers = [int(re.search(r"\.(\d+)\.", name)[1]) for name, m in self.causal_lm.named_modules() if isinstance(m, BaseTunerLayer)]
+        last = max(1, *numbers)
+        return [alpha * (1 + tilt * (2 * n / last - 1)) for n in numbers]
 
     @contextlib.contextmanager
     def merged(self, name: State) -> Iterator[PreTrainedModel]:

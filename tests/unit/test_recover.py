@@ -8,7 +8,7 @@ import torch
 from opdcl.config import LoraSection, ModelConfig, RecoverConfig
 from opdcl.distill.schedule import plan_steps
 from opdcl.models import ModelRef
-from opdcl.recover import recover
+from opdcl.recover import SCALES, recover
 from opdcl.rundir import StageDir, read_jsonl
 from opdcl.training import save_adapter
 
@@ -76,18 +76,26 @@ def test_interpolation_keeps_the_scale_that_held_out_kl_likes_best(backbone, tun
     curve = rows[0]["interpolation"]["curve"]
     best = min(curve, key=lambda p: p["general_kl"] + p["domain_kl"])
     assert curve[0]["domain_kl"] == pytest.approx(0, abs=1e-5)
-    assert curve[-1]["general_kl"] < curve[0]["general_kl"]
+    assert curve[19]["general_kl"] < curve[0]["general_kl"]
     assert 0 < best["alpha"] < 1
     assert held_out(rows)[1] == pytest.approx(best["general_kl"] + best["domain_kl"])
     from safetensors.torch import load_file
 
     before, after = (load_file(tuned / f / "adapter_model.safetensors") for f in ("tuned", "out/adapter"))
     for name in before:
-        torch.testing.assert_close(after[name], before[name] * (best["alpha"] if "lora_B" in name else 1))
+        depth = {"layers.0": -1, "layers.1": 1}[name[name.index("layers") :][:8]]  # the model has two layers
+        factor = best["alpha"] * (1 + best["tilt"] * depth) if "lora_B" in name else 1
+        torch.testing.assert_close(after[name], before[name] * factor)
+
+
+def test_a_tilted_scale_weighs_lower_and_upper_layers_differently(backbone, tuned):
+    curve = {(p["alpha"], p["tilt"]): p for p in run(backbone, tuned, method="interpolate")[0]["interpolation"]["curve"]}
+    assert len(curve) == len(SCALES)
+    assert len({p["general_kl"] for (alpha, _), p in curve.items() if alpha == 0.5}) == 5
 
 
 def test_a_warm_start_begins_from_the_scaled_adapter(backbone, tuned):
-    curve = {p["alpha"]: p for p in run(backbone, tuned, method="interpolate")[0]["interpolation"]["curve"]}
+    curve = {p["alpha"]: p for p in run(backbone, tuned, method="interpolate")[0]["interpolation"]["curve"] if not p["tilt"]}
     start = run(backbone, tuned, warm_start=0.5)[0]["warm_start"]
     assert start["alpha"] == 0.5
     for name in ("general_kl", "domain_kl"):
