@@ -91,8 +91,12 @@ class LossSection(Section):
     """The divergence between student and teacher; `policy_gradient` and `cross_entropy` grade the sampled token alone."""
     beta: Annotated[float, Field(ge=0, le=1)] = 0.5
     """`jsd`: 0 is forward KL, 1 reverse KL. Scaled so that one learning rate suits every value."""
+    rescaled: bool = True
+    """`jsd`: divide by beta (1 - beta). Without it, as in GKD, the step shrinks to a quarter at 0.5 and to nothing near the ends."""
     unsure_above: Annotated[float, Field(ge=0)] = 2.0
     """`entropy_switched`: teacher entropy in nats above which forward KL is used."""
+    discount: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """`policy_gradient`: how much of the next token's advantage each token answers for; 0 leaves each to itself."""
     k: Positive = 100
     """`top_k`: how many of the teacher's likeliest tokens count one by one."""
     cap: Annotated[float, Field(gt=0)] | None = None
@@ -153,6 +157,8 @@ class RecoverConfig(Section):
     """Optimizer steps, both streams together."""
     rollouts: Positive = 16
     """Completions per optimizer step."""
+    oversample: Annotated[float, Field(ge=1)] = 1.0
+    """Sample so many times `rollouts`, and learn from those where student and teacher disagree most (arXiv 2605.27115)."""
     domain_rollouts: Positive | None = None
     """Completions per domain step, where it should differ: domain answers are often short."""
     general_per_domain: Annotated[int, Field(ge=0, strict=True)] = 1

@@ -44,6 +44,9 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
     backbone.load_adapter(parent.adapter, "tuned")
     if config.method == "general":
         train["domain"] = []
+    if config.loss.kind == "jsd" and not config.loss.rescaled and 0 < (beta := config.loss.beta) < 1:
+        report.note(f"recover.loss.rescaled is off: beta {beta:g} makes gradients about {1 / (beta * (1 - beta)):.0f} times smaller "
+                    "than reverse KL's; raise the rate to match")  # fmt: skip
     if config.sampler == "auto":
         report.note("sampler {}: {}".format(*pick_engine(backbone.causal_lm)))
     steps = plan_steps(config, len(train["general"]), len(train["domain"]))

@@ -17,6 +17,8 @@ from attempts import attempt, command, outcome_of, row, run, wait, wait_until
 # Longer training than the tests', so that crashes fall into it.
 LONGER = ["finetune.epochs=20", "finetune.save_steps=4", "recover.steps=24", "recover.save_steps=4"]
 
+EVERYWHERE = {"finetune", "finetune, inside a checkpoint", "recover", "recover, inside a checkpoint", "eval", "report"}
+
 
 def crash(place: Path, options) -> list[dict]:
     """Kill runs at random instants, again and again, until each ends; every end must equal the uninterrupted one."""
@@ -28,7 +30,8 @@ def crash(place: Path, options) -> list[dict]:
     chance = random.Random(options.seed)
     where: Counter[str] = Counter()
     kills = runs = wrong = redone = 0
-    while kills < options.kills:
+    # Until every part has been hit at least once, whatever chance has to say.
+    while kills < options.kills or (EVERYWHERE - set(where) and runs < options.kills):
         runs += 1
         folder = place / f"crash-{runs}"
         while True:

@@ -16,6 +16,7 @@ beta (1 - beta) times smaller, and its limits at beta 0 and 1, forward and rever
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -79,7 +80,8 @@ def top_k(log_p: torch.Tensor, log_q: torch.Tensor, k: int) -> torch.Tensor:
     return reverse_kl(*buckets)
 
 
-def policy_gradient(log_p: torch.Tensor, log_q: torch.Tensor, token_N: torch.Tensor, sampler_N: torch.Tensor) -> torch.Tensor:
+def policy_gradient(log_p: torch.Tensor, log_q: torch.Tensor, token_N: torch.Tensor, sampler_N: torch.Tensor,
+                    later_N: torch.Tensor | float = 0.0) -> torch.Tensor:  # fmt: skip
     """Return -ratio * advantage of the sampled tokens, whose gradient in expectation is that of reverse KL.
 
     Args:
@@ -87,10 +89,37 @@ def policy_gradient(log_p: torch.Tensor, log_q: torch.Tensor, token_N: torch.Ten
         log_q: The teacher, `(N, V)`.
         token_N: The sampled tokens.
         sampler_N: Their log-probabilities when they were sampled; the ratio to now is importance sampling's.
+        later_N: What `later_advantages` credits each token with for those that came after it.
     """
     mine, theirs = (x.gather(-1, token_N[:, None])[:, 0] for x in (log_p, log_q))
-    advantage = (theirs - mine).detach()
+    advantage = (theirs - mine).detach() + later_N
     return -(mine - sampler_N).exp() * advantage
+
+
+def later_advantages(advantage_N: torch.Tensor, lengths: list[int], discount: float) -> torch.Tensor:
+    """Return, per token, discount * (the next token's advantage + what that one is credited with), within its sequence.
+
+    Args:
+        advantage_N: log q - log p of the sampled tokens, sequence after sequence.
+        lengths: How many of them belong to each sequence.
+        discount: 0 leaves every token to itself; 1 is the sequence's whole reverse KL from here on.
+    """
+    later_N = torch.zeros_like(advantage_N)
+    ends = set(itertools.accumulate(lengths))
+    for i in range(len(advantage_N) - 2, -1, -1):
+        if i + 1 not in ends:
+            later_N[i] = discount * (advantage_N[i + 1] + later_N[i + 1])
+    return later_N
+
+
+@torch.no_grad()
+def token_logprobs(states_NH: torch.Tensor, weight_VH: torch.Tensor, token_N: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the log-probability of each token under the state that predicts it, `(N,)`."""
+    found = [
+        torch.log_softmax((states.to(weight_VH.dtype) @ weight_VH.T).float() / temperature, -1).gather(-1, tokens[:, None])[:, 0]
+        for states, tokens in zip(states_NH.split(CHUNK), token_N.split(CHUNK), strict=True)
+    ]
+    return torch.cat(found) if found else states_NH.new_empty(0, dtype=torch.float32)
 
 
 class _TokenLoss(torch.autograd.Function):
@@ -149,6 +178,7 @@ def token_losses(
     sampler_N: torch.Tensor,
     temperature: float = 1.0,
     loss: LossSection | None = None,
+    lengths: list[int] | None = None,
 ) -> TokenLosses:
     """Return the loss of each token, and what else is known of it.
 
@@ -160,15 +190,20 @@ def token_losses(
         sampler_N: Log-probabilities of these tokens when they were sampled; only `policy_gradient` reads them.
         temperature: Softmax temperature of both distributions.
         loss: Which divergence, with its parameters; reverse KL by default.
+        lengths: How many tokens belong to each sequence; only a discounted `policy_gradient` reads them.
     """
     loss = loss or LossSection()
     with torch.autocast(student_NH.device.type, enabled=False):
         states = student_NH.to(weight_VH.dtype), teacher_NH.detach().to(weight_VH.dtype)
-        cost = _cost(loss, token_N, sampler_N)
+        later_N = torch.zeros_like(sampler_N)
+        if loss.kind == "policy_gradient" and loss.discount:
+            mine_N, theirs_N = (token_logprobs(x.detach(), weight_VH, token_N, temperature) for x in states)
+            later_N = later_advantages(theirs_N - mine_N, lengths or [len(token_N)], loss.discount)
+        cost = _cost(loss, token_N, sampler_N, later_N)
         return TokenLosses(*_TokenLoss.apply(*states, weight_VH.detach(), token_N, temperature, cost, loss.cap))
 
 
-def _cost(loss: LossSection, token_N, sampler_N) -> Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor] | None:
+def _cost(loss: LossSection, token_N, sampler_N, later_N) -> Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor] | None:
     """Return the loss as a function of both log-distributions and the positions at hand; None for reverse KL."""
     match loss.kind:
         case "reverse_kl":
@@ -176,7 +211,8 @@ def _cost(loss: LossSection, token_N, sampler_N) -> Callable[[torch.Tensor, torc
         case "forward_kl":
             return lambda log_p, log_q, part: forward_kl(log_p, log_q)
         case "jsd":
-            return lambda log_p, log_q, part: jsd(log_p, log_q, loss.beta)
+            plain = 1.0 if loss.rescaled or loss.beta in (0.0, 1.0) else loss.beta * (1 - loss.beta)
+            return lambda log_p, log_q, part: plain * jsd(log_p, log_q, loss.beta)
         case "entropy_switched":
             return lambda log_p, log_q, part: entropy_switched(log_p, log_q, loss.unsure_above)
         case "top_k":
@@ -184,4 +220,4 @@ def _cost(loss: LossSection, token_N, sampler_N) -> Callable[[torch.Tensor, torc
         case "cross_entropy":
             return lambda log_p, log_q, part: -log_p.gather(-1, token_N[part, None])[:, 0]
         case "policy_gradient":
-            return lambda log_p, log_q, part: policy_gradient(log_p, log_q, token_N[part], sampler_N[part])
+            return lambda log_p, log_q, part: policy_gradient(log_p, log_q, token_N[part], sampler_N[part], later_N[part])

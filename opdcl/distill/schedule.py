@@ -5,6 +5,7 @@ The two streams never share a step: their gradients counteract in one batch (CaM
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from typing import Literal
@@ -16,11 +17,15 @@ Stream = Literal["general", "domain"]
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: whose teacher grades it, which prompts of that stream it is about, and who answers them."""
+    """One optimizer step: whose teacher grades it, which prompts of that stream it is about, and who answers them.
+
+    Of the answers `keep` are learned from, those with the largest gap between student and teacher.
+    """
 
     stream: Stream
     prompts: tuple[int, ...]
-    on_policy: bool = True
+    on_policy: bool
+    keep: int
 
 
 def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
@@ -34,11 +39,13 @@ def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
     steps: list[Step] = []
     for index in range(config.steps):
         stream: Stream = "domain" if domain and index % (config.general_per_domain + 1) == config.general_per_domain else "general"  # fmt: skip
-        prompts = tuple(next(draws[stream]) for _ in range(size[stream]))
         on_policy = author.random() < config.lmbda
         if stream == "general" and sum(s.stream == "general" for s in steps) < config.teacher_first:
             on_policy = False
-        steps.append(Step(stream, prompts, on_policy))
+        # Of what a teacher wrote there is nothing to choose from: it agrees with itself.
+        count = math.ceil(size[stream] * (config.oversample if on_policy else 1))
+        prompts = tuple(next(draws[stream]) for _ in range(count))
+        steps.append(Step(stream, prompts, on_policy, size[stream]))
     return steps
 
 

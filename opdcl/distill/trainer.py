@@ -15,7 +15,7 @@ from trl import DistillationConfig, DistillationTrainer
 
 from opdcl.config import RecoverConfig
 from opdcl.distill.backbone import Backbone, State
-from opdcl.distill.divergence import token_losses
+from opdcl.distill.divergence import token_logprobs, token_losses
 from opdcl.distill.forward import Sequences, answer_ids, answer_states
 from opdcl.distill.rollouts import Rollout, repetition, sample
 from opdcl.distill.schedule import Step, Stream
@@ -74,8 +74,24 @@ class RecoveryTrainer(DistillationTrainer):
             seed = self.recover_config.seed * 1_000_003 + index
             sampled = iter(self.sample(prompts, step.stream, seed, author))
             for i in same:
-                self._ahead[i] = [next(sampled) for _ in self.steps[i].prompts]
+                answers = [next(sampled) for _ in self.steps[i].prompts]
+                self._ahead[i] = self._widest(answers, step.stream, self.steps[i].keep)
         return self._ahead.pop(index)
+
+    def _widest(self, rollouts: list[Rollout], stream: Stream, keep: int) -> list[Rollout]:
+        """Return the rollouts with the largest mean |log q - log p| of their tokens, q the teacher and p the sampler."""
+        if len(rollouts) <= keep:
+            return rollouts
+        gaps: dict[int, float] = {}
+        weight_VH = self.backbone.causal_lm.get_output_embeddings().weight
+        for batch in micro_batches(rollouts, self.micro_batch_tokens):
+            states_NH = self._teacher_states(batch, stream)
+            tokens_N = torch.tensor([t for r in batch for t in r.completion_ids], device=states_NH.device)
+            theirs = token_logprobs(states_NH, weight_VH, tokens_N, self.recover_config.temperature)
+            for rollout, q_N in zip(batch, theirs.split([len(r.completion_ids) for r in batch]), strict=True):
+                gaps[id(rollout)] = float((q_N - q_N.new_tensor(rollout.logprobs)).abs().mean())
+        kept = set(sorted(gaps, key=gaps.__getitem__, reverse=True)[:keep])
+        return [r for r in rollouts if id(r) in kept]
 
     def sample(self, prompts: list[list[int]], stream: Stream, seed: int, state: State = "student") -> list[Rollout]:
         """Sample one completion per prompt from an adapter state, with its weights merged for the purpose."""
@@ -142,7 +158,8 @@ class RecoveryTrainer(DistillationTrainer):
                 student_NH = answer_states(self.backbone.causal_lm, sequences := _sequences(batch))
                 token_N = answer_ids(sequences, student_NH.device)
                 sampler_N = torch.tensor([x for r in batch for x in r.logprobs], device=student_NH.device)
-                losses = token_losses(student_NH, teacher_NH, weight_VH, token_N, sampler_N, config.temperature, config.loss)
+                losses = token_losses(student_NH, teacher_NH, weight_VH, token_N, sampler_N, config.temperature, config.loss,
+                                      [len(r.completion_ids) for r in batch])  # fmt: skip
             if learn:
                 weight_N = _weights(batch, config.loss.unfinished, student_NH.device)
                 if self._fresh and len(sampler_N):

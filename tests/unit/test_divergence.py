@@ -259,3 +259,38 @@ def test_cap_bounds_the_loss_and_stops_its_gradient():
     assert over.any()
     assert (student.grad[over] == 0).all()
     assert (student.grad[~over].abs().sum(-1) > 0).all()
+
+
+def test_later_advantages_equal_a_double_loop():
+    torch.manual_seed(3)
+    lengths, discount = [4, 1, 7], 0.8
+    advantage = torch.randn(sum(lengths))
+    expected, start = [], 0
+    for length in lengths:
+        for t in range(length):
+            expected.append(sum(discount ** (s - t) * float(advantage[start + s]) for s in range(t + 1, length)))
+        start += length
+    torch.testing.assert_close(divergence.later_advantages(advantage, lengths, discount), torch.tensor(expected))
+    assert not divergence.later_advantages(advantage, lengths, 0.0).any()
+
+
+def test_a_discount_credits_tokens_for_what_follows_within_their_own_sequence():
+    torch.manual_seed(4)
+    student, teacher, weight = torch.randn(5, 6), torch.randn(5, 6), torch.randn(9, 6)
+    tokens, sampler = torch.randint(9, (5,)), torch.zeros(5)
+    loss = {"kind": "policy_gradient", "discount": 0.5}
+    one, two = (token_losses(student, teacher, weight, tokens, sampler, 1.0, LossSection(**loss), lengths).loss for lengths in ([5], [2, 3]))
+    alone = graded(student, teacher, weight, tokens=tokens, sampler=sampler, kind="policy_gradient").loss
+    log_p, log_q = ((x @ weight.T).log_softmax(-1).gather(-1, tokens[:, None])[:, 0] for x in (student, teacher))
+    gap = log_q - log_p
+    assert float(two[0] - alone[0]) == pytest.approx(float(-log_p[0].exp() * 0.5 * gap[1]), rel=1e-4)
+    assert float(one[1]) != pytest.approx(float(two[1]))
+    torch.testing.assert_close(two[[1, 4]], alone[[1, 4]])  # the last of each sequence
+
+
+def test_plain_jsd_is_smaller_by_beta_times_its_complement():
+    torch.manual_seed(5)
+    student, teacher, weight = torch.randn(5, 6), torch.randn(5, 6), torch.randn(9, 6)
+    for beta, factor in ((0.5, 0.25), (0.1, 0.09), (0.0, 1.0), (1.0, 1.0)):
+        ours, plain = (graded(student, teacher, weight, kind="jsd", beta=beta, rescaled=r).loss for r in (True, False))
+        torch.testing.assert_close(plain, factor * ours)

@@ -142,3 +142,15 @@ def test_recovery_stops_once_it_has_done_enough(backbone, tuned, until, said):
     assert len(done) == stopped["step"] < 12
     if "rollouts" in until:
         assert len(done) == 2
+
+
+def test_oversampling_draws_more_prompts_where_the_student_answers():
+    steps = plan_steps(RecoverConfig(steps=8, rollouts=4, oversample=1.5, teacher_first=1), 50, 50)
+    assert [len(s.prompts) for s in steps] == [4, 6, 6, 6, 6, 6, 6, 6]
+    assert {s.keep for s in steps} == {4}
+
+
+def test_an_oversampled_recovery_learns_from_as_many_completions_as_before(backbone, tuned):
+    rows = [r for r in run(backbone, tuned, oversample=2.0) if "loss" in r]
+    assert len(rows) > 1
+    assert all(r["kl"] >= 0 for r in rows)

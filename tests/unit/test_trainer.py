@@ -1,5 +1,7 @@
 """What recovery promises about gradients, states and the base, on a two-layer model."""
 
+import dataclasses
+
 import pytest
 import torch
 from trl import DistillationConfig
@@ -216,3 +218,18 @@ def test_a_sequence_too_long_for_memory_is_an_error_with_a_hint(trainer, monkeyp
     with pytest.raises(OpdclError, match="does not fit") as caught:
         trainer.training_step(trainer.model, [{"step": 0}])
     assert "max_new_tokens" in caught.value.hint
+
+
+def test_of_more_samples_those_are_kept_about_which_teacher_and_student_differ_most(trainer):
+    rollouts = sampled(trainer)
+    rollouts += [dataclasses.replace(r, logprobs=[x - 5 for x in r.logprobs]) for r in rollouts]  # as if sampled by somebody else
+    gaps = []
+    for r in rollouts:
+        with torch.no_grad(), trainer.backbone.state("base") as model:
+            logits = model(torch.tensor([r.prompt_ids + r.completion_ids])).logits[0, len(r.prompt_ids) - 1 : -1]
+        theirs = logits.log_softmax(-1).gather(-1, torch.tensor(r.completion_ids)[:, None])[:, 0]
+        gaps.append(float((theirs - torch.tensor(r.logprobs)).abs().mean()))
+    kept = trainer._widest(rollouts, "general", 3)
+    widest = sorted(range(len(gaps)), key=gaps.__getitem__)[-3:]
+    assert [id(r) for r in kept] == [id(rollouts[i]) for i in sorted(widest)]
+    assert trainer._widest(rollouts, "general", len(rollouts)) == rollouts
