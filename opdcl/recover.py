@@ -165,10 +165,11 @@ class Validation(TrainerCallback):
             self._warm_start()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step % self.config.validate_every == 0 or state.global_step == self.config.steps:
+        last = state.global_step == self.config.steps
+        if measured := state.global_step % self.config.validate_every == 0 or last:
             self._measure(state.global_step)
             self._keep_samples(state.global_step)
-        if state.global_step < self.config.steps and (why := self._enough(state.global_step)):
+        if not last and (why := self._enough(state.global_step, measured)):
             self.callback.write({"step": state.global_step, "stopped": why})
             self.callback.report.note(f"step {state.global_step}: stopping here: {why}")
             control.should_training_stop = True
@@ -211,12 +212,14 @@ class Validation(TrainerCallback):
             rose = f"held-out KL rose from {started:.2f} to {_score(kl):.2f} nats per token"
             raise halted(step, rose, "lower recover.learning_rate", self.out)
 
-    def _enough(self, step: int) -> str:
-        """Say why recovery may end after this step, or return nothing."""
+    def _enough(self, step: int, measured: bool) -> str:
+        """Say why recovery may end after this step, which may have been `measured`, or return nothing."""
         until = self.config.until
         done = sum(len(s.prompts) for s in self.trainer.steps[:step])
         if until.rollouts and done >= until.rollouts:
             return f"{done} completions were graded"
+        if not measured:
+            return ""
         started, *later = [row["validation"] for row in read_jsonl(self.out.metrics) if "validation" in row]
         if not later:
             return ""

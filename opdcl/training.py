@@ -193,6 +193,8 @@ class StageCallback(TrainerCallback):
         seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        # It would grow for ever, in memory and in every checkpoint; metrics.jsonl has it all.
+        state.log_history.clear()
         if not logs or "loss" not in logs:
             return
         if self._skipped == state.global_step:
