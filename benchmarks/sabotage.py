@@ -1,0 +1,117 @@
+"""Sabotage a recovery of the embedded model in five ways, and see whether it halts with the reason before harm is done.
+
+    python benchmarks/sabotage.py runs/quickstart/stages/01-finetune/adapter     # a quarter of an hour on two cores
+
+Harm is measured: held-out KL to base, general and domain together, of the adapter that is left, beside tuned's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+import torch
+
+import opdcl.distill.trainer as trainer
+from opdcl.config import ModelConfig, RecoverConfig
+from opdcl.distill.backbone import Backbone
+from opdcl.distill.divergence import token_losses
+from opdcl.errors import OpdclError
+from opdcl.models import ModelRef
+from opdcl.output import Output
+from opdcl.recover import recover
+from opdcl.rundir import StageDir, read_json, read_jsonl
+
+# The quickstart's recovery.
+SETTINGS = {"domain": "handbook", "steps": 32, "domain_rollouts": 32, "teacher_first": 6, "sample_ahead": 3, "max_new_tokens": 64,
+            "domain_max_new_tokens": 12, "learning_rate": 3e-4, "validate_every": 12, "validation_prompts": 12}  # fmt: skip
+ANOTHER_TEMPLATE = (
+    "{% for m in messages %}{{ '### ' + m.role + ':\\n' + m.content + '\\n' }}{% endfor %}{% if add_generation_prompt %}### assistant:\n{% endif %}"
+)
+
+
+def nothing(backbone: Backbone) -> None:
+    pass
+
+
+def uniform_teacher(backbone: Backbone) -> None:
+    backbone.causal_lm.model.norm.weight.data.zero_()  # the logits of every state are all alike
+
+
+def another_template(backbone: Backbone) -> None:
+    backbone.tokenizer.chat_template = ANOTHER_TEMPLATE
+
+
+def broken_eos(backbone: Backbone) -> None:
+    backbone.eos_ids = [0]  # <|endoftext|>, which ends documents and never an answer
+
+
+@contextlib.contextmanager
+def reward_of_length(backbone: Backbone) -> Iterator[None]:
+    """Charge for the probability of ending, at every token."""
+
+    def longer(student_NH, teacher_NH, weight_VH, *others):
+        found = token_losses(student_NH, teacher_NH, weight_VH, *others)
+        ending_N = (student_NH @ weight_VH.T).log_softmax(-1)[:, backbone.eos_ids].logsumexp(-1)
+        return found._replace(loss=found.loss + 0.5 * ending_N)
+
+    trainer.token_losses = longer
+    try:
+        yield
+    finally:
+        trainer.token_losses = token_losses
+
+
+CASES = {
+    "none, the control": (nothing, {}),
+    "a uniform teacher": (uniform_teacher, {}),
+    "the chat template of another model": (another_template, {}),
+    "an EOS list without the turn's end": (broken_eos, {}),
+    "a learning rate 30 times too high": (nothing, {"learning_rate": 9e-3}),
+    "a reward of length": (reward_of_length, {}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("adapter", type=Path, help="adapter of a fine-tune on the handbook")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("sabotage.json"))
+    options = parser.parse_args()
+    rows = []
+    for name, (sabotage, settings) in CASES.items():
+        rows.append(row := case(options.adapter, sabotage, settings))
+        print(f"{name}: {row}", flush=True)
+        row["sabotage"] = name
+    options.out.write_text(json.dumps({"date": date.today().isoformat(), "threads": torch.get_num_threads(), "rows": rows}, indent=2) + "\n")
+
+
+def case(adapter: Path, sabotage, settings: dict) -> dict:
+    base = ModelConfig()
+    backbone = Backbone.load(base)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        out = StageDir(Path(folder))
+        ends = "it ran to its end"
+        try:
+            with sabotage(backbone) or contextlib.nullcontext():
+                recover(RecoverConfig(**(SETTINGS | settings)), backbone, ModelRef(base, adapter), out, Output("quiet").stage("recover"))
+        except OpdclError as fault:
+            ends = fault.message
+        steps = [r for r in read_jsonl(out.metrics) if "loss" in r]
+        kept = out.trainer / "best" / "validation.json"
+        before = next((sum(r["validation"][k] for k in ("general_kl", "domain_kl")) for r in read_jsonl(out.metrics) if "validation" in r), None)
+        return {
+            "ends": ends.replace(folder, ""), "steps": len(steps), "seconds": round(time.perf_counter() - started),
+            "tuned_kl": before, "kept": read_json(kept) if kept.exists() else None,
+            "health": [r["health"] for r in read_jsonl(out.metrics) if "health" in r],
+        }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
