@@ -64,6 +64,7 @@ class Step:
     def __init__(self, options, layers: int | None = None):
         from opdcl.config import RecoverConfig
         from opdcl.distill.backbone import Backbone
+        from opdcl.distill.teachers import Teacher
         from opdcl.distill.trainer import RecoveryTrainer
 
         model, tokenizer = shared.load_model(options)
@@ -77,7 +78,8 @@ class Step:
         self.prompts = shared.prompt_ids(options, tokenizer)
         self.folder = tempfile.TemporaryDirectory()
         args = shared.recovery_arguments(self.folder.name, options, half=model.dtype.itemsize == 2, steps=1)
-        self.trainer = RecoveryTrainer(self.backbone, RecoverConfig(), [], {"general": [], "domain": []}, args, [])
+        self.trainer = RecoveryTrainer(self.backbone, RecoverConfig(), [], {"general": [], "domain": []},
+                                       {"general": Teacher(self.backbone, "base")}, args, [])  # fmt: skip
 
     def measure(self, lengths: list[int], repeats: int) -> dict:
         """Sample, grade and differentiate a step with completions of these lengths; return its median cost."""

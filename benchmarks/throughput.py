@@ -194,6 +194,7 @@ def ours(arm, options, folder, clock, lengths):
     from opdcl.config import RecoverConfig
     from opdcl.distill.backbone import Backbone
     from opdcl.distill.schedule import plan_steps
+    from opdcl.distill.teachers import Teacher
     from opdcl.distill.trainer import RecoveryTrainer
 
     model, tokenizer = load_model(options)
@@ -203,7 +204,7 @@ def ours(arm, options, folder, clock, lengths):
                            max_new_tokens=options.new_tokens)  # fmt: skip
     prompts = {"general": prompt_ids(options, tokenizer), "domain": []}
     args = recovery_arguments(folder, options, half=model.dtype.itemsize == 2, steps=options.steps)
-    trainer = RecoveryTrainer(backbone, config, plan_steps(config, options.prompts, 0), prompts, args, [])
+    trainer = RecoveryTrainer(backbone, config, plan_steps(config, options.prompts, 0), prompts, {"general": Teacher(backbone, "base")}, args, [])
     sample = trainer.sample
 
     def kept(*args, **kwargs):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 # Strict: `true` is not 1, and '3' is not 3.
@@ -143,6 +143,37 @@ class UntilSection(Section):
     """Stop after so many validations in a row without a better adapter."""
 
 
+class TeacherSection(Section):
+    """Who grades a stream. Only `kind`'s own parameters play a part."""
+
+    kind: Literal["base", "tuned", "live", "ema", "trust_region", "model"]
+    """`base` and `tuned` are frozen; `live` is the student itself, `ema` a running mean of it, `trust_region` lies between
+    `reference` and the student; `model` is another one with the same tokenizer."""
+    rate: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """`ema`: how far towards the student it moves at a time."""
+    every: Positive = 1
+    """`ema`: steps from one move to the next."""
+    reference: Literal["base", "tuned"] = "base"
+    """`trust_region`: the frozen end."""
+    mix: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """`trust_region`: the student's share."""
+    model: ModelConfig = ModelConfig()
+    """`model`: which."""
+    context: str | None = None
+    """What the teacher sees in place of the last user message, with `{prompt}` and `{answer}`: it knows, the student has to
+    find out. Rows need answers then."""
+    skip_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Leave out so many tokens at the start of each completion, where a teacher with context gives itself away."""
+
+    @model_validator(mode="after")
+    def _has_something_to_teach(self) -> TeacherSection:
+        if self.context is not None and ("{answer}" not in self.context or "{prompt}" not in self.context):
+            raise ValueError("context needs {prompt} and {answer}")
+        if self.kind == "live" and self.context is None:
+            raise ValueError("a live teacher without context is the student: there is nothing to learn")
+        return self
+
+
 class RecoverConfig(Section):
     """Recovery by on-policy distillation: the student samples, a teacher grades every token by reverse KL."""
 
@@ -153,6 +184,10 @@ class RecoverConfig(Section):
     """Prompts on which base is the teacher: `everyday` (shipped) or your own file."""
     domain: str | None = None
     """Prompts on which tuned is the teacher. Default: the questions of the fine-tune's data."""
+    general_teacher: TeacherSection = TeacherSection(kind="base")
+    """Who grades general prompts."""
+    domain_teacher: TeacherSection = TeacherSection(kind="tuned")
+    """Who grades domain prompts."""
     steps: Positive = 48
     """Optimizer steps, both streams together."""
     rollouts: Positive = 16

@@ -82,6 +82,14 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
     return model.to(device).eval(), tokenizer
 
 
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer alone."""
+    from transformers import AutoTokenizer
+
+    source, extra = model_source(config)
+    return AutoTokenizer.from_pretrained(source, revision=config.revision, trust_remote_code=config.trust_remote_code, **extra)
+
+
 def check_exists(config: ModelConfig) -> None:
     """Refuse at once, and before anything is written, a model that cannot be found."""
     model_source(config, convert=False)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from opdcl.config import Workflow
+from opdcl.config import TeacherSection, Workflow
 from opdcl.integrity import ADAPTER, file_hash
 from opdcl.provenance import hash_files, hash_value
 from opdcl.rundir import RunDir, StageDir, read_json
@@ -14,6 +14,14 @@ from opdcl.rundir import RunDir, StageDir, read_json
 Action = Literal["run", "resume", "skip", "stale"]
 # Settings that change where or how fast a result is made, not what it is.
 WITHOUT_MEANING = {"save_steps", "micro_batch_tokens"}
+# Settings that came later: at these values they mean what was done before there was a choice, so that a run which an
+# earlier version made is not stale for them.
+LATER: dict[str, Any] = {
+    "oversample": 1.0,
+    "general_teacher": TeacherSection(kind="base").model_dump(),
+    "domain_teacher": TeacherSection(kind="tuned").model_dump(),
+    "loss": {"discount": 0.0, "rescaled": True},
+}
 STATES = ("base", "tuned", "recovered")
 
 
@@ -79,7 +87,16 @@ def _finished_fingerprint(run: RunDir, name: str) -> str | None:
 
 
 def _meaning(config: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in config.items() if k not in WITHOUT_MEANING}
+    return _without(LATER, {k: v for k, v in config.items() if k not in WITHOUT_MEANING})
+
+
+def _without(later: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, value in config.items():
+        if key not in later or later[key] != value:
+            inner = later.get(key)
+            found[key] = _without(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return found
 
 
 def _training_task(name: str, stage: StageDir, inputs: dict[str, Any]) -> Task:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import torch
 from transformers import TrainerCallback
 from trl import DistillationConfig
 
-from opdcl.config import LossSection, RecoverConfig
+from opdcl.config import LossSection, RecoverConfig, TeacherSection
 from opdcl.data import encode_prompt, load_prompts
-from opdcl.distill.backbone import Backbone
+from opdcl.distill.backbone import Backbone, State
 from opdcl.distill.rollouts import Rollout, pick_engine
 from opdcl.distill.schedule import Stream, plan_steps
-from opdcl.distill.trainer import TEACHER, RecoveryTrainer
+from opdcl.distill.teachers import Contexts, Ema, Teacher, make_teacher
+from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.errors import OpdclError, UsageError
 from opdcl.health import Health, check_turn_end, halted, kl_bound
 from opdcl.models import ModelRef
@@ -26,6 +28,8 @@ from opdcl.rundir import StageDir, folder_appears_whole, read_jsonl, write_atomi
 from opdcl.training import StageCallback, StageReport, save_adapter, trainer_arguments
 
 SAMPLES_KEPT = 8
+# Who writes the held-out texts where the stream's own teacher is not the same from one step to the next.
+FROZEN: dict[Stream, State] = {"general": "base", "domain": "tuned"}
 # The scales that `interpolate` tries: the same for every layer, then rising or falling with depth.
 SCALES = [(i / 20, 0.0) for i in range(20, 0, -1)] + [(i / 10, tilt) for tilt in (-1.0, -0.5, 0.5, 1.0) for i in range(8, 1, -1)]
 
@@ -39,9 +43,14 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
         config = config.model_copy(update={"lmbda": 0.0, "loss": LossSection(kind="cross_entropy")})
     check_turn_end(backbone)
     train, held_out = encode_streams(config, backbone)
+    contexts = {stream: encode_contexts(config, stream, backbone) for stream in train}
     backbone.drop_adapters()
     backbone.load_adapter(parent.adapter, "student", trainable=True)
     backbone.load_adapter(parent.adapter, "tuned")
+    sections: dict[Stream, TeacherSection] = {"general": config.general_teacher, "domain": config.domain_teacher}
+    if any(s.kind == "ema" for s in sections.values()):
+        backbone.load_adapter(parent.adapter, "ema")
+    teachers = {stream: make_teacher(section, backbone, contexts[stream]) for stream, section in sections.items()}
     if config.method == "general":
         train["domain"] = []
     if config.loss.kind == "jsd" and not config.loss.rescaled and 0 < (beta := config.loss.beta) < 1:
@@ -67,13 +76,13 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
         "remove_unused_columns": False,
         **config.trainer,
     }
-    trainer = RecoveryTrainer(backbone, config, steps, train, DistillationConfig(**arguments), [validation, callback, health])
+    trainer = RecoveryTrainer(backbone, config, steps, train, teachers, DistillationConfig(**arguments), [validation, callback, health])
     validation.trainer = trainer
     if config.method == "interpolate":
         _interpolate(validation, backbone, out)
     else:
         if checkpoint := out.last_checkpoint():
-            trainer.restore_rollouts(checkpoint)
+            trainer.restore(checkpoint)
         callback.run(trainer, out)
     with folder_appears_whole(out.adapter) as folder:
         shutil.copytree(validation.best_adapter, folder, dirs_exist_ok=True)
@@ -136,6 +145,24 @@ def encode_streams(config: RecoverConfig, backbone: Backbone) -> tuple[dict, dic
     return train, held_out
 
 
+def encode_contexts(config: RecoverConfig, stream: Stream, backbone: Backbone) -> Contexts:
+    """Return what the stream's teacher sees in place of each prompt, where its configuration shows it the answers."""
+    section, source = (config.general_teacher, config.general) if stream == "general" else (config.domain_teacher, config.domain)
+    if section.context is None or source is None:
+        return {}
+    room = backbone.causal_lm.config.max_position_embeddings - ((config.domain_max_new_tokens if stream == "domain" else None) or config.max_new_tokens)
+    rows = load_prompts(source) + (load_prompts(source, "validation") if source == "everyday" else [])
+    found: Contexts = {}
+    for row in rows:
+        if row.answer is None:
+            raise UsageError(f"{row.where}: no answer that recover.{stream}_teacher.context could show", "give the row an answer")
+        *before, last = row.prompt
+        shown = section.context.replace("{prompt}", last["content"]).replace("{answer}", row.answer)
+        told = replace(row, prompt=[*before, {**last, "content": shown}])
+        found.setdefault(tuple(encode_prompt(row, backbone.tokenizer, room)), encode_prompt(told, backbone.tokenizer, room))
+    return found
+
+
 class Validation(TrainerCallback):
     """Measure held-out KL per stream every so many steps, and keep the adapter that is best by their sum.
 
@@ -148,14 +175,17 @@ class Validation(TrainerCallback):
         self.config, self.prompts, self.out, self.callback, self.health = config, prompts, out, callback, health
         self.trainer: RecoveryTrainer | None = None
         self.best_adapter = out.trainer / "best"
-        self._texts: dict[Stream, tuple[list[Rollout], list[torch.Tensor]]] = {}
+        self._texts: dict[Stream, tuple[list[Rollout], list[torch.Tensor] | None]] = {}
 
     def write_texts(self) -> None:
         """Let each stream's teacher answer the held-out prompts."""
         for stream, prompts in self.prompts.items():
             if prompts:
-                texts = self.trainer.sample(prompts, stream, seed=self.config.seed + 7, state=TEACHER[stream])
-                self._texts[stream] = texts, self.trainer.teacher_states(texts, stream)
+                teacher = author = self.trainer.teachers[stream]
+                if teacher.moves:  # it would write other texts after a resume, and thinks anew of them every time
+                    author = Teacher(self.trainer.backbone, FROZEN[stream], teacher.contexts)
+                texts = self.trainer.sample(prompts, stream, seed=self.config.seed + 7, teacher=author)
+                self._texts[stream] = texts, None if teacher.moves else self.trainer.teacher_states(texts, stream)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.write_texts()
@@ -165,6 +195,8 @@ class Validation(TrainerCallback):
             self._warm_start()
 
     def on_step_end(self, args, state, control, **kwargs):
+        for teacher in self.trainer.teachers.values():
+            teacher.follow(state.global_step)
         last = state.global_step == self.config.steps
         if measured := state.global_step % self.config.validate_every == 0 or last:
             self._measure(state.global_step)
@@ -194,6 +226,9 @@ class Validation(TrainerCallback):
         tuned = start = self.held_out_kl()
         if alpha < 1:
             backbone.shrink(alpha)
+            for teacher in self.trainer.teachers.values():
+                if isinstance(teacher, Ema):
+                    teacher.begin()
             start = self.held_out_kl()
         self._keep_if_best(0, _score(start))
         self.callback.write({"step": 0, "validation": {**tuned, "best": True}, "warm_start": {"alpha": alpha, **start}})

@@ -177,6 +177,9 @@ def check_tasks(workflow: Workflow) -> None:
         check_trainer_fields(SFTConfig, "finetune", workflow.finetune.trainer)
     if workflow.recover:
         check_trainer_fields(DistillationConfig, "recover", workflow.recover.trainer)
+        for teacher in (workflow.recover.general_teacher, workflow.recover.domain_teacher):
+            if teacher.kind == "model":
+                check_exists(teacher.model)
     if workflow.eval:
         from opdcl.evaluate import load_task
 

@@ -18,11 +18,11 @@ from opdcl.distill.lora import fuse
 from opdcl.errors import UsageError
 from opdcl.models import base_fingerprint, eos_ids, load_base
 
-State = Literal["base", "tuned", "student"]
+State = Literal["base", "tuned", "student", "ema"]
 
 
 class Backbone:
-    """The base model with a trainable adapter `student` and, during recovery, a frozen one `tuned`.
+    """The base model with a trainable adapter `student` and, during recovery, frozen ones: `tuned`, and `ema` if asked for.
 
     The base weights are never written. `merged` puts base + adapter into storage of its own, because merging and
     unmerging in place drifts the base by rounding, and the base is the teacher.
@@ -78,7 +78,8 @@ class Backbone:
         """Return the hash of the base weights, to show that training left them alone."""
         return base_fingerprint(self.causal_lm)
 
-    def _adapted_layers(self) -> list[BaseTunerLayer]:
+    def adapted_layers(self) -> list[BaseTunerLayer]:
+        """Return every layer that carries adapters."""
         return [m for m in self.causal_lm.modules() if isinstance(m, BaseTunerLayer)]
 
     @contextlib.contextmanager
@@ -87,7 +88,7 @@ class Backbone:
         if name == "student" or self.peft is None:
             yield self.causal_lm
             return
-        layers = self._adapted_layers()
+        layers = self.adapted_layers()
         for layer in layers:
             if name == "base":
                 layer.enable_adapters(False)
@@ -109,7 +110,7 @@ class Backbone:
         With a `tilt` the factor rises in a line with depth, from alpha (1 - tilt) at the first layer to alpha (1 + tilt)
         at the last.
         """
-        layers = self._adapted_layers()
+        layers = self.adapted_layers()
         saved = [layer.scaling["student"] for layer in layers]
         for layer, factor in zip(layers, self._factors(alpha, tilt), strict=True):
             layer.scaling["student"] *= factor
@@ -121,17 +122,17 @@ class Backbone:
 
     def adapter_norm(self, state: State) -> float:
         """Return the norm of all weights of an adapter."""
-        weights = [w for layer in self._adapted_layers() for w in (layer.lora_A[state].weight, layer.lora_B[state].weight)]
+        weights = [w for layer in self.adapted_layers() for w in (layer.lora_A[state].weight, layer.lora_B[state].weight)]
         return float(torch.stack([w.detach().float().norm() for w in weights]).norm())
 
     def shrink(self, alpha: float, tilt: float = 0.0) -> None:
         """Scale what the student's adapter adds to the base as `scaled` does, for good."""
         with torch.no_grad():
-            for layer, factor in zip(self._adapted_layers(), self._factors(alpha, tilt), strict=True):
+            for layer, factor in zip(self.adapted_layers(), self._factors(alpha, tilt), strict=True):
                 layer.lora_B["student"].weight.mul_(factor)
 
     def _factors(self, alpha: float, tilt: float) -> list[float]:
-        """Return the factor of each adapted layer, in the order of `_adapted_layers`."""
+        """Return the factor of each adapted layer, in the order of `adapted_layers`."""
         # The first number in a module's path is that of its decoder layer.
         numbers = [int(re.search(r"\.(\d+)\.", name)[1]) for name, m in self.causal_lm.named_modules() if isinstance(m, BaseTunerLayer)]
         last = max(1, *numbers)
@@ -150,7 +151,7 @@ class Backbone:
             return
         saved = []
         with torch.no_grad():
-            for layer in self._adapted_layers():
+            for layer in self.adapted_layers():
                 weight = layer.get_base_layer().weight
                 saved.append((weight, weight.data))
                 delta = layer.get_delta_weight(name)

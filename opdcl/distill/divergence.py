@@ -130,7 +130,7 @@ class _TokenLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, student_NH, teacher_NH, weight_VH, token_N, temperature, cost, cap):
+    def forward(ctx, student_NH, teacher_NH, weight_VH, teacher_weight_VH, token_N, temperature, cost, cap):
         grad_NH = torch.empty_like(student_NH)
         loss_N, kl_N, student_entropy_N, teacher_entropy_N, logprob_N = (
             student_NH.new_empty(len(student_NH), dtype=torch.float32) for _ in range(5)
@@ -138,7 +138,7 @@ class _TokenLoss(torch.autograd.Function):
         for start in range(0, len(student_NH), CHUNK):
             part = slice(start, start + CHUNK)
             log_p = torch.log_softmax((student_NH[part] @ weight_VH.T).float() / temperature, -1)
-            log_q = torch.log_softmax((teacher_NH[part] @ weight_VH.T).float() / temperature, -1)
+            log_q = torch.log_softmax((teacher_NH[part] @ teacher_weight_VH.T).float() / temperature, -1)
             p = log_p.exp()
             logprob_N[part] = log_p.gather(-1, token_N[part, None])[:, 0]
             teacher_entropy_N[part] = -(log_q.exp() * log_q).sum(-1)
@@ -167,7 +167,7 @@ class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss_N, *_):
         (grad_NH,) = ctx.saved_tensors
-        return grad_NH * grad_loss_N[:, None].to(grad_NH.dtype), *[None] * 6
+        return grad_NH * grad_loss_N[:, None].to(grad_NH.dtype), *[None] * 7
 
 
 def token_losses(
@@ -179,28 +179,31 @@ def token_losses(
     temperature: float = 1.0,
     loss: LossSection | None = None,
     lengths: list[int] | None = None,
+    teacher_weight_VH: torch.Tensor | None = None,
 ) -> TokenLosses:
     """Return the loss of each token, and what else is known of it.
 
     Args:
         student_NH: The student's last hidden states, `(N, H)`; the gradient flows into these.
         teacher_NH: The teacher's last hidden states, `(N, H)`.
-        weight_VH: The frozen output embedding that both share, `(V, H)`.
+        weight_VH: The frozen output embedding, `(V, H)`.
         token_N: The tokens that the states predict.
         sampler_N: Log-probabilities of these tokens when they were sampled; only `policy_gradient` reads them.
         temperature: Softmax temperature of both distributions.
         loss: Which divergence, with its parameters; reverse KL by default.
         lengths: How many tokens belong to each sequence; only a discounted `policy_gradient` reads them.
+        teacher_weight_VH: The teacher's output embedding where it is another model, whose states may be of another width.
     """
     loss = loss or LossSection()
     with torch.autocast(student_NH.device.type, enabled=False):
-        states = student_NH.to(weight_VH.dtype), teacher_NH.detach().to(weight_VH.dtype)
+        weights = weight_VH.detach(), (weight_VH if teacher_weight_VH is None else teacher_weight_VH).detach()
+        states = student_NH.to(weights[0].dtype), teacher_NH.detach().to(weights[1].dtype)
         later_N = torch.zeros_like(sampler_N)
         if loss.kind == "policy_gradient" and loss.discount:
-            mine_N, theirs_N = (token_logprobs(x.detach(), weight_VH, token_N, temperature) for x in states)
+            mine_N, theirs_N = (token_logprobs(x.detach(), w, token_N, temperature) for x, w in zip(states, weights, strict=True))
             later_N = later_advantages(theirs_N - mine_N, lengths or [len(token_N)], loss.discount)
         cost = _cost(loss, token_N, sampler_N, later_N)
-        return TokenLosses(*_TokenLoss.apply(*states, weight_VH.detach(), token_N, temperature, cost, loss.cap))
+        return TokenLosses(*_TokenLoss.apply(*states, *weights, token_N, temperature, cost, loss.cap))
 
 
 def _cost(loss: LossSection, token_N, sampler_N, later_N) -> Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor] | None:

@@ -14,11 +14,12 @@ from datasets import Dataset
 from trl import DistillationConfig, DistillationTrainer
 
 from opdcl.config import RecoverConfig
-from opdcl.distill.backbone import Backbone, State
+from opdcl.distill.backbone import Backbone
 from opdcl.distill.divergence import token_logprobs, token_losses
-from opdcl.distill.forward import Sequences, answer_ids, answer_states
+from opdcl.distill.forward import answer_ids, answer_states
 from opdcl.distill.rollouts import Rollout, repetition, sample
 from opdcl.distill.schedule import Step, Stream
+from opdcl.distill.teachers import Teacher, sequence
 from opdcl.errors import OpdclError, UsageError
 from opdcl.rundir import write_atomic
 from opdcl.training import finite_or_skipped, is_out_of_memory
@@ -26,7 +27,6 @@ from opdcl.training import finite_or_skipped, is_out_of_memory
 logger = logging.getLogger(__name__)
 # Sequences sampled together that leave little of the hardware idle.
 FULL_BATCH = 96
-TEACHER: dict[Stream, State] = {"general": "base", "domain": "tuned"}
 
 
 class RecoveryTrainer(DistillationTrainer):
@@ -39,8 +39,10 @@ class RecoveryTrainer(DistillationTrainer):
     """
 
     def __init__(self, backbone: Backbone, config: RecoverConfig, steps: list[Step],
-                 prompts: dict[Stream, list[list[int]]], args: DistillationConfig, callbacks: list):  # fmt: skip
+                 prompts: dict[Stream, list[list[int]]], teachers: dict[Stream, Teacher], args: DistillationConfig,
+                 callbacks: list):  # fmt: skip
         refuse_unsupported(backbone.causal_lm.config)
+        self.teachers = teachers
         self.backbone, self.recover_config, self.steps, self.prompts = backbone, config, steps, prompts
         self.micro_batch_tokens = config.micro_batch_tokens
         self._ahead: dict[int, list[Rollout]] = {}
@@ -70,9 +72,8 @@ class RecoveryTrainer(DistillationTrainer):
             ahead = self.recover_config.sample_ahead
             same = same[: ahead if step.on_policy else max(ahead, FULL_BATCH // len(step.prompts))]
             prompts = [self.prompts[step.stream][p] for i in same for p in self.steps[i].prompts]
-            author: State = "student" if step.on_policy else TEACHER[step.stream]
             seed = self.recover_config.seed * 1_000_003 + index
-            sampled = iter(self.sample(prompts, step.stream, seed, author))
+            sampled = iter(self.sample(prompts, step.stream, seed, None if step.on_policy else self.teachers[step.stream]))
             for i in same:
                 answers = [next(sampled) for _ in self.steps[i].prompts]
                 self._ahead[i] = self._widest(answers, step.stream, self.steps[i].keep)
@@ -83,23 +84,26 @@ class RecoveryTrainer(DistillationTrainer):
         if len(rollouts) <= keep:
             return rollouts
         gaps: dict[int, float] = {}
-        weight_VH = self.backbone.causal_lm.get_output_embeddings().weight
         for batch in micro_batches(rollouts, self.micro_batch_tokens):
             states_NH = self._teacher_states(batch, stream)
             tokens_N = torch.tensor([t for r in batch for t in r.completion_ids], device=states_NH.device)
-            theirs = token_logprobs(states_NH, weight_VH, tokens_N, self.recover_config.temperature)
+            theirs = token_logprobs(states_NH, self.teachers[stream].head_VH, tokens_N, self.recover_config.temperature)
             for rollout, q_N in zip(batch, theirs.split([len(r.completion_ids) for r in batch]), strict=True):
                 gaps[id(rollout)] = float((q_N - q_N.new_tensor(rollout.logprobs)).abs().mean())
         kept = set(sorted(gaps, key=gaps.__getitem__, reverse=True)[:keep])
         return [r for r in rollouts if id(r) in kept]
 
-    def sample(self, prompts: list[list[int]], stream: Stream, seed: int, state: State = "student") -> list[Rollout]:
-        """Sample one completion per prompt from an adapter state, with its weights merged for the purpose."""
+    def sample(self, prompts: list[list[int]], stream: Stream, seed: int, teacher: Teacher | None = None) -> list[Rollout]:
+        """Sample one completion per prompt from the student, or from a teacher with what it sees, with merged weights."""
         config = self.recover_config
         longest = config.domain_max_new_tokens if stream == "domain" else None
-        with self.backbone.merged(state) as model:
-            return sample(model, prompts, max_new_tokens=longest or config.max_new_tokens,
-                          eos_ids=self.backbone.eos_ids, temperature=config.temperature, seed=seed, engine=config.sampler)  # fmt: skip
+        shown = [teacher.shown(p) for p in prompts] if teacher else prompts
+        with teacher.writer() if teacher else self.backbone.merged("student") as model:
+            found = sample(model, shown, max_new_tokens=longest or config.max_new_tokens,
+                           eos_ids=self.backbone.eos_ids, temperature=config.temperature, seed=seed, engine=config.sampler)  # fmt: skip
+        for rollout, prompt in zip(found, prompts, strict=True):
+            rollout.prompt_ids = prompt  # what the teacher saw stays with the teacher
+        return found
 
     # -- one optimizer step -----------------------------------------------------------------------------------------
 
@@ -155,13 +159,14 @@ class RecoveryTrainer(DistillationTrainer):
         for i, batch in enumerate(micro_batches(rollouts, self.micro_batch_tokens)):
             teacher_NH = teacher[i] if teacher else self._teacher_states(batch, stream)
             with self.compute_loss_context_manager(), torch.set_grad_enabled(learn):
-                student_NH = answer_states(self.backbone.causal_lm, sequences := _sequences(batch))
+                student_NH = answer_states(self.backbone.causal_lm, sequences := [sequence(r.prompt_ids, r.completion_ids) for r in batch])
                 token_N = answer_ids(sequences, student_NH.device)
                 sampler_N = torch.tensor([x for r in batch for x in r.logprobs], device=student_NH.device)
                 losses = token_losses(student_NH, teacher_NH, weight_VH, token_N, sampler_N, config.temperature, config.loss,
-                                      [len(r.completion_ids) for r in batch])  # fmt: skip
+                                      [len(r.completion_ids) for r in batch], self.teachers[stream].head_VH)  # fmt: skip
             if learn:
-                weight_N = _weights(batch, config.loss.unfinished, student_NH.device)
+                skipped = (config.general_teacher if stream == "general" else config.domain_teacher).skip_tokens
+                weight_N = _weights(batch, config.loss.unfinished, skipped, student_NH.device)
                 if self._fresh and len(sampler_N):
                     mismatch_N = (losses.logprob - sampler_N).abs() > math.log(2)
                     weight_N = weight_N * ~mismatch_N
@@ -177,10 +182,9 @@ class RecoveryTrainer(DistillationTrainer):
         """Return the teacher's last hidden states of all completion tokens, `(N, H)` per micro-batch."""
         return [self._teacher_states(batch, stream) for batch in micro_batches(rollouts, self.micro_batch_tokens)]
 
-    @torch.no_grad()
     def _teacher_states(self, batch: list[Rollout], stream: Stream) -> torch.Tensor:
-        with self.compute_loss_context_manager(), self.backbone.state(TEACHER[stream]) as model:
-            return answer_states(model, _sequences(batch))
+        with self.compute_loss_context_manager():
+            return self.teachers[stream].states(batch)
 
     def _summary(self, rollouts: list[Rollout], sums: dict[str, float]) -> dict[str, float]:
         count = len(rollouts)
@@ -208,10 +212,14 @@ class RecoveryTrainer(DistillationTrainer):
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         ahead = {str(index): [asdict(r) for r in rollouts] for index, rollouts in self._ahead.items()}
         write_atomic(folder / "rollouts.json", json.dumps(ahead))
+        for teacher in self.teachers.values():
+            teacher.save(folder)
         super()._save_checkpoint(model, trial)
 
-    def restore_rollouts(self, checkpoint: Path) -> None:
-        """Take back the completions that were sampled ahead when the checkpoint was written."""
+    def restore(self, checkpoint: Path) -> None:
+        """Take back the teachers, and the completions that were sampled ahead, as they were when the checkpoint was written."""
+        for teacher in self.teachers.values():
+            teacher.restore(checkpoint)
         ahead = json.loads((checkpoint / "rollouts.json").read_text())
         self._ahead = {int(index): [Rollout(**r) for r in rollouts] for index, rollouts in ahead.items()}
 
@@ -228,13 +236,10 @@ def refuse_unsupported(config) -> None:
             raise UsageError(f"models with {name} ({config.model_type}) cannot be recovered yet", "choose another model")
 
 
-def _sequences(batch: list[Rollout]) -> Sequences:
-    return [(r.prompt_ids + r.completion_ids, [False] * len(r.prompt_ids) + [True] * len(r.completion_ids)) for r in batch]
-
-
-def _weights(batch: list[Rollout], unfinished: float, device: torch.device) -> torch.Tensor:
-    """Return the weight of each completion token, `(N,)`."""
-    return torch.tensor([1.0 if r.finished else unfinished for r in batch for _ in r.completion_ids], device=device)
+def _weights(batch: list[Rollout], unfinished: float, skipped: int, device: torch.device) -> torch.Tensor:
+    """Return the weight of each completion token, `(N,)`: none for the first `skipped`, less where the end was cut off."""
+    weights = [(i >= skipped) * (1.0 if r.finished else unfinished) for r in batch for i in range(len(r.completion_ids))]
+    return torch.tensor(weights, device=device)
 
 
 def micro_batches(rollouts: list[Rollout], tokens: int) -> list[list[Rollout]]:

@@ -7,6 +7,7 @@ import pytest
 from opdcl.config import Workflow
 from opdcl.integrity import ADAPTER, file_hash, seal
 from opdcl.plan import Task, make_plan, stage_inputs, training_stages
+from opdcl.provenance import hash_value
 from opdcl.rundir import RunDir, write_json
 
 DATA = {"finetune.data": "rows-1", "recover.general": "prompts-1", "recover.domain": "rows-1"}
@@ -208,3 +209,12 @@ def test_an_added_suite_is_the_only_one_measured(done):
     tasks = actions(plan(changed("eval", control=["neighbours"]), done))
     assert {name for name, action in tasks.items() if action == "run"} == {
         "base/neighbours", "tuned/neighbours", "recovered/neighbours"}  # fmt: skip
+
+
+def test_settings_that_came_later_make_no_older_run_stale(run):
+    """The fingerprints are those that the version before these settings gave; what they change still counts."""
+    fingerprints = {name: hash_value(inputs) for name, inputs in stage_inputs(flow(FULL), run, DATA).items()}
+    assert fingerprints == {"finetune": "83b7dc633c47250c", "recover": "785e5d742433b346"}
+    for change in ({"oversample": 2.0}, {"loss": {"discount": 0.5}}, {"general_teacher": {"kind": "ema"}}, {"domain_teacher": {"kind": "base"}}):
+        changed = stage_inputs(flow({**FULL, "recover": RECOVER | change}), run, DATA)
+        assert hash_value(changed["recover"]) != fingerprints["recover"]

@@ -10,6 +10,7 @@ from opdcl.config import LoraSection, RecoverConfig
 from opdcl.distill.forward import answer_ids, answer_states
 from opdcl.distill.rollouts import Rollout
 from opdcl.distill.schedule import plan_steps
+from opdcl.distill.teachers import Teacher
 from opdcl.distill.trainer import RecoveryTrainer, micro_batches
 from opdcl.errors import OpdclError
 from opdcl.training import save_adapter
@@ -43,7 +44,8 @@ def make_trainer(backbone, folder, **settings):
                               use_cpu=True, report_to="none", remove_unused_columns=False, gradient_checkpointing=False,
                               disable_tqdm=True)  # fmt: skip
     prompts = {"general": [[*PROMPT, 9]] * 3, "domain": [[*PROMPT, 8]] * 3}
-    return RecoveryTrainer(backbone, config, plan_steps(config, 3, 3), prompts, args, [])
+    teachers = {"general": Teacher(backbone, "base"), "domain": Teacher(backbone, "tuned")}
+    return RecoveryTrainer(backbone, config, plan_steps(config, 3, 3), prompts, teachers, args, [])
 
 
 def gradient(trainer, stream="general", tokens=10_000, rollouts=ROLLOUTS):
@@ -153,7 +155,7 @@ def test_shrinking_scales_what_the_adapter_adds(trainer):
 
 
 def student_delta(trainer):
-    layers = trainer.backbone._adapted_layers()
+    layers = trainer.backbone.adapted_layers()
     return {str(i): layer.get_delta_weight("student") for i, layer in enumerate(layers)}
 
 
