@@ -157,7 +157,7 @@ class TeacherSection(Section):
     """`trust_region`: the frozen end."""
     mix: Annotated[float, Field(ge=0, le=1)] = 0.05
     """`trust_region`: the student's share."""
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig | None = None
     """`model`: which."""
     context: str | None = None
     """What the teacher sees in place of the last user message, with `{prompt}` and `{answer}`: it knows, the student has to
@@ -169,6 +169,8 @@ class TeacherSection(Section):
     def _has_something_to_teach(self) -> TeacherSection:
         if self.context is not None and ("{answer}" not in self.context or "{prompt}" not in self.context):
             raise ValueError("context needs {prompt} and {answer}")
+        if (self.kind == "model") != (self.model is not None):
+            raise ValueError("kind model and a model go together")
         if self.kind == "live" and self.context is None:
             raise ValueError("a live teacher without context is the student: there is nothing to learn")
         return self

@@ -70,7 +70,8 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
         )
     except (OSError, ValueError, SafetensorError) as fault:
         first = next((line.strip() for line in str(fault).splitlines() if line.strip()), type(fault).__name__)
-        raise UsageError(f"model {config.id!r} cannot be loaded: {first[:300]}", _model_hint(config)) from fault
+        hint = "accept its licence on the model's page, then set HF_TOKEN" if "gated" in first else _model_hint(config)
+        raise UsageError(f"model {config.id!r} cannot be loaded: {first[:300]}", hint) from fault
     if not tokenizer.chat_template:
         raise UsageError(
             f"model {config.id!r} has no chat template: it is not an instruct model",

@@ -47,7 +47,8 @@ class Output:
         for row in rows:
             # Text, not str: rich reads [brackets] in a str as markup.
             table.add_row(*(Text(harmless(cell)) for cell in row))
-        self._out.print(table)
+        # A pipe has no width: whoever reads lines wants them whole.
+        self._out.print(table, width=None if self._out.is_terminal else 1000)
 
     def note(self, text: str) -> None:
         """Say something in passing, on stderr."""

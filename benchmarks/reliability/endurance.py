@@ -69,7 +69,7 @@ def soak(place: Path, options) -> list[dict]:
 
 def fuzz(place: Path, options) -> list[dict]:
     """Run the property tests of configuration and data with many more examples than the suite does."""
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", str(ROOT / "tests" / "unit" / "test_fuzz.py")],
+    done = subprocess.run([sys.executable, "-m", "pytest", "-o", "addopts=", "-q", str(ROOT / "tests" / "unit" / "test_fuzz.py")],
                           capture_output=True, text=True, env=os.environ | {"OPDCL_FUZZ_EXAMPLES": str(options.examples)})  # fmt: skip
     last = done.stdout.strip().splitlines()[-1]
     return [row(f"{options.examples:,} random configurations, as many data files, every prefix of a valid one of each",

@@ -10,9 +10,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from attempts import attempt, command, outcome_of, row, run, status, wait, wait_until
@@ -82,6 +84,7 @@ def faults(place: Path, options) -> list[dict]:
     rows.append(refused("hub offline", "HF_HUB_OFFLINE and a model that is not cached",
                         run(place, "run", "tiny.yaml", "-o", "hub", "--set", "model.id=nobody/nothing"), "hub is out of reach"))  # fmt: skip
 
+    rows.append(gated(place))
     rows.append(refused("a suite whose data cannot be had", "ifeval without network",
                         run(place, *command("middle", ["eval.retention=[instructions, ifeval]"])), "cannot be had"))  # fmt: skip
     return rows
@@ -106,6 +109,30 @@ def escape(place: Path) -> dict:
     ok = all(code == 2 and "error:" in said and "Traceback" not in said for code, said in refusals) and not list((place / "outside").iterdir())
     return row("names and paths that lead out of the run", "a symbolic link inside a run; .., absolute, NUL and 300 letters as names",
                f"{'' if ok else 'FAILED: '}{sum(code == 2 for code, _ in refusals)} of {len(tries)} refused, nothing written outside", "nothing")  # fmt: skip
+
+
+def gated(place: Path) -> dict:
+    """Answer as the hub does for a model whose licence has not been accepted, on a port of this machine."""
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(403)
+            self.send_header("X-Error-Code", "GatedRepo")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_): ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    code = "import sys; sys.argv[0] = 'opdcl'; from opdcl.cli import main; main()"
+    environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    done = subprocess.run([sys.executable, "-c", code, *command("gated"), "--set", "model.id=nobody/gated"], cwd=place, env=environment,
+                          capture_output=True, text=True)  # fmt: skip
+    server.shutdown()
+    return refused("a gated model", "a hub on 127.0.0.1 that answers 403, GatedRepo", (done.returncode, done.stderr), "gated")
 
 
 def disappearances(place: Path, expected: dict[str, bytes]) -> list[dict]:
