@@ -92,7 +92,7 @@ class LossSection(Section):
     beta: Annotated[float, Field(ge=0, le=1)] = 0.5
     """`jsd`: 0 is forward KL, 1 reverse KL. Scaled so that one learning rate suits every value."""
     rescaled: bool = True
-    """`jsd`: divide by beta (1 - beta). Without it, as in GKD, the step shrinks to a quarter at 0.5 and to nothing near the ends."""
+    """`jsd`: divide by beta (1 - beta). Without it, as in GKD, loss and gradient are a quarter at 0.5 and vanish near the ends."""
     unsure_above: Annotated[float, Field(ge=0)] = 2.0
     """`entropy_switched`: teacher entropy in nats above which forward KL is used."""
     discount: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -165,6 +165,12 @@ class TeacherSection(Section):
     skip_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
     """Leave out so many tokens at the start of each completion, where a teacher with context gives itself away."""
 
+    @property
+    def begins_as_tuned(self) -> bool:
+        """Whether it is, at first, what the student is."""
+        tuned = self.kind in ("tuned", "ema") or (self.kind == "trust_region" and self.reference == "tuned")
+        return tuned and self.context is None
+
     @model_validator(mode="after")
     def _has_something_to_teach(self) -> TeacherSection:
         if self.context is not None and ("{answer}" not in self.context or "{prompt}" not in self.context):
@@ -236,6 +242,18 @@ class RecoverConfig(Section):
     """Order of prompts and all sampling."""
     trainer: dict[str, Any] = {}
     """Further fields of `trl.DistillationConfig`."""
+
+    @model_validator(mode="after")
+    def _leads_somewhere(self) -> RecoverConfig:
+        if self.general_teacher.begins_as_tuned:
+            raise ValueError(
+                "general_teacher is the student as it begins, so it leads nowhere: take base, or give it a context"
+            )
+        lengths = {"general": self.max_new_tokens, "domain": self.domain_max_new_tokens or self.max_new_tokens}
+        for stream, teacher in (("general", self.general_teacher), ("domain", self.domain_teacher)):
+            if teacher.skip_tokens >= lengths[stream]:
+                raise ValueError(f"{stream}_teacher.skip_tokens leaves nothing of {lengths[stream]} tokens")
+        return self
 
 
 class EvalConfig(Section):

@@ -121,10 +121,14 @@ class AnswerTrainer(SFTTrainer):
                 if not is_out_of_memory(fault):
                     raise
                 model.zero_grad()
-                self._cut_finer(len(inputs["input_ids"]))
+                self._cut_finer(inputs)
 
-    def _cut_finer(self, rows: int) -> None:
-        if self.pieces >= rows:
+    def _cut_finer(self, inputs: dict[str, torch.Tensor]) -> None:
+        if "position_ids" in inputs:
+            raise OpdclError(
+                "a batch of packed rows does not fit into memory", "lower finetune.batch_size, or finetune.packing: off"
+            )
+        if self.pieces >= len(inputs["input_ids"]):
             raise OpdclError("one training row alone does not fit into memory",
                              "lower finetune.max_length, or choose a smaller model")  # fmt: skip
         self.pieces *= 2

@@ -21,7 +21,8 @@ MAX_BYTES = 1_000_000
 # Fields that may name a file; a relative one is meant from the workflow file's folder.
 ALIASES = ("smollm2-135m", "handbook", "everyday")
 FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".parquet", ".gguf", ".txt", ".md")
-PATH_FIELDS = (("model", "id"), ("finetune", "data"), ("recover", "general"), ("recover", "domain"))
+PATH_FIELDS = (("model", "id"), ("finetune", "data"), ("recover", "general"), ("recover", "domain"),
+               ("recover", "general_teacher", "model", "id"), ("recover", "domain_teacher", "model", "id"))  # fmt: skip
 
 
 def package_folder(name: str) -> Path:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,17 +49,12 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
     # by torch at its first large allocation, so it has to be set before the model is loaded.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = pick_device(config.device)
-    if config.deterministic:
-        # Read by cuBLAS when it is first used.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(config.deterministic)
     source, extra = model_source(config)
     options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code, **extra}
-    try:
+    with _worded(config):
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         if gguf := extra.get("gguf_file"):
             from transformers import GgufConfig
@@ -68,10 +65,6 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=getattr(torch, pick_dtype(config.dtype, device)), **options
         )
-    except (OSError, ValueError, SafetensorError) as fault:
-        first = next((line.strip() for line in str(fault).splitlines() if line.strip()), type(fault).__name__)
-        hint = "accept its licence on the model's page, then set HF_TOKEN" if "gated" in first else _model_hint(config)
-        raise UsageError(f"model {config.id!r} cannot be loaded: {first[:300]}", hint) from fault
     if not tokenizer.chat_template:
         raise UsageError(
             f"model {config.id!r} has no chat template: it is not an instruct model",
@@ -88,7 +81,28 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     source, extra = model_source(config)
-    return AutoTokenizer.from_pretrained(source, revision=config.revision, trust_remote_code=config.trust_remote_code, **extra)
+    with _worded(config):
+        return AutoTokenizer.from_pretrained(
+            source, revision=config.revision, trust_remote_code=config.trust_remote_code, **extra
+        )
+
+
+@contextlib.contextmanager
+def _worded(config: ModelConfig) -> Iterator[None]:
+    """Turn what the libraries raise while they load a model into one error with its fix."""
+    from huggingface_hub.errors import GatedRepoError
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as fault:
+        first = next((line.strip() for line in str(fault).splitlines() if line.strip()), type(fault).__name__)
+        chain: list[BaseException] = [fault]
+        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+            chain.append(cause)
+        gated = any(isinstance(f, GatedRepoError) for f in chain)
+        hint = "accept its licence on the model's page, then set HF_TOKEN" if gated else _model_hint(config)
+        raise UsageError(f"model {config.id!r} cannot be loaded: {first[:300]}", hint) from fault
 
 
 def check_exists(config: ModelConfig) -> None:

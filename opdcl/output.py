@@ -18,6 +18,8 @@ from opdcl.text import harmless, redact
 Mode = Literal["human", "json", "quiet"]
 # Off a terminal a line is printed at most this often, in seconds.
 LINE_EVERY = 15
+# Off a terminal a table may be this wide, in characters.
+PIPE_WIDTH = 10_000
 
 
 class Output:
@@ -27,6 +29,8 @@ class Output:
         self.mode = mode
         # The streams as they are now: while a stage works, sys.stdout and sys.stderr lead to the log.
         self._out = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        if not self._out.is_terminal:  # a pipe has no width: whoever reads lines wants them whole
+            self._out.width = PIPE_WIDTH
         self._err = Console(file=sys.stderr, highlight=False, soft_wrap=True)
 
     def result(self, human: str, data: Any) -> None:
@@ -47,8 +51,7 @@ class Output:
         for row in rows:
             # Text, not str: rich reads [brackets] in a str as markup.
             table.add_row(*(Text(harmless(cell)) for cell in row))
-        # A pipe has no width: whoever reads lines wants them whole.
-        self._out.print(table, width=None if self._out.is_terminal else 1000)
+        self._out.print(table)
 
     def note(self, text: str) -> None:
         """Say something in passing, on stderr."""

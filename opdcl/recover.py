@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 
@@ -14,12 +15,12 @@ import torch
 from transformers import TrainerCallback
 from trl import DistillationConfig
 
-from opdcl.config import LossSection, RecoverConfig, TeacherSection
-from opdcl.data import encode_prompt, load_prompts
+from opdcl.config import RecoverConfig, TeacherSection
+from opdcl.data import Row, encode_prompt, load_prompts
 from opdcl.distill.backbone import Backbone, State
 from opdcl.distill.rollouts import Rollout, pick_engine
 from opdcl.distill.schedule import Stream, plan_steps
-from opdcl.distill.teachers import Contexts, Ema, Teacher, make_teacher
+from opdcl.distill.teachers import Contexts, Ema, make_teacher
 from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.errors import OpdclError, UsageError
 from opdcl.health import Health, check_turn_end, halted, kl_bound
@@ -28,7 +29,7 @@ from opdcl.rundir import StageDir, folder_appears_whole, read_jsonl, write_atomi
 from opdcl.training import StageCallback, StageReport, save_adapter, trainer_arguments
 
 SAMPLES_KEPT = 8
-# Who writes the held-out texts where the stream's own teacher is not the same from one step to the next.
+# Who judges the held-out texts where the stream's own teacher is not the same from one step to the next.
 FROZEN: dict[Stream, State] = {"general": "base", "domain": "tuned"}
 # The scales that `interpolate` tries: the same for every layer, then rising or falling with depth.
 SCALES = [(i / 20, 0.0) for i in range(20, 0, -1)] + [(i / 10, tilt) for tilt in (-1.0, -0.5, 0.5, 1.0) for i in range(8, 1, -1)]
@@ -40,7 +41,9 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
     Resumes from the stage's last checkpoint if there is one.
     """
     if config.method == "replay":
-        config = config.model_copy(update={"lmbda": 0.0, "loss": LossSection(kind="cross_entropy")})
+        config = config.model_copy(
+            update={"lmbda": 0.0, "loss": config.loss.model_copy(update={"kind": "cross_entropy"})}
+        )
     check_turn_end(backbone)
     train, held_out = encode_streams(config, backbone)
     contexts = {stream: encode_contexts(config, stream, backbone) for stream in train}
@@ -48,14 +51,23 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
     backbone.load_adapter(parent.adapter, "student", trainable=True)
     backbone.load_adapter(parent.adapter, "tuned")
     sections: dict[Stream, TeacherSection] = {"general": config.general_teacher, "domain": config.domain_teacher}
-    if any(s.kind == "ema" for s in sections.values()):
-        backbone.load_adapter(parent.adapter, "ema")
-    teachers = {stream: make_teacher(section, backbone, contexts[stream]) for stream, section in sections.items()}
+    means: dict[Stream, State] = {"general": "ema_general", "domain": "ema_domain"}
+    for stream, section in sections.items():
+        if section.kind == "ema":
+            backbone.load_adapter(parent.adapter, means[stream])
+    teachers = {
+        stream: make_teacher(section, backbone, contexts[stream], means[stream]) for stream, section in sections.items()
+    }
     if config.method == "general":
         train["domain"] = []
-    if config.loss.kind == "jsd" and not config.loss.rescaled and 0 < (beta := config.loss.beta) < 1:
-        report.note(f"recover.loss.rescaled is off: beta {beta:g} makes gradients about {1 / (beta * (1 - beta)):.0f} times smaller "
-                    "than reverse KL's; raise the rate to match")  # fmt: skip
+    if (
+        config.method != "interpolate"
+        and config.loss.kind == "jsd"
+        and not config.loss.rescaled
+        and 0 < (beta := config.loss.beta) < 1
+    ):
+        report.note(f"recover.loss.rescaled is off: at beta {beta:g} loss and gradient are about {1 / (beta * (1 - beta)):.0f} times smaller "
+                    "than reverse KL's, so that gradient clipping and loss.cap hardly ever act")  # fmt: skip
     if config.sampler == "auto":
         report.note("sampler {}: {}".format(*pick_engine(backbone.causal_lm)))
     steps = plan_steps(config, len(train["general"]), len(train["domain"]))
@@ -145,19 +157,34 @@ def encode_streams(config: RecoverConfig, backbone: Backbone) -> tuple[dict, dic
     return train, held_out
 
 
+def answered_rows(config: RecoverConfig, stream: Stream) -> tuple[TeacherSection, list[Row]]:
+    """Return a stream's teacher, and the rows whose answers it is shown: none, where it is not.
+
+    Raises:
+        UsageError: It is to be shown the answer of a row that has none.
+    """
+    section, source = (
+        (config.general_teacher, config.general) if stream == "general" else (config.domain_teacher, config.domain)
+    )
+    rows = load_prompts(source) if section.context is not None and source else []
+    if without := next((row for row in rows if row.answer is None), None):
+        raise UsageError(
+            f"{without.where}: no answer that recover.{stream}_teacher.context could show", "give every row an answer"
+        )
+    return section, rows
+
+
 def encode_contexts(config: RecoverConfig, stream: Stream, backbone: Backbone) -> Contexts:
     """Return what the stream's teacher sees in place of each prompt, where its configuration shows it the answers."""
-    section, source = (config.general_teacher, config.general) if stream == "general" else (config.domain_teacher, config.domain)
-    if section.context is None or source is None:
-        return {}
-    room = backbone.causal_lm.config.max_position_embeddings - ((config.domain_max_new_tokens if stream == "domain" else None) or config.max_new_tokens)
-    rows = load_prompts(source) + (load_prompts(source, "validation") if source == "everyday" else [])
+    section, rows = answered_rows(config, stream)
+    room = backbone.causal_lm.config.max_position_embeddings - (
+        (config.domain_max_new_tokens if stream == "domain" else None) or config.max_new_tokens
+    )
     found: Contexts = {}
     for row in rows:
-        if row.answer is None:
-            raise UsageError(f"{row.where}: no answer that recover.{stream}_teacher.context could show", "give the row an answer")
         *before, last = row.prompt
-        shown = section.context.replace("{prompt}", last["content"]).replace("{answer}", row.answer)
+        words = {"{prompt}": last["content"], "{answer}": row.answer}
+        shown = re.sub(r"\{(?:prompt|answer)\}", lambda m: words[m[0]], section.context)  # noqa: B023
         told = replace(row, prompt=[*before, {**last, "content": shown}])
         found.setdefault(tuple(encode_prompt(row, backbone.tokenizer, room)), encode_prompt(told, backbone.tokenizer, room))
     return found
@@ -167,7 +194,8 @@ class Validation(TrainerCallback):
     """Measure held-out KL per stream every so many steps, and keep the adapter that is best by their sum.
 
     The text is sampled once from each stream's teacher, so every measurement is on the same tokens: the general KL
-    says how far the student still is from base, the domain KL how far it has left tuned.
+    says how far the student still is from base, the domain KL how far it has left tuned. Where a stream has another
+    teacher the KL is to that one, and if it moves, to base or tuned with what it is shown.
     """
 
     def __init__(self, config: RecoverConfig, prompts: dict[Stream, list[list[int]]], out: StageDir,
@@ -175,17 +203,15 @@ class Validation(TrainerCallback):
         self.config, self.prompts, self.out, self.callback, self.health = config, prompts, out, callback, health
         self.trainer: RecoveryTrainer | None = None
         self.best_adapter = out.trainer / "best"
-        self._texts: dict[Stream, tuple[list[Rollout], list[torch.Tensor] | None]] = {}
+        self._texts: dict[Stream, tuple[list[Rollout], dict[int, torch.Tensor]]] = {}
 
     def write_texts(self) -> None:
         """Let each stream's teacher answer the held-out prompts."""
         for stream, prompts in self.prompts.items():
             if prompts:
-                teacher = author = self.trainer.teachers[stream]
-                if teacher.moves:  # it would write other texts after a resume, and thinks anew of them every time
-                    author = Teacher(self.trainer.backbone, FROZEN[stream], teacher.contexts)
-                texts = self.trainer.sample(prompts, stream, seed=self.config.seed + 7, teacher=author)
-                self._texts[stream] = texts, None if teacher.moves else self.trainer.teacher_states(texts, stream)
+                judge = self.trainer.teachers[stream].judge(FROZEN[stream])
+                texts = self.trainer.sample(prompts, stream, seed=self.config.seed + 7, teacher=judge)
+                self._texts[stream] = texts, self.trainer.teacher_states(texts, judge)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.write_texts()
@@ -250,7 +276,7 @@ class Validation(TrainerCallback):
     def _enough(self, step: int, measured: bool) -> str:
         """Say why recovery may end after this step, which may have been `measured`, or return nothing."""
         until = self.config.until
-        done = sum(len(s.prompts) for s in self.trainer.steps[:step])
+        done = sum(s.keep for s in self.trainer.steps[:step])
         if until.rollouts and done >= until.rollouts:
             return f"{done} completions were graded"
         if not measured:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -202,31 +203,32 @@ class RunDir:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         file = self.path / ".lock"
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": now()}
-        dead = None
-        for _ in range(2):
-            try:
-                handle = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-            except FileExistsError:
-                other = _lock_owner(file)
-                if other and other.get("host") == owner["host"] and not _alive(other.get("pid", 0)):
-                    file.unlink(missing_ok=True)
-                    dead = other
-                    continue
-                raise UsageError(
-                    f"{self.path} is in use by process {other.get('pid')} on {other.get('host')} "
-                    f"since {other.get('since')}",
-                    f"wait for it, or remove {file} if that process is gone",
-                ) from None
-            with os.fdopen(handle, "w") as out:
-                json.dump(owner, out)
-            break
-        else:
-            raise UsageError(f"{self.path} is being taken over by another process", "try again")
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "since": now()}
+        # The system holds the lock and drops it when its owner dies; the file says who that is, and stays, because
+        # removing it would let two processes hold locks on two files of one name. An owner that ended well leaves it empty.
+        handle = os.open(file, os.O_CREAT | os.O_RDWR, 0o644)
         try:
-            yield dead
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                free = True
+            except BlockingIOError:
+                free = False
+            other = _lock_owner(file)
+            if (
+                not free or other.get("host", me["host"]) != me["host"]
+            ):  # locks do not reach every machine of a shared disk
+                raise UsageError(
+                    f"{self.path} is in use by process {other.get('pid')} on {other.get('host')} since {other.get('since')}",
+                    f"wait for it, or remove {file} if that process is gone",
+                )
+            os.truncate(handle, 0)
+            os.write(handle, json.dumps(me).encode())
+            try:
+                yield other or None
+            finally:
+                os.truncate(handle, 0)
         finally:
-            file.unlink(missing_ok=True)
+            os.close(handle)
 
 
 def _lock_owner(file: Path) -> dict:
@@ -235,13 +237,3 @@ def _lock_owner(file: Path) -> dict:
     except (OSError, json.JSONDecodeError):
         return {}
     return owner
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

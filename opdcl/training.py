@@ -135,6 +135,9 @@ class StageCallback(TrainerCallback):
             if broken == checkpoint:
                 break
             self.report.note(f"{broken.name} is damaged and left out: {damage(broken)}")
+        if stopped := next((row["stopped"] for row in kept if "stopped" in row), None):
+            self.report.note(f"had stopped at step {reached}: {stopped}")
+            return
         if checkpoint:
             self.report.note(f"resuming from step {reached} of {self.steps}")
         self._base = self.backbone.fingerprint() if self.backbone else ""

@@ -157,7 +157,11 @@ def refuse_foreign(run: RunDir) -> None:
     """Refuse a directory with content that is not a run's, or that leads elsewhere: nothing may be mistaken or overwritten."""
     if run.path.exists() and not run.path.is_dir():
         raise UsageError(f"{run.path} is a file", "choose another directory with -o")
-    if run.path.is_dir() and any(run.path.iterdir()) and not run.config.exists():
+    if (
+        run.path.is_dir()
+        and not run.config.exists()
+        and any(p.name not in (".lock", "logs") for p in run.path.iterdir())
+    ):
         raise UsageError(f"{run.path} exists and is not a run directory", "choose another directory with -o")
     for folder, folders, files in os.walk(run.path):
         if link := next((p for name in (*folders, *files) if (p := Path(folder, name)).is_symlink()), None):
@@ -178,8 +182,12 @@ def check_tasks(workflow: Workflow) -> None:
     if workflow.recover:
         check_trainer_fields(DistillationConfig, "recover", workflow.recover.trainer)
         for teacher in (workflow.recover.general_teacher, workflow.recover.domain_teacher):
-            if teacher.kind == "model":
+            if teacher.model:
                 check_exists(teacher.model)
+        from opdcl.recover import answered_rows
+
+        for stream in ("general", "domain"):
+            answered_rows(workflow.recover, stream)
     if workflow.eval:
         from opdcl.evaluate import load_task
 

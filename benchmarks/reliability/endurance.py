@@ -60,8 +60,8 @@ def soak(place: Path, options) -> list[dict]:
     # Handles come and go while a file is written, so their middle counts; of memory the most.
     growth = [pick(s[i] for s in late) - pick(s[i] for s in early) for i, pick in ((1, max), (2, statistics.median), (3, statistics.median))]
     megabytes = growth[0] / 1e6
-    # Freed memory is not always given back, so a few megabytes are no leak; a leak of 10 kB a step would be 15.
-    ok = ended == 0 and megabytes < 15 and growth[1] <= 0 and growth[2] <= 0
+    # Freed memory is not always given back, so a few megabytes are no leak; a leak of 10 kB a step would be 11.
+    ok = ended == 0 and megabytes < 8 and growth[1] <= 0 and growth[2] <= 0
     return [row(f"{steps} steps of recovery in one process", "memory, handles and threads, sampled every second",
                 f"{'' if ok else 'FAILED: '}exit {ended}; from the second to the last quarter: {megabytes:+.1f} MB, {growth[1]:+.0f} handles, "
                 f"{growth[2]:+.0f} threads", "-")]  # fmt: skip

@@ -60,7 +60,7 @@ def faults(place: Path, options) -> list[dict]:
              command("quota"), place / "quota")  # fmt: skip
 
     first = attempt(place, *command("shared"))
-    while not (place / "shared" / ".lock").exists():
+    while not (place / "shared" / ".lock").exists() or not (place / "shared" / ".lock").read_text():
         time.sleep(0.01)
     broken = run(place, *command("shared"))
     wait(first)
@@ -128,11 +128,18 @@ def gated(place: Path) -> dict:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     code = "import sys; sys.argv[0] = 'opdcl'; from opdcl.cli import main; main()"
-    environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
-    done = subprocess.run([sys.executable, "-c", code, *command("gated"), "--set", "model.id=nobody/gated"], cwd=place, env=environment,
+    environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"
+    }
+    done = subprocess.run([sys.executable, "-c", code, *command("gated"), "--set", "model.id=nobody/nothing"], cwd=place, env=environment,
                           capture_output=True, text=True)  # fmt: skip
     server.shutdown()
-    return refused("a gated model", "a hub on 127.0.0.1 that answers 403, GatedRepo", (done.returncode, done.stderr), "gated")
+    return refused(
+        "a gated model",
+        "a hub on 127.0.0.1 that answers 403, GatedRepo",
+        (done.returncode, done.stderr),
+        "accept its licence",
+    )
 
 
 def disappearances(place: Path, expected: dict[str, bytes]) -> list[dict]:

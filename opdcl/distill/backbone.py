@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +19,12 @@ from opdcl.distill.lora import fuse
 from opdcl.errors import UsageError
 from opdcl.models import base_fingerprint, eos_ids, load_base
 
-State = Literal["base", "tuned", "student", "ema"]
+State = Literal["base", "tuned", "student", "ema_general", "ema_domain"]
 
 
 class Backbone:
-    """The base model with a trainable adapter `student` and, during recovery, frozen ones: `tuned`, and `ema` if asked for.
+    """The base model with a trainable adapter `student` and, during recovery, others beside it: `tuned`, and running
+    means of the student where a stream's teacher is one.
 
     The base weights are never written. `merged` puts base + adapter into storage of its own, because merging and
     unmerging in place drifts the base by rounding, and the base is the teacher.
@@ -37,6 +39,10 @@ class Backbone:
     @classmethod
     def load(cls, config: ModelConfig) -> Backbone:
         """Load the base model without an adapter."""
+        # Read by cuBLAS when it is first used.
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(config.deterministic)
         return cls(*load_base(config))
 
     @property

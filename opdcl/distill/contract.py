@@ -1,4 +1,4 @@
-"""Whether two models speak of the same tokens: a grade is meant for an id, and an id must mean the same to both."""
+"""What models must have for their grades to be right: logits that are states times the head, and the same tokens."""
 
 from __future__ import annotations
 
@@ -42,3 +42,14 @@ def check_same_tokenizer(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokeni
     """Refuse a teacher whose tokens are not the student's."""
     if found := differences(ours, theirs):
         raise UsageError(f"teacher {name} has another tokenizer: {'; '.join(found)}", HINT)
+
+
+def refuse_unsupported(config) -> None:
+    """Refuse models whose logits are more than hidden states times the head: the loss would not be theirs."""
+    config = config.get_text_config()
+    names = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
+    for name in names:
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise UsageError(
+                f"models with {name} ({config.model_type}) cannot be recovered yet", "choose another model"
+            )

@@ -197,6 +197,8 @@ def token_losses(
     loss = loss or LossSection()
     with torch.autocast(student_NH.device.type, enabled=False):
         weights = weight_VH.detach(), (weight_VH if teacher_weight_VH is None else teacher_weight_VH).detach()
+        # Larger models of a family pad the same vocabulary to more rows, which stand for nothing.
+        weights = tuple(w[: min(map(len, weights))] for w in weights)
         states = student_NH.to(weights[0].dtype), teacher_NH.detach().to(weights[1].dtype)
         later_N = torch.zeros_like(sampler_N)
         if loss.kind == "policy_gradient" and loss.discount:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from opdcl.config import TeacherSection
 from opdcl.distill.backbone import Backbone, State
-from opdcl.distill.contract import HINT, check_same_tokenizer
+from opdcl.distill.contract import HINT, check_same_tokenizer, refuse_unsupported
 from opdcl.distill.forward import answer_states
 from opdcl.distill.rollouts import Rollout
 from opdcl.errors import UsageError
@@ -67,6 +67,10 @@ class Teacher:
         with self.backbone.state(self.state) as model:
             return answer_states(model, [sequence(self.shown(r.prompt_ids), r.completion_ids) for r in rollouts])
 
+    def judge(self, frozen: State) -> Teacher:
+        """Return the teacher by which progress is measured: this one, or one that stays where it is and sees what it sees."""
+        return Teacher(self.backbone, frozen, self.contexts) if self.moves else self
+
     def shown(self, prompt_ids: list[int]) -> list[int]:
         """Return what the teacher sees where the student sees this prompt."""
         return self.contexts.get(tuple(prompt_ids), prompt_ids)
@@ -91,8 +95,8 @@ class Ema(Teacher):
     At rate 1 it is the student, at rate 0 the student as it began.
     """
 
-    def __init__(self, backbone: Backbone, rate: float, every: int, contexts: Contexts | None = None):
-        super().__init__(backbone, "ema", contexts)
+    def __init__(self, backbone: Backbone, state: State, rate: float, every: int, contexts: Contexts | None = None):
+        super().__init__(backbone, state, contexts)
         self.rate, self.every = rate, every
 
     @property
@@ -114,23 +118,25 @@ class Ema(Teacher):
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for layer in self.backbone.adapted_layers():
             for part in (layer.lora_A, layer.lora_B):
-                yield part["ema"].weight, part["student"].weight
+                yield part[self.state].weight, part["student"].weight
 
     def save(self, folder: Path) -> None:
-        self.backbone.peft.save_pretrained(folder, selected_adapters=["ema"])
+        self.backbone.peft.save_pretrained(folder, selected_adapters=[self.state])
 
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
         from peft import load_peft_weights, set_peft_model_state_dict
 
         peft: PeftModel = self.backbone.peft
-        set_peft_model_state_dict(peft, load_peft_weights(str(folder / "ema"), device=str(self.backbone.device)), adapter_name="ema")
+        set_peft_model_state_dict(
+            peft, load_peft_weights(str(folder / self.state), device=str(self.backbone.device)), adapter_name=self.state
+        )
 
 
 class TrustRegion(Teacher):
     """Logits on the straight line from a frozen reference to the student: at `mix` 0 the reference, at 1 the student.
 
-    Both share the output head, so a line between logits is a line between hidden states.
+    Where it writes, the reference writes. Both share the output head, so a line between logits is a line between hidden states.
     """
 
     def __init__(self, backbone: Backbone, reference: State, mix: float, contexts: Contexts | None = None):
@@ -141,6 +147,9 @@ class TrustRegion(Teacher):
     @property
     def moves(self) -> bool:
         return self.mix > 0
+
+    def judge(self, frozen: State) -> Teacher:
+        return Teacher(self.backbone, self.state, self.contexts)
 
     def states(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
         return torch.lerp(super().states(rollouts), self._student.states(rollouts), self.mix)
@@ -166,13 +175,15 @@ class Separate(Teacher):
         yield self.model
 
 
-def make_teacher(config: TeacherSection, backbone: Backbone, contexts: Contexts | None = None) -> Teacher:
-    """Return the teacher that a configuration describes; its adapters must be on the backbone already."""
+def make_teacher(
+    config: TeacherSection, backbone: Backbone, contexts: Contexts | None = None, ema: State = "ema_general"
+) -> Teacher:
+    """Return the teacher that a configuration describes; its adapters, `ema` among them, must be on the backbone already."""
     match config.kind:
         case "live":
             return Teacher(backbone, "student", contexts)
         case "ema":
-            return Ema(backbone, config.rate, config.every, contexts)
+            return Ema(backbone, ema, config.rate, config.every, contexts)
         case "trust_region":
             return TrustRegion(backbone, config.reference, config.mix, contexts)
         case "model":
@@ -183,8 +194,11 @@ def make_teacher(config: TeacherSection, backbone: Backbone, contexts: Contexts 
 
 def load_model(config: TeacherSection, backbone: Backbone) -> PreTrainedModel:
     """Load another model as a teacher, after its tokenizer has been found to be the student's."""
-    check_same_tokenizer(backbone.tokenizer, load_tokenizer(config.model), config.model.id)
-    model, tokenizer = load_base(config.model)
+    # On the student's device, whatever the default: their states meet.
+    where = config.model.model_copy(update={"device": str(backbone.device)})
+    check_same_tokenizer(backbone.tokenizer, load_tokenizer(where), where.id)
+    model, tokenizer = load_base(where)
+    refuse_unsupported(model.config)
     if (theirs := eos_ids(model, tokenizer)) != backbone.eos_ids:
         raise UsageError(f"teacher {config.model.id} ends answers with ids {theirs}, the student with {backbone.eos_ids}", HINT)
     return model.requires_grad_(False)

@@ -15,12 +15,13 @@ from trl import DistillationConfig, DistillationTrainer
 
 from opdcl.config import RecoverConfig
 from opdcl.distill.backbone import Backbone
+from opdcl.distill.contract import refuse_unsupported
 from opdcl.distill.divergence import token_logprobs, token_losses
 from opdcl.distill.forward import answer_ids, answer_states
 from opdcl.distill.rollouts import Rollout, repetition, sample
 from opdcl.distill.schedule import Step, Stream
 from opdcl.distill.teachers import Teacher, sequence
-from opdcl.errors import OpdclError, UsageError
+from opdcl.errors import OpdclError
 from opdcl.rundir import write_atomic
 from opdcl.training import finite_or_skipped, is_out_of_memory
 
@@ -62,7 +63,7 @@ class RecoveryTrainer(DistillationTrainer):
     def rollouts_of(self, index: int) -> list[Rollout]:
         """Return the completions of step `index`, sampling those of later steps of its kind along with them.
 
-        What the student writes goes stale as it learns, so `sample_ahead` steps at most; a teacher's answers never do.
+        What the student writes goes stale as it learns, so `sample_ahead` steps at most; a frozen teacher's answers never do.
         """
         step = self.steps[index]
         self._fresh = step.on_policy and index not in self._ahead
@@ -70,7 +71,8 @@ class RecoveryTrainer(DistillationTrainer):
             kind = step.stream, step.on_policy
             same = [i for i in range(index, len(self.steps)) if (self.steps[i].stream, self.steps[i].on_policy) == kind]
             ahead = self.recover_config.sample_ahead
-            same = same[: ahead if step.on_policy else max(ahead, FULL_BATCH // len(step.prompts))]
+            stale = step.on_policy or self.teachers[step.stream].moves
+            same = same[: ahead if stale else max(ahead, FULL_BATCH // len(step.prompts))]
             prompts = [self.prompts[step.stream][p] for i in same for p in self.steps[i].prompts]
             seed = self.recover_config.seed * 1_000_003 + index
             sampled = iter(self.sample(prompts, step.stream, seed, None if step.on_policy else self.teachers[step.stream]))
@@ -140,7 +142,7 @@ class RecoveryTrainer(DistillationTrainer):
         logger.warning("out of memory: going on with micro-batches of %d tokens", self.micro_batch_tokens)
 
     def grade(self, rollouts: list[Rollout], stream: Stream, learn: bool,
-              teacher: list[torch.Tensor] | None = None) -> dict[str, float]:  # fmt: skip
+              teacher: dict[int, torch.Tensor] | None = None) -> dict[str, float]:  # fmt: skip
         """Sum KL and entropies over all completion tokens; with `learn`, accumulate the gradient of their mean.
 
         While learning from what the student has only just sampled, a token is left out, and counted as `mismatched`,
@@ -156,8 +158,8 @@ class RecoveryTrainer(DistillationTrainer):
         total = sum(len(r.completion_ids) for r in rollouts)
         sums: dict[str, float] = defaultdict(float, tokens=total)
         weight_VH = self.backbone.causal_lm.get_output_embeddings().weight
-        for i, batch in enumerate(micro_batches(rollouts, self.micro_batch_tokens)):
-            teacher_NH = teacher[i] if teacher else self._teacher_states(batch, stream)
+        for batch in micro_batches(rollouts, self.micro_batch_tokens):
+            teacher_NH = torch.cat([teacher[id(r)] for r in batch]) if teacher else self._teacher_states(batch, stream)
             with self.compute_loss_context_manager(), torch.set_grad_enabled(learn):
                 student_NH = answer_states(self.backbone.causal_lm, sequences := [sequence(r.prompt_ids, r.completion_ids) for r in batch])
                 token_N = answer_ids(sequences, student_NH.device)
@@ -178,9 +180,17 @@ class RecoveryTrainer(DistillationTrainer):
                 sums[name] += float(getattr(losses, name).sum())
         return sums
 
-    def teacher_states(self, rollouts: list[Rollout], stream: Stream) -> list[torch.Tensor]:
-        """Return the teacher's last hidden states of all completion tokens, `(N, H)` per micro-batch."""
-        return [self._teacher_states(batch, stream) for batch in micro_batches(rollouts, self.micro_batch_tokens)]
+    def teacher_states(self, rollouts: list[Rollout], teacher: Teacher) -> dict[int, torch.Tensor]:
+        """Return a teacher's last hidden states of each rollout's completion tokens, `(N, H)`, by the rollout's `id`."""
+        found = {}
+        for batch in micro_batches(rollouts, self.micro_batch_tokens):
+            with self.compute_loss_context_manager():
+                states_NH = teacher.states(batch)
+            found |= {
+                id(r): part
+                for r, part in zip(batch, states_NH.split([len(r.completion_ids) for r in batch]), strict=True)
+            }
+        return found
 
     def _teacher_states(self, batch: list[Rollout], stream: Stream) -> torch.Tensor:
         with self.compute_loss_context_manager():
@@ -225,15 +235,6 @@ class RecoveryTrainer(DistillationTrainer):
 
     def create_model_card(self, *args, **kwargs) -> None:
         """Write none: the report writes the model card."""
-
-
-def refuse_unsupported(config) -> None:
-    """Refuse models whose logits are more than hidden states times the head: the loss would not be theirs."""
-    config = config.get_text_config()
-    names = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
-    for name in names:
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise UsageError(f"models with {name} ({config.model_type}) cannot be recovered yet", "choose another model")
 
 
 def _weights(batch: list[Rollout], unfinished: float, skipped: int, device: torch.device) -> torch.Tensor:

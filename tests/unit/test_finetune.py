@@ -15,7 +15,7 @@ from opdcl.errors import OpdclError
 from opdcl.finetune import finetune, lay_out
 from opdcl.models import ModelRef
 from opdcl.output import Output
-from opdcl.rundir import StageDir
+from opdcl.rundir import StageDir, read_jsonl
 
 QA = Row([{"role": "user", "content": "What is the code?"}], "Seven", None, "here:1")
 
@@ -67,22 +67,25 @@ def test_answer_loss_equals_the_models_own(backbone):
 
 @pytest.fixture
 def learn(tmp_path, tiny_model):
-    """Fine-tune on eight rows into a folder of this name; return the adapter's tensors."""
+    """Fine-tune on eight rows into a folder of this name; return the adapter's tensors, and each step's loss and gradient norm."""
     rows = [{"question": f"What is the code of room {i}?", "answer": f"Code {i * 7}"} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     config = FinetuneConfig(data=str(tmp_path / "rows.jsonl"), epochs=2, batch_size=8, learning_rate=1e-3, lora=LoraSection(r=4, alpha=8))
 
-    def run(name: str) -> dict[str, torch.Tensor]:
+    def run(name: str) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
         base = ModelConfig(id=str(tiny_model), dtype="float32")
-        found = finetune(config, Backbone.load(base), ModelRef(base), StageDir(tmp_path / name), Output("quiet").stage("finetune"))
-        return load_file(found.adapter / "adapter_model.safetensors")
+        out = StageDir(tmp_path / name)
+        found = finetune(config, Backbone.load(base), ModelRef(base), out, Output("quiet").stage("finetune"))
+        return load_file(found.adapter / "adapter_model.safetensors"), [
+            (r["loss"], r["grad_norm"]) for r in read_jsonl(out.metrics)
+        ]
 
     return run
 
 
 @pytest.mark.parametrize("fault", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("std::bad_alloc")])
 def test_out_of_memory_cuts_the_batch_and_changes_no_gradient(learn, monkeypatch, caplog, fault):
-    whole = learn("whole")
+    whole, steps = learn("whole")
 
     def small_only(model, sequences, *args):
         if len(sequences) > 2:
@@ -90,7 +93,8 @@ def test_out_of_memory_cuts_the_batch_and_changes_no_gradient(learn, monkeypatch
         return answer_states(model, sequences, *args)
 
     monkeypatch.setattr("opdcl.finetune.answer_states", small_only)
-    cut = learn("cut")
+    cut, cut_steps = learn("cut")
+    assert cut_steps == [pytest.approx(step, rel=1e-3) for step in steps]  # Adam alone would hide a factor
     assert all(torch.allclose(cut[name], whole[name], atol=2e-5) for name in whole)
     assert "cut into 4" in caplog.text
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_recover import Silent, run, tuned  # noqa: F401
+from recovering import Silent, run
 
 from opdcl.config import HealthSection
 from opdcl.distill.rollouts import Rollout, repetition
@@ -100,7 +100,7 @@ def test_repetition_is_counted_within_each_completion():
     assert repetition([[1], []]) == 0
 
 
-def test_a_rate_far_too_high_halts_and_leaves_the_best_adapter(backbone, tuned):  # noqa: F811
+def test_a_rate_far_too_high_halts_and_leaves_the_best_adapter(backbone, tuned):
     with pytest.raises(OpdclError, match="halted at step"):
         run(backbone, tuned, learning_rate=0.9, steps=30, validate_every=3)
     best = tuned / "out" / "trainer" / "best"
@@ -108,7 +108,7 @@ def test_a_rate_far_too_high_halts_and_leaves_the_best_adapter(backbone, tuned):
     assert any("validation" in r for r in read_jsonl(tuned / "out" / "metrics.jsonl"))
 
 
-def test_a_uniform_teacher_halts_before_the_first_step(backbone, tuned):  # noqa: F811
+def test_a_uniform_teacher_halts_before_the_first_step(backbone, tuned):
     head = backbone.causal_lm.get_output_embeddings().weight
     with torch.no_grad():
         head.mul_(1e-4)
@@ -116,7 +116,7 @@ def test_a_uniform_teacher_halts_before_the_first_step(backbone, tuned):  # noqa
         run(backbone, tuned)
 
 
-def test_an_eos_list_that_the_template_never_uses_is_refused(backbone, tuned):  # noqa: F811
+def test_an_eos_list_that_the_template_never_uses_is_refused(backbone, tuned):
     backbone.eos_ids = [77]
     with pytest.raises(UsageError, match="ends an answer with"):
         run(backbone, tuned)
@@ -136,7 +136,7 @@ def test_a_reward_of_length_is_noticed(tmp_path):
         watch(tmp_path, rows)
 
 
-def test_normal_is_measured_on_what_base_writes(backbone, tuned):  # noqa: F811
+def test_normal_is_measured_on_what_base_writes(backbone, tuned):
     backbone.load_adapter(tuned / "tuned", "student", trainable=True)
     backbone.load_adapter(tuned / "tuned", "tuned")
     health = Health(HealthSection(), backbone, StageDir(tuned / "none"), None)

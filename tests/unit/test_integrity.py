@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_recover import Silent, run, tuned  # noqa: F401
+from recovering import Silent, run
 
 from opdcl.errors import OpdclError, UsageError
 from opdcl.integrity import damage, seal
@@ -74,7 +74,7 @@ def test_a_finite_step_is_left_alone():
     assert layer.weight.grad is not None
 
 
-def test_recovery_from_a_model_that_holds_nan_halts_before_it_trains(backbone, tuned):  # noqa: F811
+def test_recovery_from_a_model_that_holds_nan_halts_before_it_trains(backbone, tuned):
     with torch.no_grad():
         next(p for n, p in backbone.causal_lm.named_parameters() if "layers.1" in n and "up_proj" in n)[0, 0] = math.nan
     with pytest.raises(OpdclError) as found:

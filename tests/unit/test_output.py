@@ -19,6 +19,12 @@ def test_escapes_in_data_do_not_reach_the_terminal(capsys):
     assert "\u202e" not in captured.out
 
 
+def test_off_a_terminal_no_cell_is_cut(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    Output().table("", ["key", "value"], [["a" * 60, "b" * 300]], {})
+    assert capsys.readouterr().out.splitlines()[1].split() == ["a" * 60, "b" * 300]
+
+
 def test_json_mode_prints_one_document_and_no_notes(capsys):
     output = Output("json")
     output.note("working")

@@ -1,50 +1,12 @@
 """Recovery and its rivals on a two-layer model: each trains as its name says, and the best adapter is kept."""
 
-import json
-
 import pytest
 import torch
+from recovering import run
 
-from opdcl.config import LoraSection, ModelConfig, RecoverConfig
+from opdcl.config import RecoverConfig
 from opdcl.distill.schedule import plan_steps
-from opdcl.models import ModelRef
-from opdcl.recover import SCALES, recover
-from opdcl.rundir import StageDir, read_jsonl
-from opdcl.training import save_adapter
-
-
-class Silent:
-    def progress(self, done, total, **values): ...
-
-    def note(self, text): ...
-
-
-@pytest.fixture
-def tuned(backbone, tmp_path):
-    """An adapter that has left base, and the files to recover it with."""
-    backbone.new_adapter(LoraSection(r=4, alpha=8), 1)
-    generator = torch.Generator().manual_seed(1)
-    for name, p in backbone.peft.named_parameters():
-        if "lora_B" in name:
-            p.data = torch.randn(p.shape, generator=generator) * 0.3
-    save_adapter(backbone, tmp_path / "tuned")
-    for name, text in (("general", "Write a line about {}."), ("domain", "What is the code of room {}?")):
-        rows = [json.dumps({"prompt": text.format(i)}) for i in range(8)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    return tmp_path
-
-
-def run(backbone, folder, **settings):
-    config = RecoverConfig(general=str(folder / "general.jsonl"), domain=str(folder / "domain.jsonl"), **{
-        "steps": 6, "teacher_first": 0, "rollouts": 4, "max_new_tokens": 6, "validate_every": 3, "validation_prompts": 2, "learning_rate": 5e-3,
-        **settings})  # fmt: skip
-    out = StageDir(folder / "out")
-    before = backbone.fingerprint()
-    found = recover(config, backbone, ModelRef(ModelConfig(), folder / "tuned"), out, Silent())
-    backbone.drop_adapters()
-    assert backbone.fingerprint() == before
-    assert (found.adapter / "adapter_model.safetensors").exists()
-    return read_jsonl(out.metrics)
+from opdcl.recover import SCALES
 
 
 def held_out(rows):
@@ -153,4 +115,11 @@ def test_oversampling_draws_more_prompts_where_the_student_answers():
 def test_an_oversampled_recovery_learns_from_as_many_completions_as_before(backbone, tuned):
     rows = [r for r in run(backbone, tuned, oversample=2.0) if "loss" in r]
     assert len(rows) > 1
-    assert all(r["kl"] >= 0 for r in rows)
+    assert all(round(r["tokens"] / r["mean_length"]) == 4 for r in rows)
+
+
+def test_a_recovery_that_had_stopped_by_itself_goes_no_further(backbone, tuned):
+    settings = {"until": {"rollouts": 12}, "steps": 12, "save_steps": 3}
+    rows = run(backbone, tuned, **settings)
+    assert [r["stopped"] for r in rows if "stopped" in r] == ["12 completions were graded"]
+    assert run(backbone, tuned, **settings) == rows  # as if it had been killed before it was noted as done

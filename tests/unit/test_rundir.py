@@ -97,7 +97,7 @@ def test_a_second_owner_is_refused_while_the_first_lives(tmp_path):
     run = RunDir(tmp_path / "run")
     with run.lock(), pytest.raises(UsageError, match=f"in use by process {os.getpid()} "), run.lock():
         pass
-    assert files(run.path) == set()
+    assert (run.path / ".lock").read_text() == ""
 
 
 def test_a_refused_owner_leaves_the_lock_to_its_holder(tmp_path):
@@ -117,7 +117,9 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
     with RunDir(tmp_path).lock() as dead:
         assert dead["pid"] != os.getpid()
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
-    assert not (tmp_path / ".lock").exists()
+    assert (tmp_path / ".lock").read_text() == ""
+    with RunDir(tmp_path).lock() as dead:
+        assert dead is None
 
 
 def test_the_lock_of_another_machine_is_respected(tmp_path):

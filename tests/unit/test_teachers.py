@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from test_recover import Silent, tuned  # noqa: F401
+from recovering import Silent
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from opdcl.config import ModelConfig, RecoverConfig, TeacherSection
@@ -24,11 +24,11 @@ SHOWN = {"context": "{prompt} (The answer is: {answer})"}
 
 
 @pytest.fixture
-def adapted(backbone, tuned):  # noqa: F811
-    """A backbone with a student that has moved away from tuned, and an `ema` that has not."""
+def adapted(backbone, tuned):
+    """A backbone with a student that has moved away from tuned, and a running mean that has not."""
     backbone.load_adapter(tuned / "tuned", "student", trainable=True)
     backbone.load_adapter(tuned / "tuned", "tuned")
-    backbone.load_adapter(tuned / "tuned", "ema")
+    backbone.load_adapter(tuned / "tuned", "ema_general")
     move(backbone)
     return backbone
 
@@ -46,30 +46,30 @@ def states(teacher):
 
 def test_an_ema_of_rate_one_is_the_student_and_of_rate_zero_stays(adapted):
     live, frozen = states(Teacher(adapted, "student")), states(Teacher(adapted, "tuned"))
-    still = Ema(adapted, 0.0, 1)
+    still = Ema(adapted, "ema_general", 0.0, 1)
     still.follow(1)
     assert torch.equal(states(still), frozen)
     assert not still.moves
-    Ema(adapted, 1.0, 1).follow(1)
-    torch.testing.assert_close(states(Teacher(adapted, "ema")), live, atol=1e-5, rtol=1e-5)
+    Ema(adapted, "ema_general", 1.0, 1).follow(1)
+    torch.testing.assert_close(states(Teacher(adapted, "ema_general")), live, atol=1e-5, rtol=1e-5)
     assert float((live - frozen).abs().max()) > 0.01
 
 
 def test_an_ema_is_the_mean_by_hand_and_moves_at_its_interval(adapted):
-    ema = Ema(adapted, 0.25, 2)
+    ema = Ema(adapted, "ema_general", 0.25, 2)
     layer = adapted.adapted_layers()[0]
-    before, student = (layer.lora_B[name].weight.clone() for name in ("ema", "student"))
+    before, student = (layer.lora_B[name].weight.clone() for name in ("ema_general", "student"))
     ema.follow(1)
-    assert torch.equal(layer.lora_B["ema"].weight, before)
+    assert torch.equal(layer.lora_B["ema_general"].weight, before)
     ema.follow(2)
-    torch.testing.assert_close(layer.lora_B["ema"].weight, 0.75 * before + 0.25 * student)
-    assert not layer.lora_B["ema"].weight.requires_grad
+    torch.testing.assert_close(layer.lora_B["ema_general"].weight, 0.75 * before + 0.25 * student)
+    assert not layer.lora_B["ema_general"].weight.requires_grad
     ema.begin()
-    assert torch.equal(layer.lora_B["ema"].weight, student)
+    assert torch.equal(layer.lora_B["ema_general"].weight, student)
 
 
 def test_an_ema_comes_back_from_a_checkpoint_exactly(adapted, tmp_path):
-    ema = Ema(adapted, 0.3, 1)
+    ema = Ema(adapted, "ema_general", 0.3, 1)
     ema.follow(1)
     kept = states(ema)
     ema.save(tmp_path / "checkpoint")
@@ -122,7 +122,7 @@ def test_a_live_teacher_without_context_has_nothing_to_teach(adapted):
 
 
 @pytest.fixture
-def answered(tuned):  # noqa: F811
+def answered(tuned):
     rows = [json.dumps({"question": f"What is the code of room {i}?", "answer": f"Code {i}"}) for i in range(8)]
     (tuned / "domain.jsonl").write_text("\n".join(rows))
     return tuned
@@ -138,7 +138,7 @@ def test_the_answer_is_shown_to_the_teacher_alone(backbone, answered):
         assert f"room {i}? (The answer is: Code {i})" in decode(shown)
 
 
-def test_a_row_without_an_answer_cannot_be_shown(backbone, tuned):  # noqa: F811
+def test_a_row_without_an_answer_cannot_be_shown(backbone, tuned):
     config = RecoverConfig(domain=str(tuned / "domain.jsonl"), domain_teacher={"kind": "base", **SHOWN})
     with pytest.raises(UsageError, match=r"domain\.jsonl:1: no answer"):
         encode_contexts(config, "domain", backbone)
@@ -152,12 +152,15 @@ def test_a_context_needs_prompt_and_answer(context):
 
 TEACHERS = [
     {"kind": "ema", "rate": 0.5, **SHOWN}, {"kind": "live", **SHOWN, "skip_tokens": 1}, {"kind": "trust_region", "reference": "tuned", "mix": 0.2},
-    {"kind": "base", **SHOWN},
+    {"kind": "base", **SHOWN}, {"kind": "model"},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("teacher", TEACHERS, ids=lambda t: t["kind"])
-def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, teacher):
+def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, teacher, tiny_model):
+    if teacher["kind"] == "model":
+        teacher = teacher | {"model": {"id": str(tiny_model), "dtype": "float32"}}
+
     def train(name, stop=None):
         class StopAt(Silent):
             def progress(self, done, total, **values):
@@ -165,7 +168,7 @@ def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, t
                     raise KeyboardInterrupt
 
         config = RecoverConfig(general=str(answered / "general.jsonl"), domain=str(answered / "domain.jsonl"), domain_teacher=teacher, steps=8,
-                               teacher_first=0, rollouts=4, max_new_tokens=6, validate_every=4, validation_prompts=2, learning_rate=5e-3, save_steps=3)  # fmt: skip
+                               lmbda=0.5, teacher_first=1, rollouts=4, max_new_tokens=6, validate_every=4, validation_prompts=2, learning_rate=5e-3, save_steps=3)  # fmt: skip
         out = StageDir(answered / name)
         fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
         try:
@@ -183,6 +186,46 @@ def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, t
     assert one == other
     assert one != (answered / "tuned" / "adapter_model.safetensors").read_bytes()
     assert {r["stream"] for r in read_jsonl(whole.metrics) if "stream" in r} == {"general", "domain"}
+
+
+def test_two_running_means_keep_to_themselves(backbone, answered):
+    """Each stream has its own: of two that move at different rates one stays behind the other."""
+    mean = {"kind": "ema", **SHOWN}
+    config = RecoverConfig(general=str(answered / "domain.jsonl"), domain=str(answered / "domain.jsonl"), general_teacher=mean | {"rate": 1.0},
+                           domain_teacher=mean | {"rate": 0.0}, steps=4, teacher_first=0, rollouts=4, max_new_tokens=6, validate_every=4,
+                           validation_prompts=2, learning_rate=5e-3)  # fmt: skip
+    recover(config, backbone, ModelRef(ModelConfig(), answered / "tuned"), StageDir(answered / "two"), Silent())
+    layer = backbone.adapted_layers()[0]
+    student, general, domain, fixed = (
+        layer.lora_B[n].weight for n in ("student", "ema_general", "ema_domain", "tuned")
+    )
+    assert torch.allclose(general, student, atol=1e-7)
+    assert torch.equal(domain, fixed)
+    assert not torch.equal(student, fixed)
+
+
+@pytest.mark.parametrize(
+    "teacher", [{"kind": "tuned"}, {"kind": "ema"}, {"kind": "trust_region", "reference": "tuned"}]
+)
+def test_a_general_teacher_that_is_the_student_is_refused(teacher):
+    with pytest.raises(ValueError, match="leads nowhere"):
+        RecoverConfig(general_teacher=teacher)
+
+
+def test_skipping_all_there_is_is_refused():
+    with pytest.raises(ValueError, match="leaves nothing of 12 tokens"):
+        RecoverConfig(domain_max_new_tokens=12, domain_teacher={"kind": "base", **SHOWN, "skip_tokens": 12})
+
+
+def test_a_head_with_more_rows_grades_by_those_that_both_have():
+    torch.manual_seed(1)
+    student, teacher, weight = torch.randn(5, 6), torch.randn(5, 6), torch.randn(9, 6)
+    tokens = torch.randint(9, (5,))
+    padded = torch.cat([weight, torch.randn(3, 6)])
+    same, other = (
+        token_losses(student, teacher, weight, tokens, torch.zeros(5), teacher_weight_VH=w).kl for w in (weight, padded)
+    )
+    torch.testing.assert_close(same, other)
 
 
 def test_the_same_tokenizer_agrees_with_itself(backbone):
