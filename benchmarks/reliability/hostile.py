@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
 import subprocess
 import time
 from pathlib import Path
 
-from attempts import command, row, run
+from attempts import attempt, command, row, run, wait
 
 RUN = "window.hostile=1"
 PAYLOADS = [
@@ -37,6 +39,8 @@ def hostile(place: Path, options) -> list[dict]:
     control = place / "control.html"
     control.write_text(f"<img src=x onerror={RUN}><img src=http://127.0.0.1:9/>")
     assert browser.visit(control) == (True, 1), "the check itself does not see a script that runs and a request that leaves"
+    plain = effects(place, "plain words")
+    assert any("\x1b" in e for e in plain), "the terminal is none: not even a progress bar moves its cursor"
     shown = ran = requests = unsafe = 0
     for payload in PAYLOADS:
         for file in (place / "hosted" / "evals").rglob("*.samples.jsonl"):
@@ -54,14 +58,43 @@ def hostile(place: Path, options) -> list[dict]:
         shown += _visible(payload) in page
         found = browser.visit(place / "hosted" / "report.html")
         ran, requests = ran + found[0], requests + found[1]
-        for words in (["report", "hosted"], ["chat", "hosted", payload.replace("\0", "")]):
-            _, said = run(place, *words)
-            unsafe += any((ord(c) < 32 and c not in "\n\t") or 0x7F <= ord(c) < 0xA0 or c in "\u202e\u2066\u2028\u2029" for c in said)
+        unsafe += not effects(place, payload) <= plain
     browser.close()
     ok = shown == len(PAYLOADS) and not (ran or requests or unsafe)
     return [row(f"{len(PAYLOADS)} payloads: scripts, requests, terminal escapes, bidi marks", "in prompts, answers, targets and the description; each report "
-                "opened in headless Chromium, each printed on a terminal", f"{'' if ok else 'FAILED: '}{ran} scripts ran, {requests} requests left, "
-                f"{unsafe} terminals got a control character", "-")]  # fmt: skip
+                "opened in headless Chromium; the same, and a chat, on a pseudo-terminal", f"{'' if ok else 'FAILED: '}{ran} scripts ran, {requests} requests left, "
+                f"{unsafe} terminals got a sequence that plain words do not send", "-")]  # fmt: skip
+
+
+EFFECT = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\].*?(?:\x07|\x1b\\)|.)|[\x00-\x09\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", re.DOTALL)
+
+
+def effects(place: Path, words: str) -> set[str]:
+    """Show the report and chat with these words on a terminal; return what it got beside letters and line ends."""
+    return {e for command in (["report", "hosted"], ["chat", "hosted", words]) for e in EFFECT.findall(on_terminal(place, *command))}
+
+
+def on_terminal(place: Path, *words: str) -> str:
+    """Run `opdcl` on a pseudo-terminal of its own; return all that it wrote there."""
+    ours, theirs = pty.openpty()
+
+    def prepare() -> None:
+        os.environ["TERM"] = "xterm-256color"
+        for stream in range(3):
+            os.dup2(theirs, stream)
+
+    pid = attempt(place, *words, prepare=prepare)
+    os.close(theirs)
+    written = b""
+    try:
+        while part := os.read(ours, 65536):
+            written += part
+    except OSError:  # how a pseudo-terminal ends
+        pass
+    os.close(ours)
+    text = written.decode(errors="replace")
+    assert wait(pid) == 0, text
+    return text
 
 
 def _visible(payload: str) -> str:
