@@ -47,9 +47,9 @@ class Output:
             return
         table = Table(title=Text(harmless(title)) if title else None, title_justify="left", box=None, pad_edge=False, header_style="bold")
         for i, column in enumerate(columns):
-            table.add_column(column, no_wrap=i == 0, overflow="fold")
-        for row in rows:
             # Text, not str: rich reads [brackets] in a str as markup.
+            table.add_column(Text(harmless(column)), no_wrap=i == 0, overflow="fold")
+        for row in rows:
             table.add_row(*(Text(harmless(cell)) for cell in row))
         self._out.print(table)
 

@@ -214,9 +214,8 @@ class RunDir:
             except BlockingIOError:
                 free = False
             other = _lock_owner(file)
-            if (
-                not free or other.get("host", me["host"]) != me["host"]
-            ):  # locks do not reach every machine of a shared disk
+            elsewhere = other.get("host", me["host"]) != me["host"]  # a shared disk's locks may not reach every machine
+            if not free or elsewhere:
                 raise UsageError(
                     f"{self.path} is in use by process {other.get('pid')} on {other.get('host')} since {other.get('since')}",
                     f"wait for it, or remove {file} if that process is gone",

@@ -12,7 +12,7 @@ def test_brackets_in_cells_and_titles_are_shown(capsys):
 
 def test_escapes_in_data_do_not_reach_the_terminal(capsys):
     output = Output()
-    output.table("", ["a"], [["\x1b[31mred\u202e"]], {})
+    output.table("\x1b[1m", ["\x1b[31ma[/b]"], [["\x1b[31mred\u202e"]], {})
     output.note("note \x1b]0;title\x07")
     captured = capsys.readouterr()
     assert "\x1b" not in captured.out + captured.err
