@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+TEACHER_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,31}$"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 # Strict: `true` is not 1, and '3' is not 3.
 Sampler = Literal["auto", "slab", "generate", "continuous"]
@@ -146,9 +147,11 @@ class UntilSection(Section):
 class TeacherSection(Section):
     """Who grades a stream. Only `kind`'s own parameters play a part."""
 
-    kind: Literal["base", "tuned", "live", "ema", "trust_region", "model"]
-    """`base` and `tuned` are frozen; `live` is the student itself, `ema` a running mean of it, `trust_region` lies between
-    `reference` and the student; `model` is another one with the same tokenizer."""
+    kind: Literal["base", "tuned", "adapter", "live", "ema", "trust_region", "model"]
+    """`base`, `tuned` and `adapter`, which another run made, are frozen; `live` is the student itself, `ema` a running mean of
+    it, `trust_region` lies between `reference` and the student; `model` is another one with the same tokenizer."""
+    adapter: str | None = None
+    """`adapter`: a run directory, whose last adapter it is, or an adapter's folder."""
     rate: Annotated[float, Field(ge=0, le=1)] = 0.05
     """`ema`: how far towards the student it moves at a time."""
     every: Positive = 1
@@ -177,9 +180,18 @@ class TeacherSection(Section):
             raise ValueError("context needs {prompt} and {answer}")
         if (self.kind == "model") != (self.model is not None):
             raise ValueError("kind model and a model go together")
+        if (self.kind == "adapter") != (self.adapter is not None):
+            raise ValueError("kind adapter and an adapter go together")
         if self.kind == "live" and self.context is None:
             raise ValueError("a live teacher without context is the student: there is nothing to learn")
         return self
+
+
+class NamedTeacher(TeacherSection):
+    """One teacher among several, who grades the prompts that name it."""
+
+    prompts: str | None = None
+    """Further domain prompts, all of which are its own."""
 
 
 class RecoverConfig(Section):
@@ -196,6 +208,9 @@ class RecoverConfig(Section):
     """Who grades general prompts."""
     domain_teacher: TeacherSection = TeacherSection(kind="tuned")
     """Who grades domain prompts."""
+    teachers: dict[Annotated[str, Field(pattern=TEACHER_NAME)], NamedTeacher] = {}
+    """Further teachers by name, several specialists for instance: each grades the prompts whose `teacher` field names it, and
+    its own `prompts`."""
     steps: Positive = 48
     """Optimizer steps, both streams together."""
     rollouts: Positive = 16
@@ -249,11 +264,17 @@ class RecoverConfig(Section):
             raise ValueError(
                 "general_teacher is the student as it begins, so it leads nowhere: take base, or give it a context"
             )
-        lengths = {"general": self.max_new_tokens, "domain": self.domain_max_new_tokens or self.max_new_tokens}
-        for stream, teacher in (("general", self.general_teacher), ("domain", self.domain_teacher)):
-            if teacher.skip_tokens >= lengths[stream]:
-                raise ValueError(f"{stream}_teacher.skip_tokens leaves nothing of {lengths[stream]} tokens")
+        domain = self.domain_max_new_tokens or self.max_new_tokens
+        for name, teacher in self.all_teachers().items():
+            length = self.max_new_tokens if name == "general_teacher" else domain
+            if teacher.skip_tokens >= length:
+                raise ValueError(f"{name}.skip_tokens leaves nothing of {length} tokens")
         return self
+
+    def all_teachers(self) -> dict[str, TeacherSection]:
+        """Return every teacher by its key."""
+        named = {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
+        return {"general_teacher": self.general_teacher, "domain_teacher": self.domain_teacher, **named}
 
 
 class EvalConfig(Section):
@@ -314,8 +335,10 @@ class Workflow(Section):
     """One line for `opdcl workflows ls`."""
     model: ModelConfig = ModelConfig()
     """The base model."""
+    start: str | None = None
+    """Adapter to go on with, instead of a new one: a run directory, whose last adapter it is, or an adapter's folder."""
     finetune: FinetuneConfig | None = None
-    """Learn the domain. Left out: start from an adapter that is there already."""
+    """Learn the domain. Left out: recovery begins with the adapter of an earlier `opdcl finetune`, or with `start`."""
     recover: RecoverConfig | None = None
     """Win back what was forgotten."""
     eval: EvalConfig | None = None

@@ -12,7 +12,7 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +30,16 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Row:
-    """One checked row: a conversation that ends with the user, its answer if any, or plain text; and its origin."""
+    """One checked row: a conversation that ends with the user, its answer if any, or plain text; and its origin.
+
+    `teacher` names who grades what is sampled on its prompt; "" leaves that to the recovery.
+    """
 
     prompt: list[Message]
     answer: str | None
     text: str | None
     where: str
+    teacher: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Encoded:
 
 def load_rows(source: str, split: str = "train") -> list[Row]:
     """Load and check all rows of `source`; `split` picks a part of a shipped or hub set."""
-    rows = [_check(row, where) for row, where in _raw(source, split)]
+    rows = [replace(_check(row, where), teacher=_teacher(row, where)) for row, where in _raw(source, split)]
     if not rows:
         raise UsageError(f"{source} has no rows", FIELDS_HINT)
     return rows
@@ -175,6 +179,11 @@ def _check(row: Any, where: str) -> Row:
         return Row([], None, _string(row["text"], "text", where), where)
     has = f"has only {', '.join(map(str, row))}" if row else "is empty"
     raise UsageError(f"{where} {has}", FIELDS_HINT)
+
+
+def _teacher(row: dict, where: str) -> str:
+    # An empty cell of a CSV or Parquet file names none.
+    return "" if row.get("teacher") in (None, "") else _string(row["teacher"], "teacher", where)
 
 
 def _as_turn(answer: Any, where: str) -> list[Message]:

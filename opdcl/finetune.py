@@ -33,9 +33,14 @@ logger = logging.getLogger(__name__)
 
 
 def finetune(config: FinetuneConfig, backbone: Backbone, parent: ModelRef, out: StageDir, report: StageReport) -> ModelRef:
-    """Train a fresh adapter on the domain's answers, resuming from the stage's last checkpoint if there is one."""
+    """Train an adapter on the domain's answers, a new one or the parent's, resuming from the stage's last checkpoint."""
     rows = encode(config, backbone)
-    model = backbone.new_adapter(config.lora, config.seed)
+    if parent.adapter:
+        backbone.drop_adapters()
+        model = backbone.load_adapter(parent.adapter, "student", trainable=True)
+        report.note(f"going on with the adapter of {parent.adapter}; its shape stays")
+    else:
+        model = backbone.new_adapter(config.lora, config.seed)
     steps = planned_steps(config, len(rows))
     arguments = trainer_arguments(SFTConfig, "finetune", config.trainer, backbone, out) | {
         "per_device_train_batch_size": config.batch_size,

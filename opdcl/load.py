@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import io
 import os
 from collections.abc import Sequence
@@ -21,8 +22,9 @@ MAX_BYTES = 1_000_000
 # Fields that may name a file; a relative one is meant from the workflow file's folder.
 ALIASES = ("smollm2-135m", "handbook", "everyday")
 FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".parquet", ".gguf", ".txt", ".md")
-PATH_FIELDS = (("model", "id"), ("finetune", "data"), ("recover", "general"), ("recover", "domain"),
-               ("recover", "general_teacher", "model", "id"), ("recover", "domain_teacher", "model", "id"))  # fmt: skip
+PATH_FIELDS = ("model.id", "start", "finetune.data", "recover.general", "recover.domain", "eval.data.*",
+               "recover.*_teacher.model.id", "recover.*_teacher.adapter",
+               "recover.teachers.*.model.id", "recover.teachers.*.adapter", "recover.teachers.*.prompts")  # fmt: skip
 
 
 def package_folder(name: str) -> Path:
@@ -213,7 +215,7 @@ def _merge(tree: dict, origins: dict, new: Any, file: Path, prefix: str = "") ->
 def _may_name_a_file(keys: list[str]) -> bool:
     if keys[0] == "arms":
         keys = keys[2:]
-    return tuple(keys) in PATH_FIELDS or keys[:2] == ["eval", "data"]
+    return any(fnmatch.fnmatchcase(".".join(keys), pattern) for pattern in PATH_FIELDS)
 
 
 def _from_folder(value: str, folder: Path) -> str:

@@ -15,7 +15,7 @@ from urllib.parse import urlparse
 
 from opdcl.config import ModelConfig
 from opdcl.errors import EnvironmentFault, UsageError
-from opdcl.rundir import cache_home, folder_appears_whole, write_json
+from opdcl.rundir import RunDir, cache_home, folder_appears_whole, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,21 @@ class ModelRef:
 def adapter_hash(folder: Path) -> str:
     """Return the SHA-256 of an adapter's safetensors file."""
     return hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+
+def find_adapter(place: str) -> Path:
+    """Return the folder of the adapter that a run directory ended with, or of the one that lies right there.
+
+    Raises:
+        UsageError: There is none.
+    """
+    path = Path(place)
+    if (path / "adapter_model.safetensors").is_file():
+        return path
+    done = [stage for stage in RunDir(path).stages() if stage.state().get("status") == "done"]
+    if not done:
+        raise UsageError(f"{place} holds no adapter", "name a run directory whose training has ended, or an adapter's folder")
+    return done[-1].adapter
 
 
 def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -20,6 +20,7 @@ LATER: dict[str, Any] = {
     "oversample": 1.0,
     "general_teacher": TeacherSection(kind="base").model_dump(),
     "domain_teacher": TeacherSection(kind="tuned").model_dump(),
+    "teachers": {},
     "loss": {"discount": 0.0, "rescaled": True},
 }
 STATES = ("base", "tuned", "recovered")
@@ -61,6 +62,8 @@ def stage_inputs(workflow: Workflow, run: RunDir, data: dict[str, str]) -> dict[
         contents = {f"content of {k.split('.', 1)[1]}": v for k, v in data.items() if k.startswith(f"{name}.")}
         if name == "recover" and "finetune" not in inputs:
             origin, parent = "finetune stage", _finished_fingerprint(run, "finetune") or parent
+        if name == "finetune" and "start" in data:
+            contents["start"] = data["start"]
         inputs[name] = {**_meaning(getattr(workflow, name).model_dump()), **contents, origin: parent}
         origin, parent = f"{name} stage", hash_value(inputs[name])
     return inputs

@@ -107,15 +107,20 @@ def finetune_loss(rows: list[dict]) -> str | None:
         return _svg(figure, "loss", f"Fine-tune loss from {losses[0]:.2f} to {losses[-1]:.2f}")
 
 
-def recovery_kl(rows: list[dict]) -> str | None:
-    """Plot KL(student, teacher) per stream, one panel each: faint in training, strong on held-out prompts."""
+def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> str | None:
+    """Plot KL(student, teacher) per stream, one panel each: faint in training, strong on held-out prompts.
+
+    Args:
+        rows: The stage's metrics.
+        teachers: What to call the teacher of each stream.
+    """
     training = [r for r in rows if r.get("stream") and r.get("kl") is not None]
     held_out = [r for r in rows if r.get("validation")]
     if not training and not held_out:
         return None
     best = max((r["step"] for r in held_out if r["validation"].get("best")), default=None)
     with _figure(rows=2, height=1.25 * HEIGHT) as (figure, panels):
-        for axes, stream, teacher in zip(panels, ("general", "domain"), ("base", "tuned"), strict=True):
+        for axes, (stream, teacher) in zip(panels, teachers.items(), strict=True):
             colour = PAINT[stream]
             seen = [(r["step"], r["kl"]) for r in training if r["stream"] == stream]
             checked = [

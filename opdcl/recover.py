@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
-from dataclasses import replace
 
 import torch
 from transformers import TrainerCallback
 from trl import DistillationConfig
 
-from opdcl.config import RecoverConfig, TeacherSection
-from opdcl.data import Row, encode_prompt, load_prompts
+from opdcl.config import RecoverConfig
 from opdcl.distill.backbone import Backbone, State
 from opdcl.distill.rollouts import Rollout, pick_engine
 from opdcl.distill.schedule import Stream, plan_steps
-from opdcl.distill.teachers import Contexts, Ema, make_teacher
-from opdcl.distill.trainer import RecoveryTrainer
+from opdcl.distill.teachers import Routed, Teacher, make_teacher
+from opdcl.distill.trainer import RecoveryTrainer, by_teacher
 from opdcl.errors import OpdclError, UsageError
 from opdcl.health import Health, check_turn_end, halted, kl_bound
-from opdcl.models import ModelRef
+from opdcl.models import ModelRef, find_adapter
 from opdcl.rundir import StageDir, folder_appears_whole, read_jsonl, write_atomic, write_json
+from opdcl.streams import STREAMS, Prompts, encode_stream, teacher_section
 from opdcl.training import StageCallback, StageReport, save_adapter, trainer_arguments
 
 SAMPLES_KEPT = 8
@@ -45,19 +43,14 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
             update={"lmbda": 0.0, "loss": config.loss.model_copy(update={"kind": "cross_entropy"})}
         )
     check_turn_end(backbone)
-    train, held_out = encode_streams(config, backbone)
-    contexts = {stream: encode_contexts(config, stream, backbone) for stream in train}
+    streams = {stream: encode_stream(config, stream, backbone) for stream in STREAMS}
+    if not any(prompts.train for prompts in streams.values()):
+        raise UsageError("recovery has no prompts", "set recover.general")
     backbone.drop_adapters()
     backbone.load_adapter(parent.adapter, "student", trainable=True)
     backbone.load_adapter(parent.adapter, "tuned")
-    sections: dict[Stream, TeacherSection] = {"general": config.general_teacher, "domain": config.domain_teacher}
-    means: dict[Stream, State] = {"general": "ema_general", "domain": "ema_domain"}
-    for stream, section in sections.items():
-        if section.kind == "ema":
-            backbone.load_adapter(parent.adapter, means[stream])
-    teachers = {
-        stream: make_teacher(section, backbone, contexts[stream], means[stream]) for stream, section in sections.items()
-    }
+    teachers = {stream: _teachers(config, stream, prompts, backbone, parent) for stream, prompts in streams.items()}
+    train = {stream: prompts.train for stream, prompts in streams.items()}
     if config.method == "general":
         train["domain"] = []
     if (
@@ -73,7 +66,7 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
     steps = plan_steps(config, len(train["general"]), len(train["domain"]))
     callback = StageCallback(report, config.steps, backbone)
     health = Health(config.health, backbone, out, callback)
-    validation = Validation(config, held_out, out, callback, health)
+    validation = Validation(config, {stream: prompts.held_out for stream, prompts in streams.items()}, out, callback, health)
     arguments = trainer_arguments(DistillationConfig, "recover", config.trainer, backbone, out) | {
         "per_device_train_batch_size": 1,  # one row of the schedule is one optimizer step
         "shuffle_dataset": False,
@@ -101,6 +94,19 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
     return ModelRef(parent.base, out.adapter)
 
 
+def _teachers(config: RecoverConfig, stream: Stream, prompts: Prompts, backbone: Backbone, parent: ModelRef) -> Teacher | Routed:
+    """Return a stream's teacher, with the adapters that it needs put onto the backbone."""
+
+    def one(name: str) -> Teacher:
+        section, state = teacher_section(config, stream, name), f"{stream}_{name}" if name else stream
+        if section.kind in ("ema", "adapter"):
+            backbone.load_adapter(find_adapter(section.adapter) if section.adapter else parent.adapter, state)
+        return make_teacher(section, backbone, prompts.contexts.get(name), state)
+
+    own, named = one(""), {name: one(name) for name in dict.fromkeys(prompts.routes.values())}
+    return Routed(own, named, prompts.routes) if named else own
+
+
 def _interpolate(validation: Validation, backbone: Backbone, out: StageDir) -> None:
     """Keep the point of the alpha-curve with the least held-out KL: what recovery must beat, as it costs no training.
 
@@ -124,70 +130,6 @@ def _interpolate(validation: Validation, backbone: Backbone, out: StageDir) -> N
     write_atomic(out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
     slope = f", tilted by {best['tilt']:+g} with depth" if best["tilt"] else ""
     validation.callback.report.note(f"held-out KL is least with the adapter times {best['alpha']:g}{slope}: {_shown(best)}")
-
-
-def encode_streams(config: RecoverConfig, backbone: Backbone) -> tuple[dict, dict]:
-    """Return the prompts' ids per stream, for training and held out."""
-    limit = backbone.causal_lm.config.max_position_embeddings
-    train: dict[Stream, list[list[int]]] = {}
-    held_out: dict[Stream, list[list[int]]] = {}
-    for stream, source in (("general", config.general), ("domain", config.domain)):
-        if source is None:
-            train[stream], held_out[stream] = [], []
-            continue
-        room = limit - ((config.domain_max_new_tokens if stream == "domain" else None) or config.max_new_tokens)
-        prompts = [encode_prompt(row, backbone.tokenizer, room) for row in load_prompts(source)]
-        count = config.validation_prompts
-        if source == "everyday":
-            kept = [encode_prompt(row, backbone.tokenizer, room) for row in load_prompts(source, "validation")]
-            step = max(1, len(kept) // count)
-            train[stream], held_out[stream] = prompts, kept[::step][:count]
-        elif len(prompts) < 2:
-            raise UsageError(f"{source} has one prompt; recovery needs some to sample on and some to hold out",
-                             "add prompts")  # fmt: skip
-        else:
-            # Evenly spread, so that a file sorted by topic is held out from all of its topics.
-            every = max(2, len(prompts) // count)
-            held = set(range(0, len(prompts), every))
-            held_out[stream] = [prompts[i] for i in sorted(held)][:count]
-            # A domain is held whole in the guard: what is not practised is not protected.
-            train[stream] = prompts if stream == "domain" else [p for i, p in enumerate(prompts) if i not in held]
-    if not train["general"] and not train["domain"]:
-        raise UsageError("recovery has no prompts", "set recover.general")
-    return train, held_out
-
-
-def answered_rows(config: RecoverConfig, stream: Stream) -> tuple[TeacherSection, list[Row]]:
-    """Return a stream's teacher, and the rows whose answers it is shown: none, where it is not.
-
-    Raises:
-        UsageError: It is to be shown the answer of a row that has none.
-    """
-    section, source = (
-        (config.general_teacher, config.general) if stream == "general" else (config.domain_teacher, config.domain)
-    )
-    rows = load_prompts(source) if section.context is not None and source else []
-    if without := next((row for row in rows if row.answer is None), None):
-        raise UsageError(
-            f"{without.where}: no answer that recover.{stream}_teacher.context could show", "give every row an answer"
-        )
-    return section, rows
-
-
-def encode_contexts(config: RecoverConfig, stream: Stream, backbone: Backbone) -> Contexts:
-    """Return what the stream's teacher sees in place of each prompt, where its configuration shows it the answers."""
-    section, rows = answered_rows(config, stream)
-    room = backbone.causal_lm.config.max_position_embeddings - (
-        (config.domain_max_new_tokens if stream == "domain" else None) or config.max_new_tokens
-    )
-    found: Contexts = {}
-    for row in rows:
-        *before, last = row.prompt
-        words = {"{prompt}": last["content"], "{answer}": row.answer}
-        shown = re.sub(r"\{(?:prompt|answer)\}", lambda m: words[m[0]], section.context)  # noqa: B023
-        told = replace(row, prompt=[*before, {**last, "content": shown}])
-        found.setdefault(tuple(encode_prompt(row, backbone.tokenizer, room)), encode_prompt(told, backbone.tokenizer, room))
-    return found
 
 
 class Validation(TrainerCallback):
@@ -238,6 +180,7 @@ class Validation(TrainerCallback):
         for stream, (texts, teacher) in self._texts.items():
             sums = self.trainer.grade(texts, stream, learn=False, teacher=teacher)
             kl[f"{stream}_kl"] = sums["kl"] / sums["tokens"]
+            kl |= {f"{stream}_{key}": value for key, value in by_teacher(sums).items()}
             if not math.isfinite(kl[f"{stream}_kl"]):
                 raise OpdclError(f"the held-out {stream} KL is not finite",
                                  "the base model or the adapter holds NaN: opdcl verify RUN, or restore the model")  # fmt: skip
@@ -253,8 +196,7 @@ class Validation(TrainerCallback):
         if alpha < 1:
             backbone.shrink(alpha)
             for teacher in self.trainer.teachers.values():
-                if isinstance(teacher, Ema):
-                    teacher.begin()
+                teacher.begin()
             start = self.held_out_kl()
         self._keep_if_best(0, _score(start))
         self.callback.write({"step": 0, "validation": {**tuned, "best": True}, "warm_start": {"alpha": alpha, **start}})

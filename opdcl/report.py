@@ -96,7 +96,7 @@ def write(run: RunDir) -> list[Path]:
     context = _context(run, summary, suites)
     figures = {
         "loss": plots.finetune_loss(_rows(run, "finetune")),
-        "kl": plots.recovery_kl(_rows(run, "recover")),
+        "kl": plots.recovery_kl(_rows(run, "recover"), _teachers(run)),
         "tradeoff": plots.tradeoff(summary),
     }
 
@@ -230,6 +230,16 @@ def _differences(tests: dict) -> list[dict[str, str]]:
             shown = "n/a" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
             rows.append({"pair": f"{later} - {earlier}", "value": value, "span": f"{low} to {high}", "p": shown})
     return rows
+
+
+def _teachers(run: RunDir) -> dict[str, str]:
+    """Return what to call each stream's teacher: base and tuned, unless the recovery had others."""
+    stage = run.find_stage("recover")
+    config = stage.state().get("config", {}) if stage else {}
+    kinds = {stream: config.get(f"{stream}_teacher", {}).get("kind", usual) for stream, usual in (("general", "base"), ("domain", "tuned"))}
+    if named := config.get("teachers"):
+        kinds["domain"] = " and ".join([kinds["domain"], *named] if config.get("domain") else named)
+    return kinds
 
 
 def _rows(run: RunDir, stage: str) -> list[dict]:

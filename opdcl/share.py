@@ -1,4 +1,4 @@
-"""Take from other runs what a run would make just so: fingerprints cover settings, data and parents."""
+"""Take from other runs what a run would make just so, or starts from: fingerprints cover settings, data and parents."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from opdcl.errors import UsageError
 from opdcl.plan import Task
-from opdcl.rundir import RunDir, StageDir, folder_appears_whole, read_json, write_atomic, write_json
+from opdcl.provenance import hash_value
+from opdcl.rundir import RunDir, StageDir, folder_appears_whole, now, read_json, write_atomic, write_json
 
 
 def adopt(tasks: Sequence[Task], stages: dict[str, StageDir], run: RunDir, donors: Sequence[RunDir]) -> list[tuple[Task, RunDir]]:
@@ -26,6 +28,27 @@ def adopt(tasks: Sequence[Task], stages: dict[str, StageDir], run: RunDir, donor
             donor = next((d for d in donors if _copied(task, d, run, target)), None)
             taken += [(task, donor)] if donor else []
     return taken
+
+
+def take_start(place: str, run: RunDir) -> None:
+    """Copy the adapter that a run starts from into it, as the outcome of a fine-tune that was done elsewhere.
+
+    Raises:
+        UsageError: The run has begun from another one.
+    """
+    from opdcl.models import adapter_hash, find_adapter
+
+    stage, adapter = run.stage(1, "finetune"), find_adapter(place)
+    sha256 = adapter_hash(adapter)
+    if known := stage.state():
+        if known.get("adapter_sha256") != sha256:
+            raise UsageError(f"{run.path} began from another adapter than {place} holds now", "choose a new directory with -o")
+        return
+    with folder_appears_whole(stage.path) as temporary:
+        shutil.copytree(adapter, temporary / "adapter")
+        record = {"stage": "finetune", "status": "done", "fingerprint": hash_value(["start", sha256]), "inputs": {"start": sha256},
+                  "taken_from": place, "finished": now(), "cost": {}, "adapter_sha256": sha256}  # fmt: skip
+        write_json(temporary / "stage.json", record)
 
 
 def _copied(task: Task, donor: RunDir, run: RunDir, target: Path | None) -> bool:

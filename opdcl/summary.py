@@ -258,7 +258,11 @@ def _recovery_notes(run: RunDir) -> list[str]:
                 f"{health['action']}."
             )
     notes += [f"Recovery stopped after step {r['step']}: {r['stopped']}." for r in rows if "stopped" in r]
-    best = max((r["step"] for r in rows if r.get("validation", {}).get("best")), default=None)
+    measured = {r["step"]: r["validation"] for r in rows if "validation" in r}
+    best = max((step for step, kl in measured.items() if kl.get("best")), default=None)
+    for key in sorted({key for kl in measured.values() for key in kl if "_kl/" in key}):
+        stream, _, teacher = key.partition("_kl/")
+        notes.append(f"Held-out KL to {teacher} on its {stream} prompts: from {measured[min(measured)][key]:.3f} to {measured[best][key]:.3f} nats per token.")
     scale = next((r[key] for r in rows for key in ("warm_start", "interpolation") if key in r), {"alpha": 1})
     if best == 0 or any("interpolation" in r for r in rows):
         notes.append(

@@ -208,7 +208,7 @@ class StageCallback(TrainerCallback):
         names = ("loss", "kl", "stream", "mean_length", "truncated", "mismatch",
                  "repetition", "adapter_norm",
                  "teacher_entropy", "student_entropy", "grad_norm", "learning_rate")  # fmt: skip
-        self.write({"step": state.global_step, **{k: logs[k] for k in names if k in logs},
+        self.write({"step": state.global_step, **{k: v for k, v in logs.items() if k in names or k.startswith("kl/")},
                     "tokens": tokens, "seconds": round(seconds, 3)})  # fmt: skip
         shown = {k: logs[k] for k in ("stream", "loss", "kl") if k in logs}
         self.report.progress(state.global_step, self.steps, **shown, tokens_per_s=tokens / max(seconds, 1e-9))

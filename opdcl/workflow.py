@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from opdcl import __version__
-from opdcl.config import Workflow
+from opdcl.config import TeacherSection, Workflow
 from opdcl.errors import GateError, Interrupted, OpdclError, UsageError
 from opdcl.integrity import seal_run
 from opdcl.load import dump, package_folder
@@ -26,7 +26,7 @@ from opdcl.output import Output
 from opdcl.plan import Task, make_plan, training_stages
 from opdcl.provenance import hash_files, machine, versions
 from opdcl.rundir import RunDir, StageDir, now, read_json, write_atomic, write_json
-from opdcl.share import adopt
+from opdcl.share import adopt, take_start
 from opdcl.text import redact
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def plan_run(workflow: Workflow, run: RunDir) -> list[Task]:
 def data_hashes(workflow: Workflow) -> dict[str, str]:
     """Check that every data source exists and is well-formed; return field -> hash of its content."""
     from opdcl.data import load_prompts, load_rows, source_files
+    from opdcl.models import adapter_hash, find_adapter
     from opdcl.plan import source_hash
 
     sources: dict[str, str] = {}
@@ -53,8 +54,10 @@ def data_hashes(workflow: Workflow) -> dict[str, str]:
             if row.text is None and row.answer is None:
                 raise UsageError(f"{row.where} has no answer to learn", "fine-tune rows need completion, answer or text")
     if workflow.recover:
-        for name in ("general", "domain"):
-            if source := getattr(workflow.recover, name):
+        prompts = {name: getattr(workflow.recover, name) for name in ("general", "domain")}
+        prompts |= {f"teachers.{name}.prompts": teacher.prompts for name, teacher in workflow.recover.teachers.items()}
+        for name, source in prompts.items():
+            if source:
                 sources[f"recover.{name}"] = source
                 load_prompts(source)
     if workflow.eval:
@@ -63,10 +66,16 @@ def data_hashes(workflow: Workflow) -> dict[str, str]:
                 raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
             sources[f"eval.data.{suite}"] = path
     hashes = {field: source_hash(source, source_files(source)) for field, source in sources.items()}
+    adapters = {f"recover.{name}.adapter": teacher.adapter for name, teacher in all_teachers(workflow)} | {"start": workflow.start}
+    hashes |= {field: adapter_hash(find_adapter(place)) for field, place in adapters.items() if place}
     for suite in workflow.eval.suites() if workflow.eval else ():
         if files := sorted(package_folder("evals").glob(f"*/{suite}.yaml")):
             hashes[f"eval.suite.{suite}"] = hash_files(sorted(p for p in files[0].parent.iterdir() if p.is_file()))
     return hashes
+
+
+def all_teachers(workflow: Workflow) -> list[tuple[str, TeacherSection]]:
+    return list(workflow.recover.all_teachers().items()) if workflow.recover else []
 
 
 def inherit(workflow: Workflow) -> Workflow:
@@ -109,6 +118,9 @@ def execute(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Ou
             _remove_stale(run, workflow, tasks)
             tasks = plan_run(workflow, run)
         _write_head(workflow, origins, run)
+        if workflow.start and not workflow.finetune:
+            take_start(workflow.start, run)
+            tasks = plan_run(workflow, run)
         if taken := adopt(tasks, training_stages(run, workflow), run, donors):
             for task, donor in taken:
                 output.note(f"{_label(task)}: taken from {donor.path.name}")
@@ -181,13 +193,13 @@ def check_tasks(workflow: Workflow) -> None:
         check_trainer_fields(SFTConfig, "finetune", workflow.finetune.trainer)
     if workflow.recover:
         check_trainer_fields(DistillationConfig, "recover", workflow.recover.trainer)
-        for teacher in (workflow.recover.general_teacher, workflow.recover.domain_teacher):
+        for _, teacher in all_teachers(workflow):
             if teacher.model:
                 check_exists(teacher.model)
-        from opdcl.recover import answered_rows
+        from opdcl.streams import STREAMS, stream_rows
 
-        for stream in ("general", "domain"):
-            answered_rows(workflow.recover, stream)
+        for stream in STREAMS:
+            stream_rows(workflow.recover, stream)
     if workflow.eval:
         from opdcl.evaluate import load_task
 
@@ -291,10 +303,10 @@ class Session:
         self._save_manifest()
 
     def _parent(self, name: str) -> ModelRef:
-        from opdcl.models import ModelRef
+        from opdcl.models import ModelRef, find_adapter
 
         if name == "finetune":
-            return ModelRef(self.workflow.model)
+            return ModelRef(self.workflow.model, find_adapter(self.workflow.start) if self.workflow.start else None)
         tuned = self.run.find_stage("finetune")
         if tuned is None or tuned.state().get("status") != "done":
             raise UsageError(f"{self.run.path} has no fine-tuned adapter to recover", f"opdcl finetune --data ROWS -o {self.run.path}")

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -19,12 +18,13 @@ from opdcl.distill.lora import fuse
 from opdcl.errors import UsageError
 from opdcl.models import base_fingerprint, eos_ids, load_base
 
-State = Literal["base", "tuned", "student", "ema_general", "ema_domain"]
+# `base`, `tuned`, `student`, or the name of a teacher whose adapter lies beside these.
+State = str
 
 
 class Backbone:
-    """The base model with a trainable adapter `student` and, during recovery, others beside it: `tuned`, and running
-    means of the student where a stream's teacher is one.
+    """The base model with a trainable adapter `student` and, during recovery, others beside it: `tuned`, and those of
+    teachers that have one of their own.
 
     The base weights are never written. `merged` puts base + adapter into storage of its own, because merging and
     unmerging in place drifts the base by rounding, and the base is the teacher.
@@ -84,9 +84,10 @@ class Backbone:
         """Return the hash of the base weights, to show that training left them alone."""
         return base_fingerprint(self.causal_lm)
 
-    def adapted_layers(self) -> list[BaseTunerLayer]:
-        """Return every layer that carries adapters."""
-        return [m for m in self.causal_lm.modules() if isinstance(m, BaseTunerLayer)]
+    def adapted_layers(self, name: State | None = None) -> list[BaseTunerLayer]:
+        """Return every layer that carries an adapter, or one that carries this adapter."""
+        layers = [m for m in self.causal_lm.modules() if isinstance(m, BaseTunerLayer)]
+        return [m for m in layers if name is None or name in m.lora_A]
 
     @contextlib.contextmanager
     def state(self, name: State) -> Iterator[PreTrainedModel]:
@@ -116,7 +117,7 @@ class Backbone:
         With a `tilt` the factor rises in a line with depth, from alpha (1 - tilt) at the first layer to alpha (1 + tilt)
         at the last.
         """
-        layers = self.adapted_layers()
+        layers = self.adapted_layers("student")
         saved = [layer.scaling["student"] for layer in layers]
         for layer, factor in zip(layers, self._factors(alpha, tilt), strict=True):
             layer.scaling["student"] *= factor
@@ -128,19 +129,20 @@ class Backbone:
 
     def adapter_norm(self, state: State) -> float:
         """Return the norm of all weights of an adapter."""
-        weights = [w for layer in self.adapted_layers() for w in (layer.lora_A[state].weight, layer.lora_B[state].weight)]
+        weights = [w for layer in self.adapted_layers(state) for w in (layer.lora_A[state].weight, layer.lora_B[state].weight)]
         return float(torch.stack([w.detach().float().norm() for w in weights]).norm())
 
     def shrink(self, alpha: float, tilt: float = 0.0) -> None:
         """Scale what the student's adapter adds to the base as `scaled` does, for good."""
         with torch.no_grad():
-            for layer, factor in zip(self.adapted_layers(), self._factors(alpha, tilt), strict=True):
+            for layer, factor in zip(self.adapted_layers("student"), self._factors(alpha, tilt), strict=True):
                 layer.lora_B["student"].weight.mul_(factor)
 
     def _factors(self, alpha: float, tilt: float) -> list[float]:
-        """Return the factor of each adapted layer, in the order of `adapted_layers`."""
+        """Return the factor of each layer of the student's adapter, in the order of `adapted_layers`."""
+        mine = set(self.adapted_layers("student"))
         # The first number in a module's path is that of its decoder layer.
-        numbers = [int(re.search(r"\.(\d+)\.", name)[1]) for name, m in self.causal_lm.named_modules() if isinstance(m, BaseTunerLayer)]
+        numbers = [int(re.search(r"\.(\d+)\.", name)[1]) for name, m in self.causal_lm.named_modules() if m in mine]
         last = max(1, *numbers)
         return [alpha * (1 + tilt * (2 * n / last - 1)) for n in numbers]
 
@@ -157,7 +159,7 @@ class Backbone:
             return
         saved = []
         with torch.no_grad():
-            for layer in self.adapted_layers():
+            for layer in self.adapted_layers(name):
                 weight = layer.get_base_layer().weight
                 saved.append((weight, weight.data))
                 delta = layer.get_delta_weight(name)

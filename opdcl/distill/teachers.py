@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | `base` | the original checkpoint: recovery | |
 | `tuned` | the fine-tuned adapter: the domain's guard | |
+| `adapter` | an adapter that another run made: a specialist, or what an earlier run left | |
 | `live` | the student itself; it has something to teach only where its `context` shows it more | arXiv 2601.19897, 2601.20802 |
 | `ema` | a running mean of the student's adapter | arXiv 2601.19897 |
 | `trust_region` | between a frozen reference and the student | arXiv 2601.20802 |
@@ -12,6 +13,8 @@
 All but the last are adapter states of the student's own backbone, so they cost no second model. A `context` shows any of
 them what the student does not see: the answer, or a demonstration. Shown the answer, base does not fight what it does
 not know (arXiv 2606.00147).
+
+`Routed` gives each prompt a teacher of its own, so that several specialists teach one student.
 """
 
 from __future__ import annotations
@@ -48,8 +51,15 @@ class Teacher:
         contexts: Prompts that the teacher sees in place of the student's. Others it sees as they are.
     """
 
+    # Tokens at the start of each completion that it does not grade.
+    skip_tokens = 0
+
     def __init__(self, backbone: Backbone, state: State, contexts: Contexts | None = None):
         self.backbone, self.state, self.contexts = backbone, state, contexts or {}
+
+    def split(self, prompts: Sequence[Sequence[int]]) -> list[tuple[str, Teacher, list[int]]]:
+        """Return who is in charge of which of the prompts: name, teacher, indices. A single teacher has the name ""."""
+        return [("", self, list(range(len(prompts))))]
 
     @property
     def moves(self) -> bool:
@@ -78,6 +88,9 @@ class Teacher:
     def writer(self) -> contextlib.AbstractContextManager[PreTrainedModel]:
         """Return a context in which the teacher can write completions itself."""
         return self.backbone.merged(self.state)
+
+    def begin(self) -> None:
+        """Take notice of the student as it starts."""
 
     def follow(self, step: int) -> None:
         """Take notice of the student after optimizer step `step`."""
@@ -111,7 +124,6 @@ class Ema(Teacher):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Start as the student is now."""
         for mine, students in self._pairs():
             mine.copy_(students)
 
@@ -175,15 +187,69 @@ class Separate(Teacher):
         yield self.model
 
 
-def make_teacher(
-    config: TeacherSection, backbone: Backbone, contexts: Contexts | None = None, ema: State = "ema_general"
-) -> Teacher:
-    """Return the teacher that a configuration describes; its adapters, `ema` among them, must be on the backbone already."""
+class Routed:
+    """Several teachers: each grades, and writes where teachers write, on the prompts that are its own.
+
+    It is asked through `split` alone, never for states: its teachers may be models of different widths.
+
+    Args:
+        others: In charge of prompts that have no route.
+        named: The teachers that routes lead to.
+        routes: Prompt -> name.
+    """
+
+    def __init__(self, others: Teacher, named: dict[str, Teacher], routes: dict[tuple[int, ...], str]):
+        self.others, self.named, self.routes = others, named, routes
+
+    def split(self, prompts: Sequence[Sequence[int]]) -> list[tuple[str, Teacher, list[int]]]:
+        mine: dict[str, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            mine.setdefault(self.routes.get(tuple(prompt), ""), []).append(i)
+        return [(name, self.named[name] if name else self.others, mine[name]) for name in sorted(mine)]
+
+    @property
+    def moves(self) -> bool:
+        return any(teacher.moves for teacher in self._all())
+
+    def judge(self, frozen: State) -> Routed:
+        named = {name: teacher.judge(frozen) for name, teacher in self.named.items()}
+        return Routed(self.others.judge(frozen), named, self.routes)
+
+    def begin(self) -> None:
+        for teacher in self._all():
+            teacher.begin()
+
+    def follow(self, step: int) -> None:
+        for teacher in self._all():
+            teacher.follow(step)
+
+    def save(self, folder: Path) -> None:
+        for teacher in self._all():
+            teacher.save(folder)
+
+    def restore(self, folder: Path) -> None:
+        for teacher in self._all():
+            teacher.restore(folder)
+
+    def _all(self) -> list[Teacher]:
+        return [self.others, *self.named.values()]
+
+
+def make_teacher(config: TeacherSection, backbone: Backbone, contexts: Contexts | None = None, state: State = "general") -> Teacher:
+    """Return the teacher that a configuration describes; an adapter of its own must be on the backbone already, as `state`."""
+    teacher = _make(config, backbone, contexts, state)
+    teacher.skip_tokens = config.skip_tokens
+    return teacher
+
+
+def _make(config: TeacherSection, backbone: Backbone, contexts: Contexts | None, state: State) -> Teacher:
     match config.kind:
         case "live":
             return Teacher(backbone, "student", contexts)
+        case "adapter":
+            return Teacher(backbone, state, contexts)
         case "ema":
-            return Ema(backbone, ema, config.rate, config.every, contexts)
+            return Ema(backbone, state, config.rate, config.every, contexts)
         case "trust_region":
             return TrustRegion(backbone, config.reference, config.mix, contexts)
         case "model":

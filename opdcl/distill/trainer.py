@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from opdcl.distill.divergence import token_logprobs, token_losses
 from opdcl.distill.forward import answer_ids, answer_states
 from opdcl.distill.rollouts import Rollout, repetition, sample
 from opdcl.distill.schedule import Step, Stream
-from opdcl.distill.teachers import Teacher, sequence
+from opdcl.distill.teachers import Routed, Teacher, sequence
 from opdcl.errors import OpdclError
 from opdcl.rundir import write_atomic
 from opdcl.training import finite_or_skipped, is_out_of_memory
@@ -40,7 +41,7 @@ class RecoveryTrainer(DistillationTrainer):
     """
 
     def __init__(self, backbone: Backbone, config: RecoverConfig, steps: list[Step],
-                 prompts: dict[Stream, list[list[int]]], teachers: dict[Stream, Teacher], args: DistillationConfig,
+                 prompts: dict[Stream, list[list[int]]], teachers: dict[Stream, Teacher | Routed], args: DistillationConfig,
                  callbacks: list):  # fmt: skip
         refuse_unsupported(backbone.causal_lm.config)
         self.teachers = teachers
@@ -86,26 +87,30 @@ class RecoveryTrainer(DistillationTrainer):
         if len(rollouts) <= keep:
             return rollouts
         gaps: dict[int, float] = {}
-        for batch in micro_batches(rollouts, self.micro_batch_tokens):
-            states_NH = self._teacher_states(batch, stream)
+        for _, teacher, batch in self._batches(rollouts, self.teachers[stream]):
+            states_NH = self._teacher_states(batch, teacher)
             tokens_N = torch.tensor([t for r in batch for t in r.completion_ids], device=states_NH.device)
-            theirs = token_logprobs(states_NH, self.teachers[stream].head_VH, tokens_N, self.recover_config.temperature)
+            theirs = token_logprobs(states_NH, teacher.head_VH, tokens_N, self.recover_config.temperature)
             for rollout, q_N in zip(batch, theirs.split([len(r.completion_ids) for r in batch]), strict=True):
                 gaps[id(rollout)] = float((q_N - q_N.new_tensor(rollout.logprobs)).abs().mean())
         kept = set(sorted(gaps, key=gaps.__getitem__, reverse=True)[:keep])
         return [r for r in rollouts if id(r) in kept]
 
-    def sample(self, prompts: list[list[int]], stream: Stream, seed: int, teacher: Teacher | None = None) -> list[Rollout]:
+    def sample(self, prompts: list[list[int]], stream: Stream, seed: int,
+               teacher: Teacher | Routed | None = None) -> list[Rollout]:
         """Sample one completion per prompt from the student, or from a teacher with what it sees, with merged weights."""
         config = self.recover_config
         longest = config.domain_max_new_tokens if stream == "domain" else None
-        shown = [teacher.shown(p) for p in prompts] if teacher else prompts
-        with teacher.writer() if teacher else self.backbone.merged("student") as model:
-            found = sample(model, shown, max_new_tokens=longest or config.max_new_tokens,
-                           eos_ids=self.backbone.eos_ids, temperature=config.temperature, seed=seed, engine=config.sampler)  # fmt: skip
-        for rollout, prompt in zip(found, prompts, strict=True):
-            rollout.prompt_ids = prompt  # what the teacher saw stays with the teacher
-        return found
+        found: dict[int, Rollout] = {}
+        for _, author, mine in teacher.split(prompts) if teacher else [("", None, list(range(len(prompts))))]:
+            shown = [author.shown(prompts[i]) if author else prompts[i] for i in mine]
+            with author.writer() if author else self.backbone.merged("student") as model:
+                written = sample(model, shown, max_new_tokens=longest or config.max_new_tokens,
+                                 eos_ids=self.backbone.eos_ids, temperature=config.temperature, seed=seed, engine=config.sampler)  # fmt: skip
+            for i, rollout in zip(mine, written, strict=True):
+                rollout.prompt_ids = prompts[i]  # what the teacher saw stays with the teacher
+                found[i] = rollout
+        return [found[i] for i in range(len(prompts))]
 
     # -- one optimizer step -----------------------------------------------------------------------------------------
 
@@ -158,17 +163,16 @@ class RecoveryTrainer(DistillationTrainer):
         total = sum(len(r.completion_ids) for r in rollouts)
         sums: dict[str, float] = defaultdict(float, tokens=total)
         weight_VH = self.backbone.causal_lm.get_output_embeddings().weight
-        for batch in micro_batches(rollouts, self.micro_batch_tokens):
-            teacher_NH = torch.cat([teacher[id(r)] for r in batch]) if teacher else self._teacher_states(batch, stream)
+        for name, judge, batch in self._batches(rollouts, self.teachers[stream]):
+            teacher_NH = torch.cat([teacher[id(r)] for r in batch]) if teacher else self._teacher_states(batch, judge)
             with self.compute_loss_context_manager(), torch.set_grad_enabled(learn):
                 student_NH = answer_states(self.backbone.causal_lm, sequences := [sequence(r.prompt_ids, r.completion_ids) for r in batch])
                 token_N = answer_ids(sequences, student_NH.device)
                 sampler_N = torch.tensor([x for r in batch for x in r.logprobs], device=student_NH.device)
                 losses = token_losses(student_NH, teacher_NH, weight_VH, token_N, sampler_N, config.temperature, config.loss,
-                                      [len(r.completion_ids) for r in batch], self.teachers[stream].head_VH)  # fmt: skip
+                                      [len(r.completion_ids) for r in batch], judge.head_VH)  # fmt: skip
             if learn:
-                skipped = (config.general_teacher if stream == "general" else config.domain_teacher).skip_tokens
-                weight_N = _weights(batch, config.loss.unfinished, skipped, student_NH.device)
+                weight_N = _weights(batch, config.loss.unfinished, judge.skip_tokens, student_NH.device)
                 if self._fresh and len(sampler_N):
                     mismatch_N = (losses.logprob - sampler_N).abs() > math.log(2)
                     weight_N = weight_N * ~mismatch_N
@@ -176,30 +180,35 @@ class RecoveryTrainer(DistillationTrainer):
                 loss = (losses.loss * weight_N).sum()
                 sums["loss"] += float(loss.detach())
                 self.accelerator.backward(loss / total)
-            for name in ("kl", "student_entropy", "teacher_entropy"):
-                sums[name] += float(getattr(losses, name).sum())
+            for figure in ("kl", "student_entropy", "teacher_entropy"):
+                sums[figure] += float(getattr(losses, figure).sum())
+            if name:
+                sums[f"kl/{name}"] += float(losses.kl.sum())
+                sums[f"tokens/{name}"] += len(token_N)
         return sums
 
-    def teacher_states(self, rollouts: list[Rollout], teacher: Teacher) -> dict[int, torch.Tensor]:
+    def teacher_states(self, rollouts: list[Rollout], teacher: Teacher | Routed) -> dict[int, torch.Tensor]:
         """Return a teacher's last hidden states of each rollout's completion tokens, `(N, H)`, by the rollout's `id`."""
         found = {}
-        for batch in micro_batches(rollouts, self.micro_batch_tokens):
-            with self.compute_loss_context_manager():
-                states_NH = teacher.states(batch)
-            found |= {
-                id(r): part
-                for r, part in zip(batch, states_NH.split([len(r.completion_ids) for r in batch]), strict=True)
-            }
+        for _, judge, batch in self._batches(rollouts, teacher):
+            parts = self._teacher_states(batch, judge).split([len(r.completion_ids) for r in batch])
+            found |= {id(r): part for r, part in zip(batch, parts, strict=True)}
         return found
 
-    def _teacher_states(self, batch: list[Rollout], stream: Stream) -> torch.Tensor:
+    def _batches(self, rollouts: list[Rollout], teacher: Teacher | Routed) -> Iterator[tuple[str, Teacher, list[Rollout]]]:
+        """Yield micro-batches, each with the one teacher that grades it and that teacher's name."""
+        for name, judge, mine in teacher.split([r.prompt_ids for r in rollouts]):
+            for batch in micro_batches([rollouts[i] for i in mine], self.micro_batch_tokens):
+                yield name, judge, batch
+
+    def _teacher_states(self, batch: list[Rollout], teacher: Teacher) -> torch.Tensor:
         with self.compute_loss_context_manager():
-            return self.teachers[stream].states(batch)
+            return teacher.states(batch)
 
     def _summary(self, rollouts: list[Rollout], sums: dict[str, float]) -> dict[str, float]:
         count = len(rollouts)
         mismatch = {"mismatch": sums["mismatched"] / sums["tokens"]} if self._fresh else {}
-        return mismatch | {
+        return mismatch | by_teacher(sums) | {
             "kl": sums["kl"] / sums["tokens"],
             "student_entropy": sums["student_entropy"] / sums["tokens"],
             "teacher_entropy": sums["teacher_entropy"] / sums["tokens"],
@@ -235,6 +244,11 @@ class RecoveryTrainer(DistillationTrainer):
 
     def create_model_card(self, *args, **kwargs) -> None:
         """Write none: the report writes the model card."""
+
+
+def by_teacher(sums: dict[str, float]) -> dict[str, float]:
+    """Return the KL per token to each teacher that has a name."""
+    return {key: sums[key] / sums[f"tokens/{key[3:]}"] for key in sums if key.startswith("kl/")}
 
 
 def _weights(batch: list[Rollout], unfinished: float, skipped: int, device: torch.device) -> torch.Tensor:

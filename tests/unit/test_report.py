@@ -459,7 +459,7 @@ def test_a_step_repeated_after_a_resume_counts_once(trained):
 
 def test_a_plot_needs_two_points():
     assert plots.finetune_loss([{"step": 1, "loss": 2.0}]) is None
-    assert plots.recovery_kl([]) is None
+    assert plots.recovery_kl([], {"general": "base", "domain": "tuned"}) is None
 
 
 def test_importing_the_report_loads_neither_a_model_library_nor_a_plotting_one():

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from recovering import Silent
+from test_trainer import make_trainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from opdcl.config import ModelConfig, RecoverConfig, TeacherSection
@@ -12,11 +13,13 @@ from opdcl.distill.backbone import Backbone
 from opdcl.distill.contract import check_same_tokenizer, differences
 from opdcl.distill.divergence import token_losses
 from opdcl.distill.rollouts import Rollout
-from opdcl.distill.teachers import Ema, Teacher, TrustRegion, make_teacher
+from opdcl.distill.teachers import Ema, Routed, Teacher, TrustRegion, make_teacher
 from opdcl.errors import UsageError
 from opdcl.models import ModelRef
-from opdcl.recover import encode_contexts, recover
+from opdcl.recover import recover
 from opdcl.rundir import StageDir, read_jsonl
+from opdcl.streams import encode_stream
+from opdcl.training import save_adapter
 
 PROMPT = [1, 520, 9690, 198]
 ROLLOUTS = [Rollout([*PROMPT, 7 * i + 3], list(range(50 + i, 53 + 3 * i)), [], True) for i in range(4)]
@@ -28,7 +31,7 @@ def adapted(backbone, tuned):
     """A backbone with a student that has moved away from tuned, and a running mean that has not."""
     backbone.load_adapter(tuned / "tuned", "student", trainable=True)
     backbone.load_adapter(tuned / "tuned", "tuned")
-    backbone.load_adapter(tuned / "tuned", "ema_general")
+    backbone.load_adapter(tuned / "tuned", "general")
     move(backbone)
     return backbone
 
@@ -46,30 +49,30 @@ def states(teacher):
 
 def test_an_ema_of_rate_one_is_the_student_and_of_rate_zero_stays(adapted):
     live, frozen = states(Teacher(adapted, "student")), states(Teacher(adapted, "tuned"))
-    still = Ema(adapted, "ema_general", 0.0, 1)
+    still = Ema(adapted, "general", 0.0, 1)
     still.follow(1)
     assert torch.equal(states(still), frozen)
     assert not still.moves
-    Ema(adapted, "ema_general", 1.0, 1).follow(1)
-    torch.testing.assert_close(states(Teacher(adapted, "ema_general")), live, atol=1e-5, rtol=1e-5)
+    Ema(adapted, "general", 1.0, 1).follow(1)
+    torch.testing.assert_close(states(Teacher(adapted, "general")), live, atol=1e-5, rtol=1e-5)
     assert float((live - frozen).abs().max()) > 0.01
 
 
 def test_an_ema_is_the_mean_by_hand_and_moves_at_its_interval(adapted):
-    ema = Ema(adapted, "ema_general", 0.25, 2)
+    ema = Ema(adapted, "general", 0.25, 2)
     layer = adapted.adapted_layers()[0]
-    before, student = (layer.lora_B[name].weight.clone() for name in ("ema_general", "student"))
+    before, student = (layer.lora_B[name].weight.clone() for name in ("general", "student"))
     ema.follow(1)
-    assert torch.equal(layer.lora_B["ema_general"].weight, before)
+    assert torch.equal(layer.lora_B["general"].weight, before)
     ema.follow(2)
-    torch.testing.assert_close(layer.lora_B["ema_general"].weight, 0.75 * before + 0.25 * student)
-    assert not layer.lora_B["ema_general"].weight.requires_grad
+    torch.testing.assert_close(layer.lora_B["general"].weight, 0.75 * before + 0.25 * student)
+    assert not layer.lora_B["general"].weight.requires_grad
     ema.begin()
-    assert torch.equal(layer.lora_B["ema_general"].weight, student)
+    assert torch.equal(layer.lora_B["general"].weight, student)
 
 
 def test_an_ema_comes_back_from_a_checkpoint_exactly(adapted, tmp_path):
-    ema = Ema(adapted, "ema_general", 0.3, 1)
+    ema = Ema(adapted, "general", 0.3, 1)
     ema.follow(1)
     kept = states(ema)
     ema.save(tmp_path / "checkpoint")
@@ -130,7 +133,7 @@ def answered(tuned):
 
 def test_the_answer_is_shown_to_the_teacher_alone(backbone, answered):
     config = RecoverConfig(domain=str(answered / "domain.jsonl"), domain_teacher={"kind": "base", **SHOWN})
-    contexts = encode_contexts(config, "domain", backbone)
+    contexts = encode_stream(config, "domain", backbone).contexts[""]
     assert len(contexts) == 8
     decode = backbone.tokenizer.decode
     for i, (seen, shown) in enumerate(contexts.items()):
@@ -141,7 +144,7 @@ def test_the_answer_is_shown_to_the_teacher_alone(backbone, answered):
 def test_a_row_without_an_answer_cannot_be_shown(backbone, tuned):
     config = RecoverConfig(domain=str(tuned / "domain.jsonl"), domain_teacher={"kind": "base", **SHOWN})
     with pytest.raises(UsageError, match=r"domain\.jsonl:1: no answer"):
-        encode_contexts(config, "domain", backbone)
+        encode_stream(config, "domain", backbone)
 
 
 @pytest.mark.parametrize("context", ["{prompt}", "{answer}", ""])
@@ -150,9 +153,16 @@ def test_a_context_needs_prompt_and_answer(context):
         TeacherSection(kind="base", context=context)
 
 
+def specialist(folder, name):
+    """Write questions that are one teacher's own; return their file."""
+    rows = [json.dumps({"question": f"What does {name} say of room {i}?", "answer": f"{name} {i}"}) for i in range(4)]
+    (folder / f"{name}.jsonl").write_text("\n".join(rows))
+    return folder / f"{name}.jsonl"
+
+
 TEACHERS = [
     {"kind": "ema", "rate": 0.5, **SHOWN}, {"kind": "live", **SHOWN, "skip_tokens": 1}, {"kind": "trust_region", "reference": "tuned", "mix": 0.2},
-    {"kind": "base", **SHOWN}, {"kind": "model"},
+    {"kind": "base", **SHOWN}, {"kind": "model"}, {"kind": "adapter"}, {"kind": "routed"},
 ]  # fmt: skip
 
 
@@ -160,6 +170,13 @@ TEACHERS = [
 def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, teacher, tiny_model):
     if teacher["kind"] == "model":
         teacher = teacher | {"model": {"id": str(tiny_model), "dtype": "float32"}}
+    if teacher["kind"] == "adapter":
+        teacher = teacher | {"adapter": str(answered / "tuned")}
+    named = {}
+    if teacher["kind"] == "routed":
+        teacher = {"kind": "tuned"}
+        named = {"mean": {"kind": "ema", "rate": 0.5, **SHOWN, "prompts": str(specialist(answered, "mean"))},
+                 "other": {"kind": "model", "model": {"id": str(tiny_model), "dtype": "float32"}, "prompts": str(specialist(answered, "other"))}}
 
     def train(name, stop=None):
         class StopAt(Silent):
@@ -167,7 +184,7 @@ def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, t
                 if done == stop:
                     raise KeyboardInterrupt
 
-        config = RecoverConfig(general=str(answered / "general.jsonl"), domain=str(answered / "domain.jsonl"), domain_teacher=teacher, steps=8,
+        config = RecoverConfig(general=str(answered / "general.jsonl"), domain=str(answered / "domain.jsonl"), domain_teacher=teacher, teachers=named, steps=8,
                                lmbda=0.5, teacher_first=1, rollouts=4, max_new_tokens=6, validate_every=4, validation_prompts=2, learning_rate=5e-3, save_steps=3)  # fmt: skip
         out = StageDir(answered / name)
         fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
@@ -197,7 +214,7 @@ def test_two_running_means_keep_to_themselves(backbone, answered):
     recover(config, backbone, ModelRef(ModelConfig(), answered / "tuned"), StageDir(answered / "two"), Silent())
     layer = backbone.adapted_layers()[0]
     student, general, domain, fixed = (
-        layer.lora_B[n].weight for n in ("student", "ema_general", "ema_domain", "tuned")
+        layer.lora_B[n].weight for n in ("student", "general", "domain", "tuned")
     )
     assert torch.allclose(general, student, atol=1e-7)
     assert torch.equal(domain, fixed)
@@ -256,3 +273,93 @@ def test_a_teacher_that_ends_answers_otherwise_is_refused(adapted, tiny_model, t
     (tmp_path / "other" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
     with pytest.raises(UsageError, match=r"ends answers with ids \[2, 7\]"):
         make_teacher(TeacherSection(kind="model", model={"id": str(tmp_path / "other"), "dtype": "float32"}), adapted)
+
+
+def routes(*indices):
+    return {tuple(ROLLOUTS[i].prompt_ids): "a" for i in indices}
+
+
+def graded(backbone, folder, teacher):
+    """Grade and learn from all rollouts; return the sums and the gradient."""
+    trainer = make_trainer(backbone, folder)
+    trainer.teachers["domain"] = teacher
+    trainer.model.zero_grad()
+    sums = trainer.grade(ROLLOUTS, "domain", learn=True)
+    return sums, torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+
+
+def test_routed_with_one_teacher_is_that_teacher(adapted, tmp_path):
+    alone, gradient = graded(adapted, tmp_path, Teacher(adapted, "tuned"))
+    for routed in (Routed(Teacher(adapted, "tuned"), {}, {}), Routed(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(0, 1, 2, 3))):
+        sums, same = graded(adapted, tmp_path, routed)
+        assert {k: v for k, v in sums.items() if "/" not in k} == alone
+        assert torch.equal(same, gradient)
+
+
+def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model):
+    """The sums are those of the parts, each graded by its teacher alone, one of which is a model with a head of its own."""
+    other = make_teacher(TeacherSection(kind="model", model={"id": str(tiny_model), "dtype": "float32"}), adapted)
+    sums, gradient = graded(adapted, tmp_path, Routed(Teacher(adapted, "tuned"), {"a": other}, routes(1, 3)))
+    parts = {"a": (other, [1, 3]), "": (Teacher(adapted, "tuned"), [0, 2])}
+    expected, slope, tokens = {}, 0, sum(len(r.completion_ids) for r in ROLLOUTS)
+    for name, (teacher, mine) in parts.items():
+        trainer = make_trainer(adapted, tmp_path)
+        trainer.teachers["domain"] = teacher
+        trainer.model.zero_grad()
+        part = trainer.grade([ROLLOUTS[i] for i in mine], "domain", learn=True)
+        expected[name] = part["kl"]
+        slope = slope + torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]) * part["tokens"] / tokens
+    assert sums["kl/a"] == pytest.approx(expected["a"], rel=1e-5)
+    assert sums["kl"] == pytest.approx(expected["a"] + expected[""], rel=1e-5)
+    torch.testing.assert_close(gradient, slope, atol=1e-6, rtol=1e-4)
+
+
+def test_where_teachers_write_each_answers_its_own_prompts(adapted, tmp_path):
+    trainer = make_trainer(adapted, tmp_path, temperature=1e-4)
+    prompts = [r.prompt_ids for r in ROLLOUTS]
+    by = {state: [r.completion_ids for r in trainer.sample(prompts, "domain", 1, Teacher(adapted, state))] for state in ("base", "tuned")}
+    assert by["base"] != by["tuned"]
+    routed = trainer.sample(prompts, "domain", 1, Routed(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(1, 3)))
+    assert [r.completion_ids for r in routed] == [by["base"][0], by["tuned"][1], by["base"][2], by["tuned"][3]]
+    assert [r.prompt_ids for r in routed] == prompts
+
+
+def test_a_row_names_its_teacher_and_a_teacher_brings_its_own_prompts(backbone, answered):
+    rows = [{"prompt": "Where is room 1?", "teacher": "a"}, {"prompt": "Where is room 2?"}, {"prompt": "Where is room 3?", "teacher": ""}]
+    (answered / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    teachers = {"a": {"kind": "base"}, "b": {"kind": "base", **SHOWN, "prompts": str(specialist(answered, "b"))}}
+    config = RecoverConfig(domain=str(answered / "mixed.jsonl"), teachers=teachers)
+    found = encode_stream(config, "domain", backbone)
+    assert [found.routes.get(tuple(p), "") for p in found.train] == ["a", "", "", "b", "b", "b", "b"]
+    assert {name: len(shown) for name, shown in found.contexts.items()} == {"b": 4}
+    with pytest.raises(UsageError, match=r"mixed\.jsonl:1: no teacher 'a'"):
+        encode_stream(RecoverConfig(domain=str(answered / "mixed.jsonl")), "domain", backbone)
+    (answered / "mixed.jsonl").write_text("\n".join(json.dumps({**rows[0], "teacher": t}) for t in "ab"))
+    with pytest.raises(UsageError, match=r"mixed\.jsonl:2: no answer"):
+        encode_stream(config, "domain", backbone)
+    (answered / "mixed.jsonl").write_text("\n".join(json.dumps({**rows[0], "teacher": t, "completion": "There"}) for t in "ab"))
+    with pytest.raises(UsageError, match=r"mixed\.jsonl:2: the same prompt has another teacher"):
+        encode_stream(config, "domain", backbone)
+
+
+def test_specialists_teach_one_student_and_each_ones_distance_is_told(backbone, answered):
+    """Two that know different things: the held-out KL to both falls, and is reported for each."""
+    for name, seed in (("left", 1), ("right", 2)):
+        backbone.load_adapter(answered / "tuned", "student", trainable=True)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for layer in backbone.adapted_layers():
+                layer.lora_B["student"].weight.copy_(0.2 * torch.randn_like(layer.lora_B["student"].weight))
+        save_adapter(backbone, answered / name)
+        backbone.drop_adapters()
+    teachers = {name: {"kind": "adapter", "adapter": str(answered / name), "prompts": str(specialist(answered, name))} for name in ("left", "right")}
+    config = RecoverConfig(teachers=teachers, general_per_domain=0, steps=40, rollouts=8, max_new_tokens=6, validate_every=20,
+                           validation_prompts=4, learning_rate=2e-2, health={"watch": False})  # fmt: skip
+    out = StageDir(answered / "one")
+    recover(config, backbone, ModelRef(ModelConfig(), answered / "left"), out, Silent())
+    measured = [r["validation"] for r in read_jsonl(out.metrics) if "validation" in r]
+    assert {k for k in measured[0] if "domain" in k} == {"domain_kl", "domain_kl/left", "domain_kl/right"}
+    assert measured[0]["domain_kl/left"] == pytest.approx(0, abs=1e-6)
+    assert measured[0]["domain_kl/right"] > 0.05
+    assert measured[-1]["domain_kl/right"] < 0.8 * measured[0]["domain_kl/right"]
+    assert any("kl/left" in r for r in read_jsonl(out.metrics))
