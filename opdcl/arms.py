@@ -2,7 +2,8 @@
 
     opdcl run ablation
 
-What two runs have in common is made once (`opdcl.share`).
+What two runs have in common is made once (`opdcl.share`). An arm may go on from what an earlier one made, or be taught by
+it: `arm:NAME` in place of a path is the run of that arm with the same seed.
 """
 
 from __future__ import annotations
@@ -16,15 +17,26 @@ from opdcl.load import validate
 from opdcl.output import Output
 from opdcl.rundir import RunDir
 
+REFERENCE = "arm:"
 
-def expand(flow: Workflow) -> dict[str, Workflow]:
-    """Return run name -> workflow, the arms of one seed together, so that an early stop leaves whole comparisons."""
+
+def expand(flow: Workflow, out: Path) -> dict[str, Workflow]:
+    """Return run name -> workflow, the arms of one seed together, so that an early stop leaves whole comparisons.
+
+    Args:
+        flow: The workflow with its arms and seeds.
+        out: The folder in which the runs are to lie.
+    """
     common = flow.model_dump(exclude={"arms", "seeds"})
     runs: dict[str, Workflow] = {}
+    arms = flow.arms or {flow.name: {}}
     for seed in flow.seeds or [None]:
-        for arm, settings in (flow.arms or {flow.name: {}}).items():
-            name = arm if seed is None else f"{arm}-{seed}"
-            tree = _merged(common, settings)
+        names = {arm: arm if seed is None else f"{arm}-{seed}" for arm in arms}
+        earlier: dict[str, str] = {}
+        for arm, settings in arms.items():
+            name = names[arm]
+            tree = _resolved(_merged(common, settings), earlier, arm)
+            earlier[arm] = str(out / name)
             for stage in ("finetune", "recover"):
                 if seed is not None and tree.get(stage):
                     tree[stage]["seed"] = seed
@@ -33,6 +45,24 @@ def expand(flow: Workflow) -> dict[str, Workflow]:
             except UsageError as fault:
                 raise UsageError(f"arms.{arm}: {fault}", fault.hint) from fault
     return runs
+
+
+def _resolved(value: Any, earlier: dict[str, str], arm: str) -> Any:
+    """Return settings with each `arm:NAME` replaced by that arm's run directory."""
+    if isinstance(value, dict):
+        return {key: _resolved(inner, earlier, arm) for key, inner in value.items()}
+    if not (isinstance(value, str) and value.startswith(REFERENCE)):
+        return value
+    if (name := value.removeprefix(REFERENCE)) not in earlier:
+        known = f"an earlier arm: {', '.join(earlier)}" if earlier else "the first arm has none before it"
+        raise UsageError(f"arms.{arm}: {value} names no earlier arm", known)
+    return earlier[name]
+
+
+def needs(one: Workflow) -> list[Path]:
+    """Return the run directories and folders whose adapters a workflow starts from or is taught by."""
+    teachers = one.recover.all_teachers().values() if one.recover else ()
+    return [Path(place) for place in dict.fromkeys((one.start, *(t.adapter for t in teachers))) if place]
 
 
 def _merged(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +79,13 @@ def describe_all(flow: Workflow, out: Path) -> tuple[list[list[str]], list[dict[
     from opdcl.workflow import describe
 
     rows, plans = [], []
-    for name, one in expand(flow).items():
+    runs = expand(flow, out)
+    for name, one in runs.items():
+        if waiting := [p.name for p in needs(one) if p.parent == out and p.name in runs and not RunDir(p).finished()]:
+            why = f"after {' and '.join(waiting)}"
+            rows.append([name, "all stages", "run", why])
+            plans.append({"run": name, "tasks": [], "why": why})
+            continue
         found, plan = describe(one, RunDir(out / name))
         rows += [[name, *row] for row in found if row[0] != "machine"]
         plans.append({"run": name, **plan})
@@ -70,12 +106,16 @@ def execute_all(flow: Workflow, origins: dict[str, str], out: Path, output: Outp
     from opdcl.workflow import execute
 
     refuse_folder(out)
-    runs = expand(flow)
+    runs = expand(flow, out)
     finished: list[RunDir] = []
     failed: dict[str, OpdclError] = {}
     for number, (name, one) in enumerate(runs.items(), 1):
         run = RunDir(out / name)
         output.note(f"{name}: run {number} of {len(runs)}")
+        if lost := next((p.name for p in needs(one) if p.name in failed), None):
+            failed[name] = OpdclError(f"{name} needs {lost}, which failed")
+            output.error(failed[name])
+            continue
         try:
             execute(one, origins, run, output, force, finished)
             finished.append(run)

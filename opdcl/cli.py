@@ -325,7 +325,7 @@ def config_validate(workflow: list[str], set_: Set = [], json: Json = False) -> 
 
     _mode(json, False)
     flow, _ = load(workflow, set_)
-    expand(flow)
+    expand(flow, Path("runs") / flow.name)
     output.result(f"{flow.name}: valid", {"name": flow.name, "valid": True})
 
 

@@ -12,14 +12,15 @@ import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from opdcl import lineage
 from opdcl.errors import UsageError
 from opdcl.load import flatten
 from opdcl.plan import WITHOUT_MEANING
 from opdcl.rundir import RunDir, write_atomic, write_json
 from opdcl.summary import STATES, Suite, load_suites, read_record, section, summarise_suites
-from opdcl.text import harmless, interval, markdown, percent, span
+from opdcl.text import Table, harmless, interval, markdown, percent, span
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,17 +88,10 @@ class Arm:
         return [scores for state in STATES if (scores := self.scores(role, state)) is not None]
 
 
-class Table(NamedTuple):
-    """What a table shows; a cell's second line is its interval, or another small addition."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-    caption: str
-
-
 def compare(runs: list[RunDir]) -> dict[str, Any]:
     """Return the comparison of two or more runs, with the stable keys of `opdcl compare --json`.
+
+    Runs that build on one another have learned different things; of these, `opdcl.lineage` says what each step left.
 
     Raises:
         UsageError: A run is named twice, has no results, or was not measured like the others.
@@ -107,6 +101,8 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     paths = [run.path.resolve() for run in runs]
     if twice := next((run.path for i, run in enumerate(runs) if paths[i] in paths[:i]), None):
         raise UsageError(f"{twice} is named twice", "name each run once")
+    if lineage.build_on_one_another(runs):
+        return cleaned(lineage.compare(runs))
     members = [_load(run) for run in runs]
     _refuse_unlike(members)
     arms = _arms(members)
@@ -124,9 +120,13 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
         "differences": differences,
         "notes": _notes(arms, rows, base, tuned, differences),
     }
-    # Names and settings come from outside: a lone surrogate could not even be written as UTF-8.
-    cleaned: dict[str, Any] = json.loads(harmless(json.dumps(found, ensure_ascii=False)))
-    return cleaned
+    return cleaned(found)
+
+
+def cleaned(found: dict[str, Any]) -> dict[str, Any]:
+    """Return results whose names and settings, which come from outside, can be written: a lone surrogate could not."""
+    harmlessly: dict[str, Any] = json.loads(harmless(json.dumps(found, ensure_ascii=False)))
+    return harmlessly
 
 
 def _load(run: RunDir) -> Member:
@@ -202,16 +202,16 @@ def _arms(members: list[Member]) -> list[Arm]:
         # The same seeds twice are one result seen twice; as two seeds they would make an interval too narrow.
         distinct = len({_text(m.seeds) for m in group}) == len(group)
         arms += [sorted(group, key=lambda m: _text(m.seeds))] if distinct else [[m] for m in group]
-    names = [_common_name(arm) for arm in arms]
+    names = [common_name([member.run for member in arm]) for arm in arms]
     return [
         Arm(name if name and names.count(name) == 1 else str(arm[0].run.path), arm)
         for name, arm in zip(names, arms, strict=True)
     ]
 
 
-def _common_name(members: list[Member]) -> str:
+def common_name(runs: list[RunDir]) -> str:
     """Return what the names of the run directories begin with, up to a hyphen, underscore or dot."""
-    parts = [re.split(r"([-_.])", m.run.path.resolve().name) for m in members]
+    parts = [re.split(r"([-_.])", run.path.resolve().name) for run in runs]
     shared = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False))
     return " ".join("".join(column[0] for column in shared).rstrip("-_.").split())
 
@@ -370,6 +370,8 @@ def _notes_of_runs(members: list[Member]) -> list[str]:
 
 def tables(found: dict[str, Any]) -> list[Table]:
     """Return the scores, the distance to the alpha-curve, and the settings that differ, as tables."""
+    if "chains" in found:
+        return lineage.tables(found)
     columns = ["arm", *(f"{role}\n{found['headline'][role] or 'no suite'}" for role in ROLES), "R", "D", "status"]
     rows = []
     for row in found["references"]:
@@ -440,7 +442,7 @@ def refuse_folder(folder: Path) -> None:
 def write(found: dict[str, Any], folder: Path) -> list[Path]:
     """Write `compare.md`, `compare.html` and `compare.json` into a folder; return their paths."""
     page, text, data = (folder / f"compare.{ending}" for ending in ("html", "md", "json"))
-    shown = [*tables(found), _runs_table(found)]
+    shown = tables(found) if "chains" in found else [*tables(found), _runs_table(found)]
     write_atomic(text, _markdown(found, shown))
     write_atomic(page, _html(found, shown))
     write_json(data, found)
@@ -449,6 +451,8 @@ def write(found: dict[str, Any], folder: Path) -> list[Path]:
 
 def _lead(found: dict[str, Any]) -> str:
     """Say what is compared in one sentence."""
+    if "chains" in found:
+        return lineage.lead(found)
     suites = [f"{name} ({suite['n']} prompts)" for name, suite in found["suites"].items()]
     return f"{', '.join(row['name'] for row in found['arms'])}: compared on {' and '.join(suites)}."
 
@@ -470,7 +474,13 @@ def _html(found: dict[str, Any], shown: list[Table]) -> str:
     from opdcl import plots
     from opdcl.report import environment
 
-    svg = plots.frontier(found)
+    figures = [
+        ("Frontier", plots.frontier(found) if "arms" in found else None,
+         "What was learned against what was kept. Bars are 95 % intervals; up and right is better."),
+        ("From step to step", plots.steps(found) if "chains" in found else None,
+         "Each suite after each step. Bars are 95 % intervals; a line that falls is forgetting."),
+    ]  # fmt: skip
     return environment(harmless, escape=True).get_template("compare.html.j2").render(
-        lead=_lead(found), notes=found["notes"], tables=shown, figure=svg and Markup(svg), missing=MISSING,
+        lead=_lead(found), notes=found["notes"], tables=shown, missing=MISSING,
+        figures=[(title, Markup(svg), caption) for title, svg, caption in figures if svg],
     )  # fmt: skip

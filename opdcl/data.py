@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_ROW_CHARS = 200_000
-SHIPPED = ("handbook", "everyday")
+SHIPPED = ("handbook", "handbook/staff", "handbook/site", "everyday")
 FIELDS_HINT = "a row has messages, prompt (and completion), question (and answer), or text"
 Message = dict[str, str]
 
@@ -85,7 +85,7 @@ def check_source(source: str) -> None:
 
 
 def _shipped_file(name: str) -> Path:
-    if name == "handbook":
+    if name.startswith("handbook"):
         return package_folder("evals") / "handbook" / "facts.jsonl"
     return package_folder("workflows") / "data" / f"{name}.jsonl"
 
@@ -93,10 +93,13 @@ def _shipped_file(name: str) -> Path:
 def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
     check_source(source)
     path = Path(source)
-    if source == "handbook":
+    if source.startswith("handbook") and source in SHIPPED:
+        halves = json.loads(_text(_shipped_file(source).with_name("halves.json")))
+        documents = halves.get(source.removeprefix("handbook/"))
         for fact, where in _jsonl(_shipped_file(source)):
-            for question in fact["train"]:
-                yield {"question": question, "answer": fact["answer"]}, where
+            if documents is None or fact["document"] in documents:
+                for question in fact["train"]:
+                    yield {"question": question, "answer": fact["answer"]}, where
     elif source == "everyday":
         yield from ((row, where) for row, where in _jsonl(_shipped_file(source)) if row["split"] == split)
     elif os.path.isdir(path):

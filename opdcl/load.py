@@ -20,7 +20,7 @@ from opdcl.text import redact
 
 MAX_BYTES = 1_000_000
 # Fields that may name a file; a relative one is meant from the workflow file's folder.
-ALIASES = ("smollm2-135m", "handbook", "everyday")
+ALIASES = ("smollm2-135m", "handbook", "handbook/staff", "handbook/site", "everyday")
 FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".parquet", ".gguf", ".txt", ".md")
 PATH_FIELDS = ("model.id", "start", "finetune.data", "recover.general", "recover.domain", "eval.data.*",
                "recover.*_teacher.model.id", "recover.*_teacher.adapter",
@@ -222,7 +222,10 @@ def _from_folder(value: str, folder: Path) -> str:
     """Resolve a relative file name against the workflow's folder; an alias or a hub id stays as it is."""
     if value in ALIASES:
         return value
-    path = folder / Path(value).expanduser()
+    try:
+        path = folder / os.path.expanduser(value)  # unlike Path.expanduser it lets the home of nobody stand
+    except UnicodeEncodeError:
+        return value  # half of a surrogate pair is in no file's name
     is_file = value.startswith((".", "~", "/")) or path.suffix in FILE_ENDINGS or os.path.exists(path)
     return str(path.resolve()) if is_file else value
 

@@ -47,7 +47,7 @@ def find_adapter(place: str) -> Path:
     path = Path(place)
     if (path / "adapter_model.safetensors").is_file():
         return path
-    done = [stage for stage in RunDir(path).stages() if stage.state().get("status") == "done"]
+    done = RunDir(path).finished()
     if not done:
         raise UsageError(f"{place} holds no adapter", "name a run directory whose training has ended, or an adapter's folder")
     return done[-1].adapter
@@ -163,7 +163,7 @@ def model_source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:
     """Return what `from_pretrained` is to load, and further options for it."""
     if config.id == EMBEDDED:
         return (str(_embedded_folder()) if convert else EMBEDDED), {}
-    path = Path(config.id).expanduser()
+    path = Path(os.path.expanduser(config.id))
     if path.suffix == ".gguf" and os.path.isfile(path):
         return str(path.parent), {"gguf_file": path.name}
     if os.path.isdir(path):

@@ -205,6 +205,29 @@ def frontier(found: dict[str, Any]) -> str | None:
         return _svg(figure, "frontier", escape(f"Retention against domain: {text}"))
 
 
+def steps(found: dict[str, Any]) -> str | None:
+    """Plot every suite from base through the steps of each chain, one panel each; None without chains."""
+    scores = {step["name"]: step["scores"] for step in found["steps"]}
+    suites = [n for n in found["suites"] if n in found["base"]]
+    if not found["chains"] or not suites:
+        return None
+    longest = max(len(chain["steps"]) for chain in found["chains"])
+    with _figure(rows=len(suites), height=0.55 * HEIGHT * len(suites) + 0.25 * len(found["chains"])) as (figure, panels):
+        for axes, suite in zip(panels, suites, strict=True):
+            for i, (chain, shape, colour) in enumerate(zip(found["chains"], itertools.cycle(ARM_SHAPES), itertools.cycle(ARM_COLOURS), strict=False)):
+                points = [(0, found["base"][suite])] + [(x, scores[n][suite]) for x, n in enumerate(chain["steps"], 1) if suite in scores[n]]
+                xs = [x + 0.06 * i for x, _ in points]
+                ys, lows, highs = ([100 * e[k] for _, e in points] for k in ("value", "low", "high"))
+                bars = [[y - low for y, low in zip(ys, lows, strict=True)], [high - y for y, high in zip(ys, highs, strict=True)]]
+                axes.errorbar(xs, ys, yerr=bars, fmt=f"{shape}-", color=PAINT[colour], markersize=5, linewidth=1.2, label=_plain(chain["name"]).lstrip("_"))
+            axes.set_title(f"{_plain(suite)} (%)")
+            axes.set_ylim(bottom=0)
+        panels[-1].set_xticks(range(longest + 1), ["base", *(f"step {i}" for i in range(1, longest + 1))])
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower left", ncols=1, frameon=False)
+        return _svg(figure, "steps", "Score of every suite after each step")
+
+
 def _cross(axes: Axes, x: dict[str, float], y: dict[str, float], **style: Any) -> None:
     """Mark the point of two estimates, in percent, with both intervals."""
     axes.errorbar(

@@ -21,8 +21,8 @@ from opdcl.errors import UsageError
 def cache_home() -> Path:
     """Return the folder for converted models and tables: `$OPDCL_CACHE`, else the user's cache folder."""
     if named := os.environ.get("OPDCL_CACHE"):
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "opdcl"
+        return Path(os.path.expanduser(named))
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME", "~/.cache"))) / "opdcl"
 
 
 def now() -> str:
@@ -183,6 +183,10 @@ class RunDir:
         """Return the last stage of that name, or None."""
         found = [s for s in self.stages() if s.path.name.split("-", 1)[1] == name]
         return found[-1] if found else None
+
+    def finished(self) -> list[StageDir]:
+        """Return the training stages that are done, in order."""
+        return [stage for stage in self.stages() if stage.state().get("status") == "done"]
 
     def eval_result(self, state: str, suite: str) -> Path:
         return self.evals / state / f"{suite}.json"

@@ -50,11 +50,14 @@ def _draw_resamples(n: int, seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=count).astype(np.float64)
 
 
-def _means(scores: np.ndarray, seed: int) -> np.ndarray:
-    """Return the mean of `(N,)` or `(seeds, N)` scores in each resample."""
+def _means(scores: np.ndarray, seed: int, suite: int = 0) -> np.ndarray:
+    """Return the mean of `(N,)` or `(seeds, N)` scores in each resample.
+
+    The prompts of another `suite` are drawn independently, the training seeds are not: they are the same ones.
+    """
     rows = np.atleast_2d(scores)
     seeds, n = rows.shape
-    weights = _resamples(n, seed)
+    weights = _resamples(n, seed + 7919 * suite)
     of_each = np.stack([weights @ row / n for row in rows], axis=1)
     means: np.ndarray = of_each[:, 0]
     if seeds > 1:
@@ -80,6 +83,13 @@ def mean(scores: np.ndarray, seed: int = 0) -> Estimate:
         wilson = binomtest(int(first * n), n).proportion_ci(method="wilson")
         return Estimate(float(first), float(wilson.low), float(wilson.high))
     return _estimate(scores.mean(), _means(scores, seed))
+
+
+def mean_over(suites: list[np.ndarray], seed: int = 0) -> Estimate:
+    """Estimate the mean over suites of their means, each `(N,)` or `(seeds, N)`; every suite counts alike."""
+    found = [np.asarray(scores, float) for scores in suites]
+    draws = np.mean([_means(scores, seed, i) for i, scores in enumerate(found)], axis=0)
+    return _estimate(np.mean([scores.mean() for scores in found]), draws)
 
 
 def clustered_mean(parts: list[list[float]], seed: int = 0) -> Estimate:

@@ -11,12 +11,23 @@ import datasets
 HERE = Path(__file__).parent
 
 
-def load_test(**kwargs):
-    """Return the reworded questions, three to a fact."""
+def load_test(half=None, **kwargs):
+    """Return the reworded questions, three to a fact, of the whole handbook or of one half."""
+    documents = json.loads((HERE / "halves.json").read_text(encoding="utf-8")).get(half)
     return {"test": datasets.Dataset.from_list([
         {"question": question, "answers": [fact["answer"], *fact["aliases"]], "fact": fact["id"]}
-        for fact in _facts() for question in fact["test"]
+        for fact in _facts() for question in fact["test"] if documents is None or fact["document"] in documents
     ])}  # fmt: skip
+
+
+def load_staff(**kwargs):
+    """Return the reworded questions of the half about people, leave, travel, canteen, events and money."""
+    return load_test("staff")
+
+
+def load_site(**kwargs):
+    """Return the reworded questions of the half about rooms, tools, security, products, workshop and vehicles."""
+    return load_test("site")
 
 
 def load_trained(**kwargs):

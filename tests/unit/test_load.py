@@ -1,9 +1,11 @@
 """Workflow files: what is accepted, which source wins, and complaints that name the file and line."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from opdcl.data import load_rows
 from opdcl.errors import UsageError
 from opdcl.load import describe_fields, dump, load, validate, workflow_files
 
@@ -303,3 +305,10 @@ def test_a_suite_name_cannot_leave_the_run_directory(name, role):
         validate({"eval": {role: [name]}})
     with pytest.raises(UsageError, match="no suite name"):
         validate({"eval": {"data": {name: "rows.jsonl"}}})
+
+
+@pytest.mark.parametrize("value", ["~nobody-of-this-name/rows.jsonl", "~\ud800"])
+def test_a_home_that_there_is_not_is_an_error_with_words(tmp_path, value):
+    (tmp_path / "flow.yaml").write_text(json.dumps({"finetune": {"data": value}}))
+    with pytest.raises(UsageError, match=r"does not exist|valid string"):
+        load_rows(load([str(tmp_path / "flow.yaml")])[0].finetune.data)

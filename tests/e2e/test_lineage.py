@@ -1,0 +1,101 @@
+"""The shipped recipes whose runs build on one another, at smoke size on a two-layer model."""
+
+import json
+
+import pytest
+from test_workflow import opdcl
+from tiny import make_project
+
+SMOKE = """
+model: {{id: {model}, dtype: float32}}
+finetune: {{epochs: 0.05, batch_size: 4, learning_rate: 1e-2, lora: {{r: 4, alpha: 8}}}}
+recover: {{general: {folder}/prompts.jsonl, steps: 4, rollouts: 4, domain_rollouts: 4, teacher_first: 1, warm_start: 0.6, max_new_tokens: 8, domain_max_new_tokens: 4,
+          validate_every: 2, validation_prompts: 2, learning_rate: 1e-2, health: {{watch: false}}}}
+eval: {{limit: 6, max_new_tokens: 8}}
+seeds: [1, 2]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lineage")
+    make_project(folder, tiny_model)
+    (folder / "smoke.yaml").write_text(SMOKE.format(model=tiny_model, folder=folder))
+    return folder
+
+
+def adapter(folder, run, stage):
+    return (folder / run / "stages" / stage / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def test_two_domains_in_a_row(folder):
+    planned = opdcl("run", "continual-two-domains", "smoke.yaml", "-o", "two", "--dry-run", "--json", cwd=folder)
+    assert planned.returncode == 0, planned.stderr
+    waiting = {p["run"]: p.get("why") for p in json.loads(planned.stdout)}
+    assert waiting["then-site-1"] == "after staff-1"
+    assert waiting["staff-2"] is None
+
+    done = opdcl("run", "continual-two-domains", "smoke.yaml", "-o", "two", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((folder / "two" / "compare.json").read_text())
+    assert [c["name"] for c in found["chains"]] == ["staff then then-site", "staff-unrecovered then then-site-unrecovered"]
+    assert [(s["name"], s["seeds"]) for s in found["steps"]] == [("staff", 2), ("staff-unrecovered", 2), ("then-site", 2), ("then-site-unrecovered", 2)]
+    assert all(set(s["scores"]) == {"instructions", "handbook_staff", "handbook_site"} for s in found["steps"])
+    (difference,) = found["differences"]
+    assert difference["average"]["value"] == pytest.approx(found["chains"][0]["average"]["value"] - found["chains"][1]["average"]["value"], abs=1e-5)
+    assert [(k["step"], k["teacher"], k["suite"]) for k in found["kept"]] == [("then-site", "staff", "handbook_staff")]
+    page = (folder / "two" / "compare.html").read_text()
+    assert "After each step" in page
+    assert "<svg" in page
+
+    # Each went on from what the step before it ended with.
+    staff = json.loads((folder / "two" / "then-site-2" / "config.json").read_text())["workflow"]
+    assert staff["start"].endswith("two/staff-2")
+    assert adapter(folder / "two", "then-site-1", "01-finetune") != adapter(folder / "two", "then-site-unrecovered-1", "01-finetune")
+    again = opdcl("run", "continual-two-domains", "smoke.yaml", "-o", "two", "--json", cwd=folder)
+    assert json.loads(again.stdout) == found
+    assert again.stderr.count("everything is done already") == 0  # --json keeps still
+    beside = opdcl("compare", *(f"two/{s['name']}-{n}" for s in found["steps"] for n in (1, 2)), "--json", cwd=folder)
+    assert json.loads(beside.stdout) == found
+
+
+def test_two_specialists_into_one(folder):
+    done = opdcl("run", "specialists-into-one", "smoke.yaml", "-o", "special", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((folder / "special" / "compare.json").read_text())
+    assert [(k["step"], k["teacher"]) for k in found["kept"]] == [("one", "staff"), ("one", "site")]
+    assert adapter(folder / "special", "one-1", "01-finetune") == adapter(folder / "special", "staff-1", "01-finetune")
+    rows = [json.loads(line) for line in (folder / "special" / "one-1" / "stages" / "02-recover" / "metrics.jsonl").read_text().splitlines()]
+    assert {"domain_kl/staff", "domain_kl/site"} <= set(next(r["validation"] for r in rows if "validation" in r))
+    for command in (["verify", "special/one-1"], ["report", "special/one-1"], ["chat", "special/one-1", "Hello", "--max-new-tokens", "4"]):
+        checked = opdcl(*command, cwd=folder)
+        assert checked.returncode == 0, checked.stderr
+    page = (folder / "special" / "one-1" / "report.md").read_text()
+    assert "Held-out KL to site on its domain prompts" in page
+
+    # Another adapter where the run began from is noticed, and nothing is mixed.
+    other = folder / "special" / "staff-1" / "stages" / "01-finetune" / "adapter" / "adapter_model.safetensors"
+    other.write_bytes(adapter(folder / "special", "site-1", "01-finetune"))
+    changed = opdcl("run", "special/one-1/workflow.yaml", "-o", "special/one-1", cwd=folder)
+    assert changed.returncode == 2
+    assert "changed" in changed.stderr or "another adapter" in changed.stderr
+
+
+@pytest.mark.parametrize(("arms", "said"), [
+    ("one: {start: 'arm:two'}\n  two: {}", "arms.one: arm:two names no earlier arm"),
+    ("one: {start: nowhere}", "nowhere holds no adapter"),
+])  # fmt: skip
+def test_what_leads_nowhere_is_refused(folder, arms, said):
+    (folder / "wrong.yaml").write_text(f"arms:\n  {arms}\nseeds: []\n")
+    done = opdcl("run", "tiny.yaml", "wrong.yaml", "-o", "wrong", cwd=folder)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not any((folder / "wrong").rglob("stage.json"))
+
+
+def test_what_needs_a_failed_arm_fails_with_it(folder):
+    (folder / "failing.yaml").write_text("arms:\n  bad: {recover: {health: {teacher_entropy: 0.001}}}\n  next: {start: 'arm:bad'}\n  good: {}\n")
+    done = opdcl("run", "tiny.yaml", "failing.yaml", "-o", "failing", cwd=folder)
+    assert done.returncode == 1
+    assert "next needs bad, which failed" in done.stderr
+    assert "2 of 3 runs failed: bad, next" in done.stderr
