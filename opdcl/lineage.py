@@ -124,13 +124,21 @@ def _steps(runs: list[RunDir]) -> list[Step]:
         places = {"start": _start(run), **_teachers(run)}
         return json.dumps([kept, {n: key(by_path[p]) if p in by_path else str(p) for n, p in places.items() if p}], sort_keys=True)
 
-    groups: dict[str, list[RunDir]] = {}
+    def seeds(run: RunDir) -> str:
+        settings = flatten(read_record(run.config).get("workflow") or {})
+        return json.dumps({k: v for k, v in settings.items() if k.rsplit(".", 1)[-1] in SEEDS and not k.startswith("eval.")})
+
+    alike: dict[str, list[RunDir]] = {}
     for run in runs:
-        groups.setdefault(key(run), []).append(run)
-    names = [common_name(group) for group in groups.values()]
+        alike.setdefault(key(run), []).append(run)
+    groups: list[list[RunDir]] = []
+    for group in alike.values():
+        # The same seed twice is one result seen twice.
+        groups += [sorted(group, key=seeds)] if len({seeds(run) for run in group}) == len(group) else [[run] for run in group]
+    names = [common_name(group) for group in groups]
     return [
-        Step(name if name and names.count(name) == 1 else group[0].path.name, sorted(group, key=lambda run: run.path.name))
-        for name, group in zip(names, groups.values(), strict=True)
+        Step(name if name and names.count(name) == 1 else group[0].path.name, group)
+        for name, group in zip(names, groups, strict=True)
     ]
 
 
