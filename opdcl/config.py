@@ -60,31 +60,6 @@ class LoraSection(Section):
         return value
 
 
-class FinetuneConfig(Section):
-    """Supervised fine-tune of a LoRA adapter on the domain; the loss is on answers only."""
-
-    data: str = Field(min_length=1)
-    """`handbook` (shipped), a JSONL, CSV or Parquet file, a folder of documents, or a hub dataset id."""
-    lora: LoraSection = LoraSection()
-    """The adapter's shape."""
-    learning_rate: Rate = 1e-3
-    """Peak rate. 1e-3 suits 135M parameters; about 2e-4 suits 1B to 8B."""
-    epochs: Annotated[float, Field(gt=0)] = 5
-    """Passes over the data."""
-    batch_size: Positive = 16
-    """Rows per optimizer step."""
-    max_length: Positive = 1024
-    """Longest row in tokens; a longer one is refused, plain text is cut into pieces of this size."""
-    packing: Literal["auto", "on", "off"] = "auto"
-    """Several rows per sequence. `auto`: where a flash-attention kernel keeps the rows apart."""
-    save_steps: Positive = 50
-    """Optimizer steps between checkpoints."""
-    seed: int = 0
-    """Order of rows and start of the adapter."""
-    trainer: dict[str, Any] = {}
-    """Further fields of `trl.SFTConfig`."""
-
-
 class LossSection(Section):
     """What a graded token costs. Only `kind`'s own parameters play a part."""
 
@@ -104,6 +79,51 @@ class LossSection(Section):
     """Largest loss of a token in nats; what lies above has no gradient."""
     unfinished: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Weight of completions that were cut off at their longest length; 0 drops them."""
+
+
+class SelfDistillSection(Section):
+    """Learning from oneself: the student answers, and a running mean of it that is shown the row's answer grades."""
+
+    context: str = "{prompt}\n\nA good answer would be: {answer}\n\nAnswer in your own words."
+    """What the teacher sees in place of the last user message."""
+    rate: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """How far towards the student the teacher moves at each step; 0 leaves it at the model as it began."""
+    loss: LossSection = LossSection(kind="forward_kl")
+    """The divergence, and its parameters."""
+    max_new_tokens: Positive = 64
+    """Longest completion, in tokens."""
+    skip_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Leave out so many tokens at the start of each completion, where a teacher that knows the answer gives itself away."""
+
+
+class FinetuneConfig(Section):
+    """Fine-tune of a LoRA adapter on the domain."""
+
+    method: Literal["sft", "self-distill"] = "sft"
+    """`sft`: imitate the rows' answers, the loss on these only. `self-distill`: sample, and be graded by oneself with the
+    answer at hand, which forgets less and needs a model that can learn from an example (arXiv 2601.19897)."""
+    data: str = Field(min_length=1)
+    """`handbook` (shipped), a JSONL, CSV or Parquet file, a folder of documents, or a hub dataset id."""
+    lora: LoraSection = LoraSection()
+    """The adapter's shape."""
+    learning_rate: Rate = 1e-3
+    """Peak rate. 1e-3 suits 135M parameters; about 2e-4 suits 1B to 8B."""
+    epochs: Annotated[float, Field(gt=0)] = 5
+    """Passes over the data."""
+    batch_size: Positive = 16
+    """Rows per optimizer step."""
+    max_length: Positive = 1024
+    """Longest row in tokens; a longer one is refused, plain text is cut into pieces of this size."""
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Several rows per sequence. `auto`: where a flash-attention kernel keeps the rows apart."""
+    save_steps: Positive = 50
+    """Optimizer steps between checkpoints."""
+    seed: int = 0
+    """Order of rows and start of the adapter."""
+    self_distill: SelfDistillSection = SelfDistillSection()
+    """Settings of `self-distill`."""
+    trainer: dict[str, Any] = {}
+    """Further fields of `trl.SFTConfig`, of `trl.DistillationConfig` for `self-distill`."""
 
 
 class HealthSection(Section):
@@ -200,8 +220,8 @@ class RecoverConfig(Section):
     method: Literal["alternating", "general", "replay", "interpolate"] = "alternating"
     """`alternating` is ours. Its rivals: `general`, without domain steps; `replay`, imitation of answers that the teachers
     wrote; `interpolate`, the tuned adapter scaled by what held-out KL likes best, without training."""
-    general: str = Field(default="everyday", min_length=1)
-    """Prompts on which base is the teacher: `everyday` (shipped) or your own file."""
+    general: Annotated[str, Field(min_length=1)] | None = "everyday"
+    """Prompts on which base is the teacher: `everyday` (shipped) or your own file. None: domain steps only."""
     domain: str | None = None
     """Prompts on which tuned is the teacher. Default: the questions of the fine-tune's data."""
     general_teacher: TeacherSection = TeacherSection(kind="base")
@@ -251,6 +271,8 @@ class RecoverConfig(Section):
     """Steps between measurements on held-out prompts; the best adapter by these is the one kept."""
     validation_prompts: Positive = 16
     """Held-out prompts per stream."""
+    keep: Literal["best", "last"] = "best"
+    """Which adapter the stage ends with: the best by held-out KL, or the last."""
     save_steps: Positive = 8
     """Steps between checkpoints."""
     seed: int = 0
@@ -264,6 +286,8 @@ class RecoverConfig(Section):
             raise ValueError(
                 "general_teacher is the student as it begins, so it leads nowhere: take base, or give it a context"
             )
+        if self.general is None and self.general_per_domain:
+            raise ValueError("without general prompts there are domain steps only: set general_per_domain to 0")
         domain = self.domain_max_new_tokens or self.max_new_tokens
         for name, teacher in self.all_teachers().items():
             length = self.max_new_tokens if name == "general_teacher" else domain

@@ -13,12 +13,13 @@ import torch
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
-from opdcl.config import FinetuneConfig
+from opdcl.config import FinetuneConfig, RecoverConfig, TeacherSection
 from opdcl.data import Encoded, encode_example, load_rows
 from opdcl.distill.backbone import Backbone
 from opdcl.distill.forward import answer_ids, answer_states
 from opdcl.errors import OpdclError
 from opdcl.models import ModelRef
+from opdcl.recover import recover
 from opdcl.rundir import StageDir
 from opdcl.training import (
     StageCallback,
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 def finetune(config: FinetuneConfig, backbone: Backbone, parent: ModelRef, out: StageDir, report: StageReport) -> ModelRef:
     """Train an adapter on the domain's answers, a new one or the parent's, resuming from the stage's last checkpoint."""
+    if config.method == "self-distill":
+        return self_distill(config, backbone, parent, out, report)
     rows = encode(config, backbone)
     if parent.adapter:
         backbone.drop_adapters()
@@ -70,6 +73,30 @@ def finetune(config: FinetuneConfig, backbone: Backbone, parent: ModelRef, out: 
     callback.run(trainer, out)
     save_adapter(backbone, out.adapter)
     return ModelRef(parent.base, out.adapter)
+
+
+def self_distill(config: FinetuneConfig, backbone: Backbone, parent: ModelRef, out: StageDir, report: StageReport) -> ModelRef:
+    """Learn the domain on the student's own completions, graded by a running mean of itself that is shown the answer.
+
+    The same loop as recovery, with another teacher (SDFT, arXiv 2601.19897, algorithm 1).
+    """
+    start = parent.adapter or out.path / "start"
+    if not start.exists():
+        backbone.new_adapter(config.lora, config.seed)
+        save_adapter(backbone, start)
+    return recover(as_distillation(config), backbone, ModelRef(parent.base, start), out, report)
+
+
+def as_distillation(config: FinetuneConfig) -> RecoverConfig:
+    """Return self-distillation as the settings of a recovery: domain steps only, the student's own mean the teacher."""
+    steps = planned_steps(config, len(load_rows(config.data)))
+    own = config.self_distill
+    return RecoverConfig(
+        general=None, general_per_domain=0, domain=config.data, steps=steps, rollouts=config.batch_size, max_new_tokens=own.max_new_tokens,
+        domain_teacher=TeacherSection(kind="ema", rate=own.rate, context=own.context, skip_tokens=own.skip_tokens), loss=own.loss,
+        learning_rate=config.learning_rate, save_steps=config.save_steps, validate_every=config.save_steps, keep="last", seed=config.seed,
+        trainer=config.trainer,
+    )  # fmt: skip
 
 
 def encode(config: FinetuneConfig, backbone: Backbone) -> list[Encoded]:

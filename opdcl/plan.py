@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from opdcl.config import TeacherSection, Workflow
+from opdcl.config import SelfDistillSection, TeacherSection, Workflow
 from opdcl.integrity import ADAPTER, file_hash
 from opdcl.provenance import hash_files, hash_value
 from opdcl.rundir import RunDir, StageDir, read_json
@@ -21,6 +21,9 @@ LATER: dict[str, Any] = {
     "general_teacher": TeacherSection(kind="base").model_dump(),
     "domain_teacher": TeacherSection(kind="tuned").model_dump(),
     "teachers": {},
+    "keep": "best",
+    "method": "sft",
+    "self_distill": SelfDistillSection().model_dump(),
     "loss": {"discount": 0.0, "rescaled": True},
 }
 STATES = ("base", "tuned", "recovered")

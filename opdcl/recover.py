@@ -89,8 +89,11 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
         if checkpoint := out.last_checkpoint():
             trainer.restore(checkpoint)
         callback.run(trainer, out)
-    with folder_appears_whole(out.adapter) as folder:
-        shutil.copytree(validation.best_adapter, folder, dirs_exist_ok=True)
+    if config.keep == "last":
+        save_adapter(backbone, out.adapter)
+    else:
+        with folder_appears_whole(out.adapter) as folder:
+            shutil.copytree(validation.best_adapter, folder, dirs_exist_ok=True)
     return ModelRef(parent.base, out.adapter)
 
 

@@ -190,7 +190,14 @@ def check_tasks(workflow: Workflow) -> None:
 
     check_exists(workflow.model)
     if workflow.finetune:
-        check_trainer_fields(SFTConfig, "finetune", workflow.finetune.trainer)
+        if workflow.finetune.method == "self-distill":
+            from opdcl.finetune import as_distillation
+            from opdcl.streams import stream_rows
+
+            check_trainer_fields(DistillationConfig, "finetune", workflow.finetune.trainer)
+            stream_rows(as_distillation(workflow.finetune), "domain")
+        else:
+            check_trainer_fields(SFTConfig, "finetune", workflow.finetune.trainer)
     if workflow.recover:
         check_trainer_fields(DistillationConfig, "recover", workflow.recover.trainer)
         for _, teacher in all_teachers(workflow):

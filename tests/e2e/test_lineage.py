@@ -81,6 +81,17 @@ def test_two_specialists_into_one(folder):
     assert "changed" in changed.stderr or "another adapter" in changed.stderr
 
 
+def test_self_distillation_beside_imitation(folder):
+    done = opdcl("run", "self-distillation", "smoke.yaml", "--set", "seeds=[1]", "-o", "self", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((folder / "self" / "compare.json").read_text())
+    assert [arm["name"] for arm in found["arms"]] == ["imitation-1", "self-distillation-1"]
+    assert adapter(folder / "self", "imitation-1", "01-finetune") != adapter(folder / "self", "self-distillation-1", "01-finetune")
+    record = json.loads((folder / "self" / "self-distillation-1" / "stages" / "01-finetune" / "stage.json").read_text())
+    assert record["config"]["method"] == "self-distill"
+    assert record["cost"]["tokens"] > 0
+
+
 @pytest.mark.parametrize(("arms", "said"), [
     ("one: {start: 'arm:two'}\n  two: {}", "arms.one: arm:two names no earlier arm"),
     ("one: {start: nowhere}", "nowhere holds no adapter"),

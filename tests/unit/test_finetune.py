@@ -5,13 +5,14 @@ from collections import Counter
 
 import pytest
 import torch
+from recovering import Silent
 from safetensors.torch import load_file
 
 from opdcl.config import FinetuneConfig, LoraSection, ModelConfig
 from opdcl.data import Row, encode_example, encode_prompt
 from opdcl.distill.backbone import Backbone
 from opdcl.distill.forward import answer_ids, answer_states
-from opdcl.errors import OpdclError
+from opdcl.errors import OpdclError, UsageError
 from opdcl.finetune import finetune, lay_out
 from opdcl.models import ModelRef
 from opdcl.output import Output
@@ -107,3 +108,43 @@ def test_a_row_too_long_for_memory_is_an_error_with_a_hint(learn, monkeypatch):
     with pytest.raises(OpdclError, match="does not fit") as caught:
         learn("never")
     assert "max_length" in caught.value.hint
+
+
+def test_self_distillation_learns_from_itself_shown_the_answer_and_resumes_to_the_same_bits(tmp_path, tiny_model):
+    rows = [json.dumps({"question": f"What is the code of room {i}?", "answer": f"Code {i}"}) for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    base = ModelConfig(id=str(tiny_model), dtype="float32")
+    config = FinetuneConfig(method="self-distill", data=str(tmp_path / "rows.jsonl"), batch_size=4, epochs=6, learning_rate=1e-2, save_steps=4,
+                            lora=LoraSection(r=4, alpha=8), self_distill={"max_new_tokens": 6, "rate": 0.1})  # fmt: skip
+
+    class Stop(Silent):
+        def __init__(self, at):
+            self.at = at
+
+        def progress(self, done, total, **values):
+            if done == self.at:
+                raise KeyboardInterrupt
+
+    def train(name, at=None):
+        out = StageDir(tmp_path / name)
+        try:
+            finetune(config, Backbone.load(base), ModelRef(base), out, Stop(at))
+        except KeyboardInterrupt:
+            assert at
+        return out
+
+    whole = train("whole")
+    train("cut", 6)
+    cut = train("cut")
+    one, other = ((s.adapter / "adapter_model.safetensors").read_bytes() for s in (whole, cut))
+    assert one == other
+    measured = [r["validation"]["domain_kl"] for r in read_jsonl(whole.metrics) if "validation" in r]
+    assert measured[-1] < 0.9 * measured[0]
+    assert {r["stream"] for r in read_jsonl(whole.metrics) if "stream" in r} == {"domain"}
+
+
+def test_self_distillation_needs_answers(tmp_path, backbone):
+    (tmp_path / "rows.jsonl").write_text('{"question": "What is it?"}\n{"question": "And that?"}')
+    config = FinetuneConfig(method="self-distill", data=str(tmp_path / "rows.jsonl"))
+    with pytest.raises(UsageError, match=r"rows\.jsonl:1: no answer"):
+        finetune(config, backbone, ModelRef(ModelConfig()), StageDir(tmp_path / "out"), Silent())
