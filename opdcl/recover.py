@@ -192,6 +192,13 @@ class Validation(TrainerCallback):
                                  "check that the base model loads correctly: opdcl chat RUN")  # fmt: skip
         return kl
 
+    def _score(self, kl: dict[str, float]) -> float:
+        """Return what the kept adapter has least of.
+
+        Recovery without domain steps leaves the domain by design, so there the general stream alone counts.
+        """
+        return kl["general_kl"] if self.config.method == "general" else _score(kl)
+
     def _warm_start(self) -> None:
         """Take tuned's KL as the mark to beat, then shrink the student to the scale it is to start from."""
         backbone, alpha = self.trainer.backbone, self.config.warm_start
@@ -201,21 +208,21 @@ class Validation(TrainerCallback):
             for teacher in self.trainer.teachers.values():
                 teacher.begin()
             start = self.held_out_kl()
-        self._keep_if_best(0, _score(start))
+        self._keep_if_best(0, self._score(start))
         self.callback.write({"step": 0, "validation": {**tuned, "best": True}, "warm_start": {"alpha": alpha, **start}})
         scaled = f"; starting from the adapter times {alpha:g}: {_shown(start)}" if alpha < 1 else ""
         self.callback.report.note(f"step 0: held-out {_shown(tuned)}{scaled}")
 
     def _measure(self, step: int) -> None:
         kl = self.held_out_kl()
-        best = self._keep_if_best(step, _score(kl))
+        best = self._keep_if_best(step, self._score(kl))
         row = {"step": step, "validation": {**kl, "best": best}}
         if row not in read_jsonl(self.out.metrics):
             self.callback.write(row)
         self.callback.report.note(f"step {step}: held-out {_shown(kl)}{' (best so far)' if best else ''}")
-        started = _score(next(r["validation"] for r in read_jsonl(self.out.metrics) if r["step"] == 0))
-        if self.config.health.watch and _score(kl) > kl_bound(started, self.config.health):
-            rose = f"held-out KL rose from {started:.2f} to {_score(kl):.2f} nats per token"
+        started = self._score(next(r["validation"] for r in read_jsonl(self.out.metrics) if r["step"] == 0))
+        if self.config.health.watch and self._score(kl) > kl_bound(started, self.config.health):
+            rose = f"held-out KL rose from {started:.2f} to {self._score(kl):.2f} nats per token"
             raise halted(step, rose, "lower recover.learning_rate", self.out)
 
     def _enough(self, step: int, measured: bool) -> str:
@@ -244,7 +251,7 @@ class Validation(TrainerCallback):
         which may be of a later step: so a resumed run decides as the uninterrupted one does.
         """
         rows = [row for row in read_jsonl(self.out.metrics) if "validation" in row and row["step"] < step]
-        best = all(score < _score(row.get("warm_start", row["validation"])) for row in rows)
+        best = all(score < self._score(row.get("warm_start", row["validation"])) for row in rows)
         if best:
             save_adapter(self.trainer.backbone, self.best_adapter)
             write_json(self.best_adapter / "validation.json", {"step": step, "score": score})
@@ -267,7 +274,7 @@ def _kl(row: dict[str, float]) -> dict[str, float]:
 
 
 def _score(kl: dict[str, float]) -> float:
-    """Return what the kept adapter has least of: held-out KL, both streams counting alike."""
+    """Return held-out KL, both streams counting alike."""
     return sum(_kl(kl).values())
 
 
