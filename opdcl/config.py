@@ -147,6 +147,9 @@ class HealthSection(Section):
     """Norm of the adapter's weights over tuned's."""
     grad_norm: Annotated[float, Field(gt=0)] = 1000.0
     """Gradient norm before clipping."""
+    overlap: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of base's 16 likeliest tokens that are among the student's, on held-out general texts: below it, and below where it
+    began, the run halts at once, as the two no longer speak of the same words (arXiv 2604.13016)."""
     kl_growth: Annotated[float, Field(gt=1)] = 1.5
     """Held-out KL, both streams together, over what it was at the start: beyond it, and half a nat more, the run halts at once."""
 

@@ -7,6 +7,7 @@ adapter by held-out KL is kept either way. Every action is a row of the stage's 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,9 +119,16 @@ class Health(TrainerCallback):
         self.callback.report.note(f"step {step}: {sign}: {action}")
 
 
-def kl_bound(started: float, limits: HealthSection) -> float:
-    """Return the held-out KL beyond which a recovery halts; where little was forgotten a small rise is no alarm."""
-    return max(limits.kl_growth * started, started + KL_SLACK)
+def drifted(first: dict[str, float], now: dict[str, float], score: Callable[[dict[str, float]], float], limits: HealthSection) -> str:
+    """Say in what a measurement on held-out texts is beyond what may be, given the first one; empty where in nothing."""
+    started, reached = score(first), score(now)
+    # Where little was forgotten a small rise is no alarm.
+    if reached > max(limits.kl_growth * started, started + KL_SLACK):
+        return f"held-out KL rose from {started:.2f} to {reached:.2f} nats per token"
+    before, shared = (found.get("general_overlap", 1.0) for found in (first, now))
+    if shared < min(limits.overlap, before):
+        return f"of the teacher's likeliest tokens the student shares {shared:.0%} on general texts, {before:.0%} at the start"
+    return ""
 
 
 def halted(step: int, why: str, hint: str, out: StageDir) -> OpdclError:

@@ -22,6 +22,7 @@ LATER: dict[str, Any] = {
     "domain_teacher": TeacherSection(kind="tuned").model_dump(),
     "teachers": {},
     "keep": "best",
+    "health": {"overlap": 0.1},
     "method": "sft",
     "self_distill": SelfDistillSection().model_dump(),
     "loss": {"discount": 0.0, "rescaled": True},

@@ -20,7 +20,7 @@ from opdcl.distill.schedule import Stream, plan_steps
 from opdcl.distill.teachers import Routed, Teacher, make_teacher
 from opdcl.distill.trainer import RecoveryTrainer, by_teacher
 from opdcl.errors import OpdclError, UsageError
-from opdcl.health import Health, check_turn_end, halted, kl_bound
+from opdcl.health import Health, check_turn_end, drifted, halted
 from opdcl.models import ModelRef, find_adapter
 from opdcl.rundir import StageDir, folder_appears_whole, read_jsonl, write_atomic, write_json
 from opdcl.streams import STREAMS, Prompts, encode_stream, teacher_section
@@ -177,11 +177,13 @@ class Validation(TrainerCallback):
             self.callback.report.note(f"step {state.global_step}: stopping here: {why}")
             control.should_training_stop = True
 
-    def held_out_kl(self) -> dict[str, float]:
-        """Return KL(student, teacher) per stream on the held-out texts, in nats per token."""
+    def held_out_kl(self, overlap: bool = False) -> dict[str, float]:
+        """Return KL(student, teacher) per stream on the held-out texts, in nats per token; on request the top-k overlap too."""
         kl = {}
         for stream, (texts, teacher) in self._texts.items():
-            sums = self.trainer.grade(texts, stream, learn=False, teacher=teacher)
+            sums = self.trainer.grade(texts, stream, learn=False, teacher=teacher, overlap=overlap)
+            if overlap:
+                kl[f"{stream}_overlap"] = sums["overlap"] / sums["tokens"]
             kl[f"{stream}_kl"] = sums["kl"] / sums["tokens"]
             kl |= {f"{stream}_{key}": value for key, value in by_teacher(sums).items()}
             if not math.isfinite(kl[f"{stream}_kl"]):
@@ -202,7 +204,7 @@ class Validation(TrainerCallback):
     def _warm_start(self) -> None:
         """Take tuned's KL as the mark to beat, then shrink the student to the scale it is to start from."""
         backbone, alpha = self.trainer.backbone, self.config.warm_start
-        tuned = start = self.held_out_kl()
+        tuned = start = self.held_out_kl(overlap=True)
         if alpha < 1:
             backbone.shrink(alpha)
             for teacher in self.trainer.teachers.values():
@@ -214,16 +216,15 @@ class Validation(TrainerCallback):
         self.callback.report.note(f"step 0: held-out {_shown(tuned)}{scaled}")
 
     def _measure(self, step: int) -> None:
-        kl = self.held_out_kl()
+        kl = self.held_out_kl(overlap=True)
         best = self._keep_if_best(step, self._score(kl))
         row = {"step": step, "validation": {**kl, "best": best}}
         if row not in read_jsonl(self.out.metrics):
             self.callback.write(row)
         self.callback.report.note(f"step {step}: held-out {_shown(kl)}{' (best so far)' if best else ''}")
-        started = self._score(next(r["validation"] for r in read_jsonl(self.out.metrics) if r["step"] == 0))
-        if self.config.health.watch and self._score(kl) > kl_bound(started, self.config.health):
-            rose = f"held-out KL rose from {started:.2f} to {self._score(kl):.2f} nats per token"
-            raise halted(step, rose, "lower recover.learning_rate", self.out)
+        first = next(r["validation"] for r in read_jsonl(self.out.metrics) if r["step"] == 0)
+        if self.config.health.watch and (why := drifted(first, kl, self._score, self.config.health)):
+            raise halted(step, why, "lower recover.learning_rate", self.out)
 
     def _enough(self, step: int, measured: bool) -> str:
         """Say why recovery may end after this step, which may have been `measured`, or return nothing."""

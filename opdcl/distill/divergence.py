@@ -122,6 +122,21 @@ def token_logprobs(states_NH: torch.Tensor, weight_VH: torch.Tensor, token_N: to
     return torch.cat(found) if found else states_NH.new_empty(0, dtype=torch.float32)
 
 
+@torch.no_grad()
+def top_k_overlap(student_NH: torch.Tensor, teacher_NH: torch.Tensor, weight_VH: torch.Tensor, teacher_weight_VH: torch.Tensor,
+                  k: int = 16) -> torch.Tensor:  # fmt: skip
+    """Return which share of the teacher's k likeliest tokens is among the student's k likeliest, per position, `(N,)`.
+
+    Distillation on the student's own text works through the tokens that both consider (arXiv 2604.13016).
+    """
+    shares = []
+    rows = min(len(weight_VH), len(teacher_weight_VH))
+    for mine, theirs in zip(student_NH.split(CHUNK), teacher_NH.split(CHUNK), strict=True):
+        top = [(x.to(w.dtype) @ w[:rows].T).topk(min(k, rows), -1).indices for x, w in ((mine, weight_VH), (theirs, teacher_weight_VH))]
+        shares.append((top[0][:, :, None] == top[1][:, None]).any(1).float().mean(-1))
+    return torch.cat(shares)
+
+
 class _TokenLoss(torch.autograd.Function):
     """Per-token losses from hidden states, keeping hidden-sized gradients instead of vocabulary-sized logits.
 

@@ -17,7 +17,7 @@ from trl import DistillationConfig, DistillationTrainer
 from opdcl.config import RecoverConfig
 from opdcl.distill.backbone import Backbone
 from opdcl.distill.contract import refuse_unsupported
-from opdcl.distill.divergence import token_logprobs, token_losses
+from opdcl.distill.divergence import token_logprobs, token_losses, top_k_overlap
 from opdcl.distill.forward import answer_ids, answer_states
 from opdcl.distill.rollouts import Rollout, repetition, sample
 from opdcl.distill.schedule import Step, Stream
@@ -146,8 +146,8 @@ class RecoveryTrainer(DistillationTrainer):
             torch.cuda.empty_cache()
         logger.warning("out of memory: going on with micro-batches of %d tokens", self.micro_batch_tokens)
 
-    def grade(self, rollouts: list[Rollout], stream: Stream, learn: bool,
-              teacher: dict[int, torch.Tensor] | None = None) -> dict[str, float]:  # fmt: skip
+    def grade(self, rollouts: list[Rollout], stream: Stream, learn: bool, teacher: dict[int, torch.Tensor] | None = None,
+              overlap: bool = False) -> dict[str, float]:  # fmt: skip
         """Sum KL and entropies over all completion tokens; with `learn`, accumulate the gradient of their mean.
 
         While learning from what the student has only just sampled, a token is left out, and counted as `mismatched`,
@@ -158,6 +158,7 @@ class RecoveryTrainer(DistillationTrainer):
             stream: Whose teacher grades.
             learn: Whether to accumulate the gradient.
             teacher: What `teacher_states` gave for the same rollouts, where they are graded more than once.
+            overlap: Whether to sum `top_k_overlap` as well.
         """
         config = self.recover_config
         total = sum(len(r.completion_ids) for r in rollouts)
@@ -182,6 +183,8 @@ class RecoveryTrainer(DistillationTrainer):
                 self.accelerator.backward(loss / total)
             for figure in ("kl", "student_entropy", "teacher_entropy"):
                 sums[figure] += float(getattr(losses, figure).sum())
+            if overlap:
+                sums["overlap"] += float(top_k_overlap(student_NH, teacher_NH, weight_VH, judge.head_VH).sum())
             if name:
                 sums[f"kl/{name}"] += float(losses.kl.sum())
                 sums[f"tokens/{name}"] += len(token_N)

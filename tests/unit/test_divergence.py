@@ -7,7 +7,7 @@ import torch
 
 from opdcl.config import LossSection
 from opdcl.distill import divergence
-from opdcl.distill.divergence import CHUNK, token_losses
+from opdcl.distill.divergence import CHUNK, token_losses, top_k_overlap
 
 V, H = 37, 8
 KINDS = ["reverse_kl", "forward_kl", "jsd", "entropy_switched", "top_k"]
@@ -294,3 +294,16 @@ def test_plain_jsd_is_smaller_by_beta_times_its_complement():
     for beta, factor in ((0.5, 0.25), (0.1, 0.09), (0.0, 1.0), (1.0, 1.0)):
         ours, plain = (graded(student, teacher, weight, kind="jsd", beta=beta, rescaled=r).loss for r in (True, False))
         torch.testing.assert_close(plain, factor * ours)
+
+
+def test_top_k_overlap_is_the_share_by_hand_and_one_for_oneself():
+    torch.manual_seed(0)
+    student, teacher, weight = torch.randn(300, 8), torch.randn(300, 8), torch.randn(50, 8)
+    found = top_k_overlap(student, teacher, weight, weight, k=5)
+    expected = [
+        len(set((s @ weight.T).topk(5).indices.tolist()) & set((t @ weight.T).topk(5).indices.tolist())) / 5
+        for s, t in zip(student, teacher, strict=True)
+    ]
+    torch.testing.assert_close(found, torch.tensor(expected))
+    assert 0 < float(found.mean()) < 0.5
+    assert top_k_overlap(student, student, weight, weight).eq(1).all()

@@ -9,7 +9,7 @@ from recovering import Silent, run
 from opdcl.config import HealthSection
 from opdcl.distill.rollouts import Rollout, repetition
 from opdcl.errors import OpdclError, UsageError
-from opdcl.health import Health, Normal, check_turn_end, kl_bound, signs
+from opdcl.health import Health, Normal, check_turn_end, drifted, signs
 from opdcl.rundir import StageDir, read_jsonl
 
 NORMAL = Normal(mean_length=40.0, truncated=0.2, adapter_norm=10.0)
@@ -145,6 +145,20 @@ def test_normal_is_measured_on_what_base_writes(backbone, tuned):
     assert health.normal.adapter_norm == pytest.approx(backbone.adapter_norm("student"))
 
 
-def test_a_small_rise_where_little_was_forgotten_is_no_alarm():
-    assert kl_bound(0.05, HealthSection()) == pytest.approx(0.55)
-    assert kl_bound(4.0, HealthSection()) == pytest.approx(6.0)
+def test_where_little_was_forgotten_a_small_rise_of_kl_is_no_alarm():
+    def said(start, now):
+        return drifted({"general_kl": start}, {"general_kl": now}, lambda kl: kl["general_kl"], HealthSection())
+
+    assert said(0.05, 0.54) == ""
+    assert "from 0.05 to 0.56" in said(0.05, 0.56)
+    assert said(4.0, 5.9) == ""
+    assert "from 4.00 to 6.10" in said(4.0, 6.1)
+
+
+def test_likeliest_tokens_that_are_no_longer_shared_halt_it_unless_it_began_so():
+    def said(start, now):
+        return drifted({"general_overlap": start}, {"general_overlap": now}, lambda kl: 0.0, HealthSection())
+
+    assert said(0.5, 0.2) == ""
+    assert "shares 5% on general texts, 50% at the start" in said(0.5, 0.05)
+    assert said(0.04, 0.05) == ""

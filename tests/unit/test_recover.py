@@ -113,6 +113,7 @@ def test_general_only_is_judged_by_the_general_stream_alone(backbone, tuned):
     measured = [r["validation"] for r in rows if "validation" in r]
     assert measured[-1]["domain_kl"] > measured[0]["domain_kl"] + 0.05
     best = [m["general_kl"] for m in measured if m["best"]]
+    assert measured[-1]["general_overlap"] > measured[0]["general_overlap"]
     assert best[-1] == min(m["general_kl"] for m in measured) < measured[0]["general_kl"]
 
 
