@@ -222,7 +222,7 @@ class RunDir:
             if not free or elsewhere:
                 raise UsageError(
                     f"{self.path} is in use by process {other.get('pid')} on {other.get('host')} since {other.get('since')}",
-                    f"wait for it, or remove {file} if that process is gone",
+                    f"wait for it, or remove {file} if that process is gone" if elsewhere else "wait for it, or stop it",
                 )
             os.truncate(handle, 0)
             os.write(handle, json.dumps(me).encode())
