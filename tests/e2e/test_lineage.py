@@ -4,7 +4,7 @@ import json
 
 import pytest
 from test_workflow import opdcl
-from tiny import make_project
+from tiny import make_model, make_project
 
 SMOKE = """
 model: {{id: {model}, dtype: float32}}
@@ -90,6 +90,20 @@ def test_self_distillation_beside_imitation(folder):
     record = json.loads((folder / "self" / "self-distillation-1" / "stages" / "01-finetune" / "stage.json").read_text())
     assert record["config"]["method"] == "self-distill"
     assert record["cost"]["tokens"] > 0
+
+
+def test_a_stronger_model_teaches_a_weaker_one(folder, tiny_model):
+    make_model(folder / "strong", intermediate_size=160)
+    settings = {
+        "recover.general_teacher.model": f"{{id: {folder}/strong, dtype: float32}}", "finetune.data": str(folder / "rows.jsonl"), "seeds": "[]",
+        "eval.retention": "[instructions]", "eval.data.domain": str(folder / "rows.jsonl"), "recover.general_per_domain": "1",
+    }  # fmt: skip
+    overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    done = opdcl("run", "strong-to-weak", "smoke.yaml", *overrides, "-o", "weak", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    config = json.loads((folder / "weak" / "config.json").read_text())["workflow"]["recover"]
+    assert config["general_teacher"]["model"]["id"].endswith("strong")
+    assert "teacher model" in (folder / "weak" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("arms", "said"), [
