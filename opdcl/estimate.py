@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from opdcl.config import Workflow
+from opdcl.config import ModelConfig, Workflow
 from opdcl.data import load_rows
 from opdcl.distill.trainer import FULL_BATCH
 from opdcl.finetune import planned_steps
@@ -22,17 +22,8 @@ def estimate(workflow: Workflow, tasks: list[Task]) -> dict[str, Any]:
     counts 34 bytes in 16 bits, without tensor parallelism and with fused attention), and the rollouts' key-value cache.
     """
     device = pick_device(workflow.model.device)
-    width = {"float32": 4}.get(pick_dtype(workflow.model.dtype, device), 2)
-    if workflow.model.id == EMBEDDED:
-        shape = {"layers": 30, "hidden": 576, "inner": 1536, "vocabulary": 49152, "kv": 192}
-    else:
-        source, extra = model_source(workflow.model)
-        c = AutoConfig.from_pretrained(source, revision=workflow.model.revision, **extra).get_text_config()
-        head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        shape = {"layers": c.num_hidden_layers, "hidden": c.hidden_size, "inner": c.intermediate_size,
-                 "vocabulary": c.vocab_size, "kv": c.num_key_value_heads * head}  # fmt: skip
-    per_layer = shape["hidden"] * (2 * shape["hidden"] + 2 * shape["kv"] + 3 * shape["inner"])
-    weights = shape["layers"] * per_layer + shape["vocabulary"] * shape["hidden"]
+    width, shape = _width(workflow.model, device), _shape(workflow.model)
+    weights = _parameters(shape)
     rank = workflow.finetune.lora.r if workflow.finetune else 32
     adapter = shape["layers"] * rank * (7 * shape["hidden"] + 2 * shape["kv"] + 3 * shape["inner"] + 2 * shape["hidden"])
     per_token = shape["layers"] * shape["hidden"] * 17 * width
@@ -53,7 +44,9 @@ def estimate(workflow: Workflow, tasks: list[Task]) -> dict[str, Any]:
             rows_at_once = max(r.rollouts * r.sample_ahead, FULL_BATCH)
             cache = rows_at_once * (r.max_new_tokens + 128) * shape["layers"] * 2 * shape["kv"] * width
             step = r.micro_batch_tokens * per_token
-            memory["recover"] = fixed + weights * width + adapter * 20 + max(weights * width + cache, step)
+            others = sum(_parameters(_shape(m)) * _width(m, device) for t in r.all_teachers().values() if (m := t.model))
+            states = sum(t.kind in ("ema", "adapter") for t in r.all_teachers().values())
+            memory["recover"] = fixed + weights * width + others + adapter * (20 + 4 * states) + max(weights * width + cache, step)
     return {
         "device": device,
         "parameters": weights,
@@ -61,3 +54,22 @@ def estimate(workflow: Workflow, tasks: list[Task]) -> dict[str, Any]:
         "memory_bytes": memory,
         "disk_bytes": (adapter * 4) * (2 + 2 * 3 * len(steps)),
     }
+
+
+def _shape(model: ModelConfig) -> dict[str, int]:
+    if model.id == EMBEDDED:
+        return {"layers": 30, "hidden": 576, "inner": 1536, "vocabulary": 49152, "kv": 192}
+    source, extra = model_source(model)
+    c = AutoConfig.from_pretrained(source, revision=model.revision, **extra).get_text_config()
+    head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return {"layers": c.num_hidden_layers, "hidden": c.hidden_size, "inner": c.intermediate_size,
+            "vocabulary": c.vocab_size, "kv": c.num_key_value_heads * head}  # fmt: skip
+
+
+def _parameters(shape: dict[str, int]) -> int:
+    per_layer = shape["hidden"] * (2 * shape["hidden"] + 2 * shape["kv"] + 3 * shape["inner"])
+    return shape["layers"] * per_layer + shape["vocabulary"] * shape["hidden"]
+
+
+def _width(model: ModelConfig, device: str) -> int:
+    return {"float32": 4}.get(pick_dtype(model.dtype, device), 2)

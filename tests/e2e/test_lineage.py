@@ -99,6 +99,12 @@ def test_a_stronger_model_teaches_a_weaker_one(folder, tiny_model):
         "eval.retention": "[instructions]", "eval.data.domain": str(folder / "rows.jsonl"), "recover.general_per_domain": "1",
     }  # fmt: skip
     overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    sizes = []
+    for more in ([], ["--set", "recover.general_teacher={kind: base}"]):
+        planned = opdcl("run", "strong-to-weak", "smoke.yaml", *overrides, *more, "-o", "weak", "--dry-run", "--json", cwd=folder)
+        sizes.append(json.loads(planned.stdout)["memory_bytes"]["recover"])
+    weights = sum(p.stat().st_size for p in (folder / "strong").glob("*.safetensors"))
+    assert sizes[0] - sizes[1] == pytest.approx(weights, rel=0.01)
     done = opdcl("run", "strong-to-weak", "smoke.yaml", *overrides, "-o", "weak", cwd=folder)
     assert done.returncode == 0, done.stderr
     config = json.loads((folder / "weak" / "config.json").read_text())["workflow"]["recover"]
