@@ -174,7 +174,7 @@ def _summarise(chain: list[Step], suites: list[Suite], seed: int) -> dict[str, A
             moves[name] = ends[name] - reached[0]
     whole = all(x is not None for x in ends.values())
     return {
-        "name": " then ".join(step.name for step in chain),
+        "name": " \N{RIGHTWARDS ARROW} ".join(step.name for step in chain),
         "steps": [step.name for step in chain],
         "learned": [step.learned for step in chain],
         "average": stats.mean_over(list(ends.values()), seed) if whole and ends else None,
@@ -232,7 +232,8 @@ def _notes(steps: list[Step], suites: dict[str, Suite]) -> list[str]:
 def lead(found: dict[str, Any]) -> str:
     """Say what is shown in one sentence."""
     suites = [f"{name} ({suite['n']} prompts)" for name, suite in found["suites"].items()]
-    return f"{', '.join(step['name'] for step in found['steps'])}: steps that build on one another, measured on {' and '.join(suites)}."
+    measured = " and ".join([", ".join(suites[:-1])] * (len(suites) > 1) + suites[-1:])
+    return f"{', '.join(step['name'] for step in found['steps'])}: steps that build on one another, measured on {measured}."
 
 
 def tables(found: dict[str, Any]) -> list[Table]:

@@ -219,7 +219,7 @@ def steps(found: dict[str, Any]) -> str | None:
                 xs = [x + 0.06 * i for x, _ in points]
                 ys, lows, highs = ([100 * e[k] for _, e in points] for k in ("value", "low", "high"))
                 bars = [[y - low for y, low in zip(ys, lows, strict=True)], [high - y for y, high in zip(ys, highs, strict=True)]]
-                axes.errorbar(xs, ys, yerr=bars, fmt=f"{shape}-", color=PAINT[colour], markersize=5, linewidth=1.2, label=_plain(chain["name"]).lstrip("_"))
+                axes.errorbar(xs, ys, yerr=bars, fmt=f"{shape}-", color=PAINT[colour], markersize=5, linewidth=1.2, label=_plain(chain["steps"][-1]).lstrip("_"))
             axes.set_title(f"{_plain(suite)} (%)")
             axes.set_ylim(bottom=0)
         panels[-1].set_xticks(range(longest + 1), ["base", *(f"step {i}" for i in range(1, longest + 1))])

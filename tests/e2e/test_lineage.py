@@ -38,7 +38,7 @@ def test_two_domains_in_a_row(folder):
     done = opdcl("run", "continual-two-domains", "smoke.yaml", "-o", "two", cwd=folder)
     assert done.returncode == 0, done.stderr
     found = json.loads((folder / "two" / "compare.json").read_text())
-    assert [c["name"] for c in found["chains"]] == ["staff then then-site", "staff-unrecovered then then-site-unrecovered"]
+    assert [c["name"] for c in found["chains"]] == ["staff → then-site", "staff-unrecovered → then-site-unrecovered"]
     assert [(s["name"], s["seeds"]) for s in found["steps"]] == [("staff", 2), ("staff-unrecovered", 2), ("then-site", 2), ("then-site-unrecovered", 2)]
     assert all(set(s["scores"]) == {"instructions", "handbook_staff", "handbook_site"} for s in found["steps"])
     (difference,) = found["differences"]

@@ -47,7 +47,7 @@ def two_ways(step):
 def test_numbers_of_a_chain_are_those_by_hand(two_ways):
     found = compare.compare(two_ways)
     good, bad = found["chains"]
-    assert (good["name"], bad["name"]) == ("first then second", "worse then after")
+    assert (good["name"], bad["name"]) == ("first → second", "worse → after")
     assert good["average"]["value"] == pytest.approx((28 + 34 + 30) / 3 / N)
     # Retention had been best in base, at 32; the handbook after its own step.
     assert good["forgetting"]["value"] == pytest.approx(((32 - 28) + (36 - 34)) / 2 / N)
@@ -68,7 +68,7 @@ def test_every_step_has_its_row_and_every_chain_its_line(two_ways, tmp_path):
     assert len(chains.rows) == 3
     assert len(kept.rows) == 1
     for file in compare.write(found, tmp_path / "out"):
-        assert "first then second" in file.read_text()
+        assert "first → second" in file.read_text()
     assert (tmp_path / "out" / "compare.html").read_text().count("<svg") == 1
 
 
