@@ -36,7 +36,7 @@ def expand(flow: Workflow, out: Path) -> dict[str, Workflow]:
         for arm, settings in arms.items():
             name = names[arm]
             tree = _resolved(_merged(common, settings), earlier, arm)
-            earlier[arm] = str(out / name)
+            earlier[arm] = str((out / name).resolve())
             for stage in ("finetune", "recover"):
                 if seed is not None and tree.get(stage):
                     tree[stage]["seed"] = seed
@@ -81,7 +81,7 @@ def describe_all(flow: Workflow, out: Path) -> tuple[list[list[str]], list[dict[
     rows, plans = [], []
     runs = expand(flow, out)
     for name, one in runs.items():
-        if waiting := [p.name for p in needs(one) if p.parent == out and p.name in runs and not RunDir(p).finished()]:
+        if waiting := [p.name for p in needs(one) if p.parent == out.resolve() and p.name in runs and not RunDir(p).last_stage()]:
             why = f"after {' and '.join(waiting)}"
             rows.append([name, "all stages", "run", why])
             plans.append({"run": name, "tasks": [], "why": why})
@@ -112,7 +112,7 @@ def execute_all(flow: Workflow, origins: dict[str, str], out: Path, output: Outp
     for number, (name, one) in enumerate(runs.items(), 1):
         run = RunDir(out / name)
         output.note(f"{name}: run {number} of {len(runs)}")
-        if lost := next((p.name for p in needs(one) if p.name in failed), None):
+        if lost := next((p.name for p in needs(one) if p.parent == out.resolve() and p.name in failed), None):
             failed[name] = OpdclError(f"{name} needs {lost}, which failed")
             output.error(failed[name])
             continue

@@ -95,6 +95,14 @@ class SelfDistillSection(Section):
     skip_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
     """Leave out so many tokens at the start of each completion, where a teacher that knows the answer gives itself away."""
 
+    @model_validator(mode="after")
+    def _can_teach(self) -> SelfDistillSection:
+        if "{answer}" not in self.context or "{prompt}" not in self.context:
+            raise ValueError("context needs {prompt} and {answer}")
+        if self.skip_tokens >= self.max_new_tokens:
+            raise ValueError(f"skip_tokens leaves nothing of {self.max_new_tokens} tokens")
+        return self
+
 
 class FinetuneConfig(Section):
     """Fine-tune of a LoRA adapter on the domain."""
@@ -173,7 +181,7 @@ class TeacherSection(Section):
     kind: Literal["base", "tuned", "adapter", "live", "ema", "trust_region", "model"]
     """`base`, `tuned` and `adapter`, which another run made, are frozen; `live` is the student itself, `ema` a running mean of
     it, `trust_region` lies between `reference` and the student; `model` is another one with the same tokenizer."""
-    adapter: str | None = None
+    adapter: Annotated[str, Field(min_length=1)] | None = None
     """`adapter`: a run directory, whose last adapter it is, or an adapter's folder."""
     rate: Annotated[float, Field(ge=0, le=1)] = 0.05
     """`ema`: how far towards the student it moves at a time."""
@@ -213,7 +221,7 @@ class TeacherSection(Section):
 class NamedTeacher(TeacherSection):
     """One teacher among several, who grades the prompts that name it."""
 
-    prompts: str | None = None
+    prompts: Annotated[str, Field(min_length=1)] | None = None
     """Further domain prompts, all of which are its own."""
 
 
@@ -289,8 +297,8 @@ class RecoverConfig(Section):
             raise ValueError(
                 "general_teacher is the student as it begins, so it leads nowhere: take base, or give it a context"
             )
-        if self.general is None and self.general_per_domain:
-            raise ValueError("without general prompts there are domain steps only: set general_per_domain to 0")
+        if self.general is None and (self.general_per_domain or self.method == "general"):
+            raise ValueError("without general prompts there are domain steps only: method alternating, general_per_domain 0")
         domain = self.domain_max_new_tokens or self.max_new_tokens
         for name, teacher in self.all_teachers().items():
             length = self.max_new_tokens if name == "general_teacher" else domain
@@ -362,7 +370,7 @@ class Workflow(Section):
     """One line for `opdcl workflows ls`."""
     model: ModelConfig = ModelConfig()
     """The base model."""
-    start: str | None = None
+    start: Annotated[str, Field(min_length=1)] | None = None
     """Adapter to go on with, instead of a new one: a run directory, whose last adapter it is, or an adapter's folder."""
     finetune: FinetuneConfig | None = None
     """Learn the domain. Left out: recovery begins with the adapter of an earlier `opdcl finetune`, or with `start`."""

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from opdcl.errors import UsageError
 from opdcl.load import flatten
 from opdcl.rundir import RunDir
 from opdcl.summary import Suite, load_suites, read_record
@@ -58,172 +60,216 @@ class Step:
     runs: list[RunDir]
 
     @cached_property
-    def suites(self) -> list[dict[str, Suite]]:
-        """Per run its suites by name, without those that have no results."""
-        return [{s.name: s for s in load_suites(run) if s.rows} for run in self.runs]
-
-    @cached_property
     def learned(self) -> str | None:
-        """The suite of the domain that this step learned: the first of its domain suites."""
-        if not (read_record(self.runs[0].config).get("workflow") or {}).get("finetune"):
-            return None
-        return next((name for name, s in self.suites[0].items() if s.role == "domain"), None)
+        """The suite of the domain that this step learned: the first that its configuration names."""
+        workflow = read_record(self.runs[0].config).get("workflow") or {}
+        domains = (workflow.get("eval") or {}).get("domain") or [None]
+        return domains[0] if workflow.get("finetune") else None
 
-    def scores(self, suite: str, base: bool = False) -> np.ndarray | None:
-        """Return `(seeds, N)` scores of what the step ended with, or of base; None unless every run has them."""
+
+class Results:
+    """What every run scored on every suite, where it answered the same prompts as the others, scored the same way."""
+
+    def __init__(self, runs: list[RunDir]):
+        self.suites: dict[str, Suite] = {}
+        self.unlike: list[str] = []
+        self._found: dict[tuple[RunDir, str], Suite] = {}
+        for run in runs:
+            for suite in load_suites(run):
+                if suite.rows:
+                    model = self.suites.setdefault(suite.name, suite)
+                    if (suite.metric, _prompts(suite)) == (model.metric, _prompts(model)):
+                        self._found[run, suite.name] = suite
+                    else:
+                        self.unlike.append(f"{run.path} answered other prompts of {suite.name}, or was scored otherwise, and is left out there.")
+
+    def scores(self, runs: Sequence[RunDir], suite: str, base: bool = False) -> np.ndarray | None:
+        """Return `(runs, N)` scores of what each ended with, or of base; None unless all of them have some."""
         import numpy as np
 
         found = []
-        for run, suites in zip(self.runs, self.suites, strict=True):
+        for run in runs:
             state = "base" if base else "recovered" if run.find_stage("recover") else "tuned"
-            if suite not in suites or state not in suites[suite].rows:
+            rows = self._found[run, suite].rows if (run, suite) in self._found else {}
+            if state not in rows:
                 return None
-            found.append(suites[suite].values(state))
-        return np.stack(found) if len({len(row) for row in found}) == 1 else None
+            found.append(self._found[run, suite].values(state))
+        return np.stack(found) if found else None
+
+
+def _prompts(suite: Suite) -> list[tuple]:
+    return [(row["doc_id"], row["prompt"]) for row in next(iter(suite.rows.values()))]
+
+
+class Chain(NamedTuple):
+    """Steps that follow one another; a line is one run of each, the next started from the one before."""
+
+    steps: list[Step]
+    lines: dict[str, list[RunDir]]
+    """The last run's seeds -> its line."""
+
+    def at(self, step: int, seeds: Sequence[str]) -> list[RunDir]:
+        return [self.lines[seed][step] for seed in seeds]
 
 
 def compare(runs: list[RunDir]) -> dict[str, Any]:
     """Return scores after every step, what each chain of steps comes to, and how much of each teacher is kept."""
     from opdcl import stats
 
-    steps = _steps(runs)
-    of_run = {run.path.resolve(): step for step in steps for run in step.runs}
-    suites = {name: s for step in steps for found in step.suites for name, s in found.items()}
-    seed = 0
-    chains = [_summarise(chain, list(suites.values()), seed) for chain in _chains(steps, of_run)]
+    results, steps = Results(runs), _steps(runs)
+    names = list(results.suites)
+    chains = _chains(steps)
+    every = [_summarise(chain, list(chain.lines), results) for chain in chains]
+    base = {n: [r for step in steps for r in step.runs if results.scores([r], n, base=True) is not None][:1] for n in names}
     return {
-        "suites": {n: {"role": s.role, "metric": s.metric, "n": len(next(iter(s.rows.values())))} for n, s in suites.items()},
-        "base": {n: stats.mean(x, seed).as_dict() for n in suites if (x := next(_known(steps, n), None)) is not None},
+        "suites": {n: {"role": s.role, "metric": s.metric, "n": len(_prompts(s))} for n, s in results.suites.items()},
+        "base": {n: stats.mean(results.scores(run, n, base=True)).as_dict() for n, run in base.items() if run},
         "steps": [
             {"name": step.name, "seeds": len(step.runs), "runs": [str(run.path) for run in step.runs],
-             "scores": {n: stats.mean(x, seed).as_dict() for n in suites if (x := step.scores(n)) is not None}}
+             "scores": {n: stats.mean(x).as_dict() for n in names if (x := results.scores(step.runs, n)) is not None}}
             for step in steps
         ],
-        "chains": [{k: v.as_dict() if isinstance(v, stats.Estimate) else v for k, v in c.items() if k != "parts"} for c in chains],
-        "differences": [d for a, b in itertools.combinations(chains, 2) if (d := _difference(a, b, seed))],
-        "kept": [kept for step in steps for kept in _kept(step, of_run, seed)],
-        "notes": _notes(steps, suites),
+        "chains": [
+            {"name": _name(chain), "steps": [step.name for step in chain.steps], "seeds": len(chain.lines),
+             **{figure: stats.mean_over(list(parts.values())).as_dict() if parts else None for figure, parts in found.items()}}
+            for chain, found in zip(chains, every, strict=True)
+        ],
+        "differences": [d for a, b in itertools.combinations(chains, 2) if (d := _difference(a, b, results))],
+        "kept": [kept for step in steps for kept in _kept(step, steps, results)],
+        "notes": _notes(steps, chains, results),
     }  # fmt: skip
 
 
-def _known(steps: list[Step], suite: str):
-    return (x for step in steps if (x := step.scores(suite, base=True)) is not None)
+def _seeds(run: RunDir) -> str:
+    """Return the seeds of a run's stages, whichever stages it has: two of like seeds are a pair."""
+    from opdcl.compare import SEEDS
+
+    settings = flatten(read_record(run.config).get("workflow") or {})
+    return str(sorted({str(v) for k, v in settings.items() if k.rsplit(".", 1)[-1] in SEEDS and not k.startswith("eval.")}))
 
 
 def _steps(runs: list[RunDir]) -> list[Step]:
-    """Group runs by their settings and by what they build on."""
+    """Group runs by their settings and by what they build on.
+
+    Raises:
+        UsageError: A run builds on itself.
+    """
     from opdcl.compare import IGNORED, SEEDS, common_name
     from opdcl.plan import WITHOUT_MEANING
 
     by_path = {run.path.resolve(): run for run in runs}
 
-    def key(run: RunDir) -> str:
+    def key(run: RunDir, after: tuple[Path, ...] = ()) -> str:
+        here = run.path.resolve()
+        if here in after:
+            raise UsageError(f"{run.path} builds on itself", "name another run as its start or teacher")
         workflow = read_record(run.config).get("workflow") or {}
         settings = flatten({k: v for k, v in workflow.items() if k not in {*IGNORED, "start"}})
         kept = {k: v for k, v in settings.items() if k.rsplit(".", 1)[-1] not in {*SEEDS, *WITHOUT_MEANING, "adapter"}}
         places = {"start": _start(run), **_teachers(run)}
-        return json.dumps([kept, {n: key(by_path[p]) if p in by_path else str(p) for n, p in places.items() if p}], sort_keys=True)
-
-    def seeds(run: RunDir) -> str:
-        settings = flatten(read_record(run.config).get("workflow") or {})
-        return json.dumps({k: v for k, v in settings.items() if k.rsplit(".", 1)[-1] in SEEDS and not k.startswith("eval.")})
+        return json.dumps([kept, {n: key(by_path[p], (*after, here)) if p in by_path else str(p) for n, p in places.items() if p}], sort_keys=True)
 
     alike: dict[str, list[RunDir]] = {}
     for run in runs:
         alike.setdefault(key(run), []).append(run)
     groups: list[list[RunDir]] = []
     for group in alike.values():
-        # The same seed twice is one result seen twice.
-        groups += [sorted(group, key=seeds)] if len({seeds(run) for run in group}) == len(group) else [[run] for run in group]
+        # The same seeds twice are one result seen twice.
+        groups += [sorted(group, key=_seeds)] if len({_seeds(run) for run in group}) == len(group) else [[run] for run in group]
     names = [common_name(group) for group in groups]
     return [
-        Step(name if name and names.count(name) == 1 else group[0].path.name, group)
+        Step(name if name and names.count(name) == 1 else str(group[0].path), group)
         for name, group in zip(names, groups, strict=True)
     ]
 
 
-def _chains(steps: list[Step], of_run: dict[Path, Step]) -> list[list[Step]]:
-    """Return every line of steps from a first one to one that no other starts from, of two steps at least."""
-    before = {step.name: of_run.get(_start(step.runs[0])) for step in steps}
-    chains = []
-    for last in steps:
-        if last not in before.values():
-            chain = [last]
-            while earlier := before[chain[0].name]:
-                chain.insert(0, earlier)
-            chains += [chain] if len(chain) > 1 else []
-    return chains
-
-
-def _summarise(chain: list[Step], suites: list[Suite], seed: int) -> dict[str, Any]:
-    """Return a chain's average score at its end, its forgetting and its backward transfer, each None where not measured."""
-    from opdcl import stats
-
-    *earlier, last = chain
-    learned = {step.learned: i for i, step in enumerate(chain) if step.learned}
-    counted = [s.name for s in suites if s.role == "retention" or s.name in learned]
-    ends = {name: last.scores(name) for name in counted}
-    falls, moves = {}, {}
-    for name in counted:
-        first = learned.get(name, 0)
-        reached = [step.scores(name) for step in earlier[first:]] + [last.scores(name, base=True)] * (name not in learned)
-        if ends[name] is None or any(x is None for x in reached) or not reached:
+def _chains(steps: list[Step]) -> list[Chain]:
+    """Return every chain from a first step to one that no other starts from, of two steps at least."""
+    step_of = {run.path.resolve(): step for step in steps for run in step.runs}
+    by_path = {run.path.resolve(): run for step in steps for run in step.runs}
+    starts = {_start(run) for run in by_path.values()}
+    found: dict[tuple[int, ...], Chain] = {}
+    for place, run in by_path.items():
+        if place in starts:
             continue
-        falls[name] = max(reached, key=lambda x: x.mean()) - ends[name]
-        if name in learned:
-            moves[name] = ends[name] - reached[0]
-    whole = all(x is not None for x in ends.values())
-    return {
-        "name": " \N{RIGHTWARDS ARROW} ".join(step.name for step in chain),
-        "steps": [step.name for step in chain],
-        "learned": [step.learned for step in chain],
-        "average": stats.mean_over(list(ends.values()), seed) if whole and ends else None,
-        "forgetting": stats.mean_over(list(falls.values()), seed) if falls else None,
-        "backward_transfer": stats.mean_over(list(moves.values()), seed) if moves else None,
-        "parts": {"average": ends if whole else {}, "forgetting": falls},
-    }
+        line = [run]
+        while (before := _start(line[0])) in by_path:
+            line.insert(0, by_path[before])
+        chain = [step_of[r.path.resolve()] for r in line]
+        if len(chain) > 1:
+            found.setdefault(tuple(map(id, chain)), Chain(chain, {})).lines[_seeds(run)] = line
+    return list(found.values())
 
 
-def _difference(one: dict[str, Any], other: dict[str, Any], seed: int) -> dict[str, Any] | None:
+def _name(chain: Chain) -> str:
+    return " \N{RIGHTWARDS ARROW} ".join(step.name for step in chain.steps)
+
+
+def _summarise(chain: Chain, seeds: Sequence[str], results: Results) -> dict[str, dict[str, np.ndarray]]:
+    """Return what average, forgetting and backward transfer are the mean of: suite -> `(seeds, N)`; empty where not measured."""
+    *earlier, last = (chain.at(i, seeds) for i in range(len(chain.steps)))
+    learned = {step.learned: i for i, step in enumerate(chain.steps) if step.learned}
+    counted = [n for n, s in results.suites.items() if s.role == "retention" or n in learned]
+    ends = {n: x for n in counted if (x := results.scores(last, n)) is not None}
+    falls, moves = {}, {}
+    for name, end in ends.items():
+        reached = [results.scores(runs, name) for runs in earlier[learned.get(name, 0) :]]
+        if name not in learned:
+            reached.insert(0, results.scores(last, name, base=True))
+        if reached and all(x is not None for x in reached):
+            falls[name] = max(reached, key=lambda x: x.mean()) - end
+            if name in learned:
+                moves[name] = end - reached[0]
+    return {"average": ends if len(ends) == len(counted) else {}, "forgetting": falls, "backward_transfer": moves}
+
+
+def _difference(one: Chain, other: Chain, results: Results) -> dict[str, Any] | None:
     """Return how two chains that learned the same differ, paired by prompt and seed."""
     from opdcl import stats
 
-    if one["learned"] != other["learned"]:
+    seeds = [seed for seed in one.lines if seed in other.lines]
+    if [s.learned for s in one.steps] != [s.learned for s in other.steps] or not seeds:
         return None
-    found: dict[str, Any] = {"of": one["name"], "against": other["name"]}
-    for figure, parts in one["parts"].items():
-        others = other["parts"][figure]
-        alike = parts.keys() == others.keys() and all(parts[n].shape == others[n].shape for n in parts)
-        found[figure] = stats.mean_over([parts[n] - others[n] for n in parts], seed).as_dict() if parts and alike else None
+    mine, theirs = (_summarise(chain, seeds, results) for chain in (one, other))
+    found: dict[str, Any] = {"of": _name(one), "against": _name(other), "seeds": len(seeds)}
+    for figure in ("average", "forgetting"):
+        alike = mine[figure].keys() == theirs[figure].keys() and mine[figure]
+        found[figure] = stats.mean_over([x - theirs[figure][n] for n, x in mine[figure].items()]).as_dict() if alike else None
     return found
 
 
-def _kept(step: Step, of_run: dict[Path, Step], seed: int) -> list[dict[str, Any]]:
-    """Return, for each adapter that taught a step, how much of its gain over base the step has."""
+def _kept(step: Step, steps: list[Step], results: Results) -> list[dict[str, Any]]:
+    """Return, for each adapter that taught a step, how much of its gain over base the step has, each seed by its own teacher."""
     from opdcl import stats
 
+    owner = {run.path.resolve(): (other, run) for other in steps for run in other.runs}
     found = []
-    for name, place in _teachers(step.runs[0]).items():
-        teacher = of_run.get(place)
-        suite = teacher and teacher.learned
-        if suite is None:
+    for name in _teachers(step.runs[0]):
+        pairs = [(run, *owner[place]) for run in step.runs if (place := _teachers(run).get(name)) in owner]
+        suite = pairs[0][1].learned if pairs else None
+        if suite is None or len(pairs) < len(step.runs):
             continue
-        three = step.scores(suite, base=True), teacher.scores(suite), step.scores(suite)
-        if all(x is not None for x in three) and len({x.shape for x in three}) == 1:
-            kept = stats.domain_retention(*three, seed=seed)
+        mine, theirs = [run for run, _, _ in pairs], [teacher for _, _, teacher in pairs]
+        three = results.scores(mine, suite, base=True), results.scores(theirs, suite), results.scores(mine, suite)
+        if all(x is not None for x in three):
+            kept = stats.domain_retention(*three)
             found.append({"step": step.name, "teacher": name, "suite": suite, "kept": kept and kept.as_dict()})
     return found
 
 
-def _notes(steps: list[Step], suites: dict[str, Suite]) -> list[str]:
-    notes = [
+def _notes(steps: list[Step], chains: list[Chain], results: Results) -> list[str]:
+    notes = results.unlike + [
         f"{step.name} is not measured on {', '.join(missing)}."
         for step in steps
-        if (missing := [name for name in suites if step.scores(name) is None])
+        if (missing := [name for name in results.suites if results.scores(step.runs, name) is None])
     ]
-    if any(len(step.runs) == 1 for step in steps):
+    for chain in chains:
+        if left := max(len(step.runs) for step in chain.steps) - len(chain.lines):
+            notes.append(f"{_name(chain)}: {left} seed{'s have' if left > 1 else ' has'} not reached the last step, and so no part in the chain.")
+    counts = {len(chain.lines) for chain in chains} or {len(step.runs) for step in steps}
+    if 1 in counts:
         notes.append("With one seed an interval covers the choice of prompts, not the training seed.")
-    elif few := sorted({len(step.runs) for step in steps if len(step.runs) < 5}):
+    if few := sorted(n for n in counts if 1 < n < 5):
         notes.append(f"Over {' or '.join(map(str, few))} seeds an interval is too narrow: of the variance between n seeds the "
                      "bootstrap sees (n - 1) / n.")  # fmt: skip
     return notes

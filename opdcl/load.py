@@ -224,10 +224,10 @@ def _from_folder(value: str, folder: Path) -> str:
         return value
     try:
         path = folder / os.path.expanduser(value)  # unlike Path.expanduser it lets the home of nobody stand
-    except UnicodeEncodeError:
-        return value  # half of a surrogate pair is in no file's name
-    is_file = value.startswith((".", "~", "/")) or path.suffix in FILE_ENDINGS or os.path.exists(path)
-    return str(path.resolve()) if is_file else value
+        is_file = value.startswith((".", "~", "/")) or path.suffix in FILE_ENDINGS or os.path.exists(path)
+        return str(path.resolve()) if is_file else value
+    except ValueError:
+        return value  # NUL, or half of a surrogate pair, is in no file's name
 
 
 def _assign(tree: dict, keys: list[str], value: Any, shown: str) -> None:

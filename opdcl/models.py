@@ -47,10 +47,10 @@ def find_adapter(place: str) -> Path:
     path = Path(place)
     if (path / "adapter_model.safetensors").is_file():
         return path
-    done = RunDir(path).finished()
-    if not done:
+    last = RunDir(path).last_stage()
+    if last is None:
         raise UsageError(f"{place} holds no adapter", "name a run directory whose training has ended, or an adapter's folder")
-    return done[-1].adapter
+    return last.adapter
 
 
 def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -51,7 +51,7 @@ def source_hash(source: str | None, files: list[Path]) -> str:
 
 def training_stages(run: RunDir, workflow: Workflow) -> dict[str, StageDir]:
     """Return the folders of the workflow's training stages, in order."""
-    names = [n for n in ("finetune", "recover") if getattr(workflow, n)]
+    names = [n for n in ("finetune", "recover") if getattr(workflow, n) or (n == "finetune" and workflow.start)]
     if names == ["recover"]:
         return {"recover": run.stage(2, "recover")}
     return {name: run.stage(i, name) for i, name in enumerate(names, 1)}
@@ -68,7 +68,8 @@ def stage_inputs(workflow: Workflow, run: RunDir, data: dict[str, str]) -> dict[
             origin, parent = "finetune stage", _finished_fingerprint(run, "finetune") or parent
         if name == "finetune" and "start" in data:
             contents["start"] = data["start"]
-        inputs[name] = {**_meaning(getattr(workflow, name).model_dump()), **contents, origin: parent}
+        config = getattr(workflow, name)  # None where the fine-tune was done elsewhere, and its adapter is taken over
+        inputs[name] = {**(_meaning(config.model_dump()) if config else {}), **contents, origin: parent}
         origin, parent = f"{name} stage", hash_value(inputs[name])
     return inputs
 

@@ -44,15 +44,13 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
         )
     check_turn_end(backbone)
     streams = {stream: encode_stream(config, stream, backbone) for stream in STREAMS}
-    if not any(prompts.train for prompts in streams.values()):
+    train = {stream: [] if (config.method, stream) == ("general", "domain") else prompts.train for stream, prompts in streams.items()}
+    if not any(train.values()):
         raise UsageError("recovery has no prompts", "set recover.general")
     backbone.drop_adapters()
     backbone.load_adapter(parent.adapter, "student", trainable=True)
     backbone.load_adapter(parent.adapter, "tuned")
     teachers = {stream: _teachers(config, stream, prompts, backbone, parent) for stream, prompts in streams.items()}
-    train = {stream: prompts.train for stream, prompts in streams.items()}
-    if config.method == "general":
-        train["domain"] = []
     if (
         config.method != "interpolate"
         and config.loss.kind == "jsd"
@@ -271,7 +269,7 @@ class Validation(TrainerCallback):
 
 
 def _kl(row: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if name.endswith("_kl")}
+    return {name: value for name, value in row.items() if name in ("general_kl", "domain_kl")}
 
 
 def _score(kl: dict[str, float]) -> float:

@@ -184,9 +184,10 @@ class RunDir:
         found = [s for s in self.stages() if s.path.name.split("-", 1)[1] == name]
         return found[-1] if found else None
 
-    def finished(self) -> list[StageDir]:
-        """Return the training stages that are done, in order."""
-        return [stage for stage in self.stages() if stage.state().get("status") == "done"]
+    def last_stage(self) -> StageDir | None:
+        """Return the last training stage if it is done."""
+        stages = self.stages()
+        return stages[-1] if stages and stages[-1].state().get("status") == "done" else None
 
     def eval_result(self, state: str, suite: str) -> Path:
         return self.evals / state / f"{suite}.json"
@@ -217,6 +218,8 @@ class RunDir:
                 free = True
             except BlockingIOError:
                 free = False
+            except OSError as fault:
+                raise UsageError(f"{self.path}: this file system cannot lock ({fault.strerror})", "choose a local disk with -o") from fault
             other = _lock_owner(file)
             elsewhere = other.get("host", me["host"]) != me["host"]  # a shared disk's locks may not reach every machine
             if not free or elsewhere:
@@ -237,6 +240,6 @@ class RunDir:
 def _lock_owner(file: Path) -> dict:
     try:
         owner: dict = json.loads(file.read_text())
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return {}
-    return owner
+    return owner if isinstance(owner, dict) else {}

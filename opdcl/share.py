@@ -5,10 +5,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from opdcl.errors import UsageError
 from opdcl.plan import Task
-from opdcl.provenance import hash_value
 from opdcl.rundir import RunDir, StageDir, folder_appears_whole, now, read_json, write_atomic, write_json
 
 
@@ -30,25 +29,14 @@ def adopt(tasks: Sequence[Task], stages: dict[str, StageDir], run: RunDir, donor
     return taken
 
 
-def take_start(place: str, run: RunDir) -> None:
-    """Copy the adapter that a run starts from into it, as the outcome of a fine-tune that was done elsewhere.
-
-    Raises:
-        UsageError: The run has begun from another one.
-    """
+def take_start(place: str, stage: StageDir, record: dict[str, Any]) -> None:
+    """Copy the adapter that a run starts from into it, as the outcome of a fine-tune that was done elsewhere."""
     from opdcl.models import adapter_hash, find_adapter
 
-    stage, adapter = run.stage(1, "finetune"), find_adapter(place)
-    sha256 = adapter_hash(adapter)
-    if known := stage.state():
-        if known.get("adapter_sha256") != sha256:
-            raise UsageError(f"{run.path} began from another adapter than {place} holds now", "choose a new directory with -o")
-        return
     with folder_appears_whole(stage.path) as temporary:
-        shutil.copytree(adapter, temporary / "adapter")
-        record = {"stage": "finetune", "status": "done", "fingerprint": hash_value(["start", sha256]), "inputs": {"start": sha256},
-                  "taken_from": place, "finished": now(), "cost": {}, "adapter_sha256": sha256}  # fmt: skip
-        write_json(temporary / "stage.json", record)
+        shutil.copytree(find_adapter(place), temporary / "adapter")
+        done = {"status": "done", "taken_from": place, "finished": now(), "cost": {}, "adapter_sha256": adapter_hash(temporary / "adapter")}
+        write_json(temporary / "stage.json", record | done)
 
 
 def _copied(task: Task, donor: RunDir, run: RunDir, target: Path | None) -> bool:

@@ -63,8 +63,9 @@ def encode_stream(config: RecoverConfig, stream: Stream, backbone: Backbone) -> 
     room = backbone.causal_lm.config.max_position_embeddings - length
     ids = [encode_prompt(row, backbone.tokenizer, room) for row in rows]
     found = Prompts(*_split(config, stream, ids, room, backbone))
+    teacher_of: dict[tuple[int, ...], str] = {}
     for row, prompt in zip(rows, map(tuple, ids), strict=True):
-        if found.routes.get(prompt, row.teacher) != row.teacher:
+        if teacher_of.setdefault(prompt, row.teacher) != row.teacher:
             raise UsageError(f"{row.where}: the same prompt has another teacher above", "name one teacher per prompt")
         if row.teacher:
             found.routes[prompt] = row.teacher
@@ -85,10 +86,11 @@ def _split(config: RecoverConfig, stream: Stream, ids: list[list[int]], room: in
     if len(ids) == 1:
         raise UsageError(f"the {stream} stream has one prompt; recovery needs some to sample on and some to hold out", "add prompts")
     # Evenly spread, so that a file sorted by topic is held out from all of its topics.
-    held = range(0, len(ids), max(2, len(ids) // count))
+    count = min(count, len(ids) // 2)
+    held = sorted({i * len(ids) // count for i in range(count)})
     # A domain is held whole in the guard: what is not practised is not protected.
     train = ids if stream == "domain" else [p for i, p in enumerate(ids) if i not in held]
-    return train, [ids[i] for i in held][:count]
+    return train, [ids[i] for i in held]
 
 
 def _told(row: Row, context: str) -> Row:

@@ -44,7 +44,7 @@ def plan_run(workflow: Workflow, run: RunDir) -> list[Task]:
 def data_hashes(workflow: Workflow) -> dict[str, str]:
     """Check that every data source exists and is well-formed; return field -> hash of its content."""
     from opdcl.data import load_prompts, load_rows, source_files
-    from opdcl.models import adapter_hash, find_adapter
+    from opdcl.models import find_adapter
     from opdcl.plan import source_hash
 
     sources: dict[str, str] = {}
@@ -67,7 +67,10 @@ def data_hashes(workflow: Workflow) -> dict[str, str]:
             sources[f"eval.data.{suite}"] = path
     hashes = {field: source_hash(source, source_files(source)) for field, source in sources.items()}
     adapters = {f"recover.{name}.adapter": teacher.adapter for name, teacher in all_teachers(workflow)} | {"start": workflow.start}
-    hashes |= {field: adapter_hash(find_adapter(place)) for field, place in adapters.items() if place}
+    for field, place in adapters.items():
+        if place:
+            folder = find_adapter(place)
+            hashes[field] = hash_files([folder / "adapter_model.safetensors", folder / "adapter_config.json"])
     for suite in workflow.eval.suites() if workflow.eval else ():
         if files := sorted(package_folder("evals").glob(f"*/{suite}.yaml")):
             hashes[f"eval.suite.{suite}"] = hash_files(sorted(p for p in files[0].parent.iterdir() if p.is_file()))
@@ -118,9 +121,6 @@ def execute(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Ou
             _remove_stale(run, workflow, tasks)
             tasks = plan_run(workflow, run)
         _write_head(workflow, origins, run)
-        if workflow.start and not workflow.finetune:
-            take_start(workflow.start, run)
-            tasks = plan_run(workflow, run)
         if taken := adopt(tasks, training_stages(run, workflow), run, donors):
             for task, donor in taken:
                 output.note(f"{_label(task)}: taken from {donor.path.name}")
@@ -281,6 +281,12 @@ class Session:
 
         stage = training_stages(self.run, self.workflow)[task.name]
         config = getattr(self.workflow, task.name)
+        if config is None:
+            self.output.note(f"{task.name}: taken from {self.workflow.start}")
+            inputs = _inputs(self.workflow, self.run, task.name)
+            take_start(self.workflow.start, stage, {"stage": task.name, "fingerprint": task.fingerprint, "config": {}, "inputs": inputs})
+            self._save_manifest()
+            return
         earlier = stage.state() if task.action == "resume" else {}
         record = {
             "stage": task.name, "status": "running", "fingerprint": task.fingerprint, "config": config.model_dump(),

@@ -116,6 +116,10 @@ class Ema(Teacher):
     def moves(self) -> bool:
         return self.rate > 0
 
+    def judge(self, frozen: State) -> Teacher:
+        # Also at rate 0: a warm start moves it once, before the first step.
+        return Teacher(self.backbone, frozen, self.contexts)
+
     @torch.no_grad()
     def follow(self, step: int) -> None:
         if step % self.every == 0:
@@ -128,7 +132,7 @@ class Ema(Teacher):
             mine.copy_(students)
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for layer in self.backbone.adapted_layers():
+        for layer in self.backbone.adapted_layers(self.state):
             for part in (layer.lora_A, layer.lora_B):
                 yield part[self.state].weight, part["student"].weight
 

@@ -5,6 +5,7 @@ import pytest
 from test_compare import change, measure, workflow, write
 
 from opdcl import compare, lineage, stats
+from opdcl.errors import UsageError
 from opdcl.rundir import RunDir
 
 N = 40
@@ -81,6 +82,50 @@ def test_steps_of_several_seeds_are_pooled_whichever_directory_they_start_from(s
     assert [(s["name"], s["seeds"]) for s in found["steps"]] == [("first", 2), ("second", 2)]
     (chain,) = found["chains"]
     assert chain["average"]["value"] == pytest.approx((28 + 34 + 30) / 3 / N)
+
+
+def test_a_seed_that_has_not_come_as_far_has_no_part_in_the_chain(step):
+    firsts = [step(f"first-{seed}", "handbook", retention, 36, 2) for seed, retention in ((1, 30), (2, 20), (3, 10))]
+    for seed, run in enumerate(firsts):
+        change(run, "finetune", seed=seed)
+    second = step("second-2", "manual", 16, 34, 30, start=firsts[1])
+    change(second, "finetune", seed=1)
+    found = compare.compare([*firsts, second])
+    (chain,) = found["chains"]
+    # Set against the run that it started from, not against another seed's.
+    assert chain["seeds"] == 1
+    assert chain["backward_transfer"]["value"] == pytest.approx((34 - 36) / N)
+    assert chain["forgetting"]["value"] == pytest.approx(((32 - 16) + (36 - 34)) / 2 / N)
+    assert any("2 seeds have not reached the last step" in note for note in found["notes"])
+
+
+def test_two_experiments_of_the_same_names_are_kept_apart(step):
+    one = step("one/first", "handbook", 30, 36, 2)
+    runs = [one, step("one/second", "manual", 28, 34, 30, start=one)]
+    other = step("two/first", "handbook", 20, 30, 2)
+    change(other, "recover", steps=3)
+    runs += [other, step("two/second", "manual", 10, 12, 30, start=other)]
+    alone, both = compare.compare(runs[:2]), compare.compare(runs)
+    assert both["chains"][0]["forgetting"] == alone["chains"][0]["forgetting"]
+    assert len({c["name"] for c in both["chains"]}) == 2
+
+
+def test_answers_to_other_prompts_are_left_out_and_said(step):
+    first = step("first", "handbook", 30, 36, 2)
+    second = step("second", "manual", 28, 34, 30, start=first)
+    for state, passed in (("base", 32), ("recovered", 28)):
+        measure(second, state, {"instructions": range(passed)}, prompt="Another")
+    found = compare.compare([first, second])
+    assert "instructions" not in found["steps"][1]["scores"]
+    assert any("other prompts of instructions" in note for note in found["notes"])
+
+
+def test_a_run_that_builds_on_itself_is_refused(step):
+    first = step("first", "handbook", 30, 36, 2)
+    config = compare.read_record(first.config)
+    write(first.config, {"workflow": config["workflow"] | {"start": str(first.path)}})
+    with pytest.raises(UsageError, match="builds on itself"):
+        compare.compare([first, step("second", "manual", 28, 34, 30)])
 
 
 def test_what_is_not_measured_is_left_out_and_said(step):

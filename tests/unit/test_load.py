@@ -312,3 +312,16 @@ def test_a_home_that_there_is_not_is_an_error_with_words(tmp_path, value):
     (tmp_path / "flow.yaml").write_text(json.dumps({"finetune": {"data": value}}))
     with pytest.raises(UsageError, match=r"does not exist|valid string"):
         load_rows(load([str(tmp_path / "flow.yaml")])[0].finetune.data)
+
+
+@pytest.mark.parametrize(("section", "said"), [
+    ({"recover": {"method": "general", "general": None, "general_per_domain": 0}}, "without general prompts"),
+    ({"recover": {"general": None}}, "without general prompts"),
+    ({"recover": {"teachers": {"a": {"kind": "adapter", "adapter": ""}}}}, "adapter"),
+    ({"finetune": {"data": "handbook", "self_distill": {"skip_tokens": 64}}}, "finetune.self_distill"),
+    ({"finetune": {"data": "handbook", "self_distill": {"context": "{prompt}"}}}, "finetune.self_distill"),
+    ({"start": ""}, "start"),
+])  # fmt: skip
+def test_settings_that_lead_nowhere_are_refused_by_name(section, said):
+    with pytest.raises(UsageError, match=said):
+        validate(section)

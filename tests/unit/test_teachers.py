@@ -162,11 +162,11 @@ def specialist(folder, name):
 
 TEACHERS = [
     {"kind": "ema", "rate": 0.5, **SHOWN}, {"kind": "live", **SHOWN, "skip_tokens": 1}, {"kind": "trust_region", "reference": "tuned", "mix": 0.2},
-    {"kind": "base", **SHOWN}, {"kind": "model"}, {"kind": "adapter"}, {"kind": "routed"},
+    {"kind": "ema", "rate": 0.0, **SHOWN}, {"kind": "base", **SHOWN}, {"kind": "model"}, {"kind": "adapter"}, {"kind": "routed"},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("teacher", TEACHERS, ids=lambda t: t["kind"])
+@pytest.mark.parametrize("teacher", TEACHERS, ids=lambda t: f"{t['kind']}{t.get('rate', '')}")
 def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, teacher, tiny_model):
     if teacher["kind"] == "model":
         teacher = teacher | {"model": {"id": str(tiny_model), "dtype": "float32"}}
@@ -185,7 +185,7 @@ def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, t
                     raise KeyboardInterrupt
 
         config = RecoverConfig(general=str(answered / "general.jsonl"), domain=str(answered / "domain.jsonl"), domain_teacher=teacher, teachers=named, steps=8,
-                               lmbda=0.5, teacher_first=1, rollouts=4, max_new_tokens=6, validate_every=4, validation_prompts=2, learning_rate=5e-3, save_steps=3)  # fmt: skip
+                               lmbda=0.5, teacher_first=1, warm_start=0.7, rollouts=4, max_new_tokens=6, validate_every=4, validation_prompts=2, learning_rate=5e-3, save_steps=3)  # fmt: skip
         out = StageDir(answered / name)
         fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
         try:
@@ -201,6 +201,8 @@ def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, t
     cut = train("cut")
     one, other = ((s.adapter / "adapter_model.safetensors").read_bytes() for s in (whole, cut))
     assert one == other
+    measured, again = ([r["validation"] for r in read_jsonl(s.metrics) if "validation" in r] for s in (whole, cut))
+    assert measured == again
     assert one != (answered / "tuned" / "adapter_model.safetensors").read_bytes()
     assert {r["stream"] for r in read_jsonl(whole.metrics) if "stream" in r} == {"general", "domain"}
 
@@ -358,8 +360,27 @@ def test_specialists_teach_one_student_and_each_ones_distance_is_told(backbone, 
     out = StageDir(answered / "one")
     recover(config, backbone, ModelRef(ModelConfig(), answered / "left"), out, Silent())
     measured = [r["validation"] for r in read_jsonl(out.metrics) if "validation" in r]
-    assert {k for k in measured[0] if "domain" in k} == {"domain_kl", "domain_kl/left", "domain_kl/right"}
+    assert {k for k in measured[0] if "domain_kl" in k} == {"domain_kl", "domain_kl/left", "domain_kl/right"}
     assert measured[0]["domain_kl/left"] == pytest.approx(0, abs=1e-6)
     assert measured[0]["domain_kl/right"] > 0.05
     assert measured[-1]["domain_kl/right"] < 0.8 * measured[0]["domain_kl/right"]
     assert any("kl/left" in r for r in read_jsonl(out.metrics))
+
+
+def test_every_source_has_its_share_of_the_held_out_prompts(backbone, answered):
+    rows = [json.dumps({"prompt": f"Where is room {i}?"}) for i in range(31)]
+    (answered / "many.jsonl").write_text("\n".join(rows))
+    teachers = {"a": {"kind": "base", "prompts": str(specialist(answered, "a"))}}
+    config = RecoverConfig(domain=str(answered / "many.jsonl"), general=str(answered / "general.jsonl"), teachers=teachers, validation_prompts=16)
+    found = encode_stream(config, "domain", backbone)
+    assert len(found.held_out) == 16
+    assert 1 <= sum(tuple(p) in found.routes for p in found.held_out) <= 3
+    general = encode_stream(config, "general", backbone)
+    assert len(general.train) + len(general.held_out) == 8
+
+
+def test_the_same_prompt_with_and_without_a_teacher_of_its_own_is_refused(backbone, answered):
+    teachers = {"a": {"kind": "base", "prompts": str(specialist(answered, "a"))}}
+    config = RecoverConfig(domain=str(answered / "a.jsonl"), teachers=teachers)
+    with pytest.raises(UsageError, match="the same prompt has another teacher"):
+        encode_stream(config, "domain", backbone)

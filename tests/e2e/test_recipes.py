@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from safetensors.torch import load_file, save_file
 from test_workflow import opdcl
 from tiny import make_model, make_project
 
@@ -73,12 +74,18 @@ def test_two_specialists_into_one(folder):
     page = (folder / "special" / "one-1" / "report.md").read_text()
     assert "Held-out KL to site on its domain prompts" in page
 
-    # Another adapter where the run began from is noticed, and nothing is mixed.
+    # Another adapter where the run began from is noticed before anything is touched, and --force begins anew from it.
     other = folder / "special" / "staff-1" / "stages" / "01-finetune" / "adapter" / "adapter_model.safetensors"
     other.write_bytes(adapter(folder / "special", "site-1", "01-finetune"))
-    changed = opdcl("run", "special/one-1/workflow.yaml", "-o", "special/one-1", cwd=folder)
+    again = ("run", "special/one-1/workflow.yaml", "-o", "special/one-1", "--set", "recover.steps=2")
+    before = (folder / "special" / "one-1" / "config.json").read_bytes()
+    changed = opdcl(*again, cwd=folder)
     assert changed.returncode == 2
-    assert "changed" in changed.stderr or "another adapter" in changed.stderr
+    assert "finetune changed: start" in changed.stderr
+    assert (folder / "special" / "one-1" / "config.json").read_bytes() == before
+    anew = opdcl(*again, "--force", cwd=folder)
+    assert anew.returncode == 0, anew.stderr
+    assert adapter(folder / "special", "one-1", "01-finetune") == adapter(folder / "special", "site-1", "01-finetune")
 
 
 def test_self_distillation_beside_imitation(folder):
@@ -122,6 +129,19 @@ def test_what_leads_nowhere_is_refused(folder, arms, said):
     assert done.returncode == 2
     assert said in done.stderr
     assert not any((folder / "wrong").rglob("stage.json"))
+
+
+def test_the_same_start_under_another_model_is_another_run(folder, tiny_model):
+    other = make_model(folder / "sibling")
+    weights = other / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: t * 1.01 for name, t in tensors.items()}, weights, {"format": "pt"})
+    (folder / "models.yaml").write_text(f"finetune: null\narms:\n  a: {{}}\n  b: {{model: {{id: {other}}}}}\nseeds: []\n")
+    assert opdcl("run", "tiny.yaml", "--set", "recover=null", "--set", "eval=null", "-o", "first", cwd=folder).returncode == 0
+    done = opdcl("run", "tiny.yaml", "models.yaml", "--set", "start=first", "--set", "recover.domain=rows.jsonl", "-o", "models", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "recover: taken from" not in done.stderr
+    assert "eval instructions tuned: taken from" not in done.stderr
 
 
 def test_what_needs_a_failed_arm_fails_with_it(folder):
