@@ -136,14 +136,25 @@ def _load(run: RunDir) -> Member:
         stage = run.find_stage(name)
         # The same path may have held other rows when another run was made.
         inputs = (stage.state().get("inputs") or {}) if stage else {}
-        settings |= {f"{name}.{key}": str(value)[:12] for key, value in inputs.items() if key.startswith("content of ")}
+        settings |= {f"{name}.{key}": str(value)[:12] for key, value in inputs.items()
+                     if key.startswith("content of ") and not key.endswith(".adapter")}  # fmt: skip
     seeds = {key: settings[key] for key in settings if key.rsplit(".", 1)[-1] in SEEDS}
-    kept = {k: v for k, v in settings.items() if k not in seeds and k.rsplit(".", 1)[-1] not in WITHOUT_MEANING}
+    kept = {
+        k: _without_seed(v, seeds) if v and (k == "start" or k.endswith(".adapter")) else v
+        for k, v in settings.items()
+        if k not in seeds and k.rsplit(".", 1)[-1] not in WITHOUT_MEANING
+    }
     suites = load_suites(run)
     headline = {role: found for role in ROLES if (found := next((s for s in suites if s.role == role), None))}
     if not any(suite.rows for suite in headline.values()):
         raise UsageError(f"{run.path} has no results yet", f"opdcl eval {shlex.quote(str(run.path))}")
     return Member(run, kept, {k: v for k, v in seeds.items() if not k.startswith("eval.")}, headline)
+
+
+def _without_seed(place: str, seeds: dict[str, Any]) -> str:
+    """Return the name of the run that another builds on, without its seed: over seeds these are one arm."""
+    name = Path(place).name
+    return next((name.removesuffix(f"-{seed}") for seed in seeds.values() if name.endswith(f"-{seed}")), name)
 
 
 def _model(members: list[Member], role: str) -> Member:

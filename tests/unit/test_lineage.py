@@ -99,6 +99,16 @@ def test_a_seed_that_has_not_come_as_far_has_no_part_in_the_chain(step):
     assert any("2 seeds have not reached the last step" in note for note in found["notes"])
 
 
+def test_last_steps_alone_are_pooled_over_seeds(step):
+    firsts = [step(f"first-{seed}", "handbook", 30, 36, 2) for seed in (1, 2)]
+    seconds = [step(f"second-{seed}", "manual", 28, 34, 30, start=first) for seed, first in enumerate(firsts, 1)]
+    for seed, run in enumerate(seconds, 1):
+        change(run, "finetune", seed=seed)
+    other = step("other", "manual", 20, 30, 30, start=firsts[0])
+    change(other, "recover", steps=5)
+    assert [(arm["name"], arm["seeds"]) for arm in compare.compare([*seconds, other])["arms"]] == [("second", 2), ("other", 1)]
+
+
 def test_two_experiments_of_the_same_names_are_kept_apart(step):
     one = step("one/first", "handbook", 30, 36, 2)
     runs = [one, step("one/second", "manual", 28, 34, 30, start=one)]
