@@ -48,9 +48,9 @@ def expand(flow: Workflow, out: Path) -> dict[str, Workflow]:
 
 
 def _resolved(value: Any, earlier: dict[str, str], arm: str) -> Any:
-    """Return settings with each `arm:NAME` replaced by that arm's run directory."""
+    """Return settings with each `arm:NAME`, where an adapter is named, replaced by that arm's run directory."""
     if isinstance(value, dict):
-        return {key: _resolved(inner, earlier, arm) for key, inner in value.items()}
+        return {k: _resolved(v, earlier, arm) if isinstance(v, dict) or k in ("start", "adapter") else v for k, v in value.items()}
     if not (isinstance(value, str) and value.startswith(REFERENCE)):
         return value
     if (name := value.removeprefix(REFERENCE)) not in earlier:
@@ -61,8 +61,7 @@ def _resolved(value: Any, earlier: dict[str, str], arm: str) -> Any:
 
 def needs(one: Workflow) -> list[Path]:
     """Return the run directories and folders whose adapters a workflow starts from or is taught by."""
-    teachers = one.recover.all_teachers().values() if one.recover else ()
-    return [Path(place) for place in dict.fromkeys((one.start, *(t.adapter for t in teachers))) if place]
+    return [Path(place) for place in dict.fromkeys(one.adapters().values())]
 
 
 def _merged(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +101,8 @@ def execute_all(flow: Workflow, origins: dict[str, str], out: Path, output: Outp
         Interrupted: The user stopped it; the same command goes on.
         OpdclError: Some arm failed; the others are compared.
     """
-    from opdcl.compare import compare, refuse_folder, write
+    from opdcl.compare import compare
+    from opdcl.view import refuse_folder, write
     from opdcl.workflow import execute
 
     refuse_folder(out)

@@ -198,7 +198,7 @@ def compare(
 ) -> None:  # fmt: skip
     """Show several runs side by side: scores, R and D with intervals, and the settings in which they differ."""
     from opdcl.compare import compare as compare_runs
-    from opdcl.compare import refuse_folder, write
+    from opdcl.view import refuse_folder, write
 
     _mode(json, quiet)
     if out:
@@ -393,14 +393,15 @@ def _show_summary(summary: dict[str, Any], path: Path) -> None:
 
 
 def _show_comparison(found: dict[str, Any]) -> None:
-    from opdcl.compare import tables
+    from opdcl.view import view
 
     if output.mode == "json" or not found:
         output.result("", found)
         return
-    scores, *others = tables(found)
+    scores, *others = view(found).tables
     # The words of a status stand below each other, so that the table fits a terminal of 80 columns.
-    output.table("", scores.columns, [[*row[:-1], row[-1].replace(" ", "\n")] for row in scores.rows], found)
+    rows = [[cell.replace(" ", "\n") if name == "status" else cell for name, cell in zip(scores.columns, row, strict=True)] for row in scores.rows]
+    output.table("", scores.columns, rows, found)
     for table in others:
         output.table(f"\n{table.title}", table.columns, table.rows, found)
     for note in found["notes"]:

@@ -18,9 +18,10 @@ from opdcl import lineage
 from opdcl.errors import UsageError
 from opdcl.load import flatten
 from opdcl.plan import WITHOUT_MEANING
-from opdcl.rundir import RunDir, write_atomic, write_json
+from opdcl.rundir import RunDir
 from opdcl.summary import STATES, Suite, load_suites, read_record, section, summarise_suites
-from opdcl.text import Table, harmless, interval, markdown, percent, span
+from opdcl.text import harmless, interval
+from opdcl.view import MISSING, Figure, Table, View, measured_on, notes_on_seeds, points_cell, score_cell
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +30,6 @@ ROLES = ("retention", "domain")
 SEEDS = {"seed", "data_seed"}
 # Sections of a workflow that cannot change a score.
 IGNORED = {"name", "description", "gates", "arms", "seeds"}
-MISSING = "\N{EN DASH}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +114,7 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     suites = {role: s for role in ROLES if (s := _model(members, role).suites.get(role)) and s.rows}
     found = {
         "headline": {role: s.name if (s := members[0].suites.get(role)) else None for role in ROLES},
-        "suites": {s.name: {"role": role, "metric": s.metric, "n": len(_prompts(s))} for role, s in suites.items()},
+        "suites": {s.name: {"role": role, "metric": s.metric, "n": len(s.prompts)} for role, s in suites.items()},
         "references": base + tuned,
         "arms": rows,
         "differences": differences,
@@ -181,14 +181,10 @@ def _unlike(role: str, model: Member, other: Member) -> str:
         return ""
     if found.metric != wanted.metric:
         return f"{here} is scored by {found.metric} and by {wanted.metric}"
-    prompts, others = _prompts(found), _prompts(wanted)
+    prompts, others = found.prompts, wanted.prompts
     if len(prompts) != len(others):
         return f"{here} was answered on {len(prompts)} and on {len(others)} prompts"
     return "" if prompts == others else f"{here} has other prompts in one than in the other"
-
-
-def _prompts(suite: Suite) -> list[tuple]:
-    return [(row["doc_id"], row["prompt"]) for row in next(iter(suite.rows.values()))]
 
 
 def _remedy(model: Member, other: Member) -> str:
@@ -359,15 +355,7 @@ def _notes(arms: list[Arm], rows: list[dict], base: list[dict], tuned: list[dict
                 left_out = "" if member in arm.pooled else f", and is left out of {arm.name}"
                 notes.append(f"{member.run.path} is not finished: no result of {', '.join(member.missing)}{left_out}.")
     notes += _notes_of_runs([m for arm in arms for m in arm.members])
-    counts = {row["seeds"] for row in rows}
-    if 1 in counts:
-        notes.append("With one seed an interval covers the choice of prompts, not the training seed.")
-    if few := sorted(n for n in counts if 1 < n < 5):
-        notes.append(
-            f"Over {' or '.join(map(str, few))} seeds an interval is too narrow: of the variance between n seeds the "
-            "bootstrap sees (n - 1) / n."
-        )
-    return notes
+    return notes + notes_on_seeds({row["seeds"] for row in rows})
 
 
 def _notes_of_runs(members: list[Member]) -> list[str]:
@@ -379,15 +367,20 @@ def _notes_of_runs(members: list[Member]) -> list[str]:
     return [n if len(paths) == len(members) else f"{', '.join(paths)}: {n}" for n, paths in found.items()]
 
 
-def tables(found: dict[str, Any]) -> list[Table]:
-    """Return the scores, the distance to the alpha-curve, and the settings that differ, as tables."""
-    if "chains" in found:
-        return lineage.tables(found)
+def view(found: dict[str, Any]) -> View:
+    """Return how a comparison of arms is shown."""
+    lead = f"{', '.join(row['name'] for row in found['arms'])}: compared on {measured_on(found)}."
+    figure = Figure("Frontier", "frontier", "What was learned against what was kept. Bars are 95 % intervals; up and right is better.")
+    return View(lead, _tables(found), [_runs_table(found)], figure)
+
+
+def _tables(found: dict[str, Any]) -> list[Table]:
+    """Return the scores, the distance to the alpha-curve, and the settings that differ."""
     columns = ["arm", *(f"{role}\n{found['headline'][role] or 'no suite'}" for role in ROLES), "R", "D", "status"]
     rows = []
     for row in found["references"]:
         name = row["name"] + (f"\nmean of {row['results']}" if row["results"] > 1 else "")
-        rows.append([name, _score(row["retention"]), _score(row["domain"]), "", "", ""])
+        rows.append([name, score_cell(row["retention"]), score_cell(row["domain"]), "", "", ""])
     for row in found["arms"]:
         seeds = f"{row['seeds']} seed{'s' if row['seeds'] > 1 else ''}"
         rows.append([f"{row['name']}\n{seeds}", *_numbers(row), row["status"]])
@@ -398,7 +391,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
     )
     shown = [Table("Scores", columns, rows, caption)]
     if against := [(row["name"], d) for row in found["arms"] if (d := row["above_alpha_curve"])]:
-        rows = [[name, _points(d["retention"]), _points(d["domain"]), d["arm"]] for name, d in against]
+        rows = [[name, points_cell(d["retention"]), points_cell(d["domain"]), d["arm"]] for name, d in against]
         caption = (
             "The difference, on the same prompts, to the best point of the tuned adapter scaled without training. "
             "Where an interval contains zero, the difference may be chance."
@@ -425,73 +418,8 @@ def _runs_table(found: dict[str, Any]) -> Table:
 def _numbers(row: dict[str, Any]) -> list[str]:
     ratios = (row["recovery"], row["domain_retention"])
     shown = [interval(ratio).replace(" [", "\n[", 1) if ratio else "" for ratio in ratios]
-    return [_score(row["retention"]), _score(row["domain"]), *shown]
-
-
-def _score(estimate: dict) -> str:
-    return f"{percent(estimate['value'])}\n{span(estimate)}" if estimate else ""
-
-
-def _points(estimate: dict) -> str:
-    if not estimate:
-        return ""
-    value, low, high = (f"{100 * estimate[k]:+.1f}" for k in ("value", "low", "high"))
-    return f"{value}\n[{low}, {high}]"
+    return [score_cell(row["retention"]), score_cell(row["domain"]), *shown]
 
 
 def _value(value: Any) -> str:
     return value if isinstance(value, str) else "none" if value is None else json.dumps(value, ensure_ascii=False)
-
-
-def refuse_folder(folder: Path) -> None:
-    """Refuse a place where no folder can be made, before anything is computed."""
-    there = next(p for p in (folder, *folder.resolve().parents) if p.exists())
-    if not there.is_dir():
-        raise UsageError(f"{there} is a file", "choose another folder with -o")
-
-
-def write(found: dict[str, Any], folder: Path) -> list[Path]:
-    """Write `compare.md`, `compare.html` and `compare.json` into a folder; return their paths."""
-    page, text, data = (folder / f"compare.{ending}" for ending in ("html", "md", "json"))
-    shown = tables(found) if "chains" in found else [*tables(found), _runs_table(found)]
-    write_atomic(text, _markdown(found, shown))
-    write_atomic(page, _html(found, shown))
-    write_json(data, found)
-    return [text, page, data]
-
-
-def _lead(found: dict[str, Any]) -> str:
-    """Say what is compared in one sentence."""
-    if "chains" in found:
-        return lineage.lead(found)
-    suites = [f"{name} ({suite['n']} prompts)" for name, suite in found["suites"].items()]
-    return f"{', '.join(row['name'] for row in found['arms'])}: compared on {' and '.join(suites)}."
-
-
-def _markdown(found: dict[str, Any], shown: list[Table]) -> str:
-    def line(cells: list[str]) -> str:
-        return f"| {' | '.join(markdown(cell) or MISSING for cell in cells)} |"
-
-    parts = ["# Comparison", f"**{markdown(_lead(found))}**", *(f"> {markdown(note)}" for note in found["notes"])]
-    for table in shown:
-        rule = f"| --- |{' ---: |' * (len(table.columns) - 1)}"
-        parts += [f"## {table.title}", "\n".join([line(table.columns), rule, *map(line, table.rows)]), table.caption]
-    return "\n\n".join(parts) + "\n"
-
-
-def _html(found: dict[str, Any], shown: list[Table]) -> str:
-    from markupsafe import Markup
-
-    from opdcl import plots
-    from opdcl.report import environment
-
-    figures = [
-        ("Frontier", plots.frontier(found) if "arms" in found else None,
-         "What was learned against what was kept. Bars are 95 % intervals; up and right is better."),
-        ("From step to step", plots.steps(found) if "chains" in found else None,
-         "Each suite after each step. Bars are 95 % intervals; a line that falls is forgetting."),
-    ]  # fmt: skip
-    return environment(harmless, escape=True).get_template("compare.html.j2").render(
-        lead=_lead(found), notes=found["notes"], tables=shown, missing=MISSING,
-        figures=[(title, Markup(svg), caption) for title, svg, caption in figures if svg],
-    )  # fmt: skip

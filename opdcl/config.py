@@ -283,7 +283,7 @@ class RecoverConfig(Section):
     validation_prompts: Positive = 16
     """Held-out prompts per stream."""
     keep: Literal["best", "last"] = "best"
-    """Which adapter the stage ends with: the best by held-out KL, or the last."""
+    """Which adapter the stage ends with: the best by held-out KL, or the last that was measured."""
     save_steps: Positive = 8
     """Steps between checkpoints."""
     seed: int = 0
@@ -391,3 +391,9 @@ class Workflow(Section):
         if len(set(value)) < len(value):
             raise ValueError("a seed is named twice, which would count one result as two")
         return value
+
+    def adapters(self) -> dict[str, str]:
+        """Return the places of the adapters that it starts from or is taught by, by their keys."""
+        teachers = self.recover.all_teachers() if self.recover else {}
+        places = {"start": self.start} | {f"recover.{name}.adapter": teacher.adapter for name, teacher in teachers.items()}
+        return {key: place for key, place in places.items() if place}

@@ -23,7 +23,8 @@ from opdcl.errors import UsageError
 from opdcl.load import flatten
 from opdcl.rundir import RunDir
 from opdcl.summary import Suite, load_suites, read_record
-from opdcl.text import Table, interval, percent, span
+from opdcl.text import interval
+from opdcl.view import Figure, Table, View, measured_on, notes_on_seeds, points_cell, score_cell
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,7 +79,7 @@ class Results:
             for suite in load_suites(run):
                 if suite.rows:
                     model = self.suites.setdefault(suite.name, suite)
-                    if (suite.metric, _prompts(suite)) == (model.metric, _prompts(model)):
+                    if (suite.metric, suite.prompts) == (model.metric, model.prompts):
                         self._found[run, suite.name] = suite
                     else:
                         self.unlike.append(f"{run.path} answered other prompts of {suite.name}, or was scored otherwise, and is left out there.")
@@ -95,10 +96,6 @@ class Results:
                 return None
             found.append(self._found[run, suite].values(state))
         return np.stack(found) if found else None
-
-
-def _prompts(suite: Suite) -> list[tuple]:
-    return [(row["doc_id"], row["prompt"]) for row in next(iter(suite.rows.values()))]
 
 
 class Chain(NamedTuple):
@@ -122,7 +119,7 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     every = [_summarise(chain, list(chain.lines), results) for chain in chains]
     base = {n: [r for step in steps for r in step.runs if results.scores([r], n, base=True) is not None][:1] for n in names}
     return {
-        "suites": {n: {"role": s.role, "metric": s.metric, "n": len(_prompts(s))} for n, s in results.suites.items()},
+        "suites": {n: {"role": s.role, "metric": s.metric, "n": len(s.prompts)} for n, s in results.suites.items()},
         "base": {n: stats.mean(results.scores(run, n, base=True)).as_dict() for n, run in base.items() if run},
         "steps": [
             {"name": step.name, "seeds": len(step.runs), "runs": [str(run.path) for run in step.runs],
@@ -266,32 +263,26 @@ def _notes(steps: list[Step], chains: list[Chain], results: Results) -> list[str
     for chain in chains:
         if left := max(len(step.runs) for step in chain.steps) - len(chain.lines):
             notes.append(f"{_name(chain)}: {left} seed{'s have' if left > 1 else ' has'} not reached the last step, and so no part in the chain.")
-    counts = {len(chain.lines) for chain in chains} or {len(step.runs) for step in steps}
-    if 1 in counts:
-        notes.append("With one seed an interval covers the choice of prompts, not the training seed.")
-    if few := sorted(n for n in counts if 1 < n < 5):
-        notes.append(f"Over {' or '.join(map(str, few))} seeds an interval is too narrow: of the variance between n seeds the "
-                     "bootstrap sees (n - 1) / n.")  # fmt: skip
-    return notes
+    return notes + notes_on_seeds({len(chain.lines) for chain in chains} or {len(step.runs) for step in steps})
 
 
-def lead(found: dict[str, Any]) -> str:
-    """Say what is shown in one sentence."""
-    suites = [f"{name} ({suite['n']} prompts)" for name, suite in found["suites"].items()]
-    measured = " and ".join([", ".join(suites[:-1])] * (len(suites) > 1) + suites[-1:])
-    return f"{', '.join(step['name'] for step in found['steps'])}: steps that build on one another, measured on {measured}."
+def view(found: dict[str, Any]) -> View:
+    """Return how steps that build on one another are shown."""
+    lead = f"{', '.join(step['name'] for step in found['steps'])}: steps that build on one another, measured on {measured_on(found)}."
+    figure = Figure("From step to step", "steps", "Each suite after each step. Bars are 95 % intervals; a line that falls is forgetting.")
+    return View(lead, _tables(found), [], figure)
 
 
-def tables(found: dict[str, Any]) -> list[Table]:
-    """Return the matrix, the chains with their differences, and what is kept of each teacher, as tables."""
+def _tables(found: dict[str, Any]) -> list[Table]:
+    """Return the matrix, the chains with their differences, and what is kept of each teacher."""
     names = list(found["suites"])
-    rows = [["base", *(_score(found["base"].get(n)) for n in names)]]
-    rows += [[f"{s['name']}\n{s['seeds']} seed{'s' * (s['seeds'] > 1)}", *(_score(s["scores"].get(n)) for n in names)] for s in found["steps"]]
+    rows = [["base", *(score_cell(found["base"].get(n)) for n in names)]]
+    rows += [[f"{s['name']}\n{s['seeds']} seed{'s' * (s['seeds'] > 1)}", *(score_cell(s["scores"].get(n)) for n in names)] for s in found["steps"]]
     caption = "What the model scores after each step. Brackets are 95 % intervals: a bootstrap over prompts, and over seeds where there are several."
     shown = [Table("After each step", ["step", *(f"{n}\n{found['suites'][n]['role']}" for n in names)], rows, caption)]
     if found["chains"]:
-        rows = [[c["name"], *(_score(c[k]) for k in ("average", "forgetting", "backward_transfer"))] for c in found["chains"]]
-        rows += [[f"{d['of']}\nminus {d['against']}", _points(d["average"]), _points(d["forgetting"]), ""] for d in found["differences"]]
+        rows = [[c["name"], *(score_cell(c[k]) for k in ("average", "forgetting", "backward_transfer"))] for c in found["chains"]]
+        rows += [[f"{d['of']}\nminus {d['against']}", points_cell(d["average"]), points_cell(d["forgetting"]), ""] for d in found["differences"]]
         caption = ("Average: all suites at the end. Forgetting: how far they lie below the best reached before the last step, "
                    "base's retention included. Backward transfer: how far earlier domains have moved since they were learned. "
                    "Differences are in points, paired by prompt and seed.")  # fmt: skip
@@ -301,14 +292,3 @@ def tables(found: dict[str, Any]) -> list[Table]:
         caption = "The share of a teacher's gain over base that the step has, on the suite that the teacher learned."
         shown.append(Table("Kept of each teacher", ["step", "teacher", "suite", "kept"], rows, caption))
     return shown
-
-
-def _score(estimate: dict | None) -> str:
-    return f"{percent(estimate['value'])}\n{span(estimate)}" if estimate else ""
-
-
-def _points(estimate: dict | None) -> str:
-    if not estimate:
-        return ""
-    value, low, high = (f"{100 * estimate[k]:+.1f}" for k in ("value", "low", "high"))
-    return f"{value}\n[{low}, {high}]"

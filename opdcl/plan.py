@@ -16,16 +16,17 @@ Action = Literal["run", "resume", "skip", "stale"]
 WITHOUT_MEANING = {"save_steps", "micro_batch_tokens"}
 # Settings that came later: at these values they mean what was done before there was a choice, so that a run which an
 # earlier version made is not stale for them.
-LATER: dict[str, Any] = {
-    "oversample": 1.0,
-    "general_teacher": TeacherSection(kind="base").model_dump(),
-    "domain_teacher": TeacherSection(kind="tuned").model_dump(),
-    "teachers": {},
-    "keep": "best",
-    "health": {"overlap": 0.1},
-    "method": "sft",
-    "self_distill": SelfDistillSection().model_dump(),
-    "loss": {"discount": 0.0, "rescaled": True},
+LATER: dict[str, dict[str, Any]] = {
+    "finetune": {"method": "sft", "self_distill": SelfDistillSection().model_dump()},
+    "recover": {
+        "oversample": 1.0,
+        "general_teacher": TeacherSection(kind="base").model_dump(),
+        "domain_teacher": TeacherSection(kind="tuned").model_dump(),
+        "teachers": {},
+        "keep": "best",
+        "health": {"overlap": 0.1},
+        "loss": {"discount": 0.0, "rescaled": True},
+    },
 }
 STATES = ("base", "tuned", "recovered")
 
@@ -69,7 +70,7 @@ def stage_inputs(workflow: Workflow, run: RunDir, data: dict[str, str]) -> dict[
         if name == "finetune" and "start" in data:
             contents["start"] = data["start"]
         config = getattr(workflow, name)  # None where the fine-tune was done elsewhere, and its adapter is taken over
-        inputs[name] = {**(_meaning(config.model_dump()) if config else {}), **contents, origin: parent}
+        inputs[name] = {**(_meaning(name, config.model_dump()) if config else {}), **contents, origin: parent}
         origin, parent = f"{name} stage", hash_value(inputs[name])
     return inputs
 
@@ -94,8 +95,8 @@ def _finished_fingerprint(run: RunDir, name: str) -> str | None:
     return found.state()["fingerprint"] if found and found.state().get("status") == "done" else None
 
 
-def _meaning(config: dict[str, Any]) -> dict[str, Any]:
-    return _without(LATER, {k: v for k, v in config.items() if k not in WITHOUT_MEANING})
+def _meaning(stage: str, config: dict[str, Any]) -> dict[str, Any]:
+    return _without(LATER[stage], {k: v for k, v in config.items() if k not in WITHOUT_MEANING})
 
 
 def _without(later: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:

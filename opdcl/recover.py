@@ -51,12 +51,8 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
     backbone.load_adapter(parent.adapter, "student", trainable=True)
     backbone.load_adapter(parent.adapter, "tuned")
     teachers = {stream: _teachers(config, stream, prompts, backbone, parent) for stream, prompts in streams.items()}
-    if (
-        config.method != "interpolate"
-        and config.loss.kind == "jsd"
-        and not config.loss.rescaled
-        and 0 < (beta := config.loss.beta) < 1
-    ):
+    beta, rescaled = config.loss.beta, config.loss.kind != "jsd" or config.loss.rescaled or config.loss.beta in (0.0, 1.0)
+    if config.method != "interpolate" and not rescaled:
         report.note(f"recover.loss.rescaled is off: at beta {beta:g} loss and gradient are about {1 / (beta * (1 - beta)):.0f} times smaller "
                     "than reverse KL's, so that gradient clipping and loss.cap hardly ever act")  # fmt: skip
     if config.sampler == "auto":
@@ -87,11 +83,8 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
         if checkpoint := out.last_checkpoint():
             trainer.restore(checkpoint)
         callback.run(trainer, out)
-    if config.keep == "last":
-        save_adapter(backbone, out.adapter)
-    else:
-        with folder_appears_whole(out.adapter) as folder:
-            shutil.copytree(validation.best_adapter, folder, dirs_exist_ok=True)
+    with folder_appears_whole(out.adapter) as folder:
+        shutil.copytree(validation.best_adapter, folder, dirs_exist_ok=True)
     return ModelRef(parent.base, out.adapter)
 
 
@@ -244,13 +237,13 @@ class Validation(TrainerCallback):
         return f"no better adapter in {since} validations" if until.patience and since >= until.patience else ""
 
     def _keep_if_best(self, step: int, score: float) -> bool:
-        """Keep the adapter if no earlier step was better.
+        """Keep the adapter if no earlier step was better, or if the last one measured is wanted.
 
         Judged by the metrics, which a resumed run has cut back to its checkpoint, and not by the adapter that lies there,
         which may be of a later step: so a resumed run decides as the uninterrupted one does.
         """
         rows = [row for row in read_jsonl(self.out.metrics) if "validation" in row and row["step"] < step]
-        best = all(score < self._score(row.get("warm_start", row["validation"])) for row in rows)
+        best = self.config.keep == "last" or all(score < self._score(row.get("warm_start", row["validation"])) for row in rows)
         if best:
             save_adapter(self.trainer.backbone, self.best_adapter)
             write_json(self.best_adapter / "validation.json", {"step": step, "score": score})

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from opdcl.config import RecoverConfig, TeacherSection
 from opdcl.data import Row, encode_prompt, load_prompts
-from opdcl.distill.backbone import Backbone
 from opdcl.distill.schedule import Stream
-from opdcl.distill.teachers import Contexts
 from opdcl.errors import UsageError
+
+if TYPE_CHECKING:
+    from opdcl.distill.backbone import Backbone
+    from opdcl.distill.teachers import Contexts
 
 STREAMS: tuple[Stream, ...] = ("general", "domain")
 
@@ -23,8 +26,8 @@ class Prompts:
     their place. The stream's own teacher has the name "".
     """
 
-    train: list[list[int]] = field(default_factory=list)
-    held_out: list[list[int]] = field(default_factory=list)
+    train: list[list[int]]
+    held_out: list[list[int]]
     routes: dict[tuple[int, ...], str] = field(default_factory=dict)
     contexts: dict[str, Contexts] = field(default_factory=dict)
 

@@ -47,6 +47,11 @@ class Suite:
         return max((kind[self.metric] for kind in kinds if self.metric in kind), default=None)
 
     @property
+    def prompts(self) -> list[tuple]:
+        """Return what tells prompts apart, in the order of the rows."""
+        return [(row["doc_id"], row["prompt"]) for row in next(iter(self.rows.values()))]
+
+    @property
     def plain(self) -> str:
         return PLAIN_WORDS.get(self.name, self.name)
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import unicodedata
-from typing import NamedTuple
 
 # What a hub, a cloud or an API hands out as a key, credentials inside a URL, and values that call themselves secret.
 SECRET = re.compile(
@@ -22,15 +21,6 @@ def redact(text: str) -> str:
         if len(value) >= 8 and re.search(r"(?i)token|secret|password|api_?key|credential", name):
             text = text.replace(value, REDACTED)
     return SECRET.sub(REDACTED, text)
-
-
-class Table(NamedTuple):
-    """What a table shows; a cell's second line is its interval, or another small addition."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-    caption: str
 
 
 def percent(value: float) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from opdcl import __version__
-from opdcl.config import TeacherSection, Workflow
+from opdcl.config import Workflow
 from opdcl.errors import GateError, Interrupted, OpdclError, UsageError
 from opdcl.integrity import seal_run
 from opdcl.load import dump, package_folder
@@ -43,9 +43,10 @@ def plan_run(workflow: Workflow, run: RunDir) -> list[Task]:
 
 def data_hashes(workflow: Workflow) -> dict[str, str]:
     """Check that every data source exists and is well-formed; return field -> hash of its content."""
-    from opdcl.data import load_prompts, load_rows, source_files
+    from opdcl.data import load_rows, source_files
     from opdcl.models import find_adapter
     from opdcl.plan import source_hash
+    from opdcl.streams import STREAMS, stream_rows
 
     sources: dict[str, str] = {}
     if workflow.finetune:
@@ -54,31 +55,24 @@ def data_hashes(workflow: Workflow) -> dict[str, str]:
             if row.text is None and row.answer is None:
                 raise UsageError(f"{row.where} has no answer to learn", "fine-tune rows need completion, answer or text")
     if workflow.recover:
-        prompts = {name: getattr(workflow.recover, name) for name in ("general", "domain")}
+        prompts = {name: getattr(workflow.recover, name) for name in STREAMS}
         prompts |= {f"teachers.{name}.prompts": teacher.prompts for name, teacher in workflow.recover.teachers.items()}
-        for name, source in prompts.items():
-            if source:
-                sources[f"recover.{name}"] = source
-                load_prompts(source)
+        sources |= {f"recover.{name}": source for name, source in prompts.items() if source}
+        for stream in STREAMS:
+            stream_rows(workflow.recover, stream)
     if workflow.eval:
         for suite, path in workflow.eval.data.items():
             if not os.path.isfile(path):
                 raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
             sources[f"eval.data.{suite}"] = path
     hashes = {field: source_hash(source, source_files(source)) for field, source in sources.items()}
-    adapters = {f"recover.{name}.adapter": teacher.adapter for name, teacher in all_teachers(workflow)} | {"start": workflow.start}
-    for field, place in adapters.items():
-        if place:
-            folder = find_adapter(place)
-            hashes[field] = hash_files([folder / "adapter_model.safetensors", folder / "adapter_config.json"])
+    for field, place in workflow.adapters().items():
+        folder = find_adapter(place)
+        hashes[field] = hash_files([folder / "adapter_model.safetensors", folder / "adapter_config.json"])
     for suite in workflow.eval.suites() if workflow.eval else ():
         if files := sorted(package_folder("evals").glob(f"*/{suite}.yaml")):
             hashes[f"eval.suite.{suite}"] = hash_files(sorted(p for p in files[0].parent.iterdir() if p.is_file()))
     return hashes
-
-
-def all_teachers(workflow: Workflow) -> list[tuple[str, TeacherSection]]:
-    return list(workflow.recover.all_teachers().items()) if workflow.recover else []
 
 
 def inherit(workflow: Workflow) -> Workflow:
@@ -200,13 +194,9 @@ def check_tasks(workflow: Workflow) -> None:
             check_trainer_fields(SFTConfig, "finetune", workflow.finetune.trainer)
     if workflow.recover:
         check_trainer_fields(DistillationConfig, "recover", workflow.recover.trainer)
-        for _, teacher in all_teachers(workflow):
+        for teacher in workflow.recover.all_teachers().values():
             if teacher.model:
                 check_exists(teacher.model)
-        from opdcl.streams import STREAMS, stream_rows
-
-        for stream in STREAMS:
-            stream_rows(workflow.recover, stream)
     if workflow.eval:
         from opdcl.evaluate import load_task
 

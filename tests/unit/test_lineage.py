@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from test_compare import change, measure, workflow, write
+from synthetic import N, change, measure, workflow, write
 
 from opdcl import compare, lineage, stats
 from opdcl.errors import UsageError
 from opdcl.rundir import RunDir
-
-N = 40
+from opdcl.summary import read_record
+from opdcl.view import view
+from opdcl.view import write as write_page
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ def step(tmp_path):
         write(run.config, {"workflow": workflow(teachers={n: {"adapter": str(p.path)} for n, p in (teachers or {}).items()})})
         change(run, "eval", domain=domains)
         change(run, "finetune", data=learned)
-        config = compare.read_record(run.config)
+        config = read_record(run.config)
         write(run.config, {"workflow": config["workflow"] | {"start": start and str(start.path)}})
         write(run.stage(2, "recover").record, {"status": "done"})
         measure(run, "base", {"instructions": range(32), "handbook": range(4), "manual": range(2)})
@@ -63,12 +64,12 @@ def test_numbers_of_a_chain_are_those_by_hand(two_ways):
 
 def test_every_step_has_its_row_and_every_chain_its_line(two_ways, tmp_path):
     found = compare.compare(two_ways)
-    matrix, chains, kept = compare.tables(found)
+    matrix, chains, kept = view(found).tables
     assert [row[0].split("\n")[0] for row in matrix.rows] == ["base", "first", "worse", "second", "after"]
     assert matrix.rows[3][1].startswith("70.0 %")
     assert len(chains.rows) == 3
     assert len(kept.rows) == 1
-    for file in compare.write(found, tmp_path / "out"):
+    for file in write_page(found, tmp_path / "out"):
         assert "first → second" in file.read_text()
     assert (tmp_path / "out" / "compare.html").read_text().count("<svg") == 1
 
@@ -132,7 +133,7 @@ def test_answers_to_other_prompts_are_left_out_and_said(step):
 
 def test_a_run_that_builds_on_itself_is_refused(step):
     first = step("first", "handbook", 30, 36, 2)
-    config = compare.read_record(first.config)
+    config = read_record(first.config)
     write(first.config, {"workflow": config["workflow"] | {"start": str(first.path)}})
     with pytest.raises(UsageError, match="builds on itself"):
         compare.compare([first, step("second", "manual", 28, 34, 30)])
