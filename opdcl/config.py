@@ -225,6 +225,22 @@ class NamedTeacher(TeacherSection):
     """Further domain prompts, all of which are its own."""
 
 
+class RewardSection(Section):
+    """A verifiable reward beside the teacher: how a suite's own scorer likes a completion, compared with the others on its prompt
+    (GRPO, arXiv 2402.03300). General prompts are then the suite's documents."""
+
+    suite: str = Field(min_length=1)
+    """Any generative suite. What it holds is learned from, so it says nothing about the model any more: measure on another."""
+    metric: str | None = None
+    """Which of the suite's scores. Default: its first."""
+    group: Annotated[int, Field(ge=2, strict=True)] = 8
+    """Completions per prompt, which are compared with each other."""
+    teacher: Annotated[float, Field(ge=0)] = 0.1
+    """Weight of what the teacher says of the same tokens, as a dense signal; the reward's is 1."""
+    clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """How far a token's probability may move, as a ratio, before the reward stops pushing it (arXiv 1707.06347)."""
+
+
 class RecoverConfig(Section):
     """Recovery by on-policy distillation: the student samples, a teacher grades every token by reverse KL."""
 
@@ -242,6 +258,8 @@ class RecoverConfig(Section):
     teachers: dict[Annotated[str, Field(pattern=TEACHER_NAME)], NamedTeacher] = {}
     """Further teachers by name, several specialists for instance: each grades the prompts whose `teacher` field names it, and
     its own `prompts`."""
+    reward: RewardSection | None = None
+    """What general completions are rewarded for, beyond what their teacher can teach."""
     steps: Positive = 48
     """Optimizer steps, both streams together."""
     rollouts: Positive = 16
@@ -305,6 +323,28 @@ class RecoverConfig(Section):
             if teacher.skip_tokens >= length:
                 raise ValueError(f"{name}.skip_tokens leaves nothing of {length} tokens")
         return self
+
+    @model_validator(mode="after")
+    def _rewards_what_the_student_writes(self) -> RecoverConfig:
+        if self.reward is None:
+            return self
+        if self.general != "everyday":
+            raise ValueError("a reward brings its own general prompts: leave general out")
+        if self.method not in ("alternating", "general") or self.loss.kind == "cross_entropy":
+            raise ValueError("a reward needs method alternating or general, and a loss that compares with the teacher")
+        if self.lmbda < 1 or self.teacher_first or self.oversample > 1:
+            raise ValueError("a reward is for what the student itself writes: lmbda 1, teacher_first 0, oversample 1")
+        if self.rollouts % self.reward.group:
+            raise ValueError(f"rollouts must be a multiple of reward.group, {self.reward.group}")
+        if self.keep != "last":
+            raise ValueError("with a reward, held-out KL does not say which adapter is best: keep last")
+        return self
+
+    def source(self, stream: Literal["general", "domain"]) -> str | None:
+        """Return where a stream's prompts come from, if from a data source."""
+        if stream == "domain":
+            return self.domain
+        return None if self.reward else self.general
 
     def all_teachers(self) -> dict[str, TeacherSection]:
         """Return every teacher by its key."""
@@ -384,6 +424,13 @@ class Workflow(Section):
     """Several runs of one workflow: name -> the settings in which that run differs. What they have in common is made once."""
     seeds: list[Annotated[int, Field(ge=0, strict=True)]] = []
     """Repeat every run with each of these as the seed of fine-tune and recovery."""
+
+    @model_validator(mode="after")
+    def _measures_on_what_was_not_learned(self) -> Workflow:
+        reward = self.recover.reward if self.recover else None
+        if reward and self.eval and reward.suite in self.eval.suites():
+            raise ValueError(f"recover.reward learns from {reward.suite}, so eval cannot measure on it: name another suite")
+        return self
 
     @field_validator("seeds")
     @classmethod

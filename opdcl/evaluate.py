@@ -87,7 +87,7 @@ class BackboneLM(LM):
                         file.write(json.dumps(answers[i], ensure_ascii=False) + "\n")
         self.tokens += sum(row["tokens"] for row in answers.values())
         self.lengths = [answers[i]["tokens"] for i in range(len(requests))]
-        return [_cut(answers[i]["text"], requests[i].args[1].get("until") or []) for i in range(len(requests))]
+        return [cut_at(answers[i]["text"], requests[i].args[1].get("until") or []) for i in range(len(requests))]
 
     def loglikelihood(self, requests, disable_tqdm: bool = False):
         raise UsageError("suites that compare log-likelihoods are not supported yet", "choose a generative task")
@@ -200,7 +200,8 @@ def _mean(values: list) -> float:
     return round(sum(flat) / len(flat), 6)
 
 
-def _cut(text: str, stops: list[str]) -> str:
+def cut_at(text: str, stops: list[str]) -> str:
+    """Return the text up to the first of the stop strings."""
     ends = [text.find(s) for s in stops if s and s in text]
     return text[: min(ends)] if ends else text
 

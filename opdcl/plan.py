@@ -23,6 +23,7 @@ LATER: dict[str, dict[str, Any]] = {
         "general_teacher": TeacherSection(kind="base").model_dump(),
         "domain_teacher": TeacherSection(kind="tuned").model_dump(),
         "teachers": {},
+        "reward": None,
         "keep": "best",
         "health": {"overlap": 0.1},
         "loss": {"discount": 0.0, "rescaled": True},

@@ -22,6 +22,7 @@ from opdcl.distill.trainer import RecoveryTrainer, by_teacher
 from opdcl.errors import OpdclError, UsageError
 from opdcl.health import Health, check_turn_end, drifted, halted
 from opdcl.models import ModelRef, find_adapter
+from opdcl.reward import Reward
 from opdcl.rundir import StageDir, folder_appears_whole, read_jsonl, write_atomic, write_json
 from opdcl.streams import STREAMS, Prompts, encode_stream, teacher_section
 from opdcl.training import StageCallback, StageReport, save_adapter, trainer_arguments
@@ -75,7 +76,8 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
         "remove_unused_columns": False,
         **config.trainer,
     }
-    trainer = RecoveryTrainer(backbone, config, steps, train, teachers, DistillationConfig(**arguments), [validation, callback, health])
+    trainer = RecoveryTrainer(backbone, config, steps, train, teachers, DistillationConfig(**arguments), [validation, callback, health],
+                              Reward(config.reward, backbone) if config.reward else None)  # fmt: skip
     validation.trainer = trainer
     if config.method == "interpolate":
         _interpolate(validation, backbone, out)

@@ -170,6 +170,7 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
         "why_no_r": why_no_recovery(summary),
         "why_no_d": why_no_domain_retention(headline[1]),
         "differences": _differences(summary["tests"]),
+        "ceiling": {name: gap | _points(gap) for name, gap in summary["ceiling"].items()},
         "margin": f"{100 * stats.NON_INFERIORITY_MARGIN:g}",
         "samples": {s.name: groups for s in headline if s and (groups := pick_samples(s))},
         "loss_ends": losses[:1] + losses[-1:],
@@ -225,11 +226,16 @@ def _differences(tests: dict) -> list[dict[str, str]]:
     rows = []
     for pair, p in tests["mcnemar"].items():
         if change := tests[pair]:
-            value, low, high = (f"{100 * change[k]:+.1f}" for k in ("value", "low", "high"))
             later, earlier = pair.split("_minus_")
             shown = "n/a" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
-            rows.append({"pair": f"{later} - {earlier}", "value": value, "span": f"{low} to {high}", "p": shown})
+            rows.append({"pair": f"{later} - {earlier}", **_points(change), "p": shown})
     return rows
+
+
+def _points(change: dict[str, float]) -> dict[str, str]:
+    """Return a difference in points, with its interval, as a table shows them."""
+    value, low, high = (f"{100 * change[k]:+.1f}" for k in ("value", "low", "high"))
+    return {"value": value, "span": f"{low} to {high}"}
 
 
 def _teachers(run: RunDir) -> dict[str, str]:

@@ -10,6 +10,7 @@ from opdcl.config import RecoverConfig, TeacherSection
 from opdcl.data import Row, encode_prompt, load_prompts
 from opdcl.distill.schedule import Stream
 from opdcl.errors import UsageError
+from opdcl.reward import reward_rows
 
 if TYPE_CHECKING:
     from opdcl.distill.backbone import Backbone
@@ -45,8 +46,10 @@ def stream_rows(config: RecoverConfig, stream: Stream) -> list[Row]:
     Raises:
         UsageError: A row names a teacher that there is not, or its teacher is to be shown an answer that it has not.
     """
-    source = config.general if stream == "general" else config.domain
+    source = config.source(stream)
     rows = load_prompts(source) if source else []
+    if stream == "general" and config.reward:
+        rows = reward_rows(config.reward)
     if stream == "domain":
         for name, teacher in config.teachers.items():
             rows += [replace(row, teacher=name) for row in load_prompts(teacher.prompts)] if teacher.prompts else []
@@ -83,7 +86,7 @@ def _split(config: RecoverConfig, stream: Stream, ids: list[list[int]], room: in
            backbone: Backbone) -> tuple[list[list[int]], list[list[int]]]:  # fmt: skip
     """Return the prompts to train on and those held out."""
     count = config.validation_prompts
-    if stream == "general" and config.general == "everyday":
+    if config.source(stream) == "everyday":
         kept = [encode_prompt(row, backbone.tokenizer, room) for row in load_prompts("everyday", "validation")]
         return ids, kept[:: max(1, len(kept) // count)][:count]
     if len(ids) == 1:

@@ -18,6 +18,8 @@ STATES = ("base", "tuned", "recovered")
 ROLES = ("retention", "domain", "control")
 # What a suite measures, where its name alone does not say it in a sentence.
 PLAIN_WORDS = {"instructions": "instruction following", "ifeval": "instruction following"}
+# Whose results are the most that distillation can give.
+TEACHER_OF = {"retention": "base", "domain": "tuned", "control": "base"}
 # Below this share of the domain gain a verdict says "but only": recovery was paid for with the domain.
 MOST_OF_THE_GAIN = 0.9
 
@@ -139,6 +141,7 @@ def summarise_suites(run: RunDir, suites: list[Suite]) -> dict[str, Any]:
                 for pair, interval in _pairwise(suite, lambda a, b: stats.difference(a, b, seed).as_dict()).items()
             },
         },
+        "ceiling": _ceiling(suites, seed),
         "cost": _cost(run, suites),
         "notes": _notes(run, suites, estimates),
     }
@@ -206,6 +209,20 @@ def _pairwise(suite: Suite | None, compare: Callable, only_pass_or_fail: bool = 
     return found
 
 
+def _ceiling(suites: list[Suite], seed: int) -> dict[str, dict]:
+    """Return student minus teacher per suite: near zero, distillation has given what it can, and only a reward goes further."""
+    from opdcl import stats
+
+    found = {}
+    for suite in suites:
+        teacher = TEACHER_OF[suite.role]
+        if {teacher, "recovered"} <= set(suite.rows):
+            gap = stats.difference(suite.values("recovered"), suite.values(teacher), seed).as_dict()
+            place = "above" if gap["low"] > 0 else "below" if gap["high"] < 0 else "level"
+            found[suite.name] = {"teacher": teacher, **gap, "place": place}
+    return found
+
+
 def _cost(run: RunDir, suites: list[Suite]) -> dict[str, dict]:
     """Return seconds, tokens and peak memory per stage; empty where a stage has not ended."""
     keys = ("seconds", "tokens", "peak_memory_bytes")
@@ -262,6 +279,11 @@ def _recovery_notes(run: RunDir) -> list[str]:
                 f"Recovery, step {row['step']}: {health['sign']} was {health['value']:.3g}, beyond {health['bound']:.3g}; "
                 f"{health['action']}."
             )
+    if rewards := [r["reward"] for r in rows if "reward" in r]:
+        fifth = max(1, len(rewards) // 5)
+        suite = section(run, "recover")["reward"]["suite"]
+        notes.append(f"Beside its teachers, recovery was rewarded by {suite}: mean reward {sum(rewards[:fifth]) / fifth:.3f} over its first "
+                     f"{fifth} steps on it, {sum(rewards[-fifth:]) / fifth:.3f} over its last.")  # fmt: skip
     notes += [f"Recovery stopped after step {r['step']}: {r['stopped']}." for r in rows if "stopped" in r]
     measured = {r["step"]: r["validation"] for r in rows if "validation" in r}
     best = max((step for step, kl in measured.items() if kl.get("best")), default=None)

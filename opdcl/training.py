@@ -206,7 +206,7 @@ class StageCallback(TrainerCallback):
         tokens = int(logs.get("tokens", self.tokens_per_step or 0))
         self.tokens += tokens
         names = ("loss", "kl", "stream", "mean_length", "truncated", "mismatch",
-                 "repetition", "adapter_norm",
+                 "repetition", "adapter_norm", "reward", "reward_tied",
                  "teacher_entropy", "student_entropy", "grad_norm", "learning_rate")  # fmt: skip
         self.write({"step": state.global_step, **{k: v for k, v in logs.items() if k in names or k.startswith("kl/")},
                     "tokens": tokens, "seconds": round(seconds, 3)})  # fmt: skip

@@ -55,7 +55,7 @@ def data_hashes(workflow: Workflow) -> dict[str, str]:
             if row.text is None and row.answer is None:
                 raise UsageError(f"{row.where} has no answer to learn", "fine-tune rows need completion, answer or text")
     if workflow.recover:
-        prompts = {name: getattr(workflow.recover, name) for name in STREAMS}
+        prompts = {stream: workflow.recover.source(stream) for stream in STREAMS}
         prompts |= {f"teachers.{name}.prompts": teacher.prompts for name, teacher in workflow.recover.teachers.items()}
         sources |= {f"recover.{name}": source for name, source in prompts.items() if source}
         for stream in STREAMS:
@@ -69,9 +69,12 @@ def data_hashes(workflow: Workflow) -> dict[str, str]:
     for field, place in workflow.adapters().items():
         folder = find_adapter(place)
         hashes[field] = hash_files([folder / "adapter_model.safetensors", folder / "adapter_config.json"])
-    for suite in workflow.eval.suites() if workflow.eval else ():
+    suites = {f"eval.suite.{suite}": suite for suite in workflow.eval.suites()} if workflow.eval else {}
+    if workflow.recover and workflow.recover.reward:
+        suites["recover.reward.suite"] = workflow.recover.reward.suite
+    for field, suite in suites.items():
         if files := sorted(package_folder("evals").glob(f"*/{suite}.yaml")):
-            hashes[f"eval.suite.{suite}"] = hash_files(sorted(p for p in files[0].parent.iterdir() if p.is_file()))
+            hashes[field] = hash_files(sorted(p for p in files[0].parent.iterdir() if p.is_file()))
     return hashes
 
 

@@ -8,6 +8,7 @@
 | `entropy_switched` | forward KL where the teacher is unsure, reverse KL elsewhere | arXiv 2603.07079 |
 | `top_k` | reverse KL over the teacher's k likeliest tokens and one bucket for the rest | arXiv 2601.20802 |
 | `policy_gradient` | -(p / p_sampler) (log q - log p) of the sampled token alone | REINFORCE, importance-sampled |
+| `clipped_gradient` | -min(r A, clip(r) A), r = p / p_sampler, A the completion's reward against its group's | arXiv 1707.06347, 2402.03300 |
 | `cross_entropy` | -log p of the token itself: imitation, for text that a teacher wrote | arXiv 1606.07947 |
 
 Near equality every divergence is half a squared distance, so that one learning rate serves all: JSD itself would be
@@ -22,10 +23,12 @@ from typing import NamedTuple
 
 import torch
 
-from opdcl.config import LossSection
+from opdcl.config import LossSection, RewardSection
 
 # Positions projected onto the vocabulary at once: 256 x 49,152 fp32 logits are 50 MB.
 CHUNK = 256
+# Both log-distributions, and which positions they are of -> their losses.
+Cost = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
 
 
 class TokenLosses(NamedTuple):
@@ -94,6 +97,32 @@ def policy_gradient(log_p: torch.Tensor, log_q: torch.Tensor, token_N: torch.Ten
     mine, theirs = (x.gather(-1, token_N[:, None])[:, 0] for x in (log_p, log_q))
     advantage = (theirs - mine).detach() + later_N
     return -(mine - sampler_N).exp() * advantage
+
+
+def clipped_gradient(log_p: torch.Tensor, token_N: torch.Tensor, sampler_N: torch.Tensor, advantage_N: torch.Tensor,
+                     clip: float) -> torch.Tensor:  # fmt: skip
+    """Return the surrogate loss of rewarded tokens: their gradient ends where the ratio to the sampler has moved by `clip`.
+
+    Args:
+        log_p: The student, `(N, V)`.
+        token_N: The sampled tokens.
+        sampler_N: Their log-probabilities when they were sampled.
+        advantage_N: `group_advantages` of the completion that each belongs to.
+        clip: How far from 1 the ratio may go in the direction that the reward asks for.
+    """
+    ratio_N = (log_p.gather(-1, token_N[:, None])[:, 0] - sampler_N).exp()
+    return -torch.minimum(ratio_N * advantage_N, ratio_N.clamp(1 - clip, 1 + clip) * advantage_N)
+
+
+def group_advantages(rewards: list[float], group: int) -> list[float]:
+    """Return each reward's distance from the mean of its group, in standard deviations; 0 where all of a group are alike.
+
+    Args:
+        rewards: Group after group, all of the size `group`.
+        group: Completions per prompt.
+    """
+    reward_PG = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
+    return ((reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-4)).flatten().tolist()
 
 
 def later_advantages(advantage_N: torch.Tensor, lengths: list[int], discount: float) -> torch.Tensor:
@@ -195,6 +224,8 @@ def token_losses(
     loss: LossSection | None = None,
     lengths: list[int] | None = None,
     teacher_weight_VH: torch.Tensor | None = None,
+    reward: RewardSection | None = None,
+    advantage_N: torch.Tensor | None = None,
 ) -> TokenLosses:
     """Return the loss of each token, and what else is known of it.
 
@@ -203,11 +234,13 @@ def token_losses(
         teacher_NH: The teacher's last hidden states, `(N, H)`.
         weight_VH: The frozen output embedding, `(V, H)`.
         token_N: The tokens that the states predict.
-        sampler_N: Log-probabilities of these tokens when they were sampled; only `policy_gradient` reads them.
+        sampler_N: Log-probabilities of these tokens when they were sampled; only `policy_gradient` and a reward read them.
         temperature: Softmax temperature of both distributions.
         loss: Which divergence, with its parameters; reverse KL by default.
         lengths: How many tokens belong to each sequence; only a discounted `policy_gradient` reads them.
         teacher_weight_VH: The teacher's output embedding where it is another model, whose states may be of another width.
+        reward: How rewarded tokens are weighed against the teacher; without it there is none.
+        advantage_N: Each token's advantage by that reward.
     """
     loss = loss or LossSection()
     with torch.autocast(student_NH.device.type, enabled=False):
@@ -220,10 +253,20 @@ def token_losses(
             mine_N, theirs_N = (token_logprobs(x.detach(), w, token_N, temperature) for x, w in zip(states, weights, strict=True))
             later_N = later_advantages(theirs_N - mine_N, lengths or [len(token_N)], loss.discount)
         cost = _cost(loss, token_N, sampler_N, later_N)
+        if reward and advantage_N is not None:
+            cost = _rewarded(cost, reward, token_N, sampler_N, advantage_N)
         return TokenLosses(*_TokenLoss.apply(*states, *weights, token_N, temperature, cost, loss.cap))
 
 
-def _cost(loss: LossSection, token_N, sampler_N, later_N) -> Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor] | None:
+def _rewarded(dense: Cost | None, reward: RewardSection, token_N, sampler_N, advantage_N) -> Cost:
+    """Return the surrogate loss of the reward, with the teacher's loss beside it at its weight."""
+    teach = dense or (lambda log_p, log_q, part: reverse_kl(log_p, log_q))
+    return lambda log_p, log_q, part: (
+        clipped_gradient(log_p, token_N[part], sampler_N[part], advantage_N[part], reward.clip) + reward.teacher * teach(log_p, log_q, part)
+    )
+
+
+def _cost(loss: LossSection, token_N, sampler_N, later_N) -> Cost | None:
     """Return the loss as a function of both log-distributions and the positions at hand; None for reverse KL."""
     match loss.kind:
         case "reverse_kl":

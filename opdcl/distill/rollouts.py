@@ -35,12 +35,15 @@ class Rollout:
 
     `completion_ids` ends with an end-of-sequence id if and only if `finished`; `logprobs` holds the sampler's own
     log-probability (nats, at the sampling temperature) of each of its tokens, and is empty under greedy decoding.
+    `reward` is what a suite's scorer gave it, `advantage` how much more that is than its group got, in standard deviations.
     """
 
     prompt_ids: list[int]
     completion_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finished: bool = False
+    reward: float | None = None
+    advantage: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from trl import DistillationConfig, DistillationTrainer
 from opdcl.config import RecoverConfig
 from opdcl.distill.backbone import Backbone
 from opdcl.distill.contract import refuse_unsupported
-from opdcl.distill.divergence import token_logprobs, token_losses, top_k_overlap
+from opdcl.distill.divergence import group_advantages, token_logprobs, token_losses, top_k_overlap
 from opdcl.distill.forward import answer_ids, answer_states
 from opdcl.distill.rollouts import Rollout, repetition, sample
 from opdcl.distill.schedule import Step, Stream
@@ -42,9 +42,9 @@ class RecoveryTrainer(DistillationTrainer):
 
     def __init__(self, backbone: Backbone, config: RecoverConfig, steps: list[Step],
                  prompts: dict[Stream, list[list[int]]], teachers: dict[Stream, Teacher | Routed], args: DistillationConfig,
-                 callbacks: list):  # fmt: skip
+                 callbacks: list, reward: Callable[[list[Rollout]], list[float]] | None = None):  # fmt: skip
         refuse_unsupported(backbone.causal_lm.config)
-        self.teachers = teachers
+        self.teachers, self.reward = teachers, reward
         self.backbone, self.recover_config, self.steps, self.prompts = backbone, config, steps, prompts
         self.micro_batch_tokens = config.micro_batch_tokens
         self._ahead: dict[int, list[Rollout]] = {}
@@ -80,7 +80,16 @@ class RecoveryTrainer(DistillationTrainer):
             for i in same:
                 answers = [next(sampled) for _ in self.steps[i].prompts]
                 self._ahead[i] = self._widest(answers, step.stream, self.steps[i].keep)
+                if self.reward and step.stream == "general":
+                    self._compare(self._ahead[i])
         return self._ahead.pop(index)
+
+    def _compare(self, rollouts: list[Rollout]) -> None:
+        """Reward completions, and note how each stands among those on the same prompt."""
+        rewards = self.reward(rollouts)
+        advantages = group_advantages(rewards, self.recover_config.reward.group)
+        for rollout, reward, advantage in zip(rollouts, rewards, advantages, strict=True):
+            rollout.reward, rollout.advantage = reward, advantage
 
     def _widest(self, rollouts: list[Rollout], stream: Stream, keep: int) -> list[Rollout]:
         """Return the rollouts with the largest mean |log q - log p| of their tokens, q the teacher and p the sampler."""
@@ -169,8 +178,10 @@ class RecoveryTrainer(DistillationTrainer):
                 student_NH = answer_states(self.backbone.causal_lm, sequences := [sequence(r.prompt_ids, r.completion_ids) for r in batch])
                 token_N = answer_ids(sequences, student_NH.device)
                 sampler_N = torch.tensor([x for r in batch for x in r.logprobs], device=student_NH.device)
+                rewarded = learn and batch[0].reward is not None
+                advantage_N = sampler_N.new_tensor([r.advantage for r in batch for _ in r.completion_ids]) if rewarded else None
                 losses = token_losses(student_NH, teacher_NH, weight_VH, token_N, sampler_N, config.temperature, config.loss,
-                                      [len(r.completion_ids) for r in batch], judge.head_VH)  # fmt: skip
+                                      [len(r.completion_ids) for r in batch], judge.head_VH, config.reward, advantage_N)  # fmt: skip
             if learn:
                 weight_N = _weights(batch, config.loss.unfinished, judge.skip_tokens, student_NH.device)
                 if self._fresh and len(sampler_N):
@@ -210,7 +221,7 @@ class RecoveryTrainer(DistillationTrainer):
     def _summary(self, rollouts: list[Rollout], sums: dict[str, float]) -> dict[str, float]:
         count = len(rollouts)
         mismatch = {"mismatch": sums["mismatched"] / sums["tokens"]} if self._fresh else {}
-        return mismatch | by_teacher(sums) | {
+        return mismatch | _rewards(rollouts) | by_teacher(sums) | {
             "kl": sums["kl"] / sums["tokens"],
             "student_entropy": sums["student_entropy"] / sums["tokens"],
             "teacher_entropy": sums["teacher_entropy"] / sums["tokens"],
@@ -246,6 +257,14 @@ class RecoveryTrainer(DistillationTrainer):
 
     def create_model_card(self, *args, **kwargs) -> None:
         """Write none: the report writes the model card."""
+
+
+def _rewards(rollouts: list[Rollout]) -> dict[str, float]:
+    """Return the mean reward, and which share of the completions was told nothing by it because its group got all the same."""
+    if rollouts[0].reward is None:
+        return {}
+    count = len(rollouts)
+    return {"reward": sum(r.reward for r in rollouts) / count, "reward_tied": sum(not r.advantage for r in rollouts) / count}
 
 
 def by_teacher(sums: dict[str, float]) -> dict[str, float]:

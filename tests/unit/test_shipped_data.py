@@ -39,6 +39,7 @@ def module(name: str) -> ModuleType:
 FACTS = lines(EVALS / "handbook" / "facts.jsonl")
 TEST = lines(EVALS / "instructions" / "test.jsonl")
 VALIDATION = lines(EVALS / "instructions" / "validation.jsonl")
+TRAIN = lines(EVALS / "instructions" / "train.jsonl")
 EVERYDAY = lines(package_folder("workflows") / "data" / "everyday.jsonl")
 
 
@@ -132,7 +133,7 @@ def test_there_is_a_neighbour_to_every_fact_and_it_is_about_something_else():
         assert not [n for n in names if re.search(rf"\b{re.escape(n)}\b", neighbour["question"].lower())]
 
 
-@pytest.mark.parametrize(("split", "least"), [(TEST, 300), (VALIDATION, 150)], ids=["test", "validation"])
+@pytest.mark.parametrize(("split", "least"), [(TEST, 300), (VALIDATION, 150), (TRAIN, 350)], ids=["test", "validation", "train"])
 def test_there_are_enough_instructions_with_one_to_three_constraints(split, least):
     assert len(split) >= least
     assert len({row["key"] for row in split}) == len(split)
@@ -146,7 +147,7 @@ def test_there_are_enough_instructions_with_one_to_three_constraints(split, leas
 def test_every_constraint_is_one_that_lm_eval_verifies():
     from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
 
-    assert {i for row in TEST + VALIDATION for i in row["instruction_id_list"]} <= {*INSTRUCTION_DICT}
+    assert {i for row in TEST + VALIDATION + TRAIN for i in row["instruction_id_list"]} <= {*INSTRUCTION_DICT}
 
 
 def test_no_instruction_repeats_an_everyday_prompt():
@@ -155,11 +156,12 @@ def test_no_instruction_repeats_an_everyday_prompt():
     assert not {row["prompt"] for row in EVERYDAY} & {row["prompt"] for row in TEST + VALIDATION}
 
 
-def test_test_and_validation_ask_for_different_things():
-    asked = set().union(*(runs(task_of(row["prompt"])) for row in VALIDATION))
+@pytest.mark.parametrize("other", [VALIDATION, TRAIN], ids=["validation", "train"])
+def test_the_test_asks_for_what_no_other_split_asks_for(other):
+    asked = set().union(*(runs(task_of(row["prompt"])) for row in other))
     assert [row["key"] for row in TEST if runs(task_of(row["prompt"])) & asked] == []
-    assert not {task_of(row["prompt"]) for row in TEST} & {task_of(row["prompt"]) for row in VALIDATION}
-    assert not {row["key"] for row in TEST} & {row["key"] for row in VALIDATION}
+    assert not {task_of(row["prompt"]) for row in TEST} & {task_of(row["prompt"]) for row in other}
+    assert not {row["key"] for row in TEST} & {row["key"] for row in other}
 
 
 def test_everyday_validation_prompts_are_not_trained_on():
@@ -187,7 +189,7 @@ ANSWERS = [
 
 
 def test_every_kind_of_constraint_in_use_has_a_hand_written_answer():
-    assert {i for row in TEST + VALIDATION for i in row["instruction_id_list"]} <= {name for name, *_ in ANSWERS}
+    assert {i for row in TEST + VALIDATION + TRAIN for i in row["instruction_id_list"]} <= {name for name, *_ in ANSWERS}
 
 
 @pytest.mark.parametrize(("instruction", "kwargs", "right", "wrong"), ANSWERS)
@@ -213,7 +215,7 @@ def test_one_missed_constraint_fails_the_prompt_and_counts_once_among_instructio
 
 def test_the_shipped_rows_can_be_scored_as_the_task_hands_them_over():
     utils = module("instructions")
-    for split, rows in (("load_test", TEST), ("load_validation", VALIDATION)):
+    for split, rows in (("load_test", TEST), ("load_validation", VALIDATION), ("load_train", TRAIN)):
         docs = getattr(utils, split)()["test"]
         assert len(docs) == len(rows)
         strict = [utils.process_results(doc, ["Yes."])["prompt_level_strict_acc"] for doc in docs]

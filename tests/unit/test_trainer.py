@@ -39,7 +39,7 @@ def trainer(backbone, tmp_path):
 
 
 def make_trainer(backbone, folder, **settings):
-    config = RecoverConfig(steps=4, teacher_first=0, rollouts=2, max_new_tokens=6, general_per_domain=3, **settings)
+    config = RecoverConfig(**{"steps": 4, "teacher_first": 0, "rollouts": 2, "max_new_tokens": 6, "general_per_domain": 3, **settings})
     args = DistillationConfig(output_dir=str(folder / "t"), per_device_train_batch_size=1, max_steps=4, bf16=False,
                               use_cpu=True, report_to="none", remove_unused_columns=False, gradient_checkpointing=False,
                               disable_tqdm=True)  # fmt: skip

@@ -1,0 +1,252 @@
+"""A reward on sampled completions: its mathematics against TRL's, its scores against the evaluation's, and that it is learned from."""
+
+import json
+import statistics
+
+import pytest
+import torch
+from datasets import Dataset
+from recovering import Silent
+from test_trainer import make_trainer
+from trl import GRPOConfig, GRPOTrainer
+
+from opdcl.config import EvalConfig, LossSection, ModelConfig, RecoverConfig, RewardSection, Workflow
+from opdcl.distill.backbone import Backbone
+from opdcl.distill.divergence import clipped_gradient, group_advantages, token_losses
+from opdcl.distill.rollouts import Rollout
+from opdcl.errors import UsageError
+from opdcl.evaluate import BackboneLM, load_task
+from opdcl.models import ModelRef
+from opdcl.recover import recover
+from opdcl.reward import Reward, reward_rows
+from opdcl.rundir import StageDir, read_jsonl
+
+GROUP = 4
+REWARDED = {"suite": "instructions_train", "metric": "inst_level_strict_acc", "group": GROUP}
+SETTINGS = {"teacher_first": 0, "keep": "last", "rollouts": 8, "reward": REWARDED}
+
+
+def test_an_advantage_is_the_distance_from_the_groups_mean_in_deviations():
+    rewards = [0.0, 1.0, 1.0, 0.5, 0.25, 0.25, 0.25, 0.25]
+    mean, deviation = statistics.mean(rewards[:4]), statistics.stdev(rewards[:4])
+    found = group_advantages(rewards, GROUP)
+    assert found[:4] == pytest.approx([(r - mean) / (deviation + 1e-4) for r in rewards[:4]])
+    assert found[4:] == [0, 0, 0, 0]  # who all did alike learns nothing
+    assert sum(found[:4]) == pytest.approx(0, abs=1e-12)
+    assert group_advantages([10 * r + 3 for r in rewards], GROUP) == pytest.approx(found, rel=1e-3)
+
+
+@pytest.mark.parametrize(("advantage", "drift", "pushed"), [(1, 0.0, True), (1, 0.3, False), (1, -0.3, True), (-1, 0.3, True), (-1, -0.3, False)])
+def test_a_token_that_has_moved_far_enough_is_pushed_no_further(advantage, drift, pushed):
+    log_p = torch.randn(1, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1).requires_grad_()
+    token = torch.tensor([2])
+    sampler = log_p.detach()[:, 2] - drift
+    loss = clipped_gradient(log_p, token, sampler, torch.tensor([float(advantage)]), clip=0.2)
+    loss.sum().backward()
+    ratio = torch.tensor(drift).exp()
+    expected = torch.zeros(1, 5)
+    if pushed:  # d(-r A)/d log p = -r A
+        expected[0, 2] = -ratio * advantage
+    torch.testing.assert_close(log_p.grad, expected)
+
+
+@pytest.fixture
+def rollouts():
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for i in range(8):
+        length = 3 + i % 4
+        found.append(Rollout([1, 520, 9690, 198, 40 + i // GROUP], torch.randint(3, 400, (length,), generator=generator).tolist(), [], False))
+    rewards = [0.0, 1.0, 0.5, 1.0, 0.0, 0.0, 1.0, 0.0]
+    for rollout, reward, advantage in zip(found, rewards, group_advantages(rewards, GROUP), strict=True):
+        rollout.reward, rollout.advantage = reward, advantage
+    return found
+
+
+def rewarded_trainer(backbone, tuned, **reward):
+    backbone.drop_adapters()
+    backbone.load_adapter(tuned / "tuned", "student", trainable=True)
+    backbone.load_adapter(tuned / "tuned", "tuned")
+    return make_trainer(backbone, tuned, reward=REWARDED | reward, keep="last", rollouts=8)
+
+
+def gradient(trainer, rollouts):
+    trainer.model.zero_grad()
+    trainer.model.train()
+    sums = trainer.grade(rollouts, "general", learn=True)
+    return sums["loss"] / sums["tokens"], {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def with_logprobs(trainer, rollouts, drift=0.0):
+    """Give each rollout the log-probabilities of a sampler that differs from the student by `drift`."""
+    for rollout in rollouts:
+        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+        with torch.no_grad():
+            log_p = trainer.model(ids).logits[0].log_softmax(-1)
+        steps = zip(rollout.completion_ids, log_p[len(rollout.prompt_ids) - 1 :], strict=False)
+        rollout.logprobs = [float(row[token]) + drift * (-1) ** i for i, (token, row) in enumerate(steps)]
+    return rollouts
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.3])
+def test_loss_and_gradient_are_those_of_trls_grpo(backbone, tuned, rollouts, drift):
+    ours = rewarded_trainer(backbone, tuned, teacher=0.0)
+    rollouts = with_logprobs(ours, rollouts, drift)
+    loss, mine = gradient(ours, rollouts)
+
+    args = GRPOConfig(output_dir=str(tuned / "grpo"), per_device_train_batch_size=8, num_generations=GROUP, beta=0.0, loss_type="dapo", max_steps=1,
+                      bf16=False, use_cpu=True, report_to="none", temperature=1.0, gradient_checkpointing=False, epsilon=0.2)  # fmt: skip
+    theirs = GRPOTrainer(model=ours.model, reward_funcs=lambda **_: [0.0], args=args, processing_class=backbone.tokenizer,
+                         train_dataset=Dataset.from_dict({"prompt": ["a"] * 8}))  # fmt: skip
+    width = max(len(r.completion_ids) for r in rollouts)
+
+    def padded(rows, dtype):
+        return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype)
+
+    prompt_ids = torch.tensor([r.prompt_ids for r in rollouts])
+    batch = {
+        "prompt_ids": prompt_ids, "prompt_mask": torch.ones_like(prompt_ids), "completion_ids": padded([r.completion_ids for r in rollouts], torch.long),
+        "completion_mask": padded([[1] * len(r.completion_ids) for r in rollouts], torch.long),
+        "advantages": torch.tensor([r.advantage for r in rollouts], dtype=torch.float32),
+        "old_per_token_logps": padded([r.logprobs for r in rollouts], torch.float32),
+        "num_items_in_batch": torch.tensor(sum(len(r.completion_ids) for r in rollouts)),
+    }  # fmt: skip
+    theirs.current_gradient_accumulation_steps = args.steps_per_generation
+    theirs.model.train()
+    theirs.model.zero_grad()
+    reference = theirs._compute_loss(theirs.model, batch)
+    reference.backward()
+    assert loss == pytest.approx(float(reference.detach()), rel=1e-4, abs=1e-6)
+    for name, parameter in theirs.model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(mine[name], parameter.grad, atol=2e-6, rtol=1e-3)
+    assert sum(float(g.abs().sum()) for g in mine.values()) > 0
+
+
+def test_the_teacher_weighs_in_beside_the_reward():
+    generator = torch.Generator().manual_seed(1)
+    student, teacher = (torch.randn(6, 8, generator=generator) for _ in range(2))
+    head, token, sampler = torch.randn(30, 8, generator=generator), torch.arange(6), torch.full((6,), -3.0)
+    advantage = torch.tensor([1.0, -1.0, 0.5, 0.0, 2.0, -0.3])
+
+    def loss(weight, advantage):
+        states = student.clone().requires_grad_()
+        reward = RewardSection(suite="x", teacher=weight)
+        found = token_losses(states, teacher, head, token, sampler, 1.0, LossSection(), None, None, reward, advantage).loss
+        found.sum().backward()
+        return found.detach(), states.grad
+
+    alone, slope = loss(0.0, advantage)
+    dense, dense_slope = loss(1.0, torch.zeros(6))
+    both, both_slope = loss(0.3, advantage)
+    torch.testing.assert_close(both, alone + 0.3 * dense)
+    torch.testing.assert_close(both_slope, slope + 0.3 * dense_slope, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(dense, token_losses(student, teacher, head, token, sampler).loss)
+
+
+def test_a_completion_gets_what_the_evaluation_would_give_it(backbone, tmp_path):
+    config = RewardSection(**REWARDED)
+    reward = Reward(config, backbone)
+    (task,) = load_task(config.suite, EvalConfig())["tasks"].values()
+    lm = BackboneLM(backbone, "base", EvalConfig(), tmp_path / "partial", Silent())
+    task.build_all_requests(limit=40, apply_chat_template=True, chat_template=lm.apply_chat_template)
+    rows = reward_rows(config)
+    assert len(rows) == len(list(task.eval_docs))
+    answers = ["<<Title>>\n\nOne. Two. Three. Four. Five. Six.\n\nP.S. More.", "no", "*a* and *b* [c] [d]"]
+    graded = []
+    for instance in task.instances:
+        prompt = backbone.tokenizer(instance.args[0], add_special_tokens=False)["input_ids"]
+        for answer in answers:
+            written = backbone.tokenizer(answer, add_special_tokens=False)["input_ids"]
+            (got,) = reward([Rollout(prompt, [*written, backbone.eos_ids[0]], [], True)])
+            parts = task.process_results(instance.doc, [answer])["inst_level_strict_acc"]
+            assert got == sum(parts) / len(parts)
+            graded.append(got)
+    assert {0.0, 1.0} < {*graded}  # and halves, where one of two constraints is kept
+
+
+def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
+    trainer = rewarded_trainer(backbone, tuned, teacher=0.0)
+    trainer.reward = lambda rollouts: [sum(t < 20_000 for t in r.completion_ids) / len(r.completion_ids) for r in rollouts]
+    prompts = [[1, 520, 9690, 198, 60 + i // GROUP] for i in range(24)]
+    optimizer = torch.optim.AdamW([p for p in trainer.model.parameters() if p.requires_grad], lr=5e-2, weight_decay=0)
+    means = []
+    for step in range(16):
+        written = trainer.sample(prompts, "general", seed=step)
+        trainer._compare(written)
+        means.append(sum(r.reward for r in written) / len(written))
+        trainer.model.zero_grad()
+        trainer.grade(written, "general", learn=True)
+        optimizer.step()
+    assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.15, means
+
+
+def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned):
+    def train(name, stop=None):
+        class StopAt(Silent):
+            def progress(self, done, total, **values):
+                if done == stop:
+                    raise KeyboardInterrupt
+
+        config = RecoverConfig(domain=str(tuned / "domain.jsonl"), steps=6, general_per_domain=2, sample_ahead=2, max_new_tokens=6, validate_every=3,
+                               validation_prompts=2, learning_rate=5e-3, save_steps=2, domain_rollouts=4, **SETTINGS)  # fmt: skip
+        out = StageDir(tuned / name)
+        fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
+        try:
+            recover(config, fresh, ModelRef(ModelConfig(), tuned / "tuned"), out, StopAt())
+        except KeyboardInterrupt:
+            assert stop
+        finally:
+            fresh.drop_adapters()
+        return out
+
+    whole = train("whole")
+    train("cut", stop=3)
+    cut = train("cut")
+    one, other = ((s.adapter / "adapter_model.safetensors").read_bytes() for s in (whole, cut))
+    assert one == other
+    rows = [r for r in read_jsonl(whole.metrics) if "loss" in r]
+    assert [("reward" in r) == (r["stream"] == "general") for r in rows] == [True] * 6
+    assert all(0 <= r["reward"] <= 1 and 0 <= r["reward_tied"] <= 1 for r in rows if "reward" in r)
+    assert [r["reward"] for r in rows if "reward" in r] == [r["reward"] for r in read_jsonl(cut.metrics) if "reward" in r]
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"teacher_first": 4}, "what the student itself writes"), ({"lmbda": 0.5}, "what the student itself writes"), ({"rollouts": 6}, "multiple of reward.group"),
+    ({"keep": "best"}, "keep last"), ({"general": "prompts.jsonl"}, "leave general out"), ({"method": "replay"}, "method alternating or general"),
+])  # fmt: skip
+def test_settings_that_a_reward_cannot_go_with_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        RecoverConfig(**SETTINGS | settings)
+
+
+def test_what_was_rewarded_is_not_measured():
+    with pytest.raises(ValueError, match="learns from instructions_train"):
+        Workflow(recover=SETTINGS, eval={"control": ["instructions_train"]})
+
+
+@pytest.mark.parametrize(("reward", "said"), [({"suite": "nothing_known"}, "unknown suite"), ({"metric": "beauty"}, "has no score 'beauty'")])
+def test_a_reward_that_there_is_not_is_refused_before_anything_runs(reward, said):
+    with pytest.raises(UsageError, match=said):
+        reward_rows(RewardSection(**REWARDED | reward))
+
+
+def test_the_group_stands_together_in_the_schedule():
+    from opdcl.distill.schedule import plan_steps
+
+    steps = plan_steps(RecoverConfig(steps=6, domain_rollouts=3, **SETTINGS), 5, 4)
+    for step in steps:
+        if step.stream == "general":
+            assert len(step.prompts) == 8
+            assert all(len(set(step.prompts[i : i + GROUP])) == 1 for i in (0, GROUP))
+            assert step.on_policy
+        else:
+            assert len(step.prompts) == 3
+
+
+def test_the_metric_by_default_is_the_suites_first(backbone):
+    first = Reward(RewardSection(suite="instructions_train"), backbone)
+    rows = reward_rows(first.config)
+    assert json.loads(json.dumps(rows[0].prompt))[-1]["role"] == "user"
+    prompt = next(iter(first._document))
+    assert first([Rollout(list(prompt), [2], [], True)]) in ([0.0], [1.0])
