@@ -56,8 +56,8 @@ def broken_eos(backbone: Backbone) -> None:
 def reward_of_length(backbone: Backbone) -> Iterator[None]:
     """Charge for the probability of ending, at every token."""
 
-    def longer(student_NH, teacher_NH, weight_VH, *others):
-        found = token_losses(student_NH, teacher_NH, weight_VH, *others)
+    def longer(student_NH, weight_VH, *others):
+        found = token_losses(student_NH, weight_VH, *others)
         ending_N = (student_NH @ weight_VH.T).log_softmax(-1)[:, backbone.eos_ids].logsumexp(-1)
         return found._replace(loss=found.loss + 0.5 * ending_N)
 

@@ -102,8 +102,7 @@ def row(teacher: str, claim: str, value, holds, words: str) -> dict:
 
 def graded(student: Teacher, teacher: Teacher, rollouts: list[Rollout]):
     tokens = torch.tensor([t for r in rollouts for t in r.completion_ids])
-    states = student.states(rollouts), teacher.states(rollouts)
-    return token_losses(*states, student.head_VH, tokens, torch.zeros(len(tokens)), teacher_weight_VH=teacher.head_VH)
+    return token_losses(student.states(rollouts), student.head_VH, teacher.opinion(rollouts), tokens, torch.zeros(len(tokens)))
 
 
 def loss(teacher: Teacher, gold: list[Rollout]) -> float:

@@ -214,7 +214,7 @@ def ours(arm, options, folder, clock, lengths):
 
     trainer.sample = kept
     clock.wrap(trainer, "sample", "sample")
-    clock.wrap(trainer, "_teacher_states", "teacher")
+    clock.wrap(trainer, "_opinion", "teacher")
     clock.wrap(trainer, "grade", "student")
     clock.wrap(trainer.accelerator, "backward", "backward")
     return trainer, [len(p) for p in prompts["general"]]

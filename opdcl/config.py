@@ -156,8 +156,8 @@ class HealthSection(Section):
     grad_norm: Annotated[float, Field(gt=0)] = 1000.0
     """Gradient norm before clipping."""
     overlap: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of base's 16 likeliest tokens that are among the student's, on held-out general texts: below it, and below where it
-    began, the run halts at once, as the two no longer speak of the same words (arXiv 2604.13016)."""
+    """Share of base's 16 likeliest tokens that are among the student's, on held-out general texts: below it, and below half of
+    where it began, the run halts at once, as the two no longer speak of the same words (arXiv 2604.13016)."""
     kl_growth: Annotated[float, Field(gt=1)] = 1.5
     """Held-out KL, both streams together, over what it was at the start: beyond it, and half a nat more, the run halts at once."""
 
@@ -195,9 +195,15 @@ class TeacherSection(Section):
     """`model`: which."""
     context: str | None = None
     """What the teacher sees in place of the last user message, with `{prompt}` and `{answer}`: it knows, the student has to
-    find out. Rows need answers then."""
+    find out. Rows need answers then. Under a reward the answer is the best one of the group, for those that did worse, and
+    `{feedback}` what the suite's scorer says of their own (arXiv 2601.20802)."""
     skip_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
     """Leave out so many tokens at the start of each completion, where a teacher with context gives itself away."""
+
+    @property
+    def reads_feedback(self) -> bool:
+        """Whether it is shown what a scorer says."""
+        return "{feedback}" in (self.context or "")
 
     @property
     def begins_as_tuned(self) -> bool:
@@ -227,7 +233,7 @@ class NamedTeacher(TeacherSection):
 
 class RewardSection(Section):
     """A verifiable reward beside the teacher: how a suite's own scorer likes a completion, compared with the others on its prompt
-    (GRPO, arXiv 2402.03300). General prompts are then the suite's documents."""
+    (GRPO, arXiv 2402.03300). General prompts are then the suite's documents, and `general` plays no part."""
 
     suite: str = Field(min_length=1)
     """Any generative suite. What it holds is learned from, so it says nothing about the model any more: measure on another."""
@@ -236,7 +242,9 @@ class RewardSection(Section):
     group: Annotated[int, Field(ge=2, strict=True)] = 8
     """Completions per prompt, which are compared with each other."""
     teacher: Annotated[float, Field(ge=0)] = 0.1
-    """Weight of what the teacher says of the same tokens, as a dense signal; the reward's is 1."""
+    """Weight of what the teacher says of the same tokens, as a dense signal."""
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the comparison itself; 0 leaves the reward to choose what a teacher with `context` is shown."""
     clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """How far a token's probability may move, as a ratio, before the reward stops pushing it (arXiv 1707.06347)."""
 
@@ -315,7 +323,7 @@ class RecoverConfig(Section):
             raise ValueError(
                 "general_teacher is the student as it begins, so it leads nowhere: take base, or give it a context"
             )
-        if self.general is None and (self.general_per_domain or self.method == "general"):
+        if self.general is None and not self.reward and (self.general_per_domain or self.method == "general"):
             raise ValueError("without general prompts there are domain steps only: method alternating, general_per_domain 0")
         domain = self.domain_max_new_tokens or self.max_new_tokens
         for name, teacher in self.all_teachers().items():
@@ -326,10 +334,10 @@ class RecoverConfig(Section):
 
     @model_validator(mode="after")
     def _rewards_what_the_student_writes(self) -> RecoverConfig:
+        if unfed := [name for name, t in self.all_teachers().items() if t.reads_feedback and not (self.reward and name == "general_teacher")]:
+            raise ValueError(f"{unfed[0]}.context: {{feedback}} is known of rewarded completions only, whose teacher is general_teacher")
         if self.reward is None:
             return self
-        if self.general != "everyday":
-            raise ValueError("a reward brings its own general prompts: leave general out")
         if self.method not in ("alternating", "general") or self.loss.kind == "cross_entropy":
             raise ValueError("a reward needs method alternating or general, and a loss that compares with the teacher")
         if self.lmbda < 1 or self.teacher_first or self.oversample > 1:

@@ -11,6 +11,7 @@ import csv
 import io
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +41,13 @@ class Row:
     text: str | None
     where: str
     teacher: str = ""
+
+    def told(self, context: str, answer: str, feedback: str = "") -> Row:
+        """Return the row as a teacher sees it: `context`, filled in, in place of the last message."""
+        *before, last = self.prompt
+        words = {"{prompt}": last["content"], "{answer}": answer, "{feedback}": feedback}
+        content = re.sub(r"\{(?:prompt|answer|feedback)\}", lambda m: words[m[0]], context)
+        return replace(self, prompt=[*before, {**last, "content": content}])
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def drifted(first: dict[str, float], now: dict[str, float], score: Callable[[dic
     if reached > max(limits.kl_growth * started, started + KL_SLACK):
         return f"held-out KL rose from {started:.2f} to {reached:.2f} nats per token"
     before, shared = (found.get("general_overlap", 1.0) for found in (first, now))
-    if shared < min(limits.overlap, before):
+    if shared < min(limits.overlap, before / 2):  # where little is shared at first, a little less is no alarm
         return f"of the teacher's likeliest tokens the student shares {shared:.0%} on general texts, {before:.0%} at the start"
     return ""
 

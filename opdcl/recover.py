@@ -9,12 +9,12 @@ import json
 import math
 import shutil
 
-import torch
 from transformers import TrainerCallback
 from trl import DistillationConfig
 
 from opdcl.config import RecoverConfig
 from opdcl.distill.backbone import Backbone, State
+from opdcl.distill.opinion import Opinion
 from opdcl.distill.rollouts import Rollout, pick_engine
 from opdcl.distill.schedule import Stream, plan_steps
 from opdcl.distill.teachers import Routed, Teacher, make_teacher
@@ -77,7 +77,7 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
         **config.trainer,
     }
     trainer = RecoveryTrainer(backbone, config, steps, train, teachers, DistillationConfig(**arguments), [validation, callback, health],
-                              Reward(config.reward, backbone) if config.reward else None)  # fmt: skip
+                              Reward(config.reward, backbone, config.general_teacher.context) if config.reward else None)  # fmt: skip
     validation.trainer = trainer
     if config.method == "interpolate":
         _interpolate(validation, backbone, out)
@@ -141,7 +141,7 @@ class Validation(TrainerCallback):
         self.config, self.prompts, self.out, self.callback, self.health = config, prompts, out, callback, health
         self.trainer: RecoveryTrainer | None = None
         self.best_adapter = out.trainer / "best"
-        self._texts: dict[Stream, tuple[list[Rollout], dict[int, torch.Tensor]]] = {}
+        self._texts: dict[Stream, tuple[list[Rollout], dict[int, Opinion]]] = {}
 
     def write_texts(self) -> None:
         """Let each stream's teacher answer the held-out prompts."""
@@ -149,7 +149,7 @@ class Validation(TrainerCallback):
             if prompts:
                 judge = self.trainer.teachers[stream].judge(FROZEN[stream])
                 texts = self.trainer.sample(prompts, stream, seed=self.config.seed + 7, teacher=judge)
-                self._texts[stream] = texts, self.trainer.teacher_states(texts, judge)
+                self._texts[stream] = texts, self.trainer.opinions(texts, judge)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.write_texts()
@@ -173,8 +173,8 @@ class Validation(TrainerCallback):
     def held_out_kl(self, overlap: bool = False) -> dict[str, float]:
         """Return KL(student, teacher) per stream on the held-out texts, in nats per token; on request the top-k overlap too."""
         kl = {}
-        for stream, (texts, teacher) in self._texts.items():
-            sums = self.trainer.grade(texts, stream, learn=False, teacher=teacher, overlap=overlap)
+        for stream, (texts, opinions) in self._texts.items():
+            sums = self.trainer.grade(texts, stream, learn=False, opinions=opinions, overlap=overlap)
             if overlap:
                 kl[f"{stream}_overlap"] = sums["overlap"] / sums["tokens"]
             kl[f"{stream}_kl"] = sums["kl"] / sums["tokens"]

@@ -1,8 +1,13 @@
-"""A suite as a source of prompts and of reward: its documents are asked, its own scorer says what an answer is worth."""
+"""A suite as a source of prompts and of reward: its documents are asked, its own scorer says what an answer is worth.
+
+A scorer may also say it in words: where the module of a task's `process_results` has a function `feedback(doc, answer)`,
+that is what a teacher with `{feedback}` in its context reads; else it reads the scores.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config import EvalConfig, RewardSection
@@ -15,30 +20,59 @@ if TYPE_CHECKING:
 
 
 class Reward:
-    """Score completions on a suite's documents, each between what the suite calls wrong and right."""
+    """Score completions on a suite's documents, and show the best of a group to whoever teaches the others.
 
-    def __init__(self, config: RewardSection, backbone: Backbone):
-        self.config = config
+    Args:
+        config: Which suite and score.
+        backbone: Whose tokenizer reads and writes.
+        context: What the teacher sees of a better answer and of the scorer's words; None where it sees the bare prompt.
+    """
+
+    def __init__(self, config: RewardSection, backbone: Backbone, context: str | None = None):
+        self.config, self.context = config, context
+        self._tokenizer, self._room = backbone.tokenizer, backbone.causal_lm.config.max_position_embeddings
         self._task = _task(config)
-        self._decode = backbone.tokenizer.decode
-        room = backbone.causal_lm.config.max_position_embeddings
-        documents = list(self._task.eval_docs)
-        self._document = {
-            tuple(encode_prompt(row, backbone.tokenizer, room)): doc for row, doc in zip(reward_rows(config), documents, strict=True)
+        self._known: dict[tuple[int, ...], tuple[Row, dict]] = {
+            tuple(self._encode(row)): (row, doc) for row, doc in zip(_rows(config, self._task), self._task.eval_docs, strict=True)
         }
 
     def __call__(self, rollouts: list[Rollout]) -> list[float]:
         """Return the score of each completion, as the suite would give it."""
         return [self._score(r) for r in rollouts]
 
-    def _score(self, rollout: Rollout) -> float:
-        from opdcl.evaluate import cut_at
+    def demonstrate(self, rollouts: list[Rollout]) -> None:
+        """Let the teacher of each scored completion see the best one of its group, if that is better (SDPO, arXiv 2601.20802)."""
+        if self.context is None:
+            return
+        for start in range(0, len(rollouts), self.config.group):
+            group = rollouts[start : start + self.config.group]
+            best = max(group, key=lambda r: r.reward or 0.0)
+            for rollout in group:
+                if (rollout.reward or 0.0) < (best.reward or 0.0):
+                    row, doc = self._known[tuple(rollout.prompt_ids)]
+                    said = self._feedback(doc, self._text(rollout)) if "{feedback}" in self.context else ""
+                    shown = self._encode(row.told(self.context, self._text(best), said))
+                    rollout.shown = shown if len(shown) + len(rollout.completion_ids) <= self._room else None
 
-        text = cut_at(self._decode(rollout.completion_ids, skip_special_tokens=True), self._task.config.generation_kwargs.get("until") or [])
-        scores = self._task.process_results(self._document[tuple(rollout.prompt_ids)], [text])
-        value = scores[self.config.metric or next(iter(self._task.aggregation()))]
+    def _score(self, rollout: Rollout) -> float:
+        _, doc = self._known[tuple(rollout.prompt_ids)]
+        value = self._task.process_results(doc, [self._text(rollout)])[self.config.metric or next(iter(self._task.aggregation()))]
         parts = value if isinstance(value, list) else [value]
         return sum(map(float, parts)) / max(1, len(parts))
+
+    def _feedback(self, doc: dict, answer: str) -> str:
+        scorer: Any = self._task.config.process_results
+        words: Callable[[dict, str], str] | None = getattr(scorer, "__globals__", {}).get("feedback")
+        return words(doc, answer) if words else ", ".join(f"{k} {v}" for k, v in self._task.process_results(doc, [answer]).items())
+
+    def _text(self, rollout: Rollout) -> str:
+        from opdcl.evaluate import cut_at
+
+        stops = self._task.config.generation_kwargs.get("until") or []
+        return cut_at(self._tokenizer.decode(rollout.completion_ids, skip_special_tokens=True), stops)
+
+    def _encode(self, row: Row) -> list[int]:
+        return encode_prompt(row, self._tokenizer, self._room)
 
 
 def reward_rows(config: RewardSection) -> list[Row]:
@@ -47,15 +81,18 @@ def reward_rows(config: RewardSection) -> list[Row]:
     Raises:
         UsageError: The suite is not one that answers are written for, or has no such score.
     """
-    task = _task(config)
+    return _rows(config, _task(config))
+
+
+def _rows(config: RewardSection, task: Any) -> list[Row]:
     if task.OUTPUT_TYPE != "generate_until":
         raise UsageError(f"recover.reward.suite: {config.suite} has no answers to write", "choose a generative suite")
     if config.metric and config.metric not in task.aggregation():
         raise UsageError(f"recover.reward.metric: {config.suite} has no score {config.metric!r}", f"it has {', '.join(task.aggregation())}")
     rows = []
     for number, doc in enumerate(task.eval_docs):
-        asked = task.fewshot_context(doc, task.config.num_fewshot or 0, apply_chat_template=True, fewshot_as_multiturn=False,
-                                     chat_template=_as_json, gen_prefix=task.doc_to_prefix(doc))  # fmt: skip
+        asked = task.fewshot_context(doc, task.config.num_fewshot or 0, apply_chat_template=True, chat_template=_as_json,
+                                     gen_prefix=task.doc_to_prefix(doc))  # fmt: skip
         messages = json.loads(asked)
         if messages[-1]["role"] != "user":
             raise UsageError(f"recover.reward.suite: {config.suite} begins the answer itself", "choose a suite that only asks")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -57,7 +56,8 @@ def stream_rows(config: RecoverConfig, stream: Stream) -> list[Row]:
         if row.teacher and row.teacher not in config.teachers:
             known = f"recover.teachers has {', '.join(config.teachers)}" if config.teachers else "recover.teachers names them"
             raise UsageError(f"{row.where}: no teacher {row.teacher!r}", known)
-        if row.answer is None and teacher_section(config, stream, row.teacher).context is not None:
+        rewarded = stream == "general" and config.reward  # whose answers are still to be written
+        if row.answer is None and not rewarded and teacher_section(config, stream, row.teacher).context is not None:
             raise UsageError(f"{row.where}: no answer that the context of its teacher could show", "give every row an answer")
     return rows
 
@@ -76,8 +76,8 @@ def encode_stream(config: RecoverConfig, stream: Stream, backbone: Backbone) -> 
         if row.teacher:
             found.routes[prompt] = row.teacher
         context = teacher_section(config, stream, row.teacher).context
-        if context is not None:
-            shown = encode_prompt(_told(row, context), backbone.tokenizer, room)
+        if context is not None and row.answer is not None:
+            shown = encode_prompt(row.told(context, row.answer), backbone.tokenizer, room)
             found.contexts.setdefault(row.teacher, {}).setdefault(prompt, shown)
     return found
 
@@ -98,9 +98,3 @@ def _split(config: RecoverConfig, stream: Stream, ids: list[list[int]], room: in
     train = ids if stream == "domain" else [p for i, p in enumerate(ids) if i not in held]
     return train, [ids[i] for i in held]
 
-
-def _told(row: Row, context: str) -> Row:
-    """Return the row with its last message as the teacher sees it."""
-    *before, last = row.prompt
-    words = {"{prompt}": last["content"], "{answer}": row.answer or ""}
-    return replace(row, prompt=[*before, {**last, "content": re.sub(r"\{(?:prompt|answer)\}", lambda m: words[m[0]], context)}])

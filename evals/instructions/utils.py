@@ -48,6 +48,20 @@ def process_results(doc, results):
     return _verifiers().process_results({**doc, "kwargs": json.loads(doc["kwargs"])}, results)
 
 
+def feedback(doc, answer):
+    """Say which constraints an answer does not keep, in words that a model can act on."""
+    _verifiers()
+    from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
+
+    missed = []
+    for name, kwargs in zip(doc["instruction_id_list"], json.loads(doc["kwargs"]), strict=True):
+        constraint = INSTRUCTION_DICT[name](name)
+        asked = constraint.build_description(**kwargs)
+        if not (answer.strip() and constraint.check_following(answer)):
+            missed.append(asked)
+    return f"Not kept: {' '.join(missed)}" if missed else "Every constraint is kept."
+
+
 def agg_inst_level_acc(items):
     """Average over instructions, not over prompts."""
     return _verifiers().agg_inst_level_acc(items)

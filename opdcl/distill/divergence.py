@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from opdcl.config import LossSection, RewardSection
+from opdcl.distill.opinion import Hidden, Opinion, shared_rows
 
 # Positions projected onto the vocabulary at once: 256 x 49,152 fp32 logits are 50 MB.
 CHUNK = 256
@@ -142,27 +143,24 @@ def later_advantages(advantage_N: torch.Tensor, lengths: list[int], discount: fl
 
 
 @torch.no_grad()
-def token_logprobs(states_NH: torch.Tensor, weight_VH: torch.Tensor, token_N: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the log-probability of each token under the state that predicts it, `(N,)`."""
-    found = [
-        torch.log_softmax((states.to(weight_VH.dtype) @ weight_VH.T).float() / temperature, -1).gather(-1, tokens[:, None])[:, 0]
-        for states, tokens in zip(states_NH.split(CHUNK), token_N.split(CHUNK), strict=True)
-    ]
-    return torch.cat(found) if found else states_NH.new_empty(0, dtype=torch.float32)
+def token_logprobs(opinion: Opinion, token_N: torch.Tensor, rows: int, temperature: float) -> torch.Tensor:
+    """Return the log-probability of each token in somebody's opinion of its position, `(N,)`."""
+    parts = [slice(start, start + CHUNK) for start in range(0, len(token_N), CHUNK)]
+    found = [opinion.log_probs(part, rows, temperature).gather(-1, token_N[part, None])[:, 0] for part in parts]
+    return torch.cat(found) if found else torch.empty(0, device=token_N.device)
 
 
 @torch.no_grad()
-def top_k_overlap(student_NH: torch.Tensor, teacher_NH: torch.Tensor, weight_VH: torch.Tensor, teacher_weight_VH: torch.Tensor,
-                  k: int = 16) -> torch.Tensor:  # fmt: skip
+def top_k_overlap(student: Hidden, teacher: Opinion, k: int = 16) -> torch.Tensor:
     """Return which share of the teacher's k likeliest tokens is among the student's k likeliest, per position, `(N,)`.
 
     Distillation on the student's own text works through the tokens that both consider (arXiv 2604.13016).
     """
     shares = []
-    rows = min(len(weight_VH), len(teacher_weight_VH))
-    for mine, theirs in zip(student_NH.split(CHUNK), teacher_NH.split(CHUNK), strict=True):
-        top = [(x.to(w.dtype) @ w[:rows].T).topk(min(k, rows), -1).indices for x, w in ((mine, weight_VH), (theirs, teacher_weight_VH))]
-        shares.append((top[0][:, :, None] == top[1][:, None]).any(1).float().mean(-1))
+    rows = shared_rows(student.head_VH, teacher)
+    for start in range(0, len(student.states_NH), CHUNK):
+        mine, theirs = (x.log_probs(slice(start, start + CHUNK), rows, 1.0).topk(min(k, rows), -1).indices for x in (student, teacher))
+        shares.append((mine[:, :, None] == theirs[:, None]).any(1).float().mean(-1))
     return torch.cat(shares)
 
 
@@ -174,7 +172,7 @@ class _TokenLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, student_NH, teacher_NH, weight_VH, teacher_weight_VH, token_N, temperature, cost, cap):
+    def forward(ctx, student_NH, weight_VH, teacher, token_N, temperature, cost, cap):
         grad_NH = torch.empty_like(student_NH)
         loss_N, kl_N, student_entropy_N, teacher_entropy_N, logprob_N = (
             student_NH.new_empty(len(student_NH), dtype=torch.float32) for _ in range(5)
@@ -182,7 +180,7 @@ class _TokenLoss(torch.autograd.Function):
         for start in range(0, len(student_NH), CHUNK):
             part = slice(start, start + CHUNK)
             log_p = torch.log_softmax((student_NH[part] @ weight_VH.T).float() / temperature, -1)
-            log_q = torch.log_softmax((teacher_NH[part] @ teacher_weight_VH.T).float() / temperature, -1)
+            log_q = teacher.log_probs(part, len(weight_VH), temperature)
             p = log_p.exp()
             logprob_N[part] = log_p.gather(-1, token_N[part, None])[:, 0]
             teacher_entropy_N[part] = -(log_q.exp() * log_q).sum(-1)
@@ -211,19 +209,18 @@ class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss_N, *_):
         (grad_NH,) = ctx.saved_tensors
-        return grad_NH * grad_loss_N[:, None].to(grad_NH.dtype), *[None] * 7
+        return grad_NH * grad_loss_N[:, None].to(grad_NH.dtype), *[None] * 6
 
 
 def token_losses(
     student_NH: torch.Tensor,
-    teacher_NH: torch.Tensor,
     weight_VH: torch.Tensor,
+    teacher: Opinion,
     token_N: torch.Tensor,
     sampler_N: torch.Tensor,
     temperature: float = 1.0,
     loss: LossSection | None = None,
     lengths: list[int] | None = None,
-    teacher_weight_VH: torch.Tensor | None = None,
     reward: RewardSection | None = None,
     advantage_N: torch.Tensor | None = None,
 ) -> TokenLosses:
@@ -231,38 +228,37 @@ def token_losses(
 
     Args:
         student_NH: The student's last hidden states, `(N, H)`; the gradient flows into these.
-        teacher_NH: The teacher's last hidden states, `(N, H)`.
-        weight_VH: The frozen output embedding, `(V, H)`.
+        weight_VH: The frozen output embedding, `(V, H)`; rows beyond those that the teacher has stand for nothing.
+        teacher: What the teacher thinks of the same N positions.
         token_N: The tokens that the states predict.
         sampler_N: Log-probabilities of these tokens when they were sampled; only `policy_gradient` and a reward read them.
         temperature: Softmax temperature of both distributions.
         loss: Which divergence, with its parameters; reverse KL by default.
         lengths: How many tokens belong to each sequence; only a discounted `policy_gradient` reads them.
-        teacher_weight_VH: The teacher's output embedding where it is another model, whose states may be of another width.
         reward: How rewarded tokens are weighed against the teacher; without it there is none.
         advantage_N: Each token's advantage by that reward.
     """
     loss = loss or LossSection()
     with torch.autocast(student_NH.device.type, enabled=False):
-        weights = weight_VH.detach(), (weight_VH if teacher_weight_VH is None else teacher_weight_VH).detach()
-        # Larger models of a family pad the same vocabulary to more rows, which stand for nothing.
-        weights = tuple(w[: min(map(len, weights))] for w in weights)
-        states = student_NH.to(weights[0].dtype), teacher_NH.detach().to(weights[1].dtype)
+        weight_VH = weight_VH.detach()[: shared_rows(weight_VH, teacher)]
+        student_NH = student_NH.to(weight_VH.dtype)
         later_N = torch.zeros_like(sampler_N)
         if loss.kind == "policy_gradient" and loss.discount:
-            mine_N, theirs_N = (token_logprobs(x.detach(), w, token_N, temperature) for x, w in zip(states, weights, strict=True))
+            both = Hidden(student_NH.detach(), weight_VH), teacher
+            mine_N, theirs_N = (token_logprobs(x, token_N, len(weight_VH), temperature) for x in both)
             later_N = later_advantages(theirs_N - mine_N, lengths or [len(token_N)], loss.discount)
         cost = _cost(loss, token_N, sampler_N, later_N)
         if reward and advantage_N is not None:
             cost = _rewarded(cost, reward, token_N, sampler_N, advantage_N)
-        return TokenLosses(*_TokenLoss.apply(*states, *weights, token_N, temperature, cost, loss.cap))
+        return TokenLosses(*_TokenLoss.apply(student_NH, weight_VH, teacher, token_N, temperature, cost, loss.cap))
 
 
 def _rewarded(dense: Cost | None, reward: RewardSection, token_N, sampler_N, advantage_N) -> Cost:
     """Return the surrogate loss of the reward, with the teacher's loss beside it at its weight."""
     teach = dense or (lambda log_p, log_q, part: reverse_kl(log_p, log_q))
     return lambda log_p, log_q, part: (
-        clipped_gradient(log_p, token_N[part], sampler_N[part], advantage_N[part], reward.clip) + reward.teacher * teach(log_p, log_q, part)
+        reward.weight * clipped_gradient(log_p, token_N[part], sampler_N[part], advantage_N[part], reward.clip)
+        + reward.teacher * teach(log_p, log_q, part)
     )
 
 

@@ -31,6 +31,7 @@ from opdcl.config import TeacherSection
 from opdcl.distill.backbone import Backbone, State
 from opdcl.distill.contract import HINT, check_same_tokenizer, refuse_unsupported
 from opdcl.distill.forward import answer_states
+from opdcl.distill.opinion import Hidden, Opinion
 from opdcl.distill.rollouts import Rollout
 from opdcl.errors import UsageError
 from opdcl.models import eos_ids, load_base, load_tokenizer
@@ -75,7 +76,11 @@ class Teacher:
     def states(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
         """Return the last hidden state of each position that predicts a completion token, `(N, H)`, rollout after rollout."""
         with self.backbone.state(self.state) as model:
-            return answer_states(model, [sequence(self.shown(r.prompt_ids), r.completion_ids) for r in rollouts])
+            return answer_states(model, [self._sequence(r) for r in rollouts])
+
+    def opinion(self, rollouts: Sequence[Rollout]) -> Opinion:
+        """Return what it thinks of each completion token, rollout after rollout."""
+        return Hidden(self.states(rollouts), self.head_VH)
 
     def judge(self, frozen: State) -> Teacher:
         """Return the teacher by which progress is measured: this one, or one that stays where it is and sees what it sees."""
@@ -84,6 +89,9 @@ class Teacher:
     def shown(self, prompt_ids: list[int]) -> list[int]:
         """Return what the teacher sees where the student sees this prompt."""
         return self.contexts.get(tuple(prompt_ids), prompt_ids)
+
+    def _sequence(self, rollout: Rollout) -> tuple[list[int], list[bool]]:
+        return sequence(rollout.shown or self.shown(rollout.prompt_ids), rollout.completion_ids)
 
     def writer(self) -> contextlib.AbstractContextManager[PreTrainedModel]:
         """Return a context in which the teacher can write completions itself."""
@@ -184,7 +192,7 @@ class Separate(Teacher):
 
     @torch.no_grad()
     def states(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
-        return answer_states(self.model, [sequence(self.shown(r.prompt_ids), r.completion_ids) for r in rollouts])
+        return answer_states(self.model, [self._sequence(r) for r in rollouts])
 
     @contextlib.contextmanager
     def writer(self) -> Iterator[PreTrainedModel]:

@@ -6,9 +6,10 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from datasets import Dataset
@@ -19,12 +20,16 @@ from opdcl.distill.backbone import Backbone
 from opdcl.distill.contract import refuse_unsupported
 from opdcl.distill.divergence import group_advantages, token_logprobs, token_losses, top_k_overlap
 from opdcl.distill.forward import answer_ids, answer_states
+from opdcl.distill.opinion import Hidden, Opinion, join, shared_rows
 from opdcl.distill.rollouts import Rollout, repetition, sample
 from opdcl.distill.schedule import Step, Stream
 from opdcl.distill.teachers import Routed, Teacher, sequence
 from opdcl.errors import OpdclError
 from opdcl.rundir import write_atomic
 from opdcl.training import finite_or_skipped, is_out_of_memory
+
+if TYPE_CHECKING:
+    from opdcl.reward import Reward
 
 logger = logging.getLogger(__name__)
 # Sequences sampled together that leave little of the hardware idle.
@@ -42,7 +47,7 @@ class RecoveryTrainer(DistillationTrainer):
 
     def __init__(self, backbone: Backbone, config: RecoverConfig, steps: list[Step],
                  prompts: dict[Stream, list[list[int]]], teachers: dict[Stream, Teacher | Routed], args: DistillationConfig,
-                 callbacks: list, reward: Callable[[list[Rollout]], list[float]] | None = None):  # fmt: skip
+                 callbacks: list, reward: Reward | None = None):  # fmt: skip
         refuse_unsupported(backbone.causal_lm.config)
         self.teachers, self.reward = teachers, reward
         self.backbone, self.recover_config, self.steps, self.prompts = backbone, config, steps, prompts
@@ -90,6 +95,7 @@ class RecoveryTrainer(DistillationTrainer):
         advantages = group_advantages(rewards, self.recover_config.reward.group)
         for rollout, reward, advantage in zip(rollouts, rewards, advantages, strict=True):
             rollout.reward, rollout.advantage = reward, advantage
+        self.reward.demonstrate(rollouts)
 
     def _widest(self, rollouts: list[Rollout], stream: Stream, keep: int) -> list[Rollout]:
         """Return the rollouts with the largest mean |log q - log p| of their tokens, q the teacher and p the sampler."""
@@ -97,9 +103,10 @@ class RecoveryTrainer(DistillationTrainer):
             return rollouts
         gaps: dict[int, float] = {}
         for _, teacher, batch in self._batches(rollouts, self.teachers[stream]):
-            states_NH = self._teacher_states(batch, teacher)
-            tokens_N = torch.tensor([t for r in batch for t in r.completion_ids], device=states_NH.device)
-            theirs = token_logprobs(states_NH, teacher.head_VH, tokens_N, self.recover_config.temperature)
+            tokens_N = torch.tensor([t for r in batch for t in r.completion_ids], device=self.backbone.device)
+            opinion = self._opinion(batch, teacher)
+            rows = shared_rows(self.backbone.causal_lm.get_output_embeddings().weight, opinion)
+            theirs = token_logprobs(opinion, tokens_N, rows, self.recover_config.temperature)
             for rollout, q_N in zip(batch, theirs.split([len(r.completion_ids) for r in batch]), strict=True):
                 gaps[id(rollout)] = float((q_N - q_N.new_tensor(rollout.logprobs)).abs().mean())
         kept = set(sorted(gaps, key=gaps.__getitem__, reverse=True)[:keep])
@@ -154,7 +161,7 @@ class RecoveryTrainer(DistillationTrainer):
             torch.cuda.empty_cache()
         logger.warning("out of memory: going on with micro-batches of %d tokens", self.micro_batch_tokens)
 
-    def grade(self, rollouts: list[Rollout], stream: Stream, learn: bool, teacher: dict[int, torch.Tensor] | None = None,
+    def grade(self, rollouts: list[Rollout], stream: Stream, learn: bool, opinions: dict[int, Opinion] | None = None,
               overlap: bool = False) -> dict[str, float]:  # fmt: skip
         """Sum KL and entropies over all completion tokens; with `learn`, accumulate the gradient of their mean.
 
@@ -165,7 +172,7 @@ class RecoveryTrainer(DistillationTrainer):
             rollouts: The completions to grade.
             stream: Whose teacher grades.
             learn: Whether to accumulate the gradient.
-            teacher: What `teacher_states` gave for the same rollouts, where they are graded more than once.
+            opinions: What `opinions` gave for the same rollouts, where they are graded more than once.
             overlap: Whether to sum `top_k_overlap` as well.
         """
         config = self.recover_config
@@ -173,15 +180,15 @@ class RecoveryTrainer(DistillationTrainer):
         sums: dict[str, float] = defaultdict(float, tokens=total)
         weight_VH = self.backbone.causal_lm.get_output_embeddings().weight
         for name, judge, batch in self._batches(rollouts, self.teachers[stream]):
-            teacher_NH = torch.cat([teacher[id(r)] for r in batch]) if teacher else self._teacher_states(batch, judge)
+            opinion = join([opinions[id(r)] for r in batch]) if opinions else self._opinion(batch, judge)
             with self.compute_loss_context_manager(), torch.set_grad_enabled(learn):
                 student_NH = answer_states(self.backbone.causal_lm, sequences := [sequence(r.prompt_ids, r.completion_ids) for r in batch])
                 token_N = answer_ids(sequences, student_NH.device)
                 sampler_N = torch.tensor([x for r in batch for x in r.logprobs], device=student_NH.device)
                 rewarded = learn and batch[0].reward is not None
                 advantage_N = sampler_N.new_tensor([r.advantage for r in batch for _ in r.completion_ids]) if rewarded else None
-                losses = token_losses(student_NH, teacher_NH, weight_VH, token_N, sampler_N, config.temperature, config.loss,
-                                      [len(r.completion_ids) for r in batch], judge.head_VH, config.reward, advantage_N)  # fmt: skip
+                losses = token_losses(student_NH, weight_VH, opinion, token_N, sampler_N, config.temperature, config.loss,
+                                      [len(r.completion_ids) for r in batch], config.reward, advantage_N)  # fmt: skip
             if learn:
                 weight_N = _weights(batch, config.loss.unfinished, judge.skip_tokens, student_NH.device)
                 if self._fresh and len(sampler_N):
@@ -194,17 +201,17 @@ class RecoveryTrainer(DistillationTrainer):
             for figure in ("kl", "student_entropy", "teacher_entropy"):
                 sums[figure] += float(getattr(losses, figure).sum())
             if overlap:
-                sums["overlap"] += float(top_k_overlap(student_NH, teacher_NH, weight_VH, judge.head_VH).sum())
+                sums["overlap"] += float(top_k_overlap(Hidden(student_NH, weight_VH), opinion).sum())
             if name:
                 sums[f"kl/{name}"] += float(losses.kl.sum())
                 sums[f"tokens/{name}"] += len(token_N)
         return sums
 
-    def teacher_states(self, rollouts: list[Rollout], teacher: Teacher | Routed) -> dict[int, torch.Tensor]:
-        """Return a teacher's last hidden states of each rollout's completion tokens, `(N, H)`, by the rollout's `id`."""
+    def opinions(self, rollouts: list[Rollout], teacher: Teacher | Routed) -> dict[int, Opinion]:
+        """Return what a teacher thinks of each rollout's completion tokens, by the rollout's `id`."""
         found = {}
         for _, judge, batch in self._batches(rollouts, teacher):
-            parts = self._teacher_states(batch, judge).split([len(r.completion_ids) for r in batch])
+            parts = self._opinion(batch, judge).split([len(r.completion_ids) for r in batch])
             found |= {id(r): part for r, part in zip(batch, parts, strict=True)}
         return found
 
@@ -214,9 +221,9 @@ class RecoveryTrainer(DistillationTrainer):
             for batch in micro_batches([rollouts[i] for i in mine], self.micro_batch_tokens):
                 yield name, judge, batch
 
-    def _teacher_states(self, batch: list[Rollout], teacher: Teacher) -> torch.Tensor:
+    def _opinion(self, batch: list[Rollout], teacher: Teacher) -> Opinion:
         with self.compute_loss_context_manager():
-            return teacher.states(batch)
+            return teacher.opinion(batch)
 
     def _summary(self, rollouts: list[Rollout], sums: dict[str, float]) -> dict[str, float]:
         count = len(rollouts)

@@ -99,6 +99,30 @@ def test_self_distillation_beside_imitation(folder):
     assert record["cost"]["tokens"] > 0
 
 
+def test_a_reward_after_recovery(folder):
+    small = {"steps": 3, "rollouts": 8, "group": 4, "max_new_tokens": 8}
+    sets = [word for k, v in small.items() for word in ("--set", f"arms.reinforced.recover.{'reward.' if k == 'group' else ''}{k}={v}")]
+    done = opdcl("run", "then-reinforce", "smoke.yaml", *sets, "--set", "seeds=[1]", "-o", "reward", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((folder / "reward" / "compare.json").read_text())
+    assert [s["name"] for s in found["steps"]] == ["recovered-1", "reinforced-1"]
+    run = folder / "reward" / "reinforced-1"
+    assert adapter(folder / "reward", "reinforced-1", "01-finetune") == adapter(folder / "reward", "recovered-1", "02-recover")
+    assert adapter(folder / "reward", "reinforced-1", "02-recover") != adapter(folder / "reward", "recovered-1", "02-recover")
+    rows = [json.loads(line) for line in (run / "stages" / "02-recover" / "metrics.jsonl").read_text().splitlines()]
+    assert ["reward" in r for r in rows if "loss" in r] == [True, True, False]
+    summary = json.loads(opdcl("report", "reward/reinforced-1", "--json", cwd=folder).stdout)
+    assert {name: gap["teacher"] for name, gap in summary["ceiling"].items()} == {"instructions": "base", "handbook": "tuned"}
+    assert any("rewarded by instructions_train" in note for note in summary["notes"])
+    page = (run / "report.md").read_text()
+    assert "### Teacher ceiling" in page
+    assert "| handbook | tuned |" in page
+
+    refused = opdcl("run", "reward/reinforced-1/workflow.yaml", "-o", "other", "--set", "recover.reward.suite=instructions", cwd=folder)
+    assert refused.returncode == 2
+    assert "learns from instructions" in refused.stderr
+
+
 def test_a_stronger_model_teaches_a_weaker_one(folder, tiny_model):
     make_model(folder / "strong", intermediate_size=160)
     settings = {

@@ -8,6 +8,7 @@ import torch
 from opdcl.config import LossSection
 from opdcl.distill import divergence
 from opdcl.distill.divergence import CHUNK, token_losses, top_k_overlap
+from opdcl.distill.opinion import Hidden
 
 V, H = 37, 8
 KINDS = ["reverse_kl", "forward_kl", "jsd", "entropy_switched", "top_k"]
@@ -21,7 +22,7 @@ def graded(student, teacher, weight, temperature=1.0, tokens=None, sampler=None,
     n = len(student)
     tokens = torch.zeros(n, dtype=torch.long) if tokens is None else tokens
     sampler = torch.zeros(n) if sampler is None else sampler
-    return token_losses(student, teacher, weight, tokens, sampler, temperature, LossSection(**loss))
+    return token_losses(student, weight, Hidden(teacher, weight), tokens, sampler, temperature, LossSection(**loss))
 
 
 def naive(student, teacher, weight, temperature=1.0):
@@ -279,7 +280,7 @@ def test_a_discount_credits_tokens_for_what_follows_within_their_own_sequence():
     student, teacher, weight = torch.randn(5, 6), torch.randn(5, 6), torch.randn(9, 6)
     tokens, sampler = torch.randint(9, (5,)), torch.zeros(5)
     loss = {"kind": "policy_gradient", "discount": 0.5}
-    one, two = (token_losses(student, teacher, weight, tokens, sampler, 1.0, LossSection(**loss), lengths).loss for lengths in ([5], [2, 3]))
+    one, two = (token_losses(student, weight, Hidden(teacher, weight), tokens, sampler, 1.0, LossSection(**loss), lengths).loss for lengths in ([5], [2, 3]))
     alone = graded(student, teacher, weight, tokens=tokens, sampler=sampler, kind="policy_gradient").loss
     log_p, log_q = ((x @ weight.T).log_softmax(-1).gather(-1, tokens[:, None])[:, 0] for x in (student, teacher))
     gap = log_q - log_p
@@ -299,11 +300,11 @@ def test_plain_jsd_is_smaller_by_beta_times_its_complement():
 def test_top_k_overlap_is_the_share_by_hand_and_one_for_oneself():
     torch.manual_seed(0)
     student, teacher, weight = torch.randn(300, 8), torch.randn(300, 8), torch.randn(50, 8)
-    found = top_k_overlap(student, teacher, weight, weight, k=5)
+    found = top_k_overlap(Hidden(student, weight), Hidden(teacher, weight), k=5)
     expected = [
         len(set((s @ weight.T).topk(5).indices.tolist()) & set((t @ weight.T).topk(5).indices.tolist())) / 5
         for s, t in zip(student, teacher, strict=True)
     ]
     torch.testing.assert_close(found, torch.tensor(expected))
     assert 0 < float(found.mean()) < 0.5
-    assert top_k_overlap(student, student, weight, weight).eq(1).all()
+    assert top_k_overlap(Hidden(student, weight), Hidden(student, weight)).eq(1).all()

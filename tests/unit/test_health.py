@@ -161,4 +161,4 @@ def test_likeliest_tokens_that_are_no_longer_shared_halt_it_unless_it_began_so()
 
     assert said(0.5, 0.2) == ""
     assert "shares 5% on general texts, 50% at the start" in said(0.5, 0.05)
-    assert said(0.04, 0.05) == ""
+    assert said(0.04, 0.05) == said(0.08, 0.07) == ""

@@ -13,7 +13,9 @@ from trl import GRPOConfig, GRPOTrainer
 from opdcl.config import EvalConfig, LossSection, ModelConfig, RecoverConfig, RewardSection, Workflow
 from opdcl.distill.backbone import Backbone
 from opdcl.distill.divergence import clipped_gradient, group_advantages, token_losses
+from opdcl.distill.opinion import Hidden
 from opdcl.distill.rollouts import Rollout
+from opdcl.distill.teachers import Teacher
 from opdcl.errors import UsageError
 from opdcl.evaluate import BackboneLM, load_task
 from opdcl.models import ModelRef
@@ -63,11 +65,11 @@ def rollouts():
     return found
 
 
-def rewarded_trainer(backbone, tuned, **reward):
+def rewarded_trainer(backbone, tuned, max_new_tokens=6, **reward):
     backbone.drop_adapters()
     backbone.load_adapter(tuned / "tuned", "student", trainable=True)
     backbone.load_adapter(tuned / "tuned", "tuned")
-    return make_trainer(backbone, tuned, reward=REWARDED | reward, keep="last", rollouts=8)
+    return make_trainer(backbone, tuned, reward=REWARDED | reward, keep="last", rollouts=8, max_new_tokens=max_new_tokens)
 
 
 def gradient(trainer, rollouts):
@@ -132,7 +134,7 @@ def test_the_teacher_weighs_in_beside_the_reward():
     def loss(weight, advantage):
         states = student.clone().requires_grad_()
         reward = RewardSection(suite="x", teacher=weight)
-        found = token_losses(states, teacher, head, token, sampler, 1.0, LossSection(), None, None, reward, advantage).loss
+        found = token_losses(states, head, Hidden(teacher, head), token, sampler, 1.0, LossSection(), None, reward, advantage).loss
         found.sum().backward()
         return found.detach(), states.grad
 
@@ -141,7 +143,7 @@ def test_the_teacher_weighs_in_beside_the_reward():
     both, both_slope = loss(0.3, advantage)
     torch.testing.assert_close(both, alone + 0.3 * dense)
     torch.testing.assert_close(both_slope, slope + 0.3 * dense_slope, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(dense, token_losses(student, teacher, head, token, sampler).loss)
+    torch.testing.assert_close(dense, token_losses(student, head, Hidden(teacher, head), token, sampler).loss)
 
 
 def test_a_completion_gets_what_the_evaluation_would_give_it(backbone, tmp_path):
@@ -165,13 +167,18 @@ def test_a_completion_gets_what_the_evaluation_would_give_it(backbone, tmp_path)
     assert {0.0, 1.0} < {*graded}  # and halves, where one of two constraints is kept
 
 
+class LikesCommonTokens(Reward):
+    def __call__(self, rollouts):
+        return [sum(t < 20_000 for t in r.completion_ids) / len(r.completion_ids) for r in rollouts]
+
+
 def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
-    trainer = rewarded_trainer(backbone, tuned, teacher=0.0)
-    trainer.reward = lambda rollouts: [sum(t < 20_000 for t in r.completion_ids) / len(r.completion_ids) for r in rollouts]
-    prompts = [[1, 520, 9690, 198, 60 + i // GROUP] for i in range(24)]
+    trainer = rewarded_trainer(backbone, tuned, max_new_tokens=2, teacher=0.0)
+    trainer.reward = LikesCommonTokens(RewardSection(**REWARDED), backbone)
+    prompts = [[1, 520, 9690, 198, 60 + i // GROUP] for i in range(48)]
     optimizer = torch.optim.AdamW([p for p in trainer.model.parameters() if p.requires_grad], lr=5e-2, weight_decay=0)
     means = []
-    for step in range(16):
+    for step in range(20):
         written = trainer.sample(prompts, "general", seed=step)
         trainer._compare(written)
         means.append(sum(r.reward for r in written) / len(written))
@@ -181,7 +188,8 @@ def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
     assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.15, means
 
 
-def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned):
+@pytest.mark.parametrize("extra", [{}, {"general_teacher": {"kind": "ema", "context": "{prompt} {answer} {feedback}"}}], ids=["base", "shown the best"])
+def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned, extra):
     def train(name, stop=None):
         class StopAt(Silent):
             def progress(self, done, total, **values):
@@ -189,7 +197,7 @@ def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned):
                     raise KeyboardInterrupt
 
         config = RecoverConfig(domain=str(tuned / "domain.jsonl"), steps=6, general_per_domain=2, sample_ahead=2, max_new_tokens=6, validate_every=3,
-                               validation_prompts=2, learning_rate=5e-3, save_steps=2, domain_rollouts=4, **SETTINGS)  # fmt: skip
+                               validation_prompts=2, learning_rate=5e-3, save_steps=2, domain_rollouts=4, **SETTINGS, **extra)  # fmt: skip
         out = StageDir(tuned / name)
         fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
         try:
@@ -211,9 +219,50 @@ def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned):
     assert [r["reward"] for r in rows if "reward" in r] == [r["reward"] for r in read_jsonl(cut.metrics) if "reward" in r]
 
 
+CONTEXT = "{prompt}\n\nThis answer did well: {answer}\n\nOf yours the checker says: {feedback}\n\nAnswer again."
+
+
+def test_who_did_worse_is_taught_by_the_best_of_the_group_and_by_the_checkers_words(backbone):
+    """SDPO's contexts: the sibling that succeeded and the environment's feedback reach the teacher, and it alone."""
+    reward = Reward(RewardSection(**REWARDED), backbone, CONTEXT)
+    decode = backbone.tokenizer.decode
+    prompt, (row, _) = next((ids, known) for ids, known in reward._known.items() if "title" in known[0].prompt[-1]["content"])
+    answers = ["<<Bread>>\n\nIt rose.", "no", "nothing", "<<Bread>>\n\nIt fell."]
+    group = [Rollout(list(prompt), backbone.tokenizer(a, add_special_tokens=False)["input_ids"], [], True, reward=r)
+             for a, r in zip(answers, (1.0, 0.0, 0.0, 1.0), strict=True)]  # fmt: skip
+    reward.demonstrate(group)
+    assert [r.shown is not None for r in group] == [False, True, True, False]
+    shown = decode(group[1].shown)
+    assert row.prompt[-1]["content"] in shown
+    assert "This answer did well: <<Bread>>\n\nIt rose." in shown
+    assert "Not kept:" in shown
+    assert "<<" in shown.split("checker says:")[1]  # what was asked for, in the checker's own words
+    assert "did well" not in decode(group[1].prompt_ids)
+
+    equal = [Rollout(list(prompt), [5], [], True, reward=0.5) for _ in range(GROUP)]
+    reward.demonstrate(equal)
+    assert all(r.shown is None for r in equal)
+
+
+def test_a_live_teacher_moves_only_those_who_have_something_to_see(backbone, tuned):
+    trainer = rewarded_trainer(backbone, tuned, weight=0.0, teacher=1.0)
+    trainer.teachers["general"] = Teacher(backbone, "student")
+    rollouts = with_logprobs(trainer, [Rollout([1, 520, 9690, 198, 40], [7, 9, 11], [], False, reward=float(i == 0)) for i in range(GROUP)])
+    loss, grad = gradient(trainer, rollouts)
+    assert loss == pytest.approx(0, abs=1e-6)
+    assert max(float(g.abs().max()) for g in grad.values()) < 1e-5
+    rollouts[1].shown = [1, 520, 9690, 7, 9, 11, 198, 40]
+    loss, grad = gradient(trainer, rollouts)
+    assert loss > 1e-3
+    with torch.no_grad():
+        mine, seen = (trainer.model(torch.tensor([[*prompt, 7, 9, 11]])).logits[0, -4:-1].log_softmax(-1) for prompt in (rollouts[1].prompt_ids, rollouts[1].shown))
+    expected = float((mine.exp() * (mine - seen)).sum())
+    assert loss * GROUP * 3 == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.parametrize(("settings", "said"), [
     ({"teacher_first": 4}, "what the student itself writes"), ({"lmbda": 0.5}, "what the student itself writes"), ({"rollouts": 6}, "multiple of reward.group"),
-    ({"keep": "best"}, "keep last"), ({"general": "prompts.jsonl"}, "leave general out"), ({"method": "replay"}, "method alternating or general"),
+    ({"keep": "best"}, "keep last"), ({"domain_teacher": {"kind": "base", "context": "{prompt}{answer}{feedback}"}}, "general_teacher"), ({"method": "replay"}, "method alternating or general"),
 ])  # fmt: skip
 def test_settings_that_a_reward_cannot_go_with_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
@@ -248,5 +297,5 @@ def test_the_metric_by_default_is_the_suites_first(backbone):
     first = Reward(RewardSection(suite="instructions_train"), backbone)
     rows = reward_rows(first.config)
     assert json.loads(json.dumps(rows[0].prompt))[-1]["role"] == "user"
-    prompt = next(iter(first._document))
+    prompt = next(iter(first._known))
     assert first([Rollout(list(prompt), [2], [], True)]) in ([0.0], [1.0])

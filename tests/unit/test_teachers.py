@@ -12,6 +12,7 @@ from opdcl.config import ModelConfig, RecoverConfig, TeacherSection
 from opdcl.distill.backbone import Backbone
 from opdcl.distill.contract import check_same_tokenizer, differences
 from opdcl.distill.divergence import token_losses
+from opdcl.distill.opinion import Hidden
 from opdcl.distill.rollouts import Rollout
 from opdcl.distill.teachers import Ema, Routed, Teacher, TrustRegion, make_teacher
 from opdcl.errors import UsageError
@@ -107,7 +108,7 @@ def test_a_wider_model_grades_as_its_own_logits_say(adapted, tmp_path):
     wide = make_teacher(TeacherSection(kind="model", model={"id": str(tmp_path / "wide"), "dtype": "float32"}), adapted)
     student = Teacher(adapted, "student")
     tokens = torch.tensor([t for r in ROLLOUTS for t in r.completion_ids])
-    found = token_losses(states(student), states(wide), student.head_VH, tokens, torch.zeros(len(tokens)), teacher_weight_VH=wide.head_VH)
+    found = token_losses(states(student), student.head_VH, wide.opinion(ROLLOUTS), tokens, torch.zeros(len(tokens)))
     expected = []
     for r in ROLLOUTS:
         ids = torch.tensor([r.prompt_ids + r.completion_ids])
@@ -242,7 +243,7 @@ def test_a_head_with_more_rows_grades_by_those_that_both_have():
     tokens = torch.randint(9, (5,))
     padded = torch.cat([weight, torch.randn(3, 6)])
     same, other = (
-        token_losses(student, teacher, weight, tokens, torch.zeros(5), teacher_weight_VH=w).kl for w in (weight, padded)
+        token_losses(student, weight, Hidden(teacher, w), tokens, torch.zeros(5)).kl for w in (weight, padded)
     )
     torch.testing.assert_close(same, other)
 

@@ -163,11 +163,11 @@ def student_delta(trainer):
 def test_teacher_states_kept_from_before_give_the_same_grade(trainer, tokens):
     """Also where the micro-batches have become smaller since."""
     trainer.micro_batch_tokens = 40
-    kept = trainer.teacher_states(ROLLOUTS, trainer.teachers["general"])
+    kept = trainer.opinions(ROLLOUTS, trainer.teachers["general"])
     fresh = trainer.grade(ROLLOUTS, "general", learn=False)
     assert fresh["kl"] > 0
     trainer.micro_batch_tokens = tokens
-    again = trainer.grade(ROLLOUTS, "general", learn=False, teacher=kept)
+    again = trainer.grade(ROLLOUTS, "general", learn=False, opinions=kept)
     assert again == pytest.approx(fresh, rel=1e-5)
 
 

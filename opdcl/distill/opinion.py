@@ -1,0 +1,81 @@
+"""What a teacher thinks of the next token at each graded position: its whole distribution, or what a server tells of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol, Self
+
+import torch
+
+# Mass that a server's rounding may leave for all tokens it did not name.
+SMALLEST_TAIL = 1e-9
+
+
+class Opinion(Protocol):
+    """A distribution over the vocabulary for each of N positions."""
+
+    def log_probs(self, part: slice, rows: int, temperature: float) -> torch.Tensor:
+        """Return log-probabilities of the first `rows` tokens of the vocabulary at some positions, `(n, rows)` in fp32."""
+        ...
+
+    def split(self, lengths: Sequence[int]) -> list[Self]:
+        """Return the opinion sequence by sequence."""
+        ...
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """The whole distribution, as last hidden states `(N, H)` and the output embedding `(V, H)` that turns them into logits."""
+
+    states_NH: torch.Tensor
+    head_VH: torch.Tensor
+
+    def log_probs(self, part: slice, rows: int, temperature: float) -> torch.Tensor:
+        head_VH = self.head_VH[:rows]
+        return torch.log_softmax((self.states_NH[part].to(head_VH.dtype) @ head_VH.T).float() / temperature, -1)
+
+    def split(self, lengths: Sequence[int]) -> list[Hidden]:
+        return [Hidden(states_NH, self.head_VH) for states_NH in self.states_NH.split(list(lengths))]
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """The K likeliest tokens of each position and the token that stands there: ids and log-probabilities, `(N, K)` and `(N,)`.
+
+    What is left of the mass is spread evenly over all other tokens. So what a loss says of the token itself is exact, and of
+    the k likeliest and the rest together for k up to K; an entropy or a KL over all tokens is not.
+    """
+
+    token_N: torch.Tensor
+    logprob_N: torch.Tensor
+    top_NK: torch.Tensor
+    top_logprob_NK: torch.Tensor
+
+    def log_probs(self, part: slice, rows: int, temperature: float) -> torch.Tensor:
+        if temperature != 1:
+            raise ValueError("what is known of a distribution's likeliest tokens holds at temperature 1 only")
+        top, top_logprob, token, logprob = self.top_NK[part], self.top_logprob_NK[part], self.token_N[part], self.logprob_N[part]
+        among = (top == token[:, None]).any(1)
+        named = top_logprob.exp().sum(1) + torch.where(among, 0.0, logprob.exp())
+        count = rows - top.shape[1] - (~among).long()
+        tail = ((1 - named).clamp(min=SMALLEST_TAIL) / count.clamp(min=1)).log()
+        found = tail[:, None].expand(-1, rows).scatter(1, top, top_logprob)
+        return found.scatter(1, token[:, None], logprob[:, None])
+
+    def split(self, lengths: Sequence[int]) -> list[Likeliest]:
+        columns = (getattr(self, field.name).split(list(lengths)) for field in fields(self))
+        return [Likeliest(*parts) for parts in zip(*columns, strict=True)]
+
+
+def shared_rows(weight_VH: torch.Tensor, teacher: Opinion) -> int:
+    """Return how many rows of the vocabulary stand for something: larger models of a family pad it to more."""
+    return min(len(weight_VH), len(teacher.head_VH)) if isinstance(teacher, Hidden) else len(weight_VH)
+
+
+def join(opinions: Sequence[Opinion]) -> Opinion:
+    """Return the opinions of one teacher on several sequences as one."""
+    first = opinions[0]
+    if isinstance(first, Hidden):
+        return Hidden(torch.cat([o.states_NH for o in opinions]), first.head_VH)
+    return Likeliest(*(torch.cat([getattr(o, field.name) for o in opinions]) for field in fields(Likeliest)))
