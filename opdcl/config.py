@@ -175,12 +175,30 @@ class UntilSection(Section):
     """Stop after so many validations in a row without a better adapter."""
 
 
+class ServerSection(Section):
+    """A model on a server that tells log-probabilities of prompts, such as vLLM. `OPDCL_SERVER_KEY` in the environment is its key."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^/@\s]+(/\S*)?$")]
+    """Its OpenAI-compatible endpoint: http://127.0.0.1:8000/v1"""
+    model: str | None = None
+    """Name under which it serves the model. Default: the only one there is."""
+    top_k: Positive = 20
+    """How many likely tokens of each position it is asked for; vLLM allows 20 unless it is told otherwise."""
+    concurrency: Positive = 16
+    """Requests in flight."""
+    timeout: Annotated[float, Field(gt=0)] = 120
+    """Seconds until a request counts as lost."""
+    patience: Annotated[float, Field(gt=0)] = 600
+    """Seconds that a server which is gone is waited for."""
+
+
 class TeacherSection(Section):
     """Who grades a stream. Only `kind`'s own parameters play a part."""
 
-    kind: Literal["base", "tuned", "adapter", "live", "ema", "trust_region", "model"]
+    kind: Literal["base", "tuned", "adapter", "live", "ema", "trust_region", "model", "remote"]
     """`base`, `tuned` and `adapter`, which another run made, are frozen; `live` is the student itself, `ema` a running mean of
-    it, `trust_region` lies between `reference` and the student; `model` is another one with the same tokenizer."""
+    it, `trust_region` lies between `reference` and the student; `model` is another one with the same tokenizer, `remote` one
+    on a server."""
     adapter: Annotated[str, Field(min_length=1)] | None = None
     """`adapter`: a run directory, whose last adapter it is, or an adapter's folder."""
     rate: Annotated[float, Field(ge=0, le=1)] = 0.05
@@ -193,6 +211,8 @@ class TeacherSection(Section):
     """`trust_region`: the student's share."""
     model: ModelConfig | None = None
     """`model`: which."""
+    server: ServerSection | None = None
+    """`remote`: where."""
     context: str | None = None
     """What the teacher sees in place of the last user message, with `{prompt}` and `{answer}`: it knows, the student has to
     find out. Rows need answers then. Under a reward the answer is the best one of the group, for those that did worse, and
@@ -215,10 +235,9 @@ class TeacherSection(Section):
     def _has_something_to_teach(self) -> TeacherSection:
         if self.context is not None and ("{answer}" not in self.context or "{prompt}" not in self.context):
             raise ValueError("context needs {prompt} and {answer}")
-        if (self.kind == "model") != (self.model is not None):
-            raise ValueError("kind model and a model go together")
-        if (self.kind == "adapter") != (self.adapter is not None):
-            raise ValueError("kind adapter and an adapter go together")
+        for kind, part in (("model", "model"), ("adapter", "adapter"), ("remote", "server")):
+            if (self.kind == kind) != (getattr(self, part) is not None):
+                raise ValueError(f"kind {kind} and {'an' if part == 'adapter' else 'a'} {part} go together")
         if self.kind == "live" and self.context is None:
             raise ValueError("a live teacher without context is the student: there is nothing to learn")
         return self
@@ -330,7 +349,17 @@ class RecoverConfig(Section):
             length = self.max_new_tokens if name == "general_teacher" else domain
             if teacher.skip_tokens >= length:
                 raise ValueError(f"{name}.skip_tokens leaves nothing of {length} tokens")
+            self._can_be_told(name, teacher)
         return self
+
+    def _can_be_told(self, name: str, teacher: TeacherSection) -> None:
+        """Refuse a loss that would need more of a distribution than a server tells."""
+        if teacher.server is None:
+            return
+        told = self.loss.kind == "policy_gradient" or (self.loss.kind == "top_k" and self.loss.k <= teacher.server.top_k)
+        if not told or self.temperature != 1:
+            raise ValueError(f"a server tells the token's own log-probability and {teacher.server.top_k} likely ones, at temperature 1: with {name} take "
+                             f"loss.kind policy_gradient, or top_k with k at most {teacher.server.top_k}")  # fmt: skip
 
     @model_validator(mode="after")
     def _rewards_what_the_student_writes(self) -> RecoverConfig:

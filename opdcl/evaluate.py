@@ -20,7 +20,7 @@ from lm_eval.tasks import TaskManager
 from opdcl.config import EvalConfig
 from opdcl.data import load_rows, render
 from opdcl.distill.backbone import Backbone, State
-from opdcl.distill.rollouts import sample
+from opdcl.distill.rollouts import Rollout, sample
 from opdcl.errors import UsageError
 from opdcl.load import package_folder
 from opdcl.punkt import ensure_punkt
@@ -79,7 +79,7 @@ class BackboneLM(LM):
                 began = len(answers)
                 rollouts = sample(model, [prompts[i] for i in batch], max_new_tokens=longest, eos_ids=self.backbone.eos_ids,
                                   temperature=0, batch_size=self.config.batch_size, engine=self.config.sampler,
-                                  on_progress=_counter(self.report, began, len(requests)))  # fmt: skip
+                                  on_finished=_counter(self.report, began, len(requests)))  # fmt: skip
                 with open(self.partial, "a", encoding="utf-8") as file:
                     for i, rollout in zip(batch, rollouts, strict=True):
                         text = encode.decode(rollout.completion_ids, skip_special_tokens=True)
@@ -209,9 +209,9 @@ def cut_at(text: str, stops: list[str]) -> str:
 def _counter(report: StageReport, began: int, total: int):
     done = began
 
-    def count(finished: int) -> None:
+    def count(finished: list[Rollout]) -> None:
         nonlocal done
-        done += finished
+        done += len(finished)
         report.progress(done, total)
 
     return count

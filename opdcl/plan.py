@@ -15,14 +15,14 @@ Action = Literal["run", "resume", "skip", "stale"]
 # Settings that change where or how fast a result is made, not what it is.
 WITHOUT_MEANING = {"save_steps", "micro_batch_tokens"}
 # Settings that came later: at these values they mean what was done before there was a choice, so that a run which an
-# earlier version made is not stale for them.
+# earlier version made is not stale for them. `*` stands for every name that a user gives.
 LATER: dict[str, dict[str, Any]] = {
     "finetune": {"method": "sft", "self_distill": SelfDistillSection().model_dump()},
     "recover": {
         "oversample": 1.0,
         "general_teacher": TeacherSection(kind="base").model_dump(),
         "domain_teacher": TeacherSection(kind="tuned").model_dump(),
-        "teachers": {},
+        "teachers": {"*": {"server": None}},
         "reward": None,
         "keep": "best",
         "health": {"overlap": 0.1},
@@ -103,9 +103,12 @@ def _meaning(stage: str, config: dict[str, Any]) -> dict[str, Any]:
 def _without(later: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for key, value in config.items():
-        if key not in later or later[key] != value:
-            inner = later.get(key)
-            found[key] = _without(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+        inner = later.get(key, later.get("*"))
+        if isinstance(inner, dict) and isinstance(value, dict):
+            if rest := _without(inner, value):
+                found[key] = rest
+        elif key not in later or inner != value:
+            found[key] = value
     return found
 
 

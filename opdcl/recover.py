@@ -51,7 +51,7 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
     backbone.drop_adapters()
     backbone.load_adapter(parent.adapter, "student", trainable=True)
     backbone.load_adapter(parent.adapter, "tuned")
-    teachers = {stream: _teachers(config, stream, prompts, backbone, parent) for stream, prompts in streams.items()}
+    teachers = {stream: _teachers(config, stream, prompts, backbone, parent, report) for stream, prompts in streams.items()}
     beta, rescaled = config.loss.beta, config.loss.kind != "jsd" or config.loss.rescaled or config.loss.beta in (0.0, 1.0)
     if config.method != "interpolate" and not rescaled:
         report.note(f"recover.loss.rescaled is off: at beta {beta:g} loss and gradient are about {1 / (beta * (1 - beta)):.0f} times smaller "
@@ -79,25 +79,30 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
     trainer = RecoveryTrainer(backbone, config, steps, train, teachers, DistillationConfig(**arguments), [validation, callback, health],
                               Reward(config.reward, backbone, config.general_teacher.context) if config.reward else None)  # fmt: skip
     validation.trainer = trainer
-    if config.method == "interpolate":
-        _interpolate(validation, backbone, out)
-    else:
-        if checkpoint := out.last_checkpoint():
-            trainer.restore(checkpoint)
-        callback.run(trainer, out)
+    try:
+        if config.method == "interpolate":
+            _interpolate(validation, backbone, out)
+        else:
+            if checkpoint := out.last_checkpoint():
+                trainer.restore(checkpoint)
+            callback.run(trainer, out)
+    finally:
+        for teacher in teachers.values():
+            teacher.close()
     with folder_appears_whole(out.adapter) as folder:
         shutil.copytree(validation.best_adapter, folder, dirs_exist_ok=True)
     return ModelRef(parent.base, out.adapter)
 
 
-def _teachers(config: RecoverConfig, stream: Stream, prompts: Prompts, backbone: Backbone, parent: ModelRef) -> Teacher | Routed:
+def _teachers(config: RecoverConfig, stream: Stream, prompts: Prompts, backbone: Backbone, parent: ModelRef,
+              report: StageReport) -> Teacher | Routed:  # fmt: skip
     """Return a stream's teacher, with the adapters that it needs put onto the backbone."""
 
     def one(name: str) -> Teacher:
         section, state = teacher_section(config, stream, name), f"{stream}_{name}" if name else stream
         if section.kind in ("ema", "adapter"):
             backbone.load_adapter(find_adapter(section.adapter) if section.adapter else parent.adapter, state)
-        return make_teacher(section, backbone, prompts.contexts.get(name), state)
+        return make_teacher(section, backbone, prompts.contexts.get(name), state, report.note)
 
     own, named = one(""), {name: one(name) for name in dict.fromkeys(prompts.routes.values())}
     return Routed(own, named, prompts.routes) if named else own

@@ -37,7 +37,7 @@ class TokenLosses(NamedTuple):
 
     loss: torch.Tensor
     kl: torch.Tensor
-    """Reverse KL, whatever the loss: the yardstick of progress."""
+    """Reverse KL, whatever the loss: the yardstick of progress. Of what a server tells, with all other tokens as one."""
     student_entropy: torch.Tensor
     teacher_entropy: torch.Tensor
     logprob: torch.Tensor
@@ -183,7 +183,7 @@ class _TokenLoss(torch.autograd.Function):
             log_q = teacher.log_probs(part, len(weight_VH), temperature)
             p = log_p.exp()
             logprob_N[part] = log_p.gather(-1, token_N[part, None])[:, 0]
-            teacher_entropy_N[part] = -(log_q.exp() * log_q).sum(-1)
+            teacher_entropy_N[part] = teacher.entropy(part, log_q)
             student_entropy_N[part] = -(p * log_p).sum(-1)
             if cost:
                 with torch.enable_grad():
@@ -191,7 +191,7 @@ class _TokenLoss(torch.autograd.Function):
                     loss = cost(leaf, log_q, part)
                     (slope,) = torch.autograd.grad(loss.sum(), leaf)
                 loss_N[part], log_p = loss.detach(), log_p.detach()
-                kl_N[part] = (p * (log_p - log_q)).sum(-1)
+                kl_N[part] = teacher.kl(part, log_p, log_q)
                 grad_logits = slope.sub_(p.mul_(slope.sum(-1, keepdim=True)))
             else:
                 ratio = log_p.sub_(log_q)

@@ -19,8 +19,20 @@ class Opinion(Protocol):
         """Return log-probabilities of the first `rows` tokens of the vocabulary at some positions, `(n, rows)` in fp32."""
         ...
 
+    def entropy(self, part: slice, log_q: torch.Tensor) -> torch.Tensor:
+        """Return the entropy at some positions, given `log_probs` of these, `(n,)` in nats."""
+        ...
+
+    def kl(self, part: slice, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+        """Return KL(p, q) of a student's log-distributions to this one at some positions, `(n,)` in nats."""
+        ...
+
     def split(self, lengths: Sequence[int]) -> list[Self]:
         """Return the opinion sequence by sequence."""
+        ...
+
+    def to(self, device: torch.device) -> Self:
+        """Return it on a device."""
         ...
 
 
@@ -35,8 +47,17 @@ class Hidden:
         head_VH = self.head_VH[:rows]
         return torch.log_softmax((self.states_NH[part].to(head_VH.dtype) @ head_VH.T).float() / temperature, -1)
 
+    def entropy(self, part: slice, log_q: torch.Tensor) -> torch.Tensor:
+        return -(log_q.exp() * log_q).sum(-1)
+
+    def kl(self, part: slice, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+
     def split(self, lengths: Sequence[int]) -> list[Hidden]:
         return [Hidden(states_NH, self.head_VH) for states_NH in self.states_NH.split(list(lengths))]
+
+    def to(self, device: torch.device) -> Hidden:
+        return Hidden(self.states_NH.to(device), self.head_VH.to(device))
 
 
 @dataclass(frozen=True)
@@ -44,7 +65,8 @@ class Likeliest:
     """The K likeliest tokens of each position and the token that stands there: ids and log-probabilities, `(N, K)` and `(N,)`.
 
     What is left of the mass is spread evenly over all other tokens. So what a loss says of the token itself is exact, and of
-    the k likeliest and the rest together for k up to K; an entropy or a KL over all tokens is not.
+    the k likeliest and the rest together for k up to K. Entropy and KL are the least that they can be: no other token is
+    likelier than the K-th, and all others count as one.
     """
 
     token_N: torch.Tensor
@@ -63,9 +85,22 @@ class Likeliest:
         found = tail[:, None].expand(-1, rows).scatter(1, top, top_logprob)
         return found.scatter(1, token[:, None], logprob[:, None])
 
+    def entropy(self, part: slice, log_q: torch.Tensor) -> torch.Tensor:
+        top = self.top_logprob_NK[part]
+        return -(top.exp() * top).sum(1) - (1 - top.exp().sum(1)).clamp(min=0) * top[:, -1]
+
+    def kl(self, part: slice, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+        p, q = log_p.exp().gather(1, self.top_NK[part]), self.top_logprob_NK[part].exp()
+        named = (p * (log_p.gather(1, self.top_NK[part]) - self.top_logprob_NK[part])).sum(1)
+        rest_p, rest_q = ((1 - x.sum(1)).clamp(min=SMALLEST_TAIL) for x in (p, q))
+        return named + rest_p * (rest_p / rest_q).log()
+
     def split(self, lengths: Sequence[int]) -> list[Likeliest]:
         columns = (getattr(self, field.name).split(list(lengths)) for field in fields(self))
         return [Likeliest(*parts) for parts in zip(*columns, strict=True)]
+
+    def to(self, device: torch.device) -> Likeliest:
+        return Likeliest(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
 def shared_rows(weight_VH: torch.Tensor, teacher: Opinion) -> int:

@@ -57,7 +57,7 @@ class Request:
     temperature: float
     seed: int
     batch_size: int
-    on_progress: Callable[[int], None] | None
+    on_finished: Callable[[list[Rollout]], None] | None
 
     def batches(self, rollouts: list[Rollout]) -> Iterator[list[int]]:
         """Yield the indices that run together: neighbours in prompt length, so that little of the prefill is padding."""
@@ -76,7 +76,7 @@ def sample(
     seed: int = 0,
     batch_size: int = 96,
     engine: Engine | Literal["auto"] = "auto",
-    on_progress: Callable[[int], None] | None = None,
+    on_finished: Callable[[list[Rollout]], None] | None = None,
 ) -> list[Rollout]:
     """Sample one completion per prompt, in the order of `prompts`.
 
@@ -89,11 +89,11 @@ def sample(
         seed: The same seed, prompts and engine give the same completions; under `slab` whatever the batch.
         batch_size: Sequences decoded together.
         engine: Which loop decodes.
-        on_progress: Called with the number of completions finished since the last call.
+        on_finished: Called with the completions that have ended since the last call.
     """
     rollouts = [Rollout(list(p)) for p in prompts]
     chosen = pick_engine(model)[0] if engine == "auto" else engine
-    request = Request(max_new_tokens, eos_ids, temperature, seed, batch_size, on_progress)
+    request = Request(max_new_tokens, eos_ids, temperature, seed, batch_size, on_finished)
     {"slab": slab.fill, "generate": _generate, "continuous": _continuous}[chosen](model, rollouts, request)
     return rollouts
 
@@ -145,8 +145,8 @@ def _generate(model, rollouts: list[Rollout], request: Request) -> None:
                 logprobs = torch.stack(kept.columns, 1).tolist()
             for row, (rollout, tokens) in enumerate(zip(batch, tokens_BT.tolist(), strict=True)):
                 _store(rollout, tokens, logprobs[row] if kept else [], request)
-            if request.on_progress:
-                request.on_progress(len(batch))
+            if request.on_finished:
+                request.on_finished(batch)
 
 
 @torch.no_grad()
@@ -175,8 +175,8 @@ def _continuous(model, rollouts: list[Rollout], request: Request) -> None:
         raise OpdclError("continuous batching lost a sequence", "set sampler: slab or sampler: generate")
     for rollout, result in zip(rollouts, found.values(), strict=True):
         _store(rollout, list(result.generated_tokens), list(result.logprobs or []), request)
-    if request.on_progress:
-        request.on_progress(len(rollouts))
+    if request.on_finished:
+        request.on_finished(rollouts)
 
 
 @contextlib.contextmanager

@@ -103,7 +103,7 @@ def fill(model, rollouts: list[Rollout], request: Request) -> None:
     prefix = _shared_prefix([r.prompt_ids for r in rollouts])
     for rows in request.batches(rollouts):
         _decode(model, [rollouts[i] for i in rows], prefix, request.max_new_tokens, set(request.eos_ids),
-                request.temperature, None if uniform_NT is None else uniform_NT[rows], request.on_progress)  # fmt: skip
+                request.temperature, None if uniform_NT is None else uniform_NT[rows], request.on_finished)  # fmt: skip
 
 
 def _shared_prefix(prompts: Sequence[list[int]]) -> list[int]:
@@ -112,7 +112,7 @@ def _shared_prefix(prompts: Sequence[list[int]]) -> list[int]:
 
 
 @torch.no_grad()
-def _decode(model, rollouts, prefix, max_new_tokens, eos_ids, temperature, uniform_BT, on_progress) -> None:
+def _decode(model, rollouts, prefix, max_new_tokens, eos_ids, temperature, uniform_BT, on_finished) -> None:
     device = model.device
     tails = [r.prompt_ids[len(prefix) :] for r in rollouts]
     width = max(len(t) for t in tails)
@@ -132,7 +132,7 @@ def _decode(model, rollouts, prefix, max_new_tokens, eos_ids, temperature, unifo
     for step in range(max_new_tokens):
         uniform_B = None if uniform_BT is None else uniform_BT[live, step].to(device)
         token_B, logprob_B = _draw(logits_BV, temperature, uniform_B)
-        ended = 0
+        ended = []
         for row, token in enumerate(token_B.tolist()):
             if done[row]:
                 continue
@@ -140,13 +140,13 @@ def _decode(model, rollouts, prefix, max_new_tokens, eos_ids, temperature, unifo
             rollout.completion_ids.append(token)
             rollout.finished = token in eos_ids
             done[row] = rollout.finished or step == max_new_tokens - 1
-            ended += done[row]
+            ended += [rollout] * done[row]
         if logprob_B is not None:
             for row, logprob in enumerate(logprob_B.tolist()):
                 if len(rollouts[live[row]].logprobs) < len(rollouts[live[row]].completion_ids):
                     rollouts[live[row]].logprobs.append(logprob)
-        if on_progress and ended:
-            on_progress(ended)
+        if on_finished and ended:
+            on_finished(ended)
         if all(done):
             return
         if done.count(False) < COMPACT_BELOW * len(done):

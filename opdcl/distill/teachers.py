@@ -9,8 +9,9 @@
 | `ema` | a running mean of the student's adapter | arXiv 2601.19897 |
 | `trust_region` | between a frozen reference and the student | arXiv 2601.20802 |
 | `model` | another model of the family: strong to weak | arXiv 2306.13649 |
+| `remote` | a model on a server, which tells of each position's likeliest tokens | |
 
-All but the last are adapter states of the student's own backbone, so they cost no second model. A `context` shows any of
+All but the last two are adapter states of the student's own backbone, so they cost no second model. A `context` shows any of
 them what the student does not see: the answer, or a demonstration. Shown the answer, base does not fight what it does
 not know (arXiv 2606.00147).
 
@@ -20,19 +21,21 @@ not know (arXiv 2606.00147).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
-from opdcl.config import TeacherSection
+from opdcl.config import RecoverConfig, ServerSection, TeacherSection
 from opdcl.distill.backbone import Backbone, State
-from opdcl.distill.contract import HINT, check_same_tokenizer, refuse_unsupported
+from opdcl.distill.contract import HINT, PROBES, check_same_tokenizer, refuse_unsupported
 from opdcl.distill.forward import answer_states
-from opdcl.distill.opinion import Hidden, Opinion
-from opdcl.distill.rollouts import Rollout
+from opdcl.distill.opinion import Hidden, Likeliest, Opinion, join
+from opdcl.distill.rollouts import Rollout, sample
+from opdcl.distill.server import Server
 from opdcl.errors import UsageError
 from opdcl.models import eos_ids, load_base, load_tokenizer
 
@@ -82,6 +85,9 @@ class Teacher:
         """Return what it thinks of each completion token, rollout after rollout."""
         return Hidden(self.states(rollouts), self.head_VH)
 
+    def expect(self, rollouts: Sequence[Rollout]) -> None:
+        """Take notice of completions whose opinion will be asked for."""
+
     def judge(self, frozen: State) -> Teacher:
         """Return the teacher by which progress is measured: this one, or one that stays where it is and sees what it sees."""
         return Teacher(self.backbone, frozen, self.contexts) if self.moves else self
@@ -92,6 +98,13 @@ class Teacher:
 
     def _sequence(self, rollout: Rollout) -> tuple[list[int], list[bool]]:
         return sequence(rollout.shown or self.shown(rollout.prompt_ids), rollout.completion_ids)
+
+    def write(self, prompts: list[list[int]], config: RecoverConfig, max_new_tokens: int, seed: int,
+              on_finished: Callable[[list[Rollout]], None] | None = None) -> list[Rollout]:  # fmt: skip
+        """Complete prompts, of which it sees what it is to see."""
+        with self.writer() as model:
+            return sample(model, [self.shown(p) for p in prompts], max_new_tokens=max_new_tokens, eos_ids=self.backbone.eos_ids,
+                          temperature=config.temperature, seed=seed, engine=config.sampler, on_finished=on_finished)  # fmt: skip
 
     def writer(self) -> contextlib.AbstractContextManager[PreTrainedModel]:
         """Return a context in which the teacher can write completions itself."""
@@ -108,6 +121,9 @@ class Teacher:
 
     def restore(self, folder: Path) -> None:
         """Take it back."""
+
+    def close(self) -> None:
+        """Let go of what is not this process's own."""
 
 
 class Ema(Teacher):
@@ -199,6 +215,31 @@ class Separate(Teacher):
         yield self.model
 
 
+class Remote(Teacher):
+    """A model on a server: what it thinks comes over the wire, asked for as soon as a completion is whole."""
+
+    def __init__(self, backbone: Backbone, server: Server, contexts: Contexts | None = None):
+        super().__init__(backbone, "base", contexts)
+        self.server = server
+
+    def opinion(self, rollouts: Sequence[Rollout]) -> Opinion:
+        found = join([asked.result() for asked in self._asked(rollouts)])
+        return found.to(self.backbone.device)
+
+    def expect(self, rollouts: Sequence[Rollout]) -> None:
+        self._asked(rollouts)
+
+    def _asked(self, rollouts: Sequence[Rollout]) -> list[Future[Likeliest]]:
+        return [self.server.ask(rollout.shown or self.shown(rollout.prompt_ids), rollout.completion_ids) for rollout in rollouts]
+
+    def write(self, prompts: list[list[int]], config: RecoverConfig, max_new_tokens: int, seed: int,
+              on_finished: Callable[[list[Rollout]], None] | None = None) -> list[Rollout]:  # fmt: skip
+        return self.server.write([self.shown(p) for p in prompts], max_new_tokens, self.backbone.eos_ids, config.temperature, seed)
+
+    def close(self) -> None:
+        self.server.close()
+
+
 class Routed:
     """Several teachers: each grades, and writes where teachers write, on the prompts that are its own.
 
@@ -227,6 +268,10 @@ class Routed:
         named = {name: teacher.judge(frozen) for name, teacher in self.named.items()}
         return Routed(self.others.judge(frozen), named, self.routes)
 
+    def expect(self, rollouts: Sequence[Rollout]) -> None:
+        for _, teacher, mine in self.split([r.prompt_ids for r in rollouts]):
+            teacher.expect([rollouts[i] for i in mine])
+
     def begin(self) -> None:
         for teacher in self._all():
             teacher.begin()
@@ -243,18 +288,26 @@ class Routed:
         for teacher in self._all():
             teacher.restore(folder)
 
+    def close(self) -> None:
+        for teacher in self._all():
+            teacher.close()
+
     def _all(self) -> list[Teacher]:
         return [self.others, *self.named.values()]
 
 
-def make_teacher(config: TeacherSection, backbone: Backbone, contexts: Contexts | None = None, state: State = "general") -> Teacher:
-    """Return the teacher that a configuration describes; an adapter of its own must be on the backbone already, as `state`."""
-    teacher = _make(config, backbone, contexts, state)
+def make_teacher(config: TeacherSection, backbone: Backbone, contexts: Contexts | None = None, state: State = "general",
+                 tell: Callable[[str], None] = lambda text: None) -> Teacher:  # fmt: skip
+    """Return the teacher that a configuration describes; an adapter of its own must be on the backbone already, as `state`.
+
+    `tell` is for sentences about a server that is waited for.
+    """
+    teacher = _make(config, backbone, contexts, state, tell)
     teacher.skip_tokens = config.skip_tokens
     return teacher
 
 
-def _make(config: TeacherSection, backbone: Backbone, contexts: Contexts | None, state: State) -> Teacher:
+def _make(config: TeacherSection, backbone: Backbone, contexts: Contexts | None, state: State, tell: Callable[[str], None]) -> Teacher:
     match config.kind:
         case "live":
             return Teacher(backbone, "student", contexts)
@@ -266,8 +319,21 @@ def _make(config: TeacherSection, backbone: Backbone, contexts: Contexts | None,
             return TrustRegion(backbone, config.reference, config.mix, contexts)
         case "model":
             return Separate(backbone, load_model(config, backbone), contexts)
+        case "remote":
+            return Remote(backbone, reach_server(config.server, backbone, tell), contexts)
         case frozen:
             return Teacher(backbone, frozen, contexts)
+
+
+def reach_server(config: ServerSection, backbone: Backbone, tell: Callable[[str], None]) -> Server:
+    """Find a server, after its tokenizer has been found to be the student's."""
+    server = Server(config, backbone.causal_lm.config.get_text_config().vocab_size, tell)
+    for probe in PROBES:
+        ours, theirs = backbone.tokenizer(probe, add_special_tokens=False)["input_ids"], server.encode(probe)
+        if ours != theirs:
+            server.close()
+            raise UsageError(f"the server at {config.url} has another tokenizer: {probe!r} becomes {ours[:8]} and {theirs[:8]}", HINT)
+    return server
 
 
 def load_model(config: TeacherSection, backbone: Backbone) -> PreTrainedModel:

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from opdcl.distill.contract import refuse_unsupported
 from opdcl.distill.divergence import group_advantages, token_logprobs, token_losses, top_k_overlap
 from opdcl.distill.forward import answer_ids, answer_states
 from opdcl.distill.opinion import Hidden, Opinion, join, shared_rows
-from opdcl.distill.rollouts import Rollout, repetition, sample
+from opdcl.distill.rollouts import Rollout, repetition
 from opdcl.distill.schedule import Step, Stream
 from opdcl.distill.teachers import Routed, Teacher, sequence
 from opdcl.errors import OpdclError
@@ -81,7 +81,10 @@ class RecoveryTrainer(DistillationTrainer):
             same = same[: ahead if stale else max(ahead, FULL_BATCH // len(step.prompts))]
             prompts = [self.prompts[step.stream][p] for i in same for p in self.steps[i].prompts]
             seed = self.recover_config.seed * 1_000_003 + index
-            sampled = iter(self.sample(prompts, step.stream, seed, None if step.on_policy else self.teachers[step.stream]))
+            teacher = self.teachers[step.stream]
+            # A teacher far away reads each completion while the others are still being written.
+            known = None if self.reward and step.stream == "general" else teacher.expect
+            sampled = iter(self.sample(prompts, step.stream, seed, None if step.on_policy else teacher, known))
             for i in same:
                 answers = [next(sampled) for _ in self.steps[i].prompts]
                 self._ahead[i] = self._widest(answers, step.stream, self.steps[i].keep)
@@ -113,15 +116,13 @@ class RecoveryTrainer(DistillationTrainer):
         return [r for r in rollouts if id(r) in kept]
 
     def sample(self, prompts: list[list[int]], stream: Stream, seed: int,
-               teacher: Teacher | Routed | None = None) -> list[Rollout]:
+               teacher: Teacher | Routed | None = None, on_finished: Callable[[list[Rollout]], None] | None = None) -> list[Rollout]:
         """Sample one completion per prompt from the student, or from a teacher with what it sees, with merged weights."""
         config = self.recover_config
-        longest = config.domain_max_new_tokens if stream == "domain" else None
+        longest = (config.domain_max_new_tokens if stream == "domain" else None) or config.max_new_tokens
         found: dict[int, Rollout] = {}
         for _, author, mine in (teacher or Teacher(self.backbone, "student")).split(prompts):
-            with author.writer() as model:
-                written = sample(model, [author.shown(prompts[i]) for i in mine], max_new_tokens=longest or config.max_new_tokens,
-                                 eos_ids=self.backbone.eos_ids, temperature=config.temperature, seed=seed, engine=config.sampler)  # fmt: skip
+            written = author.write([prompts[i] for i in mine], config, longest, seed, on_finished)
             for i, rollout in zip(mine, written, strict=True):
                 rollout.prompt_ids = prompts[i]  # what the teacher saw stays with the teacher
                 found[i] = rollout

@@ -218,3 +218,6 @@ def test_settings_that_came_later_make_no_older_run_stale(run):
     for change in ({"oversample": 2.0}, {"loss": {"discount": 0.5}}, {"domain_teacher": {"kind": "ema"}}, {"domain_teacher": {"kind": "base"}}):
         changed = stage_inputs(flow({**FULL, "recover": RECOVER | change}), run, DATA)
         assert hash_value(changed["recover"]) != fingerprints["recover"]
+    # So did this one before a teacher could be on a server.
+    named = stage_inputs(flow({**FULL, "recover": RECOVER | {"teachers": {"staff": {"kind": "base"}}}}), run, DATA)
+    assert hash_value(named["recover"]) == "a8ab7801273b39cd"

@@ -1,0 +1,202 @@
+"""A model behind an OpenAI-compatible completions endpoint that tells log-probabilities of prompts, such as vLLM's.
+
+Ids are sent and ids come back, so that every log-probability belongs to the token it is meant for; an answer that is not
+whole, has another length, other tokens, or numbers that are no log-probabilities, is asked for again and never used. A
+server that is gone is waited for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import tenacity
+import torch
+
+from opdcl.config import ServerSection
+from opdcl.distill.opinion import Likeliest
+from opdcl.distill.rollouts import Rollout
+from opdcl.errors import OpdclError, UsageError
+
+KEY = "OPDCL_SERVER_KEY"
+# Attempts at an answer that does not hold: once may be an accident, three times is how this server answers.
+ATTEMPTS = 3
+# Opinions kept until they are asked for.
+KEPT = 4096
+# How far rounding may take probabilities above one.
+SLACK = 1e-3
+
+Ids = Sequence[int]
+
+
+class _Gone(Exception):
+    """The server cannot be reached, or says that it cannot answer now."""
+
+
+class _Garbled(Exception):
+    """The answer does not hold."""
+
+
+class Server:
+    """What a server says of token sequences, many requests in flight at once over connections that are kept.
+
+    Args:
+        config: Where it is, and how patient to be.
+        vocabulary: Number of token ids that there are.
+        tell: Called with a sentence when the server is waited for.
+    """
+
+    def __init__(self, config: ServerSection, vocabulary: int, tell: Callable[[str], None] = lambda text: None):
+        self.config, self.vocabulary, self.tell = config, vocabulary, tell
+        key = os.environ.get(KEY)
+        self._client = httpx2.Client(
+            base_url=config.url.rstrip("/") + "/",
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx2.Timeout(config.timeout),
+            limits=httpx2.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency),
+        )
+        self._pool = ThreadPoolExecutor(config.concurrency, thread_name_prefix="server")
+        self._closed = threading.Event()
+        self._asked: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], Future[Likeliest]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.model = config.model or self._only_model()
+
+    def close(self) -> None:
+        """Give up what is still in flight."""
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids that the server's tokenizer makes of a text, without special ones of its own."""
+        root = self.config.url.rstrip("/").removesuffix("/v1")
+        found = self._ask(f"{root}/tokenize", {"model": self.model, "prompt": text, "add_special_tokens": False}, lambda answer: list(map(int, answer["tokens"])))
+        return found
+
+    def ask(self, prompt_ids: Ids, completion_ids: Ids) -> Future[Likeliest]:
+        """Ask what the model thinks of a completion, in the background; the same question is asked once."""
+        key = tuple(prompt_ids), tuple(completion_ids)
+        with self._lock:
+            if (known := self._asked.get(key)) is None or (known.done() and known.exception()):
+                known = self._asked[key] = self._pool.submit(self._grade, *key)
+            self._asked.move_to_end(key)
+            while len(self._asked) > max(KEPT, 1):
+                self._asked.popitem(last=False)
+        return known
+
+    def write(self, prompts: Sequence[Ids], max_new_tokens: int, eos_ids: Ids, temperature: float, seed: int) -> list[Rollout]:
+        """Let the model complete prompts."""
+        def one(number: int) -> Rollout:
+            asked = {
+                "model": self.model, "prompt": list(prompts[number]), "max_tokens": max_new_tokens, "temperature": temperature, "seed": seed + number,
+                "logprobs": 0, "return_token_ids": True, "stop_token_ids": list(eos_ids), "skip_special_tokens": False, "add_special_tokens": False,
+                # What a checkpoint's own defaults would change.
+                "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+            }  # fmt: skip
+            return self._ask("completions", asked, lambda answer: self._written(answer, prompts[number], eos_ids, max_new_tokens))
+
+        return list(self._pool.map(one, range(len(prompts))))
+
+    # -- one question ------------------------------------------------------------------------------------------------
+
+    def _grade(self, prompt_ids: Ids, completion_ids: Ids) -> Likeliest:
+        asked = {
+            "model": self.model, "prompt": [*prompt_ids, *completion_ids], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": self.config.top_k,
+            "return_token_ids": True, "add_special_tokens": False,
+        }  # fmt: skip
+        return self._ask("completions", asked, lambda answer: self._opinion(answer, prompt_ids, completion_ids))
+
+    def _opinion(self, answer: dict[str, Any], prompt_ids: Ids, completion_ids: Ids) -> Likeliest:
+        """Return what an answer says of each completion token, after checking that it is said of these tokens."""
+        ids = [*prompt_ids, *completion_ids]
+        rows = _choice(answer)["prompt_logprobs"]
+        if len(rows) != len(ids):
+            raise _Garbled(f"log-probabilities of {len(rows)} tokens came back for {len(ids)}")
+        k = self.config.top_k
+        tokens, tops, values = [], [], []
+        for token, row in zip(completion_ids, rows[len(prompt_ids) :], strict=True):
+            named = {int(one): float(said["logprob"]) for one, said in row.items()}
+            if token not in named:
+                raise _Garbled(f"nothing is said of token {token}: the server reads other tokens than were sent")
+            if bad := [one for one in named if not 0 <= one < self.vocabulary]:
+                raise _Garbled(f"token {bad[0]} is none of {self.vocabulary}")
+            if bad := [value for value in named.values() if not math.isfinite(value) or value > SLACK]:
+                raise _Garbled(f"{bad[0]} is no log-probability")
+            likeliest = sorted(named, key=lambda one: named[one], reverse=True)[:k]
+            if len(likeliest) < k:
+                raise _Garbled(f"{len(likeliest)} tokens are named where {k} were asked for")
+            if (mass := sum(math.exp(named[one]) for one in likeliest)) > 1 + SLACK:
+                raise _Garbled(f"the likeliest tokens have a probability of {mass:.3f} together")
+            tokens.append(named[token])
+            tops.append(likeliest)
+            values.append([named[one] for one in likeliest])
+        return Likeliest(torch.tensor(list(completion_ids)), torch.tensor(tokens), torch.tensor(tops), torch.tensor(values))
+
+    def _written(self, answer: dict[str, Any], prompt_ids: Ids, eos_ids: Ids, longest: int) -> Rollout:
+        choice = _choice(answer)
+        ids, logprobs = list(map(int, choice["token_ids"])), [float(x) for x in choice["logprobs"]["token_logprobs"]]
+        if len(ids) != len(logprobs) or not 0 < len(ids) <= longest:
+            raise _Garbled(f"{len(ids)} tokens came with {len(logprobs)} log-probabilities, where at most {longest} were asked for")
+        if bad := [x for x in logprobs if not math.isfinite(x) or x > SLACK]:
+            raise _Garbled(f"{bad[0]} is no log-probability")
+        if any(not 0 <= one < self.vocabulary for one in ids):
+            raise _Garbled(f"a token is none of {self.vocabulary}")
+        return Rollout(list(prompt_ids), ids, logprobs, ids[-1] in eos_ids)
+
+    def _only_model(self) -> str:
+        names = self._ask("models", None, lambda answer: [str(one["id"]) for one in answer["data"]])
+        if len(names) != 1:
+            raise UsageError(f"the server at {self.config.url} serves {', '.join(names) or 'no model'}", "name one: server.model")
+        return names[0]
+
+    def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[dict[str, Any]], Any]) -> Any:
+        """Ask until there is an answer that `read` accepts, or patience is at an end."""
+        config = self.config
+        waiting = tenacity.stop_after_delay(config.patience)
+        tries = tenacity.stop_after_attempt(ATTEMPTS)
+
+        def enough(state: tenacity.RetryCallState) -> bool:
+            fault = state.outcome.exception() if state.outcome else None
+            return self._closed.is_set() or (tries(state) if isinstance(fault, _Garbled) else waiting(state))
+
+        def waits(state: tenacity.RetryCallState) -> None:
+            if state.attempt_number == 1 and state.outcome:
+                self.tell(f"waiting for the server at {config.url}: {state.outcome.exception()}")
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type((_Gone, _Garbled)), stop=enough, before_sleep=waits, reraise=True,
+            wait=tenacity.wait_exponential_jitter(multiplier=0.2, max=10), sleep=self._closed.wait,
+        )  # fmt: skip
+        try:
+            return retrying(self._once, path, body, read)
+        except _Gone as fault:
+            raise OpdclError(f"no answer from the server at {config.url}: {fault}", "start it again; the same command goes on from the last checkpoint") from fault
+        except _Garbled as fault:
+            raise OpdclError(f"the server at {config.url} does not answer as it should: {fault}",
+                             "it must serve the same tokens and tell prompt_logprobs, as vLLM does: see --max-logprobs") from fault  # fmt: skip
+
+    def _once(self, path: str, body: dict[str, Any] | None, read: Callable[[dict[str, Any]], Any]) -> Any:
+        try:
+            response = self._client.post(path, json=body) if body is not None else self._client.get(path)
+        except (httpx2.TransportError, RuntimeError) as fault:  # RuntimeError: closed by us
+            raise _Gone(str(fault) or type(fault).__name__) from fault
+        if response.status_code in (408, 425, 429) or response.status_code >= 500:
+            raise _Gone(f"status {response.status_code}")
+        if response.status_code >= 400:
+            hint = f"set {KEY}" if response.status_code in (401, 403) else "check server.url, server.model and server.top_k"
+            raise UsageError(f"the server at {self.config.url} refuses: status {response.status_code}, {response.text[:300]}", hint)
+        try:
+            return read(response.json())
+        except (ValueError, KeyError, TypeError, AttributeError) as fault:
+            raise _Garbled(f"the answer cannot be read: {type(fault).__name__} {fault}"[:200]) from fault
+
+
+def _choice(answer: dict[str, Any]) -> dict[str, Any]:
+    (choice,) = answer["choices"]
+    return dict(choice)
