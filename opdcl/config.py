@@ -313,6 +313,9 @@ class RecoverConfig(Section):
     """Sampling temperature of the student."""
     sampler: Sampler = "auto"
     """Engine that samples: our own `slab`, or transformers' `generate` or `continuous` batching."""
+    server: ServerSection | None = None
+    """Where completions are sampled, if not in this process: a server that holds the base, takes adapters at run time and sees the
+    run's directory. `opdcl serve RUN` starts one."""
     loss: LossSection = LossSection()
     """The divergence, and its parameters."""
     learning_rate: Rate = 2e-4
@@ -409,6 +412,9 @@ class EvalConfig(Section):
     """Answers decoded together."""
     sampler: Sampler = "auto"
     """Engine that decodes: our own `slab`, or transformers' `generate` or `continuous` batching."""
+    server: ServerSection | None = None
+    """Where completions are decoded, if not in this process: a server that holds the base, takes adapters at run time and sees the
+    run's directory. `opdcl serve RUN` starts one."""
     seed: int = 0
     """Resamples of the intervals."""
 

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from opdcl.config import EvalConfig
 from opdcl.data import load_rows, render
 from opdcl.distill.backbone import Backbone, State
 from opdcl.distill.rollouts import Rollout, sample
+from opdcl.distill.teachers import reach_server
 from opdcl.errors import UsageError
 from opdcl.load import package_folder
 from opdcl.punkt import ensure_punkt
@@ -44,8 +47,9 @@ class EvalResult:
 class BackboneLM(LM):
     """lm-eval's view of one adapter state. Answers are kept on disk batch by batch, so an interrupt loses little."""
 
-    def __init__(self, backbone: Backbone, state: State, config: EvalConfig, partial: Path, report: StageReport):
+    def __init__(self, backbone: Backbone, state: State, config: EvalConfig, partial: Path, report: StageReport, adapter: Path | None = None):
         super().__init__()
+        self.adapter = adapter
         self.backbone, self.state_name, self.config, self.partial, self.report = backbone, state, config, partial, report
         self.tokens = 0
 
@@ -69,7 +73,7 @@ class BackboneLM(LM):
         # Long prompts last and together; a batch is the unit that survives an interrupt.
         order = [i for i in sorted(range(len(requests)), key=lambda i: len(prompts[i])) if i not in answers]
         room = self.backbone.causal_lm.config.max_position_embeddings
-        with self.backbone.merged(self.state_name) as model:
+        with self._writer() as write:
             for start in range(0, len(order), self.config.batch_size):
                 batch = order[start : start + self.config.batch_size]
                 longest = min(int(requests[batch[0]].args[1].get("max_gen_toks", 256)), self.config.max_new_tokens or 1 << 30)
@@ -77,9 +81,7 @@ class BackboneLM(LM):
                     raise UsageError(f"a prompt of {len(prompts[batch[-1]])} tokens leaves no room in a context of {room}",
                                      "set eval.max_new_tokens, or leave the suite out")  # fmt: skip
                 began = len(answers)
-                rollouts = sample(model, [prompts[i] for i in batch], max_new_tokens=longest, eos_ids=self.backbone.eos_ids,
-                                  temperature=0, batch_size=self.config.batch_size, engine=self.config.sampler,
-                                  on_finished=_counter(self.report, began, len(requests)))  # fmt: skip
+                rollouts = write([prompts[i] for i in batch], longest, _counter(self.report, began, len(requests)))
                 with open(self.partial, "a", encoding="utf-8") as file:
                     for i, rollout in zip(batch, rollouts, strict=True):
                         text = encode.decode(rollout.completion_ids, skip_special_tokens=True)
@@ -89,6 +91,24 @@ class BackboneLM(LM):
         self.lengths = [answers[i]["tokens"] for i in range(len(requests))]
         return [cut_at(answers[i]["text"], requests[i].args[1].get("until") or []) for i in range(len(requests))]
 
+    @contextlib.contextmanager
+    def _writer(self) -> Iterator[Callable[[list[list[int]], int, Callable[[list[Rollout]], None]], list[Rollout]]]:
+        """Yield what completes prompts greedily: this process, or a server that has loaded the adapter."""
+        eos_ids = self.backbone.eos_ids
+        if self.config.server:
+            server = reach_server(self.config.server, self.backbone, self.report.note)
+            try:
+                with server.adapter(self.adapter) if self.adapter else contextlib.nullcontext(None) as name:
+                    yield lambda prompts, longest, count: server.write(prompts, longest, eos_ids, temperature=0, model=name, on_finished=count)
+            finally:
+                server.close()
+        else:
+            with self.backbone.merged(self.state_name) as model:
+                yield lambda prompts, longest, count: sample(
+                    model, prompts, max_new_tokens=longest, eos_ids=eos_ids, temperature=0, batch_size=self.config.batch_size,
+                    engine=self.config.sampler, on_finished=count,
+                )  # fmt: skip
+
     def loglikelihood(self, requests, disable_tqdm: bool = False):
         raise UsageError("suites that compare log-likelihoods are not supported yet", "choose a generative task")
 
@@ -96,14 +116,27 @@ class BackboneLM(LM):
 
 
 def evaluate(config: EvalConfig, backbone: Backbone, state: State, shown: str, suite: str, role: str,
-             run: RunDir, model: dict[str, Any], report: StageReport) -> EvalResult:  # fmt: skip
-    """Measure one state on one suite and write its result and samples; `shown` is the state's name on disk."""
+             run: RunDir, model: dict[str, Any], report: StageReport, adapter: Path | None = None) -> EvalResult:  # fmt: skip
+    """Measure one state on one suite and write its result and samples.
+
+    Args:
+        config: What is measured, and where it is decoded.
+        backbone: The model.
+        state: Which adapter of it.
+        shown: The state's name on disk.
+        suite: The suite.
+        role: What it stands for.
+        run: Where results are written.
+        model: What the result says of the model.
+        report: Where progress is told.
+        adapter: The state's adapter on disk, for a server to load.
+    """
     started = time.perf_counter()
     reset_peak_memory()
     loaded = load_task(suite, config)
     (task,) = loaded["tasks"].values()
     partial = run.evals / shown / f".{suite}.partial.jsonl"
-    lm = BackboneLM(backbone, state, config, partial, report)
+    lm = BackboneLM(backbone, state, config, partial, report, adapter)
     _quiet()
     # Not simple_evaluate: it collects the whole environment after each call, which takes longer than a small suite.
     results = lm_evaluate(lm, loaded, apply_chat_template=True, log_samples=True, bootstrap_iters=0,

@@ -14,6 +14,7 @@ from opdcl.rundir import RunDir, StageDir, read_json
 Action = Literal["run", "resume", "skip", "stale"]
 # Settings that change where or how fast a result is made, not what it is.
 WITHOUT_MEANING = {"save_steps", "micro_batch_tokens"}
+PLACE = {"url", "concurrency", "timeout", "patience"}  # of a server
 # Settings that came later: at these values they mean what was done before there was a choice, so that a run which an
 # earlier version made is not stale for them. `*` stands for every name that a user gives.
 LATER: dict[str, dict[str, Any]] = {
@@ -24,6 +25,7 @@ LATER: dict[str, dict[str, Any]] = {
         "domain_teacher": TeacherSection(kind="tuned").model_dump(),
         "teachers": {"*": {"server": None}},
         "reward": None,
+        "server": None,
         "keep": "best",
         "health": {"overlap": 0.1},
         "loss": {"discount": 0.0, "rescaled": True},
@@ -97,15 +99,18 @@ def _finished_fingerprint(run: RunDir, name: str) -> str | None:
 
 
 def _meaning(stage: str, config: dict[str, Any]) -> dict[str, Any]:
-    return _without(LATER[stage], {k: v for k, v in config.items() if k not in WITHOUT_MEANING})
+    return _without(LATER[stage], config)
 
 
-def _without(later: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+def _without(later: dict[str, Any], config: dict[str, Any], meaningless: set[str] = WITHOUT_MEANING) -> dict[str, Any]:
     found = {}
     for key, value in config.items():
         inner = later.get(key, later.get("*"))
-        if isinstance(inner, dict) and isinstance(value, dict):
-            if rest := _without(inner, value):
+        if key in meaningless:
+            continue
+        if isinstance(value, dict):
+            rest = _without(inner if isinstance(inner, dict) else {}, value, PLACE if key == "server" else set())
+            if rest or not isinstance(inner, dict):
                 found[key] = rest
         elif key not in later or inner != value:
             found[key] = value

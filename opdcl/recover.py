@@ -17,7 +17,7 @@ from opdcl.distill.backbone import Backbone, State
 from opdcl.distill.opinion import Opinion
 from opdcl.distill.rollouts import Rollout, pick_engine
 from opdcl.distill.schedule import Stream, plan_steps
-from opdcl.distill.teachers import Routed, Teacher, make_teacher
+from opdcl.distill.teachers import Routed, Served, Teacher, make_teacher, reach_server
 from opdcl.distill.trainer import RecoveryTrainer, by_teacher
 from opdcl.errors import OpdclError, UsageError
 from opdcl.health import Health, check_turn_end, drifted, halted
@@ -56,7 +56,10 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
     if config.method != "interpolate" and not rescaled:
         report.note(f"recover.loss.rescaled is off: at beta {beta:g} loss and gradient are about {1 / (beta * (1 - beta)):.0f} times smaller "
                     "than reverse KL's, so that gradient clipping and loss.cap hardly ever act")  # fmt: skip
-    if config.sampler == "auto":
+    student = Teacher(backbone, "student")
+    if config.server:
+        student = Served(backbone, reach_server(config.server, backbone, report.note), out.trainer / "served")
+    elif config.sampler == "auto":
         report.note("sampler {}: {}".format(*pick_engine(backbone.causal_lm)))
     steps = plan_steps(config, len(train["general"]), len(train["domain"]))
     callback = StageCallback(report, config.steps, backbone)
@@ -77,7 +80,7 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
         **config.trainer,
     }
     trainer = RecoveryTrainer(backbone, config, steps, train, teachers, DistillationConfig(**arguments), [validation, callback, health],
-                              Reward(config.reward, backbone, config.general_teacher.context) if config.reward else None)  # fmt: skip
+                              Reward(config.reward, backbone, config.general_teacher.context) if config.reward else None, student)  # fmt: skip
     validation.trainer = trainer
     try:
         if config.method == "interpolate":
@@ -87,8 +90,8 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
                 trainer.restore(checkpoint)
             callback.run(trainer, out)
     finally:
-        for teacher in teachers.values():
-            teacher.close()
+        for party in (student, *teachers.values()):
+            party.close()
     with folder_appears_whole(out.adapter) as folder:
         shutil.copytree(validation.best_adapter, folder, dirs_exist_ok=True)
     return ModelRef(parent.base, out.adapter)

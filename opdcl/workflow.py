@@ -324,19 +324,21 @@ class Session:
 
         backbone = self.backbone
         model: dict[str, Any] = {"id": self.workflow.model.id, "adapter_sha256": None}
+        adapter: Path | None = None
         if task.state != "base":
             stage = self.run.find_stage({v: k for k, v in STATE_OF.items()}[task.state])
             assert stage is not None
-            model["adapter_sha256"] = adapter_hash(stage.adapter)
+            adapter = stage.adapter
+            model["adapter_sha256"] = adapter_hash(adapter)
             if getattr(self, "_loaded", None) != task.state:
                 backbone.drop_adapters()
-                backbone.load_adapter(stage.adapter, "student")
+                backbone.load_adapter(adapter, "student")
                 self._loaded = task.state
         config = self.workflow.eval
         assert config is not None
         with self.output.stage(f"eval {task.suite} {task.state}") as line:
             state = "base" if task.state == "base" else "student"
-            found = evaluate(config, backbone, state, task.state, task.suite, task.role, self.run, model, line)
+            found = evaluate(config, backbone, state, task.state, task.suite, task.role, self.run, model, line, adapter)
             line.note(f"{found.metric} {found.metrics[found.metric]:.3f} (n = {found.n})")
         file = self.run.eval_result(task.state, task.suite)
         write_json(file, read_json(file) | {"fingerprint": task.fingerprint})

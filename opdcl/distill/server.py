@@ -7,12 +7,15 @@ server that is gone is waited for.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
+import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -56,7 +59,7 @@ class Server:
         self.config, self.vocabulary, self.tell = config, vocabulary, tell
         key = os.environ.get(KEY)
         self._client = httpx2.Client(
-            base_url=config.url.rstrip("/") + "/",
+            base_url=config.url.rstrip("/").removesuffix("/v1") + "/",
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx2.Timeout(config.timeout),
             limits=httpx2.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency),
@@ -64,6 +67,7 @@ class Server:
         self._pool = ThreadPoolExecutor(config.concurrency, thread_name_prefix="server")
         self._closed = threading.Event()
         self._asked: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], Future[Likeliest]] = OrderedDict()
+        self._adapters: dict[str, str] = {}
         self._lock = threading.Lock()
         self.model = config.model or self._only_model()
 
@@ -75,9 +79,8 @@ class Server:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids that the server's tokenizer makes of a text, without special ones of its own."""
-        root = self.config.url.rstrip("/").removesuffix("/v1")
-        found = self._ask(f"{root}/tokenize", {"model": self.model, "prompt": text, "add_special_tokens": False}, lambda answer: list(map(int, answer["tokens"])))
-        return found
+        asked = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        return self._ask("tokenize", asked, lambda answer: list(map(int, answer["tokens"])))
 
     def ask(self, prompt_ids: Ids, completion_ids: Ids) -> Future[Likeliest]:
         """Ask what the model thinks of a completion, in the background; the same question is asked once."""
@@ -90,18 +93,45 @@ class Server:
                 self._asked.popitem(last=False)
         return known
 
-    def write(self, prompts: Sequence[Ids], max_new_tokens: int, eos_ids: Ids, temperature: float, seed: int) -> list[Rollout]:
-        """Let the model complete prompts."""
+    def write(self, prompts: Sequence[Ids], max_new_tokens: int, eos_ids: Ids, temperature: float, seed: int = 0, model: str | None = None,
+              on_finished: Callable[[list[Rollout]], None] | None = None) -> list[Rollout]:  # fmt: skip
+        """Let the model, or an adapter that was loaded under a name, complete prompts; temperature 0 is greedy decoding."""
         def one(number: int) -> Rollout:
             asked = {
-                "model": self.model, "prompt": list(prompts[number]), "max_tokens": max_new_tokens, "temperature": temperature, "seed": seed + number,
+                "model": model or self.model, "prompt": list(prompts[number]), "max_tokens": max_new_tokens, "temperature": temperature, "seed": seed + number,
                 "logprobs": 0, "return_token_ids": True, "stop_token_ids": list(eos_ids), "skip_special_tokens": False, "add_special_tokens": False,
                 # What a checkpoint's own defaults would change.
                 "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
             }  # fmt: skip
             return self._ask("completions", asked, lambda answer: self._written(answer, prompts[number], eos_ids, max_new_tokens))
 
-        return list(self._pool.map(one, range(len(prompts))))
+        asked = {self._pool.submit(one, number): number for number in range(len(prompts))}
+        found: dict[int, Rollout] = {}
+        for future in as_completed(asked):
+            found[asked[future]] = future.result()
+            if on_finished:
+                on_finished([found[asked[future]]])
+        return [found[number] for number in range(len(prompts))]
+
+    @contextlib.contextmanager
+    def adapter(self, folder: Path) -> Iterator[str]:
+        """Have the server load an adapter from a folder that it sees too; yield the name under which it answers."""
+        name = f"opdcl-{uuid.uuid4().hex[:12]}"
+        self._adapters[name] = str(folder.resolve())
+        self._load(name)
+        try:
+            yield name
+        finally:
+            del self._adapters[name]
+            with contextlib.suppress(OpdclError):
+                self._request("v1/unload_lora_adapter", {"lora_name": name}, lambda response: None)
+
+    def _load(self, name: str) -> None:
+        try:
+            self._request("v1/load_lora_adapter", {"lora_name": name, "lora_path": self._adapters[name]}, lambda response: None)
+        except UsageError as fault:
+            raise UsageError(fault.message, "start it with `opdcl serve RUN`, or with --enable-lora, a --max-lora-rank that fits, and "
+                             "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, on a machine that sees the run's directory") from fault  # fmt: skip
 
     # -- one question ------------------------------------------------------------------------------------------------
 
@@ -156,6 +186,9 @@ class Server:
         return names[0]
 
     def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[dict[str, Any]], Any]) -> Any:
+        return self._request(path if path == "tokenize" else f"v1/{path}", body, lambda response: read(response.json()))
+
+    def _request(self, path: str, body: dict[str, Any] | None, read: Callable[[httpx2.Response], Any]) -> Any:
         """Ask until there is an answer that `read` accepts, or patience is at an end."""
         config = self.config
         waiting = tenacity.stop_after_delay(config.patience)
@@ -181,18 +214,21 @@ class Server:
             raise OpdclError(f"the server at {config.url} does not answer as it should: {fault}",
                              "it must serve the same tokens and tell prompt_logprobs, as vLLM does: see --max-logprobs") from fault  # fmt: skip
 
-    def _once(self, path: str, body: dict[str, Any] | None, read: Callable[[dict[str, Any]], Any]) -> Any:
+    def _once(self, path: str, body: dict[str, Any] | None, read: Callable[[httpx2.Response], Any]) -> Any:
         try:
             response = self._client.post(path, json=body) if body is not None else self._client.get(path)
         except (httpx2.TransportError, RuntimeError) as fault:  # RuntimeError: closed by us
             raise _Gone(str(fault) or type(fault).__name__) from fault
         if response.status_code in (408, 425, 429) or response.status_code >= 500:
             raise _Gone(f"status {response.status_code}")
+        if response.status_code == 404 and (name := (body or {}).get("model")) in self._adapters:
+            self._load(name)  # it has been started anew since
+            raise _Gone("it had lost an adapter, which is loaded again")
         if response.status_code >= 400:
             hint = f"set {KEY}" if response.status_code in (401, 403) else "check server.url, server.model and server.top_k"
             raise UsageError(f"the server at {self.config.url} refuses: status {response.status_code}, {response.text[:300]}", hint)
         try:
-            return read(response.json())
+            return read(response)
         except (ValueError, KeyError, TypeError, AttributeError) as fault:
             raise _Garbled(f"the answer cannot be read: {type(fault).__name__} {fault}"[:200]) from fault
 

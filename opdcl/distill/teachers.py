@@ -38,6 +38,7 @@ from opdcl.distill.rollouts import Rollout, sample
 from opdcl.distill.server import Server
 from opdcl.errors import UsageError
 from opdcl.models import eos_ids, load_base, load_tokenizer
+from opdcl.training import save_adapter
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -234,7 +235,31 @@ class Remote(Teacher):
 
     def write(self, prompts: list[list[int]], config: RecoverConfig, max_new_tokens: int, seed: int,
               on_finished: Callable[[list[Rollout]], None] | None = None) -> list[Rollout]:  # fmt: skip
-        return self.server.write([self.shown(p) for p in prompts], max_new_tokens, self.backbone.eos_ids, config.temperature, seed)
+        shown = [self.shown(p) for p in prompts]
+        return self.server.write(shown, max_new_tokens, self.backbone.eos_ids, config.temperature, seed, on_finished=on_finished)
+
+    def close(self) -> None:
+        self.server.close()
+
+
+class Served(Teacher):
+    """The student, where a server samples for it: each time with the adapter as it is now.
+
+    Args:
+        backbone: The model that is trained.
+        server: Who samples.
+        folder: Where the adapter is handed over; the server must see it.
+    """
+
+    def __init__(self, backbone: Backbone, server: Server, folder: Path):
+        super().__init__(backbone, "student")
+        self.server, self.folder = server, folder
+
+    def write(self, prompts: list[list[int]], config: RecoverConfig, max_new_tokens: int, seed: int,
+              on_finished: Callable[[list[Rollout]], None] | None = None) -> list[Rollout]:  # fmt: skip
+        save_adapter(self.backbone, self.folder)
+        with self.server.adapter(self.folder) as name:
+            return self.server.write(prompts, max_new_tokens, self.backbone.eos_ids, config.temperature, seed, name, on_finished)
 
     def close(self) -> None:
         self.server.close()

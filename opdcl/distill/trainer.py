@@ -47,9 +47,9 @@ class RecoveryTrainer(DistillationTrainer):
 
     def __init__(self, backbone: Backbone, config: RecoverConfig, steps: list[Step],
                  prompts: dict[Stream, list[list[int]]], teachers: dict[Stream, Teacher | Routed], args: DistillationConfig,
-                 callbacks: list, reward: Reward | None = None):  # fmt: skip
+                 callbacks: list, reward: Reward | None = None, student: Teacher | None = None):  # fmt: skip
         refuse_unsupported(backbone.causal_lm.config)
-        self.teachers, self.reward = teachers, reward
+        self.teachers, self.reward, self.student = teachers, reward, student or Teacher(backbone, "student")
         self.backbone, self.recover_config, self.steps, self.prompts = backbone, config, steps, prompts
         self.micro_batch_tokens = config.micro_batch_tokens
         self._ahead: dict[int, list[Rollout]] = {}
@@ -121,7 +121,7 @@ class RecoveryTrainer(DistillationTrainer):
         config = self.recover_config
         longest = (config.domain_max_new_tokens if stream == "domain" else None) or config.max_new_tokens
         found: dict[int, Rollout] = {}
-        for _, author, mine in (teacher or Teacher(self.backbone, "student")).split(prompts):
+        for _, author, mine in (teacher or self.student).split(prompts):
             written = author.write([prompts[i] for i in mine], config, longest, seed, on_finished)
             for i, rollout in zip(mine, written, strict=True):
                 rollout.prompt_ids = prompts[i]  # what the teacher saw stays with the teacher

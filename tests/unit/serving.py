@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import torch
 
@@ -24,6 +25,12 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/tokenize":
             ids = self.server.backbone.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
             self._send({"tokens": [*ids, *self.server.extra_ids]})
+            return
+        if self.path.endswith("_lora_adapter"):
+            self._adapter(body)
+            return
+        if body["model"] not in {*self.server.names, *self.server.adapters}:
+            self._send({"error": {"message": f"The model {body['model']} does not exist."}}, 404)
             return
         fault = self.server.faults.pop(0) if self.server.faults else None
         if fault == "slow":
@@ -52,6 +59,18 @@ class Handler(BaseHTTPRequestHandler):
                 answer = {"choices": []}
         self._send(answer, cut=fault == "truncated")
 
+    def _adapter(self, body):
+        name = body["lora_name"]
+        if self.path == "/v1/unload_lora_adapter":
+            self.server.adapters.pop(name, None)
+            self._send(f"Success: {name} removed")
+        elif self.server.takes_adapters:
+            with self.server.one_at_a_time:
+                self.server.adapters[name] = body["lora_path"]
+            self._send(f"Success: {name} added")
+        else:
+            self._send({"error": {"message": "LoRA is off"}}, 404)
+
     def handle(self):
         with contextlib.suppress(ConnectionError):
             super().handle()
@@ -75,6 +94,7 @@ class ModelServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.backbone, self.model = backbone, backbone.causal_lm
         self.names, self.faults, self.seen, self.extra_ids, self.slow = ["teacher"], [], [], [], 1.0
+        self.adapters, self.takes_adapters, self._holds = {}, True, None
         self.one_at_a_time = threading.Lock()
         self._connections = []
 
@@ -94,8 +114,13 @@ class ModelServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
     @torch.no_grad()
-    def _log_probs(self, ids):
-        with self.backbone.state("base") as model:
+    def _log_probs(self, ids, name="teacher"):
+        folder = self.adapters.get(name)
+        if folder and self._holds != name:
+            self.backbone.drop_adapters()
+            self.backbone.load_adapter(Path(folder), "student")
+            self._holds = name
+        with self.backbone.state("student" if folder else "base") as model:
             return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
 
     def graded(self, body):
@@ -113,7 +138,7 @@ class ModelServer(ThreadingHTTPServer):
         ids, found, logprobs = list(body["prompt"]), [], []
         generator = torch.Generator().manual_seed(body["seed"])
         for _ in range(body["max_tokens"]):
-            row = self._log_probs(ids)[-1]
+            row = self._log_probs(ids, body["model"])[-1]
             token = int(torch.multinomial(row.exp(), 1, generator=generator)) if body["temperature"] else int(row.argmax())
             ids.append(token)
             found.append(token)

@@ -221,3 +221,14 @@ def test_settings_that_came_later_make_no_older_run_stale(run):
     # So did this one before a teacher could be on a server.
     named = stage_inputs(flow({**FULL, "recover": RECOVER | {"teachers": {"staff": {"kind": "base"}}}}), run, DATA)
     assert hash_value(named["recover"]) == "a8ab7801273b39cd"
+
+
+def test_where_a_server_is_does_not_matter_but_that_there_is_one_does(run):
+    def fingerprint(**server):
+        teacher = {"kind": "remote", "server": {"url": "http://one:8000/v1", **server}}
+        recover = RECOVER | {"general_teacher": teacher, "loss": {"kind": "policy_gradient"}}
+        return hash_value(stage_inputs(flow({**FULL, "recover": recover}), run, DATA)["recover"])
+
+    assert fingerprint() == fingerprint(url="http://two:9000/v1", patience=9, concurrency=3)
+    assert fingerprint() != fingerprint(top_k=5)
+    assert fingerprint() != fingerprint(model="other")

@@ -8,14 +8,15 @@ import torch
 from recovering import Silent
 from serving import serving
 
-from opdcl.config import LossSection, ModelConfig, RecoverConfig, ServerSection, TeacherSection
+from opdcl.config import EvalConfig, LossSection, ModelConfig, RecoverConfig, ServerSection, TeacherSection
 from opdcl.distill.backbone import Backbone
 from opdcl.distill.divergence import token_losses
 from opdcl.distill.opinion import Hidden, Likeliest, join
 from opdcl.distill.rollouts import Rollout
 from opdcl.distill.server import KEY, Server
-from opdcl.distill.teachers import Remote, Teacher, make_teacher, reach_server
+from opdcl.distill.teachers import Remote, Served, Teacher, make_teacher, reach_server
 from opdcl.errors import OpdclError, UsageError
+from opdcl.evaluate import BackboneLM, load_task
 from opdcl.models import ModelRef
 from opdcl.recover import recover
 from opdcl.rundir import StageDir, read_jsonl
@@ -239,9 +240,9 @@ def test_it_writes_what_the_model_at_hand_would_write(backbone, elsewhere):
     assert all(r.finished == (r.completion_ids[-1] in backbone.eos_ids) for r in written)
 
 
-def recovery(backbone, tuned, name, general_teacher, loss):
+def recovery(backbone, tuned, name, general_teacher, loss, **settings):
     config = RecoverConfig(general=str(tuned / "general.jsonl"), domain=str(tuned / "domain.jsonl"), general_teacher=general_teacher, loss=loss, steps=4,
-                           teacher_first=1, rollouts=4, sample_ahead=2, max_new_tokens=6, validate_every=2, validation_prompts=2, learning_rate=5e-3, save_steps=2)  # fmt: skip
+                           teacher_first=1, rollouts=4, sample_ahead=2, max_new_tokens=6, validate_every=2, validation_prompts=2, learning_rate=5e-3, save_steps=2, **settings)  # fmt: skip
     out = StageDir(tuned / name)
     fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
     try:
@@ -277,6 +278,78 @@ def test_hidden_states_and_a_remote_opinion_agree_on_the_tokens_that_both_consid
         found = top_k_overlap(Hidden(local.states(ROLLOUTS), local.head_VH), remote.opinion(ROLLOUTS), k=16)
         remote.close()
     assert float(found.mean()) > 0.99
+
+
+def student_of(backbone, tuned):
+    backbone.drop_adapters()
+    backbone.load_adapter(tuned / "tuned", "student", trainable=True)
+
+
+def test_the_student_is_sampled_on_a_server_with_its_adapter_as_it_is_now(backbone, tuned, elsewhere):
+    student_of(backbone, tuned)
+    config, prompts = RecoverConfig(), [r.prompt_ids for r in ROLLOUTS]
+    local = Teacher(backbone, "student")
+    with serving(elsewhere) as server:
+        served = Served(backbone, reach_server(ServerSection(url=server.url), backbone, print), tuned / "served")
+        ended = []
+        first = served.write(prompts, config, 6, seed=3, on_finished=ended.extend)
+        with torch.no_grad():
+            for layer in backbone.adapted_layers():
+                layer.lora_B["student"].weight.mul_(0.2)
+        second = served.write(prompts, config, 6, seed=3)
+        assert server.adapters == {}  # nothing is left behind
+        served.close()
+    assert sorted(r.prompt_ids for r in ended) == sorted(prompts)
+    assert [r.completion_ids for r in first] != [r.completion_ids for r in second]
+    tokens = tokens_of(second)
+    mine = local.opinion(second).log_probs(slice(0, len(tokens)), len(local.head_VH), 1.0).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(mine.detach(), torch.tensor([x for r in second for x in r.logprobs]), atol=1e-4, rtol=1e-4)
+
+
+def test_a_server_that_was_started_anew_gets_the_adapter_again(backbone, tuned, elsewhere):
+    student_of(backbone, tuned)
+    prompts = [r.prompt_ids for r in ROLLOUTS]
+    with serving(elsewhere) as server:
+        client = reach_server(ServerSection(url=server.url, concurrency=1), backbone, print)
+        with client.adapter(tuned / "tuned") as name:
+            before = client.write(prompts, 4, backbone.eos_ids, temperature=0, model=name)
+            server.adapters.clear()
+            again = client.write(prompts, 4, backbone.eos_ids, temperature=0, model=name)
+        client.close()
+    assert before == again
+
+
+def test_a_server_that_takes_no_adapters_is_told_how_to(backbone, tuned, elsewhere):
+    with serving(elsewhere) as server:
+        server.takes_adapters = False
+        client = reach_server(ServerSection(url=server.url), backbone, print)
+        with pytest.raises(UsageError, match="status 404") as caught, client.adapter(tuned / "tuned"):
+            pass
+        client.close()
+    assert "opdcl serve" in caught.value.hint
+
+
+def test_a_recovery_that_samples_on_a_server_trains_and_masks_nothing(backbone, tuned, elsewhere):
+    with serving(elsewhere) as server:
+        rows = [r for r in recovery(backbone, tuned, "served", {"kind": "base"}, {"kind": "reverse_kl"}, server={"url": server.url}) if "loss" in r]
+    assert len(rows) == 4
+    assert [r["mismatch"] for r in rows if "mismatch" in r] == [0.0] * sum("mismatch" in r for r in rows)
+    assert any("mismatch" in r for r in rows)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["base", "an adapter"])
+def test_an_evaluation_on_a_server_gives_the_answers_of_one_at_hand(backbone, tuned, elsewhere, adapted):
+    student_of(backbone, tuned)
+    (task,) = load_task("instructions", EvalConfig())["tasks"].values()
+    answers = []
+    with serving(elsewhere) as server:
+        for place in (None, {"url": server.url}):
+            config = EvalConfig(max_new_tokens=8, server=place)
+            lm = BackboneLM(backbone, "student" if adapted else "base", config, tuned / f"partial-{place is None}", Silent(), tuned / "tuned" if adapted else None)
+            task.build_all_requests(limit=5, apply_chat_template=True, chat_template=lm.apply_chat_template)
+            answers.append(lm.generate_until(task.instances))
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) > 1
 
 
 def test_the_factory_reaches_the_server_that_the_settings_name(backbone, elsewhere):
