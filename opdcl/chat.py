@@ -11,16 +11,14 @@ from opdcl.data import Row, encode_prompt
 from opdcl.distill.backbone import Backbone
 from opdcl.distill.rollouts import sample
 from opdcl.errors import UsageError
-from opdcl.rundir import RunDir, folder_appears_whole, read_json
+from opdcl.rundir import STAGE_OF, RunDir, folder_appears_whole, read_json
 from opdcl.training import StageReport
-
-STAGE_OF = {"tuned": "finetune", "recovered": "recover"}
 
 
 def answers(run: RunDir, prompts: Iterable[str], max_new_tokens: int) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield each prompt with the greedy answer of every state that the run has."""
     backbone = _backbone(run)
-    adapters = {state: folder for state in STAGE_OF if (folder := _adapter(run, state))}
+    adapters = run.adapters()
     # `tuned` and `student` are the backbone's two seats for adapters.
     seats = dict(zip(adapters, ("tuned", "student"), strict=False))
     if "student" not in seats.values() and adapters:
@@ -46,7 +44,7 @@ def export(run: RunDir, state: str, to: Path, report: StageReport) -> dict[str, 
         raise UsageError(f"state {state!r} cannot be exported", "--state tuned or --state recovered")
     if to.exists():
         raise UsageError(f"{to} exists", "choose a new folder with -o")
-    folder = _adapter(run, state)
+    folder = run.adapters().get(state)
     if folder is None:
         raise UsageError(f"{run.path} has no {state} adapter", f"opdcl {STAGE_OF[state]} makes it")
     backbone = _backbone(run)
@@ -62,7 +60,3 @@ def export(run: RunDir, state: str, to: Path, report: StageReport) -> dict[str, 
 def _backbone(run: RunDir) -> Backbone:
     return Backbone.load(Workflow.model_validate(read_json(run.config)["workflow"]).model)
 
-
-def _adapter(run: RunDir, state: str) -> Path | None:
-    stage = run.find_stage(STAGE_OF[state])
-    return stage.adapter if stage and stage.state().get("status") == "done" else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -249,6 +250,28 @@ def export(
     with quiet_libraries(), output.stage("export") as line:
         written = export_model(run, state, to, line)
     output.result(f"{state} written to {to}", written)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    vllm: Annotated[str, typer.Option(help="The vllm program, if it is in another environment.")] = "vllm",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command instead of becoming it.")] = False,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Serve base, tuned and recovered under these names with vLLM; what follows -- goes to vllm itself."""
+    from opdcl.serve import execute, serve_command
+
+    _mode(json, False)
+    command = serve_command(_existing(run_dir), vllm, host, port, context.args)
+    if dry_run:
+        words = [f"{k}={v}" for k, v in command.environment.items() if k != "VLLM_API_KEY"] + command.words
+        output.result(shlex.join(words), {"command": command.words, "url": f"http://{host}:{port}/v1"})
+        return
+    execute(command)
 
 
 @app.command()

@@ -17,6 +17,9 @@ from typing import Any
 
 from opdcl.errors import UsageError
 
+# Which stage's adapter a state stands for.
+STAGE_OF = {"tuned": "finetune", "recovered": "recover"}
+
 
 def cache_home() -> Path:
     """Return the folder for converted models and tables: `$OPDCL_CACHE`, else the user's cache folder."""
@@ -188,6 +191,11 @@ class RunDir:
         """Return the last training stage if it is done."""
         stages = self.stages()
         return stages[-1] if stages and stages[-1].state().get("status") == "done" else None
+
+    def adapters(self) -> dict[str, Path]:
+        """Return the folders of finished adapters by the state that they stand for."""
+        stages = {state: self.find_stage(name) for state, name in STAGE_OF.items()}
+        return {state: stage.adapter for state, stage in stages.items() if stage and stage.state().get("status") == "done"}
 
     def eval_result(self, state: str, suite: str) -> Path:
         return self.evals / state / f"{suite}.json"

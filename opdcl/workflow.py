@@ -25,7 +25,7 @@ from opdcl.load import dump, package_folder
 from opdcl.output import Output
 from opdcl.plan import Task, make_plan, training_stages
 from opdcl.provenance import hash_files, machine, versions
-from opdcl.rundir import RunDir, StageDir, now, read_json, write_atomic, write_json
+from opdcl.rundir import STAGE_OF, RunDir, StageDir, now, read_json, write_atomic, write_json
 from opdcl.share import adopt, take_start
 from opdcl.text import redact
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from opdcl.distill.backbone import Backbone
     from opdcl.models import ModelRef
 
-STATE_OF = {"finetune": "tuned", "recover": "recovered"}
+STATE_OF = {stage: state for state, stage in STAGE_OF.items()}
 
 
 def plan_run(workflow: Workflow, run: RunDir) -> list[Task]:
@@ -260,10 +260,9 @@ class Session:
 
     def _save_manifest(self) -> None:
         self.manifest["adapters"] = {
-            STATE_OF[name]: {"path": str(stage.adapter.relative_to(self.run.path)), "sha256": stage.state()["adapter_sha256"]}
-            for name in STATE_OF
-            if (stage := self.run.find_stage(name)) and stage.state().get("status") == "done"
-        }  # fmt: skip
+            state: {"path": str(folder.relative_to(self.run.path)), "sha256": StageDir(folder.parent).state()["adapter_sha256"]}
+            for state, folder in self.run.adapters().items()
+        }
         write_json(self.run.manifest, self.manifest)
 
     def _train(self, task: Task) -> None:
@@ -326,7 +325,7 @@ class Session:
         model: dict[str, Any] = {"id": self.workflow.model.id, "adapter_sha256": None}
         adapter: Path | None = None
         if task.state != "base":
-            stage = self.run.find_stage({v: k for k, v in STATE_OF.items()}[task.state])
+            stage = self.run.find_stage(STAGE_OF[task.state])
             assert stage is not None
             adapter = stage.adapter
             model["adapter_sha256"] = adapter_hash(adapter)

@@ -1,0 +1,52 @@
+"""`opdcl serve`: what it would start, and that it becomes that."""
+
+import json
+import stat
+
+import pytest
+from test_workflow import opdcl
+from tiny import make_project
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("serve")
+    make_project(folder, tiny_model)
+    done = opdcl("run", "tiny.yaml", "--set", "recover.steps=2", "--set", "eval=null", "-o", "one", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    program = folder / "vllm"
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\necho "runtime=$VLLM_ALLOW_RUNTIME_LORA_UPDATING key=$VLLM_API_KEY"\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return folder
+
+
+def test_the_command_names_base_and_both_adapters(folder, tiny_model):
+    done = opdcl("serve", "one", "--vllm", "./vllm", "--port", "8123", "--dry-run", "--json", "--", "--max-model-len", "512", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    words = found["command"]
+    assert words[1:3] == ["serve", str(tiny_model)]
+    after = {flag: words[words.index(flag) + 1] for flag in ("--served-model-name", "--host", "--port", "--dtype", "--max-lora-rank", "--max-loras")}
+    assert after == {"--served-model-name": "base", "--host": "127.0.0.1", "--port": "8123", "--dtype": "float32", "--max-lora-rank": "8", "--max-loras": "3"}
+    names = words[words.index("--lora-modules") + 1 :][:2]
+    assert [n.split("=")[0] for n in names] == ["tuned", "recovered"]
+    assert names[1].endswith("one/stages/02-recover/adapter")
+    assert words[-2:] == ["--max-model-len", "512"]
+    assert found["url"] == "http://127.0.0.1:8123/v1"
+
+
+def test_it_becomes_the_server_and_hands_the_key_over_in_the_environment(folder):
+    done = opdcl("serve", "one", "--vllm", "./vllm", cwd=folder, env={"OPDCL_SERVER_KEY": "s3cret-word"})
+    assert done.returncode == 0, done.stderr
+    *words, last = done.stdout.splitlines()
+    assert words[0] == "serve"
+    assert last == "runtime=True key=s3cret-word"
+    assert "s3cret" not in "".join(words)
+
+
+def test_without_vllm_it_says_where_to_get_it(folder):
+    done = opdcl("serve", "one", "--vllm", "no-such-program", cwd=folder)
+    assert done.returncode == 4
+    assert "there is no program 'no-such-program'" in done.stderr
+    assert "pip install vllm" in done.stderr
+    assert opdcl("serve", "nowhere", cwd=folder).returncode == 2
