@@ -64,6 +64,9 @@ class Served:
             except httpx2.TransportError:
                 time.sleep(1)
 
+    def version(self) -> str:
+        return str(httpx2.get(f"{self.url.removesuffix('/v1')}/version", timeout=5).json()["version"])
+
     def kill(self) -> None:
         if self.process and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -149,7 +152,7 @@ def measure(backbone: Backbone, served: Served, options: argparse.Namespace, fol
     kl = {"tuned": whole_kl(backbone, options.adapter, texts)}
     kl |= {name: whole_kl(backbone, adapter, texts) for name, adapter in adapters.items()}
     return {
-        "date": date.today().isoformat(), "machine": machine(), "command": " ".join(sys.argv[2:]), "server_start_seconds": round(started, 1),
+        "date": date.today().isoformat(), "machine": machine(), "server": served.version(), "server_start_seconds": round(started, 1),
         "largest_log_probability_gap": gap, "throughput": speed,
         "recovery": {
             "steps": options.steps, "prompts": len(texts), "loss": "policy_gradient", "seconds": seconds,

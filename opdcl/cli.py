@@ -47,7 +47,7 @@ def main() -> None:
         output.error(OpdclError("interrupted"))
         sys.exit(130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
         sys.exit(0)
     except Exception as fault:
         if os.environ.get("OPDCL_DEBUG"):
@@ -86,6 +86,8 @@ def _translate(fault: Exception) -> OpdclError:
 
 def _mode(json: bool, quiet: bool) -> None:
     output.mode = "json" if json else "quiet" if quiet else "human"
+    # `output` holds the real one. What a library prints when it is imported is no result.
+    sys.stdout = sys.stderr
 
 
 @app.callback(invoke_without_command=True)

@@ -463,6 +463,8 @@ class Workflow(Section):
     """Measure base, tuned and recovered."""
     gates: Gates = Gates()
     """Scores to reach."""
+    track: list[Literal["trackio", "tensorboard", "wandb", "mlflow"]] = []
+    """Trackers that show metrics as they come, and then scores, samples and verdict. The run's files hold all that anyway."""
     arms: dict[Annotated[str, Field(pattern=NAME)], dict[str, Any]] = {}
     """Several runs of one workflow: name -> the settings in which that run differs. What they have in common is made once."""
     seeds: list[Annotated[int, Field(ge=0, strict=True)]] = []

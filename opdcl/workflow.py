@@ -28,6 +28,7 @@ from opdcl.provenance import hash_files, machine, versions
 from opdcl.rundir import STAGE_OF, RunDir, StageDir, now, read_json, write_atomic, write_json
 from opdcl.share import adopt, take_start
 from opdcl.text import redact
+from opdcl.track import Followed, Tracking, check_trackers, scores, tracking
 
 if TYPE_CHECKING:
     from opdcl.distill.backbone import Backbone
@@ -122,11 +123,13 @@ def execute(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Ou
             for task, donor in taken:
                 output.note(f"{_label(task)}: taken from {donor.path.name}")
             tasks = plan_run(workflow, run)
-        if any(t.action != "skip" for t in tasks):
-            Session(workflow, run, output).do(tasks)
-        else:
+        if all(t.action == "skip" for t in tasks):
             output.note("everything is done already")
-        return finish(workflow, run, output)
+            return finish(workflow, run, output)
+        with tracking(workflow.track, run, output.note) as tracked:
+            session = Session(workflow, run, output, tracked)
+            session.do(tasks)
+            return finish(workflow, run, output, tracked)
 
 
 def describe(workflow: Workflow, run: RunDir) -> tuple[list[list[str]], dict[str, Any]]:
@@ -147,14 +150,16 @@ def describe(workflow: Workflow, run: RunDir) -> tuple[list[list[str]], dict[str
     return rows, {"tasks": plan, **sizes}
 
 
-def finish(workflow: Workflow, run: RunDir, output: Output) -> dict[str, Any]:
-    """Write the report, and compare its scores with the gates."""
+def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking | None = None) -> dict[str, Any]:
+    """Write the report, show its scores in the trackers, and compare them with the gates."""
     from opdcl.report import summarise, write
 
     summary = summarise(run)
     seal_run(run)
     for file in write(run):
         output.note(f"wrote {file}")
+    if tracked:
+        tracked.finish(_steps(run), scores(summary), {"verdict": summary["verdict"], "report": run.reports[0].read_text(encoding="utf-8")})
     for gate, smallest in workflow.gates.model_dump().items():
         value = (summary[gate] or {}).get("value")
         if smallest is not None and (value is None or value < smallest):
@@ -186,6 +191,7 @@ def check_tasks(workflow: Workflow) -> None:
     from opdcl.training import check_trainer_fields
 
     check_exists(workflow.model)
+    check_trackers(workflow.track)
     if workflow.finetune:
         if workflow.finetune.method == "self-distill":
             from opdcl.finetune import as_distillation
@@ -210,8 +216,8 @@ def check_tasks(workflow: Workflow) -> None:
 class Session:
     """One process's work on a run: the backbone is loaded once, at the first task that needs it."""
 
-    def __init__(self, workflow: Workflow, run: RunDir, output: Output):
-        self.workflow, self.run, self.output = workflow, run, output
+    def __init__(self, workflow: Workflow, run: RunDir, output: Output, tracked: Tracking):
+        self.workflow, self.run, self.output, self.tracked = workflow, run, output, tracked
         self._backbone: Backbone | None = None
         self.manifest: dict[str, Any] = read_json(run.manifest) if run.manifest.exists() else {}
 
@@ -292,7 +298,9 @@ class Session:
         verb = {"finetune": finetune, "recover": recover}[task.name]
         try:
             with self.output.stage(task.name) as line:
-                verb(config, backbone, self._parent(task.name), stage, line)
+                before = _steps(self.run, up_to=stage)
+                verb(config, backbone, self._parent(task.name), stage, Followed(line, self.tracked, stage, before))
+                self.tracked.follow(stage, before)
         finally:
             cost = record["cost"]
             done = [row for row in _metric_rows(stage) if "tokens" in row]
@@ -429,6 +437,11 @@ def _inputs(workflow: Workflow, run: RunDir, name: str) -> dict[str, Any]:
     from opdcl.plan import stage_inputs
 
     return stage_inputs(workflow, run, data_hashes(workflow))[name]
+
+
+def _steps(run: RunDir, up_to: StageDir | None = None) -> int:
+    """Return the optimizer steps of all stages, or of those before one."""
+    return sum(stage.state().get("cost", {}).get("steps", 0) for stage in run.stages() if up_to is None or stage.path < up_to.path)
 
 
 def _metric_rows(stage: StageDir) -> list[dict]:

@@ -68,6 +68,7 @@ class Server:
         self._closed = threading.Event()
         self._asked: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], Future[Likeliest]] = OrderedDict()
         self._adapters: dict[str, str] = {}
+        self._waits = False
         self._lock = threading.Lock()
         self.model = config.model or self._only_model()
 
@@ -199,7 +200,9 @@ class Server:
             return self._closed.is_set() or (tries(state) if isinstance(fault, _Garbled) else waiting(state))
 
         def waits(state: tenacity.RetryCallState) -> None:
-            if state.attempt_number == 1 and state.outcome:
+            with self._lock:
+                first, self._waits = not self._waits, True
+            if first and state.outcome:  # once, however many requests are in flight
                 self.tell(f"waiting for the server at {config.url}: {state.outcome.exception()}")
 
         retrying = tenacity.Retrying(
@@ -227,6 +230,7 @@ class Server:
         if response.status_code >= 400:
             hint = f"set {KEY}" if response.status_code in (401, 403) else "check server.url, server.model and server.top_k"
             raise UsageError(f"the server at {self.config.url} refuses: status {response.status_code}, {response.text[:300]}", hint)
+        self._waits = False
         try:
             return read(response)
         except (ValueError, KeyError, TypeError, AttributeError) as fault:

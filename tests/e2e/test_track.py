@@ -1,0 +1,107 @@
+"""Trackers: each is written by a real run and read back; one that fails costs nothing. Those not installed are left out here."""
+
+import importlib.util
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+from test_workflow import opdcl
+from tiny import make_project
+
+SMALL = ("--set", "recover.steps=3", "--set", "finetune.epochs=1", "--set", "recover.validate_every=3")
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("track")
+    make_project(folder, tiny_model)
+    return folder
+
+
+def installed(name):
+    return pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
+
+
+def run(folder, name, **env):
+    done = opdcl("run", "tiny.yaml", *SMALL, "--set", f"track=[{name}]", "-o", name, "--json", cwd=folder, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "failed" not in done.stderr
+    return json.loads(done.stdout)
+
+
+def losses(folder, name, stage):
+    (found,) = (folder / name / "stages").glob(f"*-{stage}")
+    rows = [json.loads(line) for line in (found / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def test_tensorboard_has_both_stages_the_scores_and_the_verdict(folder):
+    summary = run(folder, "tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard" / "tracking" / "tensorboard"))
+    events.Reload()
+    tuned, recovered = (events.Scalars(f"train/{stage}/loss") for stage in ("finetune", "recover"))
+    assert [round(e.value, 4) for e in tuned] == [round(x, 4) for x in losses(folder, "tensorboard", "finetune")]
+    assert [round(e.value, 4) for e in recovered] == [round(x, 4) for x in losses(folder, "tensorboard", "recover")]
+    assert [e.step for e in recovered] == [tuned[-1].step + i for i in (1, 2, 3)]
+    (score,) = events.Scalars("eval/instructions/recovered")
+    assert score.value == pytest.approx(summary["suites"]["instructions"]["recovered"]["value"])
+    words = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"] if "eval" in tag}
+    assert summary["verdict"] in words["eval/verdict/text_summary"]
+    assert "## Scores" in words["eval/report/text_summary"]
+    assert "train/recover/validation/general_kl" in events.Tags()["scalars"]
+
+
+@installed("trackio")
+def test_trackio_has_them_on_this_machine(folder):
+    summary = run(folder, "trackio", TRACKIO_DIR=str(folder / "kept"))
+    (file,) = [f for f in (folder / "kept").rglob("*.db") if f.stat().st_size]
+    rows = [json.loads(text) for (text,) in sqlite3.connect(file).execute("select metrics from metrics order by id")]
+    found = [row["train/recover/loss"] for row in rows if "train/recover/loss" in row]
+    assert found == pytest.approx(losses(folder, "trackio", "recover"))
+    assert any(row.get("eval/verdict") == summary["verdict"] for row in rows)
+    assert any("eval/instructions/recovered" in row for row in rows)
+
+
+@installed("mlflow")
+def test_mlflow_has_them_in_its_own_store(folder, monkeypatch):
+    summary = run(folder, "mlflow", MLFLOW_TRACKING_URI=f"file:{folder}/store", MLFLOW_ALLOW_FILE_STORE="true")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the full package has databases; the slim one has not
+    import mlflow
+
+    mlflow.set_tracking_uri(f"file:{folder}/store")
+    (one,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
+    client = mlflow.tracking.MlflowClient()
+    found = [m.value for m in client.get_metric_history(one.info.run_id, "recover/loss")]
+    assert found == pytest.approx(losses(folder, "mlflow", "recover"))
+    assert one.data.metrics["eval_instructions/recovered"] == pytest.approx(summary["suites"]["instructions"]["recovered"]["value"])
+    assert {f.path for f in client.list_artifacts(one.info.run_id)} >= {"verdict.md", "report.md"}
+
+
+@installed("wandb")
+def test_wandb_writes_its_offline_run(folder):
+    run(folder, "wandb", WANDB_MODE="offline")
+    assert list((folder / "wandb").rglob("*.wandb"))
+
+
+def test_a_tracker_that_fails_is_named_and_the_run_goes_on(folder):
+    (folder / "blocked").mkdir()
+    (folder / "blocked" / "here").write_text("a file where a folder should be")
+    done = opdcl("run", "tiny.yaml", *SMALL, "--set", "track=[tensorboard]", "-o", "failing", cwd=folder,
+                 env={"TENSORBOARD_LOGGING_DIR": str(folder / "blocked" / "here" / "inside")})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("tracker tensorboard failed") == 1
+    assert (folder / "failing" / "report.md").exists()
+
+
+def test_a_tracker_that_is_not_there_is_refused_before_anything_runs(folder, tmp_path):
+    missing = [name for name in ("trackio", "wandb", "mlflow") if importlib.util.find_spec(name) is None]
+    if missing:
+        done = opdcl("run", "tiny.yaml", "--set", f"track=[{missing[0]}]", "-o", "missing", cwd=folder)
+        assert done.returncode == 4
+        assert f"pip install {missing[0]}" in done.stderr
+    unknown = opdcl("run", "tiny.yaml", "--set", "track=[paper]", "-o", "missing", cwd=folder)
+    assert unknown.returncode == 2
+    assert not Path(folder / "missing").exists()
