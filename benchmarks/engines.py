@@ -51,7 +51,7 @@ def agree(options: argparse.Namespace) -> dict[str, dict]:
     from opdcl.data import render
     from opdcl.distill.backbone import Backbone
     from opdcl.distill.rollouts import sample
-    from opdcl.evaluate import load_task
+    from opdcl.stages.evaluate import load_task
 
     backbone = Backbone.load(ModelConfig(dtype=options.dtype))
     (task,) = load_task("instructions", EvalConfig())["tasks"].values()
@@ -91,8 +91,8 @@ def train(engine: str, options: argparse.Namespace) -> dict:
     from opdcl.config import ModelConfig, RecoverConfig
     from opdcl.distill.backbone import Backbone
     from opdcl.models import ModelRef
-    from opdcl.recover import recover
     from opdcl.rundir import StageDir, read_jsonl
+    from opdcl.stages.recover import recover
     from opdcl.training import save_adapter
 
     model = ModelConfig(dtype=options.dtype)

@@ -35,8 +35,8 @@ from opdcl.distill.server import Server
 from opdcl.distill.teachers import Teacher
 from opdcl.models import ModelRef
 from opdcl.provenance import machine
-from opdcl.recover import recover
 from opdcl.rundir import StageDir
+from opdcl.stages.recover import recover
 from opdcl.stats import mean
 from opdcl.streams import encode_stream
 

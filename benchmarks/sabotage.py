@@ -25,8 +25,8 @@ from opdcl.distill.divergence import token_losses
 from opdcl.errors import OpdclError
 from opdcl.models import ModelRef
 from opdcl.output import Output
-from opdcl.recover import recover
 from opdcl.rundir import StageDir, read_json, read_jsonl
+from opdcl.stages.recover import recover
 
 # The quickstart's recovery.
 SETTINGS = {"domain": "handbook", "steps": 32, "domain_rollouts": 32, "teacher_first": 6, "sample_ahead": 3, "max_new_tokens": 64,

@@ -25,9 +25,9 @@ from remote import Told
 from opdcl.config import ModelConfig, RecoverConfig, ServerSection, Workflow
 from opdcl.distill.backbone import Backbone
 from opdcl.distill.teachers import Served, Teacher, reach_server
-from opdcl.evaluate import evaluate
 from opdcl.provenance import machine
 from opdcl.rundir import RunDir, read_json, read_jsonl
+from opdcl.stages.evaluate import evaluate
 from opdcl.streams import encode_stream
 
 

@@ -101,7 +101,7 @@ def execute_all(flow: Workflow, origins: dict[str, str], out: Path, output: Outp
         Interrupted: The user stopped it; the same command goes on.
         OpdclError: Some arm failed; the others are compared.
     """
-    from opdcl.compare import compare
+    from opdcl.comparison import compare
     from opdcl.view import refuse_folder, write
     from opdcl.workflow import execute
 

@@ -9,9 +9,9 @@ from transformers import AutoConfig
 from opdcl.config import ModelConfig, Workflow
 from opdcl.data import load_rows
 from opdcl.distill.trainer import FULL_BATCH
-from opdcl.finetune import planned_steps
 from opdcl.models import EMBEDDED, model_source, pick_device, pick_dtype
 from opdcl.plan import Task
+from opdcl.stages.finetune import planned_steps
 
 
 def estimate(workflow: Workflow, tasks: list[Task]) -> dict[str, Any]:

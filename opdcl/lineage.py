@@ -139,7 +139,7 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
 
 def _seeds(run: RunDir) -> str:
     """Return the seeds of a run's stages, whichever stages it has: two of like seeds are a pair."""
-    from opdcl.compare import SEEDS
+    from opdcl.comparison import SEEDS
 
     settings = flatten(read_record(run.config).get("workflow") or {})
     return str(sorted({str(v) for k, v in settings.items() if k.rsplit(".", 1)[-1] in SEEDS and not k.startswith("eval.")}))
@@ -151,7 +151,7 @@ def _steps(runs: list[RunDir]) -> list[Step]:
     Raises:
         UsageError: A run builds on itself.
     """
-    from opdcl.compare import IGNORED, SEEDS, common_name
+    from opdcl.comparison import IGNORED, SEEDS, common_name
     from opdcl.plan import WITHOUT_MEANING
 
     by_path = {run.path.resolve(): run for run in runs}

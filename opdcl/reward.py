@@ -66,7 +66,7 @@ class Reward:
         return words(doc, answer) if words else ", ".join(f"{k} {v}" for k, v in self._task.process_results(doc, [answer]).items())
 
     def _text(self, rollout: Rollout) -> str:
-        from opdcl.evaluate import cut_at
+        from opdcl.stages.evaluate import cut_at
 
         stops = self._task.config.generation_kwargs.get("until") or []
         return cut_at(self._tokenizer.decode(rollout.completion_ids, skip_special_tokens=True), stops)
@@ -105,7 +105,7 @@ def _as_json(messages: list[dict[str, str]], add_generation_prompt: bool = True)
 
 
 def _task(config: RewardSection) -> Any:
-    from opdcl.evaluate import load_task
+    from opdcl.stages.evaluate import load_task
 
     (task,) = load_task(config.suite, EvalConfig())["tasks"].values()
     return task

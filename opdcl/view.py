@@ -42,9 +42,9 @@ class View(NamedTuple):
 
 def view(found: dict[str, Any]) -> View:
     """Return how results are shown: those of arms side by side, or of steps that build on one another."""
-    from opdcl import compare, lineage
+    from opdcl import comparison, lineage
 
-    return (lineage if "chains" in found else compare).view(found)
+    return (lineage if "chains" in found else comparison).view(found)
 
 
 def refuse_folder(folder: Path) -> None:
@@ -79,7 +79,7 @@ def _html(shown: View, found: dict[str, Any]) -> str:
     from markupsafe import Markup
 
     from opdcl import plots
-    from opdcl.report import environment
+    from opdcl.reports import environment
 
     svg = getattr(plots, shown.figure.plot)(found)
     return environment(harmless, escape=True).get_template("compare.html.j2").render(

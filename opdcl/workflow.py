@@ -152,7 +152,7 @@ def describe(workflow: Workflow, run: RunDir) -> tuple[list[list[str]], dict[str
 
 def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking | None = None) -> dict[str, Any]:
     """Write the report, show its scores in the trackers, and compare them with the gates."""
-    from opdcl.report import summarise, write
+    from opdcl.reports import summarise, write
 
     summary = summarise(run)
     seal_run(run)
@@ -194,7 +194,7 @@ def check_tasks(workflow: Workflow) -> None:
     check_trackers(workflow.track)
     if workflow.finetune:
         if workflow.finetune.method == "self-distill":
-            from opdcl.finetune import as_distillation
+            from opdcl.stages.finetune import as_distillation
             from opdcl.streams import stream_rows
 
             check_trainer_fields(DistillationConfig, "finetune", workflow.finetune.trainer)
@@ -207,7 +207,7 @@ def check_tasks(workflow: Workflow) -> None:
             if teacher.model:
                 check_exists(teacher.model)
     if workflow.eval:
-        from opdcl.evaluate import load_task
+        from opdcl.stages.evaluate import load_task
 
         for suite in workflow.eval.suites():
             load_task(suite, workflow.eval)
@@ -272,9 +272,9 @@ class Session:
         write_json(self.run.manifest, self.manifest)
 
     def _train(self, task: Task) -> None:
-        from opdcl.finetune import finetune
         from opdcl.models import adapter_hash
-        from opdcl.recover import recover
+        from opdcl.stages.finetune import finetune
+        from opdcl.stages.recover import recover
         from opdcl.training import peak_memory, reset_peak_memory
 
         stage = training_stages(self.run, self.workflow)[task.name]
@@ -326,8 +326,8 @@ class Session:
         return ModelRef(self.workflow.model, tuned.adapter)
 
     def _measure(self, task: Task) -> None:
-        from opdcl.evaluate import evaluate
         from opdcl.models import adapter_hash
+        from opdcl.stages.evaluate import evaluate
 
         backbone = self.backbone
         model: dict[str, Any] = {"id": self.workflow.model.id, "adapter_sha256": None}

@@ -20,9 +20,9 @@ def import_everything() -> None:
     import torch
     import trl  # noqa: F401
 
-    import opdcl.evaluate
-    import opdcl.recover
-    import opdcl.report
+    import opdcl.reports
+    import opdcl.stages.evaluate
+    import opdcl.stages.recover
     import opdcl.workflow  # noqa: F401
 
     torch.set_num_threads(1)

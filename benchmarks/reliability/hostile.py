@@ -30,7 +30,7 @@ def hostile(place: Path, options) -> list[dict]:
     """Put payloads into prompts, answers and descriptions, and open every report in a real browser."""
     if not options.browser:
         return [row("hostile content", "needs --browser COMMAND (a Chromium)", "not measured here", "-")]
-    from opdcl.report import write
+    from opdcl.reports import write
     from opdcl.rundir import RunDir
 
     code, said = run(place, *command("hosted"))

@@ -2,8 +2,8 @@
 
 from opdcl.config import ModelConfig, RecoverConfig
 from opdcl.models import ModelRef
-from opdcl.recover import recover
 from opdcl.rundir import StageDir, read_jsonl
+from opdcl.stages.recover import recover
 
 
 class Silent:

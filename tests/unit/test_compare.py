@@ -14,7 +14,9 @@ import pytest
 from page import Page
 from synthetic import METRIC, N, change, measure, workflow, write
 
-from opdcl import compare, plots, report, stats
+from opdcl import comparison as compare
+from opdcl import plots, stats
+from opdcl import reports as report
 from opdcl.errors import UsageError
 from opdcl.rundir import RunDir
 from opdcl.view import view
@@ -561,6 +563,6 @@ def test_hostile_names_do_not_reach_the_terminal(hostile, tmp_path):
 
 def test_importing_the_comparison_loads_neither_a_model_library_nor_a_plotting_one():
     heavy = ["torch", "transformers", "trl", "peft", "datasets", "lm_eval", "matplotlib", "jinja2", "scipy", "numpy"]
-    code = f"import sys, opdcl.compare; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, opdcl.comparison; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"

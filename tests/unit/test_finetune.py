@@ -13,10 +13,10 @@ from opdcl.data import Row, encode_example, encode_prompt
 from opdcl.distill.backbone import Backbone
 from opdcl.distill.forward import answer_ids, answer_states
 from opdcl.errors import OpdclError, UsageError
-from opdcl.finetune import finetune, lay_out
 from opdcl.models import ModelRef
 from opdcl.output import Output
 from opdcl.rundir import StageDir, read_jsonl
+from opdcl.stages.finetune import finetune, lay_out
 
 QA = Row([{"role": "user", "content": "What is the code?"}], "Seven", None, "here:1")
 
@@ -93,7 +93,7 @@ def test_out_of_memory_cuts_the_batch_and_changes_no_gradient(learn, monkeypatch
             raise fault
         return answer_states(model, sequences, *args)
 
-    monkeypatch.setattr("opdcl.finetune.answer_states", small_only)
+    monkeypatch.setattr("opdcl.stages.finetune.answer_states", small_only)
     cut, cut_steps = learn("cut")
     assert cut_steps == [pytest.approx(step, rel=1e-3) for step in steps]  # Adam alone would hide a factor
     assert all(torch.allclose(cut[name], whole[name], atol=2e-5) for name in whole)
@@ -104,7 +104,7 @@ def test_a_row_too_long_for_memory_is_an_error_with_a_hint(learn, monkeypatch):
     def never(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("opdcl.finetune.answer_states", never)
+    monkeypatch.setattr("opdcl.stages.finetune.answer_states", never)
     with pytest.raises(OpdclError, match="does not fit") as caught:
         learn("never")
     assert "max_length" in caught.value.hint

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from synthetic import N, change, measure, workflow, write
 
-from opdcl import compare, lineage, stats
+from opdcl import comparison as compare
+from opdcl import lineage, stats
 from opdcl.errors import UsageError
 from opdcl.rundir import RunDir
 from opdcl.summary import read_record

@@ -6,7 +6,7 @@ from recovering import run
 
 from opdcl.config import RecoverConfig
 from opdcl.distill.schedule import plan_steps
-from opdcl.recover import SCALES
+from opdcl.stages.recover import SCALES
 
 
 def held_out(rows):

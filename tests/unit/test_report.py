@@ -11,7 +11,8 @@ import pytest
 import yaml
 from page import Page
 
-from opdcl import plots, report, stats
+from opdcl import plots, stats
+from opdcl import reports as report
 from opdcl.errors import UsageError
 from opdcl.rundir import RunDir
 
@@ -464,7 +465,7 @@ def test_a_plot_needs_two_points():
 
 def test_importing_the_report_loads_neither_a_model_library_nor_a_plotting_one():
     heavy = ["torch", "transformers", "trl", "peft", "datasets", "lm_eval", "matplotlib", "jinja2", "scipy"]
-    code = f"import sys, opdcl.report; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, opdcl.reports; print([m for m in {heavy} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 

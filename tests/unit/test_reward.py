@@ -17,11 +17,11 @@ from opdcl.distill.opinion import Hidden
 from opdcl.distill.rollouts import Rollout
 from opdcl.distill.teachers import Teacher
 from opdcl.errors import UsageError
-from opdcl.evaluate import BackboneLM, load_task
 from opdcl.models import ModelRef
-from opdcl.recover import recover
 from opdcl.reward import Reward, reward_rows
 from opdcl.rundir import StageDir, read_jsonl
+from opdcl.stages.evaluate import BackboneLM, load_task
+from opdcl.stages.recover import recover
 
 GROUP = 4
 REWARDED = {"suite": "instructions_train", "metric": "inst_level_strict_acc", "group": GROUP}

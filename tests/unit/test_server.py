@@ -16,10 +16,10 @@ from opdcl.distill.rollouts import Rollout
 from opdcl.distill.server import KEY, Server
 from opdcl.distill.teachers import Remote, Served, Teacher, make_teacher, reach_server
 from opdcl.errors import OpdclError, UsageError
-from opdcl.evaluate import BackboneLM, load_task
 from opdcl.models import ModelRef
-from opdcl.recover import recover
 from opdcl.rundir import StageDir, read_jsonl
+from opdcl.stages.evaluate import BackboneLM, load_task
+from opdcl.stages.recover import recover
 
 K = 12
 ROLLOUTS = [Rollout([1, 520, 9690, 198, 7 + i], list(range(60 + 9 * i, 63 + 11 * i)), [], True) for i in range(5)]

@@ -17,8 +17,8 @@ from opdcl.distill.rollouts import Rollout
 from opdcl.distill.teachers import Ema, Routed, Teacher, TrustRegion, make_teacher
 from opdcl.errors import UsageError
 from opdcl.models import ModelRef
-from opdcl.recover import recover
 from opdcl.rundir import StageDir, read_jsonl
+from opdcl.stages.recover import recover
 from opdcl.streams import encode_stream
 from opdcl.training import save_adapter
 

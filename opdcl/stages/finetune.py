@@ -19,8 +19,8 @@ from opdcl.distill.backbone import Backbone
 from opdcl.distill.forward import answer_ids, answer_states
 from opdcl.errors import OpdclError
 from opdcl.models import ModelRef
-from opdcl.recover import recover
 from opdcl.rundir import StageDir
+from opdcl.stages.recover import recover
 from opdcl.training import (
     StageCallback,
     StageReport,

@@ -1,0 +1,1 @@
+"""The three verbs: fine-tune, recover, evaluate. They talk through the run directory and know nothing of one another's order."""
