@@ -50,7 +50,7 @@ def main() -> None:
         try:
             process.start()
             version = process.version()
-            place = ServerSection(url=options.url, model="base", concurrency=32)
+            place = ServerSection(url=options.url, model="base", concurrency=8, timeout=600)
             found = [compare(run, workflow, backbone, place, suite, state, options, Path(folder)) for suite in options.suites for state in options.states]
             sampled = sampling(run, backbone, place, options.sampled, Path(folder))
         finally:

@@ -92,8 +92,7 @@ class Comparison(Shown):
 
 def run(workflow: Place | Sequence[Place], out: Place | None = None, settings: Settings | None = None, force: bool = False, quiet: bool = False) -> Result | Comparison:
     """Run a workflow: a shipped recipe's name or YAML files, merged left to right. One with arms or seeds gives a comparison."""
-    files = [workflow] if isinstance(workflow, str | Path) else list(workflow)
-    flow, origins = load([str(file) for file in files], flags=dict(settings or {}))
+    flow, origins = load([str(file) for file in _several(workflow)], flags=dict(settings or {}))
     place = Path(out) if out else Path("runs") / flow.name
     if flow.arms or flow.seeds:
         from opdcl.arms import execute_all
@@ -120,11 +119,11 @@ def recover(path: Place, prompts: Place | None = None, domain: Place | None = No
     return _execute(flow, origins, Path(path), force, quiet)
 
 
-def evaluate(path: Place, retention: Sequence[str] = (), domain: Sequence[Place] = (), settings: Settings | None = None, force: bool = False,
+def evaluate(path: Place, retention: str | Sequence[str] = (), domain: Place | Sequence[Place] = (), settings: Settings | None = None, force: bool = False,
              quiet: bool = False) -> Result:  # fmt: skip
     """Measure base, tuned and recovered; a domain suite may be a file of questions and answers."""
-    suites, files = suites_and_files([str(suite) for suite in domain])
-    flags = {"eval.retention": list(retention) or None, "eval.domain": suites or None, **files, **(settings or {})}
+    suites, files = suites_and_files([str(suite) for suite in _several(domain)])
+    flags = {"eval.retention": [str(suite) for suite in _several(retention)] or None, "eval.domain": suites or None, **files, **(settings or {})}
     flow, origins = extend(Path(path), [], flags, "eval")
     return _execute(flow, origins, Path(path), force, quiet)
 
@@ -136,14 +135,14 @@ def report(path: Place) -> Result:
     return Result(Path(path), summarise(open_run(Path(path))))
 
 
-def compare(paths: Sequence[Place], out: Place | None = None) -> Comparison:
+def compare(paths: Place | Sequence[Place], out: Place | None = None) -> Comparison:
     """Compare runs; those that differ in their seeds only are pooled. `out` is a folder for compare.md, .html and .json."""
     from opdcl.comparison import compare as compare_runs
     from opdcl.view import refuse_folder, write
 
     if out:
         refuse_folder(Path(out))
-    found = compare_runs([open_run(Path(path)) for path in paths])
+    found = compare_runs([open_run(Path(path)) for path in _several(paths)])
     if out:
         write(found, Path(out))
     return Comparison(found, Path(out) if out else None)
@@ -176,6 +175,10 @@ def suites_and_files(domain: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             files[f"eval.data.{path.stem}"] = str(path.resolve())
         suites.append(path.stem if path.suffix and path.is_file() else suite)
     return suites, files
+
+
+def _several(given: Place | Sequence[Place]) -> list[Place]:
+    return [given] if isinstance(given, str | Path) else list(given)
 
 
 def _execute(flow: Any, origins: dict[str, str], path: Path, force: bool, quiet: bool) -> Result:

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from opdcl import __version__
-from opdcl.api import extend, open_run, suites_and_files
 from opdcl.errors import OpdclError, UsageError
 from opdcl.output import Output
 
@@ -150,7 +149,7 @@ def recover(
     _mode(json, quiet)
     flags = {"recover.general": prompts, "recover.domain": domain, "recover.steps": steps,
              "recover.learning_rate": learning_rate, "recover.seed": seed}  # fmt: skip
-    flow, origins = extend(run_dir, set_, flags, "recover")
+    flow, origins = _extended(run_dir, set_, flags, "recover")
     _execute(flow, origins, run_dir, dry_run, force)
 
 
@@ -165,10 +164,12 @@ def eval_(
 ) -> None:  # fmt: skip
     """Measure base, tuned and recovered on the same prompts, and write the report."""
     _mode(json, quiet)
+    from opdcl.api import suites_and_files
+
     suites, files = suites_and_files(domain)
     flags: dict[str, Any] = {"eval.limit": limit, "eval.retention": list(retention) or None, "eval.domain": suites or None}
     flags |= {f"eval.data.{k}": v for k, v in map(_pair, data)} | files
-    flow, origins = extend(run_dir, set_, flags, "eval")
+    flow, origins = _extended(run_dir, set_, flags, "eval")
     _execute(flow, origins, run_dir, dry_run, force)
 
 
@@ -179,7 +180,7 @@ def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")], js
     from opdcl.rundir import RunDir
 
     _mode(json, quiet)
-    run = open_run(run_dir)
+    run = _existing(run_dir)
     for file in write(run):
         output.note(f"wrote {file}")
     _show_summary(summarise(RunDir(run.path)), run.path)
@@ -198,7 +199,7 @@ def compare(
     _mode(json, quiet)
     if out:
         refuse_folder(out)
-    found = compare_runs([open_run(path) for path in runs])
+    found = compare_runs([_existing(path) for path in runs])
     for file in write(found, out) if out else ():
         output.note(f"wrote {file}")
     _show_comparison(found)
@@ -216,7 +217,7 @@ def chat(
     from opdcl.workflow import quiet_libraries
 
     _mode(json, False)
-    run = open_run(run_dir)
+    run = _existing(run_dir)
     asked = iter([" ".join(prompt)]) if prompt else (line.strip() for line in iter(output.ask, ""))
     said = answers(run, (q for q in asked if q), max_new_tokens)
     while True:
@@ -240,7 +241,7 @@ def export(
     from opdcl.workflow import quiet_libraries
 
     _mode(json, False)
-    run = open_run(run_dir)
+    run = _existing(run_dir)
     with quiet_libraries(), output.stage("export") as line:
         written = export_model(run, state, to, line)
     output.result(f"{state} written to {to}", written)
@@ -260,7 +261,7 @@ def serve(
     from opdcl.serve import execute, serve_command
 
     _mode(json, False)
-    command = serve_command(open_run(run_dir), vllm, host, port, context.args)
+    command = serve_command(_existing(run_dir), vllm, host, port, context.args)
     if dry_run:
         words = [f"{k}={v}" for k, v in command.environment.items() if k != "VLLM_API_KEY"] + command.words
         output.result(shlex.join(words), {"command": command.words, "url": f"http://{host}:{port}/v1"})
@@ -288,7 +289,7 @@ def verify(run_dir: Annotated[Path, typer.Argument(help="A run directory.")], js
     from opdcl.integrity import verify as verify_run
 
     _mode(json, False)
-    found = verify_run(open_run(run_dir))
+    found = verify_run(_existing(run_dir))
     output.table("", ["what", "", "finding"], [[f.what, "ok" if f.ok else "BAD", f.finding] for f in found], [vars(f) for f in found])
     if bad := sum(not f.ok for f in found):
         raise OpdclError(f"{bad} of {len(found)} checks failed", "restore the files from a copy, or do the stages again with --force")
@@ -377,6 +378,18 @@ def _execute_all(flow: Any, origins: dict[str, str], out: Path, dry_run: bool, f
         output.table(f"dry run of {flow.name} in {out}", ["run", "stage", "action", "why"], rows, plans)
         return
     _show_comparison(execute_all(flow, origins, out, output, force))
+
+
+def _extended(run_dir: Path, overrides: list[str], flags: dict[str, Any], stage: str) -> tuple[Any, dict[str, str]]:
+    from opdcl.api import extend
+
+    return extend(run_dir, overrides, flags, stage)
+
+
+def _existing(run_dir: Path) -> Any:
+    from opdcl.api import open_run
+
+    return open_run(run_dir)
 
 
 def _show_summary(summary: dict[str, Any], path: Path) -> None:

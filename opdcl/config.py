@@ -186,7 +186,7 @@ class ServerSection(Section):
     """How many likely tokens of each position it is asked for; vLLM allows 20 unless it is told otherwise."""
     concurrency: Positive = 16
     """Requests in flight."""
-    timeout: Annotated[float, Field(gt=0)] = 120
+    timeout: Annotated[float, Field(gt=0)] = 300
     """Seconds until a request counts as lost."""
     patience: Annotated[float, Field(gt=0)] = 600
     """Seconds that a server which is gone is waited for."""
@@ -353,6 +353,12 @@ class RecoverConfig(Section):
             if teacher.skip_tokens >= length:
                 raise ValueError(f"{name}.skip_tokens leaves nothing of {length} tokens")
             self._can_be_told(name, teacher)
+        return self
+
+    @model_validator(mode="after")
+    def _samples_at_temperature_one_elsewhere(self) -> RecoverConfig:
+        if self.server and self.temperature != 1:
+            raise ValueError("a server tells log-probabilities at temperature 1, so that is what it must sample at: leave temperature or server out")
         return self
 
     def _can_be_told(self, name: str, teacher: TeacherSection) -> None:

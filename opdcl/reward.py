@@ -56,9 +56,21 @@ class Reward:
 
     def _score(self, rollout: Rollout) -> float:
         _, doc = self._known[tuple(rollout.prompt_ids)]
-        value = self._task.process_results(doc, [self._text(rollout)])[self.config.metric or next(iter(self._task.aggregation()))]
+        value = self._task.process_results(doc, [self._filtered(self._text(rollout), doc)])[self.config.metric or next(iter(self._task.aggregation()))]
         parts = value if isinstance(value, list) else [value]
         return sum(map(float, parts)) / max(1, len(parts))
+
+    def _filtered(self, text: str, doc: dict) -> str:
+        """Return what the suite's first chain of filters makes of an answer, which is what an evaluation scores."""
+        from lm_eval.api.instance import Instance
+
+        if not self._task._filters:
+            return text
+        instance = Instance(request_type="generate_until", doc=doc, arguments=("", {}), idx=0, resps=[text])
+        chain = self._task._filters[0]
+        chain.apply([instance])
+        found = instance.filtered_resps[chain.name]
+        return found[0] if isinstance(found, list) else found
 
     def _feedback(self, doc: dict, answer: str) -> str:
         scorer: Any = self._task.config.process_results
@@ -89,6 +101,9 @@ def _rows(config: RewardSection, task: Any) -> list[Row]:
         raise UsageError(f"recover.reward.suite: {config.suite} has no answers to write", "choose a generative suite")
     if config.metric and config.metric not in task.aggregation():
         raise UsageError(f"recover.reward.metric: {config.suite} has no score {config.metric!r}", f"it has {', '.join(task.aggregation())}")
+    metric = config.metric or next(iter(task.aggregation()))
+    if not task.higher_is_better().get(metric, True):
+        raise UsageError(f"recover.reward.metric: of {metric} less is better, so it is no reward", f"{config.suite} has {', '.join(task.aggregation())}")
     rows = []
     for number, doc in enumerate(task.eval_docs):
         asked = task.fewshot_context(doc, task.config.num_fewshot or 0, apply_chat_template=True, chat_template=_as_json,

@@ -9,7 +9,6 @@ from opdcl.config import RecoverConfig, TeacherSection
 from opdcl.data import Row, encode_prompt, load_prompts
 from opdcl.distill.schedule import Stream
 from opdcl.errors import UsageError
-from opdcl.reward import reward_rows
 
 if TYPE_CHECKING:
     from opdcl.distill.backbone import Backbone
@@ -48,6 +47,8 @@ def stream_rows(config: RecoverConfig, stream: Stream) -> list[Row]:
     source = config.source(stream)
     rows = load_prompts(source) if source else []
     if stream == "general" and config.reward:
+        from opdcl.reward import reward_rows
+
         rows = reward_rows(config.reward)
     if stream == "domain":
         for name, teacher in config.teachers.items():

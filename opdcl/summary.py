@@ -141,7 +141,7 @@ def summarise_suites(run: RunDir, suites: list[Suite]) -> dict[str, Any]:
                 for pair, interval in _pairwise(suite, lambda a, b: stats.difference(a, b, seed).as_dict()).items()
             },
         },
-        "ceiling": _ceiling(suites, seed),
+        "ceiling": _ceiling(suites, section(run, "recover"), seed),
         "cost": _cost(run, suites),
         "notes": _notes(run, suites, estimates),
     }
@@ -209,13 +209,20 @@ def _pairwise(suite: Suite | None, compare: Callable, only_pass_or_fail: bool = 
     return found
 
 
-def _ceiling(suites: list[Suite], seed: int) -> dict[str, dict]:
-    """Return student minus teacher per suite: near zero, distillation has given what it can, and only a reward goes further."""
+def _ceiling(suites: list[Suite], recover: dict[str, Any], seed: int) -> dict[str, dict]:
+    """Return student minus teacher per suite: near zero, distillation has given what it can, and only a reward goes further.
+
+    Other teachers than base on general and tuned on domain prompts are not measured, so of these nothing can be said.
+    """
     from opdcl import stats
 
     found = {}
     for suite in suites:
         teacher = TEACHER_OF[suite.role]
+        stream = "domain" if teacher == "tuned" else "general"
+        kind = (recover.get(f"{stream}_teacher") or {}).get("kind", teacher)
+        if kind != teacher or (stream == "domain" and recover.get("teachers")):
+            continue
         if {teacher, "recovered"} <= set(suite.rows):
             gap = stats.difference(suite.values("recovered"), suite.values(teacher), seed).as_dict()
             place = "above" if gap["low"] > 0 else "below" if gap["high"] < 0 else "level"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from opdcl.training import StageReport
 
 logger = logging.getLogger(__name__)
+PLACES = ("TENSORBOARD_LOGGING_DIR", "WANDB_DIR", "WANDB_SILENT", "WANDB_CONSOLE", "WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID")
+# What the user chose, before a run of ours puts in its own; several may follow each other in one process.
+USERS = {key: os.environ.get(key) for key in PLACES}
 
 
 class Tracking:
@@ -33,8 +37,8 @@ class Tracking:
     def __init__(self, names: list[str], run: RunDir, tell: Callable[[str], None]):
         self.run, self.tell = run, tell
         self._record = run.path / "tracking.json"
-        known = read_json(self._record) if self._record.exists() else {}
-        self._sent: dict[str, int] = dict(known.get("sent", {}))
+        # Its name in a tracker is the run's own, however often it is interrupted, and nobody else's.
+        self._known: dict[str, Any] = {"id": uuid.uuid4().hex[:8], "sent": {}} | (read_json(self._record) if self._record.exists() else {})
         self._open: dict[str, Any] = {}
         if not names:
             return
@@ -43,16 +47,27 @@ class Tracking:
         folder = run.path / "tracking"
         folder.mkdir(parents=True, exist_ok=True)
         # Read when an integration is made. stdout is for results, so that nothing of wandb's may appear there.
-        ours = {"TENSORBOARD_LOGGING_DIR": str(folder / "tensorboard"), "WANDB_DIR": str(folder), "WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
+        ours = {
+            "TENSORBOARD_LOGGING_DIR": str(folder / "tensorboard"), "WANDB_DIR": str(folder), "WANDB_SILENT": "true", "WANDB_CONSOLE": "off",
+            "WANDB_RUN_ID": self._known["id"], "WANDB_RESUME": "allow", "MLFLOW_RUN_ID": self._known.get("mlflow"),
+        }  # fmt: skip
         for key, value in ours.items():
-            os.environ.setdefault(key, value)
-        self._open = {name: _integration(name) for name in names}
+            if (chosen := USERS[key] or value) is not None:
+                os.environ[key] = chosen
+            else:
+                os.environ.pop(key, None)
         self._arguments = TrainingArguments(
-            output_dir=str(folder), run_name=run.path.resolve().name, project="opdcl", report_to=[], use_cpu=True, trackio_static_space_id=False,
+            output_dir=str(folder), run_name=f"{run.path.resolve().name}-{self._known['id']}", project="opdcl", report_to=[], use_cpu=True,
+            trackio_static_space_id=False,
         )  # fmt: skip
         self._state, self._control = TrainerState(), TrainerControl()
         for name in names:
+            self._open[name] = None
+            self._try(name, lambda _, name=name: self._open.update({name: _integration(name)}))
             self._try(name, lambda one: one.on_train_begin(self._arguments, self._state, self._control, model=None))
+        if "mlflow" in self._open:
+            self._try("mlflow", lambda one: self._known.update(mlflow=one._ml_flow.active_run().info.run_id))
+        write_json(self._record, self._known)
 
     def follow(self, stage: StageDir, offset: int) -> None:
         """Send what a stage has written since the last call; its steps begin at `offset`."""
@@ -60,9 +75,12 @@ class Tracking:
             return
         name = stage.path.name.split("-", 1)[1]
         rows = read_jsonl(stage.metrics)
-        for row in rows[min(self._sent.get(name, 0), len(rows)) :]:
-            self._log({f"{name}/{key}": value for key, value in _numbers(row)}, offset + row["step"])
-        self._sent[name] = len(rows)
+        sent = self._known["sent"]
+        if fresh := rows[min(sent.get(name, 0), len(rows)) :]:
+            for row in fresh:
+                self._log({f"{name}/{key}": value for key, value in _numbers(row)}, offset + row["step"])
+            sent[name] = len(rows)
+            write_json(self._record, self._known)
 
     def finish(self, step: int, numbers: dict[str, float], texts: dict[str, str]) -> None:
         """Send scores and words, and let go."""
@@ -74,7 +92,6 @@ class Tracking:
                 self._try(name, lambda one: [one._ml_flow.log_text(text, f"{key}.md") for key, text in texts.items()])
             else:
                 self._try(name, lambda one: one.on_log(self._arguments, self._state, self._control, logs={f"eval_{k}": v for k, v in texts.items()}))
-        write_json(self._record, {"sent": self._sent})
         self.close()
 
     def close(self) -> None:
@@ -89,6 +106,8 @@ class Tracking:
             self._try(name, lambda one: one.on_log(self._arguments, self._state, self._control, model=None, logs=dict(values)))
 
     def _try(self, name: str, do: Callable[[Any], Any]) -> None:
+        if name not in self._open:
+            return
         try:
             do(self._open[name])
         except Exception as fault:  # whatever a tracker raises, the run goes on

@@ -123,7 +123,9 @@ def group_advantages(rewards: list[float], group: int) -> list[float]:
         group: Completions per prompt.
     """
     reward_PG = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
-    return ((reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-4)).flatten().tolist()
+    found = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-4)
+    alike = reward_PG.amax(1, keepdim=True) == reward_PG.amin(1, keepdim=True)
+    return found.masked_fill(alike, 0.0).flatten().tolist()
 
 
 def later_advantages(advantage_N: torch.Tensor, lengths: list[int], discount: float) -> torch.Tensor:

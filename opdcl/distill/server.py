@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import queue
 import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +65,38 @@ class Server:
             timeout=httpx2.Timeout(config.timeout),
             limits=httpx2.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency),
         )
-        self._pool = ThreadPoolExecutor(config.concurrency, thread_name_prefix="server")
         self._closed = threading.Event()
+        self._work: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = queue.SimpleQueue()
+        # Daemons, not a pool: who leaves must not wait for an answer that may never come.
+        for _ in range(config.concurrency):
+            threading.Thread(target=self._worker, daemon=True, name="server").start()
         self._asked: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], Future[Likeliest]] = OrderedDict()
         self._adapters: dict[str, str] = {}
         self._waits = False
-        self._lock = threading.Lock()
+        self._lock, self._loading = threading.Lock(), threading.Lock()
         self.model = config.model or self._only_model()
 
     def close(self) -> None:
         """Give up what is still in flight."""
         self._closed.set()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for _ in range(self.config.concurrency):
+            self._work.put(None)
         self._client.close()
+
+    def _submit(self, do: Callable[..., Any], *given: Any) -> Future:
+        future: Future = Future()
+        self._work.put((future, do, given))
+        return future
+
+    def _worker(self) -> None:
+        while work := self._work.get():
+            future, do, given = work
+            try:
+                if self._closed.is_set():
+                    raise OpdclError(f"the server at {self.config.url} is no longer asked")
+                future.set_result(do(*given))
+            except BaseException as fault:  # its asker is told
+                future.set_exception(fault)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids that the server's tokenizer makes of a text, without special ones of its own."""
@@ -88,7 +108,7 @@ class Server:
         key = tuple(prompt_ids), tuple(completion_ids)
         with self._lock:
             if (known := self._asked.get(key)) is None or (known.done() and known.exception()):
-                known = self._asked[key] = self._pool.submit(self._grade, *key)
+                known = self._asked[key] = self._submit(self._grade, *key)
             self._asked.move_to_end(key)
             while len(self._asked) > max(KEPT, 1):
                 self._asked.popitem(last=False)
@@ -99,14 +119,14 @@ class Server:
         """Let the model, or an adapter that was loaded under a name, complete prompts; temperature 0 is greedy decoding."""
         def one(number: int) -> Rollout:
             asked = {
-                "model": model or self.model, "prompt": list(prompts[number]), "max_tokens": max_new_tokens, "temperature": temperature, "seed": seed + number,
+                "model": model or self.model, "prompt": list(prompts[number]), "max_tokens": max_new_tokens, "temperature": temperature, "seed": (seed * 1_000_003 + number) % 2**31,
                 "logprobs": 0, "return_token_ids": True, "stop_token_ids": list(eos_ids), "skip_special_tokens": False, "add_special_tokens": False,
                 # What a checkpoint's own defaults would change.
                 "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
             }  # fmt: skip
             return self._ask("completions", asked, lambda answer: self._written(answer, prompts[number], eos_ids, max_new_tokens))
 
-        asked = {self._pool.submit(one, number): number for number in range(len(prompts))}
+        asked = {self._submit(one, number): number for number in range(len(prompts))}
         found: dict[int, Rollout] = {}
         for future in as_completed(asked):
             found[asked[future]] = future.result()
@@ -124,13 +144,17 @@ class Server:
             yield name
         finally:
             del self._adapters[name]
-            with contextlib.suppress(OpdclError):
-                self._request("v1/unload_lora_adapter", {"lora_name": name}, lambda response: None)
+            # One short attempt: a server that is gone holds no adapters.
+            with contextlib.suppress(httpx2.TransportError, RuntimeError):
+                self._client.post("v1/unload_lora_adapter", json={"lora_name": name}, timeout=10)
 
     def _load(self, name: str) -> None:
         try:
-            self._request("v1/load_lora_adapter", {"lora_name": name, "lora_path": self._adapters[name]}, lambda response: None)
+            with self._loading:  # of many requests that miss it, one loads it
+                self._request("v1/load_lora_adapter", {"lora_name": name, "lora_path": self._adapters[name]}, lambda response: None)
         except UsageError as fault:
+            if "already" in fault.message:
+                return
             raise UsageError(fault.message, "start it with `opdcl serve RUN`, or with --enable-lora, a --max-lora-rank that fits, and "
                              "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, on a machine that sees the run's directory") from fault  # fmt: skip
 
@@ -178,10 +202,13 @@ class Server:
             raise _Garbled(f"{bad[0]} is no log-probability")
         if any(not 0 <= one < self.vocabulary for one in ids):
             raise _Garbled(f"a token is none of {self.vocabulary}")
+        if ids[-1] not in eos_ids and len(ids) < longest:
+            raise _Garbled(f"a completion broke off after {len(ids)} of {longest} tokens")
         return Rollout(list(prompt_ids), ids, logprobs, ids[-1] in eos_ids)
 
     def _only_model(self) -> str:
-        names = self._ask("models", None, lambda answer: [str(one["id"]) for one in answer["data"]])
+        # Adapters are listed too, each with the model that it is for.
+        names = self._ask("models", None, lambda answer: [str(one["id"]) for one in answer["data"] if not one.get("parent")])
         if len(names) != 1:
             raise UsageError(f"the server at {self.config.url} serves {', '.join(names) or 'no model'}", "name one: server.model")
         return names[0]
@@ -193,11 +220,13 @@ class Server:
         """Ask until there is an answer that `read` accepts, or patience is at an end."""
         config = self.config
         waiting = tenacity.stop_after_delay(config.patience)
-        tries = tenacity.stop_after_attempt(ATTEMPTS)
+        garbled = 0
 
         def enough(state: tenacity.RetryCallState) -> bool:
-            fault = state.outcome.exception() if state.outcome else None
-            return self._closed.is_set() or (tries(state) if isinstance(fault, _Garbled) else waiting(state))
+            nonlocal garbled
+            if is_garbled := bool(state.outcome) and isinstance(state.outcome.exception(), _Garbled):
+                garbled += 1
+            return self._closed.is_set() or (garbled >= ATTEMPTS if is_garbled else waiting(state))
 
         def waits(state: tenacity.RetryCallState) -> None:
             with self._lock:

@@ -33,7 +33,7 @@ from opdcl.config import RecoverConfig, ServerSection, TeacherSection
 from opdcl.distill.backbone import Backbone, State
 from opdcl.distill.contract import HINT, PROBES, check_same_tokenizer, refuse_unsupported
 from opdcl.distill.forward import answer_states
-from opdcl.distill.opinion import Hidden, Likeliest, Opinion, join
+from opdcl.distill.opinion import Hidden, Likeliest, Opinion, join, shared_rows
 from opdcl.distill.rollouts import Rollout, sample
 from opdcl.distill.server import Server
 from opdcl.errors import UsageError
@@ -43,6 +43,8 @@ from opdcl.training import save_adapter
 if TYPE_CHECKING:
     from peft import PeftModel
 
+# Nats per token by which a model and its copy on a server may differ: far above rounding, far below another model.
+SAME_MODEL = 0.3
 # The prompt that the student sees -> the prompt that the teacher sees instead.
 Contexts = dict[tuple[int, ...], list[int]]
 
@@ -358,6 +360,22 @@ def reach_server(config: ServerSection, backbone: Backbone, tell: Callable[[str]
         if ours != theirs:
             server.close()
             raise UsageError(f"the server at {config.url} has another tokenizer: {probe!r} becomes {ours[:8]} and {theirs[:8]}", HINT)
+    return server
+
+
+def reach_own_model(config: ServerSection, backbone: Backbone, tell: Callable[[str], None]) -> Server:
+    """Find a server that holds the student's own base: its tokenizer is the same, and so is what it thinks of a text."""
+    server = reach_server(config, backbone, tell)
+    ids = backbone.tokenizer(" ".join(PROBES[:6]), add_special_tokens=False)["input_ids"]
+    theirs = server.ask(ids[:1], ids[1:]).result()
+    ours = Teacher(backbone, "base").opinion([Rollout(ids[:1], ids[1:])])
+    rows = shared_rows(backbone.causal_lm.get_output_embeddings().weight, ours)
+    mine = ours.log_probs(slice(0, len(ids)), rows, 1.0).gather(1, torch.tensor(ids[1:], device=backbone.device)[:, None])[:, 0]
+    gap = float((mine.cpu() - theirs.logprob_N).abs().mean())
+    if gap > SAME_MODEL:
+        server.close()
+        raise UsageError(f"the server at {config.url} serves another model as {server.model}: on a probe the two differ by {gap:.2f} nats per token",
+                         "start it with `opdcl serve RUN`, and name the base: server.model")  # fmt: skip
     return server
 
 

@@ -23,7 +23,7 @@ from opdcl.config import EvalConfig
 from opdcl.data import load_rows, render
 from opdcl.distill.backbone import Backbone, State
 from opdcl.distill.rollouts import Rollout, sample
-from opdcl.distill.teachers import reach_server
+from opdcl.distill.teachers import reach_own_model
 from opdcl.errors import UsageError
 from opdcl.load import package_folder
 from opdcl.punkt import ensure_punkt
@@ -96,7 +96,7 @@ class BackboneLM(LM):
         """Yield what completes prompts greedily: this process, or a server that has loaded the adapter."""
         eos_ids = self.backbone.eos_ids
         if self.config.server:
-            server = reach_server(self.config.server, self.backbone, self.report.note)
+            server = reach_own_model(self.config.server, self.backbone, self.report.note)
             try:
                 with server.adapter(self.adapter) if self.adapter else contextlib.nullcontext(None) as name:
                     yield lambda prompts, longest, count: server.write(prompts, longest, eos_ids, temperature=0, model=name, on_finished=count)
@@ -152,7 +152,7 @@ def evaluate(config: EvalConfig, backbone: Backbone, state: State, shown: str, s
     write_atomic(run.eval_samples(shown, suite), "".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples))
     write_json(run.eval_result(shown, suite), {
         "state": shown, "suite": suite, "role": role, "metric": metrics[0], "n": len(samples), "metrics": means,
-        "floor": floors(task, [row["doc"] for row in rows], metrics), "model": model,
+        "floor": floors(task, [row["doc"] for row in rows], metrics), "model": model | ({"decoded": "on a server"} if config.server else {}),
         "cost": {"seconds": round(time.perf_counter() - started, 1), "tokens": lm.tokens, "peak_memory_bytes": peak_memory()},
     })  # fmt: skip
     partial.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from opdcl.distill.backbone import Backbone, State
 from opdcl.distill.opinion import Opinion
 from opdcl.distill.rollouts import Rollout, pick_engine
 from opdcl.distill.schedule import Stream, plan_steps
-from opdcl.distill.teachers import Routed, Served, Teacher, make_teacher, reach_server
+from opdcl.distill.teachers import Routed, Served, Teacher, make_teacher, reach_own_model
 from opdcl.distill.trainer import RecoveryTrainer, by_teacher
 from opdcl.errors import OpdclError, UsageError
 from opdcl.health import Health, check_turn_end, drifted, halted
@@ -58,7 +58,7 @@ def recover(config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: St
                     "than reverse KL's, so that gradient clipping and loss.cap hardly ever act")  # fmt: skip
     student = Teacher(backbone, "student")
     if config.server:
-        student = Served(backbone, reach_server(config.server, backbone, report.note), out.trainer / "served")
+        student = Served(backbone, reach_own_model(config.server, backbone, report.note), out.trainer / "served")
     elif config.sampler == "auto":
         report.note("sampler {}: {}".format(*pick_engine(backbone.causal_lm)))
     steps = plan_steps(config, len(train["general"]), len(train["domain"]))

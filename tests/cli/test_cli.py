@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "lm_eval", "accelerate", "pandas", "numpy")
 LIGHT = (
-    "compare",
+    "api",
+    "comparison",
     "cli",
     "config",
     "data",
@@ -23,7 +24,10 @@ LIGHT = (
     "plan",
     "provenance",
     "rundir",
+    "serve",
     "text",
+    "track",
+    "view",
     "workflow",
 )
 ENTRY = "from opdcl.cli import main; main()"

@@ -86,6 +86,21 @@ def test_wandb_writes_its_offline_run(folder):
     assert list((folder / "wandb").rglob("*.wandb"))
 
 
+def test_a_run_that_was_interrupted_is_sent_once_and_each_of_several_to_its_own_place(folder):
+    arms = "arms:\n  one: {recover: {steps: 2}}\n  two: {recover: {steps: 3}}\n"
+    (folder / "arms.yaml").write_text(arms)
+    flags = ("--set", "finetune.epochs=1", "--set", "eval.limit=2", "--set", "track=[tensorboard]", "-o", "family")
+    for _ in range(2):  # the second time nothing is left to do, nor to send
+        done = opdcl("run", "tiny.yaml", "arms.yaml", *flags, cwd=folder)
+        assert done.returncode == 0, done.stderr
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for name, steps in (("one", 2), ("two", 3)):
+        events = EventAccumulator(str(folder / "family" / name / "tracking" / "tensorboard"))
+        events.Reload()
+        assert len(events.Scalars("train/recover/loss")) == steps
+
+
 def test_a_tracker_that_fails_is_named_and_the_run_goes_on(folder):
     (folder / "blocked").mkdir()
     (folder / "blocked" / "here").write_text("a file where a folder should be")

@@ -17,7 +17,8 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args): ...
 
     def do_GET(self):
-        self._send({"data": [{"id": name} for name in self.server.names]})
+        listed = [{"id": name} for name in self.server.names]
+        self._send({"data": [*listed, *({"id": name, "parent": self.server.names[0]} for name in ("tuned", *self.server.adapters))]})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -57,6 +58,8 @@ class Handler(BaseHTTPRequestHandler):
                 rows[-1]["999999"] = {"logprob": -1.0}
             case "no choice":
                 answer = {"choices": []}
+            case "aborted":
+                choice["token_ids"], choice["logprobs"]["token_logprobs"] = choice["token_ids"][:1], choice["logprobs"]["token_logprobs"][:1]
         self._send(answer, cut=fault == "truncated")
 
     def _adapter(self, body):
@@ -66,8 +69,12 @@ class Handler(BaseHTTPRequestHandler):
             self._send(f"Success: {name} removed")
         elif self.server.takes_adapters:
             with self.server.one_at_a_time:
+                known = name in self.server.adapters
                 self.server.adapters[name] = body["lora_path"]
-            self._send(f"Success: {name} added")
+            if known:  # as vLLM answers
+                self._send({"error": {"message": f"The lora adapter '{name}' has already been loaded."}}, 400)
+            else:
+                self._send(f"Success: {name} added")
         else:
             self._send({"error": {"message": "LoRA is off"}}, 404)
 

@@ -52,6 +52,21 @@ def test_a_token_that_has_moved_far_enough_is_pushed_no_further(advantage, drift
     torch.testing.assert_close(log_p.grad, expected)
 
 
+def test_equal_rewards_are_exactly_no_advantage_whatever_their_rounding():
+    assert group_advantages([0.1] * 3 + [0.7] * 3, 3) == [0.0] * 6
+
+
+def test_answers_pass_the_suites_filters_before_they_are_scored(backbone):
+    from lm_eval.filters import build_filter_ensemble
+
+    reward = Reward(RewardSection(**REWARDED | {"metric": "prompt_level_strict_acc"}), backbone)
+    prompt = next(ids for ids, (row, doc) in reward._known.items() if doc["instruction_id_list"] == ["detectable_format:title"])
+    written = backbone.tokenizer("No title here.", add_special_tokens=False)["input_ids"]
+    assert reward([Rollout(list(prompt), written, [], True)]) == [0.0]
+    reward._task._filters = [build_filter_ensemble("none", [["regex", {"regex_pattern": "(title)", "fallback": "?"}], ["take_first", None]])]
+    assert reward._filtered("No title here.", {}) == "title"
+
+
 @pytest.fixture
 def rollouts():
     generator = torch.Generator().manual_seed(3)
