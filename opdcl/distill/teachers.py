@@ -371,7 +371,7 @@ def reach_own_model(config: ServerSection, backbone: Backbone, tell: Callable[[s
     ours = Teacher(backbone, "base").opinion([Rollout(ids[:1], ids[1:])])
     rows = shared_rows(backbone.causal_lm.get_output_embeddings().weight, ours)
     mine = ours.log_probs(slice(0, len(ids)), rows, 1.0).gather(1, torch.tensor(ids[1:], device=backbone.device)[:, None])[:, 0]
-    gap = float((mine.cpu() - theirs.logprob_N).abs().mean())
+    gap = float((mine.detach().cpu() - theirs.logprob_N).abs().mean())
     if gap > SAME_MODEL:
         server.close()
         raise UsageError(f"the server at {config.url} serves another model as {server.model}: on a probe the two differ by {gap:.2f} nats per token",

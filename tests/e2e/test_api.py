@@ -7,7 +7,6 @@ import sys
 
 import pytest
 from test_workflow import opdcl
-from tiny import make_project
 
 SCRIPT = """
 import json, sys
@@ -18,10 +17,10 @@ small = {"model.id": MODEL, "model.dtype": "float32", "finetune.lora.r": 4, "fin
 tuned = opdcl.finetune("rows.jsonl", out="mine", settings=small | {"finetune.epochs": 1}, quiet=True)
 recovered = opdcl.recover("mine", prompts="prompts.jsonl", settings={
     "recover.steps": 4, "recover.rollouts": 4, "recover.max_new_tokens": 6, "recover.validation_prompts": 2}, quiet=True)
-measured = opdcl.evaluate("mine", retention=["instructions"], domain=["questions.jsonl"], settings={"eval.limit": 4, "eval.max_new_tokens": 6}, quiet=True)
+measured = opdcl.evaluate("mine", retention=["instructions"], domain=["questions.jsonl"], settings={"eval.limit": 6, "eval.max_new_tokens": 12}, quiet=True)
 again = opdcl.evaluate("mine", quiet=True)
-both = opdcl.compare(["mine", "cli"], out="side")
-whole = opdcl.run("tiny.yaml", out="cli", settings={"recover.steps": 4, "eval.limit": 4}, quiet=True)
+both = opdcl.compare(["mine", "whole"], out="side")
+whole = opdcl.run("tiny.yaml", out="whole", quiet=True)
 print(json.dumps({
     "repr": repr(measured), "html": measured._repr_html_(), "verdict": measured.summary["verdict"], "same": again.summary == measured.summary,
     "adapters": sorted(measured.adapters), "report": measured.report.name, "exists": measured.report.exists(), "read": opdcl.report("mine").summary == measured.summary,
@@ -35,12 +34,9 @@ except opdcl.errors.OpdclError as fault:
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("api")
-    make_project(folder, tiny_model)
+def folder(finished):
+    folder = finished.parent
     (folder / "questions.jsonl").write_bytes((folder / "rows.jsonl").read_bytes())
-    done = opdcl("run", "tiny.yaml", "--set", "recover.steps=4", "--set", "eval.limit=4", "-o", "cli", cwd=folder)
-    assert done.returncode == 0, done.stderr
     return folder
 
 

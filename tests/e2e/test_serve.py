@@ -5,15 +5,11 @@ import stat
 
 import pytest
 from test_workflow import opdcl
-from tiny import make_project
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("serve")
-    make_project(folder, tiny_model)
-    done = opdcl("run", "tiny.yaml", "--set", "recover.steps=2", "--set", "eval=null", "-o", "one", cwd=folder)
-    assert done.returncode == 0, done.stderr
+def folder(finished):
+    folder = finished.parent
     program = folder / "vllm"
     program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\necho "runtime=$VLLM_ALLOW_RUNTIME_LORA_UPDATING key=$VLLM_API_KEY"\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -21,7 +17,7 @@ def folder(tiny_model, tmp_path_factory):
 
 
 def test_the_command_names_base_and_both_adapters(folder, tiny_model):
-    done = opdcl("serve", "one", "--vllm", "./vllm", "--port", "8123", "--dry-run", "--json", "--", "--max-model-len", "512", cwd=folder)
+    done = opdcl("serve", "whole", "--vllm", "./vllm", "--port", "8123", "--dry-run", "--json", "--", "--max-model-len", "512", cwd=folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     words = found["command"]
@@ -30,13 +26,13 @@ def test_the_command_names_base_and_both_adapters(folder, tiny_model):
     assert after == {"--served-model-name": "base", "--host": "127.0.0.1", "--port": "8123", "--dtype": "float32", "--max-lora-rank": "8", "--max-loras": "3"}
     names = words[words.index("--lora-modules") + 1 :][:2]
     assert [n.split("=")[0] for n in names] == ["tuned", "recovered"]
-    assert names[1].endswith("one/stages/02-recover/adapter")
+    assert names[1].endswith("whole/stages/02-recover/adapter")
     assert words[-2:] == ["--max-model-len", "512"]
     assert found["url"] == "http://127.0.0.1:8123/v1"
 
 
 def test_it_becomes_the_server_and_hands_the_key_over_in_the_environment(folder):
-    done = opdcl("serve", "one", "--vllm", "./vllm", cwd=folder, env={"OPDCL_SERVER_KEY": "s3cret-word"})
+    done = opdcl("serve", "whole", "--vllm", "./vllm", cwd=folder, env={"OPDCL_SERVER_KEY": "s3cret-word"})
     assert done.returncode == 0, done.stderr
     *words, last = done.stdout.splitlines()
     assert words[0] == "serve"
@@ -45,7 +41,7 @@ def test_it_becomes_the_server_and_hands_the_key_over_in_the_environment(folder)
 
 
 def test_without_vllm_it_says_where_to_get_it(folder):
-    done = opdcl("serve", "one", "--vllm", "no-such-program", cwd=folder)
+    done = opdcl("serve", "whole", "--vllm", "no-such-program", cwd=folder)
     assert done.returncode == 4
     assert "there is no program 'no-such-program'" in done.stderr
     assert "pip install vllm" in done.stderr

@@ -36,22 +36,42 @@ def losses(folder, name, stage):
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def test_tensorboard_has_both_stages_the_scores_and_the_verdict(folder):
-    summary = run(folder, "tensorboard")
+@pytest.fixture(scope="module")
+def family(folder):
+    """Two runs by one process, tracked by TensorBoard; what is done already is asked for again."""
+    (folder / "arms.yaml").write_text("arms:\n  one: {recover: {steps: 2}}\n  two: {recover: {steps: 3}}\n")
+    for _ in range(2):
+        done = opdcl("run", "tiny.yaml", "arms.yaml", "--set", "finetune.epochs=1", "--set", "recover.validate_every=2", "--set", "eval.limit=2",
+                     "--set", "track=[tensorboard]", "-o", "family", cwd=folder)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    return folder / "family"
+
+
+def events(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder / "tensorboard" / "tracking" / "tensorboard"))
-    events.Reload()
-    tuned, recovered = (events.Scalars(f"train/{stage}/loss") for stage in ("finetune", "recover"))
-    assert [round(e.value, 4) for e in tuned] == [round(x, 4) for x in losses(folder, "tensorboard", "finetune")]
-    assert [round(e.value, 4) for e in recovered] == [round(x, 4) for x in losses(folder, "tensorboard", "recover")]
-    assert [e.step for e in recovered] == [tuned[-1].step + i for i in (1, 2, 3)]
-    (score,) = events.Scalars("eval/instructions/recovered")
+    found = EventAccumulator(str(run / "tracking" / "tensorboard"))
+    found.Reload()
+    return found
+
+
+def test_tensorboard_has_both_stages_the_scores_and_the_verdict(family):
+    found, summary = events(family / "one"), json.loads(opdcl("report", "one", "--json", cwd=family).stdout)
+    tuned, recovered = (found.Scalars(f"train/{stage}/loss") for stage in ("finetune", "recover"))
+    assert [round(e.value, 4) for e in tuned] == [round(x, 4) for x in losses(family, "one", "finetune")]
+    assert [round(e.value, 4) for e in recovered] == [round(x, 4) for x in losses(family, "one", "recover")]
+    assert [e.step for e in recovered] == [tuned[-1].step + i for i in (1, 2)]
+    (score,) = found.Scalars("eval/instructions/recovered")
     assert score.value == pytest.approx(summary["suites"]["instructions"]["recovered"]["value"])
-    words = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"] if "eval" in tag}
+    words = {tag: found.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in found.Tags()["tensors"] if "eval" in tag}
     assert summary["verdict"] in words["eval/verdict/text_summary"]
     assert "## Scores" in words["eval/report/text_summary"]
-    assert "train/recover/validation/general_kl" in events.Tags()["scalars"]
+    assert "train/recover/validation/general_kl" in found.Tags()["scalars"]
+
+
+def test_each_run_is_sent_once_and_to_its_own_place(family):
+    for name, steps in (("one", 2), ("two", 3)):
+        assert len(events(family / name).Scalars("train/recover/loss")) == steps
 
 
 @installed("trackio")
@@ -86,25 +106,10 @@ def test_wandb_writes_its_offline_run(folder):
     assert list((folder / "wandb").rglob("*.wandb"))
 
 
-def test_a_run_that_was_interrupted_is_sent_once_and_each_of_several_to_its_own_place(folder):
-    arms = "arms:\n  one: {recover: {steps: 2}}\n  two: {recover: {steps: 3}}\n"
-    (folder / "arms.yaml").write_text(arms)
-    flags = ("--set", "finetune.epochs=1", "--set", "eval.limit=2", "--set", "track=[tensorboard]", "-o", "family")
-    for _ in range(2):  # the second time nothing is left to do, nor to send
-        done = opdcl("run", "tiny.yaml", "arms.yaml", *flags, cwd=folder)
-        assert done.returncode == 0, done.stderr
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for name, steps in (("one", 2), ("two", 3)):
-        events = EventAccumulator(str(folder / "family" / name / "tracking" / "tensorboard"))
-        events.Reload()
-        assert len(events.Scalars("train/recover/loss")) == steps
-
-
 def test_a_tracker_that_fails_is_named_and_the_run_goes_on(folder):
     (folder / "blocked").mkdir()
     (folder / "blocked" / "here").write_text("a file where a folder should be")
-    done = opdcl("run", "tiny.yaml", *SMALL, "--set", "track=[tensorboard]", "-o", "failing", cwd=folder,
+    done = opdcl("run", "tiny.yaml", *SMALL, "--set", "recover=null", "--set", "eval=null", "--set", "track=[tensorboard]", "-o", "failing", cwd=folder,
                  env={"TENSORBOARD_LOGGING_DIR": str(folder / "blocked" / "here" / "inside")})  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("tracker tensorboard failed") == 1

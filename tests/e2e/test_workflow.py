@@ -7,10 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from tiny import make_project
 
 OPDCL = [sys.executable, "-c", "import sys; sys.argv[0] = 'opdcl'; from opdcl.cli import main; main()"]
 ENV = {**os.environ, "TERM": "dumb", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -18,20 +16,6 @@ ENV = {**os.environ, "TERM": "dumb", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "
 
 def opdcl(*arguments, timeout=300, env=None, **options):
     return subprocess.run([*OPDCL, *map(str, arguments)], capture_output=True, text=True, env=ENV | (env or {}), timeout=timeout, **options)
-
-
-@pytest.fixture(scope="session")
-def project(tiny_model, tmp_path_factory) -> Path:
-    return make_project(tmp_path_factory.mktemp("project"), tiny_model)
-
-
-@pytest.fixture(scope="session")
-def finished(project) -> Path:
-    """A run that went through without interruption."""
-    done = opdcl("run", "tiny.yaml", "-o", "whole", "--json", cwd=project)
-    assert done.returncode == 0, done.stderr
-    (project / "summary.json").write_text(done.stdout)
-    return project / "whole"
 
 
 def test_a_run_leaves_all_that_the_layout_promises(finished, project):

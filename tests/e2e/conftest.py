@@ -1,0 +1,21 @@
+"""One finished run for all that only look at one, or go on from it."""
+
+from pathlib import Path
+
+import pytest
+from test_workflow import opdcl
+from tiny import make_project
+
+
+@pytest.fixture(scope="session")
+def project(tiny_model, tmp_path_factory) -> Path:
+    return make_project(tmp_path_factory.mktemp("project"), tiny_model)
+
+
+@pytest.fixture(scope="session")
+def finished(project) -> Path:
+    """A run that went through without interruption."""
+    done = opdcl("run", "tiny.yaml", "-o", "whole", "--json", cwd=project)
+    assert done.returncode == 0, done.stderr
+    (project / "summary.json").write_text(done.stdout)
+    return project / "whole"
