@@ -20,22 +20,22 @@ from opdcl.errors import UsageError
 from opdcl.load import load, load_tree
 from opdcl.output import Output
 from opdcl.rundir import RunDir, read_json
+from opdcl.summary import STATES, summarise, table_rows
 from opdcl.text import harmless
+from opdcl.view import refuse_folder, view, write
 
 Place = str | Path
 Settings = Mapping[str, Any]
 
 
 class Shown:
-    """What a verb gives back: printed, it is one sentence; in a notebook, a page."""
+    """What a verb gives back: printed, it is one sentence; in a notebook, that and tables."""
 
-    sentence: str
+    def __init__(self, sentence: str, tables: list[tuple[list[str], list[list[str]]]]):
+        self._sentence, self._tables = sentence, tables
 
     def __repr__(self) -> str:
-        return f"<opdcl: {self.sentence}>"
-
-    def _tables(self) -> list[tuple[list[str], list[list[str]]]]:
-        raise NotImplementedError
+        return f"<opdcl: {self._sentence}>"
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -43,8 +43,8 @@ class Shown:
         def cell(text: str) -> str:
             return escape(harmless(text)).replace("\n", "<br>")
 
-        parts = [f"<p><strong>{cell(self.sentence)}</strong></p>"]
-        for columns, rows in self._tables():
+        parts = [f"<p><strong>{cell(self._sentence)}</strong></p>"]
+        for columns, rows in self._tables:
             head = "".join(f"<th>{cell(c)}</th>" for c in columns)
             body = "".join(f"<tr>{''.join(f'<td>{cell(c)}</td>' for c in row)}</tr>" for row in rows)
             parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
@@ -52,12 +52,11 @@ class Shown:
 
 
 class Result(Shown):
-    """What a run has shown so far."""
+    """What a run has shown so far: `path` is its directory, `summary` has the keys of `opdcl report RUN --json`."""
 
     def __init__(self, path: Path, summary: dict[str, Any]):
         self.path, self.summary = path, summary
-        """The run directory, and the keys of `opdcl report RUN --json`."""
-        self.sentence = summary["verdict"]
+        super().__init__(summary["verdict"], [(["suite", "n", "floor", *STATES], rows)] if (rows := table_rows(summary)) else [])
 
     @property
     def report(self) -> Path:
@@ -69,25 +68,14 @@ class Result(Shown):
         """The adapters' folders by state: `tuned`, `recovered`."""
         return RunDir(self.path).adapters()
 
-    def _tables(self) -> list[tuple[list[str], list[list[str]]]]:
-        from opdcl.summary import STATES, table_rows
-
-        return [(["suite", "n", "floor", *STATES], rows)] if (rows := table_rows(self.summary)) else []
-
 
 class Comparison(Shown):
-    """Several runs side by side."""
+    """Several runs side by side: `found` has the keys of `compare.json`, `path` is the folder that holds it."""
 
     def __init__(self, found: dict[str, Any], path: Path | None = None):
-        from opdcl.view import view
-
         self.found, self.path = found, path
-        """The keys of `compare.json`, and the folder that holds it."""
-        self._view = view(found)
-        self.sentence = self._view.lead
-
-    def _tables(self) -> list[tuple[list[str], list[list[str]]]]:
-        return [(table.columns, table.rows) for table in self._view.tables]
+        shown = view(found)
+        super().__init__(shown.lead, [(table.columns, table.rows) for table in shown.tables])
 
 
 def run(workflow: Place | Sequence[Place], out: Place | None = None, settings: Settings | None = None, force: bool = False, quiet: bool = False) -> Result | Comparison:
@@ -97,7 +85,7 @@ def run(workflow: Place | Sequence[Place], out: Place | None = None, settings: S
     if flow.arms or flow.seeds:
         from opdcl.arms import execute_all
 
-        found = execute_all(flow, origins, place, _output(quiet), force)
+        found = execute_all(flow, origins, place, Output("quiet" if quiet else "human"), force)
         if not found:
             raise UsageError("one arm with one seed has nothing to be compared with", "leave arms and seeds out, or name more")
         return Comparison(found, place)
@@ -130,15 +118,12 @@ def evaluate(path: Place, retention: str | Sequence[str] = (), domain: Place | S
 
 def report(path: Place) -> Result:
     """Return what a run has shown, without doing anything."""
-    from opdcl.reports import summarise
-
     return Result(Path(path), summarise(open_run(Path(path))))
 
 
 def compare(paths: Place | Sequence[Place], out: Place | None = None) -> Comparison:
     """Compare runs; those that differ in their seeds only are pooled. `out` is a folder for compare.md, .html and .json."""
     from opdcl.comparison import compare as compare_runs
-    from opdcl.view import refuse_folder, write
 
     if out:
         refuse_folder(Path(out))
@@ -184,8 +169,4 @@ def _several(given: Place | Sequence[Place]) -> list[Place]:
 def _execute(flow: Any, origins: dict[str, str], path: Path, force: bool, quiet: bool) -> Result:
     from opdcl.workflow import execute
 
-    return Result(path, execute(flow, origins, RunDir(path), _output(quiet), force))
-
-
-def _output(quiet: bool) -> Output:
-    return Output("quiet" if quiet else "human")
+    return Result(path, execute(flow, origins, RunDir(path), Output("quiet" if quiet else "human"), force))

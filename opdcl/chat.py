@@ -59,4 +59,3 @@ def export(run: RunDir, state: str, to: Path, report: StageReport) -> dict[str, 
 
 def _backbone(run: RunDir) -> Backbone:
     return Backbone.load(Workflow.model_validate(read_json(run.config)["workflow"]).model)
-

@@ -109,8 +109,8 @@ def _without(later: dict[str, Any], config: dict[str, Any], meaningless: set[str
         if key in meaningless:
             continue
         if isinstance(value, dict):
-            rest = _without(inner if isinstance(inner, dict) else {}, value, PLACE if key == "server" else set())
-            if rest or not isinstance(inner, dict):
+            rest = _without(inner or {}, value, PLACE if key == "server" else set())
+            if rest or not inner:
                 found[key] = rest
         elif key not in later or inner != value:
             found[key] = value

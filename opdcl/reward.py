@@ -31,9 +31,9 @@ class Reward:
     def __init__(self, config: RewardSection, backbone: Backbone, context: str | None = None):
         self.config, self.context = config, context
         self._tokenizer, self._room = backbone.tokenizer, backbone.causal_lm.config.max_position_embeddings
-        self._task = _task(config)
+        self._task = _task(config.suite)
         self._known: dict[tuple[int, ...], tuple[Row, dict]] = {
-            tuple(self._encode(row)): (row, doc) for row, doc in zip(_rows(config, self._task), self._task.eval_docs, strict=True)
+            tuple(self._encode(row)): (row, doc) for row, doc in zip(reward_rows(config), self._task.eval_docs, strict=True)
         }
 
     def __call__(self, rollouts: list[Rollout]) -> list[float]:
@@ -93,10 +93,7 @@ def reward_rows(config: RewardSection) -> list[Row]:
     Raises:
         UsageError: The suite is not one that answers are written for, or has no such score.
     """
-    return _rows(config, _task(config))
-
-
-def _rows(config: RewardSection, task: Any) -> list[Row]:
+    task = _task(config.suite)
     if task.OUTPUT_TYPE != "generate_until":
         raise UsageError(f"recover.reward.suite: {config.suite} has no answers to write", "choose a generative suite")
     if config.metric and config.metric not in task.aggregation():
@@ -119,8 +116,8 @@ def _as_json(messages: list[dict[str, str]], add_generation_prompt: bool = True)
     return json.dumps(messages)
 
 
-def _task(config: RewardSection) -> Any:
+def _task(suite: str) -> Any:
     from opdcl.stages.evaluate import load_task
 
-    (task,) = load_task(config.suite, EvalConfig())["tasks"].values()
+    (task,) = load_task(suite, EvalConfig())["tasks"].values()
     return task

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl.errors import EnvironmentFault
 from opdcl.rundir import RunDir, StageDir, read_json, read_jsonl, write_json
+from opdcl.summary import STATES
 
 if TYPE_CHECKING:
     from opdcl.training import StageReport
@@ -150,7 +151,7 @@ def check_trackers(names: list[str]) -> None:
 
 def scores(summary: dict[str, Any]) -> dict[str, float]:
     """Return every score of a run's summary by suite and state, with R and D where they are known."""
-    found = {f"{name}/{state}": suite[state]["value"] for name, suite in summary["suites"].items() for state in ("base", "tuned", "recovered") if suite[state]}
+    found = {f"{name}/{state}": suite[state]["value"] for name, suite in summary["suites"].items() for state in STATES if suite[state]}
     return found | {key: summary[key]["value"] for key in ("recovery", "domain_retention") if summary[key]}
 
 

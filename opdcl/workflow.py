@@ -123,12 +123,12 @@ def execute(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Ou
             for task, donor in taken:
                 output.note(f"{_label(task)}: taken from {donor.path.name}")
             tasks = plan_run(workflow, run)
-        if all(t.action == "skip" for t in tasks):
-            output.note("everything is done already")
-            return finish(workflow, run, output)
-        with tracking(workflow.track, run, output.note) as tracked:
-            session = Session(workflow, run, output, tracked)
-            session.do(tasks)
+        left = any(t.action != "skip" for t in tasks)
+        with tracking(workflow.track if left else [], run, output.note) as tracked:
+            if left:
+                Session(workflow, run, output, tracked).do(tasks)
+            else:
+                output.note("everything is done already")
             return finish(workflow, run, output, tracked)
 
 
@@ -150,7 +150,7 @@ def describe(workflow: Workflow, run: RunDir) -> tuple[list[list[str]], dict[str
     return rows, {"tasks": plan, **sizes}
 
 
-def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking | None = None) -> dict[str, Any]:
+def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -> dict[str, Any]:
     """Write the report, show its scores in the trackers, and compare them with the gates."""
     from opdcl.reports import summarise, write
 
@@ -158,8 +158,7 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking | 
     seal_run(run)
     for file in write(run):
         output.note(f"wrote {file}")
-    if tracked:
-        tracked.finish(_steps(run), scores(summary), {"verdict": summary["verdict"], "report": run.reports[0].read_text(encoding="utf-8")})
+    tracked.finish(_steps(run), scores(summary), {"verdict": summary["verdict"], "report": run.reports[0].read_text(encoding="utf-8")})
     for gate, smallest in workflow.gates.model_dump().items():
         value = (summary[gate] or {}).get("value")
         if smallest is not None and (value is None or value < smallest):

@@ -31,10 +31,6 @@ class Opinion(Protocol):
         """Return the opinion sequence by sequence."""
         ...
 
-    def to(self, device: torch.device) -> Self:
-        """Return it on a device."""
-        ...
-
 
 @dataclass(frozen=True)
 class Hidden:
@@ -55,9 +51,6 @@ class Hidden:
 
     def split(self, lengths: Sequence[int]) -> list[Hidden]:
         return [Hidden(states_NH, self.head_VH) for states_NH in self.states_NH.split(list(lengths))]
-
-    def to(self, device: torch.device) -> Hidden:
-        return Hidden(self.states_NH.to(device), self.head_VH.to(device))
 
 
 @dataclass(frozen=True)

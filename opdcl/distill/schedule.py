@@ -45,7 +45,8 @@ def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
         # Of what a teacher wrote there is nothing to choose from: it agrees with itself.
         count = math.ceil(size[stream] * (config.oversample if on_policy else 1))
         alike = config.reward.group if config.reward and stream == "general" else 1
-        prompts = tuple(prompt for _ in range(count // alike) for prompt in [next(draws[stream])] * alike)
+        drawn = [next(draws[stream]) for _ in range(count // alike)]
+        prompts = tuple(prompt for prompt in drawn for _ in range(alike))
         steps.append(Step(stream, prompts, on_policy, size[stream]))
     return steps
 

@@ -110,7 +110,7 @@ class Server:
             if (known := self._asked.get(key)) is None or (known.done() and known.exception()):
                 known = self._asked[key] = self._submit(self._grade, *key)
             self._asked.move_to_end(key)
-            while len(self._asked) > max(KEPT, 1):
+            while len(self._asked) > KEPT:
                 self._asked.popitem(last=False)
         return known
 

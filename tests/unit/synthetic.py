@@ -8,6 +8,10 @@ from opdcl.rundir import RunDir
 N = 40
 METRIC = "accuracy"
 
+# Scores that compared runs have in common, as the numbers of the prompts that are passed.
+BASE = {"instructions": range(32), "handbook": range(4)}
+TUNED = {"instructions": range(8), "handbook": range(36)}
+
 
 def write(path: Path, value) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)

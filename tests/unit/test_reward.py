@@ -6,22 +6,19 @@ import statistics
 import pytest
 import torch
 from datasets import Dataset
-from recovering import Silent
+from recovering import Silent, whole_and_resumed
 from test_trainer import make_trainer
 from trl import GRPOConfig, GRPOTrainer
 
-from opdcl.config import EvalConfig, LossSection, ModelConfig, RecoverConfig, RewardSection, Workflow
-from opdcl.distill.backbone import Backbone
+from opdcl.config import EvalConfig, LossSection, RecoverConfig, RewardSection, Workflow
 from opdcl.distill.divergence import clipped_gradient, group_advantages, token_losses
 from opdcl.distill.opinion import Hidden
 from opdcl.distill.rollouts import Rollout
 from opdcl.distill.teachers import Teacher
 from opdcl.errors import UsageError
-from opdcl.models import ModelRef
 from opdcl.reward import Reward, reward_rows
-from opdcl.rundir import StageDir, read_jsonl
+from opdcl.rundir import read_jsonl
 from opdcl.stages.evaluate import BackboneLM, load_task
-from opdcl.stages.recover import recover
 
 GROUP = 4
 REWARDED = {"suite": "instructions_train", "metric": "inst_level_strict_acc", "group": GROUP}
@@ -205,29 +202,9 @@ def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
 
 @pytest.mark.parametrize("extra", [{}, {"general_teacher": {"kind": "ema", "context": "{prompt} {answer} {feedback}"}}], ids=["base", "shown the best"])
 def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned, extra):
-    def train(name, stop=None):
-        class StopAt(Silent):
-            def progress(self, done, total, **values):
-                if done == stop:
-                    raise KeyboardInterrupt
-
-        config = RecoverConfig(domain=str(tuned / "domain.jsonl"), steps=6, general_per_domain=2, sample_ahead=2, max_new_tokens=6, validate_every=3,
-                               validation_prompts=2, learning_rate=5e-3, save_steps=2, domain_rollouts=4, **SETTINGS, **extra)  # fmt: skip
-        out = StageDir(tuned / name)
-        fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
-        try:
-            recover(config, fresh, ModelRef(ModelConfig(), tuned / "tuned"), out, StopAt())
-        except KeyboardInterrupt:
-            assert stop
-        finally:
-            fresh.drop_adapters()
-        return out
-
-    whole = train("whole")
-    train("cut", stop=3)
-    cut = train("cut")
-    one, other = ((s.adapter / "adapter_model.safetensors").read_bytes() for s in (whole, cut))
-    assert one == other
+    config = RecoverConfig(domain=str(tuned / "domain.jsonl"), steps=6, general_per_domain=2, sample_ahead=2, max_new_tokens=6, validate_every=3,
+                           validation_prompts=2, learning_rate=5e-3, save_steps=2, domain_rollouts=4, **SETTINGS, **extra)  # fmt: skip
+    whole, cut = whole_and_resumed(backbone, tuned, config, stop=3)
     rows = [r for r in read_jsonl(whole.metrics) if "loss" in r]
     assert [("reward" in r) == (r["stream"] == "general") for r in rows] == [True] * 6
     assert all(0 <= r["reward"] <= 1 and 0 <= r["reward_tied"] <= 1 for r in rows if "reward" in r)

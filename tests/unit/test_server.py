@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from recovering import Silent
+from recovering import Silent, train
 from serving import serving
 
 from opdcl.config import EvalConfig, LossSection, ModelConfig, RecoverConfig, ServerSection, TeacherSection
@@ -18,10 +18,8 @@ from opdcl.distill.rollouts import Rollout
 from opdcl.distill.server import KEY, Server
 from opdcl.distill.teachers import Remote, Served, Teacher, make_teacher, reach_own_model, reach_server
 from opdcl.errors import OpdclError, UsageError
-from opdcl.models import ModelRef
-from opdcl.rundir import StageDir, read_jsonl
+from opdcl.rundir import read_jsonl
 from opdcl.stages.evaluate import BackboneLM, load_task
-from opdcl.stages.recover import recover
 
 K = 12
 ROLLOUTS = [Rollout([1, 520, 9690, 198, 7 + i], list(range(60 + 9 * i, 63 + 11 * i)), [], True) for i in range(5)]
@@ -291,13 +289,7 @@ def test_it_writes_what_the_model_at_hand_would_write(backbone, elsewhere):
 def recovery(backbone, tuned, name, general_teacher, loss, **settings):
     config = RecoverConfig(general=str(tuned / "general.jsonl"), domain=str(tuned / "domain.jsonl"), general_teacher=general_teacher, loss=loss, steps=4,
                            teacher_first=1, rollouts=4, sample_ahead=2, max_new_tokens=6, validate_every=2, validation_prompts=2, learning_rate=5e-3, save_steps=2, **settings)  # fmt: skip
-    out = StageDir(tuned / name)
-    fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
-    try:
-        recover(config, fresh, ModelRef(ModelConfig(), tuned / "tuned"), out, Silent())
-    finally:
-        fresh.drop_adapters()
-    return read_jsonl(out.metrics)
+    return read_jsonl(train(backbone, tuned, name, config).metrics)
 
 
 def test_a_recovery_with_a_remote_base_goes_as_with_the_one_at_hand(backbone, tuned, elsewhere):

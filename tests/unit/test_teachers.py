@@ -4,12 +4,11 @@ import json
 
 import pytest
 import torch
-from recovering import Silent
+from recovering import Silent, whole_and_resumed
 from test_trainer import make_trainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from opdcl.config import ModelConfig, RecoverConfig, TeacherSection
-from opdcl.distill.backbone import Backbone
 from opdcl.distill.contract import check_same_tokenizer, differences
 from opdcl.distill.divergence import token_losses
 from opdcl.distill.opinion import Hidden
@@ -179,32 +178,12 @@ def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, t
         named = {"mean": {"kind": "ema", "rate": 0.5, **SHOWN, "prompts": str(specialist(answered, "mean"))},
                  "other": {"kind": "model", "model": {"id": str(tiny_model), "dtype": "float32"}, "prompts": str(specialist(answered, "other"))}}
 
-    def train(name, stop=None):
-        class StopAt(Silent):
-            def progress(self, done, total, **values):
-                if done == stop:
-                    raise KeyboardInterrupt
-
-        config = RecoverConfig(general=str(answered / "general.jsonl"), domain=str(answered / "domain.jsonl"), domain_teacher=teacher, teachers=named, steps=8,
-                               lmbda=0.5, teacher_first=1, warm_start=0.7, rollouts=4, max_new_tokens=6, validate_every=4, validation_prompts=2, learning_rate=5e-3, save_steps=3)  # fmt: skip
-        out = StageDir(answered / name)
-        fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
-        try:
-            recover(config, fresh, ModelRef(ModelConfig(), answered / "tuned"), out, StopAt())
-        except KeyboardInterrupt:
-            assert stop
-        finally:
-            fresh.drop_adapters()
-        return out
-
-    whole = train("whole")
-    train("cut", stop=5)
-    cut = train("cut")
-    one, other = ((s.adapter / "adapter_model.safetensors").read_bytes() for s in (whole, cut))
-    assert one == other
+    config = RecoverConfig(general=str(answered / "general.jsonl"), domain=str(answered / "domain.jsonl"), domain_teacher=teacher, teachers=named, steps=8,
+                           lmbda=0.5, teacher_first=1, warm_start=0.7, rollouts=4, max_new_tokens=6, validate_every=4, validation_prompts=2, learning_rate=5e-3, save_steps=3)  # fmt: skip
+    whole, cut = whole_and_resumed(backbone, answered, config, stop=5)
     measured, again = ([r["validation"] for r in read_jsonl(s.metrics) if "validation" in r] for s in (whole, cut))
     assert measured == again
-    assert one != (answered / "tuned" / "adapter_model.safetensors").read_bytes()
+    assert (whole.adapter / "adapter_model.safetensors").read_bytes() != (answered / "tuned" / "adapter_model.safetensors").read_bytes()
     assert {r["stream"] for r in read_jsonl(whole.metrics) if "stream" in r} == {"general", "domain"}
 
 
