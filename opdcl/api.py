@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from opdcl import processes
 from opdcl.errors import UsageError
 from opdcl.load import load, load_tree
 from opdcl.output import Output
@@ -85,7 +86,7 @@ def run(workflow: Place | Sequence[Place], out: Place | None = None, settings: S
     if flow.arms or flow.seeds:
         from opdcl.arms import execute_all
 
-        found = execute_all(flow, origins, place, Output("quiet" if quiet else "human"), force)
+        found = execute_all(flow, origins, place, _output(quiet), force)
         if not found:
             raise UsageError("one arm with one seed has nothing to be compared with", "leave arms and seeds out, or name more")
         return Comparison(found, place)
@@ -169,4 +170,9 @@ def _several(given: Place | Sequence[Place]) -> list[Place]:
 def _execute(flow: Any, origins: dict[str, str], path: Path, force: bool, quiet: bool) -> Result:
     from opdcl.workflow import execute
 
-    return Result(path, execute(flow, origins, RunDir(path), Output("quiet" if quiet else "human"), force))
+    return Result(path, execute(flow, origins, RunDir(path), _output(quiet), force))
+
+
+def _output(quiet: bool) -> Output:
+    processes.join()  # a script may have been launched several times over, as the commands may
+    return Output("silent" if processes.rank() else "quiet" if quiet else "human")

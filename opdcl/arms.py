@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from opdcl import processes
 from opdcl.config import Workflow
 from opdcl.errors import Interrupted, OpdclError, UsageError
 from opdcl.load import validate
@@ -105,7 +106,7 @@ def execute_all(flow: Workflow, origins: dict[str, str], out: Path, output: Outp
     from opdcl.view import refuse_folder, write
     from opdcl.workflow import execute
 
-    refuse_folder(out)
+    processes.by_first(lambda: refuse_folder(out))
     runs = expand(flow, out)
     finished: list[RunDir] = []
     failed: dict[str, OpdclError] = {}
@@ -124,8 +125,8 @@ def execute_all(flow: Workflow, origins: dict[str, str], out: Path, output: Outp
         except OpdclError as fault:
             output.error(fault)
             failed[name] = fault
-    found = compare(finished) if len(finished) > 1 else {}
-    for file in write(found, out) if found else ():
+    found = processes.by_first(lambda: compare(finished)) if len(finished) > 1 else {}
+    for file in processes.by_first(lambda: list(write(found, out))) if found else ():
         output.note(f"wrote {file}")
     if failed:
         raise OpdclError(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}", f"the others are in {out}")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from opdcl import __version__
+from opdcl import __version__, processes
 from opdcl.errors import OpdclError, UsageError
 from opdcl.output import Output
 
@@ -32,6 +32,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Errors only.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would run, and write nothing.")]
 Force = Annotated[bool, typer.Option("--force", help="Do stages again whose settings or data have changed.")]
+Many = Annotated[int, typer.Option("--num-processes", min=1, help="So many processes share the work: one a GPU, or some on a CPU.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the stage.")]
 output = Output()
 
@@ -59,7 +60,10 @@ def main() -> None:
                 sys.exit(2)
             output.error(UsageError(fault.format_message(), "opdcl --help"))
             sys.exit(2)
-        output.error(known := _translate(fault))
+        known = _translate(fault)
+        if processes.rank():  # what befell this one alone, no other will say
+            output.mode, known.message = "quiet", f"process {processes.rank()}: {known.message}"
+        output.error(known)
         sys.exit(known.exit_code)
 
 
@@ -79,6 +83,8 @@ def _translate(fault: Exception) -> OpdclError:
         return OpdclError(f"no permission: {fault.filename}", "choose another directory with -o")
     if "out of memory" in str(fault).lower() or isinstance(fault, MemoryError):
         return OpdclError("out of memory", "--set recover.micro_batch_tokens=1024, or smaller batches")
+    if processes.count() > 1 and any(word in str(fault).lower() for word in ("gloo", "nccl", "connection")):
+        return OpdclError("another process has ended", "what it said last is its reason; the same command goes on")
     if "DataLoader worker" in str(fault):
         return OpdclError("a process that loads data was killed", "the same command goes on from the last checkpoint; fewer workers need less memory")
     return OpdclError(f"{type(fault).__name__}: {str(fault)[:500]}", "OPDCL_DEBUG=1 shows the traceback")
@@ -88,6 +94,15 @@ def _mode(json: bool, quiet: bool) -> None:
     output.mode = "json" if json else "quiet" if quiet else "human"
     # `output` holds the real one. What a library prints when it is imported is no result.
     sys.stdout = sys.stderr
+
+
+def _together(number: int, dry_run: bool) -> None:
+    """Become one of several processes, where that is asked for; what only one of them is to say, process 0 says."""
+    if number > 1 and not dry_run and not processes.launched():
+        sys.exit(processes.launch(number))
+    processes.join()
+    if processes.rank():
+        output.mode = "silent"
 
 
 @app.callback(invoke_without_command=True)
@@ -102,7 +117,7 @@ def run(
     workflow: Annotated[list[str], typer.Argument(help="A shipped recipe or YAML files, merged left to right.")],
     out: Out = None, model: Model = None, set_: Set = [], dry_run: DryRun = False, force: Force = False,  # noqa: B006
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Only kernels that repeat bit for bit.")] = False,
-    json: Json = False, quiet: Quiet = False,
+    num_processes: Many = 1, json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Run a workflow: fine-tune, recover, evaluate, report. A second call goes on where the first stopped."""
     from opdcl.load import load
@@ -110,6 +125,7 @@ def run(
     _mode(json, quiet)
     flow, origins = load(workflow, set_, {"model.id": model, "model.deterministic": deterministic or None})
     place = out or Path("runs") / flow.name
+    _together(num_processes, dry_run)
     if flow.arms or flow.seeds:
         _execute_all(flow, origins, place, dry_run, force)
     else:
@@ -123,7 +139,7 @@ def finetune(
     epochs: Annotated[float | None, typer.Option("--epochs", help="Passes over the data.")] = None,
     learning_rate: Annotated[float | None, typer.Option("--learning-rate", help="Peak rate.")] = None,
     seed: Seed = None, set_: Set = [], dry_run: DryRun = False, force: Force = False,  # noqa: B006
-    json: Json = False, quiet: Quiet = False,
+    num_processes: Many = 1, json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Learn a domain: train a LoRA adapter on your rows."""
     from opdcl.load import load
@@ -132,6 +148,7 @@ def finetune(
     flags = {"finetune.data": data, "model.id": model, "finetune.epochs": epochs,
              "finetune.learning_rate": learning_rate, "finetune.seed": seed}  # fmt: skip
     flow, origins = load([], set_, flags)
+    _together(num_processes, dry_run)
     _execute(flow, origins, out or Path("runs") / "finetune", dry_run, force)
 
 
@@ -143,13 +160,14 @@ def recover(
     steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps.")] = None,
     learning_rate: Annotated[float | None, typer.Option("--learning-rate", help="Peak rate.")] = None,
     seed: Seed = None, set_: Set = [], dry_run: DryRun = False, force: Force = False,  # noqa: B006
-    json: Json = False, quiet: Quiet = False,
+    num_processes: Many = 1, json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Win back what was forgotten: on-policy distillation from the original checkpoint."""
     _mode(json, quiet)
     flags = {"recover.general": prompts, "recover.domain": domain, "recover.steps": steps,
              "recover.learning_rate": learning_rate, "recover.seed": seed}  # fmt: skip
     flow, origins = _extended(run_dir, set_, flags, "recover")
+    _together(num_processes, dry_run)
     _execute(flow, origins, run_dir, dry_run, force)
 
 
@@ -160,7 +178,8 @@ def eval_(
     domain: Annotated[list[str], typer.Option("--domain", help="Suite of what was learned, or a file of questions and answers. Repeatable.")] = [],  # noqa: B006
     data: Annotated[list[str], typer.Option("--data", help="SUITE=PATH: a local file for a suite. Repeatable.")] = [],  # noqa: B006
     limit: Annotated[int | None, typer.Option("--limit", help="First so many documents of each suite.")] = None,
-    set_: Set = [], dry_run: DryRun = False, force: Force = False, json: Json = False, quiet: Quiet = False,  # noqa: B006
+    set_: Set = [], dry_run: DryRun = False, force: Force = False, num_processes: Many = 1,  # noqa: B006
+    json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Measure base, tuned and recovered on the same prompts, and write the report."""
     _mode(json, quiet)
@@ -170,6 +189,7 @@ def eval_(
     flags: dict[str, Any] = {"eval.limit": limit, "eval.retention": list(retention) or None, "eval.domain": suites or None}
     flags |= {f"eval.data.{k}": v for k, v in map(_pair, data)} | files
     flow, origins = _extended(run_dir, set_, flags, "eval")
+    _together(num_processes, dry_run)
     _execute(flow, origins, run_dir, dry_run, force)
 
 

@@ -38,6 +38,8 @@ class ModelConfig(Section):
     """Run Python code that comes with the model. Leave off unless you have read that code."""
     deterministic: bool = False
     """Only kernels that repeat bit for bit. The CPU's do so anyway; on CUDA it costs speed."""
+    shard: bool = False
+    """Spread the frozen layers over all processes (FSDP2); with one process it does nothing."""
 
 
 class LoraSection(Section):

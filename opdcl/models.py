@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 
+from opdcl import processes
 from opdcl.config import ModelConfig
 from opdcl.errors import EnvironmentFault, UsageError
 from opdcl.rundir import RunDir, cache_home, folder_appears_whole, write_json
@@ -67,7 +68,8 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = pick_device(config.device)
-    source, extra = model_source(config)
+    with processes.first_alone():
+        source, extra = model_source(config)
     options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code, **extra}
     with _worded(config):
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
@@ -88,6 +90,7 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.use_cache = False
+    processes.shard(model, device, config.shard)  # layer by layer, so that the device never holds the whole
     return model.to(device).eval(), tokenizer
 
 
@@ -236,11 +239,13 @@ def _convert_embedded(folder: Path) -> None:
 def base_fingerprint(model: torch.nn.Module) -> str:
     """Return the SHA-256 over the bits of all base weights, adapters left out."""
     import torch
+    from torch.distributed.tensor import DTensor
 
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         if "lora_" in name:
             continue
-        bits = parameter.detach().cpu().contiguous().view(torch.uint8)
+        weight = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        bits = weight.detach().cpu().contiguous().view(torch.uint8)
         digest.update(memoryview(bits.flatten().numpy()))
     return digest.hexdigest()

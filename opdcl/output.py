@@ -15,7 +15,8 @@ from rich.text import Text
 from opdcl.errors import OpdclError
 from opdcl.text import harmless, redact
 
-Mode = Literal["human", "json", "quiet"]
+# Silent: not even errors, because another process says the same.
+Mode = Literal["human", "json", "quiet", "silent"]
 # Off a terminal a line is printed at most this often, in seconds.
 LINE_EVERY = 15
 # Off a terminal a table may be this wide, in characters.
@@ -35,6 +36,8 @@ class Output:
 
     def result(self, human: str, data: Any) -> None:
         """Print the command's result: text for people, or one JSON document."""
+        if self.mode == "silent":
+            return
         if self.mode == "json":
             self._out.file.write(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
         else:
@@ -42,7 +45,7 @@ class Output:
 
     def table(self, title: str, columns: list[str], rows: list[list[str]], data: Any) -> None:
         """Print a table for people, or `data` as JSON."""
-        if self.mode == "json":
+        if self.mode in ("json", "silent"):
             self.result("", data)
             return
         table = Table(title=Text(harmless(title)) if title else None, title_justify="left", box=None, pad_edge=False, header_style="bold")
@@ -66,6 +69,8 @@ class Output:
 
     def error(self, fault: OpdclError) -> None:
         """Print what is wrong and what to type next."""
+        if self.mode == "silent":
+            return
         self._err.print(f"error: {harmless(redact(fault.message))}", markup=False)
         if fault.hint:
             self._err.print(f"hint: {harmless(redact(fault.hint))}", markup=False)

@@ -12,6 +12,8 @@ from opdcl.provenance import hash_files, hash_value
 from opdcl.rundir import RunDir, StageDir, read_json
 
 Action = Literal["run", "resume", "skip", "stale"]
+# Of the model, what says where it runs.
+MACHINE = {"device", "deterministic", "shard"}
 # Settings that change where or how fast a result is made, not what it is.
 WITHOUT_MEANING = {"save_steps", "micro_batch_tokens"}
 PLACE = {"url", "concurrency", "timeout", "patience"}  # of a server
@@ -64,7 +66,7 @@ def training_stages(run: RunDir, workflow: Workflow) -> dict[str, StageDir]:
 def stage_inputs(workflow: Workflow, run: RunDir, data: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Return, for each training stage, all that its result depends on; its hash is the stage's fingerprint."""
     inputs: dict[str, dict[str, Any]] = {}
-    parent = hash_value(workflow.model.model_dump(exclude={"device", "deterministic"}))
+    parent = hash_value(workflow.model.model_dump(exclude=MACHINE))
     origin = "model"
     for name in training_stages(run, workflow):
         contents = {f"content of {k.split('.', 1)[1]}": v for k, v in data.items() if k.startswith(f"{name}.")}
@@ -142,7 +144,7 @@ def _eval_tasks(workflow: Workflow, run: RunDir, data: dict[str, str], training:
     assert config is not None
     by_name = {t.name: t for t in training}
     # An adapter of an earlier command, where this workflow does not make it itself.
-    model = hash_value(workflow.model.model_dump(exclude={"device", "deterministic"}))
+    model = hash_value(workflow.model.model_dump(exclude=MACHINE))
     states = {"base": model}
     for state, stage in (("tuned", "finetune"), ("recovered", "recover")):
         if stage in by_name:

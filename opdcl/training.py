@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
+from opdcl import processes
 from opdcl.distill.backbone import Backbone
 from opdcl.errors import Interrupted, OpdclError, UsageError
 from opdcl.integrity import damage, seal
@@ -74,13 +75,14 @@ def is_out_of_memory(fault: BaseException) -> bool:
 
 
 def finite_or_skipped(trainer: Trainer, model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
-    """Return the loss of a step whose gradient is ready; where any of it is not finite, drop the gradient and tell.
+    """Add up the step's gradient over the processes, and return its loss; where any of it is not finite, drop it and tell.
 
     Without gradients the optimizer leaves the weights alone, its moments included: as if the step had not been.
 
     Raises:
         OpdclError: It is the second such step.
     """
+    processes.add_gradients(model)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if math.isfinite(float(loss)) and (not gradients or bool(torch.stack([g.isfinite().all() for g in gradients]).all())):
         return loss
@@ -186,6 +188,7 @@ class StageCallback(TrainerCallback):
         self._step_started = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
+        self._stop = processes.any_of(self._stop)
         if self._stop:
             control.should_training_stop = True
             control.should_save = True
@@ -193,6 +196,8 @@ class StageCallback(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         if self.backbone and self.backbone.fingerprint() != self._base:
             raise OpdclError(f"the base weights changed before step {state.global_step}", "this is a defect of opdcl: please report it")
+        if self.backbone:
+            processes.check_same("adapters", self.backbone.adapter_norm("student"))
         seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def on_log(self, args, state, control, logs=None, **kwargs):

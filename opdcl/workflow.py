@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from opdcl import __version__
+from opdcl import __version__, processes
 from opdcl.config import Workflow
 from opdcl.errors import GateError, Interrupted, OpdclError, UsageError
 from opdcl.integrity import seal_run
@@ -102,8 +102,24 @@ def execute(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Ou
         Interrupted: The user stopped it.
         GateError: Everything ran, and a required score was missed.
     """
-    refuse_foreign(run)
     workflow = inherit(workflow)
+    with interruptible(), contextlib.ExitStack() as held:
+        tasks = processes.by_first(lambda: _open(workflow, origins, run, output, force, donors, held))
+        mine = held.enter_context(processes.own(run))
+        held.enter_context(quiet_libraries(mine.new_log()))
+        left = any(t.action != "skip" for t in tasks)
+        tracked = held.enter_context(tracking(workflow.track if left and not processes.rank() else [], mine, output.note))
+        if left:
+            Session(workflow, mine, output, tracked).do(tasks)
+        else:
+            output.note("everything is done already")
+        return processes.by_first(lambda: finish(workflow, run, output, tracked))
+
+
+def _open(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Output, force: bool, donors: Sequence[RunDir],
+          held: contextlib.ExitStack) -> list[Task]:  # fmt: skip
+    """Check a run, hold its lock, make it ready, and return what there is to do."""
+    refuse_foreign(run)
     tasks = plan_run(workflow, run)
     check_tasks(workflow)
     stale = [t for t in tasks if t.action == "stale"]
@@ -112,24 +128,17 @@ def execute(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Ou
             f"{run.path} does not hold what this command would make; {'; '.join(f'{t.name} {t.why}' for t in stale)}",
             f"a new directory (-o {run.path}-2), the old settings and files, or --force to do these stages again",
         )
-    with run.lock() as dead, quiet_libraries(run.new_log()), interruptible():
-        if dead:
-            output.note(f"the lock of process {dead.get('pid')}, which is gone, is taken over")
-        if force:
-            _remove_stale(run, workflow, tasks)
-            tasks = plan_run(workflow, run)
-        _write_head(workflow, origins, run)
-        if taken := adopt(tasks, training_stages(run, workflow), run, donors):
-            for task, donor in taken:
-                output.note(f"{_label(task)}: taken from {donor.path.name}")
-            tasks = plan_run(workflow, run)
-        left = any(t.action != "skip" for t in tasks)
-        with tracking(workflow.track if left else [], run, output.note) as tracked:
-            if left:
-                Session(workflow, run, output, tracked).do(tasks)
-            else:
-                output.note("everything is done already")
-            return finish(workflow, run, output, tracked)
+    if dead := held.enter_context(run.lock()):
+        output.note(f"the lock of process {dead.get('pid')}, which is gone, is taken over")
+    if force:
+        _remove_stale(run, workflow, tasks)
+        tasks = plan_run(workflow, run)
+    _write_head(workflow, origins, run)
+    if taken := adopt(tasks, training_stages(run, workflow), run, donors):
+        for task, donor in taken:
+            output.note(f"{_label(task)}: taken from {donor.path.name}")
+        tasks = plan_run(workflow, run)
+    return tasks
 
 
 def describe(workflow: Workflow, run: RunDir) -> tuple[list[list[str]], dict[str, Any]]:
@@ -228,6 +237,8 @@ class Session:
             with self.output.stage("load") as line:
                 line.note(f"{self.workflow.model.id}")
                 self._backbone = Backbone.load(self.workflow.model)
+                if processes.count() > 1:
+                    line.note(f"{processes.count()} processes, each with {'its part of the' if processes.sharded() else 'the whole'} base")
                 if self.workflow.model.deterministic:
                     line.note(_price_of_determinism(self._backbone.device.type))
             model = self._backbone.causal_lm
@@ -237,7 +248,8 @@ class Session:
                 raise UsageError(f"the weights of {self.workflow.model.id} are not those that this run began with",
                                  "restore the model, or start a new run directory")  # fmt: skip
             base["fingerprint_before"] = before
-            self.manifest["device"] = machine() | {"kind": str(model.device), "dtype": str(model.dtype).removeprefix("torch.")}
+            self.manifest["device"] = machine() | {"kind": str(model.device), "dtype": str(model.dtype).removeprefix("torch."),
+                                                    "processes": processes.count()}  # fmt: skip
             self._save_manifest()
         return self._backbone
 
@@ -256,7 +268,8 @@ class Session:
                 else:
                     self._train(task)
         finally:
-            if self._backbone is not None:
+            # Where the base is spread over processes, all must take part, which after an error is not to be hoped for.
+            if self._backbone is not None and not (processes.sharded() and sys.exc_info()[0]):
                 self.manifest["base"]["fingerprint_after"] = self._backbone.fingerprint()
             self.manifest["seconds"] = round(self.manifest.get("seconds", 0) + time.perf_counter() - started, 1)
             self._save_manifest()

@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from opdcl import processes
 from opdcl.config import LoraSection, ModelConfig
 from opdcl.distill.lora import fuse
 from opdcl.errors import UsageError
@@ -153,9 +154,13 @@ class Backbone:
         The sums live in storage of their own for the duration of the block; the base's storage is swapped out and
         back in, never written.
         """
+        with processes.whole(self.causal_lm), self._folded(name), self.state("base") as model:
+            yield model
+
+    @contextlib.contextmanager
+    def _folded(self, name: State) -> Iterator[None]:
         if name == "base" or self.peft is None:
-            with self.state("base") as model:
-                yield model
+            yield
             return
         saved = []
         with torch.no_grad():
@@ -165,8 +170,7 @@ class Backbone:
                 delta = layer.get_delta_weight(name)
                 weight.data = (weight.data.float() + delta.float()).to(weight.dtype)
         try:
-            with self.state("base") as model:
-                yield model
+            yield
         finally:
             for weight, original in saved:
                 weight.data = original

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache
 
+from opdcl import processes
+
 Sequences = Sequence[tuple[list[int], list[bool]]]
 
 
@@ -22,11 +24,11 @@ def answer_states(causal_lm, sequences: Sequences, share_prefix: bool = True) ->
         causal_lm: The model whose `base_model` gives hidden states.
         sequences: Per row its token ids, and for each id whether it belongs to an answer.
         share_prefix: Compute the common prefix once; off, every row is computed whole. Models whose layers are not all
-            full attention always do the latter.
+            full attention, or are spread over processes, always do the latter.
     """
     device = causal_lm.device
     plain = has_plain_attention(causal_lm.config)
-    prefix = _shared_length(sequences) if share_prefix and plain else 0
+    prefix = _shared_length(sequences) if share_prefix and plain and not processes.sharded() else 0
     cache = None
     if prefix:
         cache = DynamicCache()

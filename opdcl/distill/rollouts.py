@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from opdcl import processes
 from opdcl.distill import slab
 from opdcl.distill.forward import has_plain_attention
 from opdcl.errors import OpdclError
@@ -50,7 +51,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Request:
-    """What an engine is asked for, the prompts apart: see `sample`."""
+    """What an engine is asked for, the prompts apart: see `sample`. `total` is how many there are in all processes."""
 
     max_new_tokens: int
     eos_ids: Sequence[int]
@@ -58,6 +59,7 @@ class Request:
     seed: int
     batch_size: int
     on_finished: Callable[[list[Rollout]], None] | None
+    total: int
 
     def batches(self, rollouts: list[Rollout]) -> Iterator[list[int]]:
         """Yield the indices that run together: neighbours in prompt length, so that little of the prefill is padding."""
@@ -78,7 +80,7 @@ def sample(
     engine: Engine | Literal["auto"] = "auto",
     on_finished: Callable[[list[Rollout]], None] | None = None,
 ) -> list[Rollout]:
-    """Sample one completion per prompt, in the order of `prompts`.
+    """Sample one completion per prompt, in the order of `prompts`; each process samples its share.
 
     Args:
         model: A causal language model.
@@ -86,16 +88,19 @@ def sample(
         max_new_tokens: Longest completion, in tokens.
         eos_ids: Every id that ends a completion.
         temperature: Softmax temperature; 0 is greedy decoding.
-        seed: The same seed, prompts and engine give the same completions; under `slab` whatever the batch.
+        seed: The same seed, prompts and engine give the same completions; under `slab` whatever the batch, and however
+            many processes share them.
         batch_size: Sequences decoded together.
         engine: Which loop decodes.
         on_finished: Called with the completions that have ended since the last call.
     """
     rollouts = [Rollout(list(p)) for p in prompts]
+    mine = processes.share(rollouts)
     chosen = pick_engine(model)[0] if engine == "auto" else engine
-    request = Request(max_new_tokens, eos_ids, temperature, seed, batch_size, on_finished)
-    {"slab": slab.fill, "generate": _generate, "continuous": _continuous}[chosen](model, rollouts, request)
-    return rollouts
+    request = Request(max_new_tokens, eos_ids, temperature, seed, batch_size, on_finished, len(rollouts))
+    if mine:
+        {"slab": slab.fill, "generate": _generate, "continuous": _continuous}[chosen](model, mine, request)
+    return processes.gather(mine)
 
 
 def pick_engine(model) -> tuple[Engine, str]:
@@ -162,7 +167,7 @@ def _continuous(model, rollouts: list[Rollout], request: Request) -> None:
     batching = ContinuousBatchingConfig(
         # Left to itself it takes nine tenths of the memory, and training needs some too.
         page_size=PAGE, num_blocks=running * pages, max_batch_tokens=max(running, PAGE), max_requests_per_batch=running,
-        seed=request.seed, return_logprobs=bool(request.temperature),
+        seed=request.seed + processes.rank(), return_logprobs=bool(request.temperature),
     )  # fmt: skip
     try:
         with _own_randomness(model, request.seed):
@@ -183,7 +188,7 @@ def _continuous(model, rollouts: list[Rollout], request: Request) -> None:
 def _own_randomness(model, seed: int) -> Iterator[None]:
     """Draw from generators seeded for the purpose, and leave the trainer's as they were."""
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        torch.manual_seed(seed + processes.rank())
         yield
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from opdcl import processes
 from opdcl.distill.forward import common_prefix
 from opdcl.distill.step import decoding_step
 
@@ -99,7 +100,8 @@ def fill(model, rollouts: list[Rollout], request: Request) -> None:
     generator = torch.Generator().manual_seed(request.seed)
     uniform_NT = None
     if request.temperature:
-        uniform_NT = torch.rand(len(rollouts), request.max_new_tokens, generator=generator)
+        # Those of all processes are drawn, so that each sequence gets its own, whoever completes it.
+        uniform_NT = processes.share(torch.rand(request.total, request.max_new_tokens, generator=generator))
     prefix = _shared_prefix([r.prompt_ids for r in rollouts])
     for rows in request.batches(rollouts):
         _decode(model, [rollouts[i] for i in rows], prefix, request.max_new_tokens, set(request.eos_ids),

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
+from opdcl import processes
 from opdcl.config import RecoverConfig, ServerSection, TeacherSection
 from opdcl.distill.backbone import Backbone, State
 from opdcl.distill.contract import HINT, PROBES, check_same_tokenizer, refuse_unsupported
@@ -238,7 +239,8 @@ class Remote(Teacher):
     def write(self, prompts: list[list[int]], config: RecoverConfig, max_new_tokens: int, seed: int,
               on_finished: Callable[[list[Rollout]], None] | None = None) -> list[Rollout]:  # fmt: skip
         shown = [self.shown(p) for p in prompts]
-        return self.server.write(shown, max_new_tokens, self.backbone.eos_ids, config.temperature, seed, on_finished=on_finished)
+        return processes.by_first(lambda: self.server.write(shown, max_new_tokens, self.backbone.eos_ids, config.temperature, seed,
+                                                            on_finished=on_finished))  # fmt: skip
 
     def close(self) -> None:
         self.server.close()
@@ -259,9 +261,12 @@ class Served(Teacher):
 
     def write(self, prompts: list[list[int]], config: RecoverConfig, max_new_tokens: int, seed: int,
               on_finished: Callable[[list[Rollout]], None] | None = None) -> list[Rollout]:  # fmt: skip
-        save_adapter(self.backbone, self.folder)
-        with self.server.adapter(self.folder) as name:
-            return self.server.write(prompts, max_new_tokens, self.backbone.eos_ids, config.temperature, seed, name, on_finished)
+        def ask() -> list[Rollout]:
+            save_adapter(self.backbone, self.folder)
+            with self.server.adapter(self.folder) as name:
+                return self.server.write(prompts, max_new_tokens, self.backbone.eos_ids, config.temperature, seed, name, on_finished)
+
+        return processes.by_first(ask)
 
     def close(self) -> None:
         self.server.close()

@@ -15,6 +15,7 @@ import torch
 from datasets import Dataset
 from trl import DistillationConfig, DistillationTrainer
 
+from opdcl import processes
 from opdcl.config import RecoverConfig
 from opdcl.distill.backbone import Backbone
 from opdcl.distill.contract import refuse_unsupported
@@ -104,16 +105,18 @@ class RecoveryTrainer(DistillationTrainer):
         """Return the rollouts with the largest mean |log q - log p| of their tokens, q the teacher and p the sampler."""
         if len(rollouts) <= keep:
             return rollouts
-        gaps: dict[int, float] = {}
-        for _, teacher, batch in self._batches(rollouts, self.teachers[stream]):
+        gaps: dict[str, float] = {}
+        places = {id(r): str(i) for i, r in enumerate(rollouts)}
+        for _, teacher, batch, _ in self._batches(rollouts, self.teachers[stream]):
             tokens_N = torch.tensor([t for r in batch for t in r.completion_ids], device=self.backbone.device)
             opinion = self._opinion(batch, teacher)
             rows = shared_rows(self.backbone.causal_lm.get_output_embeddings().weight, opinion)
             theirs = token_logprobs(opinion, tokens_N, rows, self.recover_config.temperature)
             for rollout, q_N in zip(batch, theirs.split([len(r.completion_ids) for r in batch]), strict=True):
-                gaps[id(rollout)] = float((q_N - q_N.new_tensor(rollout.logprobs)).abs().mean())
-        kept = set(sorted(gaps, key=gaps.__getitem__, reverse=True)[:keep])
-        return [r for r in rollouts if id(r) in kept]
+                gaps[places[id(rollout)]] = float((q_N - q_N.new_tensor(rollout.logprobs)).abs().mean())
+        gaps = processes.total(gaps)
+        kept = set(sorted(places.values(), key=gaps.__getitem__, reverse=True)[:keep])
+        return [r for r in rollouts if places[id(r)] in kept]
 
     def sample(self, prompts: list[list[int]], stream: Stream, seed: int,
                teacher: Teacher | Routed | None = None, on_finished: Callable[[list[Rollout]], None] | None = None) -> list[Rollout]:
@@ -144,7 +147,7 @@ class RecoveryTrainer(DistillationTrainer):
                 sums = self.grade(rollouts, self._stream, learn=True)
                 break
             except (RuntimeError, MemoryError) as fault:
-                if not is_out_of_memory(fault):
+                if not is_out_of_memory(fault) or processes.sharded():  # where all run the base together, none may start anew
                     raise
                 # Nothing is lost but time: the step is graded anew, from no gradient, in smaller pieces.
                 model.zero_grad()
@@ -154,7 +157,7 @@ class RecoveryTrainer(DistillationTrainer):
         return finite_or_skipped(self, model, torch.tensor(sums["loss"] / sums["tokens"], device=self.args.device))
 
     def _halve_micro_batches(self, rollouts: list[Rollout]) -> None:
-        if self.micro_batch_tokens <= max(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts):
+        if self.micro_batch_tokens <= max(map(_length, rollouts)):
             raise OpdclError("one sequence alone does not fit into memory",
                              "lower recover.max_new_tokens, or choose a smaller model")  # fmt: skip
         self.micro_batch_tokens //= 2
@@ -165,6 +168,8 @@ class RecoveryTrainer(DistillationTrainer):
     def grade(self, rollouts: list[Rollout], stream: Stream, learn: bool, opinions: dict[int, Opinion] | None = None,
               overlap: bool = False) -> dict[str, float]:  # fmt: skip
         """Sum KL and entropies over all completion tokens; with `learn`, accumulate the gradient of their mean.
+
+        Each process grades its share; the sums are those of all, the gradient is its own part.
 
         While learning from what the student has only just sampled, a token is left out, and counted as `mismatched`,
         where sampler and trainer disagree about its probability by more than a factor of two.
@@ -178,9 +183,9 @@ class RecoveryTrainer(DistillationTrainer):
         """
         config = self.recover_config
         total = sum(len(r.completion_ids) for r in rollouts)
-        sums: dict[str, float] = defaultdict(float, tokens=total)
+        sums: dict[str, float] = defaultdict(float)
         weight_VH = self.backbone.causal_lm.get_output_embeddings().weight
-        for name, judge, batch in self._batches(rollouts, self.teachers[stream]):
+        for name, judge, batch, idle in self._batches(rollouts, self.teachers[stream]):
             opinion = join([opinions[id(r)] for r in batch]) if opinions else self._opinion(batch, judge)
             with self.compute_loss_context_manager(), torch.set_grad_enabled(learn):
                 student_NH = answer_states(self.backbone.causal_lm, sequences := [sequence(r.prompt_ids, r.completion_ids) for r in batch])
@@ -191,14 +196,16 @@ class RecoveryTrainer(DistillationTrainer):
                 losses = token_losses(student_NH, weight_VH, opinion, token_N, sampler_N, config.temperature, config.loss,
                                       [len(r.completion_ids) for r in batch], config.reward, advantage_N)  # fmt: skip
             if learn:
-                weight_N = _weights(batch, config.loss.unfinished, judge.skip_tokens, student_NH.device)
+                weight_N = _weights(batch, config.loss.unfinished, judge.skip_tokens, student_NH.device) * (not idle)
                 if self._fresh and len(sampler_N):
                     mismatch_N = (losses.logprob - sampler_N).abs() > math.log(2)
                     weight_N = weight_N * ~mismatch_N
-                    sums["mismatched"] += int(mismatch_N.sum())
+                    sums["mismatched"] += 0 if idle else int(mismatch_N.sum())
                 loss = (losses.loss * weight_N).sum()
                 sums["loss"] += float(loss.detach())
                 self.accelerator.backward(loss / total)
+            if idle:
+                continue
             for figure in ("kl", "student_entropy", "teacher_entropy"):
                 sums[figure] += float(getattr(losses, figure).sum())
             if overlap:
@@ -206,21 +213,29 @@ class RecoveryTrainer(DistillationTrainer):
             if name:
                 sums[f"kl/{name}"] += float(losses.kl.sum())
                 sums[f"tokens/{name}"] += len(token_N)
-        return sums
+        return defaultdict(float, processes.total(sums), tokens=total)
 
     def opinions(self, rollouts: list[Rollout], teacher: Teacher | Routed) -> dict[int, Opinion]:
-        """Return what a teacher thinks of each rollout's completion tokens, by the rollout's `id`."""
+        """Return what a teacher thinks of the completion tokens of each rollout in this process's share, by the rollout's `id`."""
         found = {}
-        for _, judge, batch in self._batches(rollouts, teacher):
+        for _, judge, batch, _ in self._batches(rollouts, teacher):
             parts = self._opinion(batch, judge).split([len(r.completion_ids) for r in batch])
             found |= {id(r): part for r, part in zip(batch, parts, strict=True)}
         return found
 
-    def _batches(self, rollouts: list[Rollout], teacher: Teacher | Routed) -> Iterator[tuple[str, Teacher, list[Rollout]]]:
-        """Yield micro-batches, each with the one teacher that grades it and that teacher's name."""
-        for name, judge, mine in teacher.split([r.prompt_ids for r in rollouts]):
-            for batch in micro_batches([rollouts[i] for i in mine], self.micro_batch_tokens):
-                yield name, judge, batch
+    def _batches(self, rollouts: list[Rollout], teacher: Teacher | Routed) -> Iterator[tuple[str, Teacher, list[Rollout], bool]]:
+        """Yield this process's micro-batches, each with the one teacher that grades it, that teacher's name, and whether it is idle.
+
+        Where the base is spread over the processes, all must run it equally often; who is done early repeats something idly.
+        """
+        for name, judge, theirs in teacher.split([r.prompt_ids for r in rollouts]):
+            ordered = sorted((rollouts[i] for i in theirs), key=_length, reverse=True)  # so that the shares cost alike
+            cut = [micro_batches(processes.share(ordered, i), self.micro_batch_tokens) for i in range(processes.count())]
+            mine = cut[processes.rank()]
+            for batch in mine:
+                yield name, judge, batch, False
+            for _ in range(max(map(len, cut)) - len(mine) if processes.sharded() else 0):
+                yield name, judge, ordered[-1:], True
 
     def _opinion(self, batch: list[Rollout], teacher: Teacher) -> Opinion:
         with self.compute_loss_context_manager():
@@ -288,12 +303,15 @@ def _weights(batch: list[Rollout], unfinished: float, skipped: int, device: torc
 
 def micro_batches(rollouts: list[Rollout], tokens: int) -> list[list[Rollout]]:
     """Split into batches of at most `tokens` ids, padding included, sequences of like length together."""
-    batches: list[list[Rollout]] = [[]]
+    batches: list[list[Rollout]] = []
     width = 0
-    for rollout in sorted(rollouts, key=lambda r: -len(r.prompt_ids) - len(r.completion_ids)):
-        width = width or len(rollout.prompt_ids) + len(rollout.completion_ids)
-        if batches[-1] and (len(batches[-1]) + 1) * width > tokens:
+    for rollout in sorted(rollouts, key=_length, reverse=True):
+        if not batches or (len(batches[-1]) + 1) * width > tokens:
             batches.append([])
-            width = len(rollout.prompt_ids) + len(rollout.completion_ids)
+            width = _length(rollout)
         batches[-1].append(rollout)
     return batches
+
+
+def _length(rollout: Rollout) -> int:
+    return len(rollout.prompt_ids) + len(rollout.completion_ids)

@@ -19,6 +19,7 @@ from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate as lm_evaluate
 from lm_eval.tasks import TaskManager
 
+from opdcl import processes
 from opdcl.config import EvalConfig
 from opdcl.data import load_rows, render
 from opdcl.distill.backbone import Backbone, State
@@ -74,8 +75,9 @@ class BackboneLM(LM):
         order = [i for i in sorted(range(len(requests)), key=lambda i: len(prompts[i])) if i not in answers]
         room = self.backbone.causal_lm.config.max_position_embeddings
         with self._writer() as write:
-            for start in range(0, len(order), self.config.batch_size):
-                batch = order[start : start + self.config.batch_size]
+            size = self.config.batch_size * processes.count()
+            for start in range(0, len(order), size):
+                batch = order[start : start + size]
                 longest = min(int(requests[batch[0]].args[1].get("max_gen_toks", 256)), self.config.max_new_tokens or 1 << 30)
                 if len(prompts[batch[-1]]) + longest > room:
                     raise UsageError(f"a prompt of {len(prompts[batch[-1]])} tokens leaves no room in a context of {room}",
@@ -99,7 +101,9 @@ class BackboneLM(LM):
             server = reach_own_model(self.config.server, self.backbone, self.report.note)
             try:
                 with server.adapter(self.adapter) if self.adapter else contextlib.nullcontext(None) as name:
-                    yield lambda prompts, longest, count: server.write(prompts, longest, eos_ids, temperature=0, model=name, on_finished=count)
+                    yield lambda prompts, longest, count: processes.by_first(
+                        lambda: server.write(prompts, longest, eos_ids, temperature=0, model=name, on_finished=count)
+                    )
             finally:
                 server.close()
         else:

@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
+from opdcl import processes
 from opdcl.config import FinetuneConfig, RecoverConfig, TeacherSection
 from opdcl.data import Encoded, encode_example, load_rows
 from opdcl.distill.backbone import Backbone
@@ -144,16 +145,20 @@ class AnswerTrainer(SFTTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         tokens = (inputs["labels"] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        mine = _my_rows(inputs)
         while True:
             try:
-                # Every piece divides by the tokens of the whole batch, so that the pieces' gradients add up to its own.
-                losses = [super(AnswerTrainer, self).training_step(model, piece, tokens) for piece in _cut(inputs, self.pieces)]
-                return finite_or_skipped(self, model, torch.stack(losses).sum())
+                # Every piece divides by the tokens of the whole batch, so that the gradients of all pieces, and of all
+                # processes, add up to its own.
+                losses = [super(AnswerTrainer, self).training_step(model, piece, tokens) for piece in _cut(mine, self.pieces)]
+                break
             except (RuntimeError, MemoryError) as fault:
-                if not is_out_of_memory(fault):
+                if not is_out_of_memory(fault) or processes.sharded():  # where all run the base together, none may start anew
                     raise
                 model.zero_grad()
-                self._cut_finer(inputs)
+                self._cut_finer(mine)
+        loss = torch.stack(losses).sum()
+        return finite_or_skipped(self, model, loss.new_tensor(processes.total({"loss": float(loss)})["loss"]))
 
     def _cut_finer(self, inputs: dict[str, torch.Tensor]) -> None:
         if "position_ids" in inputs:
@@ -171,7 +176,7 @@ class AnswerTrainer(SFTTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the mean cross-entropy over the answer tokens of the optimizer step."""
         packed = "position_ids" in inputs
-        if packed or return_outputs or self.accelerator.num_processes > 1:
+        if packed or return_outputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         causal_lm = model.get_base_model()
         sequences = [
@@ -186,6 +191,16 @@ class AnswerTrainer(SFTTrainer):
         targets_N = answer_ids(sequences, logits_NV.device)
         total = torch.nn.functional.cross_entropy(logits_NV.float(), targets_N, reduction="sum")
         return total / (len(targets_N) if num_items_in_batch is None else num_items_in_batch)
+
+
+def _my_rows(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return this process's rows of a batch; if there are too few for it, one whose answer does not count."""
+    if processes.count() == 1:
+        return inputs
+    mine = {name: processes.share(rows) for name, rows in inputs.items()}
+    if len(mine["input_ids"]):
+        return mine
+    return {name: rows[:1] if name != "labels" else torch.full_like(rows[:1], -100) for name, rows in inputs.items()}
 
 
 def _cut(inputs: dict[str, torch.Tensor], pieces: int) -> list[dict[str, torch.Tensor]]:

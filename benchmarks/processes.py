@@ -1,0 +1,69 @@
+"""The same short job in one process, in two, and in two with the base spread over them: how far do the curves part?
+
+    python benchmarks/processes.py [FOLDER]
+
+On the embedded model: a fine-tune of a few steps, a recovery, an evaluation of both. Prints and stores, for each arm against
+one process, the largest relative difference of loss and gradient norm, the first recovery step that sampled another token, the
+questions that were answered otherwise, and the peak memory of process 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from opdcl.provenance import machine
+from opdcl.rundir import RunDir, now, read_json, read_jsonl, write_json
+
+ARMS = {"one process": [], "two": ["--num-processes", "2"], "two, base spread": ["--num-processes", "2", "--set", "model.shard=true"]}
+JOB = ["quickstart", "--set", "finetune.epochs=0.1", "--set", "recover.steps=12", "--set", "recover.rollouts=8", "--set", "recover.domain_rollouts=8",
+       "--set", "recover.teacher_first=2", "--set", "recover.max_new_tokens=32", "--set", "recover.validation_prompts=4", "--set", "recover.validate_every=6",
+       "--set", "eval.limit=20", "--set", "model.dtype=float32"]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, help="where the runs go; they are kept")
+    folder = parser.parse_args().folder or Path(tempfile.mkdtemp(prefix="opdcl-processes-"))
+    runs = {arm: RunDir(folder / arm.replace(", ", "-").replace(" ", "-")) for arm in ARMS}
+    for arm, options in ARMS.items():
+        subprocess.run([sys.executable, "-m", "opdcl", "run", *JOB, "-o", str(runs[arm].path), "--quiet", *options], check=True, stdout=subprocess.DEVNULL)
+    alone, *others = ARMS
+    found = {arm: against(runs[arm], runs[alone]) for arm in others}
+    record = {"date": now(), "machine": machine(), "command": "python benchmarks/processes.py", "job": " ".join(JOB),
+              "peak_memory_gb": {arm: peaks(run) for arm, run in runs.items()}, "against_one_process": found}  # fmt: skip
+    write_json(Path(__file__).with_suffix(".json"), record)
+    print(json.dumps(record, indent=2))
+
+
+def against(run: RunDir, alone: RunDir) -> dict:
+    """Return how far a run is from the one of a single process."""
+    found: dict = {}
+    for name in ("finetune", "recover"):
+        pairs = list(zip(steps(run, name), steps(alone, name), strict=True))
+        other = next((a["step"] for a, b in pairs if (a["tokens"], a.get("mean_length")) != (b["tokens"], b.get("mean_length"))), None)
+        found[name] = {"steps": len(pairs), "first_other_length": other,
+                       **{f"{key}_relative_difference": [float(f"{abs(a[key] - b[key]) / abs(b[key]):.1e}") if b[key] else 0.0 for a, b in pairs]
+                          for key in ("loss", "grad_norm")}}  # fmt: skip
+    answers = {}
+    for file in sorted(alone.evals.glob("*/*.samples.jsonl")):
+        ours, theirs = read_jsonl(run.evals / file.relative_to(alone.evals)), read_jsonl(file)
+        assert [row["doc_id"] for row in ours] == [row["doc_id"] for row in theirs] == list(range(len(ours)))
+        answers[f"{file.parent.name} {file.name.split('.')[0]}"] = f"{sum(a['response'] != b['response'] for a, b in zip(ours, theirs, strict=True))} of {len(ours)}"
+    return found | {"answers_that_differ": answers}
+
+
+def steps(run: RunDir, name: str) -> list[dict]:
+    return [row for row in read_jsonl(run.find_stage(name).metrics) if "loss" in row]
+
+
+def peaks(run: RunDir) -> dict[str, float]:
+    return {name: round(read_json(run.find_stage(name).record)["cost"]["peak_memory_bytes"] / 1e9, 2) for name in ("finetune", "recover")}
+
+
+if __name__ == "__main__":
+    main()
