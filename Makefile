@@ -48,8 +48,9 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: install
 	$(BIN)/opdcl run quickstart
 
+# Two at a time, each with one thread: most tests are small processes that could not use more.
 test: install
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: install
 	$(BIN)/ruff check .

@@ -11,6 +11,14 @@ import pytest
 from tiny import make_model
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Unpack the embedded model once, before several workers want it."""
+    if not hasattr(config, "workerinput"):
+        from opdcl.models import _embedded_folder
+
+        _embedded_folder()
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer model, see `tiny`."""
