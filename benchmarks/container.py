@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import time
 from datetime import date
 from pathlib import Path
 
+from opdcl import __version__
 from opdcl.provenance import machine
 
 ROOT = Path(__file__).parents[1]
@@ -101,10 +103,15 @@ def build(engine: Engine, options: argparse.Namespace, folder: Path) -> float:
 
 
 def layers(engine: Engine) -> list[dict]:
-    """Return what each step of the Dockerfile added, in bytes, newest first."""
-    lines = engine.ask("history", "--no-trunc", "--human=false", "--format", "{{.Size}}\t{{.CreatedBy}}", IMAGE).splitlines()
-    sizes = [line.split("\t", 1) for line in lines]
-    return [{"bytes": int(size), "step": " ".join(step.split())[:100]} for size, step in sizes if int(size) > 100_000]
+    """Return what each step of the Dockerfile added, in megabytes, newest first; steps that added none are left out."""
+    lines = engine.ask("history", "--no-trunc", "--format", "{{.Size}}\t{{.CreatedBy}}", IMAGE).splitlines()
+    found = []
+    for size, step in (line.split("\t", 1) for line in lines):
+        number, unit = re.fullmatch(r"([\d.e+]+) ?([kMG]?B)", size).groups()
+        megabytes = float(number) * {"B": 1e-6, "kB": 1e-3, "MB": 1, "GB": 1e3}[unit]
+        if megabytes >= 0.1:
+            found.append({"megabytes": megabytes, "step": " ".join(step.split())[:100]})
+    return found
 
 
 def use(engine: Engine, folder: Path) -> None:
@@ -112,7 +119,7 @@ def use(engine: Engine, folder: Path) -> None:
     config = json.loads(engine.ask("image", "inspect", IMAGE))[0]
     health = next(dict(part)["Test"] for part in (config.get("Healthcheck"), config["Config"].get("Healthcheck")) if part)[1:]
     engine.note("its user is not root, by number", config["Config"]["User"].isdigit() and config["Config"]["User"] != "0", user=config["Config"]["User"])
-    engine.container("names its version", [], ["--version"], says="opdcl")
+    engine.container("names its version", [], ["--version"], says=__version__)
     engine.container("doctor finds nothing missing", [], ["doctor"], says="embedded model")
     engine.container("plans the quickstart", [], ["run", "quickstart", "--dry-run", "--out=/runs/q"], says="not started")
     engine.container("its user cannot change the program", ["--entrypoint=touch"], ["/opt/venv/bin/opdcl"], fails=True, says="ermission denied")
@@ -152,7 +159,7 @@ def stop(engine: Engine, options: list[str], run: Path) -> int:
             if any(metrics.stat().st_size for metrics in run.glob("stages/*/metrics.jsonl")):
                 break
             time.sleep(1)
-        engine.ask("stop", "--time=300", "opdcl-check")
+        engine.ask("stop", "-t", "300", "opdcl-check")
         return int(engine.ask("inspect", "--format={{.State.ExitCode}}", "opdcl-check"))
     finally:
         engine.do("rm", "--force", "opdcl-check")
