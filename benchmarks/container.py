@@ -5,7 +5,9 @@
 
 `--base` makes a stand-in for the Dockerfile's base with debootstrap, as root; everything after FROM is then built as it stands
 there. Containers get no network, so whatever they do needs none. A quarter of an hour on one core after the build; what does
-not hold ends it with a list and code 1.
+not hold ends it with a list and code 1. `--served` adds the run of `compose.yaml` against a server that is there already:
+
+    OPDCL_SERVER_KEY=k VLLM_API_KEY=k vllm serve MODEL --served-model-name=teacher --max-model-len=2048
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class Engine:
     def container(self, what: str, options: list[str], words: list[str], fails: bool = False, says: str = "") -> str:
         """Run a command in a new container; note whether it ended and spoke as it should."""
         began = time.monotonic()
-        done = self.do("run", "--rm", "--network=none", *self.run_with, *options, IMAGE, *words)
+        done = self.do("run", "--rm", *([] if "--network=host" in options else ["--network=none"]), *self.run_with, *options, IMAGE, *words)
         said = done.stdout + done.stderr
         self.note(what, (done.returncode != 0) == fails and says in said, exit_code=done.returncode,
                   seconds=round(time.monotonic() - began, 1), said=said.strip().splitlines()[-3:])  # fmt: skip
@@ -70,6 +72,7 @@ def main() -> None:
     parser.add_argument("--base", help="Debian release to stand in for the Dockerfile's base; podman only")
     parser.add_argument("--build", default="", help="further options of `build`, such as --build-arg TORCH=...")
     parser.add_argument("--run", default="", help="further options of `run`")
+    parser.add_argument("--served", action="store_true", help="a vLLM server stands at 127.0.0.1:8000, and its key in OPDCL_SERVER_KEY")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("container.json"))
     options = parser.parse_args()
     engine = Engine(options.engine, shlex.split(options.run))
@@ -80,6 +83,8 @@ def main() -> None:
         record = {"date": date.today().isoformat(), "machine": machine(), "engine": engine.ask("--version"), "base": options.base or "as in the Dockerfile",
                   "build_seconds": seconds, "layers": layers(engine)}  # fmt: skip
         use(engine, Path(folder))
+        if options.served:
+            ask_a_teacher(engine)
     record["checks"] = engine.found
     options.out.write_text(json.dumps(record, indent=2) + "\n")
     if bad := [one["what"] for one in engine.found if not one["ok"]]:
@@ -148,6 +153,19 @@ def use(engine: Engine, folder: Path) -> None:
     engine.note("its files are that user's", (runs / "quickstart" / "report.html").exists() and not strangers, strangers=strangers[:3])
     engine.container("the run verifies", other, ["verify", "/runs/quickstart"])
     engine.do("volume", "rm", "opdcl-check-cache", "opdcl-check-runs")
+
+
+def ask_a_teacher(engine: Engine) -> None:
+    """Do what `compose.yaml` does, cut down to a few steps, with the server outside of a container."""
+    from ruamel.yaml import YAML
+
+    services = YAML(typ="safe").load(ROOT / "compose.yaml")["services"]
+    healthy = subprocess.run(services["teacher"]["healthcheck"]["test"][1:], capture_output=True)
+    engine.note("the teacher's health check: well", healthy.returncode == 0)
+    words = [*services["opdcl"]["command"], *SMALL[2:]]
+    beside = ["--network=host", "--add-host=teacher:127.0.0.1"]
+    engine.container("the composed run without the key is refused", beside, words, fails=True, says="set OPDCL_SERVER_KEY")
+    engine.container("the composed run", [*beside, "--env=OPDCL_SERVER_KEY"], words, says="report: /runs/taught/report.html")
 
 
 def stop(engine: Engine, options: list[str], run: Path) -> int:
