@@ -98,6 +98,10 @@ def build(engine: Engine, options: argparse.Namespace, folder: Path) -> float:
         stand_in, tree = f"localhost/opdcl-base:{options.base}", folder / "base"
         if engine.do("image", "inspect", stand_in).returncode:
             subprocess.run(["debootstrap", "--variant=minbase", options.base, str(tree)], check=True, stdout=sys.stderr)
+            # Downloaded packages are not kept in Ubuntu's image either, so that layers weigh what they would there.
+            (tree / "etc/apt/apt.conf.d/clean").write_text('DPkg::Post-Invoke { "rm -f /var/cache/apt/archives/*.deb /var/cache/apt/*.bin || true"; };\n')
+            for archive in (tree / "var/cache/apt/archives").glob("*.deb"):
+                archive.unlink()
             subprocess.run(["tar", "-C", str(tree), "-cf", str(folder / "base.tar"), "."], check=True)
             engine.ask("import", str(folder / "base.tar"), stand_in)
         base = [f"--from={stand_in}", "--format=docker"]  # of the two formats, docker's alone keeps SHELL and HEALTHCHECK
