@@ -34,11 +34,11 @@ class Fetched:
 
     def row(self) -> list[str]:
         """Return it as a table shows it."""
-        size = "unknown" if self.bytes is None else f"{self.bytes / 1e6:,.1f} MB"
+        size = "unknown" if self.bytes is None else megabytes(self.bytes)
         if self.missing_bytes is None:
             state = "in the cache" if self.done else "not looked at"
         else:
-            state = "was cached" if not self.missing_bytes else f"{self.missing_bytes / 1e6:,.1f} MB {'fetched' if self.done else 'to fetch'}"
+            state = "was cached" if not self.missing_bytes else f"{megabytes(self.missing_bytes)} {'fetched' if self.done else 'to fetch'}"
         return [self.what, self.name, (self.commit or "")[:12], size, state]
 
 
@@ -61,7 +61,7 @@ def fetch(workflow: Workflow, dry_run: bool, note: Callable[[str], None]) -> lis
         listed = files(wanted, code)
         missing = sum(f.file_size for f in listed if f.will_download)
         if not dry_run:
-            note(f"{wanted.kind} {wanted}: {missing / 1e6:,.1f} MB to fetch")
+            note(f"{wanted.kind} {wanted}: {megabytes(missing)} to fetch")
             snapshot(wanted, code)
         commit = listed[0].commit_hash if listed else None
         found.append(Fetched(wanted.kind, str(wanted), commit, sum(f.file_size for f in listed), missing, not dry_run))
@@ -128,3 +128,8 @@ def suite_data(run: Workflow, suite: str, dry_run: bool, note: Callable[[str], N
         raise UsageError(f"the data of suite {suite!r} cannot be had: {str(fault)[:200]}", FETCH_HINT) from fault
     sizes = [part.info.download_size or 0 for part in task.dataset.values() if getattr(part, "info", None)]
     return Fetched("suite", suite, None, max(sizes, default=0) or None, None, True)
+
+
+def megabytes(size: int) -> str:
+    """Format bytes as `1.3 MB`."""
+    return f"{size / 1e6:,.1f} MB" if size >= 100_000 else f"{size / 1e3:,.1f} kB"

@@ -20,6 +20,7 @@ from opdcl.errors import OpdclError, UsageError
 HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 Kind = Literal["model", "adapter", "dataset"]
 PLACE = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<subset>[\w.-]+))?(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?", re.ASCII)
+FETCH_HINT = "while online, opdcl fetch WORKFLOW brings all that a workflow needs"
 # What is taken of each kind. Weights lie at the top: folders hold other formats of the same ones.
 FILES: dict[str, dict[str, list[str]]] = {
     "model": {"allow_patterns": ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md"],
@@ -65,21 +66,18 @@ def snapshot(wanted: Repository, code: bool = False) -> Path:
 def _snapshot(kind: Kind, id: str, revision: str | None, code: bool) -> Path:
     from huggingface_hub import snapshot_download
 
-    shown = Repository(kind, id, revision)
-    with_code = {"allow_patterns": [*FILES[kind]["allow_patterns"], "*.py"]} if code else {}
     try:
-        return Path(snapshot_download(id, repo_type=_repo_type(kind), revision=revision, local_files_only=not reachable(), **FILES[kind] | with_code))
+        return Path(snapshot_download(id, repo_type=_repo_type(kind), revision=revision, local_files_only=not reachable(), **_patterns(kind, code)))
     except Exception as fault:
-        raise worded(fault, shown) from fault
+        raise worded(fault, Repository(kind, id, revision)) from fault
 
 
 def files(wanted: Repository, code: bool = False) -> list[Any]:
     """Ask the hub which files of a repository are needed, their sizes, and whether they are cached: its `DryRunFileInfo`s."""
     from huggingface_hub import snapshot_download
 
-    with_code = {"allow_patterns": [*FILES[wanted.kind]["allow_patterns"], "*.py"]} if code else {}
     try:
-        return list(snapshot_download(wanted.id, repo_type=_repo_type(wanted.kind), revision=wanted.revision, dry_run=True, **FILES[wanted.kind] | with_code))
+        return list(snapshot_download(wanted.id, repo_type=_repo_type(wanted.kind), revision=wanted.revision, dry_run=True, **_patterns(wanted.kind, code)))
     except Exception as fault:
         raise worded(fault, wanted) from fault
 
@@ -104,17 +102,14 @@ def worded(fault: Exception, wanted: Repository) -> OpdclError:
         case RevisionNotFoundError():
             return UsageError(f"{name}: the hub knows {wanted.id}, but no such revision", "name a branch, a tag or a commit of it")
         case RepositoryNotFoundError():
-            return UsageError(f"{name} is not on the hub, or is private", "check the id; for a private one set HF_TOKEN")
+            return UsageError(f"{name} is no path here, and is not on the hub, or is private", "check path or id; for a private one set HF_TOKEN")
         case IncompleteSnapshotError():
             return UsageError(f"{name} is only in part in the local cache and the hub is out of reach", FETCH_HINT)
         case LocalEntryNotFoundError() | DryRunError() | OfflineModeIsEnabled():
-            return UsageError(f"{name} is not in the local cache and the hub is out of reach", FETCH_HINT)
+            return UsageError(f"{name} is no path here, is not in the local cache, and the hub is out of reach", FETCH_HINT)
         case HfHubHTTPError():
             return OpdclError(f"{name}: the hub answered: {_first_line(fault)}", "check HF_TOKEN and its rights, or try again later")
     return OpdclError(f"{name}: {type(fault).__name__}: {_first_line(fault)}", "check the connection, or try again later")
-
-
-FETCH_HINT = "while online, opdcl fetch WORKFLOW brings all that a workflow needs"
 
 
 def reachable() -> bool:
@@ -134,6 +129,10 @@ def _answers(endpoint: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _patterns(kind: Kind, code: bool) -> dict[str, list[str]]:
+    return FILES[kind] | ({"allow_patterns": [*FILES[kind]["allow_patterns"], "*.py"]} if code else {})
 
 
 def _repo_type(kind: Kind) -> str:

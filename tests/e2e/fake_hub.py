@@ -28,7 +28,8 @@ class Hub:
 
             def do_GET(self) -> None:
                 hub.asked.append(f"{self.command} {self.path}")
-                self.answer(*hub.read(unquote(self.path.partition("?")[0])))
+                path, _, query = self.path.partition("?")
+                self.answer(*hub.read(unquote(path), "recursive=true" in query.lower()))
 
             do_HEAD = do_GET
 
@@ -68,14 +69,14 @@ class Hub:
     def add_folder(self, repository: str, folder: Path) -> str:
         return self.commit(repository, {f.name: f.read_bytes() for f in folder.iterdir() if f.is_file()})
 
-    def read(self, path: str) -> tuple[int, bytes, dict[str, str]]:
-        if found := re.fullmatch(r"/api/((?:models|datasets)/[^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?/?", path):
-            repository, asked, revision = found.groups()
+    def read(self, path: str, recursive: bool = False) -> tuple[int, bytes, dict[str, str]]:
+        if found := re.fullmatch(r"/api/((?:models|datasets)/[^/]+/[^/]+)(?:/(revision|tree)/([^/]+)/?(.*))?", path):
+            repository, asked, revision, folder = found.groups()
             if (commit := self.find(repository, revision)) is None:
                 return self.missing(repository)
             files = self.repositories[repository][commit]
             if asked == "tree":
-                return document([{"type": "file", "path": p, "size": len(c), "oid": hashlib.sha1(c).hexdigest()} for p, c in files.items()])
+                return self.listing(files, f"{folder}/" if folder else "", recursive)
             name = repository.partition("/")[2]
             return document({"id": name, "sha": commit, "private": False, "siblings": [{"rfilename": p} for p in files], "tags": []})
         if found := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
@@ -86,6 +87,14 @@ class Hub:
                 return 404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}
             return 200, content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit}
         return 404, b"", {}
+
+    def listing(self, files: dict[str, bytes], folder: str, recursive: bool) -> tuple[int, bytes, dict[str, str]]:
+        inside = [p for p in files if p.startswith(folder)]
+        if not inside:
+            return 404, b'{"error": "not found"}', {"X-Error-Code": "EntryNotFound"}
+        folders = {folder + p[len(folder) :].partition("/")[0] for p in inside if "/" in p[len(folder) :]}
+        entries = [{"type": "directory", "path": p, "size": 0, "oid": "0" * 40} for p in sorted(folders) if not recursive]
+        return document(entries + [described(p, files[p]) for p in inside if recursive or "/" not in p[len(folder) :]])
 
     def write(self, path: str, body: bytes, authorization: str | None) -> tuple[int, bytes, dict[str, str]]:
         if authorization != f"Bearer {TOKEN}":
@@ -113,6 +122,10 @@ class Hub:
 
     def missing(self, repository: str) -> tuple[int, bytes, dict[str, str]]:
         return 404, b'{"error": "not found"}', {"X-Error-Code": "RevisionNotFound" if self.repositories.get(repository) else "RepoNotFound"}
+
+
+def described(path: str, content: bytes) -> dict[str, object]:
+    return {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
 
 
 def document(value: object) -> tuple[int, bytes, dict[str, str]]:

@@ -11,9 +11,12 @@ WORKFLOW = """
 name: from-hub
 model: {id: someone/tiny, dtype: float32}
 start: someone/adapter
-recover: {general: "someone/prompts@COMMIT", domain: someone/rows, steps: 2, rollouts: 2, teacher_first: 0, max_new_tokens: 6, validate_every: 2,
+recover: {general: "someone/prompts@COMMIT", domain: "someone/rows:rooms", steps: 2, rollouts: 2, teacher_first: 0, max_new_tokens: 6, validate_every: 2,
           validation_prompts: 2, learning_rate: 1e-2}
+eval: {retention: [ifeval], limit: 2, max_new_tokens: 4}
 """
+IFEVAL = {"prompt": "Say one thing without a comma.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+SUBSETS = b"---\nconfigs:\n- {config_name: rooms, data_files: rooms/*.jsonl}\n- {config_name: roofs, data_files: roofs/*.jsonl}\n---\n"
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +25,9 @@ def hub(project, tiny_model):
     hub = Hub()
     hub.add_folder("models/someone/tiny", tiny_model)
     hub.commit("models/someone/tiny", {"pytorch_model.bin": b"pickled"})
-    hub.commit("datasets/someone/rows", {"train.jsonl": (project / "rows.jsonl").read_bytes()})
+    hub.commit("datasets/someone/rows", {"README.md": SUBSETS, "rooms/train.jsonl": (project / "rows.jsonl").read_bytes(), "roofs/train.jsonl": b'{"nothing": "of use"}\n'})
+    hub.ifeval = "".join(json.dumps({"key": i, **IFEVAL}) + "\n" for i in range(3)).encode()
+    hub.commit("datasets/google/IFEval", {"data.jsonl": hub.ifeval})
     hub.prompts = hub.commit("datasets/someone/prompts", {"train.jsonl": (project / "prompts.jsonl").read_bytes()})
     hub.commit("datasets/someone/prompts", {"train.jsonl": b'{"nothing": "of use"}\n'})
     yield hub
@@ -88,26 +93,28 @@ def test_what_was_fetched_runs_offline_and_what_was_not_is_named(hub, online, pu
 
     words = ["fetch", file, "--json"]
     dry = json.loads(opdcl(*words, "--dry-run", env=online).stdout)
-    assert all(one["missing_bytes"] == one["bytes"] > 0 for one in dry)
+    assert all(one["missing_bytes"] == one["bytes"] > 0 for one in dry if one["what"] != "suite")
     fetched = opdcl(*words, env=online)
     assert fetched.returncode == 0, fetched.stderr
     found = {one["what"] + " " + one["name"]: one for one in json.loads(fetched.stdout)}
-    assert set(found) == {"model someone/tiny", "adapter someone/adapter", "dataset someone/rows", f"dataset someone/prompts@{hub.prompts}"}
-    assert {name: one["bytes"] for name, one in found.items()} == {one["what"] + " " + one["name"]: one["bytes"] for one in dry}
+    assert set(found) == {"model someone/tiny", "adapter someone/adapter", "dataset someone/rows", f"dataset someone/prompts@{hub.prompts}", "suite ifeval"}
+    sizes = {one["what"] + " " + one["name"]: one["bytes"] for one in dry if one["what"] != "suite"}
+    assert {name: one["bytes"] for name, one in found.items()} == sizes | {"suite ifeval": len(hub.ifeval)}
     assert found["adapter someone/adapter"]["commit"] == pushed["commit"]
     assert not any("pytorch_model.bin" in line for line in hub.asked), "weights in another format are left on the hub"
-    assert [one["missing_bytes"] for one in json.loads(opdcl(*words, "--dry-run", env=online).stdout)] == [0] * 4
+    assert [one["missing_bytes"] for one in json.loads(opdcl(*words, "--dry-run", env=online).stdout)] == [0] * 4 + [None]
 
     hub.asked.clear()
     run = opdcl("run", file, "-o", "from-hub", "--offline", cwd=project, env=online)
     assert run.returncode == 0, run.stderr
     assert hub.asked == [], "offline means that nobody is asked"
     record = json.loads((project / "from-hub/stages/02-recover/stage.json").read_text())
+    assert json.loads((project / "from-hub/evals/recovered/ifeval.json").read_text())["n"] == 2
     assert record["inputs"]["content of general"] == f"someone/prompts@{hub.prompts}"
-    assert record["inputs"]["content of domain"] == f"someone/rows@{found['dataset someone/rows']['commit']}"
+    assert record["inputs"]["content of domain"] == f"someone/rows:rooms@{found['dataset someone/rows']['commit']}"
 
     # A pinned set stays, one that follows a branch does not: what was learned from it is no longer what it holds.
-    hub.commit("datasets/someone/rows", {"train.jsonl": b'{"question": "One?", "answer": "1"}\n'})
+    hub.commit("datasets/someone/rows", {"rooms/train.jsonl": b'{"question": "One?", "answer": "1"}\n'})
     again = opdcl("run", file, "-o", "from-hub", "--offline", cwd=project, env=online)
     assert "everything is done already" in again.stderr, again.stderr
     moved = opdcl("run", file, "-o", "from-hub", cwd=project, env=online)

@@ -1,6 +1,6 @@
 """What `opdcl export --format gguf` writes, read back by transformers and by llama.cpp itself, beside the merged model.
 
-    python benchmarks/gguf.py RUN --converter llama.cpp/convert_hf_to_gguf.py --llama PYTHON
+    python benchmarks/exported.py RUN --converter llama.cpp/convert_hf_to_gguf.py --llama PYTHON
 
 RUN is a finished run; PYTHON an interpreter that has llama-cpp-python. For every number format: on how many of 20 prompts the
 greedy text is the same, how far the log-probabilities of the merged model's own answers are apart, and where a text differs,
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--converter", required=True)
     parser.add_argument("--llama", required=True, help="a Python that has llama-cpp-python")
     parser.add_argument("--outtypes", nargs="+", default=list(LARGEST_GAP))
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("gguf.json"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("exported.json"))
     options = parser.parse_args()
     rows = [*load_prompts("everyday", "validation")[:EACH], *load_prompts("handbook")[: 7 * EACH : 7]]
     with tempfile.TemporaryDirectory() as made:
