@@ -1,7 +1,7 @@
 """Ollama's Modelfile for a GGUF file: the chat template in Go's language, and what ends an answer.
 
-A GGUF file carries its chat template, but Ollama does not run it: it looks for one of the templates that it knows itself
-which is close to it, and without one it passes the prompt on bare. So the template is worked out here from what the
+A GGUF file carries its chat template, but Ollama does not run it (ollama/ollama#10222): it looks for one of its own templates
+that is close to it, and without one passes the prompt on bare. So the template is worked out here from what the
 tokenizer renders, and written only where it gives back the very same text.
 """
 
