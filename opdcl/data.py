@@ -148,8 +148,9 @@ def _hub(source: str, split: str) -> Iterator[tuple[Any, str]]:
     wanted = on_hub(source)
     assert wanted is not None  # or `check_source` had refused it
     folder = snapshot(wanted)
-    from datasets import load_dataset
+    from datasets import disable_progress_bars, load_dataset
 
+    disable_progress_bars()
     try:
         # From the cached files, not by id: offline, `datasets` would take whatever version it has seen last.
         dataset = load_dataset(str(folder), wanted.subset, split=split)

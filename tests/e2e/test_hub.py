@@ -13,7 +13,11 @@ model: {id: someone/tiny, dtype: float32}
 start: someone/adapter
 recover: {general: "someone/prompts@COMMIT", domain: "someone/rows:rooms", steps: 2, rollouts: 2, teacher_first: 0, max_new_tokens: 6, validate_every: 2,
           validation_prompts: 2, learning_rate: 1e-2}
-eval: {retention: [ifeval], limit: 2, max_new_tokens: 4}
+"""
+SUITE = """
+name: measured
+model: {id: someone/tiny, dtype: float32}
+eval: {retention: [ifeval]}
 """
 IFEVAL = {"prompt": "Say one thing without a comma.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
 SUBSETS = b"---\nconfigs:\n- {config_name: rooms, data_files: rooms/*.jsonl}\n- {config_name: roofs, data_files: roofs/*.jsonl}\n---\n"
@@ -83,6 +87,7 @@ def test_a_push_says_what_it_lacks(hub, online, finished):
     assert {name: list(commits) for name, commits in hub.repositories.items()} == before
 
 
+@pytest.mark.slow
 def test_what_was_fetched_runs_offline_and_what_was_not_is_named(hub, online, pushed, project):
     file = project / "from-hub.yaml"
     file.write_text(WORKFLOW.replace("COMMIT", hub.prompts))
@@ -93,23 +98,21 @@ def test_what_was_fetched_runs_offline_and_what_was_not_is_named(hub, online, pu
 
     words = ["fetch", file, "--json"]
     dry = json.loads(opdcl(*words, "--dry-run", env=online).stdout)
-    assert all(one["missing_bytes"] == one["bytes"] > 0 for one in dry if one["what"] != "suite")
+    assert all(one["missing_bytes"] == one["bytes"] > 0 for one in dry)
     fetched = opdcl(*words, env=online)
     assert fetched.returncode == 0, fetched.stderr
     found = {one["what"] + " " + one["name"]: one for one in json.loads(fetched.stdout)}
-    assert set(found) == {"model someone/tiny", "adapter someone/adapter", "dataset someone/rows", f"dataset someone/prompts@{hub.prompts}", "suite ifeval"}
-    sizes = {one["what"] + " " + one["name"]: one["bytes"] for one in dry if one["what"] != "suite"}
-    assert {name: one["bytes"] for name, one in found.items()} == sizes | {"suite ifeval": len(hub.ifeval)}
+    assert set(found) == {"model someone/tiny", "adapter someone/adapter", "dataset someone/rows", f"dataset someone/prompts@{hub.prompts}"}
+    assert {name: one["bytes"] for name, one in found.items()} == {one["what"] + " " + one["name"]: one["bytes"] for one in dry}
     assert found["adapter someone/adapter"]["commit"] == pushed["commit"]
     assert not any("pytorch_model.bin" in line for line in hub.asked), "weights in another format are left on the hub"
-    assert [one["missing_bytes"] for one in json.loads(opdcl(*words, "--dry-run", env=online).stdout)] == [0] * 4 + [None]
+    assert [one["missing_bytes"] for one in json.loads(opdcl(*words, "--dry-run", env=online).stdout)] == [0] * 4
 
     hub.asked.clear()
     run = opdcl("run", file, "-o", "from-hub", "--offline", cwd=project, env=online)
     assert run.returncode == 0, run.stderr
     assert hub.asked == [], "offline means that nobody is asked"
     record = json.loads((project / "from-hub/stages/02-recover/stage.json").read_text())
-    assert json.loads((project / "from-hub/evals/recovered/ifeval.json").read_text())["n"] == 2
     assert record["inputs"]["content of general"] == f"someone/prompts@{hub.prompts}"
     assert record["inputs"]["content of domain"] == f"someone/rows:rooms@{found['dataset someone/rows']['commit']}"
 
@@ -120,6 +123,24 @@ def test_what_was_fetched_runs_offline_and_what_was_not_is_named(hub, online, pu
     moved = opdcl("run", file, "-o", "from-hub", cwd=project, env=online)
     assert moved.returncode == 2
     assert "changed: content of domain" in moved.stderr
+
+
+def test_a_stock_suite_s_data_are_fetched_too(hub, online, project):
+    file = project / "measured.yaml"
+    file.write_text(SUITE)
+    words = ["run", file, "--dry-run", "--offline", "--json"]
+    assert opdcl("fetch", project / "measured.yaml", "--dry-run", env=online).returncode == 0
+    without = opdcl(*words, env=online)
+    assert without.returncode == 2
+    assert "opdcl fetch" in without.stderr
+    fetched = opdcl("fetch", file, "--json", env=online)
+    assert fetched.returncode == 0, fetched.stderr
+    assert [one["bytes"] for one in json.loads(fetched.stdout) if one["what"] == "suite"] == [len(hub.ifeval)]
+    hub.asked.clear()
+    done = opdcl(*words, env=online)
+    assert done.returncode == 0, done.stderr
+    assert [task["suite"] for task in json.loads(done.stdout)["tasks"]] == ["ifeval"]
+    assert hub.asked == []
 
 
 def test_an_adapter_on_the_hub_is_talked_to_and_exported(hub, online, pushed, finished, project):
