@@ -30,11 +30,21 @@ Out = Annotated[Path | None, typer.Option("-o", "--out", help="Run directory.")]
 Model = Annotated[str | None, typer.Option("--model", help="smollm2-135m (embedded), a hub id, or a path.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Errors only.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would run, and write nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")]
 Force = Annotated[bool, typer.Option("--force", help="Do stages again whose settings or data have changed.")]
 Many = Annotated[int, typer.Option("--num-processes", min=1, help="So many processes share the work: one a GPU, or some on a CPU.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the stage.")]
+State = Annotated[str | None, typer.Option(help="tuned or recovered. Default: the last one that the run has.")]
+PLACE_HELP = "A run directory, an adapter's folder, or an adapter's hub id."
 output = Output()
+
+
+def _go_offline(wanted: bool) -> None:
+    if wanted:  # read by the hub's client when it is imported, which nothing has done yet
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+Offline = Annotated[bool, typer.Option("--offline", callback=_go_offline, help="No network: only what is cached, see opdcl fetch.")]
 
 
 def main() -> None:
@@ -117,7 +127,7 @@ def run(
     workflow: Annotated[list[str], typer.Argument(help="A shipped recipe or YAML files, merged left to right.")],
     out: Out = None, model: Model = None, set_: Set = [], dry_run: DryRun = False, force: Force = False,  # noqa: B006
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Only kernels that repeat bit for bit.")] = False,
-    num_processes: Many = 1, json: Json = False, quiet: Quiet = False,
+    offline: Offline = False, num_processes: Many = 1, json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Run a workflow: fine-tune, recover, evaluate, report. A second call goes on where the first stopped."""
     from opdcl.load import load
@@ -139,7 +149,7 @@ def finetune(
     epochs: Annotated[float | None, typer.Option("--epochs", help="Passes over the data.")] = None,
     learning_rate: Annotated[float | None, typer.Option("--learning-rate", help="Peak rate.")] = None,
     seed: Seed = None, set_: Set = [], dry_run: DryRun = False, force: Force = False,  # noqa: B006
-    num_processes: Many = 1, json: Json = False, quiet: Quiet = False,
+    offline: Offline = False, num_processes: Many = 1, json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Learn a domain: train a LoRA adapter on your rows."""
     from opdcl.load import load
@@ -160,7 +170,7 @@ def recover(
     steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps.")] = None,
     learning_rate: Annotated[float | None, typer.Option("--learning-rate", help="Peak rate.")] = None,
     seed: Seed = None, set_: Set = [], dry_run: DryRun = False, force: Force = False,  # noqa: B006
-    num_processes: Many = 1, json: Json = False, quiet: Quiet = False,
+    offline: Offline = False, num_processes: Many = 1, json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Win back what was forgotten: on-policy distillation from the original checkpoint."""
     _mode(json, quiet)
@@ -178,8 +188,8 @@ def eval_(
     domain: Annotated[list[str], typer.Option("--domain", help="Suite of what was learned, or a file of questions and answers. Repeatable.")] = [],  # noqa: B006
     data: Annotated[list[str], typer.Option("--data", help="SUITE=PATH: a local file for a suite. Repeatable.")] = [],  # noqa: B006
     limit: Annotated[int | None, typer.Option("--limit", help="First so many documents of each suite.")] = None,
-    set_: Set = [], dry_run: DryRun = False, force: Force = False, num_processes: Many = 1,  # noqa: B006
-    json: Json = False, quiet: Quiet = False,
+    set_: Set = [], dry_run: DryRun = False, force: Force = False,  # noqa: B006
+    offline: Offline = False, num_processes: Many = 1, json: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Measure base, tuned and recovered on the same prompts, and write the report."""
     _mode(json, quiet)
@@ -227,19 +237,18 @@ def compare(
 
 @app.command()
 def chat(
-    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
+    place: Annotated[str, typer.Argument(metavar="RUN", help=PLACE_HELP)],
     prompt: Annotated[list[str], typer.Argument(help="Ask this and leave; without it, read prompts line by line.")] = [],  # noqa: B006
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 200,
-    json: Json = False,
-) -> None:
+    offline: Offline = False, json: Json = False,
+) -> None:  # fmt: skip
     """Ask base, tuned and recovered the same thing, side by side."""
     from opdcl.chat import answers
     from opdcl.workflow import quiet_libraries
 
     _mode(json, False)
-    run = _existing(run_dir)
     asked = iter([" ".join(prompt)]) if prompt else (line.strip() for line in iter(output.ask, ""))
-    said = answers(run, (q for q in asked if q), max_new_tokens)
+    said = answers(place, (q for q in asked if q), max_new_tokens)
     while True:
         with quiet_libraries():
             found = next(said, None)
@@ -251,20 +260,60 @@ def chat(
 
 @app.command()
 def export(
-    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
-    to: Annotated[Path, typer.Option("-o", "--out", help="Folder for the merged model.")],
-    state: Annotated[str, typer.Option(help="tuned or recovered.")] = "recovered",
-    json: Json = False,
+    place: Annotated[str, typer.Argument(metavar="RUN", help=PLACE_HELP)],
+    to: Annotated[Path, typer.Option("-o", "--out", help="Folder to write.")],
+    state: State = None,
+    format: Annotated[str, typer.Option(help="merged (safetensors that any loader reads), adapter, or gguf (llama.cpp, Ollama).")] = "merged",
+    outtype: Annotated[str, typer.Option(help="Numbers of a GGUF file: f32, f16, bf16 or q8_0.")] = "f16",
+    converter: Annotated[str | None, typer.Option(help="llama.cpp's convert_hf_to_gguf.py. Default: that of $LLAMA_CPP, or on the path.")] = None,
+    check: Annotated[bool, typer.Option(help="Load a GGUF file back and compare it with the merged model.")] = True,
+    offline: Offline = False, json: Json = False,
 ) -> None:  # fmt: skip
-    """Write base + adapter as one safetensors model that any loader reads."""
-    from opdcl.chat import export as export_model
+    """Write a run's adapter, or base + adapter as one model, for others to load."""
+    from opdcl.export import export as export_model
+    from opdcl.workflow import quiet_libraries
+
+    _mode(json, False)
+    with quiet_libraries(), output.stage("export") as line:
+        written = export_model(place, state, to, format, outtype, converter, check, line)
+    output.result(f"{written['state']} written to {to}", written)
+
+
+@app.command()
+def push(
+    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
+    repository: Annotated[str, typer.Argument(help="Where to on the hub: owner/name. It is made if need be.")],
+    state: State = None,
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private, if it is made.")] = False,
+    base: Annotated[str | None, typer.Option(help="The base's hub id, where the run names a folder of this machine.")] = None,
+    json: Json = False,
+) -> None:
+    """Upload a run's adapter to the Hugging Face hub, with a model card that holds its results. Needs HF_TOKEN."""
+    from opdcl.push import push as push_adapter
     from opdcl.workflow import quiet_libraries
 
     _mode(json, False)
     run = _existing(run_dir)
-    with quiet_libraries(), output.stage("export") as line:
-        written = export_model(run, state, to, line)
-    output.result(f"{state} written to {to}", written)
+    with quiet_libraries():
+        done = push_adapter(run, state, repository, private, base)
+    output.result(f"{done['state']} is at {done['url']}, commit {done['commit']}", done)
+
+
+@app.command()
+def fetch(
+    workflow: Annotated[list[str], typer.Argument(help="A shipped recipe or YAML files, merged left to right.")],
+    model: Model = None, set_: Set = [], dry_run: DryRun = False, json: Json = False, quiet: Quiet = False,  # noqa: B006
+) -> None:  # fmt: skip
+    """Bring all that a workflow needs from the hub into the local cache: it then runs with --offline."""
+    from opdcl.fetch import fetch as fetch_all
+    from opdcl.load import load
+    from opdcl.workflow import quiet_libraries
+
+    _mode(json, quiet)
+    flow, _ = load(workflow, set_, {"model.id": model})
+    with quiet_libraries():
+        found = fetch_all(flow, dry_run, output.note)
+    output.table("", ["what", "which", "commit", "size", ""], [one.row() for one in found], [vars(one) for one in found])
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

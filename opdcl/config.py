@@ -113,7 +113,7 @@ class FinetuneConfig(Section):
     """`sft`: imitate the rows' answers, the loss on these only. `self-distill`: sample, and be graded by oneself with the
     answer at hand, which forgets less and needs a model that can learn from an example (arXiv 2601.19897)."""
     data: str = Field(min_length=1)
-    """`handbook` (shipped), a JSONL, CSV or Parquet file, a folder of documents, or a hub dataset id."""
+    """`handbook` (shipped), a JSONL, CSV or Parquet file, a folder of documents, or a hub dataset: `owner/name@revision`."""
     lora: LoraSection = LoraSection()
     """The adapter's shape."""
     learning_rate: Rate = 1e-3
@@ -202,7 +202,7 @@ class TeacherSection(Section):
     it, `trust_region` lies between `reference` and the student; `model` is another one with the same tokenizer, `remote` one
     on a server."""
     adapter: Annotated[str, Field(min_length=1)] | None = None
-    """`adapter`: a run directory, whose last adapter it is, or an adapter's folder."""
+    """`adapter`: a run directory, whose last adapter it is, an adapter's folder, or its hub id."""
     rate: Annotated[float, Field(ge=0, le=1)] = 0.05
     """`ema`: how far towards the student it moves at a time."""
     every: Positive = 1
@@ -462,7 +462,7 @@ class Workflow(Section):
     model: ModelConfig = ModelConfig()
     """The base model."""
     start: Annotated[str, Field(min_length=1)] | None = None
-    """Adapter to go on with, instead of a new one: a run directory, whose last adapter it is, or an adapter's folder."""
+    """Adapter to go on with, instead of a new one: a run directory, whose last adapter it is, an adapter's folder, or its hub id."""
     finetune: FinetuneConfig | None = None
     """Learn the domain. Left out: recovery begins with the adapter of an earlier `opdcl finetune`, or with `start`."""
     recover: RecoverConfig | None = None

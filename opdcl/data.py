@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl.errors import UsageError
+from opdcl.hub import Repository, parse, snapshot
 from opdcl.load import package_folder
 
 if TYPE_CHECKING:
@@ -83,13 +84,23 @@ def source_files(source: str) -> list[Path]:
     return sorted(p for p in path.rglob("*") if p.suffix in (".md", ".txt")) if os.path.isdir(path) else [path] * os.path.isfile(path)
 
 
+def pinned(source: str) -> str:
+    """Return a source as it is recorded: a hub set with the commit that is read, any other by its name."""
+    wanted = on_hub(source)
+    return f"{source.partition('@')[0]}@{snapshot(wanted).name}" if wanted else source
+
+
 def check_source(source: str) -> None:
     """Refuse at once a source that is neither shipped, nor a file or folder, nor could be a hub id."""
-    if source in SHIPPED or os.path.exists(source):
-        return
-    looks_local = Path(source).suffix or source.count("/") != 1 or source.startswith((".", "/", "~"))
-    if looks_local:
-        raise UsageError(f"data {source!r} does not exist", f"a file, a folder, or one of: {', '.join(SHIPPED)}")
+    if source not in SHIPPED and not os.path.exists(source) and on_hub(source) is None:
+        raise UsageError(f"data {source!r} does not exist", f"a file, a folder, a hub id as owner/name@revision, or one of: {', '.join(SHIPPED)}")
+
+
+def on_hub(source: str) -> Repository | None:
+    """Return the hub dataset that a source names. What ends like a file is none, unless it names a revision."""
+    if source in SHIPPED or os.path.exists(source) or (Path(source).suffix and "@" not in source):
+        return None
+    return parse("dataset", source)
 
 
 def _shipped_file(name: str) -> Path:
@@ -134,12 +145,18 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
 
 
 def _hub(source: str, split: str) -> Iterator[tuple[Any, str]]:
-    from datasets import load_dataset
+    wanted = on_hub(source)
+    assert wanted is not None  # or `check_source` had refused it
+    folder = snapshot(wanted)
+    from datasets import disable_progress_bars, load_dataset
 
+    disable_progress_bars()
     try:
-        dataset = load_dataset(source, split=split)
-    except Exception as fault:  # datasets raises a dozen kinds; each means that the set is not to be had
-        raise UsageError(f"dataset {source!r} cannot be loaded: {str(fault)[:200]}", "check the id, or go online") from fault
+        # From the cached files, not by id: offline, `datasets` would take whatever version it has seen last.
+        dataset = load_dataset(str(folder), wanted.subset, split=split)
+    except Exception as fault:  # datasets raises a dozen kinds; each means that its files are not what is wanted
+        raise UsageError(f"dataset {source!r} cannot be read: {str(fault)[:200]}", "owner/name:subset names a subset; check that it has a split "
+                         f"{split!r}") from fault  # fmt: skip
     yield from ((row, f"{source} row {n}") for n, row in enumerate(dataset, 1))
 
 

@@ -6,17 +6,16 @@ import contextlib
 import hashlib
 import importlib.util
 import os
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlparse
 
 from opdcl import processes
-from opdcl.config import ModelConfig
+from opdcl.config import ModelConfig, Workflow
 from opdcl.errors import EnvironmentFault, UsageError
-from opdcl.rundir import RunDir, cache_home, folder_appears_whole, write_json
+from opdcl.hub import HUB_IDS, parse, reachable, snapshot
+from opdcl.rundir import RunDir, cache_home, folder_appears_whole, read_json, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -40,18 +39,35 @@ def adapter_hash(folder: Path) -> str:
 
 
 def find_adapter(place: str) -> Path:
-    """Return the folder of the adapter that a run directory ended with, or of the one that lies right there.
+    """Return the folder of the adapter that a run directory ended with, of the one that lies right there, or of one on the hub.
 
     Raises:
         UsageError: There is none.
     """
     path = Path(place)
+    hint = "name a run directory whose training has ended, an adapter's folder, or a hub id: owner/name, owner/name@revision"
+    if not os.path.exists(place) and (wanted := parse("adapter", place)):
+        path = snapshot(wanted)
     if (path / "adapter_model.safetensors").is_file():
         return path
     last = RunDir(path).last_stage()
     if last is None:
-        raise UsageError(f"{place} holds no adapter", "name a run directory whose training has ended, or an adapter's folder")
+        raise UsageError(f"{place} holds no adapter", hint)
     return last.adapter
+
+
+def find_states(place: str) -> tuple[ModelConfig, dict[str, Path]]:
+    """Return the base and, by state, the adapters of a run directory; or those of a single adapter from a folder or the hub."""
+    run = RunDir(Path(place))
+    if run.config.exists():
+        return Workflow.model_validate(read_json(run.config)["workflow"]).model, run.adapters()
+    folder = find_adapter(place)
+    config = read_json(folder / "adapter_config.json")
+    named = config.get("base_model_name_or_path")
+    if not named:
+        raise UsageError(f"adapter {place} does not say what its base is", "base_model_name_or_path in its adapter_config.json does")
+    embedded = {hub: name for name, hub in HUB_IDS.items()}
+    return ModelConfig(id=embedded.get(named, named), revision=config.get("revision")), {"adapter": folder}
 
 
 def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -181,23 +197,16 @@ def model_source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:
 
 def _require_hub(config: ModelConfig) -> None:
     """Fail in seconds, not after a minute of retries, when a hub model is neither cached nor within reach."""
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(config.id, "config.json", revision=config.revision), str):
         return
-    reachable = not constants.HF_HUB_OFFLINE
-    if reachable and not any(os.environ.get(k) for k in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
-        try:
-            hub = urlparse(constants.ENDPOINT)
-            socket.create_connection((hub.hostname, hub.port or (80 if hub.scheme == "http" else 443)), timeout=5).close()
-        except OSError:
-            reachable = False
-    if not reachable:
+    if not reachable():
         raise UsageError(f"model {config.id!r} is not in the local cache and the hub is out of reach", _model_hint(config))
 
 
 def _model_hint(config: ModelConfig) -> str:
-    return f"--model {EMBEDDED} is embedded; or name a folder with safetensors, or download {config.id} while online"
+    return f"--model {EMBEDDED} is embedded; or name a folder with safetensors, or, while online, opdcl fetch WORKFLOW"
 
 
 def _embedded_folder() -> Path:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from opdcl.hub import HUB_IDS
 from opdcl.rundir import RunDir, read_jsonl, write_atomic
 from opdcl.summary import (
     STATES,
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["harmless", "summarise", "write"]
 
-# Names under which the hub knows the embedded models; a model card links to those.
-HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 SAMPLES_PER_GROUP = 4
 LONGEST_PROMPT, LONGEST_ANSWER = 900, 700
 
@@ -113,6 +112,25 @@ def write(run: RunDir) -> list[Path]:
     return [run.path / name for name in files]
 
 
+def card(run: RunDir, state: str, base: str, place: str, license: str | None, datasets: list[str]) -> str:
+    """Return the model card of one adapter as the hub is to show it.
+
+    Args:
+        run: The run that made it.
+        state: Whose adapter it is: its results are the card's.
+        base: The base's hub id.
+        place: The hub id under which the adapter will be.
+        license: Its licence, if known.
+        datasets: Hub ids of what it learned from.
+    """
+    suites = load_suites(run)
+    context = _context(run, summarise_suites(run, suites), suites)
+    # Of its machine and places a public card says no more than the run's own does; its command may name private files.
+    facts = {name: value for name, value in context["facts"].items() if name not in ("command", "base") and not name.startswith("adapter ")}
+    changed = {"card_state": state, "base_model": base, "adapter_path": place, "datasets": datasets, "facts": facts}
+    return environment(markdown, escape=False).get_template("card.md.j2").render(context | changed | {"base": context["base"] | {"license": license}})
+
+
 def environment(show: Callable[[str], str], escape: bool) -> jinja2.Environment:
     """Return the templates' environment: every string printed passes through `show`, unless a filter marked it ready."""
     import jinja2
@@ -183,6 +201,8 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
         "version": manifest.get("opdcl"),
         "facts": _facts(run, manifest, base, adapters),
         "card_state": card_state,
+        "datasets": [],
+        "embedded": named in HUB_IDS,
         "adapter_path": next((adapters[s].get("path") for s in reversed(STATES) if s in adapters), None),
     }
 

@@ -44,7 +44,7 @@ def plan_run(workflow: Workflow, run: RunDir) -> list[Task]:
 
 def data_hashes(workflow: Workflow) -> dict[str, str]:
     """Check that every data source exists and is well-formed; return field -> hash of its content."""
-    from opdcl.data import load_rows, source_files
+    from opdcl.data import load_rows, pinned, source_files
     from opdcl.models import find_adapter
     from opdcl.plan import source_hash
     from opdcl.streams import STREAMS, stream_rows
@@ -66,7 +66,7 @@ def data_hashes(workflow: Workflow) -> dict[str, str]:
             if not os.path.isfile(path):
                 raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
             sources[f"eval.data.{suite}"] = path
-    hashes = {field: source_hash(source, source_files(source)) for field, source in sources.items()}
+    hashes = {field: source_hash(pinned(source), source_files(source)) for field, source in sources.items()}
     for field, place in workflow.adapters().items():
         folder = find_adapter(place)
         hashes[field] = hash_files([folder / "adapter_model.safetensors", folder / "adapter_config.json"])

@@ -194,7 +194,7 @@ def load_task(suite: str, config: EvalConfig) -> dict[str, Any]:
         loaded = manager.load([wanted])
     except (OSError, ConnectionError) as fault:
         raise UsageError(f"the data of suite {suite!r} cannot be had: {str(fault)[:200]}",
-                         f"name a local copy: --data {suite}=PATH") from fault  # fmt: skip
+                         f"name a local copy: --data {suite}=PATH; or, while online, opdcl fetch WORKFLOW") from fault  # fmt: skip
     if len(loaded["tasks"]) != 1:
         raise UsageError(f"suite {suite!r} is a group of {len(loaded['tasks'])} tasks", "name its tasks one by one")
     return loaded

@@ -19,6 +19,7 @@ LIGHT = (
     "data",
     "doctor",
     "errors",
+    "hub",
     "load",
     "output",
     "plan",
@@ -118,7 +119,7 @@ def test_help_answers_in_under_half_a_second(tmp_path):
 
 def test_help_names_every_command(opdcl):
     said = opdcl("--help")
-    for name in ("run", "finetune", "recover", "eval", "report", "compare", "chat", "export", "workflows", "config", "doctor"):
+    for name in ("run", "finetune", "recover", "eval", "report", "compare", "chat", "export", "push", "fetch", "workflows", "config", "doctor"):
         assert f" {name} " in said
 
 
