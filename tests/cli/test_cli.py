@@ -306,3 +306,10 @@ def test_doctor_finds_this_machine_fit(opdcl):
     found = {check["name"]: check for check in json.loads(opdcl("doctor", "--json"))}
     assert {"python", "torch", "trl", "memory", "disk", "device"} <= {*found}
     assert all(check["ok"] for check in found.values() if check["needed"])
+
+
+def test_doctor_leaves_with_4_where_something_is_missing(tmp_path):
+    hidden = "import importlib.metadata as m; real = m.version; m.version = lambda n: real('nowhere-to-be-found' if n == 'trl' else n)"
+    done = python(f"{hidden}\n{ENTRY}", "doctor", "--json", cwd=tmp_path)
+    assert [check["name"] for check in json.loads(done.stdout) if check["needed"] and not check["ok"]] == ["trl"]
+    assert done.returncode == 4
