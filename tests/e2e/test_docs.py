@@ -1,10 +1,11 @@
 """Every command, Python block and workflow fragment that a page shows, run page by page in reading order on a two-layer model.
 
 A page stays as its reader sees it. What makes it small lies around it: the cache holds a tiny model under the embedded one's
-name, the reader's own files are short, and sizes that the page leaves open are set smaller, before what the page itself sets.
+name, the reader's own files are short, and sizes are set smaller after what the page itself sets, which is checked by itself.
 """
 
 import functools
+import gc
 import json
 import os
 import re
@@ -38,8 +39,17 @@ CANNOT = {
     "opdcl --install-completion": "edits the files of the shell that started it",
     "opdcl --show-completion": "asks which shell started it",
 }
-# What would never end, or end this process: run with --dry-run.
-DRY = {"opdcl serve": "becomes the server"}
+# What would take too long, or end this process: run with --dry-run.
+DRY = {
+    "opdcl serve": "becomes the server",
+    "opdcl run quickstart arms.yaml": "six runs; tests/e2e/test_arms.py does such",
+}
+
+# What the reader of a page has done before.
+BEFORE = {
+    "docs/servers.md": ["opdcl finetune --data rows.jsonl -o runs/mine"],
+    "docs/troubleshooting.md": ["opdcl finetune --data rows.jsonl -o runs/mine", "opdcl workflows cp own-data mine.yaml"],
+}
 
 TRAIN = {"finetune.lora.r": 4, "finetune.lora.alpha": 8}
 RECOVER = {"recover.steps": 2, "recover.rollouts": 4, "recover.max_new_tokens": 4, "recover.domain_max_new_tokens": 4, "recover.validation_prompts": 2,
@@ -81,6 +91,7 @@ def reader(tmp_path, tiny_cache, monkeypatch) -> Path:
     for name, value in {"OPDCL_CACHE": tiny_cache, "HOME": tmp_path, "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}", "COLUMNS": 120}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.chdir(tmp_path)
+    gc.freeze()  # each training collects garbage, and what the session has loaded by now is none
     return tmp_path
 
 
@@ -96,9 +107,8 @@ def run_here(words: list[str]) -> None:
 
 
 def small(words: list[str]) -> list[str]:
-    """Set what the page leaves open to small values; what follows, the page's own, counts more."""
-    settings = SMALL.get(words[1], {})
-    return [*words[:2], *(word for key, value in settings.items() for word in ("--set", f"{key}={value}")), *words[2:]]
+    """Make a command's sizes small, whatever the page sets; only named flags count more."""
+    return [*words, *(word for key, value in SMALL.get(words[1], {}).items() for word in ("--set", f"{key}={value}"))]
 
 
 def unknown_words(words: list[str]) -> list[str]:
@@ -131,21 +141,23 @@ def run_line(line: str, folder: Path) -> None:
     if any(line.startswith(start) for start in CANNOT):
         return
     if words[0] == "opdcl":
+        if words[1] == "run" and "--dry-run" not in words:
+            run_here([*words, "--dry-run"])  # as the page says it, before its sizes are made small
         dry = ["--dry-run"] if any(line.startswith(start) for start in DRY) else []
-        run_here(small([*words[:2], *dry, *words[2:]]))
+        run_here([*words[:2], *dry, *words[2:]] if dry else small(words))
     else:
         done = subprocess.run(["sh", "-c", line], cwd=folder, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{line}\n{done.stderr}"
 
 
 def small_verb(verb):
-    """Return a verb of the Python API for which the page leaves open what is set small."""
+    """Return a verb of the Python API whose sizes are small, whatever the page sets."""
     sizes = SMALL["eval" if verb.__name__ == "evaluate" else verb.__name__]
     typed = {key: False if value == "false" else value for key, value in sizes.items()}
 
     @functools.wraps(verb)
     def smaller(*given, settings=None, **named):
-        return verb(*given, settings=typed | (settings or {}), **named)
+        return verb(*given, settings=(settings or {}) | typed, **named)
 
     return smaller
 
@@ -155,6 +167,8 @@ def small_verb(verb):
 def test_what_a_page_shows_works_in_reading_order(page, reader, monkeypatch):
     for verb in ("run", "finetune", "recover", "evaluate"):
         monkeypatch.setattr(opdcl, verb, small_verb(getattr(opdcl, verb)))
+    for line in BEFORE.get(page, ()):
+        run_line(line, reader)
     names: dict = {}
     for number, (_, language, title, body) in enumerate(BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))):
         text = textwrap.dedent(body)
