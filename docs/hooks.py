@@ -48,7 +48,8 @@ def commands() -> str:
         rows = [record for p in command.get_params(context) if (record := p.get_help_record(context))]
         usage = " ".join([words, *command.collect_usage_pieces(context)])
         parts += [f"### {words}\n", f"{command.help}\n", f"```text\n{usage}\n```\n"]
-        parts += ["| | |\n| --- | --- |", *(f"| `{_cell(name)}` | {_cell(meaning)} |" for name, meaning in rows), ""]
+        parts += ["| argument or option | |\n| --- | --- |"]
+        parts += [*(f"| `{_cell(name)}` | {_cell(meaning)} |" for name, meaning in rows), ""]
     return "\n".join(parts)
 
 

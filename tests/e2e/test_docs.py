@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ BEFORE = {
     "docs/troubleshooting.md": ["opdcl finetune --data rows.jsonl -o runs/mine", "opdcl workflows cp own-data mine.yaml"],
 }
 
-TRAIN = {"finetune.lora.r": 4, "finetune.lora.alpha": 8}
+TRAIN = {"finetune.lora.r": 4, "finetune.lora.alpha": 8, "finetune.epochs": 1}
 RECOVER = {"recover.steps": 2, "recover.rollouts": 4, "recover.max_new_tokens": 4, "recover.domain_max_new_tokens": 4, "recover.validation_prompts": 2,
            "recover.health.watch": "false"}  # fmt: skip
 EVAL = {"eval.limit": 4, "eval.max_new_tokens": 4}
@@ -61,6 +62,8 @@ SMALL = {
     "eval": EVAL,
     "run": TRAIN | RECOVER | EVAL | {"finetune.epochs": 0.02, "recover.domain_rollouts": 4},
 }
+
+FLAGS = {"--steps": 2, "--limit": 4, "--epochs": 1}
 
 
 @pytest.fixture(scope="session")
@@ -107,8 +110,9 @@ def run_here(words: list[str]) -> None:
 
 
 def small(words: list[str]) -> list[str]:
-    """Make a command's sizes small, whatever the page sets; only named flags count more."""
-    return [*words, *(word for key, value in SMALL.get(words[1], {}).items() for word in ("--set", f"{key}={value}"))]
+    """Make a command's sizes small, whatever the page sets."""
+    flagged = [f"{min(float(word), FLAGS[flag]):g}" if flag in FLAGS else word for flag, word in pairwise(["", *words])]
+    return [*flagged, *(word for key, value in SMALL.get(words[1], {}).items() for word in ("--set", f"{key}={value}"))]
 
 
 def unknown_words(words: list[str]) -> list[str]:
