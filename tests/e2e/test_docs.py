@@ -1,0 +1,221 @@
+"""Every command, Python block and workflow fragment that a page shows, run page by page in reading order on a two-layer model.
+
+A page stays as its reader sees it. What makes it small lies around it: the cache holds a tiny model under the embedded one's
+name, the reader's own files are short, and sizes are set smaller after what the page itself sets, which is checked by itself.
+"""
+
+import functools
+import gc
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+import opdcl
+from opdcl import cli
+from opdcl.data import load_rows
+from opdcl.output import Output
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")), "workflows/README.md"]
+BLOCK = re.compile(r"^( *)```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^\1```$", re.M | re.S)
+INLINE = re.compile(r"`(opdcl [^`]+)`")
+
+# What cannot run inside a test, by how it begins, and why. Those of opdcl are held against its options all the same.
+CANNOT = {
+    "make": "installs an environment, or runs all tests",
+    "python3 -m venv": "makes an environment",
+    "python -m venv": "makes an environment and installs vLLM",
+    ".venv/bin/pip": "installs from the package index",
+    "docker": "needs docker",
+    "opdcl --install-completion": "edits the files of the shell that started it",
+    "opdcl --show-completion": "asks which shell started it",
+}
+# What would take too long, or end this process: run with --dry-run.
+DRY = {
+    "opdcl serve": "becomes the server",
+    "opdcl run quickstart arms.yaml": "six runs; tests/e2e/test_arms.py does such",
+}
+
+# What the reader of a page has done before.
+BEFORE = {
+    "docs/servers.md": ["opdcl finetune --data rows.jsonl -o runs/mine"],
+    "docs/troubleshooting.md": ["opdcl finetune --data rows.jsonl -o runs/mine", "opdcl workflows cp own-data mine.yaml"],
+}
+
+TRAIN = {"finetune.lora.r": 4, "finetune.lora.alpha": 8, "finetune.epochs": 1}
+RECOVER = {"recover.steps": 2, "recover.rollouts": 4, "recover.max_new_tokens": 4, "recover.domain_max_new_tokens": 4, "recover.validation_prompts": 2,
+           "recover.health.watch": "false"}  # fmt: skip
+EVAL = {"eval.limit": 4, "eval.max_new_tokens": 4}
+SMALL = {
+    "finetune": TRAIN,
+    "recover": RECOVER,
+    "eval": EVAL,
+    "run": TRAIN | RECOVER | EVAL | {"finetune.epochs": 0.02, "recover.domain_rollouts": 4},
+}
+
+FLAGS = {"--steps": 2, "--limit": 4, "--epochs": 1}
+
+
+@pytest.fixture(scope="session")
+def tiny_cache(tiny_model, tmp_path_factory) -> Path:
+    """A cache in which the embedded model is the tiny one."""
+    cache = tmp_path_factory.mktemp("cache")
+    shutil.copytree(tiny_model, cache / "models" / "smollm2-135m")
+    (cache / "models" / "smollm2-135m" / "opdcl.json").write_text("{}")
+    return cache
+
+
+@pytest.fixture
+def reader(tmp_path, tiny_cache, monkeypatch) -> Path:
+    """A folder with what a reader brings along: rows, prompts, documents, and vLLM in a place of its own."""
+    rows = [{"question": f"What is the code of room {i}?", "answer": f"Code {i * 7}"} for i in range(12)]
+    for name in ("all-rows", "rows", "test-rows", "my-rows", "my-test-rows"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = [{"prompt": f"Write a line about the number {i}."} for i in range(10)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    (tmp_path / "my-changes.yaml").write_text("recover: {temperature: 0.9}\n")
+    for folder in ("faq", "documents"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "leave.md").write_text("# Leave\n\n## Who approves leave?\n\nPerpetua does.\n\n## How long is it?\n\nSix days.\nNot more.\n")
+    program = tmp_path / "vllm" / "bin" / "vllm"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(0o755)
+    for name, value in {"OPDCL_CACHE": tiny_cache, "HOME": tmp_path, "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}", "COLUMNS": 120}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.chdir(tmp_path)
+    gc.freeze()  # each training collects garbage, and what the session has loaded by now is none
+    return tmp_path
+
+
+def run_here(words: list[str]) -> None:
+    """Run one command in this process: a process of its own would load torch anew for each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", words)
+        patch.setattr(sys, "stdout", sys.stdout)  # the command line leads it to stderr for good
+        patch.setattr(cli, "output", Output())
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+    assert not left.value.code, f"{shlex.join(words)} ends with exit code {left.value.code}"
+
+
+def small(words: list[str]) -> list[str]:
+    """Make a command's sizes small, whatever the page sets."""
+    flagged = [f"{min(float(word), FLAGS[flag]):g}" if flag in FLAGS else word for flag, word in pairwise(["", *words])]
+    return [*flagged, *(word for key, value in SMALL.get(words[1], {}).items() for word in ("--set", f"{key}={value}"))]
+
+
+def unknown_words(words: list[str]) -> list[str]:
+    """Return the options, and commands, that opdcl does not have."""
+    command = get_command(cli.app)
+    rest = words[1:]
+    while rest and hasattr(command, "commands"):
+        if not rest[0].startswith("-"):
+            if rest[0] not in command.commands:
+                return [rest[0]]
+            command = command.commands[rest[0]]
+        elif rest[0] not in known_options(command):
+            return [rest[0]]
+        rest = rest[1:]
+    flags = [word.partition("=")[0] for word in (rest[: rest.index("--")] if "--" in rest else rest) if word.startswith("-")]
+    return [flag for flag in flags if flag not in known_options(command)]
+
+
+def known_options(command) -> set[str]:
+    return {"--help", *(name for parameter in command.params for name in parameter.opts)}
+
+
+def run_line(line: str, folder: Path) -> None:
+    """Run one line of a shell block."""
+    words = [word.removeprefix(".venv/bin/") for word in shlex.split(line, comments=True)]
+    if not words:
+        return
+    if words[0] == "opdcl":
+        assert unknown_words(words) == [], line
+    if any(line.startswith(start) for start in CANNOT):
+        return
+    if words[0] == "opdcl":
+        if words[1] == "run" and "--dry-run" not in words:
+            run_here([*words, "--dry-run"])  # as the page says it, before its sizes are made small
+        dry = ["--dry-run"] if any(line.startswith(start) for start in DRY) else []
+        run_here([*words[:2], *dry, *words[2:]] if dry else small(words))
+    else:
+        done = subprocess.run(["sh", "-c", line], cwd=folder, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+
+
+def small_verb(verb):
+    """Return a verb of the Python API whose sizes are small, whatever the page sets."""
+    sizes = SMALL["eval" if verb.__name__ == "evaluate" else verb.__name__]
+    typed = {key: False if value == "false" else value for key, value in sizes.items()}
+
+    @functools.wraps(verb)
+    def smaller(*given, settings=None, **named):
+        return verb(*given, settings=(settings or {}) | typed, **named)
+
+    return smaller
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_shows_works_in_reading_order(page, reader, monkeypatch):
+    for verb in ("run", "finetune", "recover", "evaluate"):
+        monkeypatch.setattr(opdcl, verb, small_verb(getattr(opdcl, verb)))
+    for line in BEFORE.get(page, ()):
+        run_line(line, reader)
+    names: dict = {}
+    for number, (_, language, title, body) in enumerate(BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))):
+        text = textwrap.dedent(body)
+        file = reader / (title or f"block-{number}.{language}")
+        if language in ("yaml", "json") and not file.exists():
+            file.write_text(text)
+        match language:
+            case "" | "sh" | "console":
+                for line in text.splitlines():
+                    run_line(line.strip(), reader)
+            case "python":
+                exec(compile(text, f"{page}, block {number}", "exec"), names)
+            case "yaml":
+                (reader / "least.yaml").write_text("finetune: {data: rows.jsonl}\n")
+                run_here(["opdcl", "config", "validate", "least.yaml", file.name])
+            case "json":
+                (reader / "shown.jsonl").write_text(text)
+                assert load_rows("shown.jsonl")
+            case other:
+                assert other == "text", f"a block of {page} is neither run nor marked as text"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_within_sentences_exist(page):
+    shown = INLINE.findall((ROOT / page).read_text(encoding="utf-8"))
+    assert {command: bad for command in shown if "COMMAND" not in command and (bad := unknown_words(shlex.split(command)))} == {}
+
+
+@pytest.mark.parametrize("line", ["opdcl recovr runs/x", "opdcl recover runs/x --stepz 3", "opdcl workflows list", "opdcl --verzion", "opdcl serve x --prot 1 -- --y"])
+def test_what_does_not_exist_is_noticed(line, reader):
+    assert unknown_words(shlex.split(line))
+    with pytest.raises(AssertionError):
+        run_line(line, reader)
+
+
+def test_a_command_that_fails_is_noticed(reader):
+    with pytest.raises(AssertionError, match="exit code 2"):
+        run_line("opdcl report nowhere", reader)
+    with pytest.raises(AssertionError):
+        run_line("head -n 1 nowhere.jsonl", reader)
+
+
+def test_nothing_is_excused_that_no_page_shows():
+    lines = [line.strip() for page in PAGES for _, language, _, body in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")) if not language
+             for line in body.splitlines()]  # fmt: skip
+    assert [start for start in (*CANNOT, *DRY) if not any(line.startswith(start) for line in lines)] == []

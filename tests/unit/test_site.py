@@ -1,0 +1,96 @@
+"""The documentation site: what it says of the code is so, and it builds without a warning."""
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opdcl.load import describe_fields, workflow_files
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def said(node: ast.AST) -> str:
+    """Return a string of the source with … for what is put into it."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    return "".join(v.value if isinstance(v, ast.Constant) else "'…'" if v.conversion == ord("r") else "…" for v in node.values)
+
+
+@pytest.fixture(scope="module")
+def strings() -> list[str]:
+    """All strings of the package."""
+    found = []
+    for file in (ROOT / "opdcl").rglob("*.py"):
+        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        found += [said(n) for n in nodes if isinstance(n, ast.JoinedStr) or (isinstance(n, ast.Constant) and isinstance(n.value, str))]
+    return found
+
+
+def messages() -> list[str]:
+    return re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.M)
+
+
+def test_the_page_of_messages_has_been_read():
+    assert len(messages()) > 60
+    assert len(set(messages())) == len(messages())
+
+
+@pytest.mark.parametrize("message", messages())
+def test_each_message_that_has_a_remedy_is_one_that_the_code_says(message, strings):
+    assert any(message in string for string in strings)
+
+
+def test_a_message_that_nobody_says_is_noticed(strings):
+    assert not any("the disk or quota is fool: …" in string for string in strings)
+
+
+def test_the_reference_names_every_command_option_and_setting(hooks):
+    shown = hooks.commands()
+    for words, command in hooks.every_command():
+        part = shown.partition(f"### {words}\n")[2].partition("\n### ")[0]
+        assert command.help in part
+        assert [name for p in command.params for name in p.opts if name not in part] == []
+    assert {"opdcl run", "opdcl eval", "opdcl config schema", "opdcl workflows cp"} <= {words for words, _ in hooks.every_command()}
+    assert [key for key, *_ in describe_fields() if f"| `{key}` |" not in hooks.settings()] == []
+
+
+def test_each_recipe_is_shown_and_linked(hooks):
+    page = hooks.recipes()
+    for name, file in workflow_files().items():
+        assert file.read_text(encoding="utf-8").rstrip() in page
+        assert f"](#{hooks.anchor(name)})" in page
+
+
+def test_nothing_is_loaded_from_elsewhere():
+    pictures = (DOCS / "images").glob("*.svg")
+    for file in (ROOT / "mkdocs.yml", *DOCS.glob("*.md"), *DOCS.glob("*.css"), *pictures):
+        text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert re.findall(r"(?:src|href)=\"https?://|url\(https?:|@import|!\[[^]]*\]\(https?:", text) == [], file.name
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs", reason="the site's own packages are the extra docs")
+    done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in tmp_path.glob("*.html")}
+    assert "recover.general_per_domain" in pages["settings"]
+    assert "--learning-rate" in pages["command-line"]
+    assert [name for name, page in pages.items() if re.search(r"<(?:link|script|img)[^>]+(?:href|src)=\"?https?://", page)] == []
+    assert not any("<!-- opdcl:" in page for page in pages.values())
