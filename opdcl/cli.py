@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -14,6 +12,7 @@ import typer
 
 from opdcl import __version__, processes
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
+from opdcl.faults import translate
 from opdcl.output import Output
 
 app = typer.Typer(
@@ -71,34 +70,11 @@ def main() -> None:
                 sys.exit(2)
             output.error(UsageError(fault.format_message(), "opdcl --help"))
             sys.exit(2)
-        known = _translate(fault)
+        known = translate(fault)
         if processes.rank():  # what befell this one alone, no other will say
             output.mode, known.message = "quiet", f"process {processes.rank()}: {known.message}"
         output.error(known)
         sys.exit(known.exit_code)
-
-
-def _translate(fault: Exception) -> OpdclError:
-    """Word the faults of the machine for people; anything else is named with its type."""
-    # Libraries in Rust wrap the system's error into their own, and keep its number in the text only.
-    wrapped = re.search(r"os error (\d+)", str(fault))
-    number = fault.errno if isinstance(fault, OSError) else int(wrapped[1]) if wrapped else None
-    where = getattr(fault, "filename", None) or fault
-    if number in (errno.EFBIG, errno.ENOSPC, errno.EDQUOT):
-        return OpdclError(f"the disk or quota is full: {where}", "free some space and run the same command again")
-    if number == errno.ENAMETOOLONG:
-        return UsageError(f"this name is too long for a file: {str(where)[:60]}...", "choose a shorter one")
-    if number == errno.EROFS:
-        return OpdclError(f"this file system is read-only: {where}", "choose another directory with -o")
-    if isinstance(fault, PermissionError):
-        return OpdclError(f"no permission: {fault.filename}", "choose another directory with -o")
-    if "out of memory" in str(fault).lower() or isinstance(fault, MemoryError):
-        return OpdclError("out of memory", "--set recover.micro_batch_tokens=1024, or smaller batches")
-    if processes.count() > 1 and any(word in str(fault).lower() for word in ("gloo", "nccl", "connection")):
-        return OpdclError("another process has ended", "what it said last is its reason; the same command goes on")
-    if "DataLoader worker" in str(fault):
-        return OpdclError("a process that loads data was killed", "the same command goes on from the last checkpoint; fewer workers need less memory")
-    return OpdclError(f"{type(fault).__name__}: {str(fault)[:500]}", "OPDCL_DEBUG=1 shows the traceback")
 
 
 def _mode(json: bool, quiet: bool) -> None:

@@ -37,6 +37,12 @@ CANNOT = {
     "python -m venv": "makes an environment and installs vLLM",
     ".venv/bin/pip": "installs from the package index",
     "docker": "needs docker",
+    "git clone": "fetches from the network",
+    "ollama": "needs Ollama",
+    "accelerate launch": "takes a GPU for each process; tests/e2e/test_processes.py launches its configurations",
+    "opdcl run qwen3": "takes GPUs and a model from the hub",
+    "opdcl push": "needs the hub; tests/e2e/test_hub.py has one of its own",
+    "opdcl export runs/mine -o gguf": "needs llama.cpp's converter; tests/unit/test_export.py",
     "opdcl --install-completion": "edits the files of the shell that started it",
     "opdcl --show-completion": "asks which shell started it",
 }
@@ -48,6 +54,8 @@ DRY = {
 
 # What the reader of a page has done before.
 BEFORE = {
+    "docs/processes.md": ["opdcl finetune --data rows.jsonl -o runs/mine"],
+    "docs/export.md": ["opdcl finetune --data rows.jsonl -o runs/mine", "opdcl workflows cp own-data mine.yaml"],
     "docs/servers.md": ["opdcl finetune --data rows.jsonl -o runs/mine"],
     "docs/troubleshooting.md": ["opdcl finetune --data rows.jsonl -o runs/mine", "opdcl workflows cp own-data mine.yaml"],
 }
