@@ -76,9 +76,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("container.json"))
     options = parser.parse_args()
     engine = Engine(options.engine, shlex.split(options.run))
-    # Not under /tmp alone: a host folder that is mounted must be open to the other user on its whole way.
     with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
+        os.chmod(folder, 0o755)  # a folder that is mounted must be open to the other user on its whole way
         seconds = build(engine, options, Path(folder))
         record = {"date": date.today().isoformat(), "machine": machine(), "engine": engine.ask("--version"), "base": options.base or "as in the Dockerfile",
                   "build_seconds": seconds, "layers": layers(engine)}  # fmt: skip
