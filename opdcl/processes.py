@@ -71,9 +71,10 @@ def launch(number: int) -> int:
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
               "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // number)))}  # fmt: skip
-    # In sessions of their own, so that a Ctrl-C reaches each of them once, through us.
+    # In sessions of their own, so that a Ctrl-C reaches each of them once, through us; -P, so that no folder here is taken
+    # for a package.
     started = [
-        subprocess.Popen([sys.executable, "-m", "opdcl", *sys.argv[1:]], env=os.environ | common | {"RANK": str(i), "LOCAL_RANK": str(i)},
+        subprocess.Popen([sys.executable, "-P", "-m", "opdcl", *sys.argv[1:]], env=os.environ | common | {"RANK": str(i), "LOCAL_RANK": str(i)},
                          start_new_session=True)
         for i in range(number)
     ]  # fmt: skip

@@ -64,7 +64,7 @@ def test_the_reference_names_every_command_option_and_setting(hooks):
     for words, command in hooks.every_command():
         part = shown.partition(f"### {words}\n")[2].partition("\n### ")[0]
         assert command.help in part
-        assert [name for p in command.params for name in p.opts if name not in part] == []
+        assert [name for p in command.params for name in ([p.metavar or p.name] if p.param_type_name == "argument" else p.opts) if name not in part] == []
     assert {"opdcl run", "opdcl eval", "opdcl config schema", "opdcl workflows cp"} <= {words for words, _ in hooks.every_command()}
     assert [key for key, *_ in describe_fields() if f"| `{key}` |" not in hooks.settings()] == []
 
