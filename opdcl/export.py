@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 Format = Literal["merged", "adapter", "gguf"]
 SCRIPT = "convert_hf_to_gguf.py"
 # Largest mean gap, in nats per token, between the log-probabilities of a GGUF file and of what it was made from: some ten
-# times what benchmarks/exported.json shows for each type. A tensor in the wrong place costs whole nats.
-LARGEST_GAP = {"f32": 0.001, "f16": 0.01, "bf16": 0.1, "q8_0": 0.1}
+# times what benchmarks/exported.json shows for each type.
+LARGEST_GAP = {"f32": 0.001, "f16": 0.01, "bf16": 0.1, "q8_0": 0.4}
 PROOF_PROMPTS, PROOF_TOKENS = 4, 32
 
 
