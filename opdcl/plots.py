@@ -136,7 +136,7 @@ def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> str | None:
             if checked:
                 step, value = checked[-1]
                 _label(axes, f"held-out {value:.2f}", (step, value), (0, 9), ha="right", va="bottom", color=colour)
-            top = max((v for _, v in seen + checked), default=1.0)
+            top = max((v for _, v in seen + checked), default=0.0) or 1.0
             axes.set_ylim(-0.04 * top, 1.12 * top)
             axes.set_title(f"{stream.capitalize()} prompts, teacher {teacher}: KL in nats per token")
             _whole_steps(axes)

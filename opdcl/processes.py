@@ -79,13 +79,13 @@ def launch(number: int) -> int:
         for i in range(number)
     ]  # fmt: skip
 
-    def hand_on(number, frame):
+    def hand_on(which, frame):
         for process in started:
             if process.poll() is None:
-                process.send_signal(number)
+                process.send_signal(which)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, hand_on)
+    for which in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(which, hand_on)
     deadline: float | None = None
     while running := [process for process in started if process.poll() is None]:
         if deadline is None and (bad := [p.returncode for p in started if p.returncode]):

@@ -75,14 +75,13 @@ def is_out_of_memory(fault: BaseException) -> bool:
 
 
 def finite_or_skipped(trainer: Trainer, model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
-    """Add up the step's gradient over the processes, and return its loss; where any of it is not finite, drop it and tell.
+    """Return the loss of a step whose gradient is ready; where any of it is not finite, drop the gradient and tell.
 
     Without gradients the optimizer leaves the weights alone, its moments included: as if the step had not been.
 
     Raises:
         OpdclError: It is the second such step.
     """
-    processes.add_gradients(model)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if math.isfinite(float(loss)) and (not gradients or bool(torch.stack([g.isfinite().all() for g in gradients]).all())):
         return loss

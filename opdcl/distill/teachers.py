@@ -216,7 +216,8 @@ class Separate(Teacher):
 
     @contextlib.contextmanager
     def writer(self) -> Iterator[PreTrainedModel]:
-        yield self.model
+        with processes.whole(self.model):
+            yield self.model
 
 
 class Remote(Teacher):

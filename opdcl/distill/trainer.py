@@ -152,6 +152,7 @@ class RecoveryTrainer(DistillationTrainer):
                 # Nothing is lost but time: the step is graded anew, from no gradient, in smaller pieces.
                 model.zero_grad()
                 self._halve_micro_batches(rollouts)
+        processes.add_gradients(model)
         for name, value in self._summary(rollouts, sums).items():
             self._metrics["train"][name].append(value)
         return finite_or_skipped(self, model, torch.tensor(sums["loss"] / sums["tokens"], device=self.args.device))

@@ -157,6 +157,7 @@ class AnswerTrainer(SFTTrainer):
                     raise
                 model.zero_grad()
                 self._cut_finer(mine)
+        processes.add_gradients(model)
         loss = torch.stack(losses).sum()
         return finite_or_skipped(self, model, loss.new_tensor(processes.total({"loss": float(loss)})["loss"]))
 

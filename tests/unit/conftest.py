@@ -58,3 +58,24 @@ def three(make) -> list[RunDir]:
         make("general", 28, 12, method="general"),
         make("scaled", 20, 20, method="interpolate"),
     ]
+
+
+@pytest.fixture
+def memory_for():
+    """Let a training pass of more than so many rows through a decoder layer end with a fault, as it does where memory ends."""
+    import torch
+    from torch.nn.modules.module import register_module_forward_pre_hook
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    hooks = []
+
+    def limit(rows: int, fault: BaseException) -> None:
+        def check(module, given):
+            if isinstance(module, LlamaDecoderLayer) and torch.is_grad_enabled() and len(given[0]) > rows:
+                raise fault
+
+        hooks.append(register_module_forward_pre_hook(check))
+
+    yield limit
+    for hook in hooks:
+        hook.remove()

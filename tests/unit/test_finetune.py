@@ -85,26 +85,17 @@ def learn(tmp_path, tiny_model):
 
 
 @pytest.mark.parametrize("fault", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("std::bad_alloc")])
-def test_out_of_memory_cuts_the_batch_and_changes_no_gradient(learn, monkeypatch, caplog, fault):
+def test_out_of_memory_cuts_the_batch_and_changes_no_gradient(learn, memory_for, caplog, fault):
     whole, steps = learn("whole")
-
-    def small_only(model, sequences, *args):
-        if len(sequences) > 2:
-            raise fault
-        return answer_states(model, sequences, *args)
-
-    monkeypatch.setattr("opdcl.stages.finetune.answer_states", small_only)
+    memory_for(2, fault)
     cut, cut_steps = learn("cut")
     assert cut_steps == [pytest.approx(step, rel=1e-3) for step in steps]  # Adam alone would hide a factor
     assert all(torch.allclose(cut[name], whole[name], atol=2e-5) for name in whole)
     assert "cut into 4" in caplog.text
 
 
-def test_a_row_too_long_for_memory_is_an_error_with_a_hint(learn, monkeypatch):
-    def never(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr("opdcl.stages.finetune.answer_states", never)
+def test_a_row_too_long_for_memory_is_an_error_with_a_hint(learn, memory_for):
+    memory_for(0, torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(OpdclError, match="does not fit") as caught:
         learn("never")
     assert "max_length" in caught.value.hint

@@ -194,17 +194,11 @@ def test_a_token_whose_probability_the_sampler_saw_otherwise_is_left_out_and_cou
 
 
 @pytest.mark.parametrize("fault", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
-def test_out_of_memory_halves_the_micro_batch_and_changes_no_gradient(trainer, monkeypatch, fault):
+def test_out_of_memory_halves_the_micro_batch_and_changes_no_gradient(trainer, memory_for, fault):
     inputs = [{"step": 0}]
     whole = step_gradient(trainer, inputs)
     assert trainer.micro_batch_tokens == 1024
-
-    def small_only(model, batch, *args):
-        if len(batch) > 1 and model.training:
-            raise fault
-        return answer_states(model, batch, *args)
-
-    monkeypatch.setattr("opdcl.distill.trainer.answer_states", small_only)
+    memory_for(1, fault)
     halved = step_gradient(trainer, inputs)
     assert float((halved - whole).norm()) < 1e-3 * float(whole.norm())
     assert trainer.micro_batch_tokens < 32
@@ -217,11 +211,8 @@ def step_gradient(trainer, inputs):
     return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
 
 
-def test_a_sequence_too_long_for_memory_is_an_error_with_a_hint(trainer, monkeypatch):
-    def never(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr("opdcl.distill.trainer.answer_states", never)
+def test_a_sequence_too_long_for_memory_is_an_error_with_a_hint(trainer, memory_for):
+    memory_for(0, torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(OpdclError, match="does not fit") as caught:
         trainer.training_step(trainer.model, [{"step": 0}])
     assert "max_new_tokens" in caught.value.hint
