@@ -106,7 +106,7 @@ def worded(fault: Exception, wanted: Repository) -> OpdclError:
         case IncompleteSnapshotError():
             return UsageError(f"{name} is only in part in the local cache and the hub is out of reach", FETCH_HINT)
         case LocalEntryNotFoundError() | DryRunError() | OfflineModeIsEnabled():
-            return UsageError(f"{name} is no path here, is not in the local cache, and the hub is out of reach", FETCH_HINT)
+            return UsageError(f"{name} is no path here, is not in the local cache, and the hub is out of reach", f"check the name; {FETCH_HINT}")
         case HfHubHTTPError():
             return OpdclError(f"{name}: the hub answered: {_first_line(fault)}", "check HF_TOKEN and its rights, or try again later")
     return OpdclError(f"{name}: {type(fault).__name__}: {_first_line(fault)}", "check the connection, or try again later")

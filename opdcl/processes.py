@@ -69,16 +69,20 @@ def launch(number: int) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-              "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // number)))}  # fmt: skip
-    # In sessions of their own, so that a Ctrl-C reaches each of them once, through us; -P, so that no folder here is taken
-    # for a package.
-    started = [
-        subprocess.Popen([sys.executable, "-P", "-m", "opdcl", *sys.argv[1:]], env=os.environ | common | {"RANK": str(i), "LOCAL_RANK": str(i)},
-                         start_new_session=True)
-        for i in range(number)
-    ]  # fmt: skip
+    # Their copies of the run lie in a folder of ours, which goes whatever becomes of them.
+    with tempfile.TemporaryDirectory(prefix="opdcl-") as scratch:
+        common = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TMPDIR": scratch,
+                  "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // number)))}  # fmt: skip
+        # In sessions of their own, so that a Ctrl-C reaches each of them once, through us; -P, so that no folder here is taken
+        # for a package.
+        command = [sys.executable, "-P", "-m", "opdcl", *sys.argv[1:]]
+        return _see_through([
+            subprocess.Popen(command, env=os.environ | common | {"RANK": str(i), "LOCAL_RANK": str(i)}, start_new_session=True) for i in range(number)
+        ])  # fmt: skip
 
+
+def _see_through(started: list[subprocess.Popen]) -> int:
+    """Hand signals on to processes until all have ended; where one fails the others must soon follow."""
     def hand_on(which, frame):
         for process in started:
             if process.poll() is None:

@@ -101,11 +101,12 @@ def test_when_one_process_dies_all_end_and_the_run_goes_on_later(alone, project,
     shutil.rmtree(tmp_path / "run" / "evals" / "tuned")
     words = ["run", "tiny.yaml", "-o", str(tmp_path / "run"), *SETTINGS, "--set", "eval.limit=40", "--num-processes", "2"]
     started = subprocess.Popen([*OPDCL, *words], cwd=project, env=ENV | {"TMPDIR": str(scratch(tmp_path))}, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: len(list((tmp_path / "scratch").glob("opdcl-*/run/evals/*/.*.partial.jsonl"))) == 1, started)
+    wait_for(lambda: len(list((tmp_path / "scratch").glob("opdcl-*/opdcl-*/run/evals/*/.*.partial.jsonl"))) == 1, started)
     os.kill(second_of(started.pid), signal.SIGKILL)
     said = started.communicate(timeout=60)[1]
     assert started.returncode not in (0, None)
     assert "another process has ended" in said
+    assert not list((tmp_path / "scratch").glob("opdcl-*"))
     done = opdcl(*words, cwd=project)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run/evals/tuned/instructions.samples.jsonl").read_text().splitlines()]
