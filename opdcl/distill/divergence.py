@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from opdcl.config import LossSection, RewardSection
-from opdcl.distill.opinion import Hidden, Opinion, shared_rows
+from opdcl.distill.opinion import Hidden, Opinion, rows_at_once, shared_rows
 
 # Positions projected onto the vocabulary at once: 256 x 49,152 fp32 logits are 50 MB.
 CHUNK = 256
@@ -181,25 +181,29 @@ class _TokenLoss(torch.autograd.Function):
         )
         for start in range(0, len(student_NH), CHUNK):
             part = slice(start, start + CHUNK)
-            log_p = torch.log_softmax((student_NH[part] @ weight_VH.T).float() / temperature, -1)
-            log_q = teacher.log_probs(part, len(weight_VH), temperature)
-            p = log_p.exp()
-            logprob_N[part] = log_p.gather(-1, token_N[part, None])[:, 0]
-            teacher_entropy_N[part] = teacher.entropy(part, log_q)
-            student_entropy_N[part] = -(p * log_p).sum(-1)
-            if cost:
-                with torch.enable_grad():
-                    leaf = log_p.requires_grad_()
-                    loss = cost(leaf, log_q, part)
-                    (slope,) = torch.autograd.grad(loss.sum(), leaf)
-                loss_N[part], log_p = loss.detach(), log_p.detach()
-                kl_N[part] = teacher.kl(part, log_p, log_q)
-                grad_logits = slope.sub_(p.mul_(slope.sum(-1, keepdim=True)))
-            else:
-                ratio = log_p.sub_(log_q)
-                loss_N[part] = kl_N[part] = kl = (p * ratio).sum(-1)
-                grad_logits = ratio.sub_(kl[:, None]).mul_(p)
-            grad_NH[part] = grad_logits.div_(temperature).to(weight_VH.dtype) @ weight_VH
+            student = Hidden(student_NH, weight_VH).log_probs(part, len(weight_VH), temperature)
+            theirs = teacher.log_probs(part, len(weight_VH), temperature)
+            block = rows_at_once(student)
+            # Each block of `student` ends as the gradient of its logits.
+            for first, log_p, log_q in zip(itertools.count(start, block), student.split(block), theirs.split(block), strict=False):
+                at = slice(first, first + len(log_p))
+                p = log_p.exp()
+                logprob_N[at] = log_p.gather(-1, token_N[at, None])[:, 0]
+                teacher_entropy_N[at] = teacher.entropy(at, log_q)
+                student_entropy_N[at] = -(p * log_p).sum(-1)
+                if cost:
+                    with torch.enable_grad():
+                        leaf = log_p.detach().requires_grad_()
+                        loss = cost(leaf, log_q, at)
+                        (slope,) = torch.autograd.grad(loss.sum(), leaf)
+                    loss_N[at] = loss.detach()
+                    kl_N[at] = teacher.kl(at, log_p, log_q)
+                    torch.sub(slope, p.mul_(slope.sum(-1, keepdim=True)), out=log_p).div_(temperature)
+                else:
+                    ratio = log_p.sub_(log_q)
+                    loss_N[at] = kl_N[at] = kl = (p * ratio).sum(-1)
+                    ratio.sub_(kl[:, None]).mul_(p).div_(temperature)
+            grad_NH[part] = student.to(weight_VH.dtype) @ weight_VH
         if cap is not None:
             grad_NH[loss_N > cap] = 0
             loss_N.clamp_(max=cap)

@@ -39,9 +39,13 @@ class Hidden:
     states_NH: torch.Tensor
     head_VH: torch.Tensor
 
+    @torch.no_grad()
     def log_probs(self, part: slice, rows: int, temperature: float) -> torch.Tensor:
         head_VH = self.head_VH[:rows]
-        return torch.log_softmax((self.states_NH[part].to(head_VH.dtype) @ head_VH.T).float() / temperature, -1)
+        logits = (self.states_NH[part].to(head_VH.dtype) @ head_VH.T).float()
+        for block in logits.split(rows_at_once(logits)):
+            block.copy_(torch.log_softmax(block / temperature, -1))
+        return logits
 
     def entropy(self, part: slice, log_q: torch.Tensor) -> torch.Tensor:
         return -(log_q.exp() * log_q).sum(-1)
@@ -94,6 +98,11 @@ class Likeliest:
 
     def to(self, device: torch.device) -> Likeliest:
         return Likeliest(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+def rows_at_once(logits_NV: torch.Tensor) -> int:
+    """Return how many positions to work on at once: on a processor, so few that they stay in its cache between operations."""
+    return 8 if logits_NV.device.type == "cpu" else max(1, len(logits_NV))
 
 
 def shared_rows(weight_VH: torch.Tensor, teacher: Opinion) -> int:
