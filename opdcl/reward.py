@@ -101,13 +101,17 @@ def reward_rows(config: RewardSection) -> list[Row]:
     metric = config.metric or next(iter(task.aggregation()))
     if not task.higher_is_better().get(metric, True):
         raise UsageError(f"recover.reward.metric: of {metric} less is better, so it is no reward", f"{config.suite} has {', '.join(task.aggregation())}")
-    rows = []
+    rows: list[Row] = []
+    asked_before: dict[str, int] = {}
     for number, doc in enumerate(task.eval_docs):
         asked = task.fewshot_context(doc, task.config.num_fewshot or 0, apply_chat_template=True, chat_template=_as_json,
                                      gen_prefix=task.doc_to_prefix(doc))  # fmt: skip
         messages = json.loads(asked)
         if messages[-1]["role"] != "user":
             raise UsageError(f"recover.reward.suite: {config.suite} begins the answer itself", "choose a suite that only asks")
+        if (first := asked_before.setdefault(asked, number)) != number:
+            raise UsageError(f"recover.reward.suite: documents {first} and {number} of {config.suite} ask the same",
+                             "keep one of them: an answer must have one score")  # fmt: skip
         rows.append(Row(messages, None, None, f"{config.suite} document {number}"))
     return rows
 

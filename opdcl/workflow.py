@@ -122,6 +122,7 @@ def _open(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Outp
     refuse_foreign(run)
     tasks = plan_run(workflow, run)
     check_tasks(workflow)
+    check_servers(workflow, tasks)
     stale = [t for t in tasks if t.action == "stale"]
     if stale and not force:
         raise UsageError(
@@ -147,6 +148,7 @@ def describe(workflow: Workflow, run: RunDir) -> tuple[list[list[str]], dict[str
     workflow = inherit(workflow)
     tasks = plan_run(workflow, run)
     check_tasks(workflow)
+    check_servers(workflow, tasks)
     from opdcl.estimate import estimate
 
     sizes = estimate(workflow, tasks)
@@ -219,6 +221,18 @@ def check_tasks(workflow: Workflow) -> None:
 
         for suite in workflow.eval.suites():
             load_task(suite, workflow.eval)
+
+
+def check_servers(workflow: Workflow, tasks: list[Task]) -> None:
+    """Ask the servers that open tasks will need whether they let us in."""
+    from opdcl.distill.server import knock
+
+    needed = {task.name for task in tasks if task.action != "skip"}
+    servers = [workflow.eval.server] if workflow.eval and "eval" in needed else []
+    if workflow.recover and "recover" in needed:
+        servers += [workflow.recover.server, *(teacher.server for teacher in workflow.recover.all_teachers().values())]
+    for server in filter(None, servers):
+        knock(server)
 
 
 class Session:

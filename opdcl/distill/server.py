@@ -58,13 +58,7 @@ class Server:
 
     def __init__(self, config: ServerSection, vocabulary: int, tell: Callable[[str], None] = lambda text: None):
         self.config, self.vocabulary, self.tell = config, vocabulary, tell
-        key = os.environ.get(KEY)
-        self._client = httpx2.Client(
-            base_url=config.url.rstrip("/").removesuffix("/v1") + "/",
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx2.Timeout(config.timeout),
-            limits=httpx2.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency),
-        )
+        self._client = _client(config)
         self._closed = threading.Event()
         self._work: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = queue.SimpleQueue()
         # Daemons, not a pool: who leaves must not wait for an answer that may never come.
@@ -257,13 +251,41 @@ class Server:
             self._load(name)  # it has been started anew since
             raise _Gone("it had lost an adapter, which is loaded again")
         if response.status_code >= 400:
-            hint = f"set {KEY}" if response.status_code in (401, 403) else "check server.url, server.model and server.top_k"
-            raise UsageError(f"the server at {self.config.url} refuses: status {response.status_code}, {response.text[:300]}", hint)
+            raise _refused(self.config, response)
         self._waits = False
         try:
             return read(response)
         except (ValueError, KeyError, TypeError, AttributeError) as fault:
             raise _Garbled(f"the answer cannot be read: {type(fault).__name__} {fault}"[:200]) from fault
+
+
+def knock(config: ServerSection) -> None:
+    """Ask a server for its models, once, so that one which refuses us is known before anything is computed.
+
+    That it does not answer is no reason to stop: it may be started until it is needed.
+
+    Raises:
+        UsageError: It refuses.
+    """
+    with _client(config) as client, contextlib.suppress(httpx2.TransportError):
+        response = client.get("v1/models", timeout=5)
+        if response.status_code in (401, 403, 404):
+            raise _refused(config, response)
+
+
+def _client(config: ServerSection) -> httpx2.Client:
+    key = os.environ.get(KEY)
+    return httpx2.Client(
+        base_url=config.url.rstrip("/").removesuffix("/v1") + "/",
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        timeout=httpx2.Timeout(config.timeout),
+        limits=httpx2.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency),
+    )
+
+
+def _refused(config: ServerSection, response: httpx2.Response) -> UsageError:
+    hint = f"set {KEY}" if response.status_code in (401, 403) else "check server.url, server.model and server.top_k"
+    return UsageError(f"the server at {config.url} refuses: status {response.status_code}, {response.text[:300]}", hint)
 
 
 def _choice(answer: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,9 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args): ...
 
     def do_GET(self):
+        if self.server.faults[:1] == [401]:
+            self._send({"error": {"message": "this is a 401"}}, self.server.faults.pop(0))
+            return
         listed = [{"id": name} for name in self.server.names]
         self._send({"data": [*listed, *({"id": name, "parent": self.server.names[0]} for name in ("tuned", *self.server.adapters))]})
 

@@ -272,6 +272,14 @@ def test_a_reward_that_there_is_not_is_refused_before_anything_runs(reward, said
         reward_rows(RewardSection(**REWARDED | reward))
 
 
+def test_two_documents_that_ask_the_same_are_refused(monkeypatch):
+    (task,) = load_task("instructions_train", EvalConfig())["tasks"].values()
+    documents = task.eval_docs.select([0, 1, 0])
+    monkeypatch.setattr(type(task), "eval_docs", property(lambda self: documents))
+    with pytest.raises(UsageError, match="documents 0 and 2 of instructions_train ask the same"):
+        reward_rows(RewardSection(**REWARDED))
+
+
 def test_the_group_stands_together_in_the_schedule():
     from opdcl.distill.schedule import plan_steps
 

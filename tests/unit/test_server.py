@@ -233,6 +233,22 @@ def test_the_key_comes_from_the_environment_and_goes_to_the_server_alone(backbon
     assert "s3cret" not in caught.value.message + caught.value.hint
 
 
+def test_a_server_that_refuses_us_is_known_before_anything_runs(backbone, elsewhere, tmp_path):
+    from opdcl.config import Workflow
+    from opdcl.rundir import RunDir
+    from opdcl.workflow import describe
+
+    with serving(elsewhere) as server:
+        workflow = Workflow(finetune={"data": "handbook"}, recover={"general": "everyday", "general_teacher": {"kind": "remote", "server": {"url": server.url}},
+                                                                    "loss": {"kind": "policy_gradient"}})  # fmt: skip
+        describe(workflow, RunDir(tmp_path / "run"))
+        server.faults = [401]
+        with pytest.raises(UsageError, match="refuses: status 401") as caught:
+            describe(workflow, RunDir(tmp_path / "run"))
+        assert KEY in caught.value.hint
+    describe(workflow, RunDir(tmp_path / "run"))  # gone: it may come back until it is needed
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host/v1", "http://user:word@host/v1", "http://"])
 def test_a_place_that_is_none_or_that_holds_a_secret_is_refused(url):
     with pytest.raises(ValueError, match="url"):
