@@ -109,6 +109,8 @@ def execute_all(flow: Workflow, origins: dict[str, str], out: Path, output: Outp
     processes.by_first(lambda: refuse_folder(out))
     runs = expand(flow, out)
     finished: list[RunDir] = []
+    # What another recipe has made in the same folder need not be made again either.
+    others = [RunDir(p) for p in sorted(out.glob("*")) if p.name not in runs and RunDir(p).config.exists()]
     failed: dict[str, OpdclError] = {}
     for number, (name, one) in enumerate(runs.items(), 1):
         run = RunDir(out / name)
@@ -118,7 +120,7 @@ def execute_all(flow: Workflow, origins: dict[str, str], out: Path, output: Outp
             output.error(failed[name])
             continue
         try:
-            execute(one, origins, run, output, force, finished)
+            execute(one, origins, run, output, force, [*finished, *others])
             finished.append(run)
         except (UsageError, Interrupted):
             raise

@@ -53,6 +53,16 @@ def test_all_arms_run_over_all_seeds_and_share_what_they_can(family):
     assert (family / "all" / "ours-2" / "stages" / "02-recover" / "stage.json").stat().st_mtime == made
 
 
+def test_a_recipe_takes_what_another_made_in_the_same_folder(family):
+    (family / "other.yaml").write_text("arms:\n  imitation: {}\n  shorter: {recover: {steps: 2}}\n")
+    assert opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", cwd=family).returncode == 0
+    done = opdcl("run", "tiny.yaml", "other.yaml", "-o", "all", "--set", "finetune.seed=1", "--set", "recover.seed=1", cwd=family)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("recover: taken from ours-1") == 1
+    assert done.stderr.count("finetune: taken from") == 2
+    assert [arm["name"] for arm in json.loads((family / "all" / "compare.json").read_text())["arms"]] == ["imitation", "shorter"]
+
+
 def test_an_arm_that_halts_stops_those_that_need_it_and_no_others(family):
     (family / "halting.yaml").write_text(
         "arms:\n  bad: {recover: {health: {teacher_entropy: 0.001}}}\n  next: {start: 'arm:bad'}\n  good: {description: 'arm:bad'}\n"
