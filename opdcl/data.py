@@ -191,9 +191,15 @@ def _jsonl(path: Path) -> Iterator[tuple[Any, str]]:
             raise UsageError(f"{path}:{number} is not valid JSON: {fault}", "one JSON object per line") from fault
 
 
+def _kind(value: Any) -> str:
+    """Name a JSON value's kind as a sentence does."""
+    kinds = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object", type(None): "null"}
+    return kinds.get(type(value), type(value).__name__)
+
+
 def _check(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
-        raise UsageError(f"{where} is a {type(row).__name__}, not an object", FIELDS_HINT)
+        raise UsageError(f"{where} is {_kind(row)}, not an object", FIELDS_HINT)
     if row.get("messages"):
         return _check_messages(row["messages"], where)
     for asked, answered in (("prompt", "completion"), ("question", "answer")):
@@ -222,7 +228,7 @@ def _as_turn(answer: Any, where: str) -> list[Message]:
 
 def _check_messages(messages: Any, where: str) -> Row:
     if not isinstance(messages, list):
-        raise UsageError(f"{where}: messages is a {type(messages).__name__}, not a list", FIELDS_HINT)
+        raise UsageError(f"{where}: messages is {_kind(messages)}, not a list", FIELDS_HINT)
     turns = []
     for message in messages:
         role = message.get("role") if isinstance(message, dict) else None
@@ -238,7 +244,7 @@ def _check_messages(messages: Any, where: str) -> Row:
 
 def _string(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str):
-        raise UsageError(f"{where}: {name} is a {type(value).__name__}, not text", FIELDS_HINT)
+        raise UsageError(f"{where}: {name} is {_kind(value)}, not text", FIELDS_HINT)
     if not value.strip():
         raise UsageError(f"{where}: {name} is empty", FIELDS_HINT)
     if any("\ud800" <= char <= "\udfff" for char in value):

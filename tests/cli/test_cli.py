@@ -215,7 +215,7 @@ def test_a_wrong_command_is_refused_with_words_that_help(refused, command):
         ("rows.jsonl", '{"question": "q", "answer": "a"}\n{"question": "q", "ans\n', "rows.jsonl:2 is not valid JSON"),
         ("rows.jsonl", '{"question": "q", "answer": "a"}\n{"answer": "a"}\n', "rows.jsonl:2 has only answer"),
         ("rows.jsonl", '{"question": "q", "answer": "a"}\n{"question": "q"}\n', "rows.jsonl:2 has no answer to learn"),
-        ("rows.jsonl", '{"question": "q", "answer": 5}\n', "rows.jsonl:1: answer is a int, not text"),
+        ("rows.jsonl", '{"question": "q", "answer": 5}\n', "rows.jsonl:1: answer is a number, not text"),
         ("rows.jsonl", "", "rows.jsonl has no rows"),
         ("rows.csv", "id,name\n1,x\n", "rows.csv:2 has only id, name"),
         ("rows.xlsx", "x", "cannot tell the format of .xlsx"),
