@@ -295,7 +295,7 @@ class RecoverConfig(Section):
     rollouts: Positive = 16
     """Completions per optimizer step."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
-    """Sample so many times `rollouts`, and learn from those where student and teacher disagree most (arXiv 2605.27115)."""
+    """Sample so many times `rollouts`, and learn from those where student and teacher, or a group's rewards, differ most (2605.27115, 2503.14476)."""
     domain_rollouts: Positive | None = None
     """Completions per domain step, where it should differ: domain answers are often short."""
     general_per_domain: Annotated[int, Field(ge=0, strict=True)] = 1
@@ -381,8 +381,8 @@ class RecoverConfig(Section):
             return self
         if self.method not in ("alternating", "general") or self.loss.kind == "cross_entropy":
             raise ValueError("a reward needs method alternating or general, and a loss that compares with the teacher")
-        if self.lmbda < 1 or self.teacher_first or self.oversample > 1:
-            raise ValueError("a reward is for what the student itself writes: lmbda 1, teacher_first 0, oversample 1")
+        if self.lmbda < 1 or self.teacher_first:
+            raise ValueError("a reward is for what the student itself writes: lmbda 1, teacher_first 0")
         if self.rollouts % self.reward.group:
             raise ValueError(f"rollouts must be a multiple of reward.group, {self.reward.group}")
         if self.keep != "last":

@@ -36,7 +36,8 @@ class Rollout:
 
     `completion_ids` ends with an end-of-sequence id if and only if `finished`; `logprobs` holds the sampler's own
     log-probability (nats, at the sampling temperature) of each of its tokens, and is empty under greedy decoding.
-    `reward` is what a suite's scorer gave it, `advantage` how much more that is than its group got, in standard deviations;
+    `reward` is what a suite's scorer gave it, `advantage` how much more that is than its group got, in standard deviations,
+    `step_reward` the mean of all that were sampled for its step, whether learned from or not;
     `shown` is what its teacher sees in place of the prompt, where that is this completion's alone.
     """
 
@@ -46,6 +47,7 @@ class Rollout:
     finished: bool = False
     reward: float | None = None
     advantage: float = 0.0
+    step_reward: float = 0.0
     shown: list[int] | None = None
 
 

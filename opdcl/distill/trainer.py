@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from statistics import pvariance
 from typing import TYPE_CHECKING
 
 import torch
@@ -88,18 +89,24 @@ class RecoveryTrainer(DistillationTrainer):
             sampled = iter(self.sample(prompts, step.stream, seed, None if step.on_policy else teacher, known))
             for i in same:
                 answers = [next(sampled) for _ in self.steps[i].prompts]
-                self._ahead[i] = self._widest(answers, step.stream, self.steps[i].keep)
-                if self.reward and step.stream == "general":
-                    self._compare(self._ahead[i])
+                choose = self._most_divided if self.reward and step.stream == "general" else self._widest
+                self._ahead[i] = choose(answers, step.stream, self.steps[i].keep)
         return self._ahead.pop(index)
 
-    def _compare(self, rollouts: list[Rollout]) -> None:
-        """Reward completions, and note how each stands among those on the same prompt."""
+    def _most_divided(self, rollouts: list[Rollout], stream: Stream, keep: int) -> list[Rollout]:
+        """Reward completions, note how each stands among those on its prompt, and return the groups that differ most.
+
+        Where all of a group got the same there is nothing to learn from it (DAPO, arXiv 2503.14476, section 3.2).
+        """
+        size = self.recover_config.reward.group
         rewards = self.reward(rollouts)
-        advantages = group_advantages(rewards, self.recover_config.reward.group)
-        for rollout, reward, advantage in zip(rollouts, rewards, advantages, strict=True):
-            rollout.reward, rollout.advantage = reward, advantage
-        self.reward.demonstrate(rollouts)
+        for rollout, reward, advantage in zip(rollouts, rewards, group_advantages(rewards, size), strict=True):
+            rollout.reward, rollout.advantage, rollout.step_reward = reward, advantage, sum(rewards) / len(rewards)
+        starts = range(0, len(rollouts), size)
+        chosen = sorted(starts, key=lambda start: pvariance(rewards[start : start + size]), reverse=True)[: keep // size]
+        kept = [rollout for start in sorted(chosen) for rollout in rollouts[start : start + size]]
+        self.reward.demonstrate(kept)
+        return kept
 
     def _widest(self, rollouts: list[Rollout], stream: Stream, keep: int) -> list[Rollout]:
         """Return the rollouts with the largest mean |log q - log p| of their tokens, q the teacher and p the sampler."""
@@ -287,8 +294,7 @@ def _rewards(rollouts: list[Rollout]) -> dict[str, float]:
     """Return the mean reward, and which share of the completions was told nothing by it because its group got all the same."""
     if rollouts[0].reward is None:
         return {}
-    count = len(rollouts)
-    return {"reward": sum(r.reward for r in rollouts) / count, "reward_tied": sum(not r.advantage for r in rollouts) / count}
+    return {"reward": rollouts[0].step_reward, "reward_tied": sum(not r.advantage for r in rollouts) / len(rollouts)}
 
 
 def by_teacher(sums: dict[str, float]) -> dict[str, float]:

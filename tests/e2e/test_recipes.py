@@ -112,7 +112,7 @@ def test_a_reward_after_recovery(folder):
     rows = [json.loads(line) for line in (run / "stages" / "02-recover" / "metrics.jsonl").read_text().splitlines()]
     assert ["reward" in r for r in rows if "loss" in r] == [True, True, False]
     summary = json.loads(opdcl("report", "reward/reinforced-1", "--json", cwd=folder).stdout)
-    assert {name: gap["teacher"] for name, gap in summary["ceiling"].items()} == {"instructions": "base", "handbook": "tuned"}
+    assert {name: gap["teacher"] for name, gap in summary["ceiling"].items()} == {"instructions": "base", "handbook": "tuned", "handbook_trained": "tuned"}
     assert any("rewarded by instructions_train" in note for note in summary["notes"])
     page = (run / "report.md").read_text()
     assert "### Teacher ceiling" in page

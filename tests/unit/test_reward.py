@@ -192,7 +192,7 @@ def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
     means = []
     for step in range(20):
         written = trainer.sample(prompts, "general", seed=step)
-        trainer._compare(written)
+        trainer._most_divided(written, "general", len(written))
         means.append(sum(r.reward for r in written) / len(written))
         trainer.model.zero_grad()
         trainer.grade(written, "general", learn=True)
@@ -200,7 +200,7 @@ def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
     assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.15, means
 
 
-@pytest.mark.parametrize("extra", [{}, {"general_teacher": {"kind": "ema", "context": "{prompt} {answer} {feedback}"}}], ids=["base", "shown the best"])
+@pytest.mark.parametrize("extra", [{}, {"oversample": 2.0, "general_teacher": {"kind": "ema", "context": "{prompt} {answer} {feedback}"}}], ids=["base", "shown the best"])
 def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned, extra):
     config = RecoverConfig(domain=str(tuned / "domain.jsonl"), steps=6, general_per_domain=2, sample_ahead=2, max_new_tokens=6, validate_every=3,
                            validation_prompts=2, learning_rate=5e-3, save_steps=2, domain_rollouts=4, **SETTINGS, **extra)  # fmt: skip
@@ -278,6 +278,17 @@ def test_two_documents_that_ask_the_same_are_refused(monkeypatch):
     monkeypatch.setattr(type(task), "eval_docs", property(lambda self: documents))
     with pytest.raises(UsageError, match="documents 0 and 2 of instructions_train ask the same"):
         reward_rows(RewardSection(**REWARDED))
+
+
+def test_of_more_groups_than_are_learned_from_those_that_differ_stay(backbone, tuned):
+    trainer = rewarded_trainer(backbone, tuned)
+    given = [1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 1]
+    trainer.reward = type("Given", (Reward,), {"__call__": lambda self, rollouts: [float(x) for x in given]})(RewardSection(**REWARDED), backbone)
+    rollouts = [Rollout([1, 520, 9690, 198, 60 + i // GROUP], [5], [-1.0]) for i in range(4 * GROUP)]
+    kept = trainer._most_divided(rollouts, "general", 2 * GROUP)
+    assert kept == rollouts[GROUP : 2 * GROUP] + rollouts[3 * GROUP :]
+    assert {r.step_reward for r in kept} == {sum(given) / len(given)}  # the mean that is shown is of all
+    assert all(r.advantage for r in kept)
 
 
 def test_the_group_stands_together_in_the_schedule():
