@@ -269,7 +269,7 @@ def knock(config: ServerSection) -> None:
     """
     with _client(config) as client, contextlib.suppress(httpx2.TransportError):
         response = client.get("v1/models", timeout=5)
-        if response.status_code in (401, 403, 404):
+        if response.status_code in (401, 403):  # 404 is no refusal: where the model is named, nobody needs the list
             raise _refused(config, response)
 
 

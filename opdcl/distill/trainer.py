@@ -85,15 +85,16 @@ class RecoveryTrainer(DistillationTrainer):
             seed = self.recover_config.seed * 1_000_003 + index
             teacher = self.teachers[step.stream]
             # A teacher far away reads each completion while the others are still being written.
-            known = None if self.reward and step.stream == "general" else teacher.expect
+            rewarded = self.reward and step.stream == "general"
+            known = None if rewarded else teacher.expect
             sampled = iter(self.sample(prompts, step.stream, seed, None if step.on_policy else teacher, known))
             for i in same:
                 answers = [next(sampled) for _ in self.steps[i].prompts]
-                choose = self._most_divided if self.reward and step.stream == "general" else self._widest
-                self._ahead[i] = choose(answers, step.stream, self.steps[i].keep)
+                keep = self.steps[i].keep
+                self._ahead[i] = self._most_divided(answers, keep) if rewarded else self._widest(answers, step.stream, keep)
         return self._ahead.pop(index)
 
-    def _most_divided(self, rollouts: list[Rollout], stream: Stream, keep: int) -> list[Rollout]:
+    def _most_divided(self, rollouts: list[Rollout], keep: int) -> list[Rollout]:
         """Reward completions, note how each stands among those on its prompt, and return the groups that differ most.
 
         Where all of a group got the same there is nothing to learn from it (DAPO, arXiv 2503.14476, section 3.2).

@@ -192,7 +192,7 @@ def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
     means = []
     for step in range(20):
         written = trainer.sample(prompts, "general", seed=step)
-        trainer._most_divided(written, "general", len(written))
+        trainer._most_divided(written, len(written))
         means.append(sum(r.reward for r in written) / len(written))
         trainer.model.zero_grad()
         trainer.grade(written, "general", learn=True)
@@ -285,7 +285,7 @@ def test_of_more_groups_than_are_learned_from_those_that_differ_stay(backbone, t
     given = [1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 1]
     trainer.reward = type("Given", (Reward,), {"__call__": lambda self, rollouts: [float(x) for x in given]})(RewardSection(**REWARDED), backbone)
     rollouts = [Rollout([1, 520, 9690, 198, 60 + i // GROUP], [5], [-1.0]) for i in range(4 * GROUP)]
-    kept = trainer._most_divided(rollouts, "general", 2 * GROUP)
+    kept = trainer._most_divided(rollouts, 2 * GROUP)
     assert kept == rollouts[GROUP : 2 * GROUP] + rollouts[3 * GROUP :]
     assert {r.step_reward for r in kept} == {sum(given) / len(given)}  # the mean that is shown is of all
     assert all(r.advantage for r in kept)
