@@ -106,6 +106,10 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.use_cache = False
+    if device == "cpu":
+        # Out of the file's small pages into memory with huge ones, where every pass over the weights is faster.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
     processes.shard(model, device, config.shard)  # layer by layer, so that the device never holds the whole
     return model.to(device).eval(), tokenizer
 

@@ -7,12 +7,14 @@ result is that of the plain pass up to rounding.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 from transformers import DynamicCache
 
 from opdcl import processes
+from opdcl.distill.attention import short_attention
 
 Sequences = Sequence[tuple[list[int], list[bool]]]
 
@@ -44,16 +46,19 @@ def answer_states(causal_lm, sequences: Sequences, share_prefix: bool = True) ->
         ids_BT[row, : len(ids) - prefix] = torch.tensor(ids[prefix:])
         predicts_BT[row, : len(ids) - prefix - 1] = torch.tensor(answer[prefix + 1 :], dtype=torch.bool)
     # Padding is on the right, where causality hides it from every position that counts.
+    attention: contextlib.AbstractContextManager = contextlib.nullcontext()
     if plain:
+        attention = short_attention(causal_lm)
         mask = torch.ones(width, prefix + width, dtype=torch.bool, device=device).tril(prefix)[None, None]
         mask = mask.expand(len(sequences), -1, -1, -1)
     else:
         mask = torch.tensor([[i < len(ids) for i in range(width)] for ids, _ in sequences], device=device)
     positions = torch.arange(prefix, prefix + width, device=device)[None]
-    hidden_BTH = causal_lm.base_model(
-        input_ids=ids_BT.to(device), attention_mask=mask, position_ids=positions,
-        past_key_values=cache, use_cache=cache is not None,
-    ).last_hidden_state  # fmt: skip
+    with attention:
+        hidden_BTH = causal_lm.base_model(
+            input_ids=ids_BT.to(device), attention_mask=mask, position_ids=positions,
+            past_key_values=cache, use_cache=cache is not None,
+        ).last_hidden_state  # fmt: skip
     return hidden_BTH[predicts_BT.to(device)]
 
 

@@ -17,10 +17,12 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_NK, bias_N, a_RK, b_NR, scaling):
         x_MK = x.reshape(-1, x.shape[-1])
+        kept = a_RK.dtype
+        a_RK, b_NR = a_RK.to(x.dtype), b_NR.to(x.dtype)  # kept in fp32, multiplied in the base's precision, as autocast does
         low_MR = x_MK @ a_RK.T
         out_MN = torch.nn.functional.linear(x_MK, weight_NK, bias_N).addmm_(low_MR, b_NR.T, alpha=scaling)
         ctx.save_for_backward(x_MK, low_MR, weight_NK, a_RK, b_NR)
-        ctx.scaling, ctx.shape = scaling, x.shape
+        ctx.scaling, ctx.shape, ctx.kept = scaling, x.shape, kept
         return out_MN.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -31,7 +33,8 @@ class _LoraLinear(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = (grad_MN @ weight_NK).addmm_(grad_low_MR, a_RK).view(ctx.shape)
-        return grad_x, None, None, grad_low_MR.T @ x_MK, (grad_MN.T @ low_MR).mul_(ctx.scaling), None
+        grad_a, grad_b = (grad_low_MR.T @ x_MK).to(ctx.kept), (grad_MN.T @ low_MR).to(ctx.kept).mul_(ctx.scaling)
+        return grad_x, None, None, grad_a, grad_b, None
 
 
 def fuse(model: torch.nn.Module) -> None:
@@ -53,7 +56,7 @@ def _fused_forward(layer: Linear, peft_forward):
 
 
 def _is_plain(layer: Linear, x: torch.Tensor) -> bool:
-    """Say whether one adapter of the simple kind is active, in the numbers' own precision and without dropout."""
+    """Say whether one adapter of the simple kind is active, without dropout, and the numbers have the base's precision."""
     names = layer.active_adapters
     if layer.disable_adapters or layer.merged or len(names) != 1 or names[0] not in layer.lora_A:
         return False
@@ -63,6 +66,7 @@ def _is_plain(layer: Linear, x: torch.Tensor) -> bool:
         not getattr(layer, "lora_variant", {}).get(name)
         and (isinstance(dropout, torch.nn.Identity) or not layer.training)
         and layer.lora_B[name].bias is None
-        and x.dtype == layer.get_base_layer().weight.dtype == layer.lora_A[name].weight.dtype
-        and not torch.is_autocast_enabled(x.device.type)
+        and x.dtype == layer.get_base_layer().weight.dtype
+        and layer.lora_A[name].weight.dtype in (x.dtype, torch.float32)
+        and (not torch.is_autocast_enabled(kind := x.device.type) or x.dtype == torch.get_autocast_dtype(kind))
     )

@@ -10,6 +10,7 @@ on its neighbours in the batch nor on when they finish.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 COMPACT_BELOW = 0.8
 # Prompts that run through the model together: enough to fill it, few enough to be of like length.
 PREFILL_ROWS = 32
+# Tokens that a draw passes over at once.
+DRAW_BLOCK = 256
 
 
 class SlabLayer(CacheLayerMixin):
@@ -207,10 +210,23 @@ def _draw(logits_BV: torch.Tensor, temperature: float, uniform_B: torch.Tensor |
     """
     if uniform_B is None:
         return logits_BV.argmax(-1), None
-    scaled_BV = torch.div(logits_BV, temperature).float().contiguous()
+    rows, vocabulary = logits_BV.shape
+    # Only the block that a draw falls into is summed up token by token.
+    scaled_BV = logits_BV.new_full((rows, math.ceil(vocabulary / DRAW_BLOCK) * DRAW_BLOCK), -torch.inf, dtype=torch.float32)
+    scaled_BV[:, :vocabulary] = logits_BV
+    if temperature != 1:
+        scaled_BV /= temperature
     scaled_BV -= scaled_BV.amax(-1, keepdim=True)
     # Probabilities, but for a factor that the draw is scaled by.
-    cumulative_BV = scaled_BV.exp().cumsum(-1)
-    total_B1 = cumulative_BV[:, -1:]
-    token_B1 = torch.searchsorted(cumulative_BV, uniform_B[:, None] * total_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)
+    weight_BNW = scaled_BV.exp().view(rows, -1, DRAW_BLOCK)
+    block_BN = weight_BNW.sum(-1)
+    upto_BN = block_BN.cumsum(-1)
+    total_B1 = upto_BN[:, -1:]
+    # Rounding must not carry a draw beyond the last block, or the last of a block's tokens, that has a probability.
+    draw_B1 = torch.minimum(uniform_B[:, None], total_B1.new_tensor(1 - 1e-6)) * total_B1
+    block_B1 = torch.searchsorted(upto_BN, draw_B1, right=True)
+    inside_BW = weight_BNW[torch.arange(rows, device=logits_BV.device), block_B1[:, 0]].cumsum(-1)
+    left_B1 = draw_B1 - (upto_BN - block_BN).gather(-1, block_B1)
+    left_B1 = torch.minimum(left_B1, inside_BW[:, -1:] * (1 - 1e-6))
+    token_B1 = block_B1 * DRAW_BLOCK + torch.searchsorted(inside_BW, left_B1, right=True)
     return token_B1[:, 0], (scaled_BV.gather(-1, token_B1) - total_B1.log())[:, 0]

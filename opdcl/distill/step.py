@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -63,15 +64,14 @@ class LlamaStep:
         # Both halves of a head turn by the same angles.
         cos_DB, sin_DB = (x[:, 0, : self.dim // 2].T.contiguous() for x in (cos_BD, sin_BD))
         bias_BS = torch.zeros_like(visible_BS, dtype=h_HB.dtype).masked_fill_(~visible_BS, -torch.inf)
-        bias_N1S = bias_BS.repeat_interleave(self.kv_heads, 0)[:, None]
         for layer, slots in zip(body.layers, cache.layers, strict=True):
-            self._attend(layer.self_attn, _normed(h_HB, layer.input_layernorm), h_HB, cos_DB, sin_DB, bias_N1S, slots)
+            self._attend(layer.self_attn, _normed(h_HB, layer.input_layernorm), h_HB, cos_DB, sin_DB, bias_BS[:, None, None], slots)
             mlp, x_HB = layer.mlp, _normed(h_HB, layer.post_attention_layernorm)
             gate_IB = torch.nn.functional.silu(_times(mlp.gate_proj, x_HB), inplace=True).mul_(_times(mlp.up_proj, x_HB))
             _add_times(mlp.down_proj, gate_IB, h_HB)
         return _times(self.model.lm_head, _normed(h_HB, body.norm)).T
 
-    def _attend(self, attention, x_HB, h_HB, cos_DB, sin_DB, bias_N1S, slots) -> None:
+    def _attend(self, attention, x_HB, h_HB, cos_DB, sin_DB, bias_B11S, slots) -> None:
         rows = x_HB.shape[1]
         query, key = (
             self._rotated(_times(proj, x_HB).view(heads, self.dim, rows), getattr(attention, norm, None), cos_DB, sin_DB)
@@ -80,10 +80,8 @@ class LlamaStep:
         value = _times(attention.v_proj, x_HB).view(self.kv_heads, self.dim, rows)
         keys, values = slots.update(key.permute(2, 0, 1)[:, :, None], value.permute(2, 0, 1)[:, :, None])
         # The query heads that share a key head are its queries, so that keys are read once and never repeated.
-        query_NGD = query.permute(2, 0, 1).reshape(rows * self.kv_heads, -1, self.dim)
-        scores_NGS = torch.baddbmm(bias_N1S, query_NGD, keys.flatten(0, 1).mT, alpha=attention.scaling)
-        shares_NGS = scores_NGS.softmax(-1, dtype=torch.float32).to(scores_NGS.dtype)
-        out = shares_NGS @ values.flatten(0, 1)
+        query_BKGD = query.permute(2, 0, 1).contiguous().view(rows, self.kv_heads, -1, self.dim)
+        out = scaled_dot_product_attention(query_BKGD, keys, values, attn_mask=bias_B11S, scale=attention.scaling)
         _add_times(attention.o_proj, out.reshape(rows, -1).T, h_HB)
 
     def _rotated(self, x_NDB, norm, cos_DB, sin_DB) -> torch.Tensor:

@@ -81,3 +81,32 @@ def test_dropout_is_left_to_peft():
     assert not torch.equal(fused(x)[0], fused(x)[1])
     fused.eval()
     torch.testing.assert_close(fused(x)[0], fused(x)[1])
+
+
+def test_a_half_precision_base_keeps_its_adapter_in_full():
+    plain, fused = adapted()
+    plain.float()
+    fused.float()
+    for layer in (fused.base_model.model.first, fused.base_model.model.second):
+        layer.base_layer.bfloat16()
+        layer.lora_A["default"].weight.data *= 0.1
+    for layer in (plain.base_model.model.first, plain.base_model.model.second):
+        layer.lora_A["default"].weight.data *= 0.1
+    x = torch.randn(64, 7, generator=torch.Generator().manual_seed(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out_f, _, grads_f = run(fused, x.bfloat16())
+    out, _, grads = run(plain, x)
+    assert out_f.dtype == torch.bfloat16
+    torch.testing.assert_close(out_f.float(), out, rtol=0.05, atol=0.05)
+    for name in grads:
+        assert grads_f[name].dtype == torch.float32
+        assert torch.cosine_similarity(grads_f[name].flatten(), grads[name].flatten(), 0) > 0.999
+
+
+def test_outside_autocast_what_is_not_in_the_bases_precision_is_left_to_peft():
+    plain, fused = adapted()
+    plain.float()
+    fused.float()
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(fused(x), plain(x))

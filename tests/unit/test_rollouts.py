@@ -5,7 +5,7 @@ import torch
 
 from opdcl.config import LoraSection
 from opdcl.distill.rollouts import pick_engine, sample
-from opdcl.distill.slab import PREFILL_ROWS, _draw
+from opdcl.distill.slab import DRAW_BLOCK, PREFILL_ROWS, _draw
 from opdcl.distill.step import is_llama
 
 PROMPTS = [[1, 520, 9690, 198], [1, 520, 9690, 198, 88, 99, 77], [1, 520, 9690, 33], [1, 520, 9690, 5, 6]]
@@ -94,6 +94,25 @@ def test_draws_follow_the_distribution():
     tokens, _ = _draw(logits, 1.0, uniform)
     share = torch.bincount(tokens, minlength=4) / 20_000
     torch.testing.assert_close(share, logits[0].softmax(-1), atol=0.012, rtol=0)
+
+
+def test_draws_follow_a_distribution_over_many_blocks():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 3 * DRAW_BLOCK + 5, generator=generator) * 4
+    uniform = torch.linspace(0, 1, 100_001)[:-1] + 5e-6
+    tokens, logprobs = _draw(logits.expand(len(uniform), -1), 0.7, uniform)
+    expected = (logits[0] / 0.7).log_softmax(-1)
+    # Evenly spaced draws meet each token as often as its probability says, but for one at either edge.
+    share = torch.bincount(tokens, minlength=logits.shape[1]) / len(uniform)
+    torch.testing.assert_close(share, expected.exp(), atol=3e-5, rtol=0)
+    torch.testing.assert_close(logprobs, expected[tokens], atol=1e-4, rtol=0)
+
+
+def test_no_draw_gives_what_has_no_probability():
+    logits = torch.full((4, 2 * DRAW_BLOCK + 3), -torch.inf)
+    logits[:, 7] = logits[:, DRAW_BLOCK + 1] = 0
+    tokens, _ = _draw(logits, 1.0, torch.tensor([0.0, 0.4999999, 0.5, 1.0]))
+    assert tokens.tolist() == [7, 7, DRAW_BLOCK + 1, DRAW_BLOCK + 1]
 
 
 def test_a_draw_of_one_stays_inside_the_vocabulary():
