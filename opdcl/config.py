@@ -323,7 +323,7 @@ class RecoverConfig(Section):
     """The divergence, and its parameters."""
     learning_rate: Rate = 2e-4
     """Peak rate: reached over the first tenth of the steps, falling to zero at the last."""
-    micro_batch_tokens: Positive = 1024
+    micro_batch_tokens: Positive = 2048
     """Tokens, padding included, per forward and backward pass. It bounds memory and changes nothing else."""
     health: HealthSection = HealthSection()
     """When to slow down, and when to stop."""

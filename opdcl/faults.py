@@ -24,7 +24,7 @@ def translate(fault: Exception) -> OpdclError:
     if isinstance(fault, PermissionError):
         return OpdclError(f"no permission: {fault.filename}", "choose another directory with -o")
     if "out of memory" in str(fault).lower() or isinstance(fault, MemoryError):
-        return OpdclError("out of memory", "--set recover.micro_batch_tokens=1024, or smaller batches")
+        return OpdclError("out of memory", "--set recover.micro_batch_tokens=512, or smaller batches")
     if processes.count() > 1 and any(word in str(fault).lower() for word in ("gloo", "nccl", "connection")):
         return OpdclError("another process has ended", "what it said last is its reason; the same command goes on")
     if "DataLoader worker" in str(fault):

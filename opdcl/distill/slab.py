@@ -175,7 +175,7 @@ def _prefill(model, cache: Cache, prefix: list[int], tails: list[list[int]], wid
     device = model.device
     shared = Cache(layers=[SlabLayer(len(prefix)) for _ in cache.layers])
     if prefix:
-        model(input_ids=torch.tensor([prefix], device=device), past_key_values=shared, logits_to_keep=1)
+        model.base_model(input_ids=torch.tensor([prefix], device=device), past_key_values=shared)
     logits = []
     for start in range(0, len(tails), PREFILL_ROWS):
         batch = tails[start : start + PREFILL_ROWS]
@@ -196,7 +196,9 @@ def _prefill(model, cache: Cache, prefix: list[int], tails: list[list[int]], wid
                 layer.start_from(source, len(batch))
         logits.append(model(
             input_ids=ids_BW.to(device), attention_mask=torch.cat([prefix_BWP, tail_BWW], -1)[:, None],
-            position_ids=(len(prefix) + column_W - padding_B[:, None]).clamp(min=0), past_key_values=part, logits_to_keep=1,
+            position_ids=(len(prefix) + column_W - padding_B[:, None]).clamp(min=0), past_key_values=part,
+            # An index, not a number: the copy that it makes spares one of the output head for every row.
+            logits_to_keep=torch.tensor([local - 1], device=device),
         ).logits[:, -1])  # fmt: skip
         for layer, source in zip(cache.layers, part.layers, strict=True):
             layer.take(source, slice(start, start + len(batch)), len(tails), len(prefix), len(prefix) + width)

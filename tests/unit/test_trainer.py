@@ -197,7 +197,7 @@ def test_a_token_whose_probability_the_sampler_saw_otherwise_is_left_out_and_cou
 def test_out_of_memory_halves_the_micro_batch_and_changes_no_gradient(trainer, memory_for, fault):
     inputs = [{"step": 0}]
     whole = step_gradient(trainer, inputs)
-    assert trainer.micro_batch_tokens == 1024
+    assert trainer.micro_batch_tokens == 2048
     memory_for(1, fault)
     halved = step_gradient(trainer, inputs)
     assert float((halved - whole).norm()) < 1e-3 * float(whole.norm())
