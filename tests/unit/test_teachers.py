@@ -293,7 +293,7 @@ def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model)
         slope = slope + torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]) * part["tokens"] / tokens
     assert sums["kl/a"] == pytest.approx(expected["a"], rel=1e-5)
     assert sums["kl"] == pytest.approx(expected["a"] + expected[""], rel=1e-5)
-    torch.testing.assert_close(gradient, slope, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(gradient, slope, atol=5e-6, rtol=1e-4)
 
 
 def test_where_teachers_write_each_answers_its_own_prompts(adapted, tmp_path):
