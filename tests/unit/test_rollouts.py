@@ -173,3 +173,12 @@ def test_models_with_sliding_windows_are_graded_as_they_compute(tiny_model):
         found = answer_states(model, rows)
         whole = [model.base_model(torch.tensor([ids])).last_hidden_state[0, 3:-1] for ids, _ in rows]
     torch.testing.assert_close(found, torch.cat(whole), atol=1e-5, rtol=1e-4)
+
+
+def test_a_broken_models_draw_shows_as_nan_and_stays_inside_the_vocabulary():
+    logits = torch.zeros(2, DRAW_BLOCK + 3)
+    logits[0, 5] = torch.nan
+    tokens, logprobs = _draw(logits, 1.0, torch.tensor([0.5, 0.5]))
+    assert 0 <= int(tokens[0]) < logits.shape[1]
+    assert logprobs[0].isnan()
+    assert logprobs[1].isfinite()
