@@ -12,10 +12,13 @@ from collections.abc import Iterator
 
 import torch
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 NAME = "opdcl_short"
 # Scores at once: 4 MB in fp32.
 SCORES = 2**20
+# Scores of one row beyond which it is torch's kernel that attends: it never holds them all.
+LONG = 4 * SCORES
 
 
 @contextlib.contextmanager
@@ -78,13 +81,14 @@ def _shares(query: torch.Tensor, key: torch.Tensor, bias_QS: torch.Tensor, scale
     return scores.softmax(-1, dtype=torch.float32).to(query.dtype)
 
 
-def _attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
+def _attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
     """Attend as transformers asks for it; the mask is one for all rows, as `answer_states` makes it."""
+    if dropout or query.shape[1] * attention_mask[0, 0].numel() > LONG:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     hidden = ~attention_mask[0, 0]
     bias_TS = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, -torch.inf)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    with torch.autocast(query.device.type, enabled=False):
-        return ShortAttention.apply(query, key, value.to(query.dtype), bias_TS, scale).transpose(1, 2).contiguous(), None
+    return ShortAttention.apply(query, key, value, bias_TS, scale).transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, _attend)

@@ -224,12 +224,12 @@ def _draw(logits_BV: torch.Tensor, temperature: float, uniform_B: torch.Tensor |
     block_BN = weight_BNW.sum(-1)
     upto_BN = block_BN.cumsum(-1)
     total_B1 = upto_BN[:, -1:]
-    # Rounding must not carry a draw beyond the last block, or the last of a block's tokens, that has a probability.
+    # Rounding must carry no draw out of the blocks, or out of a block's tokens, that have a probability.
     draw_B1 = torch.minimum(uniform_B[:, None], total_B1.new_tensor(1 - 1e-6)) * total_B1
     # A broken model's NaN lies in no block and draws the last token: its log-probability tells.
     block_B1 = torch.searchsorted(upto_BN, draw_B1, right=True).clamp_(max=upto_BN.shape[-1] - 1)
     inside_BW = weight_BNW[torch.arange(rows, device=logits_BV.device), block_B1[:, 0]].cumsum(-1)
     left_B1 = draw_B1 - (upto_BN - block_BN).gather(-1, block_B1)
-    left_B1 = torch.minimum(left_B1, inside_BW[:, -1:] * (1 - 1e-6))
+    left_B1 = torch.minimum(left_B1.clamp_(min=0), inside_BW[:, -1:] * (1 - 1e-6))
     token_B1 = (block_B1 * DRAW_BLOCK + torch.searchsorted(inside_BW, left_B1, right=True)).clamp_(max=vocabulary - 1)
     return token_B1[:, 0], (scaled_BV.gather(-1, token_B1) - total_B1.log())[:, 0]

@@ -40,28 +40,33 @@ def test_equals_torchs_own_forward_and_backward(heads, groups, width, prefix, at
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_learns_the_same_through_it(backbone, tuned, monkeypatch):
-    rows = [([1, 520, 9690, 198, 60 + i, *range(300, 306 + i)], [False] * 5 + [True] * (6 + i)) for i in range(3)]
+ROWS = [([1, 520, 9690, 198, 60 + i, *range(300, 306 + i)], [False] * 5 + [True] * (6 + i)) for i in range(3)]
+
+
+def nodes(out: torch.Tensor) -> set[str]:
+    """Return the names of all that a gradient of `out` passes through."""
+    found, left = {}, [out.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found[node] = type(node).__name__
+            left += [earlier for earlier, _ in node.next_functions]
+    return set(found.values())
+
+
+def test_a_model_learns_the_same_through_it_and_leaves_long_rows_to_torch(backbone, tuned, monkeypatch):
     model = backbone.causal_lm
     weights = [p for p in model.parameters() if p.requires_grad]
-    used = []
-    plain = attention.ShortAttention.apply
-    monkeypatch.setattr(attention.ShortAttention, "apply", lambda *a: used.append(1) or plain(*a))
-
-    def learned() -> tuple[torch.Tensor, list[torch.Tensor]]:
-        states = answer_states(model, rows)
-        return states.detach(), gradients(states, *weights)
-
-    states, grads = learned()
-    assert used
+    ours = answer_states(model, ROWS)
+    assert "ShortAttentionBackward" in nodes(ours)
     assert model.config._attn_implementation == "sdpa"
-    monkeypatch.setattr("opdcl.distill.forward.short_attention", lambda model: torch.enable_grad())
-    used.clear()
-    expected, expected_grads = learned()
-    assert not used
-    torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
-    for mine, theirs in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+    monkeypatch.setattr(attention, "LONG", 10)
+    theirs = answer_states(model, ROWS)
+    assert "ShortAttentionBackward" not in nodes(theirs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    for mine, expected in zip(gradients(ours, *weights), gradients(theirs, *weights), strict=True):
+        assert expected.abs().max() > 0
+        torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
 def test_without_a_gradient_the_model_attends_as_it_did(backbone):
