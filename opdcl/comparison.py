@@ -81,6 +81,11 @@ class Arm:
         found = [scores[role] for m in self.pooled if role in (scores := m.scores(state))]
         return np.stack(found) if found else None
 
+    def point(self, state: str = "recovered") -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the scores on domain and retention, or None where one of them is not measured."""
+        found = self.scores("domain", state), self.scores("retention", state)
+        return None if found[0] is None or found[1] is None else (found[0], found[1])
+
     def states(self, role: str) -> list[np.ndarray] | None:
         """Return the scores of base, tuned and recovered, or None unless all of them are measured."""
         if not all(role in m.suites and m.suites[role].complete for m in self.pooled):
@@ -302,7 +307,10 @@ def _run_row(member: Member) -> dict[str, Any]:
 
 
 def _compare_with_the_curve(arms: list[Arm], rows: list[dict], shared: dict[str, tuple[int, ...]], seed: int) -> None:
-    """Add to each row its paired difference to the arm that only scales the same tuned adapter, if one does."""
+    """Add to each row its paired difference to the first arm that only scales the same tuned adapter, if one does.
+
+    And how far it lies above the whole curve, from base over all such arms to tuned.
+    """
     from opdcl import stats
 
     curve = [arm for arm in arms if arm.settings.get("recover.method") == "interpolate"]
@@ -310,12 +318,14 @@ def _compare_with_the_curve(arms: list[Arm], rows: list[dict], shared: dict[str,
         rivals = [c for c in curve if shared[c.name] == shared[arm.name]] or (curve if len(curve) == 1 else [])
         if arm in curve or not rivals:
             continue
-        above: dict[str, Any] = {"arm": rivals[0].name, "retention": {}, "domain": {}}
+        above: dict[str, Any] = {"arm": rivals[0].name, "retention": {}, "domain": {}, "at_its_domain": {}}
         for role in ROLES:
             a, b = arm.scores(role), rivals[0].scores(role)
             if a is not None and b is not None:
                 above[role] = stats.difference(a, b, seed).as_dict()
                 row["above_alpha_curve"] = above
+        if (here := arm.point()) and all(points := [arm.point("base"), arm.point("tuned"), *(r.point() for r in rivals)]):
+            above["at_its_domain"] = stats.above_mixtures(here, points, seed).as_dict()
 
 
 def _differences(arms: list[Arm]) -> dict[str, dict[str, Any]]:
@@ -391,12 +401,14 @@ def _tables(found: dict[str, Any]) -> list[Table]:
     )
     shown = [Table("Scores", columns, rows, caption)]
     if against := [(row["name"], d) for row in found["arms"] if (d := row["above_alpha_curve"])]:
-        rows = [[name, points_cell(d["retention"]), points_cell(d["domain"]), d["arm"]] for name, d in against]
+        rows = [[name, *(points_cell(d[key]) for key in ("at_its_domain", *ROLES)), d["arm"]] for name, d in against]
         caption = (
-            "The difference, on the same prompts, to the best point of the tuned adapter scaled without training. "
-            "Where an interval contains zero, the difference may be chance."
+            "The curve leads from base over the tuned adapter scaled without training to tuned, in straight lines, since two models "
+            "can be mixed answer by answer. First the distance in retention from the curve at the arm's own domain score; then the "
+            "differences, on the same prompts, to one point of it. Where an interval contains zero, the difference may be chance."
         )
-        shown.append(Table("Above the alpha-curve, in points", ["arm", *ROLES, "curve"], rows, caption))
+        columns = ["arm", "retention\nat its domain", "retention\nto the point", "domain\nto the point", "point"]
+        shown.append(Table("Above the alpha-curve, in points", columns, rows, caption))
     if found["differences"]:
         names = [row["name"] for row in found["arms"]]
         rows = [[k, *(_value(v[n]) if n in v else MISSING for n in names)] for k, v in found["differences"].items()]

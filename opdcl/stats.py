@@ -11,6 +11,7 @@ of the variance between S seeds the bootstrap sees (S - 1) / S.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Literal
@@ -25,6 +26,8 @@ DETECTABLE = 2.80
 # How far below base "recovered" may lie and still count as non-inferior, for one seed.
 NON_INFERIORITY_MARGIN = 0.035
 
+# The domain and the retention scores of one model.
+Point = tuple[np.ndarray, np.ndarray]
 Status = Literal["recovered", "partly recovered", "not shown", "no measurable forgetting", "not measured"]
 
 
@@ -110,6 +113,34 @@ def difference(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Estimate:
         change = a - b
         return _estimate(change.mean(), _means(change, seed))
     return _estimate(a.mean() - b.mean(), _means(a, seed) - _means(b, seed))
+
+
+def above_mixtures(arm: Point, rivals: list[Point], seed: int = 0) -> Estimate:
+    """Estimate how far an arm's retention lies above the best that the rivals give at its domain score.
+
+    Of any two rivals a third can be had for nothing, by answering each prompt with one or the other at random. So it is not the
+    rivals' points that count but the upper edge of all lines between them. An arm that keeps more of the domain than every
+    rival is held against the one that keeps the most.
+    """
+    def height(domain: np.ndarray, retention: np.ndarray, points: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+        most = np.max([x for x, _ in points], axis=0)
+        at = np.minimum(domain, most)
+        best = np.full_like(retention, -np.inf)
+        for (left, low), (right, high) in itertools.product(points, repeat=2):
+            with np.errstate(divide="ignore", invalid="ignore"):
+                share = np.where(right > left, np.clip((at - left) / (right - left), 0, 1), 1)
+            best = np.where(right >= at, np.maximum(best, low + share * (high - low)), best)
+        above: np.ndarray = retention - best
+        return above
+
+    def means(point: Point) -> tuple[np.ndarray, np.ndarray]:
+        return np.array([np.mean(point[0])]), np.array([np.mean(point[1])])
+
+    def drawn(point: Point) -> tuple[np.ndarray, np.ndarray]:
+        return _means(point[0], seed, suite=1), _means(point[1], seed)
+
+    value = height(*means(arm), [means(point) for point in rivals])
+    return _estimate(value[0], height(*drawn(arm), [drawn(point) for point in rivals]))
 
 
 def detectable_difference(a: np.ndarray, b: np.ndarray) -> float:

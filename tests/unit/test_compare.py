@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic import TUNED, N, change, measure, write
+from synthetic import BASE, TUNED, N, change, measure, write
 
 from opdcl import comparison as compare
 from opdcl import plots, stats
@@ -135,6 +135,15 @@ def test_the_distance_to_the_alpha_curve_is_paired_and_the_curve_has_none(three)
     passed = {k: (np.arange(N) < k).astype(float) for k in (20, 28)}
     assert ours["retention"] == stats.difference(passed[28], passed[20]).as_dict()
     assert general["domain"]["high"] < 0 < ours["domain"]["low"]
+
+
+def test_the_curve_leads_from_base_over_the_scaled_adapter_to_tuned(three):
+    ours = compare.compare(three)["arms"][0]
+    passed = {k: (np.arange(N) < k).astype(float) for k in range(N + 1)}
+    points = [tuple(passed[len(scores[suite])] for suite in ("handbook", "instructions")) for scores in (BASE, TUNED)]
+    above = stats.above_mixtures((passed[32], passed[28]), [*points, (passed[20], passed[20])]).as_dict()
+    assert ours["above_alpha_curve"]["at_its_domain"] == above
+    assert "retention\nat its domain" in next(t for t in view(compare.compare(three)).tables if "alpha" in t.title).columns
 
 
 def test_without_a_curve_there_is_no_distance_to_it(three):

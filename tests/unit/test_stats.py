@@ -58,6 +58,37 @@ def test_pairing_narrows_the_interval_of_a_difference():
     assert paired.high - paired.low < 1e-9 < shuffled.high - shuffled.low
 
 
+def point(domain: int, retention: int, n: int = 20) -> tuple[np.ndarray, np.ndarray]:
+    return answers(domain, n), answers(retention, n)
+
+
+def test_the_distance_above_mixtures_equals_a_search_through_all_of_them():
+    rivals = [point(0, 16), point(18, 1), point(12, 3), point(9, 12)]
+    shares = np.array([s for s in np.ndindex(*[21] * 4) if sum(s) == 20]) / 20
+    domain, retention = (shares @ [r[i].mean() for r in rivals] for i in (0, 1))
+    for arm in (point(9, 14), point(15, 10), point(18, 0), point(3, 4), point(0, 20)):
+        best = max(y for x, y in zip(domain, retention, strict=True) if x >= arm[0].mean() - 1e-9)
+        assert stats.above_mixtures(arm, rivals).value == pytest.approx(arm[1].mean() - best, abs=0.02)
+
+
+def test_no_rival_is_above_its_own_mixtures_and_more_rivals_only_raise_them():
+    rivals = [point(0, 16), point(18, 1), point(12, 3)]
+    assert [stats.above_mixtures(r, rivals).value for r in rivals] == pytest.approx([0, 0, 0.05 * (3 - 6)])
+    arm = point(15, 14)
+    assert stats.above_mixtures(arm, rivals).value > stats.above_mixtures(arm, [*rivals, point(15, 13)]).value == pytest.approx(0.05)
+
+
+def test_what_keeps_more_of_the_domain_than_every_rival_is_held_against_the_one_with_the_most():
+    assert stats.above_mixtures(point(19, 5), [point(0, 16), point(18, 1)]).value == pytest.approx(0.2)
+
+
+def test_the_interval_of_the_distance_is_that_of_the_paired_difference_where_there_is_one_rival():
+    arm, rival = point(12, 150, 200), point(12, 90, 200)
+    assert vars(stats.above_mixtures(arm, [rival])) == pytest.approx(vars(stats.difference(arm[1], rival[1])))
+    over_seeds = [(np.stack([x, x]), np.stack([y, y])) for x, y in (arm, rival)]
+    assert stats.above_mixtures(over_seeds[0], over_seeds[1:]).value == pytest.approx(0.3)
+
+
 def test_clustered_mean_counts_parts_and_resamples_whole_prompts():
     parts = [[1.0, 1.0, 1.0], [0.0], [1.0, 0.0]] * 20
     found = stats.clustered_mean(parts)

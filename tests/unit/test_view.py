@@ -43,7 +43,7 @@ def test_markdown_and_html_show_scores_distance_settings_and_runs(three, tmp_pat
     assert "| ours 1 seed | 70.0 % [" in text
     assert "0.83 [" in text
     assert re.search(
-        r"\| general \| \+20\.0 \[\+\d+\.\d, \+\d+\.\d\] \| -20\.0 \[-\d+\.\d, -\d+\.\d\] \| scaled \|", text
+        r"\| general \| [+-]\d+\.\d \[[^]]+\] \| \+20\.0 \[\+\d+\.\d, \+\d+\.\d\] \| -20\.0 \[-\d+\.\d, -\d+\.\d\] \| scaled \|", text
     )
     assert "| recover.method | alternating | general | interpolate |" in text
     shown = " ".join(Page(page).text.split())
