@@ -275,8 +275,10 @@ class RecoverConfig(Section):
     """Recovery by on-policy distillation: the student samples, a teacher grades every token by reverse KL."""
 
     method: Literal["alternating", "general", "replay", "interpolate"] = "alternating"
-    """`alternating` is ours. Its rivals: `general`, without domain steps; `replay`, imitation of answers that the teachers
-    wrote; `interpolate`, the tuned adapter scaled by what held-out KL likes best, without training."""
+    """`alternating` is ours. Its rivals: `general`, without domain steps; `replay`, imitation of the teachers' answers;
+    `interpolate`, the tuned adapter scaled by what held-out KL likes best, without training."""
+    alpha: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The scale of `interpolate`, where it is not to be chosen: a further point of the alpha-curve."""
     general: Annotated[str, Field(min_length=1)] | None = "everyday"
     """Prompts on which base is the teacher: `everyday` (shipped) or your own file. None: domain steps only."""
     domain: str | None = None
@@ -286,8 +288,7 @@ class RecoverConfig(Section):
     domain_teacher: TeacherSection = TeacherSection(kind="tuned")
     """Who grades domain prompts."""
     teachers: dict[Annotated[str, Field(pattern=TEACHER_NAME)], NamedTeacher] = {}
-    """Further teachers by name, several specialists for instance: each grades the prompts whose `teacher` field names it, and
-    its own `prompts`."""
+    """Further teachers by name, such as specialists: each grades the prompts whose `teacher` field names it, and its own `prompts`."""
     reward: RewardSection | None = None
     """What general completions are rewarded for, beyond what their teacher can teach."""
     steps: Positive = 48
@@ -317,8 +318,7 @@ class RecoverConfig(Section):
     sampler: Sampler = "auto"
     """Engine that samples: our own `slab`, or transformers' `generate` or `continuous` batching."""
     server: ServerSection | None = None
-    """Where completions are sampled, if not in this process: a server that holds the base, takes adapters at run time and sees the
-    run's directory. `opdcl serve RUN` starts one."""
+    """Where completions are sampled, if not in this process: a server that takes adapters and sees the run, as `opdcl serve RUN` is."""
     loss: LossSection = LossSection()
     """The divergence, and its parameters."""
     learning_rate: Rate = 2e-4
@@ -345,9 +345,9 @@ class RecoverConfig(Section):
     @model_validator(mode="after")
     def _leads_somewhere(self) -> RecoverConfig:
         if self.general_teacher.begins_as_tuned:
-            raise ValueError(
-                "general_teacher is the student as it begins, so it leads nowhere: take base, or give it a context"
-            )
+            raise ValueError("general_teacher is the student as it begins, so it leads nowhere: take base, or give it a context")
+        if self.alpha and self.method != "interpolate":
+            raise ValueError("alpha is the scale of method interpolate; where a recovery starts is warm_start")
         if self.general is None and not self.reward and (self.general_per_domain or self.method == "general"):
             raise ValueError("without general prompts there are domain steps only: method alternating, general_per_domain 0")
         domain = self.domain_max_new_tokens or self.max_new_tokens

@@ -115,15 +115,16 @@ def _interpolate(validation: Validation, backbone: Backbone, out: StageDir) -> N
     """Keep the point of the alpha-curve with the least held-out KL: what recovery must beat, as it costs no training.
 
     Scaling the lower and the upper layers differently is the curve's stronger form (arXiv 2203.05482, 2212.04089 scale all
-    alike), so it is tried as well.
+    alike), so it is tried as well. Where `recover.alpha` says which point, it is that one.
     """
     validation.write_texts()
-    curve = []
-    for done, (alpha, tilt) in enumerate(SCALES, 1):
+    curve, given = [], validation.config.alpha
+    scales = [(1.0, 0.0), (given, 0.0)] if given else SCALES
+    for done, (alpha, tilt) in enumerate(scales, 1):
         with backbone.scaled(alpha, tilt):
             curve.append({"alpha": alpha, "tilt": tilt, **validation.held_out_kl()})
-        validation.callback.report.progress(done, len(SCALES))
-    best = min(curve, key=_score)
+        validation.callback.report.progress(done, len(scales))
+    best = curve[-1] if given else min(curve, key=_score)
     backbone.shrink(best["alpha"], best["tilt"])
     save_adapter(backbone, validation.best_adapter)
     chosen = {"alpha": best["alpha"], "tilt": best["tilt"], "curve": curve}
@@ -133,7 +134,7 @@ def _interpolate(validation: Validation, backbone: Backbone, out: StageDir) -> N
     ]
     write_atomic(out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
     slope = f", tilted by {best['tilt']:+g} with depth" if best["tilt"] else ""
-    validation.callback.report.note(f"held-out KL is least with the adapter times {best['alpha']:g}{slope}: {_shown(best)}")
+    validation.callback.report.note(f"the adapter times {best['alpha']:g}{slope}{'' if given else ', where held-out KL is least'}: {_shown(best)}")
 
 
 class Validation(TrainerCallback):

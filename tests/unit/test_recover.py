@@ -50,6 +50,17 @@ def test_interpolation_keeps_the_scale_that_held_out_kl_likes_best(backbone, tun
         torch.testing.assert_close(after[name], before[name] * factor)
 
 
+def test_a_given_alpha_is_taken_whether_held_out_kl_likes_it_or_not(backbone, tuned):
+    rows = run(backbone, tuned, method="interpolate")
+    for alpha in (0.1, 0.9):
+        given = run(backbone, tuned, method="interpolate", alpha=alpha)
+        assert given[0]["interpolation"]["alpha"] == alpha
+        kept = next(p for p in rows[0]["interpolation"]["curve"] if (p["alpha"], p["tilt"]) == (alpha, 0))
+        assert given[1]["validation"]["general_kl"] == pytest.approx(kept["general_kl"], rel=1e-4)
+    with pytest.raises(ValueError, match="warm_start"):
+        RecoverConfig(alpha=0.5)
+
+
 def test_a_tilted_scale_weighs_lower_and_upper_layers_differently(backbone, tuned):
     curve = {(p["alpha"], p["tilt"]): p for p in run(backbone, tuned, method="interpolate")[0]["interpolation"]["curve"]}
     assert len(curve) == len(SCALES)
