@@ -41,20 +41,23 @@ def main() -> None:
     for length in (32, 64, 128, 256):
         run("length", step, [length] * 8, length=length)
     even, straggler = [64] * 32, [58] * 31 + [64 * 32 - 58 * 31]
-    run("straggler", step, even, spread="even", longest=max(even))
-    run("straggler", step, straggler, spread="one straggler", longest=max(straggler))
+    for ahead in (1, 3):  # steps that are sampled in one pass, each with its own straggler
+        run("straggler", step, even * ahead, spread="even", longest=max(even), sample_ahead=ahead)
+        run("straggler", step, straggler * ahead, spread="one straggler a step", longest=max(straggler), sample_ahead=ahead)
     for layers in (8, 15, 30):
         run("depth", Step(options, layers), [64] * 16, layers=layers)
-    ratio = rows["straggler"][1]["seconds"] / rows["straggler"][0]["seconds"]
+    pairs = zip(rows["straggler"][::2], rows["straggler"][1::2], strict=True)
+    ratios = {f"sample_ahead {even['sample_ahead']}": straggler["seconds"] / even["seconds"] for even, straggler in pairs}
     fits = {kind: linear_fit(rows[kind]) for kind in ("batch", "length")}
-    print(f"one straggler of {max(straggler)} tokens among {len(straggler)}: {ratio:.2f} times the even spread")
+    for ahead, ratio in ratios.items():
+        print(f"one straggler of {max(straggler)} tokens among {len(straggler)}, {ahead}: {ratio:.2f} times the even spread")
     for kind, fit in fits.items():
         print(f"time over tokens, by {kind}: linear with R2 = {fit['r2']:.3f}, "
               f"{1000 * fit['seconds_per_token']:.1f} ms a token + {fit['constant']:.1f} s")  # fmt: skip
     machine = shared.machine_rates(options)
     options.out.write_text(json.dumps({
         "date": date.today().isoformat(), "command": " ".join(["python", "benchmarks/scaling.py", *sys.argv[1:]]),
-        "machine": machine, "rows": rows, "linear": fits, "straggler_ratio": ratio,
+        "machine": machine, "rows": rows, "linear": fits, "straggler_ratio": ratios,
     }, indent=2) + "\n")  # fmt: skip
 
 

@@ -310,11 +310,14 @@ def _weights(batch: list[Rollout], unfinished: float, skipped: int, device: torc
 
 
 def micro_batches(rollouts: list[Rollout], tokens: int) -> list[list[Rollout]]:
-    """Split into batches of at most `tokens` ids, padding included, sequences of like length together."""
+    """Split into batches of at most `tokens` ids, padding included, sequences of like length together.
+
+    None is more than half padding in any of them: a single long sequence has a batch of its own.
+    """
     batches: list[list[Rollout]] = []
     width = 0
     for rollout in sorted(rollouts, key=_length, reverse=True):
-        if not batches or (len(batches[-1]) + 1) * width > tokens:
+        if not batches or (len(batches[-1]) + 1) * width > tokens or 2 * _length(rollout) < width:
             batches.append([])
             width = _length(rollout)
         batches[-1].append(rollout)

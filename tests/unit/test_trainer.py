@@ -134,6 +134,12 @@ def test_micro_batches_hold_every_rollout_once_within_bounds():
         assert len(batch) == 1 or len(batch) * width <= 40
 
 
+def test_one_long_sequence_makes_no_padding_of_the_others():
+    long, short = Rollout([1] * 5, [7] * 95), [Rollout([1] * 5, [7] * n) for n in (50, 30, 20, 20, 19)]
+    batches = micro_batches([*short, long], 10_000)
+    assert [[len(r.completion_ids) for r in b] for b in batches] == [[95, 50], [30, 20, 20, 19]]
+
+
 def test_the_shared_prefix_changes_neither_states_nor_gradient(backbone):
     model = backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
     sequences = [(r.prompt_ids + r.completion_ids, [False] * 5 + [True] * len(r.completion_ids)) for r in ROLLOUTS]
