@@ -8,11 +8,13 @@ Lengths are forced: the sampler's uniform numbers are chosen so that every compl
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from unittest import mock
@@ -31,8 +33,8 @@ def main() -> None:
     options.shape = None
     rows: dict[str, list[dict]] = {"batch": [], "length": [], "depth": [], "straggler": []}
 
-    def run(kind: str, step: Step, lengths: list[int], **labels) -> None:
-        rows[kind].append({**labels, **step.measure(lengths, options.repeats)})
+    def run(kind: str, step: Step, lengths: list[int], steps: int = 1, ahead: int = 1, **labels) -> None:
+        rows[kind].append({**labels, **step.measure(lengths, steps, ahead, options.repeats)})
         print(kind, json.dumps(rows[kind][-1]), flush=True)
 
     step = Step(options)
@@ -41,9 +43,9 @@ def main() -> None:
     for length in (32, 64, 128, 256):
         run("length", step, [length] * 8, length=length)
     even, straggler = [64] * 32, [58] * 31 + [64 * 32 - 58 * 31]
-    for ahead in (1, 3):  # steps that are sampled in one pass, each with its own straggler
-        run("straggler", step, even * ahead, spread="even", longest=max(even), sample_ahead=ahead)
-        run("straggler", step, straggler * ahead, spread="one straggler a step", longest=max(straggler), sample_ahead=ahead)
+    for ahead in (1, 3):  # with 3 what is long goes on beside the next completions; six steps, until the last of them is learned from
+        run("straggler", step, even, 6, ahead, spread="even", longest=max(even), sample_ahead=ahead)
+        run("straggler", step, straggler, 6, ahead, spread="one straggler a step", longest=max(straggler), sample_ahead=ahead)
     for layers in (8, 15, 30):
         run("depth", Step(options, layers), [64] * 16, layers=layers)
     pairs = zip(rows["straggler"][::2], rows["straggler"][1::2], strict=True)
@@ -84,28 +86,49 @@ class Step:
         self.trainer = RecoveryTrainer(self.backbone, RecoverConfig(), [], {"general": [], "domain": []},
                                        {"general": Teacher(self.backbone, "base")}, args, [])  # fmt: skip
 
-    def measure(self, lengths: list[int], repeats: int) -> dict:
-        """Sample, grade and differentiate a step with completions of these lengths; return its median cost."""
+    def measure(self, lengths: list[int], steps: int, ahead: int, repeats: int) -> dict:
+        """Sample, grade and differentiate steps, each with completions of these lengths; return the median cost of one."""
+        from opdcl.config import RecoverConfig
+        from opdcl.distill.schedule import plan_steps
         from opdcl.training import peak_memory, reset_peak_memory
 
-        uniform_NT = torch.full((len(lengths), max(lengths)), 0.5)
-        for row, length in enumerate(lengths):
-            uniform_NT[row, length - 1 :] = 0.0
-        prompts = [self.prompts[0]] * len(lengths)  # of one length, so that only completions differ
-        times = []
+        trainer = self.trainer
+        trainer.recover_config = config = RecoverConfig(
+            steps=steps, rollouts=len(lengths), sample_ahead=ahead, teacher_first=0, max_new_tokens=max(lengths))  # fmt: skip
+        trainer.prompts["general"] = self.prompts[:1] * len(lengths)  # of one length, so that only completions differ
+        trainer.steps = plan_steps(config, len(lengths), 0)
+        times, found = [], []
         for _ in range(repeats + 1):
             reset_peak_memory()
             started = time.perf_counter()
-            self.trainer.recover_config = self.trainer.recover_config.model_copy(
-                update={"max_new_tokens": max(lengths)})  # fmt: skip
-            with mock.patch("opdcl.distill.slab.torch.rand", return_value=uniform_NT):
-                rollouts = self.trainer.sample(prompts, "general", seed=0)
-            self.trainer.grade(rollouts, "general", learn=True)
-            self.trainer.model.zero_grad()
-            times.append(time.perf_counter() - started)
-        found = [len(r.completion_ids) for r in rollouts]
-        assert found == lengths, (found, lengths)
+            with self.forced(lengths):
+                for index in range(steps):
+                    found.append(trainer.rollouts_of(index))
+                    trainer.grade(found[-1], "general", learn=True)
+                    trainer.model.zero_grad()
+            times.append((time.perf_counter() - started) / steps)
+        assert sorted(len(r.completion_ids) for rollouts in found for r in rollouts) == sorted(lengths * steps * (repeats + 1))
         return {"tokens": sum(lengths), "seconds": round(statistics.median(times[1:]), 2), "peak_bytes": peak_memory()}
+
+    @contextlib.contextmanager
+    def forced(self, lengths: list[int]) -> Iterator[None]:
+        """Let every step's completions end at these lengths, whether in one go or not."""
+        plain, due = self.trainer.sample, []
+
+        def sample(prompts, *others):
+            begun = others[4]
+            ahead = [next(end - len(r.completion_ids) for known, end in due if known is r) for r in begun]
+            ahead += lengths * (len(prompts) // len(lengths))
+            uniform_NT = torch.full((len(ahead), max(lengths)), 0.5)
+            for row, length in enumerate(ahead):
+                uniform_NT[row, length - 1 :] = 0.0
+            with mock.patch("opdcl.distill.slab.torch.rand", return_value=uniform_NT):
+                found = plain(prompts, *others)
+            due.extend(zip(found[len(begun) :], ahead[len(begun) :], strict=True))
+            return found
+
+        with mock.patch.object(self.trainer, "sample", sample):
+            yield
 
 
 def linear_fit(rows: list[dict]) -> dict[str, float]:

@@ -306,7 +306,7 @@ class RecoverConfig(Section):
     teacher_first: Annotated[int, Field(ge=0, strict=True)] = 4
     """General steps at the start that are on base's answers: a student that says little learns little from itself."""
     sample_ahead: Positive = 1
-    """Steps of a stream whose completions are sampled at once. 1 is strictly on-policy; more fills the hardware."""
+    """Steps of a stream sampled at once. 1 is strictly on-policy; more fills the hardware, and lets long completions go on beside the next."""
     max_new_tokens: Positive = 96
     """Longest general completion, in tokens."""
     domain_max_new_tokens: Positive | None = None

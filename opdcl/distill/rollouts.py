@@ -62,10 +62,11 @@ class Request:
     batch_size: int
     on_finished: Callable[[list[Rollout]], None] | None
     total: int
+    leave: int = 0
 
     def batches(self, rollouts: list[Rollout]) -> Iterator[list[int]]:
-        """Yield the indices that run together: neighbours in prompt length, so that little of the prefill is padding."""
-        order = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].prompt_ids))
+        """Yield the indices that run together: neighbours in length so far, so that little of the prefill is padding."""
+        order = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].prompt_ids) + len(rollouts[i].completion_ids))
         for start in range(0, len(order), self.batch_size):
             yield order[start : start + self.batch_size]
 
@@ -81,8 +82,13 @@ def sample(
     batch_size: int = 96,
     engine: Engine | Literal["auto"] = "auto",
     on_finished: Callable[[list[Rollout]], None] | None = None,
+    begun: Sequence[Rollout] = (),
+    leave: int = 0,
 ) -> list[Rollout]:
     """Sample one completion per prompt, in the order of `prompts`; each process samples its share.
+
+    What an earlier call has left unfinished may be gone on with: `begun`, which comes first in the result. So the last, long
+    completions of a batch need not be waited for one token at a time (partial rollouts, arXiv 2501.12599).
 
     Args:
         model: A causal language model.
@@ -95,11 +101,13 @@ def sample(
         batch_size: Sequences decoded together.
         engine: Which loop decodes.
         on_finished: Called with the completions that have ended since the last call.
+        begun: Completions to go on with.
+        leave: How many of a batch may be returned unfinished, where much would be left to do for them; of the engines `slab` does.
     """
-    rollouts = [Rollout(list(p)) for p in prompts]
+    rollouts = [*begun, *(Rollout(list(p)) for p in prompts)]
     mine = processes.share(rollouts)
     chosen = pick_engine(model)[0] if engine == "auto" else engine
-    request = Request(max_new_tokens, eos_ids, temperature, seed, batch_size, on_finished, len(rollouts))
+    request = Request(max_new_tokens, eos_ids, temperature, seed, batch_size + len(begun), on_finished, len(rollouts), leave)
     if mine:
         {"slab": slab.fill, "generate": _generate, "continuous": _continuous}[chosen](model, mine, request)
     return processes.gather(mine)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 COMPACT_BELOW = 0.8
 # A finished row keeps the last one company: on a CPU two rows of bf16 take less time than one, which misses the fast kernels.
 FEWEST_ROWS = 2
+# Steps that may be ahead of a completion that is left unfinished; for fewer it is not worth beginning again with its prompt.
+WORTH_LEAVING = 32
 # Prompts that run through the model together: enough to fill it, few enough to be of like length.
 PREFILL_ROWS = 32
 # Tokens that a draw passes over at once.
@@ -108,9 +110,11 @@ def fill(model, rollouts: list[Rollout], request: Request) -> None:
         # Those of all processes are drawn, so that each sequence gets its own, whoever completes it.
         uniform_NT = processes.share(torch.rand(request.total, request.max_new_tokens, generator=generator))
     prefix = _shared_prefix([r.prompt_ids for r in rollouts])
+    leave = request.leave
     for rows in request.batches(rollouts):
-        _decode(model, [rollouts[i] for i in rows], prefix, request.max_new_tokens, set(request.eos_ids),
-                request.temperature, None if uniform_NT is None else uniform_NT[rows], request.on_finished)  # fmt: skip
+        batch = [rollouts[i] for i in rows]
+        _decode(model, batch, prefix, request, leave, None if uniform_NT is None else uniform_NT[rows])
+        leave -= sum(not r.finished and len(r.completion_ids) < request.max_new_tokens for r in batch)
 
 
 def _shared_prefix(prompts: Sequence[list[int]]) -> list[int]:
@@ -119,9 +123,9 @@ def _shared_prefix(prompts: Sequence[list[int]]) -> list[int]:
 
 
 @torch.no_grad()
-def _decode(model, rollouts, prefix, max_new_tokens, eos_ids, temperature, uniform_BT, on_finished) -> None:
-    device = model.device
-    tails = [r.prompt_ids[len(prefix) :] for r in rollouts]
+def _decode(model, rollouts: list[Rollout], prefix: list[int], request: Request, leave: int, uniform_BT: torch.Tensor | None) -> None:
+    device, max_new_tokens, eos_ids = model.device, request.max_new_tokens, set(request.eos_ids)
+    tails = [(r.prompt_ids + r.completion_ids)[len(prefix) :] for r in rollouts]
     width = max(len(t) for t in tails)
     capacity = len(prefix) + width + max_new_tokens
     cache = Cache(layers=[SlabLayer(capacity) for _ in range(model.config.get_text_config().num_hidden_layers)])
@@ -138,7 +142,7 @@ def _decode(model, rollouts, prefix, max_new_tokens, eos_ids, temperature, unifo
     done = [False] * len(rollouts)
     for step in range(max_new_tokens):
         uniform_B = None if uniform_BT is None else uniform_BT[live, step].to(device)
-        token_B, logprob_B = _draw(logits_BV, temperature, uniform_B)
+        token_B, logprob_B = _draw(logits_BV, request.temperature, uniform_B)
         ended = []
         for row, token in enumerate(token_B.tolist()):
             if done[row]:
@@ -146,15 +150,15 @@ def _decode(model, rollouts, prefix, max_new_tokens, eos_ids, temperature, unifo
             rollout = rollouts[live[row]]
             rollout.completion_ids.append(token)
             rollout.finished = token in eos_ids
-            done[row] = rollout.finished or step == max_new_tokens - 1
+            done[row] = rollout.finished or len(rollout.completion_ids) == max_new_tokens
             ended += [rollout] * done[row]
         if logprob_B is not None:
             for row, logprob in enumerate(logprob_B.tolist()):
                 if len(rollouts[live[row]].logprobs) < len(rollouts[live[row]].completion_ids):
                     rollouts[live[row]].logprobs.append(logprob)
-        if on_finished and ended:
-            on_finished(ended)
-        if all(done):
+        if request.on_finished and ended:
+            request.on_finished(ended)
+        if all(done) or (done.count(False) <= leave and max_new_tokens - step > WORTH_LEAVING):
             return
         if max(done.count(False), FEWEST_ROWS) < COMPACT_BELOW * len(done):
             kept = sorted(range(len(done)), key=done.__getitem__)[: max(done.count(False), FEWEST_ROWS)]

@@ -24,7 +24,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -104,11 +104,11 @@ class Teacher:
         return sequence(rollout.shown or self.shown(rollout.prompt_ids), rollout.completion_ids)
 
     def write(self, prompts: list[list[int]], config: RecoverConfig, max_new_tokens: int, seed: int,
-              on_finished: Callable[[list[Rollout]], None] | None = None) -> list[Rollout]:  # fmt: skip
-        """Complete prompts, of which it sees what it is to see."""
+              on_finished: Callable[[list[Rollout]], None] | None = None, **unfinished: Any) -> list[Rollout]:  # fmt: skip
+        """Complete prompts, of which it sees what it is to see; `unfinished` is what `sample` knows of `begun` and `leave`."""
         with self.writer() as model:
             return sample(model, [self.shown(p) for p in prompts], max_new_tokens=max_new_tokens, eos_ids=self.backbone.eos_ids,
-                          temperature=config.temperature, seed=seed, engine=config.sampler, on_finished=on_finished)  # fmt: skip
+                          temperature=config.temperature, seed=seed, engine=config.sampler, on_finished=on_finished, **unfinished)  # fmt: skip
 
     def writer(self) -> contextlib.AbstractContextManager[PreTrainedModel]:
         """Return a context in which the teacher can write completions itself."""

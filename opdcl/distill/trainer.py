@@ -55,6 +55,7 @@ class RecoveryTrainer(DistillationTrainer):
         self.backbone, self.recover_config, self.steps, self.prompts = backbone, config, steps, prompts
         self.micro_batch_tokens = config.micro_batch_tokens
         self._ahead: dict[int, list[Rollout]] = {}
+        self._unfinished: dict[Stream, list[Rollout]] = {}
         self._fresh = False
         self.latest: dict[Stream, list[Rollout]] = {}
         super().__init__(
@@ -72,27 +73,39 @@ class RecoveryTrainer(DistillationTrainer):
         """Return the completions of step `index`, sampling those of later steps of its kind along with them.
 
         What the student writes goes stale as it learns, so `sample_ahead` steps at most; a frozen teacher's answers never do.
+        Where steps are sampled together anyway, the last, long completions go on with the next such steps, and are learned from then.
         """
-        step = self.steps[index]
-        self._fresh = step.on_policy and index not in self._ahead
+        self._fresh = self.steps[index].on_policy and index not in self._ahead
         if index not in self._ahead:
-            kind = step.stream, step.on_policy
-            same = [i for i in range(index, len(self.steps)) if (self.steps[i].stream, self.steps[i].on_policy) == kind]
-            ahead = self.recover_config.sample_ahead
-            stale = step.on_policy or self.teachers[step.stream].moves
-            same = same[: ahead if stale else max(ahead, FULL_BATCH // len(step.prompts))]
-            prompts = [self.prompts[step.stream][p] for i in same for p in self.steps[i].prompts]
-            seed = self.recover_config.seed * 1_000_003 + index
-            teacher = self.teachers[step.stream]
-            # A teacher far away reads each completion while the others are still being written.
-            rewarded = self.reward and step.stream == "general"
-            known = None if rewarded else teacher.expect
-            sampled = iter(self.sample(prompts, step.stream, seed, None if step.on_policy else teacher, known))
-            for i in same:
-                answers = [next(sampled) for _ in self.steps[i].prompts]
-                keep = self.steps[i].keep
-                self._ahead[i] = self._most_divided(answers, keep) if rewarded else self._widest(answers, step.stream, keep)
+            self._sample_from(index)
         return self._ahead.pop(index)
+
+    def _sample_from(self, index: int) -> None:
+        step, ahead = self.steps[index], self.recover_config.sample_ahead
+        teacher, stream = self.teachers[step.stream], step.stream
+        alike = [i for i in range(index, len(self.steps)) if (self.steps[i].stream, self.steps[i].on_policy) == (stream, step.on_policy)]
+        stale = step.on_policy or teacher.moves
+        same = alike[: ahead if stale else max(ahead, FULL_BATCH // len(step.prompts))]
+        prompts = [self.prompts[stream][p] for i in same for p in self.steps[i].prompts]
+        seed = self.recover_config.seed * 1_000_003 + index
+        rewarded = self.reward and stream == "general"
+        begun = self._unfinished.pop(stream, []) if step.on_policy else []
+        leave = self._may_leave(same) if step.on_policy and len(same) < len(alike) and not rewarded else 0
+        # A teacher far away reads each completion while the others are still being written.
+        found = self.sample(prompts, stream, seed, None if step.on_policy else teacher, None if rewarded else teacher.expect, begun, leave)
+        if left := [r for r in found if not self._is_done(r, stream)]:
+            self._unfinished[stream] = left
+        begun, new = found[: len(begun)], iter(found[len(begun) :])
+        for i in same:
+            answers = [next(new) for _ in self.steps[i].prompts] + (begun if i == same[-1] else [])
+            answers = [r for r in answers if self._is_done(r, stream)]
+            if rewarded:
+                answers = self._most_divided(answers, self.steps[i].keep)
+            elif self.recover_config.oversample > 1:
+                answers = self._widest(answers, stream, self.steps[i].keep)
+            self._ahead[i] = answers
+        # Some tokens of these are older than the weights, so they say nothing about the sampler.
+        self._fresh &= not (begun and same == [index])
 
     def _most_divided(self, rollouts: list[Rollout], keep: int) -> list[Rollout]:
         """Reward completions, note how each stands among those on its prompt, and return the groups that differ most.
@@ -126,11 +139,34 @@ class RecoveryTrainer(DistillationTrainer):
         kept = set(sorted(places.values(), key=gaps.__getitem__, reverse=True)[:keep])
         return [r for r in rollouts if places[id(r)] in kept]
 
-    def sample(self, prompts: list[list[int]], stream: Stream, seed: int,
-               teacher: Teacher | Routed | None = None, on_finished: Callable[[list[Rollout]], None] | None = None) -> list[Rollout]:
-        """Sample one completion per prompt from the student, or from a teacher with what it sees, with merged weights."""
+    def _may_leave(self, steps: list[int]) -> int:
+        """Return how many completions of these steps may be left unfinished: a sixteenth, and never all of a step.
+
+        None where each step is to be strictly on-policy, where completions are chosen from, where somebody else samples, and in
+        several processes, whose number must not change what is learned.
+        """
         config = self.recover_config
-        longest = (config.domain_max_new_tokens if stream == "domain" else None) or config.max_new_tokens
+        if len(steps) == 1 or config.oversample > 1 or config.server or processes.count() > 1:
+            return 0
+        sizes = [len(self.steps[i].prompts) for i in steps]
+        return min(sum(sizes) // 16, min(sizes) - 1)
+
+    def _is_done(self, rollout: Rollout, stream: Stream) -> bool:
+        return rollout.finished or len(rollout.completion_ids) >= self._longest(stream)
+
+    def _longest(self, stream: Stream) -> int:
+        config = self.recover_config
+        return (config.domain_max_new_tokens if stream == "domain" else None) or config.max_new_tokens
+
+    def sample(self, prompts: list[list[int]], stream: Stream, seed: int, teacher: Teacher | Routed | None = None,
+               on_finished: Callable[[list[Rollout]], None] | None = None, begun: list[Rollout] | None = None, leave: int = 0) -> list[Rollout]:
+        """Sample one completion per prompt from the student, or from a teacher with what it sees, with merged weights.
+
+        What is `begun`, by the student alone, is gone on with, and comes first in the result.
+        """
+        config, longest = self.recover_config, self._longest(stream)
+        if begun or leave:
+            return self.student.write(prompts, config, longest, seed, on_finished, begun=begun or [], leave=leave)
         found: dict[int, Rollout] = {}
         for _, author, mine in (teacher or self.student).split(prompts):
             written = author.write([prompts[i] for i in mine], config, longest, seed, on_finished)
@@ -274,8 +310,9 @@ class RecoveryTrainer(DistillationTrainer):
     def _save_checkpoint(self, model, trial):
         # First, because the trainer writes its state file last: whoever finds that, finds a whole checkpoint.
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        ahead = {str(index): [asdict(r) for r in rollouts] for index, rollouts in self._ahead.items()}
-        write_atomic(folder / "rollouts.json", json.dumps(ahead))
+        kept = {"ahead": self._ahead, "unfinished": self._unfinished}
+        written = {part: {str(key): [asdict(r) for r in rollouts] for key, rollouts in found.items()} for part, found in kept.items()}
+        write_atomic(folder / "rollouts.json", json.dumps(written))
         for teacher in self.teachers.values():
             teacher.save(folder)
         super()._save_checkpoint(model, trial)
@@ -284,8 +321,9 @@ class RecoveryTrainer(DistillationTrainer):
         """Take back the teachers, and the completions that were sampled ahead, as they were when the checkpoint was written."""
         for teacher in self.teachers.values():
             teacher.restore(checkpoint)
-        ahead = json.loads((checkpoint / "rollouts.json").read_text())
-        self._ahead = {int(index): [Rollout(**r) for r in rollouts] for index, rollouts in ahead.items()}
+        kept = json.loads((checkpoint / "rollouts.json").read_text())
+        ahead, unfinished = ({key: [Rollout(**r) for r in rollouts] for key, rollouts in kept[part].items()} for part in ("ahead", "unfinished"))
+        self._ahead, self._unfinished = {int(index): rollouts for index, rollouts in ahead.items()}, unfinished
 
     def create_model_card(self, *args, **kwargs) -> None:
         """Write none: the report writes the model card."""

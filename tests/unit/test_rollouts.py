@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from opdcl.config import LoraSection
+from opdcl.distill import slab
 from opdcl.distill.rollouts import pick_engine, sample
 from opdcl.distill.slab import DRAW_BLOCK, PREFILL_ROWS, _draw
 from opdcl.distill.step import is_llama
@@ -124,6 +125,39 @@ def test_rounding_gives_nothing_that_has_no_probability():
     for block in range(8):
         _, logprobs = _draw(logits, 1.0, upto[:, block])
         assert logprobs.isfinite().all()
+
+
+def test_completions_that_are_left_are_gone_on_with_and_the_others_are_as_ever(backbone, monkeypatch):
+    monkeypatch.setattr(slab, "WORTH_LEAVING", 4)
+    model = backbone.causal_lm.double()
+    prompts = [[1, 520, 9690, 198, 40 + i] for i in range(12)]
+    ends = list(range(0, model.config.vocab_size, 12))  # one token in twelve ends a completion, so that lengths differ
+    how = {"max_new_tokens": 30, "eos_ids": ends}
+    whole = sample(model, prompts, seed=3, **how)
+    told = []
+    found = sample(model, prompts, seed=3, leave=3, on_finished=told.extend, **how)
+    left = [r for r in found if not r.finished]
+    assert 1 <= len(left) <= 3
+    assert all(len(r.completion_ids) < 26 for r in left)
+    assert sorted(map(id, told)) == sorted(id(r) for r in found if r.finished)
+    for rollout, expected in zip(found, whole, strict=True):
+        assert rollout.completion_ids == expected.completion_ids[: len(rollout.completion_ids)]
+        assert rollout.finished == (len(rollout.completion_ids) == len(expected.completion_ids))
+    before = [list(r.completion_ids) for r in left]
+    more = sample(model, prompts[:5], seed=4, begun=left, **how)
+    assert [r.prompt_ids for r in more] == [r.prompt_ids for r in left] + prompts[:5]
+    for rollout, ids in zip(more, before, strict=False):
+        assert rollout.completion_ids[: len(ids)] == ids
+        assert len(ids) < len(rollout.completion_ids) <= 30
+    for rollout in more:
+        assert rollout.finished or len(rollout.completion_ids) == 30
+        assert_logprobs(model, rollout, 1.0)
+
+
+def test_where_little_is_ahead_nothing_is_left(backbone):
+    ends = list(range(0, backbone.causal_lm.config.vocab_size, 12))
+    found = sample(backbone.causal_lm, PROMPTS, max_new_tokens=20, eos_ids=ends, seed=3, leave=3)
+    assert all(r.finished or len(r.completion_ids) == 20 for r in found)
 
 
 def test_a_draw_of_one_stays_inside_the_vocabulary():

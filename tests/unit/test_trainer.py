@@ -7,6 +7,7 @@ import torch
 from trl import DistillationConfig
 
 from opdcl.config import LoraSection, RecoverConfig
+from opdcl.distill import slab
 from opdcl.distill.forward import answer_ids, answer_states
 from opdcl.distill.rollouts import Rollout
 from opdcl.distill.schedule import plan_steps
@@ -124,6 +125,50 @@ def test_sampling_ahead_takes_the_prompts_of_the_same_stream(backbone, tmp_path)
     assert set(trainer._ahead) == {1}
     prompts = [r.prompt_ids for r in trainer.rollouts_of(3)]
     assert prompts == [trainer.prompts["domain"][i] for i in trainer.steps[3].prompts]
+
+
+def test_what_is_left_unfinished_is_learned_from_once_with_later_steps_of_its_stream(backbone, tmp_path, monkeypatch):
+    monkeypatch.setattr(slab, "WORTH_LEAVING", 2)
+    backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
+    backbone.eos_ids = list(range(0, backbone.causal_lm.config.vocab_size, 6))
+    settings = {"steps": 12, "rollouts": 24, "sample_ahead": 2, "max_new_tokens": 30, "general_per_domain": 2, "domain_rollouts": 2}
+    trainer = make_trainer(backbone, tmp_path, **settings)
+    seen, sizes = [], []
+    for index, step in enumerate(trainer.steps):
+        if index == 6:  # a checkpoint in the middle brings back what was left
+            assert trainer._unfinished["general"]
+            trainer.create_optimizer_and_scheduler(12)
+            trainer._save_checkpoint(trainer.model, None)
+            trainer._ahead, trainer._unfinished = {}, {}
+            trainer.restore(tmp_path / "t" / "checkpoint-0")
+        rollouts = trainer.rollouts_of(index)
+        assert rollouts
+        assert all(r.finished or len(r.completion_ids) == 30 for r in rollouts)
+        if step.stream == "general":
+            seen += rollouts
+            sizes.append(len(rollouts))
+    assert min(sizes) < 24  # some were left
+    assert len(seen) == len(set(map(id, seen))) == 24 * 8
+    assert not any(trainer._unfinished.values())
+
+
+@pytest.mark.parametrize(("settings", "may"), [
+    ({}, 3), ({"sample_ahead": 1}, 0), ({"oversample": 2.0}, 0), ({"rollouts": 2}, 0), ({"lmbda": 0.0}, 0),
+])  # fmt: skip
+def test_when_completions_may_be_left(backbone, tmp_path, monkeypatch, settings, may):
+    backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
+    trainer = make_trainer(backbone, tmp_path, **{"rollouts": 24, "sample_ahead": 2, "steps": 12, **settings})
+    asked = []
+    plain = trainer.sample
+
+    def sample(*args):
+        asked.append(args[6])
+        return plain(*args)
+
+    monkeypatch.setattr(trainer, "sample", sample)
+    trainer.rollouts_of(0)
+    trainer.rollouts_of(10)  # no later step of its stream is there to go on with them
+    assert asked == [may, 0]
 
 
 def test_micro_batches_hold_every_rollout_once_within_bounds():
