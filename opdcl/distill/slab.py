@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 # Rows are dropped from the slabs once a fifth of them is finished: copying the survivors then costs less than
 # decoding the finished ones.
 COMPACT_BELOW = 0.8
-# A finished row keeps the last one company: on a CPU two rows of bf16 take less time than one, which misses the fast kernels.
-FEWEST_ROWS = 2
 # Steps that may be ahead of a completion that is left unfinished; for fewer it is not worth beginning again with its prompt.
 WORTH_LEAVING = 32
 # Prompts that run through the model together: enough to fill it, few enough to be of like length.
@@ -138,6 +136,8 @@ def _decode(model, rollouts: list[Rollout], prefix: list[int], request: Request,
     logits_BV = _prefill(model, cache, prefix, tails, width)
     position_B = torch.tensor([len(prefix) + len(tail) - 1 for tail in tails], device=device)
     decode = decoding_step(model)
+    # In 16 bits a finished row keeps the last one company: a processor's fast kernels are not for a single one. fp32 has them.
+    fewest = 2 if model.dtype.itemsize == 2 else 1
     live = list(range(len(rollouts)))  # row of the batch -> index of its rollout
     done = [False] * len(rollouts)
     for step in range(max_new_tokens):
@@ -160,8 +160,9 @@ def _decode(model, rollouts: list[Rollout], prefix: list[int], request: Request,
             request.on_finished(ended)
         if all(done) or (done.count(False) <= leave and max_new_tokens - step > WORTH_LEAVING):
             return
-        if max(done.count(False), FEWEST_ROWS) < COMPACT_BELOW * len(done):
-            kept = sorted(range(len(done)), key=done.__getitem__)[: max(done.count(False), FEWEST_ROWS)]
+        rows = max(done.count(False), fewest)
+        if rows < COMPACT_BELOW * len(done):
+            kept = sorted(range(len(done)), key=done.__getitem__)[:rows]
             live, done = [live[row] for row in kept], [done[row] for row in kept]
             keep = torch.tensor(kept, device=device)
             for layer in cache.layers:
