@@ -29,6 +29,7 @@ LATER: dict[str, dict[str, Any]] = {
         "reward": None,
         "server": None,
         "keep": "best",
+        "alpha": None,
         "health": {"overlap": 0.1},
         "loss": {"discount": 0.0, "rescaled": True},
     },
