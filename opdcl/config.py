@@ -305,7 +305,7 @@ class RecoverConfig(Section):
     """Share of steps on the student's own completions; the others are on the teacher's."""
     teacher_first: Annotated[int, Field(ge=0, strict=True)] = 4
     """General steps at the start that are on base's answers: a student that says little learns little from itself."""
-    sample_ahead: Positive = 1
+    sample_ahead: Positive = 3
     """Steps of a stream sampled at once. 1 is strictly on-policy; more fills the hardware, and lets long completions go on beside the next."""
     max_new_tokens: Positive = 96
     """Longest general completion, in tokens."""

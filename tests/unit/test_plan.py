@@ -13,7 +13,7 @@ from opdcl.rundir import RunDir, write_json
 
 DATA = {"finetune.data": "rows-1", "recover.general": "prompts-1", "recover.domain": "rows-1"}
 FINETUNE = {"data": "rows.jsonl"}
-RECOVER = {"general": "prompts.jsonl", "domain": "rows.jsonl"}
+RECOVER = {"sample_ahead": 1, "general": "prompts.jsonl", "domain": "rows.jsonl"}
 FULL = {"finetune": FINETUNE, "recover": RECOVER, "eval": {"retention": ["instructions"], "domain": ["handbook"]}}
 
 

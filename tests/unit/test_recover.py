@@ -120,7 +120,7 @@ def test_recovery_stops_once_it_has_done_enough(backbone, tuned, until, said):
 def test_general_only_is_judged_by_the_general_stream_alone(backbone, tuned):
     """It leaves the domain by design; that must neither halt it nor choose its adapter."""
     # A general teacher that tuned agrees with already would leave nothing to see; base is far from it.
-    rows = run(backbone, tuned, method="general", steps=24, validate_every=4, learning_rate=2e-2, health={"kl_growth": 1.01})
+    rows = run(backbone, tuned, method="general", steps=24, validate_every=4, learning_rate=2e-2, sample_ahead=1, health={"kl_growth": 1.01})
     measured = [r["validation"] for r in rows if "validation" in r]
     assert measured[-1]["domain_kl"] > measured[0]["domain_kl"] + 0.05
     best = [m["general_kl"] for m in measured if m["best"]]

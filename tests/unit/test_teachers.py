@@ -335,7 +335,7 @@ def test_specialists_teach_one_student_and_each_ones_distance_is_told(backbone, 
         save_adapter(backbone, answered / name)
         backbone.drop_adapters()
     teachers = {name: {"kind": "adapter", "adapter": str(answered / name), "prompts": str(specialist(answered, name))} for name in ("left", "right")}
-    config = RecoverConfig(teachers=teachers, general_per_domain=0, steps=40, rollouts=8, max_new_tokens=6, validate_every=20,
+    config = RecoverConfig(teachers=teachers, general_per_domain=0, steps=40, rollouts=8, sample_ahead=1, max_new_tokens=6, validate_every=20,
                            validation_prompts=4, learning_rate=2e-2, health={"watch": False})  # fmt: skip
     out = StageDir(answered / "one")
     recover(config, backbone, ModelRef(ModelConfig(), answered / "left"), out, Silent())
