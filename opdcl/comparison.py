@@ -26,6 +26,8 @@ from opdcl.view import MISSING, Figure, Table, View, measured_on, notes_on_seeds
 if TYPE_CHECKING:
     import numpy as np
 
+    from opdcl.stats import Point
+
 ROLES = ("retention", "domain")
 SEEDS = {"seed", "data_seed"}
 # Sections of a workflow that cannot change a score.
@@ -81,7 +83,7 @@ class Arm:
         found = [scores[role] for m in self.pooled if role in (scores := m.scores(state))]
         return np.stack(found) if found else None
 
-    def point(self, state: str = "recovered") -> tuple[np.ndarray, np.ndarray] | None:
+    def point(self, state: str = "recovered") -> Point | None:
         """Return the scores on domain and retention, or None where one of them is not measured."""
         found = self.scores("domain", state), self.scores("retention", state)
         return None if found[0] is None or found[1] is None else (found[0], found[1])

@@ -122,25 +122,21 @@ def above_mixtures(arm: Point, rivals: list[Point], seed: int = 0) -> Estimate:
     rivals' points that count but the upper edge of all lines between them. An arm that keeps more of the domain than every
     rival is held against the one that keeps the most.
     """
-    def height(domain: np.ndarray, retention: np.ndarray, points: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-        most = np.max([x for x, _ in points], axis=0)
-        at = np.minimum(domain, most)
-        best = np.full_like(retention, -np.inf)
-        for (left, low), (right, high) in itertools.product(points, repeat=2):
-            with np.errstate(divide="ignore", invalid="ignore"):
-                share = np.where(right > left, np.clip((at - left) / (right - left), 0, 1), 1)
-            best = np.where(right >= at, np.maximum(best, low + share * (high - low)), best)
-        above: np.ndarray = retention - best
-        return above
+    points = [(np.array([np.mean(domain)]), np.array([np.mean(retention)])) for domain, retention in (arm, *rivals)]
+    draws = [(_means(domain, seed, suite=1), _means(retention, seed)) for domain, retention in (arm, *rivals)]
+    return _estimate(_above_edge(*points)[0], _above_edge(*draws))
 
-    def means(point: Point) -> tuple[np.ndarray, np.ndarray]:
-        return np.array([np.mean(point[0])]), np.array([np.mean(point[1])])
 
-    def drawn(point: Point) -> tuple[np.ndarray, np.ndarray]:
-        return _means(point[0], seed, suite=1), _means(point[1], seed)
-
-    value = height(*means(arm), [means(point) for point in rivals])
-    return _estimate(value[0], height(*drawn(arm), [drawn(point) for point in rivals]))
+def _above_edge(arm: Point, *rivals: Point) -> np.ndarray:
+    """Return an arm's retention less that of the rivals' upper edge at its domain, element by element of the means' draws."""
+    at = np.minimum(arm[0], np.max([domain for domain, _ in rivals], axis=0))
+    edge = np.full_like(at, -np.inf)
+    for (left, low), (right, high) in itertools.product(rivals, repeat=2):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = np.where(right > left, np.clip((at - left) / (right - left), 0, 1), 1)
+        edge = np.where(right >= at, np.maximum(edge, low + share * (high - low)), edge)
+    above: np.ndarray = arm[1] - edge
+    return above
 
 
 def detectable_difference(a: np.ndarray, b: np.ndarray) -> float:
