@@ -153,13 +153,21 @@ def extend(path: Path, overrides: list[str], flags: dict[str, Any], stage: str) 
 
 
 def suites_and_files(domain: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return domain suites by name, and for those that are files of questions the settings that say where these are."""
+    """Return domain suites by name, and for those that are files of questions the settings that say where these are.
+
+    Raises:
+        UsageError: What is named like a file of rows is none.
+    """
     suites, files = [], {}
     for suite in domain:
         path = Path(suite)
         if path.suffix and path.is_file():
             files[f"eval.data.{path.stem}"] = str(path.resolve())
-        suites.append(path.stem if path.suffix and path.is_file() else suite)
+            suites.append(path.stem)
+        elif path.suffix in (".jsonl", ".json", ".ndjson", ".csv", ".parquet"):
+            raise UsageError(f"domain questions {suite!r} do not exist", "a file of question and answer rows, or the name of a suite")
+        else:
+            suites.append(suite)
     return suites, files
 
 

@@ -195,6 +195,7 @@ WRONG = {
     "recover nowhere": ("nowhere is not a run directory", "opdcl finetune"),
     "eval nowhere": ("nowhere is not a run directory",),
     "eval nowhere --data ifeval": ("is not SUITE=PATH",),
+    "eval . --domain missing.jsonl": ("domain questions 'missing.jsonl' do not exist", "the name of a suite"),
     "report nowhere": ("nowhere is not a run directory",),
     "report . --json": ("is not a run directory",),
     "nosuchcommand": ("nosuchcommand",),
