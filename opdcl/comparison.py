@@ -19,7 +19,7 @@ from opdcl.errors import UsageError
 from opdcl.load import flatten
 from opdcl.plan import WITHOUT_MEANING
 from opdcl.rundir import RunDir
-from opdcl.summary import STATES, Suite, load_suites, read_record, section, summarise_suites
+from opdcl.summary import STATES, Suite, load_suites, on_detectable, read_record, section, summarise_suites
 from opdcl.text import harmless, interval
 from opdcl.view import MISSING, Figure, Table, View, measured_on, notes_on_seeds, points_cell, score_cell
 
@@ -124,6 +124,7 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
         "suites": {s.name: {"role": role, "metric": s.metric, "n": len(s.prompts)} for role, s in suites.items()},
         "references": base + tuned,
         "arms": rows,
+        "alpha_curve": _alpha_curve(arms, shared),
         "differences": differences,
         "notes": _notes(arms, rows, base, tuned, differences),
     }
@@ -330,6 +331,18 @@ def _compare_with_the_curve(arms: list[Arm], rows: list[dict], shared: dict[str,
             above["at_its_domain"] = stats.above_mixtures(here, points, seed).as_dict()
 
 
+def _alpha_curve(arms: list[Arm], shared: dict[str, tuple[int, ...]]) -> list[dict[str, float]]:
+    """Return the upper edge of the alpha-curve, least domain first; empty without a curve, or where several models were tuned."""
+    from opdcl import stats
+
+    curve = [arm for arm in arms if arm.settings.get("recover.method") == "interpolate"]
+    if not curve or len(set(shared.values())) > 1:
+        return []
+    points = [point for point in (arms[0].point("base"), arms[0].point("tuned"), *(arm.point() for arm in curve)) if point]
+    means = [{"domain": float(point[0].mean()), "retention": float(point[1].mean())} for point in points]
+    return [means[i] for i in stats.upper_edge(points)]
+
+
 def _differences(arms: list[Arm]) -> dict[str, dict[str, Any]]:
     """Return setting -> arm -> value for the settings in which the arms differ; an arm without the key is left out."""
     found: dict[str, dict[str, Any]] = {}
@@ -371,12 +384,17 @@ def _notes(arms: list[Arm], rows: list[dict], base: list[dict], tuned: list[dict
 
 
 def _notes_of_runs(members: list[Member]) -> list[str]:
-    """Return the notes of the runs' own reports; what holds for all of them is said once."""
+    """Return the notes of the runs' own reports; what holds for all of them is said once, and so is how fine their tests are."""
     found: dict[str, list[str]] = {}
+    fineness: dict[str, float] = {}
     for member in members:
+        if smallest := member.summary["tests"]["detectable_difference"]:
+            note = on_detectable(member.suites["retention"], [smallest])
+            fineness |= {note: smallest} if note in member.summary["notes"] else {}
         for note in member.summary["notes"]:
             found.setdefault(note, []).append(str(member.run.path))
-    return [n if len(paths) == len(members) else f"{', '.join(paths)}: {n}" for n, paths in found.items()]
+    notes = [n if len(p) == len(members) else f"{', '.join(p)}: {n}" for n, p in found.items() if n not in fineness]
+    return notes + ([on_detectable(_model(members, "retention").suites["retention"], list(fineness.values()))] if fineness else [])
 
 
 def view(found: dict[str, Any]) -> View:
@@ -399,7 +417,7 @@ def _tables(found: dict[str, Any]) -> list[Table]:
     caption = (
         "Brackets are 95 % intervals: a bootstrap over prompts, and over seeds where an arm has several. R is the "
         "share of the loss that came back, D the share of the domain gain that is kept. Where one is missing, it is "
-        "not measured, or the loss or gain to divide by is too small."
+        "not measured, or the loss or gain to divide by is too small. The status speaks of retention alone."
     )
     shown = [Table("Scores", columns, rows, caption)]
     if against := [(row["name"], d) for row in found["arms"] if (d := row["above_alpha_curve"])]:

@@ -180,7 +180,7 @@ def tradeoff(summary: dict[str, Any]) -> str | None:
 
 
 def frontier(found: dict[str, Any]) -> str | None:
-    """Plot domain (x) against retention (y) of a comparison's base, tuned and arms; None below two points."""
+    """Plot domain (x) against retention (y) of a comparison's base, tuned and arms, and the alpha-curve; None below two points."""
     names = [found["headline"][role] for role in ("domain", "retention")]
     rows = [row for row in (*found["references"], *found["arms"]) if row["domain"] and row["retention"]]
     if None in names or len(rows) < 2:
@@ -189,8 +189,10 @@ def frontier(found: dict[str, Any]) -> str | None:
     labels = [_plain(row["name"]).lstrip("_") for row in rows]
     columns = 2 if max(map(len, labels)) <= 20 else 1
     arms = zip(itertools.cycle(ARM_SHAPES), itertools.cycle(ARM_COLOURS), strict=True)
-    with _figure(height=HEIGHT + 0.2 * -(-len(rows) // columns)) as (figure, (axes,)):
+    with _figure(height=HEIGHT + 0.2 * -(-(len(rows) + 1) // columns)) as (figure, (axes,)):
         axes.grid(True, axis="both")
+        if curve := [(100 * point["domain"], 100 * point["retention"]) for point in found["alpha_curve"]]:
+            axes.plot(*_columns(curve), color=PAINT["muted"], linestyle="--", linewidth=1.0, label="alpha-curve")
         for row, label in zip(rows, labels, strict=True):
             shape, colour = (SHAPES[row["state"]], row["state"]) if "state" in row else next(arms)
             _cross(axes, row["domain"], row["retention"], fmt=shape, color=PAINT[colour], label=label)

@@ -122,9 +122,20 @@ def above_mixtures(arm: Point, rivals: list[Point], seed: int = 0) -> Estimate:
     rivals' points that count but the upper edge of all lines between them. An arm that keeps more of the domain than every
     rival is held against the one that keeps the most.
     """
-    points = [(np.array([np.mean(domain)]), np.array([np.mean(retention)])) for domain, retention in (arm, *rivals)]
+    points = _centres([arm, *rivals])
     draws = [(_means(domain, seed, suite=1), _means(retention, seed)) for domain, retention in (arm, *rivals)]
     return _estimate(_above_edge(*points)[0], _above_edge(*draws))
+
+
+def upper_edge(rivals: list[Point]) -> list[int]:
+    """Return which of the rivals lie on the upper edge of all mixtures, the one that keeps least of the domain first."""
+    points = _centres(rivals)
+    on_it = [i for i, point in enumerate(points) if _above_edge(point, *points)[0] >= -1e-9]
+    return sorted(on_it, key=lambda i: points[i][0][0])
+
+
+def _centres(points: list[Point]) -> list[Point]:
+    return [(np.array([np.mean(domain)]), np.array([np.mean(retention)])) for domain, retention in points]
 
 
 def _above_edge(arm: Point, *rivals: Point) -> np.ndarray:

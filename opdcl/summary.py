@@ -134,6 +134,7 @@ def summarise_suites(run: RunDir, suites: list[Suite]) -> dict[str, Any]:
         "recovery": None,
         "domain_retention": None,
         "tests": {
+            "detectable_difference": None,
             "mcnemar": _pairwise(retention, lambda a, b: stats.mcnemar(a, b), only_pass_or_fail=True),
             **{
                 f"{prefix}{pair}": interval
@@ -150,17 +151,23 @@ def summarise_suites(run: RunDir, suites: list[Suite]) -> dict[str, Any]:
         summary["status"] = stats.judge(*three, seed=seed)
         estimate = stats.recovery(*three, seed=seed)
         summary["recovery"] = estimate and estimate.as_dict()
+        summary["tests"]["detectable_difference"] = stats.detectable_difference(three[2], three[0])
     if domain and domain.complete:
         estimate = stats.domain_retention(*(domain.values(state) for state in STATES), seed=seed)
         summary["domain_retention"] = estimate and estimate.as_dict()
     if retention and summary["status"] in ("partly recovered", "not shown"):
-        smallest = stats.detectable_difference(retention.values("recovered"), retention.values("base"))
-        summary["notes"].append(
-            f"{retention.name}: on {len(retention.values('base'))} prompts a true difference of {100 * smallest:.1f} points "
-            "between recovered and base is found four times in five; a smaller one may go unseen."
-        )
+        summary["notes"].append(on_detectable(retention, [summary["tests"]["detectable_difference"]]))
     summary["verdict"] = _verdict(summary, retention, domain)
     return summary
+
+
+def on_detectable(suite: Suite, smallest: list[float]) -> str:
+    """Say which true differences between recovered and base the suite's prompts can show, given that of each run."""
+    least, most = (f"{100 * difference:.1f}" for difference in (min(smallest), max(smallest)))
+    return (
+        f"{suite.name}: on {len(suite.prompts)} prompts a true difference of {least if least == most else f'{least} to {most}'} points "
+        "between recovered and base is found four times in five; a smaller one may go unseen."
+    )
 
 
 def table_rows(summary: dict[str, Any]) -> list[list[str]]:

@@ -143,12 +143,16 @@ def test_the_curve_leads_from_base_over_the_scaled_adapter_to_tuned(three):
     points = [tuple(passed[len(scores[suite])] for suite in ("handbook", "instructions")) for scores in (BASE, TUNED)]
     above = stats.above_mixtures((passed[32], passed[28]), [*points, (passed[20], passed[20])]).as_dict()
     assert ours["above_alpha_curve"]["at_its_domain"] == above
+    drawn = compare.compare(three)["alpha_curve"]
+    assert [p["domain"] * N for p in drawn] == pytest.approx([4, 20, 36])
+    assert [p["retention"] * N for p in drawn] == pytest.approx([32, 20, 8])
     assert "retention\nat its domain" in next(t for t in view(compare.compare(three)).tables if "alpha" in t.title).columns
 
 
 def test_without_a_curve_there_is_no_distance_to_it(three):
     found = compare.compare(three[:2])
     assert [row["above_alpha_curve"] for row in found["arms"]] == [None, None]
+    assert found["alpha_curve"] == []
     assert [table.title for table in view(found).tables] == ["Scores", "Settings that differ"]
 
 
@@ -271,6 +275,13 @@ def test_arms_over_the_same_fine_tunes_share_the_mean_of_tuned(make):
 def test_directories_of_one_name_are_told_apart_by_their_paths(make, tmp_path):
     runs = [make("x/run", 28, 32), make("y/run", 28, 32, steps=9)]
     assert [row["name"] for row in compare.compare(runs)["arms"]] == [str(tmp_path / "x/run"), str(tmp_path / "y/run")]
+
+
+def test_how_fine_the_tests_of_the_runs_are_is_said_once(make):
+    runs = [make("ours", 28, 32), make("half", 20, 32, steps=9)]
+    fine = [report.summarise(run)["tests"]["detectable_difference"] for run in runs]
+    (note,) = (note for note in compare.compare(runs)["notes"] if "four times in five" in note)
+    assert f"of {100 * min(fine):.1f} to {100 * max(fine):.1f} points" in note
 
 
 # Runs that are not finished, or not alike.

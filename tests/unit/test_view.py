@@ -72,6 +72,8 @@ def test_the_plot_marks_base_tuned_and_every_arm(three):
     for name in ("base", "tuned", "ours", "general", "scaled"):
         assert f">{name}</text>" in svg
     assert "ours 70 % at 80 % domain" in svg
+    assert ">alpha-curve</text>" in svg
+    assert ">alpha-curve</text>" not in (plots.frontier(compare.compare(three[:2])) or "")
     assert plots.frontier({"headline": {"retention": "a", "domain": "b"}, "references": [], "arms": []}) is None
 
 
@@ -147,7 +149,7 @@ def test_the_command_gives_one_json_document_with_stable_keys(three, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     found = json.loads(done.stdout)
-    assert list(found) == ["headline", "suites", "references", "arms", "differences", "notes"]
+    assert list(found) == ["headline", "suites", "references", "arms", "alpha_curve", "differences", "notes"]
     assert found["suites"]["handbook"] == {"role": "domain", "metric": METRIC, "n": N}
     assert set(found["arms"][0]) == {
         "name", "method", "seeds", "retention", "domain", "recovery", "domain_retention", "status", "above_alpha_curve", "runs",
