@@ -26,7 +26,7 @@ from opdcl.distill.opinion import Hidden, Opinion, join, shared_rows
 from opdcl.distill.rollouts import Rollout, repetition
 from opdcl.distill.schedule import Step, Stream
 from opdcl.distill.teachers import Routed, Teacher, sequence
-from opdcl.errors import OpdclError
+from opdcl.errors import OpdclError, UsageError
 from opdcl.rundir import write_atomic
 from opdcl.training import finite_or_skipped, is_out_of_memory
 
@@ -318,10 +318,16 @@ class RecoveryTrainer(DistillationTrainer):
         super()._save_checkpoint(model, trial)
 
     def restore(self, checkpoint: Path) -> None:
-        """Take back the teachers, and the completions that were sampled ahead, as they were when the checkpoint was written."""
+        """Take back the teachers, and the completions that were sampled ahead, as they were when the checkpoint was written.
+
+        Raises:
+            UsageError: Another version of opdcl wrote it, which kept its completions in another way.
+        """
+        kept = json.loads((checkpoint / "rollouts.json").read_text())
+        if set(kept) != {"ahead", "unfinished"}:
+            raise UsageError(f"another version of opdcl wrote {checkpoint}", "remove that folder: the run goes on from the one before, or anew")
         for teacher in self.teachers.values():
             teacher.restore(checkpoint)
-        kept = json.loads((checkpoint / "rollouts.json").read_text())
         ahead, unfinished = ({key: [Rollout(**r) for r in rollouts] for key, rollouts in kept[part].items()} for part in ("ahead", "unfinished"))
         self._ahead, self._unfinished = {int(index): rollouts for index, rollouts in ahead.items()}, unfinished
 

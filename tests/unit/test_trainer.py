@@ -13,7 +13,7 @@ from opdcl.distill.rollouts import Rollout
 from opdcl.distill.schedule import plan_steps
 from opdcl.distill.teachers import Teacher
 from opdcl.distill.trainer import RecoveryTrainer, micro_batches
-from opdcl.errors import OpdclError
+from opdcl.errors import OpdclError, UsageError
 from opdcl.training import save_adapter
 
 PROMPT = [1, 520, 9690, 198]
@@ -150,6 +150,14 @@ def test_what_is_left_unfinished_is_learned_from_once_with_later_steps_of_its_st
     assert min(sizes) < 24  # some were left
     assert len(seen) == len(set(map(id, seen))) == 24 * 8
     assert not any(trainer._unfinished.values())
+
+
+def test_a_checkpoint_that_another_version_wrote_is_told_as_such(backbone, tmp_path):
+    backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
+    trainer = make_trainer(backbone, tmp_path)
+    (tmp_path / "rollouts.json").write_text('{"0": []}')  # what was sampled ahead, and nothing else
+    with pytest.raises(UsageError, match="another version of opdcl wrote"):
+        trainer.restore(tmp_path)
 
 
 @pytest.mark.parametrize(("settings", "may"), [
