@@ -17,6 +17,7 @@ from opdcl.errors import Interrupted, OpdclError, UsageError
 from opdcl.load import validate
 from opdcl.output import Output
 from opdcl.rundir import RunDir
+from opdcl.share import outcomes
 
 REFERENCE = "arm:"
 
@@ -76,20 +77,26 @@ def _merged(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 def describe_all(flow: Workflow, out: Path) -> tuple[list[list[str]], list[dict[str, Any]]]:
     """Return what would be done in every run, as table rows and as data. Writes nothing."""
-    from opdcl.workflow import describe
+    from opdcl.dryrun import describe
 
     rows, plans = [], []
     runs = expand(flow, out)
+    made = {fingerprint: donor.path.name for donor in _others(out, runs) for fingerprint in outcomes(donor)}
     for name, one in runs.items():
         if waiting := [p.name for p in needs(one) if p.parent == out.resolve() and p.name in runs and not RunDir(p).last_stage()]:
             why = f"after {' and '.join(waiting)}"
             rows.append([name, "all stages", "run", why])
             plans.append({"run": name, "tasks": [], "why": why})
             continue
-        found, plan = describe(one, RunDir(out / name))
+        found, plan = describe(one, RunDir(out / name), made)
         rows += [[name, *row] for row in found if row[0] != "machine"]
         plans.append({"run": name, **plan})
     return rows, plans
+
+
+def _others(out: Path, runs: dict[str, Workflow]) -> list[RunDir]:
+    """Return the runs that another recipe has made in the same folder: what they have need not be made again either."""
+    return [RunDir(p) for p in sorted(out.glob("*")) if p.name not in runs and RunDir(p).config.exists()]
 
 
 def execute_all(flow: Workflow, origins: dict[str, str], out: Path, output: Output, force: bool = False) -> dict[str, Any]:
@@ -109,8 +116,7 @@ def execute_all(flow: Workflow, origins: dict[str, str], out: Path, output: Outp
     processes.by_first(lambda: refuse_folder(out))
     runs = expand(flow, out)
     finished: list[RunDir] = []
-    # What another recipe has made in the same folder need not be made again either.
-    others = [RunDir(p) for p in sorted(out.glob("*")) if p.name not in runs and RunDir(p).config.exists()]
+    others = _others(out, runs)
     failed: dict[str, OpdclError] = {}
     for number, (name, one) in enumerate(runs.items(), 1):
         run = RunDir(out / name)

@@ -406,10 +406,12 @@ def config_schema(json: Json = False) -> None:
 
 def _execute(flow: Any, origins: dict[str, str], out: Path, dry_run: bool, force: bool) -> None:
     from opdcl.rundir import RunDir
-    from opdcl.workflow import describe, execute
+    from opdcl.workflow import execute
 
     run = RunDir(out)
     if dry_run:
+        from opdcl.dryrun import describe
+
         rows, plan = describe(flow, run)
         output.table(f"dry run of {flow.name} in {out}", ["stage", "action", "why"], rows, plan)
         return

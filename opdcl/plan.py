@@ -11,7 +11,7 @@ from opdcl.integrity import ADAPTER, file_hash
 from opdcl.provenance import hash_files, hash_value
 from opdcl.rundir import RunDir, StageDir, read_json
 
-Action = Literal["run", "resume", "skip", "stale"]
+Action = Literal["run", "resume", "skip", "stale", "take"]
 # Of the model, what says where it runs.
 MACHINE = {"device", "deterministic", "shard"}
 # Settings that change where or how fast a result is made, not what it is.

@@ -29,6 +29,13 @@ def adopt(tasks: Sequence[Task], stages: dict[str, StageDir], run: RunDir, donor
     return taken
 
 
+def outcomes(donor: RunDir) -> set[str]:
+    """Return the fingerprints of all that a run has finished."""
+    states = [stage.state() for name in ("finetune", "recover") if (stage := donor.find_stage(name))]
+    results = [read_json(file) for file in donor.evals.glob("*/*.json")]
+    return {f for found in ([s for s in states if s.get("status") == "done"], results) for s in found if (f := s.get("fingerprint"))}
+
+
 def take_start(place: str, stage: StageDir, record: dict[str, Any]) -> None:
     """Copy the adapter that a run starts from into it, as the outcome of a fine-tune that was done elsewhere."""
     from opdcl.models import adapter_hash, find_adapter

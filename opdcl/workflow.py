@@ -137,28 +137,9 @@ def _open(workflow: Workflow, origins: dict[str, str], run: RunDir, output: Outp
     _write_head(workflow, origins, run)
     if taken := adopt(tasks, training_stages(run, workflow), run, donors):
         for task, donor in taken:
-            output.note(f"{_label(task)}: taken from {donor.path.name}")
+            output.note(f"{label(task)}: taken from {donor.path.name}")
         tasks = plan_run(workflow, run)
     return tasks
-
-
-def describe(workflow: Workflow, run: RunDir) -> tuple[list[list[str]], dict[str, Any]]:
-    """Return what a run would do, as table rows and as data, with steps, memory and disk. Writes nothing."""
-    refuse_foreign(run)
-    workflow = inherit(workflow)
-    tasks = plan_run(workflow, run)
-    check_tasks(workflow)
-    check_servers(workflow, tasks)
-    from opdcl.estimate import estimate
-
-    sizes = estimate(workflow, tasks)
-    rows = []
-    for task in tasks:
-        steps = f"{sizes['steps'][task.name]} steps, about {sizes['memory_bytes'][task.name] / 2**30:.1f} GiB; " if task.name in sizes["steps"] else ""  # fmt: skip
-        rows.append([_label(task), task.action, steps + task.why])
-    rows.append(["machine", sizes["device"], f"{sizes['parameters'] / 1e6:,.0f}M parameters; about {sizes['disk_bytes'] / 2**20:,.0f} MiB of disk"])
-    plan = [{"stage": t.name, "state": t.state, "suite": t.suite, "action": t.action, "why": t.why} for t in tasks]
-    return rows, {"tasks": plan, **sizes}
 
 
 def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -> dict[str, Any]:
@@ -276,7 +257,7 @@ class Session:
         try:
             for task in tasks:
                 if task.action == "skip":
-                    self.output.note(f"{_label(task)}: skipped, {task.why}")
+                    self.output.note(f"{label(task)}: skipped, {task.why}")
                 elif task.name == "eval":
                     self._measure(task)
                 else:
@@ -476,7 +457,7 @@ def _metric_rows(stage: StageDir) -> list[dict]:
     return read_jsonl(stage.metrics)
 
 
-def _label(task: Task) -> str:
+def label(task: Task) -> str:
     return f"eval {task.suite} {task.state}" if task.name == "eval" else task.name
 
 

@@ -25,7 +25,9 @@ def family(tiny_model, tmp_path_factory):
 def test_all_arms_run_over_all_seeds_and_share_what_they_can(family):
     planned = opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", "--dry-run", "--json", cwd=family)
     assert planned.returncode == 0, planned.stderr
-    assert [p["run"] for p in json.loads(planned.stdout)] == ["ours-1", "general-only-1", "ours-2", "general-only-2"]
+    plans = {p["run"]: p["tasks"] for p in json.loads(planned.stdout)}
+    assert list(plans) == ["ours-1", "general-only-1", "ours-2", "general-only-2"]
+    foreseen = [(t["stage"], t["state"], t["why"]) for tasks in plans.values() for t in tasks if t["action"] == "take"]
     assert not (family / "all").exists()
 
     done = opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", cwd=family)
@@ -45,6 +47,9 @@ def test_all_arms_run_over_all_seeds_and_share_what_they_can(family):
     assert done.stderr.count("finetune: taken from") == 2
     assert done.stderr.count("eval instructions tuned: taken from") == 2
     assert "recover: taken from" not in done.stderr
+    # As the dry run had said.
+    assert len(foreseen) == done.stderr.count(": taken from ")
+    assert [why for stage, _, why in foreseen if stage == "finetune"] == ["from ours-1", "from ours-2"]
 
     made = (family / "all" / "ours-2" / "stages" / "02-recover" / "stage.json").stat().st_mtime
     again = opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", "--json", cwd=family)
@@ -56,7 +61,12 @@ def test_all_arms_run_over_all_seeds_and_share_what_they_can(family):
 def test_a_recipe_takes_what_another_made_in_the_same_folder(family):
     (family / "other.yaml").write_text("arms:\n  imitation: {}\n  shorter: {recover: {steps: 2}}\n")
     assert opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", cwd=family).returncode == 0
-    done = opdcl("run", "tiny.yaml", "other.yaml", "-o", "all", "--set", "finetune.seed=1", "--set", "recover.seed=1", cwd=family)
+    seeds = ["--set", "finetune.seed=1", "--set", "recover.seed=1"]
+    planned = opdcl("run", "tiny.yaml", "other.yaml", "-o", "all", *seeds, "--dry-run", "--json", cwd=family)
+    foreseen = [(t["stage"], t["why"]) for p in json.loads(planned.stdout) for t in p["tasks"] if t["action"] == "take"]
+    assert ("recover", "from ours-1") in foreseen
+    done = opdcl("run", "tiny.yaml", "other.yaml", "-o", "all", *seeds, cwd=family)
+    assert len(foreseen) == done.stderr.count(": taken from ")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("recover: taken from ours-1") == 1
     assert done.stderr.count("finetune: taken from") == 2

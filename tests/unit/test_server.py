@@ -235,8 +235,8 @@ def test_the_key_comes_from_the_environment_and_goes_to_the_server_alone(backbon
 
 def test_a_server_that_refuses_us_is_known_before_anything_runs(backbone, elsewhere, tmp_path):
     from opdcl.config import Workflow
+    from opdcl.dryrun import describe
     from opdcl.rundir import RunDir
-    from opdcl.workflow import describe
 
     with serving(elsewhere) as server:
         workflow = Workflow(finetune={"data": "handbook"}, recover={"general": "everyday", "general_teacher": {"kind": "remote", "server": {"url": server.url}},

@@ -1,7 +1,8 @@
-"""What a dry run says of a run's size: steps, memory and disk, from the model's config alone."""
+"""What a dry run says: which stages would run, and their size, from the model's config alone."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from transformers import AutoConfig
@@ -11,7 +12,38 @@ from opdcl.data import load_rows
 from opdcl.distill.trainer import FULL_BATCH
 from opdcl.models import EMBEDDED, model_source, pick_device, pick_dtype
 from opdcl.plan import Task
+from opdcl.rundir import RunDir
 from opdcl.stages.finetune import planned_steps
+from opdcl.workflow import check_servers, check_tasks, inherit, label, plan_run, refuse_foreign
+
+
+def describe(workflow: Workflow, run: RunDir, made: dict[str, str] | None = None) -> tuple[list[list[str]], dict[str, Any]]:
+    """Return what a run would do, as table rows and as data, with steps, memory and disk. Writes nothing.
+
+    Args:
+        workflow: What is wanted.
+        run: Where it is to lie; it need not exist.
+        made: Fingerprint -> the run that has made it by then, from which it would be taken; this run's own are added.
+    """
+    refuse_foreign(run)
+    workflow = inherit(workflow)
+    made = {} if made is None else made
+    tasks = [
+        replace(t, action="take", why=f"from {made[t.fingerprint]}") if t.action == "run" and t.fingerprint in made else t
+        for t in plan_run(workflow, run)
+    ]
+    made |= {t.fingerprint: run.path.name for t in tasks if t.action != "take"}
+    check_tasks(workflow)
+    check_servers(workflow, tasks)
+    sizes = estimate(workflow, tasks)
+    rows = []
+    for task in tasks:
+        todo = task.name in sizes["steps"] and task.action != "take"
+        steps = f"{sizes['steps'][task.name]} steps, about {sizes['memory_bytes'][task.name] / 2**30:.1f} GiB; " if todo else ""
+        rows.append([label(task), task.action, steps + task.why])
+    rows.append(["machine", sizes["device"], f"{sizes['parameters'] / 1e6:,.0f}M parameters; about {sizes['disk_bytes'] / 2**20:,.0f} MiB of disk"])
+    plan = [{"stage": t.name, "state": t.state, "suite": t.suite, "action": t.action, "why": t.why} for t in tasks]
+    return rows, {"tasks": plan, **sizes}
 
 
 def estimate(workflow: Workflow, tasks: list[Task]) -> dict[str, Any]:
@@ -40,7 +72,8 @@ def estimate(workflow: Workflow, tasks: list[Task]) -> dict[str, Any]:
             memory["finetune"] = fixed + weights * width + adapter * 16 + tokens * per_token
         if task.name == "recover" and workflow.recover:
             r = workflow.recover
-            steps["recover"] = r.steps
+            if r.method != "interpolate":  # which scales the adapter and trains nothing
+                steps["recover"] = r.steps
             rows_at_once = max(r.rollouts * r.sample_ahead, FULL_BATCH)
             cache = rows_at_once * (r.max_new_tokens + 128) * shape["layers"] * 2 * shape["kv"] * width
             step = r.micro_batch_tokens * per_token
