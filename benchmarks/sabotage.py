@@ -19,18 +19,16 @@ from pathlib import Path
 import torch
 
 import opdcl.distill.trainer as trainer
-from opdcl.config import ModelConfig, RecoverConfig
+from opdcl.config import ModelConfig
 from opdcl.distill.backbone import Backbone
 from opdcl.distill.divergence import token_losses
 from opdcl.errors import OpdclError
+from opdcl.load import load
 from opdcl.models import ModelRef
 from opdcl.output import Output
 from opdcl.rundir import StageDir, read_json, read_jsonl
 from opdcl.stages.recover import recover
 
-# The quickstart's recovery.
-SETTINGS = {"domain": "handbook", "steps": 32, "domain_rollouts": 32, "teacher_first": 6, "sample_ahead": 3, "max_new_tokens": 64,
-            "domain_max_new_tokens": 12, "learning_rate": 3e-4, "validate_every": 12, "validation_prompts": 12}  # fmt: skip
 ANOTHER_TEMPLATE = (
     "{% for m in messages %}{{ '### ' + m.role + ':\\n' + m.content + '\\n' }}{% endfor %}{% if add_generation_prompt %}### assistant:\n{% endif %}"
 )
@@ -93,6 +91,8 @@ def main() -> None:
 
 def case(adapter: Path, sabotage, settings: dict) -> dict:
     base = ModelConfig()
+    quickstart = load(["quickstart"])[0].recover
+    assert quickstart
     backbone = Backbone.load(base)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +100,7 @@ def case(adapter: Path, sabotage, settings: dict) -> dict:
         ends = "it ran to its end"
         try:
             with sabotage(backbone) or contextlib.nullcontext():
-                recover(RecoverConfig(**(SETTINGS | settings)), backbone, ModelRef(base, adapter), out, Output("quiet").stage("recover"))
+                recover(quickstart.model_copy(update={"domain": "handbook"} | settings), backbone, ModelRef(base, adapter), out, Output("quiet").stage("recover"))
         except OpdclError as fault:
             ends = fault.message
         steps = [r for r in read_jsonl(out.metrics) if "loss" in r]
