@@ -62,13 +62,43 @@ class Request:
     batch_size: int
     on_finished: Callable[[list[Rollout]], None] | None
     total: int
+    weights: float
+    """How many cached tokens a decoding step reads in the time that it takes to read the model's weights."""
     leave: int = 0
 
     def batches(self, rollouts: list[Rollout]) -> Iterator[list[int]]:
-        """Yield the indices that run together: neighbours in length so far, so that little of the prefill is padding."""
-        order = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].prompt_ids) + len(rollouts[i].completion_ids))
-        for start in range(0, len(order), self.batch_size):
-            yield order[start : start + self.batch_size]
+        """Yield the indices that run together, the shortest so far first."""
+        lengths = [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts]
+        order = sorted(range(len(rollouts)), key=lengths.__getitem__)
+        for part in cut([lengths[i] + self.max_new_tokens for i in order], self.batch_size, self.weights):
+            yield order[part]
+
+
+def cut(widths: Sequence[int], most: int, weights: float) -> list[slice]:
+    """Cut sequences, given by rising width, into the batches of at most `most` that read the least per decoding step.
+
+    Each batch reads the weights once, and for every sequence as many keys and values as its widest has. So a few long prompts
+    among many short ones run by themselves as soon as the padding would cost more than the weights read once more.
+    """
+    least, begins = [0.0], [0]
+    for end, width in enumerate(widths, 1):
+        cost, begin = min((least[begin] + weights + (end - begin) * width, begin) for begin in range(max(0, end - most), end))
+        least.append(cost)
+        begins.append(begin)
+    parts: list[slice] = []
+    end = len(widths)
+    while end:
+        parts.append(slice(begins[end], end))
+        end = begins[end]
+    return parts[::-1]
+
+
+def _weights_in_tokens(model) -> float:
+    """Return the number of the model's weights over that of keys and values in a cached token; infinite without attention."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
+    width = heads * (getattr(config, "head_dim", None) or (config.hidden_size // config.num_attention_heads if heads else 0))
+    return sum(p.numel() for p in model.parameters()) / (2 * config.num_hidden_layers * width) if width else math.inf
 
 
 def sample(
@@ -98,7 +128,7 @@ def sample(
         temperature: Softmax temperature; 0 is greedy decoding.
         seed: The same seed, prompts and engine give the same completions; under `slab` whatever the batch, and however
             many processes share them.
-        batch_size: Sequences decoded together.
+        batch_size: Sequences decoded together, at most: see `cut`.
         engine: Which loop decodes.
         on_finished: Called with the completions that have ended since the last call.
         begun: Completions to go on with.
@@ -107,7 +137,8 @@ def sample(
     rollouts = [*begun, *(Rollout(list(p)) for p in prompts)]
     mine = processes.share(rollouts)
     chosen = pick_engine(model)[0] if engine == "auto" else engine
-    request = Request(max_new_tokens, eos_ids, temperature, seed, batch_size + len(begun), on_finished, len(rollouts), leave)
+    weights = _weights_in_tokens(model)
+    request = Request(max_new_tokens, eos_ids, temperature, seed, batch_size + len(begun), on_finished, len(rollouts), weights, leave)
     if mine:
         {"slab": slab.fill, "generate": _generate, "continuous": _continuous}[chosen](model, mine, request)
     return processes.gather(mine)

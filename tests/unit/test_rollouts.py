@@ -1,11 +1,13 @@
 """The sampler: greedy equals transformers' own, randomness is per sequence, stops and log-probabilities are right."""
 
+import itertools
+
 import pytest
 import torch
 
 from opdcl.config import LoraSection
 from opdcl.distill import slab
-from opdcl.distill.rollouts import pick_engine, sample
+from opdcl.distill.rollouts import cut, pick_engine, sample
 from opdcl.distill.slab import DRAW_BLOCK, PREFILL_ROWS, _draw
 from opdcl.distill.step import is_llama
 
@@ -52,6 +54,26 @@ def test_an_adapter_that_is_not_merged_takes_the_plain_step(backbone):
     assert not is_llama(backbone.causal_lm)
     with backbone.merged("student") as merged:
         assert is_llama(merged)
+
+
+def cost(widths, parts, weights):
+    return sum(weights + (part.stop - part.start) * widths[part.stop - 1] for part in parts)
+
+
+@pytest.mark.parametrize(("most", "weights"), [(3, 5), (4, 30), (9, 100), (9, 0), (9, float("inf"))])
+def test_batches_read_as_little_as_any_others_would(most, weights):
+    widths = sorted([12, 12, 13, 15, 16, 40, 41, 90, 400])
+    found = cut(widths, most, weights)
+    assert [i for part in found for i in range(part.start, part.stop)] == list(range(9))
+    assert max(part.stop - part.start for part in found) <= most
+    bounds = [[0, *(i for i in range(1, 9) if mask >> i & 1), 9] for mask in range(0, 512, 2)]
+    every = [[slice(a, b) for a, b in itertools.pairwise(ends)] for ends in bounds]
+    assert cost(widths, found, weights) == min(cost(widths, parts, weights) for parts in every if all(p.stop - p.start <= most for p in parts))
+
+
+def test_a_few_long_prompts_run_by_themselves_and_short_ones_together():
+    assert cut([80] * 40 + [4000] * 2, 96, 11_700) == [slice(0, 40), slice(40, 42)]
+    assert cut([80] * 40 + [200] * 2, 96, 11_700) == [slice(0, 42)]
 
 
 def test_samples_do_not_depend_on_the_batch(backbone):
