@@ -1,0 +1,63 @@
+"""What two long prompts among 46 short ones cost in sampling: batches cut by length, beside one batch padded to the longest.
+
+    python benchmarks/long_prompts.py         # the embedded model; a minute on two cores
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from opdcl.config import ModelConfig
+from opdcl.data import load_rows
+from opdcl.distill.backbone import Backbone
+from opdcl.distill.rollouts import sample
+from opdcl.provenance import machine
+from opdcl.training import peak_memory, reset_peak_memory
+
+SHORT, LONG, TOKENS = 46, 2, 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--words", type=int, default=600, help="words of a long prompt")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("long_prompts.json"))
+    options = parser.parse_args()
+    backbone = Backbone.load(ModelConfig())
+    texts = [row.prompt[-1]["content"] for row in load_rows("everyday")]
+    words = " ".join(texts).split()
+    texts = texts[:SHORT] + [" ".join(words[i * options.words : (i + 1) * options.words]) for i in range(LONG)]
+    prompts = [backbone.tokenizer.apply_chat_template([{"role": "user", "content": t}], add_generation_prompt=True, return_dict=False) for t in texts]
+    rows = {}
+    # Cut first: what the process has once taken, it may not give back, and the peak is to be its own.
+    for name, weights in (("cut by length", None), ("one batch", math.inf)):
+        times = []
+        reset_peak_memory()
+        for repeat in range(options.repeats + 1):
+            started = time.perf_counter()
+            with mock.patch("opdcl.distill.rollouts._weights_in_tokens", return_value=weights) if weights else mock.MagicMock():
+                found = sample(backbone.causal_lm, prompts, max_new_tokens=TOKENS, eos_ids=[], seed=repeat)
+            times.append(time.perf_counter() - started)
+        assert all(len(r.completion_ids) == TOKENS for r in found)
+        rows[name] = {"seconds": round(statistics.median(times[1:]), 2), "peak_bytes": peak_memory()}
+        print(name, json.dumps(rows[name]), flush=True)
+    ratio = {key: round(rows["cut by length"][key] / rows["one batch"][key], 2) for key in ("seconds", "peak_bytes")}
+    print(f"cut by length over one batch: {ratio['seconds']} of the time, {ratio['peak_bytes']} of the memory")
+    options.out.write_text(json.dumps({
+        "date": date.today().isoformat(), "command": " ".join(["python", "benchmarks/long_prompts.py", *sys.argv[1:]]),
+        "machine": machine(), "threads": torch.get_num_threads(), "prompt_tokens": sorted(map(len, prompts)), "rows": rows, "ratio": ratio,
+    }, indent=2) + "\n")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
