@@ -331,16 +331,20 @@ def _compare_with_the_curve(arms: list[Arm], rows: list[dict], shared: dict[str,
             above["at_its_domain"] = stats.above_mixtures(here, points, seed).as_dict()
 
 
-def _alpha_curve(arms: list[Arm], shared: dict[str, tuple[int, ...]]) -> list[dict[str, float]]:
-    """Return the upper edge of the alpha-curve, least domain first; empty without a curve, or where several models were tuned."""
+def _alpha_curve(arms: list[Arm], shared: dict[str, tuple[int, ...]]) -> list[dict[str, Any]]:
+    """Return base, the scaled adapters and tuned, least domain first, and which of them lie on the upper edge of their mixtures.
+
+    Empty without scaled adapters, or where several models were tuned.
+    """
     from opdcl import stats
 
     curve = [arm for arm in arms if arm.settings.get("recover.method") == "interpolate"]
     if not curve or len(set(shared.values())) > 1:
         return []
     points = [point for point in (arms[0].point("base"), arms[0].point("tuned"), *(arm.point() for arm in curve)) if point]
-    means = [{"domain": float(point[0].mean()), "retention": float(point[1].mean())} for point in points]
-    return [means[i] for i in stats.upper_edge(points)]
+    edge = stats.upper_edge(points)
+    found = [{"domain": float(d.mean()), "retention": float(r.mean()), "edge": i in edge} for i, (d, r) in enumerate(points)]
+    return sorted(found, key=lambda point: point["domain"])
 
 
 def _differences(arms: list[Arm]) -> dict[str, dict[str, Any]]:

@@ -189,12 +189,16 @@ def frontier(found: dict[str, Any]) -> str | None:
     labels = [_plain(row["name"]).lstrip("_") for row in rows]
     columns = 2 if max(map(len, labels)) <= 20 else 1
     arms = zip(itertools.cycle(ARM_SHAPES), itertools.cycle(ARM_COLOURS), strict=True)
-    with _figure(height=HEIGHT + 0.2 * -(-(len(rows) + 1) // columns)) as (figure, (axes,)):
+    with _figure(height=HEIGHT + 0.2 * -(-(len(rows) + 2) // columns)) as (figure, (axes,)):
         axes.grid(True, axis="both")
-        if curve := [(100 * point["domain"], 100 * point["retention"]) for point in found["alpha_curve"]]:
-            axes.plot(*_columns(curve), color=PAINT["muted"], linestyle="--", linewidth=1.0, label="alpha-curve")
+        curve = found["alpha_curve"]
+        for name, line, points in (("alpha-curve", "-", curve), ("its mixtures", "--", [p for p in curve if p["edge"]])):
+            if points:
+                places = [(100 * point["domain"], 100 * point["retention"]) for point in points]
+                axes.plot(*_columns(places), color=PAINT["muted"], linestyle=line, linewidth=0.9, label=name)
         for row, label in zip(rows, labels, strict=True):
             shape, colour = (SHAPES[row["state"]], row["state"]) if "state" in row else next(arms)
+            colour = "muted" if row.get("method") == "interpolate" else colour
             _cross(axes, row["domain"], row["retention"], fmt=shape, color=PAINT[colour], label=label)
         axes.margins(0.08)
         axes.set_xlabel(f"domain: {_plain(names[0])} (%)")

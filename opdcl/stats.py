@@ -127,11 +127,10 @@ def above_mixtures(arm: Point, rivals: list[Point], seed: int = 0) -> Estimate:
     return _estimate(_above_edge(*points)[0], _above_edge(*draws))
 
 
-def upper_edge(rivals: list[Point]) -> list[int]:
-    """Return which of the rivals lie on the upper edge of all mixtures, the one that keeps least of the domain first."""
+def upper_edge(rivals: list[Point]) -> set[int]:
+    """Return which of the rivals lie on the upper edge of all mixtures of them."""
     points = _centres(rivals)
-    on_it = [i for i, point in enumerate(points) if _above_edge(point, *points)[0] >= -1e-9]
-    return sorted(on_it, key=lambda i: points[i][0][0])
+    return {i for i, point in enumerate(points) if _above_edge(point, *points)[0] >= -1e-9}
 
 
 def _centres(points: list[Point]) -> list[Point]:

@@ -146,6 +146,7 @@ def test_the_curve_leads_from_base_over_the_scaled_adapter_to_tuned(three):
     drawn = compare.compare(three)["alpha_curve"]
     assert [p["domain"] * N for p in drawn] == pytest.approx([4, 20, 36])
     assert [p["retention"] * N for p in drawn] == pytest.approx([32, 20, 8])
+    assert [p["edge"] for p in drawn] == [True, True, True]
     assert "retention\nat its domain" in next(t for t in view(compare.compare(three)).tables if "alpha" in t.title).columns
 
 

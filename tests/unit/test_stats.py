@@ -74,8 +74,8 @@ def test_the_distance_above_mixtures_equals_a_search_through_all_of_them():
 def test_no_rival_is_above_its_own_mixtures_and_more_rivals_only_raise_them():
     rivals = [point(0, 16), point(18, 1), point(12, 3)]
     assert [stats.above_mixtures(r, rivals).value for r in rivals] == pytest.approx([0, 0, 0.05 * (3 - 6)])
-    assert stats.upper_edge(rivals) == [0, 1]
-    assert stats.upper_edge([*rivals[::-1], point(10, 9)]) == [2, 3, 1]
+    assert stats.upper_edge(rivals) == {0, 1}
+    assert stats.upper_edge([*rivals[::-1], point(10, 9)]) == {1, 2, 3}
     arm = point(15, 14)
     assert stats.above_mixtures(arm, rivals).value > stats.above_mixtures(arm, [*rivals, point(15, 13)]).value == pytest.approx(0.05)
 
