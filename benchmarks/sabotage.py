@@ -1,6 +1,6 @@
 """Sabotage a recovery of the embedded model in five ways, and see whether it halts with the reason before harm is done.
 
-    python benchmarks/sabotage.py runs/quickstart/stages/01-finetune/adapter     # a quarter of an hour on two cores
+    python benchmarks/sabotage.py runs/quickstart/stages/01-finetune/adapter     # half an hour on one core
 
 Harm is measured: held-out KL to base, general and domain together, of the adapter that is left, beside tuned's own.
 """
