@@ -39,7 +39,7 @@ ASKING = ("Could you tell me: {}", "I would like to know: {}", "Here is a questi
 WORKFLOW = """
 name: people
 description: Questions and answers about people, recovery and its rivals, over three seeds.
-finetune: {{data: {rows}, learning_rate: 1.0e-3, epochs: 3, batch_size: 16}}
+finetune: {{data: {rows}, learning_rate: 1.0e-3, epochs: 4, batch_size: 16}}
 recover:
   general: {prompts}
   steps: 72
@@ -47,7 +47,7 @@ recover:
   general_per_domain: 1
   teacher_first: 9
   sample_ahead: 3
-  max_new_tokens: 64
+  max_new_tokens: 128
   domain_max_new_tokens: 48
   learning_rate: 3.0e-4
   validate_every: 12
