@@ -13,14 +13,14 @@ import sys
 import time
 from datetime import date
 from pathlib import Path
-from unittest import mock
 
 import torch
 
 from opdcl.config import ModelConfig
 from opdcl.data import load_rows
+from opdcl.distill import slab
 from opdcl.distill.backbone import Backbone
-from opdcl.distill.rollouts import sample
+from opdcl.distill.rollouts import Request, Rollout, weights_in_tokens
 from opdcl.provenance import machine
 from opdcl.training import peak_memory, reset_peak_memory
 
@@ -40,13 +40,14 @@ def main() -> None:
     prompts = [backbone.tokenizer.apply_chat_template([{"role": "user", "content": t}], add_generation_prompt=True, return_dict=False) for t in texts]
     rows = {}
     # Cut first: what the process has once taken, it may not give back, and the peak is to be its own.
-    for name, weights in (("cut by length", None), ("one batch", math.inf)):
+    for name, weights in (("cut by length", weights_in_tokens(backbone.causal_lm)), ("one batch", math.inf)):
         times = []
         reset_peak_memory()
         for repeat in range(options.repeats + 1):
+            found = [Rollout(list(ids)) for ids in prompts]
+            request = Request(TOKENS, [], 1.0, repeat, len(found), None, len(found), weights)
             started = time.perf_counter()
-            with mock.patch("opdcl.distill.rollouts._weights_in_tokens", return_value=weights) if weights else mock.MagicMock():
-                found = sample(backbone.causal_lm, prompts, max_new_tokens=TOKENS, eos_ids=[], seed=repeat)
+            slab.fill(backbone.causal_lm, found, request)
             times.append(time.perf_counter() - started)
         assert all(len(r.completion_ids) == TOKENS for r in found)
         rows[name] = {"seconds": round(statistics.median(times[1:]), 2), "peak_bytes": peak_memory()}

@@ -363,6 +363,8 @@ def machine_rates(options) -> dict:
     """Measure what the hardware gives: matrix products of the model's kind, and reading memory."""
     import torch
 
+    from opdcl.distill.forward import key_width
+
     cpu = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next((x.split(":")[1].strip() for x in cpu if x.startswith("model name")), platform.machine())
     model, _ = load_model(options)
@@ -370,8 +372,7 @@ def machine_rates(options) -> dict:
     head = model.get_output_embeddings().weight
     c = model.config
     body = sum(p.numel() for p in model.parameters()) - head.numel() * (1 if c.tie_word_embeddings else 2)
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    kv = 2 * c.num_hidden_layers * c.num_key_value_heads * head_dim
+    kv = 2 * c.num_hidden_layers * key_width(c)
     x = torch.randn(1024 if device.type == "cpu" else 16384, c.hidden_size, device=device, dtype=dtype)
     w = torch.randn(c.intermediate_size, c.hidden_size, device=device, dtype=dtype)
     flops = 2 * x.shape[0] * w.numel() / _best(lambda: torch.nn.functional.linear(x, w))

@@ -18,7 +18,7 @@ from typing import Any
 
 from opdcl import processes
 from opdcl.errors import UsageError
-from opdcl.load import load, load_tree
+from opdcl.load import FILE_ENDINGS, load, load_tree
 from opdcl.output import Output
 from opdcl.rundir import RunDir, read_json
 from opdcl.summary import STATES, summarise, table_rows
@@ -164,7 +164,7 @@ def suites_and_files(domain: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         if path.suffix and path.is_file():
             files[f"eval.data.{path.stem}"] = str(path.resolve())
             suites.append(path.stem)
-        elif path.suffix in (".jsonl", ".json", ".ndjson", ".csv", ".parquet"):
+        elif path.suffix in FILE_ENDINGS:
             raise UsageError(f"domain questions {suite!r} do not exist", "a file of question and answer rows, or the name of a suite")
         else:
             suites.append(suite)

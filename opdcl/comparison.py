@@ -339,7 +339,7 @@ def _alpha_curve(arms: list[Arm], shared: dict[str, tuple[int, ...]]) -> list[di
     from opdcl import stats
 
     curve = [arm for arm in arms if arm.settings.get("recover.method") == "interpolate"]
-    if not curve or len(set(shared.values())) > 1:
+    if not curve or len(set(filter(None, shared.values()))) > 1:
         return []
     points = [point for point in (arms[0].point("base"), arms[0].point("tuned"), *(arm.point() for arm in curve)) if point]
     edge = stats.upper_edge(points)

@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from opdcl.config import ModelConfig, Workflow
 from opdcl.data import load_rows
+from opdcl.distill.forward import key_width
 from opdcl.distill.trainer import FULL_BATCH
 from opdcl.models import EMBEDDED, model_source, pick_device, pick_dtype
 from opdcl.plan import Task
@@ -94,9 +95,8 @@ def _shape(model: ModelConfig) -> dict[str, int]:
         return {"layers": 30, "hidden": 576, "inner": 1536, "vocabulary": 49152, "kv": 192}
     source, extra = model_source(model)
     c = AutoConfig.from_pretrained(source, revision=model.revision, **extra).get_text_config()
-    head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     return {"layers": c.num_hidden_layers, "hidden": c.hidden_size, "inner": c.intermediate_size,
-            "vocabulary": c.vocab_size, "kv": c.num_key_value_heads * head}  # fmt: skip
+            "vocabulary": c.vocab_size, "kv": key_width(c)}  # fmt: skip
 
 
 def _parameters(shape: dict[str, int]) -> int:

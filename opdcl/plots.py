@@ -189,13 +189,13 @@ def frontier(found: dict[str, Any]) -> str | None:
     labels = [_plain(row["name"]).lstrip("_") for row in rows]
     columns = 2 if max(map(len, labels)) <= 20 else 1
     arms = zip(itertools.cycle(ARM_SHAPES), itertools.cycle(ARM_COLOURS), strict=True)
-    with _figure(height=HEIGHT + 0.2 * -(-(len(rows) + 2) // columns)) as (figure, (axes,)):
+    curve = found["alpha_curve"]
+    lines = {"alpha-curve": ("-", curve), "its mixtures": ("--", [p for p in curve if p["edge"]])} if curve else {}
+    with _figure(height=HEIGHT + 0.2 * -(-(len(rows) + len(lines)) // columns)) as (figure, (axes,)):
         axes.grid(True, axis="both")
-        curve = found["alpha_curve"]
-        for name, line, points in (("alpha-curve", "-", curve), ("its mixtures", "--", [p for p in curve if p["edge"]])):
-            if points:
-                places = [(100 * point["domain"], 100 * point["retention"]) for point in points]
-                axes.plot(*_columns(places), color=PAINT["muted"], linestyle=line, linewidth=0.9, label=name)
+        for name, (line, points) in lines.items():
+            places = [(100 * point["domain"], 100 * point["retention"]) for point in points]
+            axes.plot(*_columns(places), color=PAINT["muted"], linestyle=line, linewidth=0.9, label=name)
         for row, label in zip(rows, labels, strict=True):
             shape, colour = (SHAPES[row["state"]], row["state"]) if "state" in row else next(arms)
             colour = "muted" if row.get("method") == "interpolate" else colour

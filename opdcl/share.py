@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.plan import Task
-from opdcl.rundir import RunDir, StageDir, folder_appears_whole, now, read_json, write_atomic, write_json
+from opdcl.rundir import STAGE_OF, RunDir, StageDir, folder_appears_whole, now, read_json, write_atomic, write_json
 
 
 def adopt(tasks: Sequence[Task], stages: dict[str, StageDir], run: RunDir, donors: Sequence[RunDir]) -> list[tuple[Task, RunDir]]:
@@ -20,20 +20,26 @@ def adopt(tasks: Sequence[Task], stages: dict[str, StageDir], run: RunDir, donor
         run: Where the copies go.
         donors: Runs to take from.
     """
+    known = [(donor, outcomes(donor)) for donor in donors]
     taken = []
     for task in tasks:
-        if task.action == "run":
-            target = None if task.name == "eval" else stages[task.name].path
-            donor = next((d for d in donors if _copied(task, d, run, target)), None)
-            taken += [(task, donor)] if donor else []
+        donor = next((d for d, made in known if task.fingerprint in made), None)
+        if task.action != "run" or donor is None:
+            continue
+        if task.name == "eval":
+            _copy_result(donor, run, task)
+        else:
+            _copy_stage(donor, task.name, stages[task.name].path)
+        taken.append((task, donor))
     return taken
 
 
 def outcomes(donor: RunDir) -> set[str]:
     """Return the fingerprints of all that a run has finished."""
-    states = [stage.state() for name in ("finetune", "recover") if (stage := donor.find_stage(name))]
-    results = [read_json(file) for file in donor.evals.glob("*/*.json")]
-    return {f for found in ([s for s in states if s.get("status") == "done"], results) for s in found if (f := s.get("fingerprint"))}
+    stages = [stage.state() for name in STAGE_OF.values() if (stage := donor.find_stage(name))]
+    done = [state for state in stages if state.get("status") == "done"]
+    results = [read_json(file) for file in donor.evals.glob("*/*.json") if donor.eval_samples(file.parent.name, file.stem).exists()]
+    return {fingerprint for record in done + results if (fingerprint := record.get("fingerprint"))}
 
 
 def take_start(place: str, stage: StageDir, record: dict[str, Any]) -> None:
@@ -46,25 +52,15 @@ def take_start(place: str, stage: StageDir, record: dict[str, Any]) -> None:
         write_json(temporary / "stage.json", record | done)
 
 
-def _copied(task: Task, donor: RunDir, run: RunDir, target: Path | None) -> bool:
-    return _copy_stage(donor, task, target) if target else _copy_result(donor, run, task)
-
-
-def _copy_stage(donor: RunDir, task: Task, target: Path) -> bool:
-    stage = donor.find_stage(task.name)
-    state = stage.state() if stage else {}
-    if stage is None or state.get("status") != "done" or state.get("fingerprint") != task.fingerprint:
-        return False
+def _copy_stage(donor: RunDir, name: str, target: Path) -> None:
+    stage = donor.find_stage(name)
+    assert stage
     with folder_appears_whole(target) as temporary:
         # Checkpoints are for going on with, which a finished stage has no need of.
         shutil.copytree(stage.path, temporary, dirs_exist_ok=True, ignore=shutil.ignore_patterns(stage.trainer.name))
-    return True
 
 
-def _copy_result(donor: RunDir, run: RunDir, task: Task) -> bool:
+def _copy_result(donor: RunDir, run: RunDir, task: Task) -> None:
     result, samples = (f(task.state, task.suite) for f in (donor.eval_result, donor.eval_samples))
-    if not (result.exists() and samples.exists()) or read_json(result).get("fingerprint") != task.fingerprint:
-        return False
     write_atomic(run.eval_samples(task.state, task.suite), samples.read_bytes())
     write_json(run.eval_result(task.state, task.suite), read_json(result))
-    return True

@@ -67,6 +67,13 @@ def answer_ids(sequences: Sequences, device: torch.device) -> torch.Tensor:
     return torch.tensor([i for ids, answer in sequences for i, is_answer in zip(ids[1:], answer[1:], strict=True) if is_answer], device=device)  # fmt: skip
 
 
+def key_width(config) -> int:
+    """Return how many numbers a token's keys are in one layer, which its values are too; 0 without attention."""
+    heads = getattr(config, "num_attention_heads", 0)
+    dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    return (getattr(config, "num_key_value_heads", None) or heads) * dim
+
+
 def has_plain_attention(config) -> bool:
     """Say whether every layer is full attention, so that a mask of our own is the whole mask."""
     config = config.get_text_config(decoder=True)

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from opdcl import processes
 from opdcl.distill import slab
-from opdcl.distill.forward import has_plain_attention
+from opdcl.distill.forward import has_plain_attention, key_width
 from opdcl.errors import OpdclError
 
 # Tokens per page of the continuous engine's cache.
@@ -93,12 +93,11 @@ def cut(widths: Sequence[int], most: int, weights: float) -> list[slice]:
     return parts[::-1]
 
 
-def _weights_in_tokens(model) -> float:
+def weights_in_tokens(model) -> float:
     """Return the number of the model's weights over that of keys and values in a cached token; infinite without attention."""
     config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
-    width = heads * (getattr(config, "head_dim", None) or (config.hidden_size // config.num_attention_heads if heads else 0))
-    return sum(p.numel() for p in model.parameters()) / (2 * config.num_hidden_layers * width) if width else math.inf
+    cached = 2 * config.num_hidden_layers * key_width(config)
+    return sum(p.numel() for p in model.parameters()) / cached if cached else math.inf
 
 
 def sample(
@@ -137,7 +136,7 @@ def sample(
     rollouts = [*begun, *(Rollout(list(p)) for p in prompts)]
     mine = processes.share(rollouts)
     chosen = pick_engine(model)[0] if engine == "auto" else engine
-    weights = _weights_in_tokens(model)
+    weights = weights_in_tokens(model)
     request = Request(max_new_tokens, eos_ids, temperature, seed, batch_size + len(begun), on_finished, len(rollouts), weights, leave)
     if mine:
         {"slab": slab.fill, "generate": _generate, "continuous": _continuous}[chosen](model, mine, request)
