@@ -8,13 +8,14 @@ from typing import Any
 from transformers import AutoConfig
 
 from opdcl.config import ModelConfig, Workflow
-from opdcl.data import load_rows
+from opdcl.data import Row, load_rows
 from opdcl.distill.forward import key_width
 from opdcl.distill.trainer import FULL_BATCH
 from opdcl.models import EMBEDDED, model_source, pick_device, pick_dtype
 from opdcl.plan import Task
 from opdcl.rundir import RunDir
 from opdcl.stages.finetune import planned_steps
+from opdcl.streams import STREAMS, stream_rows
 from opdcl.workflow import check_servers, check_tasks, inherit, label, plan_run, refuse_foreign
 
 
@@ -67,9 +68,7 @@ def estimate(workflow: Workflow, tasks: list[Task]) -> dict[str, Any]:
         if task.name == "finetune" and workflow.finetune:
             rows = load_rows(workflow.finetune.data)
             steps["finetune"] = planned_steps(workflow.finetune, len(rows))
-            # Without a tokenizer at hand: about three characters to a token, and the chat template's own.
-            longest = max(len(r.text or "") + len(r.answer or "") + sum(len(m["content"]) for m in r.prompt) for r in rows) // 3 + 32
-            tokens = workflow.finetune.batch_size * min(workflow.finetune.max_length, longest)
+            tokens = workflow.finetune.batch_size * min(workflow.finetune.max_length, max(_tokens(r, r.text, r.answer) for r in rows))
             memory["finetune"] = fixed + weights * width + adapter * 16 + tokens * per_token
         if task.name == "recover" and workflow.recover:
             r = workflow.recover
@@ -77,7 +76,8 @@ def estimate(workflow: Workflow, tasks: list[Task]) -> dict[str, Any]:
                 steps["recover"] = r.steps
             rows_at_once = max(r.rollouts * r.sample_ahead, FULL_BATCH)
             cache = rows_at_once * (r.max_new_tokens + 128) * shape["layers"] * 2 * shape["kv"] * width
-            step = r.micro_batch_tokens * per_token
+            longest = max(_tokens(row) for stream in STREAMS for row in stream_rows(r, stream))
+            step = max(r.micro_batch_tokens, longest + r.max_new_tokens) * per_token  # a micro-batch is one sequence at least
             others = sum(_parameters(_shape(m)) * _width(m, device) for t in r.all_teachers().values() if (m := t.model))
             states = sum(t.kind in ("ema", "adapter") for t in r.all_teachers().values())
             memory["recover"] = fixed + weights * width + others + adapter * (20 + 4 * states) + max(weights * width + cache, step)
@@ -97,6 +97,11 @@ def _shape(model: ModelConfig) -> dict[str, int]:
     c = AutoConfig.from_pretrained(source, revision=model.revision, **extra).get_text_config()
     return {"layers": c.num_hidden_layers, "hidden": c.hidden_size, "inner": c.intermediate_size,
             "vocabulary": c.vocab_size, "kv": key_width(c)}  # fmt: skip
+
+
+def _tokens(row: Row, *answer: str | None) -> int:
+    """Guess a row's length in tokens without a tokenizer: about three characters to each, and the chat template's own."""
+    return sum(len(text or "") for text in (*(m["content"] for m in row.prompt), *answer)) // 3 + 32
 
 
 def _parameters(shape: dict[str, int]) -> int:

@@ -304,6 +304,15 @@ def test_a_dry_run_is_one_json_document_and_writes_nothing(opdcl, tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
+def test_a_dry_run_counts_the_longest_prompt(opdcl, tmp_path):
+    sizes = []
+    for words in (10, 4000):
+        (tmp_path / "prompts.jsonl").write_text(json.dumps({"question": "word " * words}) + "\n")
+        plan = opdcl("run", "quickstart", "-o", "out", "--set", f"recover.general={tmp_path}/prompts.jsonl", "--dry-run", "--json")
+        sizes.append(json.loads(plan)["memory_bytes"]["recover"])
+    assert sizes[1] > 1.5 * sizes[0]
+
+
 def test_doctor_finds_this_machine_fit(opdcl):
     found = {check["name"]: check for check in json.loads(opdcl("doctor", "--json"))}
     assert {"python", "torch", "trl", "memory", "disk", "device"} <= {*found}
