@@ -170,8 +170,8 @@ class UntilSection(Section):
 
     retention: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Stop once so much of the general KL that tuned began with is gone ..."""
-    domain_kl: Annotated[float, Field(gt=0)] = 0.1
-    """... while the domain KL to tuned, in nats per token, is at most this."""
+    domain_floor: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """... while so much of base's domain KL to tuned is still gone: 1 is tuned, 0 is base."""
     rollouts: Positive | None = None
     """Stop after so many completions, both streams together."""
     patience: Positive | None = None

@@ -141,8 +141,9 @@ class Validation(TrainerCallback):
     """Measure held-out KL per stream every so many steps, and keep the adapter that is best by their sum.
 
     The text is sampled once from each stream's teacher, so every measurement is on the same tokens: the general KL
-    says how far the student still is from base, the domain KL how far it has left tuned. Where a stream has another
-    teacher the KL is to that one, and if it moves, to base or tuned with what it is shown.
+    says how far the student still is from base, the domain KL how far it has left tuned. What these are worth is told
+    by their own scales: how much is gone of tuned's general KL, and how much is kept, base's domain KL being none of it.
+    Where a stream has another teacher the KL is to that one, and if it moves, to base or tuned with what it is shown.
     """
 
     def __init__(self, config: RecoverConfig, prompts: dict[Stream, list[list[int]]], out: StageDir,
@@ -151,6 +152,7 @@ class Validation(TrainerCallback):
         self.trainer: RecoveryTrainer | None = None
         self.best_adapter = out.trainer / "best"
         self._texts: dict[Stream, tuple[list[Rollout], dict[int, Opinion]]] = {}
+        self._base: dict[str, float] = {}
 
     def write_texts(self) -> None:
         """Let each stream's teacher answer the held-out prompts."""
@@ -164,6 +166,8 @@ class Validation(TrainerCallback):
         self.write_texts()
         general, _ = self._texts.get("general", ([], []))
         self.health.begin(general)
+        with self.trainer.backbone.scaled(0.0):
+            self._base = self.held_out_kl()
         if state.global_step == 0:
             self._warm_start()
 
@@ -220,11 +224,16 @@ class Validation(TrainerCallback):
     def _measure(self, step: int) -> None:
         kl = self.held_out_kl(overlap=True)
         best = self._keep_if_best(step, self._score(kl))
-        row = {"step": step, "validation": {**kl, "best": best}}
+        first = next(r["validation"] for r in read_jsonl(self.out.metrics) if r["step"] == 0)
+        shares = {
+            share: 1 - kl[name] / max(started[name], 1e-9)
+            for share, name, started in (("general_gone", "general_kl", first), ("domain_kept", "domain_kl", self._base))
+            if name in kl
+        }
+        row = {"step": step, "validation": {**kl, **shares, "best": best}}
         if row not in read_jsonl(self.out.metrics):
             self.callback.write(row)
-        self.callback.report.note(f"step {step}: held-out {_shown(kl)}{' (best so far)' if best else ''}")
-        first = next(r["validation"] for r in read_jsonl(self.out.metrics) if r["step"] == 0)
+        self.callback.report.note(f"step {step}: held-out {_shown(kl | shares)}{' (best so far)' if best else ''}")
         if self.config.health.watch and (why := drifted(first, kl, self._score, self.config.health)):
             raise halted(step, why, "lower recover.learning_rate", self.out)
 
@@ -236,14 +245,12 @@ class Validation(TrainerCallback):
             return f"{done} completions were graded"
         if not measured:
             return ""
-        started, *later = [row["validation"] for row in read_jsonl(self.out.metrics) if "validation" in row]
+        later = [row["validation"] for row in read_jsonl(self.out.metrics) if row["step"] and "validation" in row]
         if not later:
             return ""
-        general, domain = later[-1].get("general_kl"), later[-1].get("domain_kl", 0.0)
-        if until.retention and general is not None and domain <= until.domain_kl:
-            gone = 1 - general / max(started["general_kl"], 1e-9)
-            if gone >= until.retention:
-                return f"{gone:.0%} of the general KL is gone, and the domain KL is {domain:.3f}"
+        gone, kept = later[-1].get("general_gone", 0.0), later[-1].get("domain_kept", 1.0)
+        if until.retention and gone >= until.retention and kept >= until.domain_floor:
+            return f"{gone:.0%} of the general KL is gone, and {kept:.0%} of the domain is kept"
         since = next((i for i, kl in enumerate(reversed(later)) if kl["best"]), len(later))
         return f"no better adapter in {since} validations" if until.patience and since >= until.patience else ""
 
@@ -282,4 +289,5 @@ def _score(kl: dict[str, float]) -> float:
 
 
 def _shown(kl: dict[str, float]) -> str:
-    return ", ".join(f"{name.removesuffix('_kl')} KL {value:.3f}" for name, value in _kl(kl).items())
+    shares = {name: f" ({kl[f'{name}_{word}']:.0%} {word})" for name, word in (("general", "gone"), ("domain", "kept")) if f"{name}_{word}" in kl}
+    return ", ".join(f"{name} KL {value:.3f}{shares.get(name, '')}" for key, value in _kl(kl).items() if (name := key.removesuffix("_kl")))

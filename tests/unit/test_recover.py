@@ -102,7 +102,7 @@ def test_the_first_general_steps_can_be_on_base_s_answers():
 
 @pytest.mark.parametrize(("until", "said"), [
     ({"rollouts": 8}, "8 completions were graded"),
-    ({"retention": 0.01, "domain_kl": 100.0}, "of the general KL is gone"),
+    ({"retention": 0.01, "domain_floor": 1e-9}, "of the general KL is gone"),
     ({"patience": 1}, "no better adapter in 1 validations"),
 ])  # fmt: skip
 def test_recovery_stops_once_it_has_done_enough(backbone, tuned, until, said):
@@ -115,6 +115,19 @@ def test_recovery_stops_once_it_has_done_enough(backbone, tuned, until, said):
     assert len(done) == stopped["step"] < 12
     if "rollouts" in until:
         assert len(done) == 2
+
+
+@pytest.mark.parametrize(("warm_start", "gone", "kept"), [(1.0, 0, 1), (1e-4, 1, 0)])
+def test_the_shares_of_held_out_kl_are_none_at_tuned_and_all_at_base(backbone, tuned, warm_start, gone, kept):
+    rows = run(backbone, tuned, steps=2, validate_every=2, learning_rate=1e-12, warm_start=warm_start)
+    measured = [r["validation"] for r in rows if "validation" in r][-1]
+    assert (measured["general_gone"], measured["domain_kept"]) == (pytest.approx(gone, abs=1e-3), pytest.approx(kept, abs=1e-3))
+
+
+def test_recovery_goes_on_while_too_little_of_the_domain_is_kept(backbone, tuned):
+    rows = run(backbone, tuned, steps=4, validate_every=2, warm_start=0.5, until={"retention": 0.01, "domain_floor": 0.999})
+    assert rows[-1]["step"] == 4
+    assert all(r["validation"]["general_gone"] > 0.01 for r in rows[1:] if "validation" in r)
 
 
 def test_general_only_is_judged_by_the_general_stream_alone(backbone, tuned):
