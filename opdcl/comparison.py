@@ -45,6 +45,8 @@ class Member:
     """The seeds of training, by their keys."""
     suites: dict[str, Suite]
     """Role -> headline suite, where there is one."""
+    further: dict[str, Suite]
+    """Name -> suite beyond these."""
 
     @property
     def missing(self) -> list[str]:
@@ -124,6 +126,7 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
         "suites": {s.name: {"role": role, "metric": s.metric, "n": len(s.prompts)} for role, s in suites.items()},
         "references": base + tuned,
         "arms": rows,
+        "further": _further(arms, seed),
         "alpha_curve": _alpha_curve(arms, shared),
         "differences": differences,
         "notes": _notes(arms, rows, base, tuned, differences),
@@ -156,7 +159,8 @@ def _load(run: RunDir) -> Member:
     headline = {role: found for role in ROLES if (found := next((s for s in suites if s.role == role), None))}
     if not any(suite.rows for suite in headline.values()):
         raise UsageError(f"{run.path} has no results yet", f"opdcl eval {shlex.quote(str(run.path))}")
-    return Member(run, kept, {k: v for k, v in seeds.items() if not k.startswith("eval.")}, headline)
+    further = {suite.name: suite for suite in suites if headline.get(suite.role) is not suite}
+    return Member(run, kept, {k: v for k, v in seeds.items() if not k.startswith("eval.")}, headline, further)
 
 
 def _without_seed(place: str, seeds: dict[str, Any]) -> str:
@@ -309,6 +313,29 @@ def _run_row(member: Member) -> dict[str, Any]:
     }
 
 
+def _further(arms: list[Arm], seed: int) -> list[dict[str, Any]]:
+    """Return what the arms came to on each suite beyond the headline's that all finished runs have answered alike."""
+    import numpy as np
+
+    from opdcl import stats
+
+    finished = [arm for arm in arms if not any(m.missing for m in arm.pooled)]
+    runs = [member for arm in finished for member in arm.pooled]
+    found = []
+    for name, suite in runs[0].further.items() if runs else ():
+        alike = [s for m in runs if (s := m.further.get(name)) and s.complete and (s.metric, s.prompts) == (suite.metric, suite.prompts)]
+        if len(alike) < len(runs):
+            continue
+        rows = []
+        for arm in finished:
+            scores = [np.stack([m.further[name].values(state) for m in arm.pooled]) for state in STATES]
+            kept = stats.domain_retention(*scores, seed=seed) if suite.role == "domain" else None
+            row = {state: stats.mean(x, seed).as_dict() for state, x in zip(STATES, scores, strict=True)}
+            rows.append({"name": arm.name, **row, "domain_retention": kept and kept.as_dict()})
+        found.append({"name": name, "role": suite.role, "metric": suite.metric, "n": len(suite.prompts), "arms": rows})
+    return found
+
+
 def _compare_with_the_curve(arms: list[Arm], rows: list[dict], shared: dict[str, tuple[int, ...]], seed: int) -> None:
     """Add to each row its paired difference to the first arm that only scales the same tuned adapter, if one does.
 
@@ -433,6 +460,10 @@ def _tables(found: dict[str, Any]) -> list[Table]:
         )
         columns = ["arm", "retention\nat its domain", "retention\nto the point", "domain\nto the point", "point"]
         shown.append(Table("Above the alpha-curve, in points", columns, rows, caption))
+    for suite in found["further"]:
+        rows = [[arm["name"], *(score_cell(arm[state]) for state in STATES), _ratio(arm["domain_retention"])] for arm in suite["arms"]]
+        caption = f"{suite['metric']} on {suite['n']} prompts. It has no part in the status."
+        shown.append(Table(f"{suite['name']}, {suite['role']}", ["arm", *STATES, "D"], rows, caption))
     if found["differences"]:
         names = [row["name"] for row in found["arms"]]
         rows = [[k, *(_value(v[n]) if n in v else MISSING for n in names)] for k, v in found["differences"].items()]
@@ -452,9 +483,11 @@ def _runs_table(found: dict[str, Any]) -> Table:
 
 
 def _numbers(row: dict[str, Any]) -> list[str]:
-    ratios = (row["recovery"], row["domain_retention"])
-    shown = [interval(ratio).replace(" [", "\n[", 1) if ratio else "" for ratio in ratios]
-    return [score_cell(row["retention"]), score_cell(row["domain"]), *shown]
+    return [score_cell(row["retention"]), score_cell(row["domain"]), _ratio(row["recovery"]), _ratio(row["domain_retention"])]
+
+
+def _ratio(estimate: dict[str, Any] | None) -> str:
+    return interval(estimate).replace(" [", "\n[", 1) if estimate else ""
 
 
 def _value(value: Any) -> str:

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 TEACHER_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,31}$"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-# Strict: `true` is not 1, and '3' is not 3.
 Sampler = Literal["auto", "slab", "generate", "continuous"]
+LossKind = Literal["reverse_kl", "forward_kl", "jsd", "entropy_switched", "top_k", "policy_gradient", "cross_entropy"]
+# Strict: `true` is not 1, and '3' is not 3.
 Positive = Annotated[int, Field(gt=0, strict=True)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 
@@ -66,7 +67,7 @@ class LoraSection(Section):
 class LossSection(Section):
     """What a graded token costs. Only `kind`'s own parameters play a part."""
 
-    kind: Literal["reverse_kl", "forward_kl", "jsd", "entropy_switched", "top_k", "policy_gradient", "cross_entropy"] = "reverse_kl"
+    kind: LossKind = "reverse_kl"
     """The divergence between student and teacher; `policy_gradient` and `cross_entropy` grade the sampled token alone."""
     beta: Annotated[float, Field(ge=0, le=1)] = 0.5
     """`jsd`: 0 is forward KL, 1 reverse KL. Scaled so that one learning rate suits every value."""
@@ -84,6 +85,10 @@ class LossSection(Section):
     """Weight of completions that were cut off at their longest length; 0 drops them."""
 
 
+class SelfDistillLoss(LossSection):
+    kind: LossKind = "forward_kl"
+
+
 class SelfDistillSection(Section):
     """Learning from oneself: the student answers, and a running mean of it that is shown the row's answer grades."""
 
@@ -91,7 +96,7 @@ class SelfDistillSection(Section):
     """What the teacher sees in place of the last user message."""
     rate: Annotated[float, Field(ge=0, le=1)] = 0.05
     """How far towards the student the teacher moves at each step; 0 leaves it at the model as it began."""
-    loss: LossSection = LossSection(kind="forward_kl")
+    loss: SelfDistillLoss = SelfDistillLoss()
     """The divergence, and its parameters."""
     max_new_tokens: Positive = 64
     """Longest completion, in tokens."""
@@ -171,7 +176,7 @@ class UntilSection(Section):
     retention: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Stop once so much of the general KL that tuned began with is gone ..."""
     domain_floor: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """... while so much of base's domain KL to tuned is still gone: 1 is tuned, 0 is base."""
+    """... while this share of the domain is kept, as each validation prints it: 1 is tuned, 0 is base."""
     rollouts: Positive | None = None
     """Stop after so many completions, both streams together."""
     patience: Positive | None = None
@@ -332,7 +337,7 @@ class RecoverConfig(Section):
     validate_every: Positive = 8
     """Steps between measurements on held-out prompts; the best adapter by these is the one kept."""
     validation_prompts: Positive = 16
-    """Held-out prompts per stream."""
+    """Prompts per stream for that: general ones kept aside, and some of the domain's, all of which are practised."""
     keep: Literal["best", "last"] = "best"
     """Which adapter the stage ends with: the best by held-out KL, or the last that was measured."""
     save_steps: Positive = 8
@@ -416,14 +421,13 @@ class EvalConfig(Section):
     limit: Positive | None = None
     """First so many documents of each suite."""
     max_new_tokens: Positive | None = None
-    """Cap on generated tokens per answer, below each task's own."""
+    """Longest answer in tokens, where a suite's own limit is not lower. Question files have 96 unless this says otherwise."""
     batch_size: Positive = 320
     """Answers decoded together."""
     sampler: Sampler = "auto"
     """Engine that decodes: our own `slab`, or transformers' `generate` or `continuous` batching."""
     server: ServerSection | None = None
-    """Where completions are decoded, if not in this process: a server that holds the base, takes adapters at run time and sees the
-    run's directory. `opdcl serve RUN` starts one."""
+    """Where completions are decoded, if not in this process: a server that takes adapters and sees the run, as `opdcl serve RUN` is."""
     seed: int = 0
     """Resamples of the intervals."""
 
@@ -437,11 +441,7 @@ class EvalConfig(Section):
 
     def suites(self) -> dict[str, str]:
         """Return suite -> role, in the order in which they are measured."""
-        return {
-            **dict.fromkeys(self.retention, "retention"),
-            **dict.fromkeys(self.domain, "domain"),
-            **dict.fromkeys(self.control, "control"),
-        }
+        return {suite: role for role in ("retention", "domain", "control") for suite in getattr(self, role)}
 
 
 class Gates(Section):

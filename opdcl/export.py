@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from opdcl.config import ModelConfig
 from opdcl.data import encode_prompt, load_prompts
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from opdcl.training import StageReport
 
-Format = Literal["merged", "adapter", "gguf"]
 SCRIPT = "convert_hf_to_gguf.py"
 # Largest mean gap, in nats per token, between the log-probabilities of a GGUF file and of what it was made from: some ten
 # times what benchmarks/exported.json shows for each type.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticUndefined
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
@@ -95,15 +96,15 @@ def dump(workflow: Workflow) -> str:
     return stream.getvalue()
 
 
-def describe_fields(section: type[BaseModel] = Workflow, prefix: str = "") -> list[list[str]]:
-    """Return key, default and meaning of every field."""
+def describe_fields(section: type[BaseModel] = Workflow, prefix: str = "", given: BaseModel | None = None) -> list[list[str]]:
+    """Return key, default and meaning of every field; of a section that is `given` by default, what it then holds."""
     rows = []
     for name, field in section.model_fields.items():
-        inner = _section_of(field.annotation)
+        inner, default = _section_of(field.annotation), getattr(given, name) if given else field.default
         if inner:
-            rows += describe_fields(inner, f"{prefix}{name}.")
+            rows += describe_fields(inner, f"{prefix}{name}.", default if isinstance(default, BaseModel) else None)
         else:
-            default = "required" if field.is_required() else str(field.default)
+            default = "required" if default is PydanticUndefined else str(default)
             rows.append([f"{prefix}{name}", default, " ".join((field.description or "").split())])
     return rows
 

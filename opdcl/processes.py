@@ -4,8 +4,8 @@
     accelerate launch --config_file workflows/accelerate/data-parallel.yaml -m opdcl run quickstart
 
 Rollouts, grades, gradients and answers are shared out and put together here, not by a wrapper round the model. What a step
-learns is then the mean over all of its tokens, whoever had them, and how many processes there are changes nothing but the
-time: a run may go on with more of them or fewer. The trainers know of one process only.
+learns is then the mean over all of its tokens, whoever had them, and a run may go on with more processes or fewer: the time
+changes, and the order in which long completions are learned from (docs/processes.md). The trainers know of one process only.
 
 Process 0 owns the run directory, the console and the trackers; each of the others works in a copy of the run, which goes
 when it ends. With `model.shard` the frozen layers of the base are spread over the processes (FSDP2, arXiv 2304.11277);

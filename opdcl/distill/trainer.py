@@ -142,8 +142,8 @@ class RecoveryTrainer(DistillationTrainer):
     def _may_leave(self, steps: list[int]) -> int:
         """Return how many completions of these steps may be left unfinished: a sixteenth, and never all of a step.
 
-        None where each step is to be strictly on-policy, where completions are chosen from, where somebody else samples, and in
-        several processes, whose number must not change what is learned.
+        0 where each step is to be strictly on-policy, where completions are chosen from, where somebody else samples, and in
+        several processes, each of which would leave others behind.
         """
         config = self.recover_config
         if len(steps) == 1 or config.oversample > 1 or config.server or processes.count() > 1:

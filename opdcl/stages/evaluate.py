@@ -184,7 +184,7 @@ def load_task(suite: str, config: EvalConfig) -> dict[str, Any]:
         wanted: str | dict = suite
     elif suite in config.data and suite != "ifeval":
         manager = TaskManager(include_defaults=False)
-        wanted = _question_task(suite, config.data[suite])
+        wanted = _question_task(suite, config.data[suite], config.max_new_tokens or 96)
     else:
         manager = TaskManager()
         if suite not in manager.all_tasks:
@@ -209,7 +209,7 @@ def _jsonl_dataset(path: str):
     return load
 
 
-def _question_task(name: str, path: str) -> dict[str, Any]:
+def _question_task(name: str, path: str, longest: int) -> dict[str, Any]:
     """Describe a closed-book task over a file of questions and answers; headline: token F1."""
     import importlib.util
 
@@ -223,7 +223,6 @@ def _question_task(name: str, path: str) -> dict[str, Any]:
             raise UsageError(f"{missing.where} has no question and answer", "a domain suite needs both")
         return {"test": datasets.Dataset.from_list([{"question": r.prompt[-1]["content"], "answers": [r.answer]} for r in rows])}
 
-    longest = 96
     return {
         "task": name, "custom_dataset": load, "output_type": "generate_until", "test_split": "test", "num_fewshot": 0,
         "doc_to_text": "question", "doc_to_target": "{{answers[0]}}", "process_results": scoring.process_results,

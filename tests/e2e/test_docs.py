@@ -50,7 +50,7 @@ CANNOT = {
 DRY = {
     "opdcl serve": "becomes the server",
     "opdcl run quickstart arms.yaml": "six runs; tests/e2e/test_arms.py does such",
-    "opdcl run ablation": "twenty-one runs",
+    "opdcl run ablation": "thirty runs",
     "opdcl run self-distillation": "six runs; tests/e2e/test_recipes.py does such",
     "opdcl run quickstart --num-processes": "each process loads torch anew; tests/e2e/test_processes.py does such",
     "opdcl recover runs/mine --num-processes": "likewise",

@@ -103,6 +103,25 @@ def test_an_arm_of_one_run_has_the_numbers_of_its_report(three):
     assert [row["domain_retention"]["value"] for row in found["arms"]] == pytest.approx([28 / 32, 8 / 32, 16 / 32])
 
 
+def test_a_second_domain_suite_is_shown_apart_where_all_runs_have_it(three):
+    passed = {"ours": 28, "general": 4, "scaled": 20}
+    for run in three:
+        change(run, "eval", domain=["handbook", "manual"])
+        for state, k in (("base", 4), ("tuned", 36), ("recovered", passed[run.path.name])):
+            measure(run, state, {"manual": range(k)})
+    (apart,) = compare.compare(three)["further"]
+    assert {k: v for k, v in apart.items() if k != "arms"} == {"name": "manual", "role": "domain", "metric": "accuracy", "n": N}
+    assert [(a["name"], a["recovered"]["value"], a["domain_retention"]["value"]) for a in apart["arms"]] == [
+        ("ours", pytest.approx(28 / N), pytest.approx(24 / 32)),
+        ("general", pytest.approx(4 / N), pytest.approx(0)),
+        ("scaled", pytest.approx(20 / N), pytest.approx(16 / 32)),
+    ]
+    tables = {table.title: table.rows for table in view(compare.compare(three)).tables}
+    assert [cell.split("\n")[0] for cell in tables["manual, domain"][0]] == ["ours", "10.0 %", "90.0 %", "70.0 %", "0.75"]
+    measure(three[1], "tuned", {"manual": range(36)}, prompt="Other prompt")
+    assert compare.compare(three)["further"] == []
+
+
 def test_base_and_tuned_that_all_share_come_first_and_once(three):
     found = compare.compare(three)
     assert [(r["name"], r["retention"]["value"], r["domain"]["value"]) for r in found["references"]] == [
