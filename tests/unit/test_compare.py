@@ -118,7 +118,8 @@ def test_a_second_domain_suite_is_shown_apart_where_all_runs_have_it(three):
     ]
     tables = {table.title: table.rows for table in view(compare.compare(three)).tables}
     assert [cell.split("\n")[0] for cell in tables["manual, domain"][0]] == ["ours", "10.0 %", "90.0 %", "70.0 %", "0.75"]
-    measure(three[1], "tuned", {"manual": range(36)}, prompt="Other prompt")
+    for state in ("base", "tuned", "recovered"):
+        measure(three[1], state, {"manual": range(36)}, prompt="Other prompt")
     assert compare.compare(three)["further"] == []
 
 

@@ -149,7 +149,7 @@ def test_the_command_gives_one_json_document_with_stable_keys(three, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     found = json.loads(done.stdout)
-    assert list(found) == ["headline", "suites", "references", "arms", "alpha_curve", "differences", "notes"]
+    assert list(found) == ["headline", "suites", "references", "arms", "further", "alpha_curve", "differences", "notes"]
     assert found["suites"]["handbook"] == {"role": "domain", "metric": METRIC, "n": N}
     assert set(found["arms"][0]) == {
         "name", "method", "seeds", "retention", "domain", "recovery", "domain_retention", "status", "above_alpha_curve", "runs",
