@@ -86,7 +86,7 @@ class LossSection(Section):
 
 
 class SelfDistillLoss(LossSection):
-    kind: LossKind = "forward_kl"
+    kind: LossKind = Field(default="forward_kl", description="As in `recover.loss`.")
 
 
 class SelfDistillSection(Section):
