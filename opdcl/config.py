@@ -296,7 +296,7 @@ class RecoverConfig(Section):
     """Further teachers by name, such as specialists: each grades the prompts whose `teacher` field names it, and its own `prompts`."""
     reward: RewardSection | None = None
     """What general completions are rewarded for, beyond what their teacher can teach."""
-    steps: Positive = 48
+    steps: Positive = 72
     """Optimizer steps, both streams together."""
     rollouts: Positive = 16
     """Completions per optimizer step."""
@@ -308,11 +308,11 @@ class RecoverConfig(Section):
     """General steps before each domain step; the two are never mixed in one step. 0: domain steps only."""
     lmbda: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of steps on the student's own completions; the others are on the teacher's."""
-    teacher_first: Annotated[int, Field(ge=0, strict=True)] = 4
+    teacher_first: Annotated[int, Field(ge=0, strict=True)] = 9
     """General steps at the start that are on base's answers: a student that says little learns little from itself."""
     sample_ahead: Positive = 3
     """Steps of a stream sampled at once. 1 is strictly on-policy; more fills the hardware, and lets long completions go on beside the next."""
-    max_new_tokens: Positive = 96
+    max_new_tokens: Positive = 128
     """Longest general completion, in tokens."""
     domain_max_new_tokens: Positive | None = None
     """Longest domain completion, where it should differ."""
@@ -326,7 +326,7 @@ class RecoverConfig(Section):
     """Where completions are sampled, if not in this process: a server that takes adapters and sees the run, as `opdcl serve RUN` is."""
     loss: LossSection = LossSection()
     """The divergence, and its parameters."""
-    learning_rate: Rate = 2e-4
+    learning_rate: Rate = 3e-4
     """Peak rate: reached over the first tenth of the steps, falling to zero at the last."""
     micro_batch_tokens: Positive = 2048
     """Tokens, padding included, per forward and backward pass. It bounds memory and changes nothing else."""
@@ -334,13 +334,13 @@ class RecoverConfig(Section):
     """When to slow down, and when to stop."""
     until: UntilSection = UntilSection()
     """When to stop before the last step."""
-    validate_every: Positive = 8
+    validate_every: Positive = 12
     """Steps between measurements on held-out prompts; the best adapter by these is the one kept."""
     validation_prompts: Positive = 16
     """Prompts per stream for that: general ones kept aside, and some of the domain's, all of which are practised."""
     keep: Literal["best", "last"] = "best"
     """Which adapter the stage ends with: the best by held-out KL, or the last that was measured."""
-    save_steps: Positive = 8
+    save_steps: Positive = 12
     """Steps between checkpoints."""
     seed: int = 0
     """Order of prompts and all sampling."""
