@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -156,7 +157,7 @@ def test_a_workflow_is_copied_into_a_folder_under_its_own_name(opdcl, tmp_path):
 
 def test_config_show_says_where_each_value_comes_from(opdcl):
     args = ("config", "show", "quickstart", "--set", "recover.steps=7")
-    rows = {line.split()[0]: line.split() for line in opdcl(*args).splitlines() if line.strip()}
+    rows = {line.split()[0]: line.strip().split(maxsplit=2) for line in opdcl(*args).splitlines() if line.strip()}
     assert rows["recover.steps"][1:] == ["7", "--set"]
     assert rows["recover.temperature"][1:] == ["1.0", "default"]
     assert rows["finetune.data"][1] == "handbook"
@@ -266,7 +267,7 @@ def test_debug_shows_where_a_defect_is_and_normal_use_does_not(tmp_path):
 
 
 def test_a_reader_that_stops_early_is_no_error(tmp_path):
-    script = f"{sys.executable} -c '{ENTRY}' config schema | head -n 1; echo ${{PIPESTATUS[0]}}"
+    script = f"{shlex.quote(sys.executable)} -c '{ENTRY}' config schema | head -n 1; echo ${{PIPESTATUS[0]}}"
     done = python(
         "import subprocess, sys; sys.exit(subprocess.run(['bash', '-c', sys.argv[1]]).returncode)", script, cwd=tmp_path
     )
