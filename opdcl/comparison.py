@@ -178,14 +178,13 @@ def _refuse_unlike(members: list[Member]) -> None:
     for role in ROLES:
         model = _model(members, role)
         for other in members:
-            if what := _unlike(role, model, other):
+            if what := _unlike(role, model.suites.get(role), other.suites.get(role)):
                 both = f"{other.run.path} and {model.run.path}"
                 raise UsageError(f"{both} cannot be compared: {what}", _remedy(model, other))
 
 
-def _unlike(role: str, model: Member, other: Member) -> str:
+def _unlike(role: str, wanted: Suite | None, found: Suite | None) -> str:
     """Say in what two runs' suites of a role differ; empty where they are alike, or one is not measured yet."""
-    found, wanted = other.suites.get(role), model.suites.get(role)
     here, there = (suite.name if suite else "none" for suite in (found, wanted))
     if here != there:
         return f"their {role} suites are {here} and {there}"
@@ -323,8 +322,7 @@ def _further(arms: list[Arm], seed: int) -> list[dict[str, Any]]:
     runs = [member for arm in finished for member in arm.pooled]
     found = []
     for name, suite in runs[0].further.items() if runs else ():
-        alike = [s for m in runs if (s := m.further.get(name)) and s.complete and (s.metric, s.prompts) == (suite.metric, suite.prompts)]
-        if len(alike) < len(runs):
+        if not all((s := m.further.get(name)) and s.complete and not _unlike(suite.role, suite, s) for m in runs):
             continue
         rows = []
         for arm in finished:

@@ -76,7 +76,7 @@ def estimate(workflow: Workflow, tasks: list[Task]) -> dict[str, Any]:
                 steps["recover"] = r.steps
             rows_at_once = max(r.rollouts * r.sample_ahead, FULL_BATCH)
             cache = rows_at_once * (r.max_new_tokens + 128) * shape["layers"] * 2 * shape["kv"] * width
-            longest = max(_tokens(row) for stream in STREAMS for row in stream_rows(r, stream))
+            longest = max((_tokens(row) for stream in STREAMS for row in stream_rows(r, stream)), default=0)
             step = max(r.micro_batch_tokens, longest + r.max_new_tokens) * per_token  # a micro-batch is one sequence at least
             others = sum(_parameters(_shape(m)) * _width(m, device) for t in r.all_teachers().values() if (m := t.model))
             states = sum(t.kind in ("ema", "adapter") for t in r.all_teachers().values())

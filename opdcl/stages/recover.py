@@ -28,6 +28,10 @@ from opdcl.streams import STREAMS, Prompts, encode_stream, teacher_section
 from opdcl.training import StageCallback, StageReport, save_adapter, trainer_arguments
 
 SAMPLES_KEPT = 8
+# What a held-out KL is worth: of tuned's general KL what is gone, and what is kept of the domain, where base's KL is none of it.
+SHARES = {"general_kl": "general_gone", "domain_kl": "domain_kept"}
+# Nats per token below which there is nothing to have a share of.
+KL_NOISE = 1e-3
 # Who judges the held-out texts where the stream's own teacher is not the same from one step to the next.
 FROZEN: dict[Stream, State] = {"general": "base", "domain": "tuned"}
 # The scales that `interpolate` tries: the same for every layer, then rising or falling with depth.
@@ -141,9 +145,8 @@ class Validation(TrainerCallback):
     """Measure held-out KL per stream every so many steps, and keep the adapter that is best by their sum.
 
     The text is sampled once from each stream's teacher, so every measurement is on the same tokens: the general KL
-    says how far the student still is from base, the domain KL how far it has left tuned. What these are worth is told
-    by their own scales: how much is gone of tuned's general KL, and how much is kept, base's domain KL being none of it.
-    Where a stream has another teacher the KL is to that one, and if it moves, to base or tuned with what it is shown.
+    says how far the student still is from base, the domain KL how far it has left tuned. Where a stream has another
+    teacher the KL is to that one, and if it moves, to base or tuned with what it is shown.
     """
 
     def __init__(self, config: RecoverConfig, prompts: dict[Stream, list[list[int]]], out: StageDir,
@@ -152,7 +155,6 @@ class Validation(TrainerCallback):
         self.trainer: RecoveryTrainer | None = None
         self.best_adapter = out.trainer / "best"
         self._texts: dict[Stream, tuple[list[Rollout], dict[int, Opinion]]] = {}
-        self._base: dict[str, float] = {}
 
     def write_texts(self) -> None:
         """Let each stream's teacher answer the held-out prompts."""
@@ -166,8 +168,6 @@ class Validation(TrainerCallback):
         self.write_texts()
         general, _ = self._texts.get("general", ([], []))
         self.health.begin(general)
-        with self.trainer.backbone.scaled(0.0):
-            self._base = self.held_out_kl()
         if state.global_step == 0:
             self._warm_start()
 
@@ -208,8 +208,10 @@ class Validation(TrainerCallback):
         return kl["general_kl"] if self.config.method == "general" else _score(kl)
 
     def _warm_start(self) -> None:
-        """Take tuned's KL as the mark to beat, then shrink the student to the scale it is to start from."""
+        """Take tuned's KL as the mark to beat and base's as the other end, then shrink the student to where it is to start from."""
         backbone, alpha = self.trainer.backbone, self.config.warm_start
+        with backbone.scaled(0.0):
+            base = self.held_out_kl()
         tuned = start = self.held_out_kl(overlap=True)
         if alpha < 1:
             backbone.shrink(alpha)
@@ -217,24 +219,21 @@ class Validation(TrainerCallback):
                 teacher.begin()
             start = self.held_out_kl()
         self._keep_if_best(0, self._score(start))
-        self.callback.write({"step": 0, "validation": {**tuned, "best": True}, "warm_start": {"alpha": alpha, **start}})
+        self.callback.write({"step": 0, "validation": {**tuned, "best": True}, "base": base, "warm_start": {"alpha": alpha, **start}})
         scaled = f"; starting from the adapter times {alpha:g}: {_shown(start)}" if alpha < 1 else ""
         self.callback.report.note(f"step 0: held-out {_shown(tuned)}{scaled}")
 
     def _measure(self, step: int) -> None:
         kl = self.held_out_kl(overlap=True)
         best = self._keep_if_best(step, self._score(kl))
-        first = next(r["validation"] for r in read_jsonl(self.out.metrics) if r["step"] == 0)
-        shares = {
-            share: 1 - kl[name] / max(started[name], 1e-9)
-            for share, name, started in (("general_gone", "general_kl", first), ("domain_kept", "domain_kl", self._base))
-            if name in kl
-        }
+        began = next(r for r in read_jsonl(self.out.metrics) if r["step"] == 0)
+        whole = {"general_kl": began["validation"], "domain_kl": began["base"]}
+        shares = {SHARES[k]: 1 - kl[k] / whole[k][k] for k in _kl(kl) if whole[k][k] > KL_NOISE}
         row = {"step": step, "validation": {**kl, **shares, "best": best}}
         if row not in read_jsonl(self.out.metrics):
             self.callback.write(row)
         self.callback.report.note(f"step {step}: held-out {_shown(kl | shares)}{' (best so far)' if best else ''}")
-        if self.config.health.watch and (why := drifted(first, kl, self._score, self.config.health)):
+        if self.config.health.watch and (why := drifted(began["validation"], kl, self._score, self.config.health)):
             raise halted(step, why, "lower recover.learning_rate", self.out)
 
     def _enough(self, step: int, measured: bool) -> str:
@@ -280,7 +279,7 @@ class Validation(TrainerCallback):
 
 
 def _kl(row: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if name in ("general_kl", "domain_kl")}
+    return {name: value for name, value in row.items() if name in SHARES}
 
 
 def _score(kl: dict[str, float]) -> float:
@@ -289,5 +288,5 @@ def _score(kl: dict[str, float]) -> float:
 
 
 def _shown(kl: dict[str, float]) -> str:
-    shares = {name: f" ({kl[f'{name}_{word}']:.0%} {word})" for name, word in (("general", "gone"), ("domain", "kept")) if f"{name}_{word}" in kl}
-    return ", ".join(f"{name} KL {value:.3f}{shares.get(name, '')}" for key, value in _kl(kl).items() if (name := key.removesuffix("_kl")))
+    shares = {key: f" ({kl[share]:.0%} {share.split('_')[1]})" for key, share in SHARES.items() if share in kl}
+    return ", ".join(f"{key.removesuffix('_kl')} KL {value:.3f}{shares.get(key, '')}" for key, value in _kl(kl).items())

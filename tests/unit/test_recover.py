@@ -124,6 +124,13 @@ def test_the_shares_of_held_out_kl_are_none_at_tuned_and_all_at_base(backbone, t
     assert (measured["general_gone"], measured["domain_kept"]) == (pytest.approx(gone, abs=1e-3), pytest.approx(kept, abs=1e-3))
 
 
+def test_where_base_is_not_away_from_the_teacher_there_is_no_share(backbone, tuned):
+    rows = run(backbone, tuned, steps=2, validate_every=2, domain_teacher={"kind": "base"})
+    measured = [r["validation"] for r in rows if "validation" in r][-1]
+    assert measured["domain_kl"] > 0
+    assert "domain_kept" not in measured
+
+
 def test_recovery_goes_on_while_too_little_of_the_domain_is_kept(backbone, tuned):
     rows = run(backbone, tuned, steps=4, validate_every=2, warm_start=0.5, until={"retention": 0.01, "domain_floor": 0.999})
     assert rows[-1]["step"] == 4
