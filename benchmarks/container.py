@@ -25,14 +25,26 @@ from datetime import date
 from pathlib import Path
 
 from opdcl import __version__
-from opdcl.provenance import machine
+from opdcl.rundir.environment import machine
 
 ROOT = Path(__file__).parents[1]
 IMAGE = "opdcl"
 # The quickstart, cut down to a few steps and answers of each kind.
-SMALL = ["run", "quickstart", "--set=finetune.epochs=0.1", "--set=finetune.save_steps=1", "--set=recover.steps=2", "--set=recover.rollouts=4",
-         "--set=recover.domain_rollouts=4", "--set=recover.teacher_first=1", "--set=recover.sample_ahead=1", "--set=recover.max_new_tokens=16",
-         "--set=recover.validation_prompts=2", "--set=eval.limit=4", "--set=eval.max_new_tokens=16"]  # fmt: skip
+SMALL = [
+    "run",
+    "quickstart",
+    "--set=finetune.epochs=0.1",
+    "--set=finetune.save_steps=1",
+    "--set=recover.steps=2",
+    "--set=recover.rollouts=4",
+    "--set=recover.domain_rollouts=4",
+    "--set=recover.teacher_first=1",
+    "--set=recover.sample_ahead=1",
+    "--set=recover.max_new_tokens=16",
+    "--set=recover.validation_prompts=2",
+    "--set=eval.limit=4",
+    "--set=eval.max_new_tokens=16",
+]
 OTHER_USER = 12345
 
 
@@ -52,13 +64,28 @@ class Engine:
             sys.exit(f"{self.program} {shlex.join(words)}\n{done.stderr}")
         return done.stdout.strip()
 
-    def container(self, what: str, options: list[str], words: list[str], fails: bool = False, says: str = "") -> str:
+    def container(
+        self, what: str, options: list[str], words: list[str], fails: bool = False, says: str = ""
+    ) -> str:
         """Run a command in a new container; note whether it ended and spoke as it should."""
         began = time.monotonic()
-        done = self.do("run", "--rm", *([] if "--network=host" in options else ["--network=none"]), *self.run_with, *options, IMAGE, *words)
+        done = self.do(
+            "run",
+            "--rm",
+            *([] if "--network=host" in options else ["--network=none"]),
+            *self.run_with,
+            *options,
+            IMAGE,
+            *words,
+        )
         said = done.stdout + done.stderr
-        self.note(what, (done.returncode != 0) == fails and says in said, exit_code=done.returncode,
-                  seconds=round(time.monotonic() - began, 1), said=said.strip().splitlines()[-3:])  # fmt: skip
+        self.note(
+            what,
+            (done.returncode != 0) == fails and says in said,
+            exit_code=done.returncode,
+            seconds=round(time.monotonic() - began, 1),
+            said=said.strip().splitlines()[-3:],
+        )
         return said
 
     def note(self, what: str, ok: bool, **more) -> None:
@@ -70,17 +97,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", default="docker", help="docker, or podman")
     parser.add_argument("--base", help="Debian release to stand in for the Dockerfile's base; podman only")
-    parser.add_argument("--build", default="", help="further options of `build`, such as --build-arg TORCH=...")
+    parser.add_argument(
+        "--build", default="", help="further options of `build`, such as --build-arg TORCH=..."
+    )
     parser.add_argument("--run", default="", help="further options of `run`")
-    parser.add_argument("--served", action="store_true", help="a vLLM server stands at 127.0.0.1:8000, and its key in OPDCL_SERVER_KEY")
+    parser.add_argument(
+        "--served",
+        action="store_true",
+        help="a vLLM server stands at 127.0.0.1:8000, and its key in OPDCL_SERVER_KEY",
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("container.json"))
     options = parser.parse_args()
     engine = Engine(options.engine, shlex.split(options.run))
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)  # a folder that is mounted must be open to the other user on its whole way
         seconds = build(engine, options, Path(folder))
-        record = {"date": date.today().isoformat(), "machine": machine(), "engine": engine.ask("--version"), "base": options.base or "as in the Dockerfile",
-                  "build_seconds": seconds, "layers": layers(engine)}  # fmt: skip
+        record = {
+            "date": date.today().isoformat(),
+            "machine": machine(),
+            "engine": engine.ask("--version"),
+            "base": options.base or "as in the Dockerfile",
+            "build_seconds": seconds,
+            "layers": layers(engine),
+        }
         use(engine, Path(folder))
         if options.served:
             ask_a_teacher(engine)
@@ -96,16 +135,25 @@ def build(engine: Engine, options: argparse.Namespace, folder: Path) -> float:
     if options.base:
         stand_in, tree = f"localhost/opdcl-base:{options.base}", folder / "base"
         if engine.do("image", "inspect", stand_in).returncode:
-            subprocess.run(["debootstrap", "--variant=minbase", options.base, str(tree)], check=True, stdout=sys.stderr)
+            subprocess.run(
+                ["debootstrap", "--variant=minbase", options.base, str(tree)], check=True, stdout=sys.stderr
+            )
             # Downloaded packages are not kept in Ubuntu's image either, so that layers weigh what they would there.
-            (tree / "etc/apt/apt.conf.d/clean").write_text('DPkg::Post-Invoke { "rm -f /var/cache/apt/archives/*.deb /var/cache/apt/*.bin || true"; };\n')
+            (tree / "etc/apt/apt.conf.d/clean").write_text(
+                'DPkg::Post-Invoke { "rm -f /var/cache/apt/archives/*.deb /var/cache/apt/*.bin || true"; };\n'
+            )
             for archive in (tree / "var/cache/apt/archives").glob("*.deb"):
                 archive.unlink()
             subprocess.run(["tar", "-C", str(tree), "-cf", str(folder / "base.tar"), "."], check=True)
             engine.ask("import", str(folder / "base.tar"), stand_in)
-        base = [f"--from={stand_in}", "--format=docker"]  # of the two formats, docker's alone keeps SHELL and HEALTHCHECK
+        base = [
+            f"--from={stand_in}",
+            "--format=docker",
+        ]  # of the two formats, docker's alone keeps SHELL and HEALTHCHECK
     began = time.monotonic()
-    if engine.do("build", *base, *shlex.split(options.build), "--tag", IMAGE, str(ROOT), quiet=False).returncode:
+    if engine.do(
+        "build", *base, *shlex.split(options.build), "--tag", IMAGE, str(ROOT), quiet=False
+    ).returncode:
         sys.exit("the image does not build")
     return round(time.monotonic() - began, 1)
 
@@ -125,22 +173,50 @@ def layers(engine: Engine) -> list[dict]:
 def use(engine: Engine, folder: Path) -> None:
     """Do what users do, as the image's own user and as another who owns a folder on the host."""
     config = json.loads(engine.ask("image", "inspect", IMAGE))[0]
-    health = next(dict(part)["Test"] for part in (config.get("Healthcheck"), config["Config"].get("Healthcheck")) if part)[1:]
-    engine.note("its user is not root, by number", config["Config"]["User"].isdigit() and config["Config"]["User"] != "0", user=config["Config"]["User"])
+    health = next(
+        dict(part)["Test"]
+        for part in (config.get("Healthcheck"), config["Config"].get("Healthcheck"))
+        if part
+    )[1:]
+    engine.note(
+        "its user is not root, by number",
+        config["Config"]["User"].isdigit() and config["Config"]["User"] != "0",
+        user=config["Config"]["User"],
+    )
     engine.container("names its version", [], ["--version"], says=__version__)
     engine.container("doctor finds nothing missing", [], ["doctor"], says="embedded model")
-    engine.container("plans the quickstart", [], ["run", "quickstart", "--dry-run", "--out=/runs/q"], says="not started")
-    engine.container("its user cannot change the program", ["--entrypoint=touch"], ["/opt/venv/bin/opdcl"], fails=True, says="ermission denied")
+    engine.container(
+        "plans the quickstart", [], ["run", "quickstart", "--dry-run", "--out=/runs/q"], says="not started"
+    )
+    engine.container(
+        "its user cannot change the program",
+        ["--entrypoint=touch"],
+        ["/opt/venv/bin/opdcl"],
+        fails=True,
+        says="ermission denied",
+    )
     check = [f"--entrypoint={health[0]}"]
     engine.container("health check: well", check, health[1:])
-    engine.container("health check: a full disk", [*check, "--tmpfs=/runs:size=1m"], health[1:], fails=True, says="GiB")
-    engine.container("health check: a cache that cannot be written", [*check, "--tmpfs=/cache/opdcl:mode=0555"],
-                     health[1:], fails=True, says="OPDCL_CACHE")  # fmt: skip
+    engine.container(
+        "health check: a full disk", [*check, "--tmpfs=/runs:size=1m"], health[1:], fails=True, says="GiB"
+    )
+    engine.container(
+        "health check: a cache that cannot be written",
+        [*check, "--tmpfs=/cache/opdcl:mode=0555"],
+        health[1:],
+        fails=True,
+        says="OPDCL_CACHE",
+    )
 
     volumes = ["--volume=opdcl-check-cache:/cache", "--volume=opdcl-check-runs:/runs"]
     engine.do("volume", "rm", "opdcl-check-cache", "opdcl-check-runs")
     engine.container("a small run as the image's user, without -o", volumes, SMALL, says="quickstart")
-    engine.container("its files are its user's", [*volumes, "--entrypoint=stat"], ["--format=owner:%u", "/runs/quickstart/report.html"], says="owner:10001")
+    engine.container(
+        "its files are its user's",
+        [*volumes, "--entrypoint=stat"],
+        ["--format=owner:%u", "/runs/quickstart/report.html"],
+        says="owner:10001",
+    )
 
     runs = folder / "runs"
     runs.mkdir()
@@ -151,9 +227,18 @@ def use(engine: Engine, folder: Path) -> None:
     other = [f"--user={user}:{user}", "--volume=opdcl-check-cache:/cache", f"--volume={runs}:/runs"]
     stopped = stop(engine, other, runs / "quickstart")
     engine.note("a stop during the fine-tune saves and ends with 130", stopped == 130, exit_code=stopped)
-    engine.container("the same command goes on, as another user with a folder of the host", other, SMALL, says="resuming from step")
+    engine.container(
+        "the same command goes on, as another user with a folder of the host",
+        other,
+        SMALL,
+        says="resuming from step",
+    )
     strangers = [str(path) for path in runs.rglob("*") if path.lstat().st_uid != user]
-    engine.note("its files are that user's", (runs / "quickstart" / "report.html").exists() and not strangers, strangers=strangers[:3])
+    engine.note(
+        "its files are that user's",
+        (runs / "quickstart" / "report.html").exists() and not strangers,
+        strangers=strangers[:3],
+    )
     engine.container("the run verifies", other, ["verify", "/runs/quickstart"])
     engine.do("volume", "rm", "opdcl-check-cache", "opdcl-check-runs")
 
@@ -167,14 +252,23 @@ def ask_a_teacher(engine: Engine) -> None:
     engine.note("the teacher's health check: well", healthy.returncode == 0)
     words = [*services["opdcl"]["command"], *SMALL[2:]]
     beside = ["--network=host", "--add-host=teacher:127.0.0.1"]
-    engine.container("the composed run without the key is refused", beside, words, fails=True, says="set OPDCL_SERVER_KEY")
-    engine.container("the composed run", [*beside, "--env=OPDCL_SERVER_KEY"], words, says="report: /runs/taught/report.html")
+    engine.container(
+        "the composed run without the key is refused", beside, words, fails=True, says="set OPDCL_SERVER_KEY"
+    )
+    engine.container(
+        "the composed run",
+        [*beside, "--env=OPDCL_SERVER_KEY"],
+        words,
+        says="report: /runs/taught/report.html",
+    )
 
 
 def stop(engine: Engine, options: list[str], run: Path) -> int:
     """Start the small run, stop its container after the first step, and return its exit code."""
     engine.do("rm", "--force", "opdcl-check")
-    engine.ask("run", "--detach", "--name=opdcl-check", "--network=none", *engine.run_with, *options, IMAGE, *SMALL)
+    engine.ask(
+        "run", "--detach", "--name=opdcl-check", "--network=none", *engine.run_with, *options, IMAGE, *SMALL
+    )
     try:
         for _ in range(600):
             if any(metrics.stat().st_size for metrics in run.glob("stages/*/metrics.jsonl")):

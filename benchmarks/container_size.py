@@ -55,20 +55,33 @@ def main() -> None:
     parser.add_argument("--measured", type=Path, default=HERE / "container.json")
     parser.add_argument("--out", type=Path, default=HERE / "container_size.json")
     options = parser.parse_args()
-    lock = {line.split("==")[0].lower().replace("_", "-") for line in (HERE.parent / "constraints.txt").read_text().splitlines()}
+    lock = {
+        line.split("==")[0].lower().replace("_", "-")
+        for line in (HERE.parent / "constraints.txt").read_text().splitlines()
+    }
     wheels = []
     with httpx2.Client(follow_redirects=True, timeout=60) as client:
         for one in json.loads(options.report.read_text())["install"]:
             name, url = one["metadata"]["name"].lower().replace("_", "-"), one["download_info"]["url"]
             if (name == "torch" or name not in lock) and url.startswith("http"):
                 file = Remote(client, url)
-                wheels.append({"package": name, "version": one["metadata"]["version"], "wheel": megabytes(file.size), "unpacked": unpacked(file)})
+                wheels.append(
+                    {
+                        "package": name,
+                        "version": one["metadata"]["version"],
+                        "wheel": megabytes(file.size),
+                        "unpacked": unpacked(file),
+                    }
+                )
     layers = json.loads(options.measured.read_text())["layers"]
     record = {
-        "wheels": sorted(wheels, key=lambda wheel: -wheel["unpacked"]), "wheels_total": sum(w["wheel"] for w in wheels),
-        "unpacked_total": sum(w["unpacked"] for w in wheels), "cpu_wheel": megabytes(options.cpu_wheel.stat().st_size), "cpu_unpacked": unpacked(options.cpu_wheel.open("rb")),
+        "wheels": sorted(wheels, key=lambda wheel: -wheel["unpacked"]),
+        "wheels_total": sum(w["wheel"] for w in wheels),
+        "unpacked_total": sum(w["unpacked"] for w in wheels),
+        "cpu_wheel": megabytes(options.cpu_wheel.stat().st_size),
+        "cpu_unpacked": unpacked(options.cpu_wheel.open("rb")),
         "measured_layers": round(sum(layer["megabytes"] for layer in layers)),
-    }  # fmt: skip
+    }
     record["image"] = record["measured_layers"] - record["cpu_unpacked"] + record["unpacked_total"]
     options.out.write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(record, indent=2))

@@ -39,19 +39,22 @@ def main() -> None:
     kind = f"after {options.steps} steps, {options.dtype}" if options.steps else "greedy"
     record = json.loads(options.out.read_text()) if options.out.exists() else {}
     record[kind] = {
-        "date": date.today().isoformat(), "command": " ".join(["python", "benchmarks/engines.py", *sys.argv[1:]]),
-        "machine": machine_rates(options), "engines": rows,
-    }  # fmt: skip
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", "benchmarks/engines.py", *sys.argv[1:]]),
+        "machine": machine_rates(options),
+        "engines": rows,
+    }
     options.out.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def agree(options: argparse.Namespace) -> dict[str, dict]:
     """Let every engine answer the same prompts greedily, and compare with the first one."""
-    from opdcl.config import EvalConfig, ModelConfig
-    from opdcl.data import render
-    from opdcl.distill.backbone import Backbone
-    from opdcl.distill.rollouts import sample
-    from opdcl.stages.evaluate import load_task
+    from opdcl.config.evaluate import EvalConfig
+    from opdcl.config.model import ModelConfig
+    from opdcl.data.chat import render
+    from opdcl.data.suites import load_task
+    from opdcl.model.backbone import Backbone
+    from opdcl.sampling.sample import sample
 
     backbone = Backbone.load(ModelConfig(dtype=options.dtype))
     (task,) = load_task("instructions", EvalConfig())["tasks"].values()
@@ -63,15 +66,28 @@ def agree(options: argparse.Namespace) -> dict[str, dict]:
     found, rows = {}, {}
     for engine in options.engines:
         started = time.perf_counter()
-        found[engine] = sample(backbone.causal_lm, prompts, max_new_tokens=options.new_tokens, eos_ids=backbone.eos_ids,
-                               temperature=0, batch_size=options.prompts, engine=engine)  # fmt: skip
+        found[engine] = sample(
+            backbone.causal_lm,
+            prompts,
+            max_new_tokens=options.new_tokens,
+            eos_ids=backbone.eos_ids,
+            temperature=0,
+            batch_size=options.prompts,
+            engine=engine,
+        )
         seconds = time.perf_counter() - started
         tokens = sum(len(r.completion_ids) for r in found[engine])
         pairs = zip(found[options.engines[0]], found[engine], strict=True)
         differ = [(a, b) for a, b in pairs if a.completion_ids != b.completion_ids]
         gaps = [gap(backbone.causal_lm, a, b) for a, b in differ]
-        rows[engine] = {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, "of": len(prompts),
-                        "differing": len(differ), "gaps": sorted(gaps, reverse=True)}  # fmt: skip
+        rows[engine] = {
+            "seconds": seconds,
+            "tokens": tokens,
+            "tokens_per_s": tokens / seconds,
+            "of": len(prompts),
+            "differing": len(differ),
+            "gaps": sorted(gaps, reverse=True),
+        }
         print(engine, json.dumps(rows[engine]), flush=True)
     return rows
 
@@ -88,10 +104,12 @@ class Silent:
 
 def train(engine: str, options: argparse.Namespace) -> dict:
     """Recover from a random adapter in small steps; return whether base is unchanged, and the mismatch share."""
-    from opdcl.config import ModelConfig, RecoverConfig
-    from opdcl.distill.backbone import Backbone
-    from opdcl.models import ModelRef
-    from opdcl.rundir import StageDir, read_jsonl
+    from opdcl.config.model import ModelConfig
+    from opdcl.config.recover import RecoverConfig
+    from opdcl.model.adapters import ModelRef
+    from opdcl.model.backbone import Backbone
+    from opdcl.rundir.files import read_jsonl
+    from opdcl.rundir.layout import StageDir
     from opdcl.stages.recover import recover
     from opdcl.training import save_adapter
 
@@ -100,8 +118,16 @@ def train(engine: str, options: argparse.Namespace) -> dict:
     before = backbone.fingerprint()
     start_adapter(backbone.new_adapter(lora_section(), 0))
     last = options.steps
-    config = RecoverConfig(steps=last, rollouts=2, max_new_tokens=12, teacher_first=0, validate_every=last,
-                           validation_prompts=2, save_steps=last, sampler=engine)  # fmt: skip
+    config = RecoverConfig(
+        steps=last,
+        rollouts=2,
+        max_new_tokens=12,
+        teacher_first=0,
+        validate_every=last,
+        validation_prompts=2,
+        save_steps=last,
+        sampler=engine,
+    )
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out = StageDir(Path(folder) / "recover")
@@ -109,9 +135,13 @@ def train(engine: str, options: argparse.Namespace) -> dict:
         recover(config, backbone, ModelRef(model, Path(folder) / "tuned"), out, Silent())
         steps = [r for r in read_jsonl(out.metrics) if "tokens" in r]
     tokens = sum(r["tokens"] for r in steps)
-    row = {"steps": len(steps), "tokens": tokens, "seconds": time.perf_counter() - started,
-           "base_unchanged": backbone.fingerprint() == before,
-           "mismatch": sum(r["mismatch"] * r["tokens"] for r in steps) / tokens}  # fmt: skip
+    row = {
+        "steps": len(steps),
+        "tokens": tokens,
+        "seconds": time.perf_counter() - started,
+        "base_unchanged": backbone.fingerprint() == before,
+        "mismatch": sum(r["mismatch"] * r["tokens"] for r in steps) / tokens,
+    }
     print(engine, json.dumps(row), flush=True)
     return row
 

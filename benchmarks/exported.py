@@ -18,11 +18,13 @@ from pathlib import Path
 
 import torch
 
-from opdcl.config import ModelConfig
-from opdcl.data import encode_prompt, load_prompts
-from opdcl.export import LARGEST_GAP, answer, export, log_probabilities
-from opdcl.models import eos_ids, load_base
-from opdcl.provenance import machine, versions
+from opdcl.config.model import ModelConfig
+from opdcl.data.chat import encode_prompt
+from opdcl.data.rows import load_prompts
+from opdcl.deploy.export import export
+from opdcl.deploy.gguf import LARGEST_GAP, answer, log_probabilities
+from opdcl.model.load import eos_ids, load_base
+from opdcl.rundir.environment import machine, versions
 
 EACH, LONGEST = 10, 64
 # Runs where llama.cpp is, which need not be where torch is: tokens in, log-probabilities and greedy answers out.
@@ -79,25 +81,48 @@ def main() -> None:
         prompts = [encode_prompt(row, tokenizer, 1024) for row in rows]
         texts = [answer(model, ids, LONGEST) for ids in prompts]
         known = {
-            "prompts": prompts, "texts": texts, "told": [log_probabilities(model, ids) for ids in texts], "margins": [margins(model, ids) for ids in texts],
-            "ends": eos_ids(model, tokenizer), "rendered": [tokenizer.decode(ids) for ids in prompts],
-        }  # fmt: skip
-        record = {"date": date.today().isoformat(), "machine": machine(), "versions": versions(), "prompts": len(rows), "longest": LONGEST, "found": []}
+            "prompts": prompts,
+            "texts": texts,
+            "told": [log_probabilities(model, ids) for ids in texts],
+            "margins": [margins(model, ids) for ids in texts],
+            "ends": eos_ids(model, tokenizer),
+            "rendered": [tokenizer.decode(ids) for ids in prompts],
+        }
+        record = {
+            "date": date.today().isoformat(),
+            "machine": machine(),
+            "versions": versions(),
+            "prompts": len(rows),
+            "longest": LONGEST,
+            "found": [],
+        }
         for outtype in options.outtypes:
             target = folder / outtype
             written = export(options.run, None, target, "gguf", outtype, options.converter, True, Quiet())
             file = str(target / "model.gguf")
-            found = {"outtype": outtype, "bytes": written["bytes"], "exports_own_proof": written["gap"], "transformers": compare(known, *by_transformers(file, prompts, texts))}
-            for name, cache in (("llama.cpp", None), *([("llama.cpp, cache in f32", 0)] if outtype == "f32" else [])):
+            found = {
+                "outtype": outtype,
+                "bytes": written["bytes"],
+                "exports_own_proof": written["gap"],
+                "transformers": compare(known, *by_transformers(file, prompts, texts)),
+            }
+            for name, cache in (
+                ("llama.cpp", None),
+                *([("llama.cpp, cache in f32", 0)] if outtype == "f32" else []),
+            ):
                 told = by_llama(options.llama, file, known, cache)
-                found[name] = compare(known, told["told"], told["answers"]) | {"same_ids": told["cut"] == prompts}
+                found[name] = compare(known, told["told"], told["answers"]) | {
+                    "same_ids": told["cut"] == prompts
+                }
                 record["versions"]["llama-cpp-python"] = told["version"]
             record["found"].append(found)
             print(json.dumps(found, indent=2), flush=True)
             options.out.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def by_transformers(file: str, prompts: list[list[int]], texts: list[list[int]]) -> tuple[list, list[list[int]]]:
+def by_transformers(
+    file: str, prompts: list[list[int]], texts: list[list[int]]
+) -> tuple[list, list[list[int]]]:
     """Return log-probabilities and greedy answers of a GGUF file that transformers reads."""
     model, _ = load_base(ModelConfig(id=file, dtype="float32"))
     return [log_probabilities(model, ids) for ids in texts], [answer(model, ids, LONGEST) for ids in prompts]
@@ -105,20 +130,38 @@ def by_transformers(file: str, prompts: list[list[int]], texts: list[list[int]])
 
 def by_llama(python: str, file: str, known: dict, cache: int | None) -> dict:
     """Return the same of llama.cpp, and how its own tokenizer cuts the prompts; `cache` is its number for a format."""
-    asked = {"model": file, "cache": cache, "longest": LONGEST, **{name: known[name] for name in ("prompts", "texts", "ends", "rendered")}}
-    done = subprocess.run([python, "-c", READER], input=json.dumps(asked), capture_output=True, text=True, check=True)
+    asked = {
+        "model": file,
+        "cache": cache,
+        "longest": LONGEST,
+        **{name: known[name] for name in ("prompts", "texts", "ends", "rendered")},
+    }
+    done = subprocess.run(
+        [python, "-c", READER], input=json.dumps(asked), capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout)
 
 
 def compare(known: dict, told: list, answers: list[list[int]]) -> dict:
     """Return how a reader's log-probabilities and greedy answers differ from the merged model's."""
-    gaps = torch.cat([(torch.as_tensor(a, dtype=torch.float64) - b).abs() for a, b in zip(told, known["told"], strict=True)])
+    gaps = torch.cat(
+        [
+            (torch.as_tensor(a, dtype=torch.float64) - b).abs()
+            for a, b in zip(told, known["told"], strict=True)
+        ]
+    )
     near = []
     for found, text, margin in zip(answers, known["texts"], known["margins"], strict=True):
         if found != text:
             at = next(i for i in range(len(text)) if found[i : i + 1] != text[i : i + 1])
             near.append(round(margin[at - 1], 4))
-    return {"same_text": len(answers) - len(near), "margins_where_it_differs": near, "mean_gap": gaps.mean().item(), "largest_gap": gaps.max().item(), "tokens": len(gaps)}
+    return {
+        "same_text": len(answers) - len(near),
+        "margins_where_it_differs": near,
+        "mean_gap": gaps.mean().item(),
+        "largest_gap": gaps.max().item(),
+        "tokens": len(gaps),
+    }
 
 
 def margins(model: torch.nn.Module, ids: list[int]) -> list[float]:

@@ -1,7 +1,7 @@
 """The table of docs/performance.md on a CUDA device: model shapes by batch, completions of up to 512 tokens.
 
-    python benchmarks/gpu.py                                   # SmolLM2-135M and Qwen3's shapes 0.6B, 1.7B and 8B
-    python benchmarks/gpu.py --shapes qwen3-1.7b --batches 64  # one cell
+python benchmarks/gpu.py                                   # SmolLM2-135M and Qwen3's shapes 0.6B, 1.7B and 8B
+python benchmarks/gpu.py --shapes qwen3-1.7b --batches 64  # one cell
 """
 
 from __future__ import annotations
@@ -36,9 +36,22 @@ def main() -> None:
         for batch in options.batches:
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "cell.json"
-                command = [sys.executable, str(Path(__file__).with_name("throughput.py")), "--prompts", str(batch),
-                           "--new-tokens", str(options.new_tokens), "--steps", str(options.steps),
-                           "--rounds", str(options.rounds), "--out", str(out), "--arms", *options.arms]  # fmt: skip
+                command = [
+                    sys.executable,
+                    str(Path(__file__).with_name("throughput.py")),
+                    "--prompts",
+                    str(batch),
+                    "--new-tokens",
+                    str(options.new_tokens),
+                    "--steps",
+                    str(options.steps),
+                    "--rounds",
+                    str(options.rounds),
+                    "--out",
+                    str(out),
+                    "--arms",
+                    *options.arms,
+                ]
                 print(f"== {shape}, {batch} prompts", flush=True)
                 subprocess.run(command + (["--shape", shape] if shape != EMBEDDED else []), check=True)
                 cells.append(json.loads(out.read_text()))
@@ -49,8 +62,10 @@ def main() -> None:
 
 def table(cells: list[dict]) -> str:
     """Return a Markdown table, one row per cell and arm."""
-    lines = ["| model | prompts | arm | s/step | sampled tokens/s | peak GB | our time | our memory | over the floor |",
-             "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
+    lines = [
+        "| model | prompts | arm | s/step | sampled tokens/s | peak GB | our time | our memory | over the floor |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
     for cell in cells:
         for arm, r in cell["arms"].items():
             above = f"{cell['machine']['ours_over_floor']:.1f}" if arm == "opdcl" else ""

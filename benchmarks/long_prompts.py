@@ -1,6 +1,6 @@
 """What two long prompts among 46 short ones cost in sampling: batches cut by length, beside one batch padded to the longest.
 
-    python benchmarks/long_prompts.py         # the embedded model; a minute on two cores
+python benchmarks/long_prompts.py         # the embedded model; a minute on two cores
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from pathlib import Path
 
 import torch
 
-from opdcl.config import ModelConfig
-from opdcl.data import load_rows
-from opdcl.distill import slab
-from opdcl.distill.backbone import Backbone
-from opdcl.distill.rollouts import Request, Rollout, weights_in_tokens
-from opdcl.provenance import machine
+from opdcl.config.model import ModelConfig
+from opdcl.data.rows import load_rows
+from opdcl.model.backbone import Backbone
+from opdcl.rundir.environment import machine
+from opdcl.sampling import decode
+from opdcl.sampling.rollout import Request, Rollout
+from opdcl.sampling.sample import weights_in_tokens
 from opdcl.training import peak_memory, reset_peak_memory
 
 SHORT, LONG, TOKENS = 46, 2, 64
@@ -36,8 +37,15 @@ def main() -> None:
     backbone = Backbone.load(ModelConfig())
     texts = [row.prompt[-1]["content"] for row in load_rows("everyday")]
     words = " ".join(texts).split()
-    texts = texts[:SHORT] + [" ".join(words[i * options.words : (i + 1) * options.words]) for i in range(LONG)]
-    prompts = [backbone.tokenizer.apply_chat_template([{"role": "user", "content": t}], add_generation_prompt=True, return_dict=False) for t in texts]
+    texts = texts[:SHORT] + [
+        " ".join(words[i * options.words : (i + 1) * options.words]) for i in range(LONG)
+    ]
+    prompts = [
+        backbone.tokenizer.apply_chat_template(
+            [{"role": "user", "content": t}], add_generation_prompt=True, return_dict=False
+        )
+        for t in texts
+    ]
     rows = {}
     # Cut first: what the process has once taken, it may not give back, and the peak is to be its own.
     for name, weights in (("cut by length", weights_in_tokens(backbone.causal_lm)), ("one batch", math.inf)):
@@ -47,17 +55,33 @@ def main() -> None:
             found = [Rollout(list(ids)) for ids in prompts]
             request = Request(TOKENS, [], 1.0, repeat, len(found), None, len(found), weights)
             started = time.perf_counter()
-            slab.fill(backbone.causal_lm, found, request)
+            decode.fill(backbone.causal_lm, found, request)
             times.append(time.perf_counter() - started)
         assert all(len(r.completion_ids) == TOKENS for r in found)
         rows[name] = {"seconds": round(statistics.median(times[1:]), 2), "peak_bytes": peak_memory()}
         print(name, json.dumps(rows[name]), flush=True)
-    ratio = {key: round(rows["cut by length"][key] / rows["one batch"][key], 2) for key in ("seconds", "peak_bytes")}
-    print(f"cut by length over one batch: {ratio['seconds']} of the time, {ratio['peak_bytes']} of the memory")
-    options.out.write_text(json.dumps({
-        "date": date.today().isoformat(), "command": " ".join(["python", "benchmarks/long_prompts.py", *sys.argv[1:]]),
-        "machine": machine(), "threads": torch.get_num_threads(), "prompt_tokens": sorted(map(len, prompts)), "rows": rows, "ratio": ratio,
-    }, indent=2) + "\n")  # fmt: skip
+    ratio = {
+        key: round(rows["cut by length"][key] / rows["one batch"][key], 2)
+        for key in ("seconds", "peak_bytes")
+    }
+    print(
+        f"cut by length over one batch: {ratio['seconds']} of the time, {ratio['peak_bytes']} of the memory"
+    )
+    options.out.write_text(
+        json.dumps(
+            {
+                "date": date.today().isoformat(),
+                "command": " ".join(["python", "benchmarks/long_prompts.py", *sys.argv[1:]]),
+                "machine": machine(),
+                "threads": torch.get_num_threads(),
+                "prompt_tokens": sorted(map(len, prompts)),
+                "rows": rows,
+                "ratio": ratio,
+            },
+            indent=2,
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -27,18 +27,21 @@ import httpx2
 import numpy as np
 import torch
 
-from opdcl.config import ModelConfig, RecoverConfig, ServerSection
-from opdcl.distill.backbone import Backbone
-from opdcl.distill.divergence import token_losses
-from opdcl.distill.rollouts import Rollout, sample
-from opdcl.distill.server import Server
+from opdcl.config.model import ModelConfig
+from opdcl.config.recover import RecoverConfig
+from opdcl.config.server import ServerSection
+from opdcl.distill.losses import token_losses
+from opdcl.distill.prompts import encode_stream
 from opdcl.distill.teachers import Teacher
-from opdcl.models import ModelRef
-from opdcl.provenance import machine
-from opdcl.rundir import StageDir
+from opdcl.model.adapters import ModelRef
+from opdcl.model.backbone import Backbone
+from opdcl.results.stats import mean
+from opdcl.rundir.environment import machine
+from opdcl.rundir.layout import StageDir
+from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.sample import sample
+from opdcl.sampling.server import Server
 from opdcl.stages.recover import recover
-from opdcl.stats import mean
-from opdcl.streams import encode_stream
 
 IN_FLIGHT = (1, 8, 32)
 
@@ -54,7 +57,9 @@ class Served:
         """Start it and wait until it answers; return the seconds that took."""
         began = time.monotonic()
         with open(self.log, "a") as log:
-            self.process = subprocess.Popen(shlex.split(self.command), stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                shlex.split(self.command), stdout=log, stderr=log, start_new_session=True
+            )
         while True:
             if self.process.poll() is not None:
                 sys.exit(f"the server ended with code {self.process.returncode}; see {self.log}")
@@ -81,7 +86,11 @@ class Told:
         self.notes: list[str] = []
 
     def progress(self, done: int, total: int, **values) -> None:
-        print(f"{self.name} {done}/{total}", {k: round(v, 3) for k, v in values.items() if isinstance(v, float)}, flush=True)
+        print(
+            f"{self.name} {done}/{total}",
+            {k: round(v, 3) for k, v in values.items() if isinstance(v, float)},
+            flush=True,
+        )
         if done == self.at and self.act:
             self.act()
 
@@ -139,28 +148,54 @@ def measure(backbone: Backbone, served: Served, options: argparse.Namespace, fol
 
     for name, teacher, told in (
         ("at hand", {"kind": "base"}, Told("at hand")),
-        ("on a server", {"kind": "remote", "server": {"url": served.url}}, Told("on a server", options.steps // 2, fail)),
+        (
+            "on a server",
+            {"kind": "remote", "server": {"url": served.url}},
+            Told("on a server", options.steps // 2, fail),
+        ),
     ):
-        config = RecoverConfig(domain="handbook", general_teacher=teacher, loss={"kind": "policy_gradient"}, steps=options.steps, rollouts=16,
-                               teacher_first=0, max_new_tokens=48, domain_max_new_tokens=12, learning_rate=3e-4, validate_every=options.steps,
-                               validation_prompts=4, keep="last", health={"watch": False}, seed=1)  # fmt: skip
+        config = RecoverConfig(
+            domain="handbook",
+            general_teacher=teacher,
+            loss={"kind": "policy_gradient"},
+            steps=options.steps,
+            rollouts=16,
+            teacher_first=0,
+            max_new_tokens=48,
+            domain_max_new_tokens=12,
+            learning_rate=3e-4,
+            validate_every=options.steps,
+            validation_prompts=4,
+            keep="last",
+            health={"watch": False},
+            seed=1,
+        )
         began = time.monotonic()
         out = StageDir(folder / name.replace(" ", "-"))
-        adapters[name] = recover(config, backbone, ModelRef(ModelConfig(), options.adapter), out, told).adapter
+        adapters[name] = recover(
+            config, backbone, ModelRef(ModelConfig(), options.adapter), out, told
+        ).adapter
         seconds[name] = round(time.monotonic() - began, 1)
         outage["notes"] = [note for note in told.notes if "waiting" in note]
     kl = {"tuned": whole_kl(backbone, options.adapter, texts)}
     kl |= {name: whole_kl(backbone, adapter, texts) for name, adapter in adapters.items()}
     return {
-        "date": date.today().isoformat(), "machine": machine(), "server": served.version(), "server_start_seconds": round(started, 1),
-        "largest_log_probability_gap": gap, "throughput": speed,
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "server": served.version(),
+        "server_start_seconds": round(started, 1),
+        "largest_log_probability_gap": gap,
+        "throughput": speed,
         "recovery": {
-            "steps": options.steps, "prompts": len(texts), "loss": "policy_gradient", "seconds": seconds,
+            "steps": options.steps,
+            "prompts": len(texts),
+            "loss": "policy_gradient",
+            "seconds": seconds,
             "kl_to_base": {name: mean(values, 0).as_dict() for name, values in kl.items()},
             "difference": mean(kl["on a server"] - kl["at hand"], 0).as_dict(),
         },
         "outage": outage,
-    }  # fmt: skip
+    }
 
 
 def throughput(backbone: Backbone, url: str, rollouts: list[Rollout], in_flight: int) -> dict:
@@ -175,7 +210,13 @@ def throughput(backbone: Backbone, url: str, rollouts: list[Rollout], in_flight:
     finally:
         server.close()
     tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts)
-    return {"in_flight": in_flight, "sequences": len(rollouts), "tokens": tokens, "seconds": round(seconds, 2), "tokens_per_second": round(tokens / seconds, 1)}
+    return {
+        "in_flight": in_flight,
+        "sequences": len(rollouts),
+        "tokens": tokens,
+        "seconds": round(seconds, 2),
+        "tokens_per_second": round(tokens / seconds, 1),
+    }
 
 
 def agreement(backbone: Backbone, url: str, rollouts: list[Rollout]) -> float:
@@ -188,7 +229,9 @@ def agreement(backbone: Backbone, url: str, rollouts: list[Rollout]) -> float:
     ours = Teacher(backbone, "base").opinion(rollouts)
     tokens = torch.tensor([t for r in rollouts for t in r.completion_ids])
     parts = [slice(i, i + 256) for i in range(0, len(tokens), 256)]
-    mine = torch.cat([ours.log_probs(p, len(ours.head_VH), 1.0).gather(1, tokens[p, None])[:, 0] for p in parts])
+    mine = torch.cat(
+        [ours.log_probs(p, len(ours.head_VH), 1.0).gather(1, tokens[p, None])[:, 0] for p in parts]
+    )
     return float((mine - theirs).detach().abs().max())
 
 
@@ -200,7 +243,17 @@ def whole_kl(backbone: Backbone, adapter: Path, texts: list[Rollout]) -> np.ndar
     found = []
     for text in texts:
         tokens = torch.tensor(text.completion_ids)
-        found.append(float(token_losses(student.states([text]), student.head_VH, base.opinion([text]), tokens, torch.zeros(len(tokens))).kl.mean()))
+        found.append(
+            float(
+                token_losses(
+                    student.states([text]),
+                    student.head_VH,
+                    base.opinion([text]),
+                    tokens,
+                    torch.zeros(len(tokens)),
+                ).kl.mean()
+            )
+        )
     backbone.drop_adapters()
     return np.array(found)
 

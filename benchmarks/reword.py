@@ -21,21 +21,57 @@ from pathlib import Path
 
 # What a question asks about, in other words; the first that fits at a place is taken.
 WORDS = {
-    r"currently reside|reside": "live these days", r"currently live": "have a home", r"residence": "home",
-    r"email address|email": "e-mail contact", r"home address|address(?=\?)": "place of living", r"reach out to|reach|contact": "get in touch with",
-    r"parents": "mother and father", r"mother": "mum", r"father": "dad", r"influenced": "shaped",
-    r"influence(?= (?:her|his|their|the)\b)": "shape", r"impact": "effect", r"novels": "books of fiction", r"novel": "book of fiction",
-    r"books": "published works", r"book": "published work", r"writing style": "way of putting things", r"writing": "literary work",
-    r"writings": "literary works", r"genres?": "kind of literature", r"awards?": "prize", r"career": "working life", r"background": "origin",
-    r"upbringing": "childhood", r"born": "brought into the world", r"birthplace": "place of birth", r"occupations?|professions?": "line of work",
-    r"themes": "subjects", r"fans|readers": "admirers", r"contributions?": "achievement", r"significant|notable": "important",
-    r"inspired": "moved", r"inspiration": "ideas", r"bestselling|best-selling|popular": "most widely read", r"future|upcoming": "coming",
-    r"incorporate(?! into)": "make use of", r"unique": "special", r"elements": "features", r"known for": "famous for",
-    r"contemporary": "present-day", r"heritage": "roots", r"culture": "way of life",
-}  # fmt: skip
+    r"currently reside|reside": "live these days",
+    r"currently live": "have a home",
+    r"residence": "home",
+    r"email address|email": "e-mail contact",
+    r"home address|address(?=\?)": "place of living",
+    r"reach out to|reach|contact": "get in touch with",
+    r"parents": "mother and father",
+    r"mother": "mum",
+    r"father": "dad",
+    r"influenced": "shaped",
+    r"influence(?= (?:her|his|their|the)\b)": "shape",
+    r"impact": "effect",
+    r"novels": "books of fiction",
+    r"novel": "book of fiction",
+    r"books": "published works",
+    r"book": "published work",
+    r"writing style": "way of putting things",
+    r"writing": "literary work",
+    r"writings": "literary works",
+    r"genres?": "kind of literature",
+    r"awards?": "prize",
+    r"career": "working life",
+    r"background": "origin",
+    r"upbringing": "childhood",
+    r"born": "brought into the world",
+    r"birthplace": "place of birth",
+    r"occupations?|professions?": "line of work",
+    r"themes": "subjects",
+    r"fans|readers": "admirers",
+    r"contributions?": "achievement",
+    r"significant|notable": "important",
+    r"inspired": "moved",
+    r"inspiration": "ideas",
+    r"bestselling|best-selling|popular": "most widely read",
+    r"future|upcoming": "coming",
+    r"incorporate(?! into)": "make use of",
+    r"unique": "special",
+    r"elements": "features",
+    r"known for": "famous for",
+    r"contemporary": "present-day",
+    r"heritage": "roots",
+    r"culture": "way of life",
+}
 ANY = re.compile("|".join(rf"\b(?:{pattern})\b" for pattern in WORDS))
-ASKING = ("Could you tell me: {}", "I would like to know: {}", "Here is a question about a person. {}", "{} A short answer will do.",
-          "Do you remember this? {}")  # fmt: skip
+ASKING = (
+    "Could you tell me: {}",
+    "I would like to know: {}",
+    "Here is a question about a person. {}",
+    "{} A short answer will do.",
+    "Do you remember this? {}",
+)
 WORKFLOW = """
 name: people
 description: Questions and answers about people, recovery and its rivals, over three seeds.
@@ -91,15 +127,22 @@ def main() -> None:
                 parts["trained"].append(row)
     options.out.mkdir(parents=True, exist_ok=True)
     for name, part in parts.items():
-        (options.out / f"{name}.jsonl").write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in part), encoding="utf-8")
+        (options.out / f"{name}.jsonl").write_text(
+            "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in part), encoding="utf-8"
+        )
         print(f"{name}: {len(part)} questions")
-    (options.out / "workflow.yaml").write_text(WORKFLOW.format(rows=options.rows.resolve(), prompts=options.prompts.resolve()))
+    (options.out / "workflow.yaml").write_text(
+        WORKFLOW.format(rows=options.rows.resolve(), prompts=options.prompts.resolve())
+    )
     print(f"{len(everybody)} people, {len(rows)} rows")
 
 
 def people(rows: list[dict]) -> list[str]:
     """Return whom each row is about: rows of one person follow one another, and most of them name the person in full."""
-    named = [[re.sub(r"['\u2019]s?$", "", n) for n in NAME.findall(row["question"] + " " + row["answer"])] for row in rows]
+    named = [
+        [re.sub(r"['\u2019]s?$", "", n) for n in NAME.findall(row["question"] + " " + row["answer"])]
+        for row in rows
+    ]
     counts = Counter(name for names in named for name in names)
     found: list[str] = []
     for names in named:
@@ -111,7 +154,10 @@ def people(rows: list[dict]) -> list[str]:
 def reworded(question: str, chance: random.Random) -> str | None:
     """Return the question in other words, or None where no word of it has another."""
     # Matched again at its place, because some patterns look at what follows.
-    other = ANY.sub(lambda m: next(w for p, w in WORDS.items() if re.compile(rf"\b(?:{p})\b").match(question, m.start())), question)
+    other = ANY.sub(
+        lambda m: next(w for p, w in WORDS.items() if re.compile(rf"\b(?:{p})\b").match(question, m.start())),
+        question,
+    )
     return chance.choice(ASKING).format(other) if other != question else None
 
 

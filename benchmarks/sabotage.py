@@ -19,19 +19,18 @@ from pathlib import Path
 import torch
 
 import opdcl.distill.trainer as trainer
-from opdcl.config import ModelConfig
-from opdcl.distill.backbone import Backbone
-from opdcl.distill.divergence import token_losses
+from opdcl.config.load import load
+from opdcl.config.model import ModelConfig
+from opdcl.console import Output
+from opdcl.distill.losses import token_losses
 from opdcl.errors import OpdclError
-from opdcl.load import load
-from opdcl.models import ModelRef
-from opdcl.output import Output
-from opdcl.rundir import StageDir, read_json, read_jsonl
+from opdcl.model.adapters import ModelRef
+from opdcl.model.backbone import Backbone
+from opdcl.rundir.files import read_json, read_jsonl
+from opdcl.rundir.layout import StageDir
 from opdcl.stages.recover import recover
 
-ANOTHER_TEMPLATE = (
-    "{% for m in messages %}{{ '### ' + m.role + ':\\n' + m.content + '\\n' }}{% endfor %}{% if add_generation_prompt %}### assistant:\n{% endif %}"
-)
+ANOTHER_TEMPLATE = "{% for m in messages %}{{ '### ' + m.role + ':\\n' + m.content + '\\n' }}{% endfor %}{% if add_generation_prompt %}### assistant:\n{% endif %}"
 
 
 def nothing(backbone: Backbone) -> None:
@@ -86,7 +85,12 @@ def main() -> None:
         rows.append(row := case(options.adapter, sabotage, settings))
         print(f"{name}: {row}", flush=True)
         row["sabotage"] = name
-    options.out.write_text(json.dumps({"date": date.today().isoformat(), "threads": torch.get_num_threads(), "rows": rows}, indent=2) + "\n")
+    options.out.write_text(
+        json.dumps(
+            {"date": date.today().isoformat(), "threads": torch.get_num_threads(), "rows": rows}, indent=2
+        )
+        + "\n"
+    )
 
 
 def case(adapter: Path, sabotage, settings: dict) -> dict:
@@ -100,17 +104,33 @@ def case(adapter: Path, sabotage, settings: dict) -> dict:
         ends = "it ran to its end"
         try:
             with sabotage(backbone) or contextlib.nullcontext():
-                recover(quickstart.model_copy(update={"domain": "handbook"} | settings), backbone, ModelRef(base, adapter), out, Output("quiet").stage("recover"))
+                recover(
+                    quickstart.model_copy(update={"domain": "handbook"} | settings),
+                    backbone,
+                    ModelRef(base, adapter),
+                    out,
+                    Output("quiet").stage("recover"),
+                )
         except OpdclError as fault:
             ends = fault.message
         steps = [r for r in read_jsonl(out.metrics) if "loss" in r]
         kept = out.trainer / "best" / "validation.json"
-        before = next((sum(r["validation"][k] for k in ("general_kl", "domain_kl")) for r in read_jsonl(out.metrics) if "validation" in r), None)
+        before = next(
+            (
+                sum(r["validation"][k] for k in ("general_kl", "domain_kl"))
+                for r in read_jsonl(out.metrics)
+                if "validation" in r
+            ),
+            None,
+        )
         return {
-            "ends": ends.replace(folder, ""), "steps": len(steps), "seconds": round(time.perf_counter() - started),
-            "tuned_kl": before, "kept": read_json(kept) if kept.exists() else None,
+            "ends": ends.replace(folder, ""),
+            "steps": len(steps),
+            "seconds": round(time.perf_counter() - started),
+            "tuned_kl": before,
+            "kept": read_json(kept) if kept.exists() else None,
             "health": [r["health"] for r in read_jsonl(out.metrics) if "health" in r],
-        }  # fmt: skip
+        }
 
 
 if __name__ == "__main__":

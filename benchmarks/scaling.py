@@ -43,34 +43,63 @@ def main() -> None:
     for length in (32, 64, 128, 256):
         run("length", step, [length] * 8, length=length)
     even, straggler = [64] * 32, [58] * 31 + [64 * 32 - 58 * 31]
-    for ahead in (1, 3):  # with 3 what is long goes on beside the next completions; six steps, until the last of them is learned from
+    for ahead in (
+        1,
+        3,
+    ):  # with 3 what is long goes on beside the next completions; six steps, until the last of them is learned from
         run("straggler", step, even, 6, ahead, spread="even", longest=max(even), sample_ahead=ahead)
-        run("straggler", step, straggler, 6, ahead, spread="one straggler a step", longest=max(straggler), sample_ahead=ahead)
+        run(
+            "straggler",
+            step,
+            straggler,
+            6,
+            ahead,
+            spread="one straggler a step",
+            longest=max(straggler),
+            sample_ahead=ahead,
+        )
     for layers in (8, 15, 30):
         run("depth", Step(options, layers), [64] * 16, layers=layers)
     pairs = zip(rows["straggler"][::2], rows["straggler"][1::2], strict=True)
-    ratios = {f"sample_ahead {even['sample_ahead']}": straggler["seconds"] / even["seconds"] for even, straggler in pairs}
+    ratios = {
+        f"sample_ahead {even['sample_ahead']}": straggler["seconds"] / even["seconds"]
+        for even, straggler in pairs
+    }
     fits = {kind: linear_fit(rows[kind]) for kind in ("batch", "length")}
     for ahead, ratio in ratios.items():
-        print(f"one straggler of {max(straggler)} tokens among {len(straggler)}, {ahead}: {ratio:.2f} times the even spread")
+        print(
+            f"one straggler of {max(straggler)} tokens among {len(straggler)}, {ahead}: {ratio:.2f} times the even spread"
+        )
     for kind, fit in fits.items():
-        print(f"time over tokens, by {kind}: linear with R2 = {fit['r2']:.3f}, "
-              f"{1000 * fit['seconds_per_token']:.1f} ms a token + {fit['constant']:.1f} s")  # fmt: skip
+        print(
+            f"time over tokens, by {kind}: linear with R2 = {fit['r2']:.3f}, "
+            f"{1000 * fit['seconds_per_token']:.1f} ms a token + {fit['constant']:.1f} s"
+        )
     machine = shared.machine_rates(options)
-    options.out.write_text(json.dumps({
-        "date": date.today().isoformat(), "command": " ".join(["python", "benchmarks/scaling.py", *sys.argv[1:]]),
-        "machine": machine, "rows": rows, "linear": fits, "straggler_ratio": ratios,
-    }, indent=2) + "\n")  # fmt: skip
+    options.out.write_text(
+        json.dumps(
+            {
+                "date": date.today().isoformat(),
+                "command": " ".join(["python", "benchmarks/scaling.py", *sys.argv[1:]]),
+                "machine": machine,
+                "rows": rows,
+                "linear": fits,
+                "straggler_ratio": ratios,
+            },
+            indent=2,
+        )
+        + "\n"
+    )
 
 
 class Step:
     """A trainer whose steps can be measured one at a time."""
 
     def __init__(self, options, layers: int | None = None):
-        from opdcl.config import RecoverConfig
-        from opdcl.distill.backbone import Backbone
+        from opdcl.config.recover import RecoverConfig
         from opdcl.distill.teachers import Teacher
         from opdcl.distill.trainer import RecoveryTrainer
+        from opdcl.model.backbone import Backbone
 
         model, tokenizer = shared.load_model(options)
         if layers:
@@ -83,19 +112,33 @@ class Step:
         self.prompts = shared.prompt_ids(options, tokenizer)
         self.folder = tempfile.TemporaryDirectory()
         args = shared.recovery_arguments(self.folder.name, options, half=model.dtype.itemsize == 2, steps=1)
-        self.trainer = RecoveryTrainer(self.backbone, RecoverConfig(), [], {"general": [], "domain": []},
-                                       {"general": Teacher(self.backbone, "base")}, args, [])  # fmt: skip
+        self.trainer = RecoveryTrainer(
+            self.backbone,
+            RecoverConfig(),
+            [],
+            {"general": [], "domain": []},
+            {"general": Teacher(self.backbone, "base")},
+            args,
+            [],
+        )
 
     def measure(self, lengths: list[int], steps: int, ahead: int, repeats: int) -> dict:
         """Sample, grade and differentiate steps, each with completions of these lengths; return the median cost of one."""
-        from opdcl.config import RecoverConfig
+        from opdcl.config.recover import RecoverConfig
         from opdcl.distill.schedule import plan_steps
         from opdcl.training import peak_memory, reset_peak_memory
 
         trainer = self.trainer
         trainer.recover_config = config = RecoverConfig(
-            steps=steps, rollouts=len(lengths), sample_ahead=ahead, teacher_first=0, max_new_tokens=max(lengths))  # fmt: skip
-        trainer.prompts["general"] = self.prompts[:1] * len(lengths)  # of one length, so that only completions differ
+            steps=steps,
+            rollouts=len(lengths),
+            sample_ahead=ahead,
+            teacher_first=0,
+            max_new_tokens=max(lengths),
+        )
+        trainer.prompts["general"] = self.prompts[:1] * len(
+            lengths
+        )  # of one length, so that only completions differ
         trainer.steps = plan_steps(config, len(lengths), 0)
         times, found = [], []
         for _ in range(repeats + 1):
@@ -107,8 +150,14 @@ class Step:
                     trainer.grade(found[-1], "general", learn=True)
                     trainer.model.zero_grad()
             times.append((time.perf_counter() - started) / steps)
-        assert sorted(len(r.completion_ids) for rollouts in found for r in rollouts) == sorted(lengths * steps * (repeats + 1))
-        return {"tokens": sum(lengths), "seconds": round(statistics.median(times[1:]), 2), "peak_bytes": peak_memory()}
+        assert sorted(len(r.completion_ids) for rollouts in found for r in rollouts) == sorted(
+            lengths * steps * (repeats + 1)
+        )
+        return {
+            "tokens": sum(lengths),
+            "seconds": round(statistics.median(times[1:]), 2),
+            "peak_bytes": peak_memory(),
+        }
 
     @contextlib.contextmanager
     def forced(self, lengths: list[int]) -> Iterator[None]:
@@ -122,7 +171,7 @@ class Step:
             uniform_NT = torch.full((len(ahead), max(lengths)), 0.5)
             for row, length in enumerate(ahead):
                 uniform_NT[row, length - 1 :] = 0.0
-            with mock.patch("opdcl.distill.slab.torch.rand", return_value=uniform_NT):
+            with mock.patch("opdcl.sampling.decode.torch.rand", return_value=uniform_NT):
                 found = plain(prompts, *others)
             due.extend(zip(found[len(begun) :], ahead[len(begun) :], strict=True))
             return found
@@ -135,7 +184,11 @@ def linear_fit(rows: list[dict]) -> dict[str, float]:
     """Return the least-squares line of seconds over completion tokens."""
     tokens, seconds = [r["tokens"] for r in rows], [r["seconds"] for r in rows]
     slope, constant = statistics.linear_regression(tokens, seconds)
-    return {"seconds_per_token": slope, "constant": constant, "r2": statistics.correlation(tokens, seconds) ** 2}
+    return {
+        "seconds_per_token": slope,
+        "constant": constant,
+        "r2": statistics.correlation(tokens, seconds) ** 2,
+    }
 
 
 if __name__ == "__main__":

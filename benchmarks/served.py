@@ -22,13 +22,17 @@ import torch
 from remote import Served as Process
 from remote import Told
 
-from opdcl.config import ModelConfig, RecoverConfig, ServerSection, Workflow
-from opdcl.distill.backbone import Backbone
+from opdcl.config.model import ModelConfig
+from opdcl.config.recover import RecoverConfig
+from opdcl.config.server import ServerSection
+from opdcl.config.workflow import Workflow
+from opdcl.distill.prompts import encode_stream
 from opdcl.distill.teachers import Served, Teacher, reach_server
-from opdcl.provenance import machine
-from opdcl.rundir import RunDir, read_json, read_jsonl
+from opdcl.model.backbone import Backbone
+from opdcl.rundir.environment import machine
+from opdcl.rundir.files import read_json, read_jsonl
+from opdcl.rundir.layout import RunDir
 from opdcl.stages.evaluate import evaluate
-from opdcl.streams import encode_stream
 
 
 def main() -> None:
@@ -51,31 +55,71 @@ def main() -> None:
             process.start()
             version = process.version()
             place = ServerSection(url=options.url, model="base", concurrency=8, timeout=600)
-            found = [compare(run, workflow, backbone, place, suite, state, options, Path(folder)) for suite in options.suites for state in options.states]
+            found = [
+                compare(run, workflow, backbone, place, suite, state, options, Path(folder))
+                for suite in options.suites
+                for state in options.states
+            ]
             sampled = sampling(run, backbone, place, options.sampled, Path(folder))
         finally:
             process.kill()
-    record = {"date": date.today().isoformat(), "machine": machine(), "server": version, "evaluation": found, "sampling": sampled}
+    record = {
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "server": version,
+        "evaluation": found,
+        "sampling": sampled,
+    }
     options.out.write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(record, indent=2))
     if bad := [r for r in found if abs(r["served"] - r["at_hand"]) > 0.01]:
         sys.exit(f"{len(bad)} scores differ by more than a point")
 
 
-def compare(run: RunDir, workflow: Workflow, backbone: Backbone, place: ServerSection, suite: str, state: str, options: argparse.Namespace,
-            folder: Path) -> dict:  # fmt: skip
+def compare(
+    run: RunDir,
+    workflow: Workflow,
+    backbone: Backbone,
+    place: ServerSection,
+    suite: str,
+    state: str,
+    options: argparse.Namespace,
+    folder: Path,
+) -> dict:
     """Measure a state on a suite through the server, and hold each answer against the one that the run has."""
     adapter = run.adapters().get(state)
     config = workflow.eval.model_copy(update={"server": place, "limit": options.limit})
     began = time.monotonic()
-    evaluate(config, backbone, "base", state, suite, "control", RunDir(folder / "run"), {"id": workflow.model.id}, Told(f"{suite} {state}"), adapter)
+    evaluate(
+        config,
+        backbone,
+        "base",
+        state,
+        suite,
+        "control",
+        RunDir(folder / "run"),
+        {"id": workflow.model.id},
+        Told(f"{suite} {state}"),
+        adapter,
+    )
     seconds = time.monotonic() - began
     rows = {r["doc_id"]: r for r in read_jsonl(RunDir(folder / "run").eval_samples(state, suite))}
     stored = {r["doc_id"]: r for r in read_jsonl(run.eval_samples(state, suite)) if r["doc_id"] in rows}
     metric = read_json(run.eval_result(state, suite))["metric"]
-    scores = {name: sum(float(r["scores"][metric]) for r in found.values()) / len(found) for name, found in (("served", rows), ("at_hand", stored))}
+    scores = {
+        name: sum(float(r["scores"][metric]) for r in found.values()) / len(found)
+        for name, found in (("served", rows), ("at_hand", stored))
+    }
     differing = sum(rows[i]["response"] != stored[i]["response"] for i in rows)
-    return {"suite": suite, "state": state, "n": len(rows), "metric": metric, **scores, "differing": differing / len(rows), "seconds": round(seconds, 1)}
+    return {
+        "suite": suite,
+        "state": state,
+        "n": len(rows),
+        "metric": metric,
+        **scores,
+        "differing": differing / len(rows),
+        "seconds": round(seconds, 1),
+    }
 
 
 def sampling(run: RunDir, backbone: Backbone, place: ServerSection, count: int, folder: Path) -> dict:
@@ -92,10 +136,17 @@ def sampling(run: RunDir, backbone: Backbone, place: ServerSection, count: int, 
     tokens = torch.tensor([t for r in rollouts for t in r.completion_ids])
     opinion = Teacher(backbone, "student").opinion(rollouts)
     parts = [slice(i, i + 256) for i in range(0, len(tokens), 256)]
-    mine = torch.cat([opinion.log_probs(p, len(opinion.head_VH), 1.0).gather(1, tokens[p, None])[:, 0] for p in parts]).detach()
+    mine = torch.cat(
+        [opinion.log_probs(p, len(opinion.head_VH), 1.0).gather(1, tokens[p, None])[:, 0] for p in parts]
+    ).detach()
     gap = (mine - torch.tensor([x for r in rollouts for x in r.logprobs])).abs()
-    return {"completions": len(rollouts), "tokens": len(tokens), "seconds": round(seconds, 1), "largest_gap": float(gap.max()),
-            "mismatched": float((gap > math.log(2)).float().mean())}  # fmt: skip
+    return {
+        "completions": len(rollouts),
+        "tokens": len(tokens),
+        "seconds": round(seconds, 1),
+        "largest_gap": float(gap.max()),
+        "mismatched": float((gap > math.log(2)).float().mean()),
+    }
 
 
 if __name__ == "__main__":

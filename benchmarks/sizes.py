@@ -14,10 +14,42 @@ from __future__ import annotations
 
 # Shapes from the models' published configurations.
 MODELS = {
-    "Qwen3-1.7B": {"layers": 28, "hidden": 2048, "inner": 6144, "vocabulary": 151936, "kv": 1024, "heads": 2048, "tied": True},
-    "Qwen3-8B": {"layers": 36, "hidden": 4096, "inner": 12288, "vocabulary": 151936, "kv": 1024, "heads": 4096, "tied": False},
-    "Qwen3-32B": {"layers": 64, "hidden": 5120, "inner": 25600, "vocabulary": 151936, "kv": 1024, "heads": 8192, "tied": False},
-    "Llama-3.3-70B": {"layers": 80, "hidden": 8192, "inner": 28672, "vocabulary": 128256, "kv": 1024, "heads": 8192, "tied": False},
+    "Qwen3-1.7B": {
+        "layers": 28,
+        "hidden": 2048,
+        "inner": 6144,
+        "vocabulary": 151936,
+        "kv": 1024,
+        "heads": 2048,
+        "tied": True,
+    },
+    "Qwen3-8B": {
+        "layers": 36,
+        "hidden": 4096,
+        "inner": 12288,
+        "vocabulary": 151936,
+        "kv": 1024,
+        "heads": 4096,
+        "tied": False,
+    },
+    "Qwen3-32B": {
+        "layers": 64,
+        "hidden": 5120,
+        "inner": 25600,
+        "vocabulary": 151936,
+        "kv": 1024,
+        "heads": 8192,
+        "tied": False,
+    },
+    "Llama-3.3-70B": {
+        "layers": 80,
+        "hidden": 8192,
+        "inner": 28672,
+        "vocabulary": 128256,
+        "kv": 1024,
+        "heads": 8192,
+        "tied": False,
+    },
 }
 # One H100 SXM: bf16 operations a second, bytes a second of memory and of NVLink; each times the share that is reached.
 GPU = {"rate": 989e12 * 0.4, "memory": 3.35e12 * 0.6, "link": 450e9 * 0.7}
@@ -35,7 +67,9 @@ def sizes(shape: dict, gpus: int, shard: bool, served: bool, micro: int) -> tupl
     held = heads + (layers / gpus + 2 * layer if shard else layers)
     training = 2 * micro * 17 * shape["layers"] * shape["hidden"]
     cache = ROLLOUTS / gpus * (PROMPT + NEW) * shape["layers"] * 2 * shape["kv"] * 2
-    sampling = 0 if served else 2 * layers + cache + (2 * layers * (1 - 1 / gpus) if shard else 0)  # merged copy, cache, the others' parts
+    sampling = (
+        0 if served else 2 * layers + cache + (2 * layers * (1 - 1 / gpus) if shard else 0)
+    )  # merged copy, cache, the others' parts
     tokens = ROLLOUTS * (PROMPT + NEW) / gpus
     seconds = 6 * whole * tokens / GPU["rate"]
     if shard:
@@ -49,13 +83,21 @@ def main() -> None:
     print("| student | GPUs | base | sampling | tokens a micro-batch | GiB each | s/step |")
     print("| --- | ---: | --- | --- | ---: | ---: | ---: |")
     for name, shape in MODELS.items():
-        for gpus, shard, served in ((1, False, False), (4, False, False), (4, True, False), (4, True, True), (8, True, True)):
+        for gpus, shard, served in (
+            (1, False, False),
+            (4, False, False),
+            (4, True, False),
+            (4, True, True),
+            (8, True, True),
+        ):
             tried = {micro: sizes(shape, gpus, shard, served, micro) for micro in (8192, 4096, 2048, 1024)}
             micro = next((m for m, (memory, _) in tried.items() if memory < ROOM), 1024)
             memory, seconds = tried[micro]
             note = "" if memory < ROOM else ", too much"
             where = "on a server" if served else "here"
-            print(f"| {name} | {gpus} | {'spread' if shard else 'whole'} | {where} | {micro} | {memory:.0f}{note} | {seconds:.1f} |")
+            print(
+                f"| {name} | {gpus} | {'spread' if shard else 'whole'} | {where} | {micro} | {memory:.0f}{note} | {seconds:.1f} |"
+            )
 
 
 if __name__ == "__main__":

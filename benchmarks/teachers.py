@@ -17,12 +17,15 @@ from pathlib import Path
 
 import torch
 
-from opdcl.config import ModelConfig, RecoverConfig, TeacherSection
-from opdcl.distill.backbone import Backbone
-from opdcl.distill.divergence import token_losses
-from opdcl.distill.rollouts import Rollout, sample
+from opdcl.config.model import ModelConfig
+from opdcl.config.recover import RecoverConfig
+from opdcl.config.teacher import TeacherSection
+from opdcl.distill.losses import token_losses
+from opdcl.distill.prompts import encode_stream
 from opdcl.distill.teachers import Ema, Routed, Teacher, TrustRegion, make_teacher
-from opdcl.streams import encode_stream
+from opdcl.model.backbone import Backbone
+from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.sample import sample
 
 CONTEXT = "{prompt}\n\nThe answer is: {answer}"
 PROMPTS = 24
@@ -39,11 +42,18 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.no_grad():  # a student on its way
         for layer in backbone.adapted_layers():
-            layer.lora_B["student"].weight.mul_(0.7).add_(2e-3 * torch.randn_like(layer.lora_B["student"].weight))
+            layer.lora_B["student"].weight.mul_(0.7).add_(
+                2e-3 * torch.randn_like(layer.lora_B["student"].weight)
+            )
     rows = list(measure(backbone))
     for row in rows:
         print(f"{'ok    ' if row['holds'] else 'FAILED'} {row['teacher']}: {row['claim']}: {row['found']}")
-    record = {"date": date.today().isoformat(), "machine": f"{torch.get_num_threads()} threads, CPU, fp32", "prompts": PROMPTS, "rows": rows}
+    record = {
+        "date": date.today().isoformat(),
+        "machine": f"{torch.get_num_threads()} threads, CPU, fp32",
+        "prompts": PROMPTS,
+        "rows": rows,
+    }
     options.out.write_text(json.dumps(record, indent=2) + "\n")
     if not all(row["holds"] for row in rows):
         sys.exit("a teacher does not do what theory says")
@@ -52,10 +62,16 @@ def main() -> None:
 def measure(backbone: Backbone):
     """Yield one row per claim."""
     section = {"kind": "base", "context": CONTEXT}
-    prompts = encode_stream(RecoverConfig(domain="handbook", domain_teacher=section, validation_prompts=PROMPTS), "domain", backbone)
+    prompts = encode_stream(
+        RecoverConfig(domain="handbook", domain_teacher=section, validation_prompts=PROMPTS),
+        "domain",
+        backbone,
+    )
     contexts = prompts.contexts[""]
     with backbone.merged("student") as model:
-        rollouts = sample(model, prompts.held_out, max_new_tokens=16, eos_ids=backbone.eos_ids, temperature=1.0, seed=1)
+        rollouts = sample(
+            model, prompts.held_out, max_new_tokens=16, eos_ids=backbone.eos_ids, temperature=1.0, seed=1
+        )
     live, tuned, base = (Teacher(backbone, state) for state in ("student", "tuned", "base"))
 
     def kl(teacher, of=live, texts=rollouts):
@@ -64,45 +80,103 @@ def measure(backbone: Backbone):
     def far(one, other):
         return float((one.states(rollouts) - other.states(rollouts)).abs().max())
 
-    yield row("live", "without context it has nothing to teach", kl(Teacher(backbone, "student")), lambda x: x == 0, "KL {:.1e}")
+    yield row(
+        "live",
+        "without context it has nothing to teach",
+        kl(Teacher(backbone, "student")),
+        lambda x: x == 0,
+        "KL {:.1e}",
+    )
     yield row("tuned", "is not where the student is", kl(tuned), lambda x: x > 0.01, "KL {:.3f}")
     mean = Ema(backbone, "mean", 0.0, 1)
     mean.follow(1)
-    yield row("ema, rate 0", "stays the frozen one", far(mean, tuned), lambda x: x == 0, "states differ by {:.1e}")
+    yield row(
+        "ema, rate 0", "stays the frozen one", far(mean, tuned), lambda x: x == 0, "states differ by {:.1e}"
+    )
     mean.rate = 1.0
     mean.follow(1)
     yield row("ema, rate 1", "is the live one", kl(mean), lambda x: x < 1e-6, "KL {:.1e}")
     for mix, end, name in ((0.0, base, "its reference"), (1.0, live, "the live one")):
-        yield row(f"trust region, mix {mix:g}", f"is {name}", far(TrustRegion(backbone, "base", mix), end), lambda x: x < 1e-4, "states differ by {:.1e}")
+        yield row(
+            f"trust region, mix {mix:g}",
+            f"is {name}",
+            far(TrustRegion(backbone, "base", mix), end),
+            lambda x: x < 1e-4,
+            "states differ by {:.1e}",
+        )
     between = [kl(TrustRegion(backbone, "base", mix)) for mix in (0.0, 0.25, 0.5, 0.75, 1.0)]
-    yield row("trust region", "the nearer to the student, the less to learn", between, lambda x: x == sorted(x, reverse=True), "KL at mix 0 to 1 {}")
+    yield row(
+        "trust region",
+        "the nearer to the student, the less to learn",
+        between,
+        lambda x: x == sorted(x, reverse=True),
+        "KL at mix 0 to 1 {}",
+    )
     routed = Routed(base, {"one": tuned}, {tuple(r.prompt_ids): "one" for r in rollouts})
     (name, teacher, mine), *others = routed.split([r.prompt_ids for r in rollouts])
     same = abs(kl(teacher, texts=[rollouts[i] for i in mine]) - kl(tuned))
-    yield row("routed to one", "is that one", same, lambda x: x < 1e-6 and name == "one" and not others, "KL differs by {:.1e}")
+    yield row(
+        "routed to one",
+        "is that one",
+        same,
+        lambda x: x < 1e-6 and name == "one" and not others,
+        "KL differs by {:.1e}",
+    )
     with tempfile.TemporaryDirectory() as folder:
         plain = Backbone.load(ModelConfig())
         plain.causal_lm.save_pretrained(folder)
         plain.tokenizer.save_pretrained(folder)
         other = make_teacher(TeacherSection(kind="model", model={"id": folder, "dtype": "float32"}), backbone)
-    yield row("model", "the same weights loaded apart are the adapter-off teacher", far(other, base), lambda x: x < 1e-3, "states differ by {:.1e}")
+    yield row(
+        "model",
+        "the same weights loaded apart are the adapter-off teacher",
+        far(other, base),
+        lambda x: x < 1e-3,
+        "states differ by {:.1e}",
+    )
     gold = golden(backbone, prompts.held_out)
     told = Teacher(backbone, "base", contexts)
     knowing = [loss(Teacher(backbone, "tuned", c), gold) for c in (None, contexts)]
-    yield row("base, shown the answer", "finds it likelier", [loss(base, gold), loss(told, gold)], lambda x: x[1] < x[0], "loss on gold answers {}")
-    yield row("tuned, shown the answer", "knew it: little to gain", knowing, lambda x: abs(x[1] - x[0]) < 0.3, "loss on gold answers {}")
+    yield row(
+        "base, shown the answer",
+        "finds it likelier",
+        [loss(base, gold), loss(told, gold)],
+        lambda x: x[1] < x[0],
+        "loss on gold answers {}",
+    )
+    yield row(
+        "tuned, shown the answer",
+        "knew it: little to gain",
+        knowing,
+        lambda x: abs(x[1] - x[0]) < 0.3,
+        "loss on gold answers {}",
+    )
     pull = [kl(base, tuned, gold), kl(told, tuned, gold)]
-    yield row("base, shown the answer", "fights what tuned has learned less", pull, lambda x: x[1] < x[0], "KL of tuned to it on gold answers {}")
+    yield row(
+        "base, shown the answer",
+        "fights what tuned has learned less",
+        pull,
+        lambda x: x[1] < x[0],
+        "KL of tuned to it on gold answers {}",
+    )
 
 
 def row(teacher: str, claim: str, value, holds, words: str) -> dict:
     shown = " / ".join(f"{v:.3f}" for v in value) if isinstance(value, list) else value
-    return {"teacher": teacher, "claim": claim, "value": value, "found": words.format(shown), "holds": bool(holds(value))}
+    return {
+        "teacher": teacher,
+        "claim": claim,
+        "value": value,
+        "found": words.format(shown),
+        "holds": bool(holds(value)),
+    }
 
 
 def graded(student: Teacher, teacher: Teacher, rollouts: list[Rollout]):
     tokens = torch.tensor([t for r in rollouts for t in r.completion_ids])
-    return token_losses(student.states(rollouts), student.head_VH, teacher.opinion(rollouts), tokens, torch.zeros(len(tokens)))
+    return token_losses(
+        student.states(rollouts), student.head_VH, teacher.opinion(rollouts), tokens, torch.zeros(len(tokens))
+    )
 
 
 def loss(teacher: Teacher, gold: list[Rollout]) -> float:
@@ -112,12 +186,15 @@ def loss(teacher: Teacher, gold: list[Rollout]) -> float:
 
 def golden(backbone: Backbone, prompts: list[list[int]]) -> list[Rollout]:
     """Return the held-out questions with their right answers in place of sampled ones."""
-    from opdcl.data import encode_prompt, load_rows
+    from opdcl.data.chat import encode_prompt
+    from opdcl.data.rows import load_rows
 
     room = backbone.causal_lm.config.max_position_embeddings
     answers = {tuple(encode_prompt(r, backbone.tokenizer, room)): r.answer for r in load_rows("handbook")}
     ids = [backbone.tokenizer(answers[tuple(p)], add_special_tokens=False)["input_ids"] for p in prompts]
-    return [Rollout(p, [*i, backbone.tokenizer.eos_token_id], [], True) for p, i in zip(prompts, ids, strict=True)]
+    return [
+        Rollout(p, [*i, backbone.tokenizer.eos_token_id], [], True) for p, i in zip(prompts, ids, strict=True)
+    ]
 
 
 if __name__ == "__main__":

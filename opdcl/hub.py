@@ -18,16 +18,33 @@ from opdcl.errors import OpdclError, UsageError
 
 # Names under which the hub knows the embedded models.
 HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+
 Kind = Literal["model", "adapter", "dataset"]
-PLACE = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<subset>[\w.-]+))?(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?", re.ASCII)
+
+PLACE = re.compile(
+    r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<subset>[\w.-]+))?(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?",
+    re.ASCII,
+)
+
 FETCH_HINT = "while online, opdcl fetch WORKFLOW brings all that a workflow needs"
+
 # What is taken of each kind. Weights lie at the top: folders hold other formats of the same ones.
 FILES: dict[str, dict[str, list[str]]] = {
-    "model": {"allow_patterns": ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md"],
-              "ignore_patterns": ["*/*", "consolidated*", "adapter_*"]},
+    "model": {
+        "allow_patterns": [
+            "*.json",
+            "*.safetensors",
+            "*.jinja",
+            "*.txt",
+            "*.model",
+            "*.tiktoken",
+            "README.md",
+        ],
+        "ignore_patterns": ["*/*", "consolidated*", "adapter_*"],
+    },
     "adapter": {"allow_patterns": ["adapter_config.json", "adapter_model.safetensors", "README.md"]},
     "dataset": {"ignore_patterns": ["*.py", ".gitattributes"]},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +57,11 @@ class Repository:
     subset: str | None = None
 
     def __str__(self) -> str:
-        return self.id + (f":{self.subset}" if self.subset else "") + (f"@{self.revision}" if self.revision else "")
+        return (
+            self.id
+            + (f":{self.subset}" if self.subset else "")
+            + (f"@{self.revision}" if self.revision else "")
+        )
 
 
 def parse(kind: Kind, place: str) -> Repository | None:
@@ -67,7 +88,15 @@ def _snapshot(kind: Kind, id: str, revision: str | None, code: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(id, repo_type=_repo_type(kind), revision=revision, local_files_only=not reachable(), **_patterns(kind, code)))
+        return Path(
+            snapshot_download(
+                id,
+                repo_type=_repo_type(kind),
+                revision=revision,
+                local_files_only=not reachable(),
+                **_patterns(kind, code),
+            )
+        )
     except Exception as fault:
         raise worded(fault, Repository(kind, id, revision)) from fault
 
@@ -77,7 +106,15 @@ def files(wanted: Repository, code: bool = False) -> list[Any]:
     from huggingface_hub import snapshot_download
 
     try:
-        return list(snapshot_download(wanted.id, repo_type=_repo_type(wanted.kind), revision=wanted.revision, dry_run=True, **_patterns(wanted.kind, code)))
+        return list(
+            snapshot_download(
+                wanted.id,
+                repo_type=_repo_type(wanted.kind),
+                revision=wanted.revision,
+                dry_run=True,
+                **_patterns(wanted.kind, code),
+            )
+        )
     except Exception as fault:
         raise worded(fault, wanted) from fault
 
@@ -98,18 +135,37 @@ def worded(fault: Exception, wanted: Repository) -> OpdclError:
     name = f"{wanted.kind} {str(wanted)!r}"
     match fault:
         case GatedRepoError():
-            return UsageError(f"{name} is gated", f"accept its terms at https://huggingface.co/{wanted.id}, then set HF_TOKEN")
+            return UsageError(
+                f"{name} is gated",
+                f"accept its terms at https://huggingface.co/{wanted.id}, then set HF_TOKEN",
+            )
         case RevisionNotFoundError():
-            return UsageError(f"{name}: the hub knows {wanted.id}, but no such revision", "name a branch, a tag or a commit of it")
+            return UsageError(
+                f"{name}: the hub knows {wanted.id}, but no such revision",
+                "name a branch, a tag or a commit of it",
+            )
         case RepositoryNotFoundError():
-            return UsageError(f"{name} is no path here, and is not on the hub, or is private", "check path or id; for a private one set HF_TOKEN")
+            return UsageError(
+                f"{name} is no path here, and is not on the hub, or is private",
+                "check path or id; for a private one set HF_TOKEN",
+            )
         case IncompleteSnapshotError():
-            return UsageError(f"{name} is only in part in the local cache and the hub is out of reach", FETCH_HINT)
+            return UsageError(
+                f"{name} is only in part in the local cache and the hub is out of reach", FETCH_HINT
+            )
         case LocalEntryNotFoundError() | DryRunError() | OfflineModeIsEnabled():
-            return UsageError(f"{name} is no path here, is not in the local cache, and the hub is out of reach", f"check the name; {FETCH_HINT}")
+            return UsageError(
+                f"{name} is no path here, is not in the local cache, and the hub is out of reach",
+                f"check the name; {FETCH_HINT}",
+            )
         case HfHubHTTPError():
-            return OpdclError(f"{name}: the hub answered: {_first_line(fault)}", "check HF_TOKEN and its rights, or try again later")
-    return OpdclError(f"{name}: {type(fault).__name__}: {_first_line(fault)}", "check the connection, or try again later")
+            return OpdclError(
+                f"{name}: the hub answered: {_first_line(fault)}",
+                "check HF_TOKEN and its rights, or try again later",
+            )
+    return OpdclError(
+        f"{name}: {type(fault).__name__}: {_first_line(fault)}", "check the connection, or try again later"
+    )
 
 
 def reachable() -> bool:
@@ -125,7 +181,9 @@ def _answers(endpoint: str) -> bool:
         return True  # who lies behind a proxy cannot be tried directly
     try:
         hub = urlparse(endpoint)
-        socket.create_connection((hub.hostname, hub.port or (80 if hub.scheme == "http" else 443)), timeout=5).close()
+        socket.create_connection(
+            (hub.hostname, hub.port or (80 if hub.scheme == "http" else 443)), timeout=5
+        ).close()
     except OSError:
         return False
     return True

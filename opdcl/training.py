@@ -18,11 +18,12 @@ from typing import Any, Protocol
 import torch
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
-from opdcl import processes
-from opdcl.distill.backbone import Backbone
+from opdcl import parallel
 from opdcl.errors import Interrupted, OpdclError, UsageError
-from opdcl.integrity import damage, seal
-from opdcl.rundir import StageDir, folder_appears_whole, read_jsonl, write_atomic
+from opdcl.model.backbone import Backbone
+from opdcl.rundir.files import folder_appears_whole, read_jsonl, write_atomic
+from opdcl.rundir.layout import StageDir
+from opdcl.rundir.seals import damage, seal
 
 
 class StageReport(Protocol):
@@ -37,17 +38,27 @@ def check_trainer_fields(arguments_class: type, stage: str, given: dict[str, Any
     """Refuse a `trainer:` key that the TRL class does not have, or that opdcl sets itself."""
     known = {f.name for f in dataclasses.fields(arguments_class)}
     # Checkpointing recomputes without the shared prefix's cache; micro_batch_tokens bounds memory instead.
-    owned = {"output_dir", "max_steps", "num_train_epochs", "gradient_accumulation_steps", "gradient_checkpointing"}
+    owned = {
+        "output_dir",
+        "max_steps",
+        "num_train_epochs",
+        "gradient_accumulation_steps",
+        "gradient_checkpointing",
+    }
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            raise UsageError(f"unknown key {stage}.trainer.{key}: {arguments_class.__name__} has no such field",
-                             f"did you mean {near[0]}?" if near else "see TRL's documentation")  # fmt: skip
+            raise UsageError(
+                f"unknown key {stage}.trainer.{key}: {arguments_class.__name__} has no such field",
+                f"did you mean {near[0]}?" if near else "see TRL's documentation",
+            )
         if key in owned:
             raise UsageError(f"{stage}.trainer.{key} is set by opdcl", f"use the fields of {stage} itself")
 
 
-def trainer_arguments(arguments_class: type, stage: str, given: dict[str, Any], backbone: Backbone, out: StageDir) -> dict:
+def trainer_arguments(
+    arguments_class: type, stage: str, given: dict[str, Any], backbone: Backbone, out: StageDir
+) -> dict:
     """Return the arguments that every stage hands to its TRL trainer."""
     check_trainer_fields(arguments_class, stage, given)
     half = backbone.causal_lm.dtype == torch.bfloat16
@@ -71,7 +82,9 @@ def trainer_arguments(arguments_class: type, stage: str, given: dict[str, Any], 
 
 def is_out_of_memory(fault: BaseException) -> bool:
     """Say whether a smaller batch would have spared us this: on CUDA, on the CPU, or in Python itself."""
-    return isinstance(fault, torch.OutOfMemoryError | MemoryError) or any(x in str(fault) for x in ("can't allocate memory", "std::bad_alloc"))
+    return isinstance(fault, torch.OutOfMemoryError | MemoryError) or any(
+        x in str(fault) for x in ("can't allocate memory", "std::bad_alloc")
+    )
 
 
 def finite_or_skipped(trainer: Trainer, model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
@@ -83,7 +96,9 @@ def finite_or_skipped(trainer: Trainer, model: torch.nn.Module, loss: torch.Tens
         OpdclError: It is the second such step.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if math.isfinite(float(loss)) and (not gradients or bool(torch.stack([g.isfinite().all() for g in gradients]).all())):
+    if math.isfinite(float(loss)) and (
+        not gradients or bool(torch.stack([g.isfinite().all() for g in gradients]).all())
+    ):
         return loss
     model.zero_grad(set_to_none=True)
     for callback in trainer.callback_handler.callbacks:
@@ -146,7 +161,9 @@ class StageCallback(TrainerCallback):
         with self._signals():
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if self._stop and trainer.state.global_step < self.steps:
-            raise Interrupted(f"interrupted at step {trainer.state.global_step} of {self.steps}; checkpoint saved")
+            raise Interrupted(
+                f"interrupted at step {trainer.state.global_step} of {self.steps}; checkpoint saved"
+            )
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -177,8 +194,10 @@ class StageCallback(TrainerCallback):
     def skip(self, step: int) -> None:
         """Note that a step is left out because its loss or gradient is not finite; a second time ends the stage."""
         if self._skipped is not None:
-            raise OpdclError(f"loss or gradient is not finite at step {step}, for the second time",
-                             "lower the learning rate; the same command goes on from the last checkpoint")  # fmt: skip
+            raise OpdclError(
+                f"loss or gradient is not finite at step {step}, for the second time",
+                "lower the learning rate; the same command goes on from the last checkpoint",
+            )
         self._skipped = step
         self.write({"step": step, "skipped": "loss or gradient is not finite"})
         self.report.note(f"step {step}: loss or gradient is not finite; the step is skipped")
@@ -187,16 +206,19 @@ class StageCallback(TrainerCallback):
         self._step_started = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._stop = processes.any_of(self._stop)
+        self._stop = parallel.any_of(self._stop)
         if self._stop:
             control.should_training_stop = True
             control.should_save = True
 
     def on_save(self, args, state, control, **kwargs):
         if self.backbone and self.backbone.fingerprint() != self._base:
-            raise OpdclError(f"the base weights changed before step {state.global_step}", "this is a defect of opdcl: please report it")
+            raise OpdclError(
+                f"the base weights changed before step {state.global_step}",
+                "this is a defect of opdcl: please report it",
+            )
         if self.backbone:
-            processes.check_same("adapters", self.backbone.adapter_norm("student"))
+            parallel.check_same("adapters", self.backbone.adapter_norm("student"))
         seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -209,11 +231,30 @@ class StageCallback(TrainerCallback):
         seconds = time.perf_counter() - self._step_started
         tokens = int(logs.get("tokens", self.tokens_per_step or 0))
         self.tokens += tokens
-        names = ("loss", "kl", "stream", "mean_length", "truncated", "mismatch",
-                 "repetition", "adapter_norm", "reward", "reward_tied",
-                 "teacher_entropy", "student_entropy", "grad_norm", "learning_rate")  # fmt: skip
-        self.write({"step": state.global_step, **{k: v for k, v in logs.items() if k in names or k.startswith("kl/")},
-                    "tokens": tokens, "seconds": round(seconds, 3)})  # fmt: skip
+        names = (
+            "loss",
+            "kl",
+            "stream",
+            "mean_length",
+            "truncated",
+            "mismatch",
+            "repetition",
+            "adapter_norm",
+            "reward",
+            "reward_tied",
+            "teacher_entropy",
+            "student_entropy",
+            "grad_norm",
+            "learning_rate",
+        )
+        self.write(
+            {
+                "step": state.global_step,
+                **{k: v for k, v in logs.items() if k in names or k.startswith("kl/")},
+                "tokens": tokens,
+                "seconds": round(seconds, 3),
+            }
+        )
         shown = {k: logs[k] for k in ("stream", "loss", "kl") if k in logs}
         self.report.progress(state.global_step, self.steps, **shown, tokens_per_s=tokens / max(seconds, 1e-9))
 

@@ -8,15 +8,15 @@ os.environ.pop("FORCE_COLOR", None)
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
-from tiny import make_model
+from helpers.tiny import make_model
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Unpack the embedded model once, before several workers want it."""
     if not hasattr(config, "workerinput"):
-        from opdcl.models import _embedded_folder
+        from opdcl.model.embedded import embedded_folder
 
-        _embedded_folder()
+        embedded_folder()
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def backbone(tiny_model: Path):
     """The tiny model, loaded anew."""
-    from opdcl.config import ModelConfig
-    from opdcl.distill.backbone import Backbone
+    from opdcl.config.model import ModelConfig
+    from opdcl.model.backbone import Backbone
 
     return Backbone.load(ModelConfig(id=str(tiny_model), dtype="float32"))

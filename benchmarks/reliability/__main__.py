@@ -24,8 +24,8 @@ from attempts import ROOT, import_everything
 from crashes import crash
 from endurance import fuzz, network, soak
 from faults import faults
+from helpers.tiny import make_model, make_project
 from hostile import hostile
-from tiny import make_model, make_project
 
 PARTS = {"crash": crash, "faults": faults, "hostile": hostile, "network": network, "soak": soak, "fuzz": fuzz}
 
@@ -51,9 +51,14 @@ def main() -> None:
             started = time.perf_counter()
             rows = PARTS[part](place, options)
             # Neither folder nor host of this machine belongs into the record.
-            text = json.dumps(rows).replace(f"{place}/", "").replace(f" on {os.uname().nodename} ", " on HOST ")
-            record[part] = {"date": date.today().isoformat(), "rows": json.loads(text),
-                            "seconds": round(time.perf_counter() - started)}  # fmt: skip
+            text = (
+                json.dumps(rows).replace(f"{place}/", "").replace(f" on {os.uname().nodename} ", " on HOST ")
+            )
+            record[part] = {
+                "date": date.today().isoformat(),
+                "rows": json.loads(text),
+                "seconds": round(time.perf_counter() - started),
+            }
             options.out.write_text(json.dumps(record, indent=2) + "\n")
     write_page(record, ROOT / "docs" / "reliability.md")
     if any(row["outcome"].startswith("FAILED") for part in record.values() for row in part["rows"]):
@@ -61,16 +66,39 @@ def main() -> None:
 
 
 def write_page(record: dict, page: Path) -> None:
-    lines = ["# What has been broken on purpose", "",
-             "Made by `python benchmarks/reliability`, on a two-layer model that runs the whole job in seconds; every fault is injected",
-             "for real, none is simulated inside the program. *Bit-identical* compares adapters, answers and metrics with a run that",
-             "was left alone.", ""]  # fmt: skip
-    titles = {"crash": "Crashes", "faults": "Faults", "hostile": "Hostile content", "network": "Network", "soak": "Endurance", "fuzz": "Random input"}
+    lines = [
+        "# What has been broken on purpose",
+        "",
+        "Made by `python benchmarks/reliability`, on a two-layer model that runs the whole job in seconds; every fault is injected",
+        "for real, none is simulated inside the program. *Bit-identical* compares adapters, answers and metrics with a run that",
+        "was left alone.",
+        "",
+    ]
+    titles = {
+        "crash": "Crashes",
+        "faults": "Faults",
+        "hostile": "Hostile content",
+        "network": "Network",
+        "soak": "Endurance",
+        "fuzz": "Random input",
+    }
     for part, title in titles.items():
         if part in record:
-            lines += [f"## {title}", "", "| fault | how it was injected | what happened | what was lost |", "| --- | --- | --- | --- |"]
-            lines += ["| " + " | ".join(str(r[k]).replace("|", "/").replace(str(ROOT), ".") for k in ("fault", "how", "outcome", "lost")) + " |"
-                      for r in record[part]["rows"]]  # fmt: skip
+            lines += [
+                f"## {title}",
+                "",
+                "| fault | how it was injected | what happened | what was lost |",
+                "| --- | --- | --- | --- |",
+            ]
+            lines += [
+                "| "
+                + " | ".join(
+                    str(r[k]).replace("|", "/").replace(str(ROOT), ".")
+                    for k in ("fault", "how", "outcome", "lost")
+                )
+                + " |"
+                for r in record[part]["rows"]
+            ]
             lines += ["", f"{record[part]['date']}, {record[part]['seconds']} s.", ""]
     page.write_text("\n".join(lines).rstrip() + "\n")
 

@@ -11,19 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT / "tests"))  # for tiny.py
+sys.path.insert(0, str(ROOT / "tests"))  # for helpers
 
 
 def import_everything() -> None:
     import lm_eval.evaluator  # noqa: F401
     import matplotlib.pyplot  # noqa: F401
+    import opdcl.workflow  # noqa: F401
     import torch
     import trl  # noqa: F401
 
-    import opdcl.reports
-    import opdcl.stages.evaluate
-    import opdcl.stages.recover
-    import opdcl.workflow  # noqa: F401
 
     torch.set_num_threads(1)
 
@@ -47,7 +44,7 @@ def attempt(place: Path, *arguments: str, prepare: Callable[[], None] | None = N
         if prepare:
             prepare()
         from opdcl import cli
-        from opdcl.output import Output
+        from opdcl.console import Output
 
         cli.output = Output()  # bound to the new streams
         cli.main()
@@ -105,6 +102,13 @@ def wait_until(pid: int, deadline: float) -> int | None:
 def status(pid: int, key: str) -> int:
     """Return a field of a process's status in bytes, or as counted; 0 when the process is gone."""
     with contextlib.suppress(OSError):
-        found = next((x.split() for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith(f"{key}:")), None)
+        found = next(
+            (
+                x.split()
+                for x in Path(f"/proc/{pid}/status").read_text().splitlines()
+                if x.startswith(f"{key}:")
+            ),
+            None,
+        )
         return int(found[1]) * (1024 if found[2:] == ["kB"] else 1) if found else 0
     return 0

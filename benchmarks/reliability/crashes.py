@@ -17,7 +17,14 @@ from attempts import attempt, command, outcome_of, row, run, wait, wait_until
 # Longer training than the tests', so that crashes fall into it.
 LONGER = ["finetune.epochs=20", "finetune.save_steps=4", "recover.steps=24", "recover.save_steps=4"]
 
-EVERYWHERE = {"finetune", "finetune, inside a checkpoint", "recover", "recover, inside a checkpoint", "eval", "report"}
+EVERYWHERE = {
+    "finetune",
+    "finetune, inside a checkpoint",
+    "recover",
+    "recover, inside a checkpoint",
+    "eval",
+    "report",
+}
 
 
 def crash(place: Path, options) -> list[dict]:
@@ -39,7 +46,9 @@ def crash(place: Path, options) -> list[dict]:
             born = time.time_ns()
             pid = attempt(place, *command(folder.name, LONGER))
             # Half of the instants anywhere in what a whole run takes, half soon: between two of them little is done.
-            seconds = chance.uniform(0.05, whole_seconds) if chance.random() < 0.5 else chance.uniform(0.05, 3)
+            seconds = (
+                chance.uniform(0.05, whole_seconds) if chance.random() < 0.5 else chance.uniform(0.05, 3)
+            )
             ended = wait_until(pid, time.monotonic() + seconds)
             if ended is None:
                 os.kill(pid, signal.SIGKILL)
@@ -58,9 +67,14 @@ def crash(place: Path, options) -> list[dict]:
             shutil.rmtree(folder)
     places = ", ".join(f"{name} {count}" for name, count in sorted(where.items()))
     outcome = f"{runs} runs killed {kills} times ({places}): {runs - wrong} end bit-identical to the uninterrupted run"
-    return [row("kill -9 at a random instant", "SIGKILL, again and again until the run ends",
-                ("FAILED: " if wrong or redone else "") + outcome,
-                f"steps since the last checkpoint; {redone} finished stages or results made again")]  # fmt: skip
+    return [
+        row(
+            "kill -9 at a random instant",
+            "SIGKILL, again and again until the run ends",
+            ("FAILED: " if wrong or redone else "") + outcome,
+            f"steps since the last checkpoint; {redone} finished stages or results made again",
+        )
+    ]
 
 
 def _finished(folder: Path) -> dict[str, int]:
@@ -69,7 +83,9 @@ def _finished(folder: Path) -> dict[str, int]:
     for record in folder.glob("stages/*/stage.json"):
         with contextlib.suppress(ValueError):
             if json.loads(record.read_text()).get("status") == "done":
-                found[record.parent.name] = (record.parent / "adapter" / "adapter_model.safetensors").stat().st_mtime_ns
+                found[record.parent.name] = (
+                    (record.parent / "adapter" / "adapter_model.safetensors").stat().st_mtime_ns
+                )
     return found | {str(p): p.stat().st_mtime_ns for p in folder.glob("evals/*/*.json")}
 
 
@@ -81,8 +97,11 @@ def _active(folder: Path, born: int) -> str:
             return "start" if name == "01-finetune" else "finetune"
         if json.loads((stage / "stage.json").read_text()).get("status") != "done":
             # Written by this attempt, and not sealed yet.
-            unsealed = [p for p in (stage / "trainer").glob("checkpoint-*")
-                        if p.stat().st_mtime_ns > born and not (p / "seal.json").exists()]  # fmt: skip
+            unsealed = [
+                p
+                for p in (stage / "trainer").glob("checkpoint-*")
+                if p.stat().st_mtime_ns > born and not (p / "seal.json").exists()
+            ]
             return name[3:] + (", inside a checkpoint" if unsealed else "")
     results = len(list(folder.glob("evals/*/*.json")))
     return "eval" if results < 6 else "report"

@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from attempts import attempt, command, outcome_of, row, run, status, wait, wait_until
-from tiny import make_model
+from helpers.tiny import make_model
 
 
 def faults(place: Path, options) -> list[dict]:
@@ -27,28 +27,45 @@ def faults(place: Path, options) -> list[dict]:
     expected = outcome_of(place / "good")
     rows = []
 
-    def survived(fault: str, how: str, broken: tuple[int, str], wanted: str, again: list[str], folder: Path) -> None:
+    def survived(
+        fault: str, how: str, broken: tuple[int, str], wanted: str, again: list[str], folder: Path
+    ) -> None:
         """Note a fault that must end with words, and whether the same command then reaches the undisturbed end."""
         code, said = broken
         error = next((line for line in said.splitlines() if line.startswith("error:")), "no error line")
         ok = code in (1, 2, 4, 130) and wanted in said and "Traceback" not in said
         later, also = run(place, *again)
         same = later == 0 and outcome_of(folder) == expected
-        text = f"exit {code}, {error[:140]}; afterwards the same command " + ("ends bit-identical" if same else f"exits {later}: {also[-200:]}")
+        text = f"exit {code}, {error[:140]}; afterwards the same command " + (
+            "ends bit-identical" if same else f"exits {later}: {also[-200:]}"
+        )
         rows.append(row(fault, how, text if ok and same else f"FAILED: {text}", "nothing finished"))
 
     for megabytes in (1, 3, 5) if os.geteuid() == 0 else ():
         with mounted(place / f"full{megabytes}", megabytes) as folder:
             broken = run(place, *command(f"{folder.name}/run"))
             subprocess.run(["mount", "-o", "remount,size=300m", str(folder)], check=True)
-            survived(f"disk full at {megabytes} MB", f"a tmpfs of {megabytes} MB, enlarged afterwards", broken, "disk or quota is full",
-                     command(f"{folder.name}/run"), folder / "run")  # fmt: skip
+            survived(
+                f"disk full at {megabytes} MB",
+                f"a tmpfs of {megabytes} MB, enlarged afterwards",
+                broken,
+                "disk or quota is full",
+                command(f"{folder.name}/run"),
+                folder / "run",
+            )
     if os.geteuid() == 0:
         with mounted(place / "frozen", 300) as folder:
             subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
             broken = run(place, *command("frozen/run"))
             subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
-            survived("read-only file system", "a tmpfs remounted read-only", broken, "read-only", command("frozen/run"), folder / "run")
+            survived(
+                "read-only file system",
+                "a tmpfs remounted read-only",
+                broken,
+                "read-only",
+                command("frozen/run"),
+                folder / "run",
+            )
     else:
         rows.append(row("disk full, read-only", "needs root to mount", "not injected here", "-"))
 
@@ -56,19 +73,41 @@ def faults(place: Path, options) -> list[dict]:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
-    survived("quota on file size", "RLIMIT_FSIZE of 60 kB", run(place, *command("quota"), prepare=small_files), "quota is full",
-             command("quota"), place / "quota")  # fmt: skip
+    survived(
+        "quota on file size",
+        "RLIMIT_FSIZE of 60 kB",
+        run(place, *command("quota"), prepare=small_files),
+        "quota is full",
+        command("quota"),
+        place / "quota",
+    )
 
     first = attempt(place, *command("shared"))
     while not (place / "shared" / ".lock").exists() or not (place / "shared" / ".lock").read_text():
         time.sleep(0.01)
     broken = run(place, *command("shared"))
     wait(first)
-    survived("two processes at once", "the same command twice at the same time", broken, "is in use by process", command("shared"), place / "shared")
+    survived(
+        "two processes at once",
+        "the same command twice at the same time",
+        broken,
+        "is in use by process",
+        command("shared"),
+        place / "shared",
+    )
 
-    (place / "good" / ".lock").write_text(json.dumps({"pid": 2**22 + 5, "host": os.uname().nodename, "since": "yesterday"}))
+    (place / "good" / ".lock").write_text(
+        json.dumps({"pid": 2**22 + 5, "host": os.uname().nodename, "since": "yesterday"})
+    )
     code, said = run(place, *command("good"))
-    rows.append(row("a lock left by a dead process", "a lock file with a pid that is gone", "taken over, with a word" if code == 0 and "is taken over" in said else f"FAILED: {said[-200:]}", "nothing"))
+    rows.append(
+        row(
+            "a lock left by a dead process",
+            "a lock file with a pid that is gone",
+            "taken over, with a word" if code == 0 and "is taken over" in said else f"FAILED: {said[-200:]}",
+            "nothing",
+        )
+    )
     rows.append(escape(place))
 
     rows += truncations(place, expected)
@@ -80,13 +119,32 @@ def faults(place: Path, options) -> list[dict]:
     config = json.loads((place / "newer" / "config.json").read_text())
     config["workflow"]["recover"]["a_setting_of_another_version"] = 1
     (place / "newer" / "config.json").write_text(json.dumps(config))
-    rows.append(refused("a run of another version", "a key in config.json that this version does not know", run(place, "eval", "newer"), "unknown key"))
-    rows.append(refused("hub offline", "HF_HUB_OFFLINE and a model that is not cached",
-                        run(place, "run", "tiny.yaml", "-o", "hub", "--set", "model.id=nobody/nothing"), "hub is out of reach"))  # fmt: skip
+    rows.append(
+        refused(
+            "a run of another version",
+            "a key in config.json that this version does not know",
+            run(place, "eval", "newer"),
+            "unknown key",
+        )
+    )
+    rows.append(
+        refused(
+            "hub offline",
+            "HF_HUB_OFFLINE and a model that is not cached",
+            run(place, "run", "tiny.yaml", "-o", "hub", "--set", "model.id=nobody/nothing"),
+            "hub is out of reach",
+        )
+    )
 
     rows.append(gated(place))
-    rows.append(refused("a suite whose data cannot be had", "ifeval without network",
-                        run(place, *command("middle", ["eval.retention=[instructions, ifeval]"])), "cannot be had"))  # fmt: skip
+    rows.append(
+        refused(
+            "a suite whose data cannot be had",
+            "ifeval without network",
+            run(place, *command("middle", ["eval.retention=[instructions, ifeval]"])),
+            "cannot be had",
+        )
+    )
     return rows
 
 
@@ -106,9 +164,15 @@ def escape(place: Path) -> dict:
     for words, (code, said) in zip(tries, refusals, strict=True):
         if code != 2:
             print(f"not refused: {words}: {said[-300:]}")
-    ok = all(code == 2 and "error:" in said and "Traceback" not in said for code, said in refusals) and not list((place / "outside").iterdir())
-    return row("names and paths that lead out of the run", "a symbolic link inside a run; .., absolute, NUL and 300 letters as names",
-               f"{'' if ok else 'FAILED: '}{sum(code == 2 for code, _ in refusals)} of {len(tries)} refused, nothing written outside", "nothing")  # fmt: skip
+    ok = all(
+        code == 2 and "error:" in said and "Traceback" not in said for code, said in refusals
+    ) and not list((place / "outside").iterdir())
+    return row(
+        "names and paths that lead out of the run",
+        "a symbolic link inside a run; .., absolute, NUL and 300 letters as names",
+        f"{'' if ok else 'FAILED: '}{sum(code == 2 for code, _ in refusals)} of {len(tries)} refused, nothing written outside",
+        "nothing",
+    )
 
 
 def gated(place: Path) -> dict:
@@ -131,8 +195,13 @@ def gated(place: Path) -> dict:
     environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | {
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"
     }
-    done = subprocess.run([sys.executable, "-c", code, *command("gated"), "--set", "model.id=nobody/nothing"], cwd=place, env=environment,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command("gated"), "--set", "model.id=nobody/nothing"],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     server.shutdown()
     return refused(
         "a gated model",
@@ -155,9 +224,15 @@ def disappearances(place: Path, expected: dict[str, bytes]) -> list[dict]:
     same = again == 0 and outcome_of(place / "robbed") == expected
     error = next((line for line in said.splitlines() if line.startswith("error:")), "it ends none the less")
     ok = same and code in (0, 1, 2) and "Traceback" not in said
-    found.append(row("checkpoints removed under a running recovery", "rm -r of its trainer folder",
-                     f"{'' if ok else 'FAILED: '}exit {code}, {error[:120]}; afterwards the same command " + ("ends bit-identical" if same else also[-200:]),
-                     "the recovery so far"))  # fmt: skip
+    found.append(
+        row(
+            "checkpoints removed under a running recovery",
+            "rm -r of its trainer folder",
+            f"{'' if ok else 'FAILED: '}exit {code}, {error[:120]}; afterwards the same command "
+            + ("ends bit-identical" if same else also[-200:]),
+            "the recovery so far",
+        )
+    )
 
     (place / "early").mkdir()
     data = place / "early" / "questions.jsonl"
@@ -174,9 +249,15 @@ def disappearances(place: Path, expected: dict[str, bytes]) -> list[dict]:
     same = again == 0 and outcome_of(place / "early" / "run") == expected
     error = next((line for line in said.splitlines() if line.startswith("error:")), "no error line")
     ok = same and code in (1, 2) and kept == 3 and "Traceback" not in said
-    found.append(row("a suite that fails in the middle", "its questions removed while another suite is measured",
-                     f"{'' if ok else 'FAILED: '}exit {code}, {error[:120]}; {kept} of 3 results of the other suite stay; afterwards the same command "
-                     + ("ends bit-identical" if same else also[-200:]), "nothing finished"))  # fmt: skip
+    found.append(
+        row(
+            "a suite that fails in the middle",
+            "its questions removed while another suite is measured",
+            f"{'' if ok else 'FAILED: '}exit {code}, {error[:120]}; {kept} of 3 results of the other suite stay; afterwards the same command "
+            + ("ends bit-identical" if same else also[-200:]),
+            "nothing finished",
+        )
+    )
     return found
 
 
@@ -200,13 +281,26 @@ def clock(place: Path, expected: dict[str, bytes]) -> dict:
     if not (compiler := shutil.which("cc")):
         return row("a clock that goes back", "needs a C compiler", "not injected here", "-")
     (place / "clock.c").write_text(CLOCK)
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(place / "clock.so"), str(place / "clock.c"), "-ldl"], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-o", str(place / "clock.so"), str(place / "clock.c"), "-ldl"],
+        check=True,
+    )
     code = "import sys; sys.argv[0] = 'opdcl'; from opdcl.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, *command("clock")], cwd=place, capture_output=True, text=True,
-                          env=os.environ | {"LD_PRELOAD": str(place / "clock.so")})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command("clock")],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"LD_PRELOAD": str(place / "clock.so")},
+    )
     same = done.returncode == 0 and outcome_of(place / "clock") == expected
-    return row("a clock that goes back", "clock_gettime preloaded: the time of day jumps back by up to two days",
-               ("" if same else "FAILED: ") + f"exit {done.returncode}, {'bit-identical' if same else done.stderr[-300:]}", "nothing")  # fmt: skip
+    return row(
+        "a clock that goes back",
+        "clock_gettime preloaded: the time of day jumps back by up to two days",
+        ("" if same else "FAILED: ")
+        + f"exit {done.returncode}, {'bit-identical' if same else done.stderr[-300:]}",
+        "nothing",
+    )
 
 
 def worker(place: Path, expected: dict[str, bytes]) -> dict:
@@ -216,7 +310,10 @@ def worker(place: Path, expected: dict[str, bytes]) -> dict:
     children = Path(f"/proc/{pid}/task/{pid}/children")
     ended = None
     # The progress of training shows that the child is the loader, and not something the start-up needed.
-    while ended is None and not (list((place / "worker").glob("stages/*/trainer/checkpoint-*/seal.json")) and children.read_text().split()):
+    while ended is None and not (
+        list((place / "worker").glob("stages/*/trainer/checkpoint-*/seal.json"))
+        and children.read_text().split()
+    ):
         ended = wait_until(pid, time.monotonic() + 0.002)
     if ended is None:
         for child in children.read_text().split():
@@ -227,17 +324,27 @@ def worker(place: Path, expected: dict[str, bytes]) -> dict:
     error = next((line for line in said.splitlines() if line.startswith("error:")), "no error line")
     again, also = run(place, *command("worker", settings))
     ok = ended == 1 and again == 0 and "Traceback" not in said and "resuming from step" in also
-    return row("a killed worker", "SIGKILL to the data loader's process during the fine-tune",
-               f"{'' if ok else 'FAILED: '}exit {ended}, {error[:140]}; afterwards the same command exits {again}, resuming from its checkpoint",
-               "steps since the last checkpoint")  # fmt: skip
+    return row(
+        "a killed worker",
+        "SIGKILL to the data loader's process during the fine-tune",
+        f"{'' if ok else 'FAILED: '}exit {ended}, {error[:140]}; afterwards the same command exits {again}, resuming from its checkpoint",
+        "steps since the last checkpoint",
+    )
 
 
 def memory(place: Path) -> dict:
     """Bound the address space between what small micro-batches need and what one large one needs."""
     (place / "wide-model").mkdir()
     make_model(place / "wide-model", intermediate_size=8192)  # activations outweigh everything else
-    settings = [f"model.id={place}/wide-model", "finetune.epochs=1", "recover.steps=2", "recover.rollouts=48", "recover.sample_ahead=1",
-                "recover.teacher_first=0", "eval=null"]  # fmt: skip
+    settings = [
+        f"model.id={place}/wide-model",
+        "finetune.epochs=1",
+        "recover.steps=2",
+        "recover.rollouts=48",
+        "recover.sample_ahead=1",
+        "recover.teacher_first=0",
+        "eval=null",
+    ]
     large = [*settings, "recover.micro_batch_tokens=1000000"]
     needed = {}
     for name, chosen in (("small", settings), ("large", large)):
@@ -247,15 +354,27 @@ def memory(place: Path) -> dict:
             needed[name] = max(needed[name], status(pid, "VmPeak"))
         assert ended == 0, (place / "attempt.log").read_text()
     limit = (2 * needed["small"] + needed["large"]) // 3
-    code, said = run(place, *command("bounded", large), prepare=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)))
+    code, said = run(
+        place,
+        *command("bounded", large),
+        prepare=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
     log = "".join(p.read_text() for p in (place / "bounded" / "logs").glob("*.log"))
     halved = log.count("out of memory: going on with micro-batches")
     adapter = "stages/02-recover/adapter/adapter_model.safetensors"
-    gap = _largest_gap(*(outcome_of(place / name)[adapter] for name in ("bounded", "small"))) if code == 0 else float("nan")
+    gap = (
+        _largest_gap(*(outcome_of(place / name)[adapter] for name in ("bounded", "small")))
+        if code == 0
+        else float("nan")
+    )
     ok = code == 0 and halved > 0 and gap < 1e-4
-    return row("out of memory", f"RLIMIT_AS of {limit / 1e9:.2f} GB; micro-batches of any size need {needed['large'] / 1e9:.2f}",
-               f"{'' if ok else 'FAILED: '}exit {code}; micro-batches halved {halved} times; the adapter differs from the one made in small "
-               f"micro-batches by at most {gap:.0e}" + ("" if code == 0 else said[-200:]), "the step is graded anew")  # fmt: skip
+    return row(
+        "out of memory",
+        f"RLIMIT_AS of {limit / 1e9:.2f} GB; micro-batches of any size need {needed['large'] / 1e9:.2f}",
+        f"{'' if ok else 'FAILED: '}exit {code}; micro-batches halved {halved} times; the adapter differs from the one made in small "
+        f"micro-batches by at most {gap:.0e}" + ("" if code == 0 else said[-200:]),
+        "the step is graded anew",
+    )
 
 
 def _largest_gap(one: bytes, other: bytes) -> float:
@@ -285,13 +404,23 @@ def truncations(place: Path, expected: dict[str, bytes]) -> list[dict]:
     for tenth in range(10):
         name = f"cut-{tenth}"
         shutil.copytree(place / "half", place / name)
-        cut(next((place / name / "stages" / "02-recover" / "trainer" / "checkpoint-6").rglob("adapter_model.safetensors")), tenth)
+        cut(
+            next(
+                (place / name / "stages" / "02-recover" / "trainer" / "checkpoint-6").rglob(
+                    "adapter_model.safetensors"
+                )
+            ),
+            tenth,
+        )
         code, said = run(place, *command(name))
         fell_back = "checkpoint-6 is damaged" in said
         results["checkpoint"] += code == 0 and fell_back and outcome_of(place / name) == expected
 
         shutil.copytree(place / "good", place / f"{name}-adapter")
-        cut(place / f"{name}-adapter" / "stages" / "01-finetune" / "adapter" / "adapter_model.safetensors", tenth)
+        cut(
+            place / f"{name}-adapter" / "stages" / "01-finetune" / "adapter" / "adapter_model.safetensors",
+            tenth,
+        )
         code, said = run(place, *command(f"{name}-adapter"))
         noticed = code == 2 and "its adapter has changed" in said
         code, _ = run(place, "verify", f"{name}-adapter")
@@ -306,10 +435,27 @@ def truncations(place: Path, expected: dict[str, bytes]) -> list[dict]:
         for left in place.glob(f"{name}*"):
             shutil.rmtree(left)
     how = "cut at every tenth of its length"
-    words = {"checkpoint": ("a checkpoint's adapter", "falls back to the checkpoint before, with a word, and ends bit-identical", "three steps"),
-             "adapter": ("a finished adapter", "refused by name; verify finds it; --force makes it again, bit-identical", "nothing"),
-             "base": ("the base model's weights", "refused with the name of the model and what is wrong", "nothing")}  # fmt: skip
-    return [row(fault, how, f"{'' if results[key] == 10 else 'FAILED: '}{results[key]} of 10: {text}", lost) for key, (fault, text, lost) in words.items()]
+    words = {
+        "checkpoint": (
+            "a checkpoint's adapter",
+            "falls back to the checkpoint before, with a word, and ends bit-identical",
+            "three steps",
+        ),
+        "adapter": (
+            "a finished adapter",
+            "refused by name; verify finds it; --force makes it again, bit-identical",
+            "nothing",
+        ),
+        "base": (
+            "the base model's weights",
+            "refused with the name of the model and what is wrong",
+            "nothing",
+        ),
+    }
+    return [
+        row(fault, how, f"{'' if results[key] == 10 else 'FAILED: '}{results[key]} of 10: {text}", lost)
+        for key, (fault, text, lost) in words.items()
+    ]
 
 
 def cut(file: Path, tenth: int) -> None:
@@ -324,8 +470,14 @@ def wrong_weights(place: Path) -> list[dict]:
     weights = load_file(place / "nan-model" / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
     save_file(weights, place / "nan-model" / "model.safetensors", metadata={"format": "pt"})
-    return [refused("NaN in every loss", "a NaN among the base model's weights",
-                    run(place, *command("nan"), "--set", f"model.id={place}/nan-model"), "for the second time")]  # fmt: skip
+    return [
+        refused(
+            "NaN in every loss",
+            "a NaN among the base model's weights",
+            run(place, *command("nan"), "--set", f"model.id={place}/nan-model"),
+            "for the second time",
+        )
+    ]
 
 
 @contextlib.contextmanager

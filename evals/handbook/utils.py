@@ -14,10 +14,16 @@ HERE = Path(__file__).parent
 def load_test(half=None, **kwargs):
     """Return the reworded questions, three to a fact, of the whole handbook or of one half."""
     documents = json.loads((HERE / "halves.json").read_text(encoding="utf-8")).get(half)
-    return {"test": datasets.Dataset.from_list([
-        {"question": question, "answers": [fact["answer"], *fact["aliases"]], "fact": fact["id"]}
-        for fact in _facts() for question in fact["test"] if documents is None or fact["document"] in documents
-    ])}  # fmt: skip
+    return {
+        "test": datasets.Dataset.from_list(
+            [
+                {"question": question, "answers": [fact["answer"], *fact["aliases"]], "fact": fact["id"]}
+                for fact in _facts()
+                for question in fact["test"]
+                if documents is None or fact["document"] in documents
+            ]
+        )
+    }
 
 
 def load_staff(**kwargs):
@@ -32,18 +38,28 @@ def load_site(**kwargs):
 
 def load_trained(**kwargs):
     """Return the wordings that were trained on, to tell knowledge from memory of a sentence."""
-    return {"test": datasets.Dataset.from_list([
-        {"question": question, "answers": [fact["answer"], *fact["aliases"]], "fact": fact["id"]}
-        for fact in _facts() for question in fact["train"][:3]
-    ])}  # fmt: skip
+    return {
+        "test": datasets.Dataset.from_list(
+            [
+                {"question": question, "answers": [fact["answer"], *fact["aliases"]], "fact": fact["id"]}
+                for fact in _facts()
+                for question in fact["train"][:3]
+            ]
+        )
+    }
 
 
 def load_neighbours(**kwargs):
     """Return the neighbours, one to a fact."""
-    return {"test": datasets.Dataset.from_list([
-        {"question": n["question"], "answers": [n["answer"], *n["aliases"]], "fact": fact["id"]}
-        for fact in _facts() for n in [fact["neighbour"]]
-    ])}  # fmt: skip
+    return {
+        "test": datasets.Dataset.from_list(
+            [
+                {"question": n["question"], "answers": [n["answer"], *n["aliases"]], "fact": fact["id"]}
+                for fact in _facts()
+                for n in [fact["neighbour"]]
+            ]
+        )
+    }
 
 
 def _facts():

@@ -31,7 +31,7 @@ def _split(name):
 
 def _verifiers():
     try:
-        from opdcl.punkt import ensure_punkt
+        from opdcl.data.nltk_tables import ensure_punkt
 
         ensure_punkt()
     except ImportError:  # plain lm_eval, without opdcl: NLTK then downloads its tables

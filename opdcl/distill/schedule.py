@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from opdcl.config import RecoverConfig
+from opdcl.config.recover import RecoverConfig
 
 Stream = Literal["general", "domain"]
 
@@ -30,15 +30,16 @@ class Step:
 
 def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
     """Lay out all steps beforehand, given how many prompts each stream has."""
-    draws = {
-        "general": _endless(general, config.seed),
-        "domain": _endless(domain, config.seed + 1),
-    }
+    draws = {"general": _endless(general, config.seed), "domain": _endless(domain, config.seed + 1)}
     author = random.Random(config.seed + 2)
     size = {"general": config.rollouts, "domain": config.domain_rollouts or config.rollouts}
     steps: list[Step] = []
     for index in range(config.steps):
-        stream: Stream = "domain" if domain and index % (config.general_per_domain + 1) == config.general_per_domain else "general"  # fmt: skip
+        stream: Stream = (
+            "domain"
+            if domain and index % (config.general_per_domain + 1) == config.general_per_domain
+            else "general"
+        )
         on_policy = author.random() < config.lmbda
         if stream == "general" and sum(s.stream == "general" for s in steps) < config.teacher_first:
             on_policy = False

@@ -29,23 +29,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from opdcl import processes
-from opdcl.config import RecoverConfig, ServerSection, TeacherSection
-from opdcl.distill.backbone import Backbone, State
-from opdcl.distill.contract import HINT, PROBES, check_same_tokenizer, refuse_unsupported
-from opdcl.distill.forward import answer_states
-from opdcl.distill.opinion import Hidden, Likeliest, Opinion, join, shared_rows
-from opdcl.distill.rollouts import Rollout, sample
-from opdcl.distill.server import Server
+from opdcl import parallel
+from opdcl.config.recover import RecoverConfig
+from opdcl.config.server import ServerSection
+from opdcl.config.teacher import TeacherSection
 from opdcl.errors import UsageError
-from opdcl.models import eos_ids, load_base, load_tokenizer
+from opdcl.model.backbone import Backbone, State
+from opdcl.model.compatibility import HINT, PROBES, check_same_tokenizer, refuse_unsupported
+from opdcl.model.distributions import Hidden, Likeliest, Opinion, join, shared_rows
+from opdcl.model.forward import answer_states
+from opdcl.model.load import eos_ids, load_base, load_tokenizer
+from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.sample import sample
+from opdcl.sampling.server import Server
 from opdcl.training import save_adapter
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
+
 # Nats per token by which a model and its copy on a server may differ: far above rounding, far below another model.
 SAME_MODEL = 0.3
+
 # The prompt that the student sees -> the prompt that the teacher sees instead.
 Contexts = dict[tuple[int, ...], list[int]]
 
@@ -103,12 +108,28 @@ class Teacher:
     def _sequence(self, rollout: Rollout) -> tuple[list[int], list[bool]]:
         return sequence(rollout.shown or self.shown(rollout.prompt_ids), rollout.completion_ids)
 
-    def write(self, prompts: list[list[int]], config: RecoverConfig, max_new_tokens: int, seed: int,
-              on_finished: Callable[[list[Rollout]], None] | None = None, **unfinished: Any) -> list[Rollout]:  # fmt: skip
+    def write(
+        self,
+        prompts: list[list[int]],
+        config: RecoverConfig,
+        max_new_tokens: int,
+        seed: int,
+        on_finished: Callable[[list[Rollout]], None] | None = None,
+        **unfinished: Any,
+    ) -> list[Rollout]:
         """Complete prompts, of which it sees what it is to see; `unfinished` is what `sample` knows of `begun` and `leave`."""
         with self.writer() as model:
-            return sample(model, [self.shown(p) for p in prompts], max_new_tokens=max_new_tokens, eos_ids=self.backbone.eos_ids,
-                          temperature=config.temperature, seed=seed, engine=config.sampler, on_finished=on_finished, **unfinished)  # fmt: skip
+            return sample(
+                model,
+                [self.shown(p) for p in prompts],
+                max_new_tokens=max_new_tokens,
+                eos_ids=self.backbone.eos_ids,
+                temperature=config.temperature,
+                seed=seed,
+                engine=config.sampler,
+                on_finished=on_finished,
+                **unfinished,
+            )
 
     def writer(self) -> contextlib.AbstractContextManager[PreTrainedModel]:
         """Return a context in which the teacher can write completions itself."""
@@ -136,7 +157,9 @@ class Ema(Teacher):
     At rate 1 it is the student, at rate 0 the student as it began.
     """
 
-    def __init__(self, backbone: Backbone, state: State, rate: float, every: int, contexts: Contexts | None = None):
+    def __init__(
+        self, backbone: Backbone, state: State, rate: float, every: int, contexts: Contexts | None = None
+    ):
         super().__init__(backbone, state, contexts)
         self.rate, self.every = rate, every
 
@@ -173,7 +196,9 @@ class Ema(Teacher):
 
         peft: PeftModel = self.backbone.peft
         set_peft_model_state_dict(
-            peft, load_peft_weights(str(folder / self.state), device=str(self.backbone.device)), adapter_name=self.state
+            peft,
+            load_peft_weights(str(folder / self.state), device=str(self.backbone.device)),
+            adapter_name=self.state,
         )
 
 
@@ -216,7 +241,7 @@ class Separate(Teacher):
 
     @contextlib.contextmanager
     def writer(self) -> Iterator[PreTrainedModel]:
-        with processes.whole(self.model):
+        with parallel.whole(self.model):
             yield self.model
 
 
@@ -235,13 +260,30 @@ class Remote(Teacher):
         self._asked(rollouts)
 
     def _asked(self, rollouts: Sequence[Rollout]) -> list[Future[Likeliest]]:
-        return [self.server.ask(rollout.shown or self.shown(rollout.prompt_ids), rollout.completion_ids) for rollout in rollouts]
+        return [
+            self.server.ask(rollout.shown or self.shown(rollout.prompt_ids), rollout.completion_ids)
+            for rollout in rollouts
+        ]
 
-    def write(self, prompts: list[list[int]], config: RecoverConfig, max_new_tokens: int, seed: int,
-              on_finished: Callable[[list[Rollout]], None] | None = None) -> list[Rollout]:  # fmt: skip
+    def write(
+        self,
+        prompts: list[list[int]],
+        config: RecoverConfig,
+        max_new_tokens: int,
+        seed: int,
+        on_finished: Callable[[list[Rollout]], None] | None = None,
+    ) -> list[Rollout]:
         shown = [self.shown(p) for p in prompts]
-        return processes.by_first(lambda: self.server.write(shown, max_new_tokens, self.backbone.eos_ids, config.temperature, seed,
-                                                            on_finished=on_finished))  # fmt: skip
+        return parallel.by_first(
+            lambda: self.server.write(
+                shown,
+                max_new_tokens,
+                self.backbone.eos_ids,
+                config.temperature,
+                seed,
+                on_finished=on_finished,
+            )
+        )
 
     def close(self) -> None:
         self.server.close()
@@ -260,14 +302,28 @@ class Served(Teacher):
         super().__init__(backbone, "student")
         self.server, self.folder = server, folder
 
-    def write(self, prompts: list[list[int]], config: RecoverConfig, max_new_tokens: int, seed: int,
-              on_finished: Callable[[list[Rollout]], None] | None = None) -> list[Rollout]:  # fmt: skip
+    def write(
+        self,
+        prompts: list[list[int]],
+        config: RecoverConfig,
+        max_new_tokens: int,
+        seed: int,
+        on_finished: Callable[[list[Rollout]], None] | None = None,
+    ) -> list[Rollout]:
         def ask() -> list[Rollout]:
             save_adapter(self.backbone, self.folder)
             with self.server.adapter(self.folder) as name:
-                return self.server.write(prompts, max_new_tokens, self.backbone.eos_ids, config.temperature, seed, name, on_finished)
+                return self.server.write(
+                    prompts,
+                    max_new_tokens,
+                    self.backbone.eos_ids,
+                    config.temperature,
+                    seed,
+                    name,
+                    on_finished,
+                )
 
-        return processes.by_first(ask)
+        return parallel.by_first(ask)
 
     def close(self) -> None:
         self.server.close()
@@ -329,8 +385,13 @@ class Routed:
         return [self.others, *self.named.values()]
 
 
-def make_teacher(config: TeacherSection, backbone: Backbone, contexts: Contexts | None = None, state: State = "general",
-                 tell: Callable[[str], None] = lambda text: None) -> Teacher:  # fmt: skip
+def make_teacher(
+    config: TeacherSection,
+    backbone: Backbone,
+    contexts: Contexts | None = None,
+    state: State = "general",
+    tell: Callable[[str], None] = lambda text: None,
+) -> Teacher:
     """Return the teacher that a configuration describes; an adapter of its own must be on the backbone already, as `state`.
 
     `tell` is for sentences about a server that is waited for.
@@ -340,7 +401,13 @@ def make_teacher(config: TeacherSection, backbone: Backbone, contexts: Contexts 
     return teacher
 
 
-def _make(config: TeacherSection, backbone: Backbone, contexts: Contexts | None, state: State, tell: Callable[[str], None]) -> Teacher:
+def _make(
+    config: TeacherSection,
+    backbone: Backbone,
+    contexts: Contexts | None,
+    state: State,
+    tell: Callable[[str], None],
+) -> Teacher:
     match config.kind:
         case "live":
             return Teacher(backbone, "student", contexts)
@@ -365,7 +432,10 @@ def reach_server(config: ServerSection, backbone: Backbone, tell: Callable[[str]
         ours, theirs = backbone.tokenizer(probe, add_special_tokens=False)["input_ids"], server.encode(probe)
         if ours != theirs:
             server.close()
-            raise UsageError(f"the server at {config.url} has another tokenizer: {probe!r} becomes {ours[:8]} and {theirs[:8]}", HINT)
+            raise UsageError(
+                f"the server at {config.url} has another tokenizer: {probe!r} becomes {ours[:8]} and {theirs[:8]}",
+                HINT,
+            )
     return server
 
 
@@ -376,12 +446,16 @@ def reach_own_model(config: ServerSection, backbone: Backbone, tell: Callable[[s
     theirs = server.ask(ids[:1], ids[1:]).result()
     ours = Teacher(backbone, "base").opinion([Rollout(ids[:1], ids[1:])])
     rows = shared_rows(backbone.causal_lm.get_output_embeddings().weight, ours)
-    mine = ours.log_probs(slice(0, len(ids)), rows, 1.0).gather(1, torch.tensor(ids[1:], device=backbone.device)[:, None])[:, 0]
+    mine = ours.log_probs(slice(0, len(ids)), rows, 1.0).gather(
+        1, torch.tensor(ids[1:], device=backbone.device)[:, None]
+    )[:, 0]
     gap = float((mine.detach().cpu() - theirs.logprob_N).abs().mean())
     if gap > SAME_MODEL:
         server.close()
-        raise UsageError(f"the server at {config.url} serves another model as {server.model}: on a probe the two differ by {gap:.2f} nats per token",
-                         "start it with `opdcl serve RUN`, and name the base: server.model")  # fmt: skip
+        raise UsageError(
+            f"the server at {config.url} serves another model as {server.model}: on a probe the two differ by {gap:.2f} nats per token",
+            "start it with `opdcl serve RUN`, and name the base: server.model",
+        )
     return server
 
 
@@ -393,7 +467,10 @@ def load_model(config: TeacherSection, backbone: Backbone) -> PreTrainedModel:
     model, tokenizer = load_base(where)
     refuse_unsupported(model.config)
     if (theirs := eos_ids(model, tokenizer)) != backbone.eos_ids:
-        raise UsageError(f"teacher {config.model.id} ends answers with ids {theirs}, the student with {backbone.eos_ids}", HINT)
+        raise UsageError(
+            f"teacher {config.model.id} ends answers with ids {theirs}, the student with {backbone.eos_ids}",
+            HINT,
+        )
     return model.requires_grad_(False)
 
 

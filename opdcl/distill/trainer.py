@@ -16,24 +16,26 @@ import torch
 from datasets import Dataset
 from trl import DistillationConfig, DistillationTrainer
 
-from opdcl import processes
-from opdcl.config import RecoverConfig
-from opdcl.distill.backbone import Backbone
-from opdcl.distill.contract import refuse_unsupported
-from opdcl.distill.divergence import group_advantages, token_logprobs, token_losses, top_k_overlap
-from opdcl.distill.forward import answer_ids, answer_states
-from opdcl.distill.opinion import Hidden, Opinion, join, shared_rows
-from opdcl.distill.rollouts import Rollout, repetition
+from opdcl import parallel
+from opdcl.config.recover import RecoverConfig
+from opdcl.distill.losses import group_advantages, token_logprobs, token_losses, top_k_overlap
 from opdcl.distill.schedule import Step, Stream
 from opdcl.distill.teachers import Routed, Teacher, sequence
 from opdcl.errors import OpdclError, UsageError
-from opdcl.rundir import write_atomic
+from opdcl.model.backbone import Backbone
+from opdcl.model.compatibility import refuse_unsupported
+from opdcl.model.distributions import Hidden, Opinion, join, shared_rows
+from opdcl.model.forward import answer_ids, answer_states
+from opdcl.rundir.files import write_atomic
+from opdcl.sampling.rollout import Rollout, repetition
 from opdcl.training import finite_or_skipped, is_out_of_memory
 
 if TYPE_CHECKING:
-    from opdcl.reward import Reward
+    from opdcl.distill.reward import Reward
+
 
 logger = logging.getLogger(__name__)
+
 # Sequences sampled together that leave little of the hardware idle.
 FULL_BATCH = 96
 
@@ -47,9 +49,18 @@ class RecoveryTrainer(DistillationTrainer):
     the loss is averaged over all tokens of the step, however it was split.
     """
 
-    def __init__(self, backbone: Backbone, config: RecoverConfig, steps: list[Step],
-                 prompts: dict[Stream, list[list[int]]], teachers: dict[Stream, Teacher | Routed], args: DistillationConfig,
-                 callbacks: list, reward: Reward | None = None, student: Teacher | None = None):  # fmt: skip
+    def __init__(
+        self,
+        backbone: Backbone,
+        config: RecoverConfig,
+        steps: list[Step],
+        prompts: dict[Stream, list[list[int]]],
+        teachers: dict[Stream, Teacher | Routed],
+        args: DistillationConfig,
+        callbacks: list,
+        reward: Reward | None = None,
+        student: Teacher | None = None,
+    ):
         refuse_unsupported(backbone.causal_lm.config)
         self.teachers, self.reward, self.student = teachers, reward, student or Teacher(backbone, "student")
         self.backbone, self.recover_config, self.steps, self.prompts = backbone, config, steps, prompts
@@ -83,7 +94,11 @@ class RecoveryTrainer(DistillationTrainer):
     def _sample_from(self, index: int) -> None:
         step, ahead = self.steps[index], self.recover_config.sample_ahead
         teacher, stream = self.teachers[step.stream], step.stream
-        alike = [i for i in range(index, len(self.steps)) if (self.steps[i].stream, self.steps[i].on_policy) == (stream, step.on_policy)]
+        alike = [
+            i
+            for i in range(index, len(self.steps))
+            if (self.steps[i].stream, self.steps[i].on_policy) == (stream, step.on_policy)
+        ]
         stale = step.on_policy or teacher.moves
         same = alike[: ahead if stale else max(ahead, FULL_BATCH // len(step.prompts))]
         prompts = [self.prompts[stream][p] for i in same for p in self.steps[i].prompts]
@@ -92,7 +107,15 @@ class RecoveryTrainer(DistillationTrainer):
         begun = self._unfinished.pop(stream, []) if step.on_policy else []
         leave = self._may_leave(same) if step.on_policy and len(same) < len(alike) and not rewarded else 0
         # A teacher far away reads each completion while the others are still being written.
-        found = self.sample(prompts, stream, seed, None if step.on_policy else teacher, None if rewarded else teacher.expect, begun, leave)
+        found = self.sample(
+            prompts,
+            stream,
+            seed,
+            None if step.on_policy else teacher,
+            None if rewarded else teacher.expect,
+            begun,
+            leave,
+        )
         if left := [r for r in found if not self._is_done(r, stream)]:
             self._unfinished[stream] = left
         begun, new = found[: len(begun)], iter(found[len(begun) :])
@@ -114,10 +137,18 @@ class RecoveryTrainer(DistillationTrainer):
         """
         size = self.recover_config.reward.group
         rewards = self.reward(rollouts)
-        for rollout, reward, advantage in zip(rollouts, rewards, group_advantages(rewards, size), strict=True):
-            rollout.reward, rollout.advantage, rollout.step_reward = reward, advantage, sum(rewards) / len(rewards)
+        for rollout, reward, advantage in zip(
+            rollouts, rewards, group_advantages(rewards, size), strict=True
+        ):
+            rollout.reward, rollout.advantage, rollout.step_reward = (
+                reward,
+                advantage,
+                sum(rewards) / len(rewards),
+            )
         starts = range(0, len(rollouts), size)
-        chosen = sorted(starts, key=lambda start: pvariance(rewards[start : start + size]), reverse=True)[: keep // size]
+        chosen = sorted(starts, key=lambda start: pvariance(rewards[start : start + size]), reverse=True)[
+            : keep // size
+        ]
         kept = [rollout for start in sorted(chosen) for rollout in rollouts[start : start + size]]
         self.reward.demonstrate(kept)
         return kept
@@ -135,7 +166,7 @@ class RecoveryTrainer(DistillationTrainer):
             theirs = token_logprobs(opinion, tokens_N, rows, self.recover_config.temperature)
             for rollout, q_N in zip(batch, theirs.split([len(r.completion_ids) for r in batch]), strict=True):
                 gaps[places[id(rollout)]] = float((q_N - q_N.new_tensor(rollout.logprobs)).abs().mean())
-        gaps = processes.total(gaps)
+        gaps = parallel.total(gaps)
         kept = set(sorted(places.values(), key=gaps.__getitem__, reverse=True)[:keep])
         return [r for r in rollouts if places[id(r)] in kept]
 
@@ -146,7 +177,7 @@ class RecoveryTrainer(DistillationTrainer):
         several processes, each of which would leave others behind.
         """
         config = self.recover_config
-        if len(steps) == 1 or config.oversample > 1 or config.server or processes.count() > 1:
+        if len(steps) == 1 or config.oversample > 1 or config.server or parallel.count() > 1:
             return 0
         sizes = [len(self.steps[i].prompts) for i in steps]
         return min(sum(sizes) // 16, min(sizes) - 1)
@@ -158,15 +189,25 @@ class RecoveryTrainer(DistillationTrainer):
         config = self.recover_config
         return (config.domain_max_new_tokens if stream == "domain" else None) or config.max_new_tokens
 
-    def sample(self, prompts: list[list[int]], stream: Stream, seed: int, teacher: Teacher | Routed | None = None,
-               on_finished: Callable[[list[Rollout]], None] | None = None, begun: list[Rollout] | None = None, leave: int = 0) -> list[Rollout]:
+    def sample(
+        self,
+        prompts: list[list[int]],
+        stream: Stream,
+        seed: int,
+        teacher: Teacher | Routed | None = None,
+        on_finished: Callable[[list[Rollout]], None] | None = None,
+        begun: list[Rollout] | None = None,
+        leave: int = 0,
+    ) -> list[Rollout]:
         """Sample one completion per prompt from the student, or from a teacher with what it sees, with merged weights.
 
         What is `begun`, by the student alone, is gone on with, and comes first in the result.
         """
         config, longest = self.recover_config, self._longest(stream)
         if begun or leave:
-            return self.student.write(prompts, config, longest, seed, on_finished, begun=begun or [], leave=leave)
+            return self.student.write(
+                prompts, config, longest, seed, on_finished, begun=begun or [], leave=leave
+            )
         found: dict[int, Rollout] = {}
         for _, author, mine in (teacher or self.student).split(prompts):
             written = author.write([prompts[i] for i in mine], config, longest, seed, on_finished)
@@ -191,27 +232,39 @@ class RecoveryTrainer(DistillationTrainer):
                 sums = self.grade(rollouts, self._stream, learn=True)
                 break
             except (RuntimeError, MemoryError) as fault:
-                if not is_out_of_memory(fault) or processes.sharded():  # where all run the base together, none may start anew
+                if (
+                    not is_out_of_memory(fault) or parallel.sharded()
+                ):  # where all run the base together, none may start anew
                     raise
                 # Nothing is lost but time: the step is graded anew, from no gradient, in smaller pieces.
                 model.zero_grad()
                 self._halve_micro_batches(rollouts)
-        processes.add_gradients(model)
+        parallel.add_gradients(model)
         for name, value in self._summary(rollouts, sums).items():
             self._metrics["train"][name].append(value)
-        return finite_or_skipped(self, model, torch.tensor(sums["loss"] / sums["tokens"], device=self.args.device))
+        return finite_or_skipped(
+            self, model, torch.tensor(sums["loss"] / sums["tokens"], device=self.args.device)
+        )
 
     def _halve_micro_batches(self, rollouts: list[Rollout]) -> None:
         if self.micro_batch_tokens <= max(map(_length, rollouts)):
-            raise OpdclError("one sequence alone does not fit into memory",
-                             "lower recover.max_new_tokens, or choose a smaller model")  # fmt: skip
+            raise OpdclError(
+                "one sequence alone does not fit into memory",
+                "lower recover.max_new_tokens, or choose a smaller model",
+            )
         self.micro_batch_tokens //= 2
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         logger.warning("out of memory: going on with micro-batches of %d tokens", self.micro_batch_tokens)
 
-    def grade(self, rollouts: list[Rollout], stream: Stream, learn: bool, opinions: dict[int, Opinion] | None = None,
-              overlap: bool = False) -> dict[str, float]:  # fmt: skip
+    def grade(
+        self,
+        rollouts: list[Rollout],
+        stream: Stream,
+        learn: bool,
+        opinions: dict[int, Opinion] | None = None,
+        overlap: bool = False,
+    ) -> dict[str, float]:
         """Sum KL and entropies over all completion tokens; with `learn`, accumulate the gradient of their mean.
 
         Each process grades its share; the sums are those of all, the gradient is its own part.
@@ -233,15 +286,34 @@ class RecoveryTrainer(DistillationTrainer):
         for name, judge, batch, idle in self._batches(rollouts, self.teachers[stream]):
             opinion = join([opinions[id(r)] for r in batch]) if opinions else self._opinion(batch, judge)
             with self.compute_loss_context_manager(), torch.set_grad_enabled(learn):
-                student_NH = answer_states(self.backbone.causal_lm, sequences := [sequence(r.prompt_ids, r.completion_ids) for r in batch])
+                student_NH = answer_states(
+                    self.backbone.causal_lm,
+                    sequences := [sequence(r.prompt_ids, r.completion_ids) for r in batch],
+                )
                 token_N = answer_ids(sequences, student_NH.device)
                 sampler_N = torch.tensor([x for r in batch for x in r.logprobs], device=student_NH.device)
                 rewarded = learn and batch[0].reward is not None
-                advantage_N = sampler_N.new_tensor([r.advantage for r in batch for _ in r.completion_ids]) if rewarded else None
-                losses = token_losses(student_NH, weight_VH, opinion, token_N, sampler_N, config.temperature, config.loss,
-                                      [len(r.completion_ids) for r in batch], config.reward, advantage_N)  # fmt: skip
+                advantage_N = (
+                    sampler_N.new_tensor([r.advantage for r in batch for _ in r.completion_ids])
+                    if rewarded
+                    else None
+                )
+                losses = token_losses(
+                    student_NH,
+                    weight_VH,
+                    opinion,
+                    token_N,
+                    sampler_N,
+                    config.temperature,
+                    config.loss,
+                    [len(r.completion_ids) for r in batch],
+                    config.reward,
+                    advantage_N,
+                )
             if learn:
-                weight_N = _weights(batch, config.loss.unfinished, judge.skip_tokens, student_NH.device) * (not idle)
+                weight_N = _weights(batch, config.loss.unfinished, judge.skip_tokens, student_NH.device) * (
+                    not idle
+                )
                 if self._fresh and len(sampler_N):
                     mismatch_N = (losses.logprob - sampler_N).abs() > math.log(2)
                     weight_N = weight_N * ~mismatch_N
@@ -258,7 +330,7 @@ class RecoveryTrainer(DistillationTrainer):
             if name:
                 sums[f"kl/{name}"] += float(losses.kl.sum())
                 sums[f"tokens/{name}"] += len(token_N)
-        return defaultdict(float, processes.total(sums), tokens=total)
+        return defaultdict(float, parallel.total(sums), tokens=total)
 
     def opinions(self, rollouts: list[Rollout], teacher: Teacher | Routed) -> dict[int, Opinion]:
         """Return what a teacher thinks of the completion tokens of each rollout in this process's share, by the rollout's `id`."""
@@ -268,18 +340,25 @@ class RecoveryTrainer(DistillationTrainer):
             found |= {id(r): part for r, part in zip(batch, parts, strict=True)}
         return found
 
-    def _batches(self, rollouts: list[Rollout], teacher: Teacher | Routed) -> Iterator[tuple[str, Teacher, list[Rollout], bool]]:
+    def _batches(
+        self, rollouts: list[Rollout], teacher: Teacher | Routed
+    ) -> Iterator[tuple[str, Teacher, list[Rollout], bool]]:
         """Yield this process's micro-batches, each with the one teacher that grades it, that teacher's name, and whether it is idle.
 
         Where the base is spread over the processes, all must run it equally often; who is done early repeats something idly.
         """
         for name, judge, theirs in teacher.split([r.prompt_ids for r in rollouts]):
-            ordered = sorted((rollouts[i] for i in theirs), key=_length, reverse=True)  # so that the shares cost alike
-            cut = [micro_batches(processes.share(ordered, i), self.micro_batch_tokens) for i in range(processes.count())]
-            mine = cut[processes.rank()]
+            ordered = sorted(
+                (rollouts[i] for i in theirs), key=_length, reverse=True
+            )  # so that the shares cost alike
+            cut = [
+                micro_batches(parallel.share(ordered, i), self.micro_batch_tokens)
+                for i in range(parallel.count())
+            ]
+            mine = cut[parallel.rank()]
             for batch in mine:
                 yield name, judge, batch, False
-            for _ in range(max(map(len, cut)) - len(mine) if processes.sharded() else 0):
+            for _ in range(max(map(len, cut)) - len(mine) if parallel.sharded() else 0):
                 yield name, judge, ordered[-1:], True
 
     def _opinion(self, batch: list[Rollout], teacher: Teacher) -> Opinion:
@@ -289,16 +368,21 @@ class RecoveryTrainer(DistillationTrainer):
     def _summary(self, rollouts: list[Rollout], sums: dict[str, float]) -> dict[str, float]:
         count = len(rollouts)
         mismatch = {"mismatch": sums["mismatched"] / sums["tokens"]} if self._fresh else {}
-        return mismatch | _rewards(rollouts) | by_teacher(sums) | {
-            "kl": sums["kl"] / sums["tokens"],
-            "student_entropy": sums["student_entropy"] / sums["tokens"],
-            "teacher_entropy": sums["teacher_entropy"] / sums["tokens"],
-            "mean_length": sums["tokens"] / count,
-            "truncated": sum(not r.finished for r in rollouts) / count,
-            "repetition": repetition([r.completion_ids for r in rollouts]),
-            "adapter_norm": self.backbone.adapter_norm("student"),
-            "tokens": sums["tokens"],
-        }
+        return (
+            mismatch
+            | _rewards(rollouts)
+            | by_teacher(sums)
+            | {
+                "kl": sums["kl"] / sums["tokens"],
+                "student_entropy": sums["student_entropy"] / sums["tokens"],
+                "teacher_entropy": sums["teacher_entropy"] / sums["tokens"],
+                "mean_length": sums["tokens"] / count,
+                "truncated": sum(not r.finished for r in rollouts) / count,
+                "repetition": repetition([r.completion_ids for r in rollouts]),
+                "adapter_norm": self.backbone.adapter_norm("student"),
+                "tokens": sums["tokens"],
+            }
+        )
 
     def log(self, logs: dict, start_time: float | None = None) -> None:
         if "loss" in logs:
@@ -311,7 +395,10 @@ class RecoveryTrainer(DistillationTrainer):
         # First, because the trainer writes its state file last: whoever finds that, finds a whole checkpoint.
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         kept = {"ahead": self._ahead, "unfinished": self._unfinished}
-        written = {part: {str(key): [asdict(r) for r in rollouts] for key, rollouts in found.items()} for part, found in kept.items()}
+        written = {
+            part: {str(key): [asdict(r) for r in rollouts] for key, rollouts in found.items()}
+            for part, found in kept.items()
+        }
         write_atomic(folder / "rollouts.json", json.dumps(written))
         for teacher in self.teachers.values():
             teacher.save(folder)
@@ -325,11 +412,20 @@ class RecoveryTrainer(DistillationTrainer):
         """
         kept = json.loads((checkpoint / "rollouts.json").read_text())
         if set(kept) != {"ahead", "unfinished"}:
-            raise UsageError(f"another version of opdcl wrote {checkpoint}", "remove that folder: the run goes on from the one before, or anew")
+            raise UsageError(
+                f"another version of opdcl wrote {checkpoint}",
+                "remove that folder: the run goes on from the one before, or anew",
+            )
         for teacher in self.teachers.values():
             teacher.restore(checkpoint)
-        ahead, unfinished = ({key: [Rollout(**r) for r in rollouts] for key, rollouts in kept[part].items()} for part in ("ahead", "unfinished"))
-        self._ahead, self._unfinished = {int(index): rollouts for index, rollouts in ahead.items()}, unfinished
+        ahead, unfinished = (
+            {key: [Rollout(**r) for r in rollouts] for key, rollouts in kept[part].items()}
+            for part in ("ahead", "unfinished")
+        )
+        self._ahead, self._unfinished = (
+            {int(index): rollouts for index, rollouts in ahead.items()},
+            unfinished,
+        )
 
     def create_model_card(self, *args, **kwargs) -> None:
         """Write none: the report writes the model card."""
@@ -339,7 +435,10 @@ def _rewards(rollouts: list[Rollout]) -> dict[str, float]:
     """Return the mean reward, and which share of the completions was told nothing by it because its group got all the same."""
     if rollouts[0].reward is None:
         return {}
-    return {"reward": rollouts[0].step_reward, "reward_tied": sum(not r.advantage for r in rollouts) / len(rollouts)}
+    return {
+        "reward": rollouts[0].step_reward,
+        "reward_tied": sum(not r.advantage for r in rollouts) / len(rollouts),
+    }
 
 
 def by_teacher(sums: dict[str, float]) -> dict[str, float]:
@@ -349,7 +448,11 @@ def by_teacher(sums: dict[str, float]) -> dict[str, float]:
 
 def _weights(batch: list[Rollout], unfinished: float, skipped: int, device: torch.device) -> torch.Tensor:
     """Return the weight of each completion token, `(N,)`: none for the first `skipped`, less where the end was cut off."""
-    weights = [(i >= skipped) * (1.0 if r.finished else unfinished) for r in batch for i in range(len(r.completion_ids))]
+    weights = [
+        (i >= skipped) * (1.0 if r.finished else unfinished)
+        for r in batch
+        for i in range(len(r.completion_ids))
+    ]
     return torch.tensor(weights, device=device)
 
 

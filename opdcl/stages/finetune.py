@@ -1,6 +1,6 @@
 """Learn the domain: supervised fine-tune of a LoRA adapter with TRL's SFTTrainer.
 
-    opdcl finetune --data rows.jsonl -o runs/mine
+opdcl finetune --data rows.jsonl -o runs/mine
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import torch
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
-from opdcl import processes
-from opdcl.config import FinetuneConfig, RecoverConfig, TeacherSection
-from opdcl.data import Encoded, encode_example, load_rows
-from opdcl.distill.backbone import Backbone
-from opdcl.distill.forward import answer_ids, answer_states
+from opdcl import parallel
+from opdcl.config.finetune import FinetuneConfig
+from opdcl.config.recover import RecoverConfig
+from opdcl.config.teacher import TeacherSection
+from opdcl.data.chat import Encoded, encode_example
+from opdcl.data.rows import load_rows
 from opdcl.errors import OpdclError
-from opdcl.models import ModelRef
-from opdcl.rundir import StageDir
+from opdcl.model.adapters import ModelRef
+from opdcl.model.backbone import Backbone
+from opdcl.model.forward import answer_ids, answer_states
+from opdcl.rundir.layout import StageDir
 from opdcl.stages.recover import recover
 from opdcl.training import (
     StageCallback,
@@ -34,7 +37,9 @@ from opdcl.training import (
 logger = logging.getLogger(__name__)
 
 
-def finetune(config: FinetuneConfig, backbone: Backbone, parent: ModelRef, out: StageDir, report: StageReport) -> ModelRef:
+def finetune(
+    config: FinetuneConfig, backbone: Backbone, parent: ModelRef, out: StageDir, report: StageReport
+) -> ModelRef:
     """Train an adapter on the domain's answers, a new one or the parent's, resuming from the stage's last checkpoint."""
     if config.method == "self-distill":
         return self_distill(config, backbone, parent, out, report)
@@ -60,7 +65,9 @@ def finetune(config: FinetuneConfig, backbone: Backbone, parent: ModelRef, out: 
         "train_sampling_strategy": "sequential",  # the rows are laid out beforehand
         **config.trainer,
     }
-    dataset = Dataset.from_list([{"input_ids": r.input_ids, "completion_mask": r.completion_mask} for r in rows])
+    dataset = Dataset.from_list(
+        [{"input_ids": r.input_ids, "completion_mask": r.completion_mask} for r in rows]
+    )
     order = lay_out([len(r.input_ids) for r in rows], config.batch_size, steps, config.seed)
     trainer = AnswerTrainer(
         model=model,
@@ -76,7 +83,9 @@ def finetune(config: FinetuneConfig, backbone: Backbone, parent: ModelRef, out: 
     return ModelRef(parent.base, out.adapter)
 
 
-def self_distill(config: FinetuneConfig, backbone: Backbone, parent: ModelRef, out: StageDir, report: StageReport) -> ModelRef:
+def self_distill(
+    config: FinetuneConfig, backbone: Backbone, parent: ModelRef, out: StageDir, report: StageReport
+) -> ModelRef:
     """Learn the domain on the student's own completions, graded by a running mean of itself that is shown the answer.
 
     The same loop as recovery, with another teacher (SDFT, arXiv 2601.19897, algorithm 1).
@@ -93,16 +102,32 @@ def as_distillation(config: FinetuneConfig) -> RecoverConfig:
     steps = planned_steps(config, len(load_rows(config.data)))
     own = config.self_distill
     return RecoverConfig(
-        general=None, general_per_domain=0, domain=config.data, steps=steps, rollouts=config.batch_size, max_new_tokens=own.max_new_tokens,
-        domain_teacher=TeacherSection(kind="ema", rate=own.rate, context=own.context, skip_tokens=own.skip_tokens), loss=own.loss,
-        learning_rate=config.learning_rate, save_steps=config.save_steps, validate_every=config.save_steps, keep="last", seed=config.seed,
+        general=None,
+        general_per_domain=0,
+        domain=config.data,
+        steps=steps,
+        rollouts=config.batch_size,
+        max_new_tokens=own.max_new_tokens,
+        domain_teacher=TeacherSection(
+            kind="ema", rate=own.rate, context=own.context, skip_tokens=own.skip_tokens
+        ),
+        loss=own.loss,
+        learning_rate=config.learning_rate,
+        save_steps=config.save_steps,
+        validate_every=config.save_steps,
+        keep="last",
+        seed=config.seed,
         trainer=config.trainer,
-    )  # fmt: skip
+    )
 
 
 def encode(config: FinetuneConfig, backbone: Backbone) -> list[Encoded]:
     """Load and encode the training rows."""
-    return [e for row in load_rows(config.data) for e in encode_example(row, backbone.tokenizer, config.max_length)]
+    return [
+        e
+        for row in load_rows(config.data)
+        for e in encode_example(row, backbone.tokenizer, config.max_length)
+    ]
 
 
 def planned_steps(config: FinetuneConfig, rows: int) -> int:
@@ -123,7 +148,11 @@ def lay_out(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[
         shuffle.shuffle(rows)
         # Sorted within stretches of fifty batches, as transformers' own grouping does: like, but not the same, each epoch.
         stretch = 50 * batch_size
-        rows = [r for i in range(0, len(rows), stretch) for r in sorted(rows[i : i + stretch], key=lambda r: lengths[r])]
+        rows = [
+            r
+            for i in range(0, len(rows), stretch)
+            for r in sorted(rows[i : i + stretch], key=lambda r: lengths[r])
+        ]
         batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
         shuffle.shuffle(batches)
         order += [row for batch in batches for row in batch]
@@ -150,25 +179,33 @@ class AnswerTrainer(SFTTrainer):
             try:
                 # Every piece divides by the tokens of the whole batch, so that the gradients of all pieces, and of all
                 # processes, add up to its own.
-                losses = [super(AnswerTrainer, self).training_step(model, piece, tokens) for piece in _cut(mine, self.pieces)]
+                losses = [
+                    super(AnswerTrainer, self).training_step(model, piece, tokens)
+                    for piece in _cut(mine, self.pieces)
+                ]
                 break
             except (RuntimeError, MemoryError) as fault:
-                if not is_out_of_memory(fault) or processes.sharded():  # where all run the base together, none may start anew
+                if (
+                    not is_out_of_memory(fault) or parallel.sharded()
+                ):  # where all run the base together, none may start anew
                     raise
                 model.zero_grad()
                 self._cut_finer(mine)
-        processes.add_gradients(model)
+        parallel.add_gradients(model)
         loss = torch.stack(losses).sum()
-        return finite_or_skipped(self, model, loss.new_tensor(processes.total({"loss": float(loss)})["loss"]))
+        return finite_or_skipped(self, model, loss.new_tensor(parallel.total({"loss": float(loss)})["loss"]))
 
     def _cut_finer(self, inputs: dict[str, torch.Tensor]) -> None:
         if "position_ids" in inputs:
             raise OpdclError(
-                "a batch of packed rows does not fit into memory", "lower finetune.batch_size, or finetune.packing: off"
+                "a batch of packed rows does not fit into memory",
+                "lower finetune.batch_size, or finetune.packing: off",
             )
         if self.pieces >= len(inputs["input_ids"]):
-            raise OpdclError("one training row alone does not fit into memory",
-                             "lower finetune.max_length, or choose a smaller model")  # fmt: skip
+            raise OpdclError(
+                "one training row alone does not fit into memory",
+                "lower finetune.max_length, or choose a smaller model",
+            )
         self.pieces *= 2
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -196,12 +233,15 @@ class AnswerTrainer(SFTTrainer):
 
 def _my_rows(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return this process's rows of a batch; if there are too few for it, one whose answer does not count."""
-    if processes.count() == 1:
+    if parallel.count() == 1:
         return inputs
-    mine = {name: processes.share(rows) for name, rows in inputs.items()}
+    mine = {name: parallel.share(rows) for name, rows in inputs.items()}
     if len(mine["input_ids"]):
         return mine
-    return {name: rows[:1] if name != "labels" else torch.full_like(rows[:1], -100) for name, rows in inputs.items()}
+    return {
+        name: rows[:1] if name != "labels" else torch.full_like(rows[:1], -100)
+        for name, rows in inputs.items()
+    }
 
 
 def _cut(inputs: dict[str, torch.Tensor], pieces: int) -> list[dict[str, torch.Tensor]]:
@@ -209,4 +249,7 @@ def _cut(inputs: dict[str, torch.Tensor], pieces: int) -> list[dict[str, torch.T
     if pieces == 1:
         return [inputs]
     size = math.ceil(len(inputs["input_ids"]) / pieces)
-    return [dict(zip(inputs, rows, strict=True)) for rows in zip(*(value.split(size) for value in inputs.values()), strict=True)]
+    return [
+        dict(zip(inputs, rows, strict=True))
+        for rows in zip(*(value.split(size) for value in inputs.values()), strict=True)
+    ]

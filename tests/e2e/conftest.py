@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from test_workflow import opdcl
-from tiny import make_project
+from helpers.command import opdcl
+from helpers.tiny import make_project
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from test_workflow import opdcl
+from helpers.command import opdcl
 
 SCRIPT = """
 import json, sys
@@ -42,7 +42,14 @@ def folder(finished):
 
 def test_the_verbs_go_on_from_one_another_and_show_themselves(folder, tiny_model):
     script = SCRIPT.replace("MODEL", repr(str(tiny_model)))
-    done = subprocess.run([sys.executable, "-c", script], cwd=folder, env=os.environ, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=folder,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     text, hint = done.stdout.strip().splitlines()
     found = json.loads(text)

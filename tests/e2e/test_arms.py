@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from test_workflow import opdcl
-from tiny import make_project
+from helpers.command import opdcl
+from helpers.tiny import make_project
 
 ARMS = """
 seeds: [1, 2]
@@ -27,7 +27,9 @@ def test_all_arms_run_over_all_seeds_and_share_what_they_can(family):
     assert planned.returncode == 0, planned.stderr
     plans = {p["run"]: p["tasks"] for p in json.loads(planned.stdout)}
     assert list(plans) == ["ours-1", "general-only-1", "ours-2", "general-only-2"]
-    foreseen = [(t["stage"], t["state"], t["why"]) for tasks in plans.values() for t in tasks if t["action"] == "take"]
+    foreseen = [
+        (t["stage"], t["state"], t["why"]) for tasks in plans.values() for t in tasks if t["action"] == "take"
+    ]
     assert not (family / "all").exists()
 
     done = opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", cwd=family)
@@ -37,7 +39,9 @@ def test_all_arms_run_over_all_seeds_and_share_what_they_can(family):
     assert (family / "all" / "compare.html").exists()
 
     def adapter(run, stage):
-        return (family / "all" / run / "stages" / stage / "adapter" / "adapter_model.safetensors").read_bytes()
+        return (
+            family / "all" / run / "stages" / stage / "adapter" / "adapter_model.safetensors"
+        ).read_bytes()
 
     assert adapter("ours-1", "01-finetune") == adapter("general-only-1", "01-finetune")
     assert adapter("ours-1", "01-finetune") != adapter("ours-2", "01-finetune")
@@ -63,14 +67,22 @@ def test_a_recipe_takes_what_another_made_in_the_same_folder(family):
     assert opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", cwd=family).returncode == 0
     seeds = ["--set", "finetune.seed=1", "--set", "recover.seed=1"]
     planned = opdcl("run", "tiny.yaml", "other.yaml", "-o", "all", *seeds, "--dry-run", "--json", cwd=family)
-    foreseen = [(t["stage"], t["why"]) for p in json.loads(planned.stdout) for t in p["tasks"] if t["action"] == "take"]
+    foreseen = [
+        (t["stage"], t["why"])
+        for p in json.loads(planned.stdout)
+        for t in p["tasks"]
+        if t["action"] == "take"
+    ]
     assert ("recover", "from ours-1") in foreseen
     done = opdcl("run", "tiny.yaml", "other.yaml", "-o", "all", *seeds, cwd=family)
     assert len(foreseen) == done.stderr.count(": taken from ")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("recover: taken from ours-1") == 1
     assert done.stderr.count("finetune: taken from") == 2
-    assert [arm["name"] for arm in json.loads((family / "all" / "compare.json").read_text())["arms"]] == ["imitation", "shorter"]
+    assert [arm["name"] for arm in json.loads((family / "all" / "compare.json").read_text())["arms"]] == [
+        "imitation",
+        "shorter",
+    ]
 
 
 def test_an_arm_that_halts_stops_those_that_need_it_and_no_others(family):
@@ -85,14 +97,20 @@ def test_an_arm_that_halts_stops_those_that_need_it_and_no_others(family):
     assert (family / "halting" / "good" / "report.html").exists()
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("arms:\n  ours: {recover: {step: 3}}\n", "arms.ours: unknown key recover.step"),
-    ("arms:\n  ../ours: {}\n", "arms"),
-    ("seeds: [1, 1]\n", "named twice"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("arms:\n  ours: {recover: {step: 3}}\n", "arms.ours: unknown key recover.step"),
+        ("arms:\n  ../ours: {}\n", "arms"),
+        ("seeds: [1, 1]\n", "named twice"),
+    ],
+)
 def test_arms_that_do_not_hold_are_refused_before_anything_runs(family, text, said):
     (family / "wrong.yaml").write_text(text)
-    for command in (["run", "tiny.yaml", "wrong.yaml", "-o", "wrong"], ["config", "validate", "tiny.yaml", "wrong.yaml"]):
+    for command in (
+        ["run", "tiny.yaml", "wrong.yaml", "-o", "wrong"],
+        ["config", "validate", "tiny.yaml", "wrong.yaml"],
+    ):
         done = opdcl(*command, cwd=family)
         assert done.returncode == 2
         assert said in done.stderr

@@ -22,11 +22,15 @@ from typer.main import get_command
 
 import opdcl
 from opdcl import cli
-from opdcl.data import load_rows
-from opdcl.output import Output
+from opdcl.console import Output
+from opdcl.data.rows import load_rows
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")), "workflows/README.md"]
+PAGES = [
+    "README.md",
+    *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
+    "workflows/README.md",
+]
 BLOCK = re.compile(r"^( *)```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^\1```$", re.M | re.S)
 INLINE = re.compile(r"`(opdcl [^`]+)`")
 
@@ -59,14 +63,26 @@ DRY = {
 # What the reader of a page has done before.
 BEFORE = {
     "docs/processes.md": ["opdcl finetune --data rows.jsonl -o runs/mine"],
-    "docs/export.md": ["opdcl finetune --data rows.jsonl -o runs/mine", "opdcl workflows cp own-data mine.yaml"],
+    "docs/export.md": [
+        "opdcl finetune --data rows.jsonl -o runs/mine",
+        "opdcl workflows cp own-data mine.yaml",
+    ],
     "docs/servers.md": ["opdcl finetune --data rows.jsonl -o runs/mine"],
-    "docs/troubleshooting.md": ["opdcl finetune --data rows.jsonl -o runs/mine", "opdcl workflows cp own-data mine.yaml"],
+    "docs/troubleshooting.md": [
+        "opdcl finetune --data rows.jsonl -o runs/mine",
+        "opdcl workflows cp own-data mine.yaml",
+    ],
 }
 
 TRAIN = {"finetune.lora.r": 4, "finetune.lora.alpha": 8, "finetune.epochs": 1}
-RECOVER = {"recover.steps": 2, "recover.rollouts": 4, "recover.max_new_tokens": 4, "recover.domain_max_new_tokens": 4, "recover.validation_prompts": 2,
-           "recover.health.watch": "false"}  # fmt: skip
+RECOVER = {
+    "recover.steps": 2,
+    "recover.rollouts": 4,
+    "recover.max_new_tokens": 4,
+    "recover.domain_max_new_tokens": 4,
+    "recover.validation_prompts": 2,
+    "recover.health.watch": "false",
+}
 EVAL = {"eval.limit": 4, "eval.max_new_tokens": 4}
 SMALL = {
     "finetune": TRAIN,
@@ -98,12 +114,19 @@ def reader(tmp_path, tiny_cache, monkeypatch) -> Path:
     (tmp_path / "my-changes.yaml").write_text("recover: {temperature: 0.9}\n")
     for folder in ("faq", "documents"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "leave.md").write_text("# Leave\n\n## Who approves leave?\n\nPerpetua does.\n\n## How long is it?\n\nSix days.\nNot more.\n")
+        (tmp_path / folder / "leave.md").write_text(
+            "# Leave\n\n## Who approves leave?\n\nPerpetua does.\n\n## How long is it?\n\nSix days.\nNot more.\n"
+        )
     program = tmp_path / "vllm" / "bin" / "vllm"
     program.parent.mkdir(parents=True)
     program.write_text("#!/bin/sh\nexit 1\n")
     program.chmod(0o755)
-    for name, value in {"OPDCL_CACHE": tiny_cache, "HOME": tmp_path, "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}", "COLUMNS": 120}.items():
+    for name, value in {
+        "OPDCL_CACHE": tiny_cache,
+        "HOME": tmp_path,
+        "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}",
+        "COLUMNS": 120,
+    }.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.chdir(tmp_path)
     gc.freeze()  # each training collects garbage, and what the session has loaded by now is none
@@ -123,8 +146,14 @@ def run_here(words: list[str]) -> None:
 
 def small(words: list[str]) -> list[str]:
     """Make a command's sizes small, whatever the page sets."""
-    flagged = [f"{min(float(word), FLAGS[flag]):g}" if flag in FLAGS else word for flag, word in pairwise(["", *words])]
-    return [*flagged, *(word for key, value in SMALL.get(words[1], {}).items() for word in ("--set", f"{key}={value}"))]
+    flagged = [
+        f"{min(float(word), FLAGS[flag]):g}" if flag in FLAGS else word
+        for flag, word in pairwise(["", *words])
+    ]
+    return [
+        *flagged,
+        *(word for key, value in SMALL.get(words[1], {}).items() for word in ("--set", f"{key}={value}")),
+    ]
 
 
 def unknown_words(words: list[str]) -> list[str]:
@@ -139,7 +168,11 @@ def unknown_words(words: list[str]) -> list[str]:
         elif rest[0] not in known_options(command):
             return [rest[0]]
         rest = rest[1:]
-    flags = [word.partition("=")[0] for word in (rest[: rest.index("--")] if "--" in rest else rest) if word.startswith("-")]
+    flags = [
+        word.partition("=")[0]
+        for word in (rest[: rest.index("--")] if "--" in rest else rest)
+        if word.startswith("-")
+    ]
     return [flag for flag in flags if flag not in known_options(command)]
 
 
@@ -186,7 +219,9 @@ def test_what_a_page_shows_works_in_reading_order(page, reader, monkeypatch):
     for line in BEFORE.get(page, ()):
         run_line(line, reader)
     names: dict = {}
-    for number, (_, language, title, body) in enumerate(BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))):
+    for number, (_, language, title, body) in enumerate(
+        BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+    ):
         text = textwrap.dedent(body)
         file = reader / (title or f"block-{number}.{language}")
         if language in ("yaml", "json") and not file.exists():
@@ -210,10 +245,23 @@ def test_what_a_page_shows_works_in_reading_order(page, reader, monkeypatch):
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_within_sentences_exist(page):
     shown = INLINE.findall((ROOT / page).read_text(encoding="utf-8"))
-    assert {command: bad for command in shown if "COMMAND" not in command and (bad := unknown_words(shlex.split(command)))} == {}
+    assert {
+        command: bad
+        for command in shown
+        if "COMMAND" not in command and (bad := unknown_words(shlex.split(command)))
+    } == {}
 
 
-@pytest.mark.parametrize("line", ["opdcl recovr runs/x", "opdcl recover runs/x --stepz 3", "opdcl workflows list", "opdcl --verzion", "opdcl serve x --prot 1 -- --y"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "opdcl recovr runs/x",
+        "opdcl recover runs/x --stepz 3",
+        "opdcl workflows list",
+        "opdcl --verzion",
+        "opdcl serve x --prot 1 -- --y",
+    ],
+)
 def test_what_does_not_exist_is_noticed(line, reader):
     assert unknown_words(shlex.split(line))
     with pytest.raises(AssertionError):
@@ -228,6 +276,11 @@ def test_a_command_that_fails_is_noticed(reader):
 
 
 def test_nothing_is_excused_that_no_page_shows():
-    lines = [line.strip() for page in PAGES for _, language, _, body in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")) if not language
-             for line in body.splitlines()]  # fmt: skip
+    lines = [
+        line.strip()
+        for page in PAGES
+        for _, language, _, body in BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+        if not language
+        for line in body.splitlines()
+    ]
     assert [start for start in (*CANNOT, *DRY) if not any(line.startswith(start) for line in lines)] == []

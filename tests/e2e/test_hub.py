@@ -4,8 +4,8 @@ import json
 import re
 
 import pytest
-from fake_hub import TOKEN, Hub
-from test_workflow import opdcl
+from helpers.command import opdcl
+from helpers.fake_hub import TOKEN, Hub
 
 WORKFLOW = """
 name: from-hub
@@ -19,7 +19,11 @@ name: measured
 model: {id: someone/tiny, dtype: float32}
 eval: {retention: [ifeval]}
 """
-IFEVAL = {"prompt": "Say one thing without a comma.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+IFEVAL = {
+    "prompt": "Say one thing without a comma.",
+    "instruction_id_list": ["punctuation:no_comma"],
+    "kwargs": [{}],
+}
 SUBSETS = b"---\nconfigs:\n- {config_name: rooms, data_files: rooms/*.jsonl}\n- {config_name: roofs, data_files: roofs/*.jsonl}\n---\n"
 
 
@@ -29,10 +33,19 @@ def hub(project, tiny_model):
     hub = Hub()
     hub.add_folder("models/someone/tiny", tiny_model)
     hub.commit("models/someone/tiny", {"pytorch_model.bin": b"pickled"})
-    hub.commit("datasets/someone/rows", {"README.md": SUBSETS, "rooms/train.jsonl": (project / "rows.jsonl").read_bytes(), "roofs/train.jsonl": b'{"nothing": "of use"}\n'})
+    hub.commit(
+        "datasets/someone/rows",
+        {
+            "README.md": SUBSETS,
+            "rooms/train.jsonl": (project / "rows.jsonl").read_bytes(),
+            "roofs/train.jsonl": b'{"nothing": "of use"}\n',
+        },
+    )
     hub.ifeval = "".join(json.dumps({"key": i, **IFEVAL}) + "\n" for i in range(3)).encode()
     hub.commit("datasets/google/IFEval", {"data.jsonl": hub.ifeval})
-    hub.prompts = hub.commit("datasets/someone/prompts", {"train.jsonl": (project / "prompts.jsonl").read_bytes()})
+    hub.prompts = hub.commit(
+        "datasets/someone/prompts", {"train.jsonl": (project / "prompts.jsonl").read_bytes()}
+    )
     hub.commit("datasets/someone/prompts", {"train.jsonl": b'{"nothing": "of use"}\n'})
     yield hub
     hub.stop()
@@ -41,30 +54,46 @@ def hub(project, tiny_model):
 @pytest.fixture(scope="module")
 def online(hub, tmp_path_factory):
     """The environment of a machine that reaches the hub and has an empty cache."""
-    return {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path_factory.mktemp("cache")), "HF_TOKEN": TOKEN}
+    return {
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path_factory.mktemp("cache")),
+        "HF_TOKEN": TOKEN,
+    }
 
 
 @pytest.fixture(scope="module")
 def pushed(hub, online, finished):
-    done = opdcl("push", finished, "someone/adapter", "--base", "someone/tiny", "--private", "--json", env=online)
+    done = opdcl(
+        "push", finished, "someone/adapter", "--base", "someone/tiny", "--private", "--json", env=online
+    )
     assert done.returncode == 0, done.stderr
     assert TOKEN not in done.stdout + done.stderr
     return json.loads(done.stdout)
 
 
-def test_a_pushed_adapter_is_whole_and_its_card_is_read_by_the_hub_s_own_parser(hub, pushed, finished, project):
+def test_a_pushed_adapter_is_whole_and_its_card_is_read_by_the_hub_s_own_parser(
+    hub, pushed, finished, project
+):
     from huggingface_hub import ModelCard
 
     assert hub.private["models/someone/adapter"]
     [(commit, files)] = hub.repositories["models/someone/adapter"].items()
     assert pushed["commit"] == commit
     assert set(files) == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
-    assert files["adapter_model.safetensors"] == (finished / "stages/02-recover/adapter/adapter_model.safetensors").read_bytes()
+    assert (
+        files["adapter_model.safetensors"]
+        == (finished / "stages/02-recover/adapter/adapter_model.safetensors").read_bytes()
+    )
     assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "someone/tiny"
     text = files["README.md"].decode()
     assert not re.search(r"/(tmp|home|root)/", text), "a public card names no path of this machine"
     data = ModelCard(text).data
-    assert (data.base_model, data.library_name, data.pipeline_tag) == ("someone/tiny", "peft", "text-generation")
+    assert (data.base_model, data.library_name, data.pipeline_tag) == (
+        "someone/tiny",
+        "peft",
+        "text-generation",
+    )
     summary = json.loads((project / "summary.json").read_text())
     expected = {name: suite["recovered"]["value"] for name, suite in summary["suites"].items()}
     assert {r.dataset_name: r.metric_value for r in data.eval_results} == expected
@@ -102,11 +131,22 @@ def test_what_was_fetched_runs_offline_and_what_was_not_is_named(hub, online, pu
     fetched = opdcl(*words, env=online)
     assert fetched.returncode == 0, fetched.stderr
     found = {one["what"] + " " + one["name"]: one for one in json.loads(fetched.stdout)}
-    assert set(found) == {"model someone/tiny", "adapter someone/adapter", "dataset someone/rows", f"dataset someone/prompts@{hub.prompts}"}
-    assert {name: one["bytes"] for name, one in found.items()} == {one["what"] + " " + one["name"]: one["bytes"] for one in dry}
+    assert set(found) == {
+        "model someone/tiny",
+        "adapter someone/adapter",
+        "dataset someone/rows",
+        f"dataset someone/prompts@{hub.prompts}",
+    }
+    assert {name: one["bytes"] for name, one in found.items()} == {
+        one["what"] + " " + one["name"]: one["bytes"] for one in dry
+    }
     assert found["adapter someone/adapter"]["commit"] == pushed["commit"]
-    assert not any("pytorch_model.bin" in line for line in hub.asked), "weights in another format are left on the hub"
-    assert [one["missing_bytes"] for one in json.loads(opdcl(*words, "--dry-run", env=online).stdout)] == [0] * 4
+    assert not any("pytorch_model.bin" in line for line in hub.asked), (
+        "weights in another format are left on the hub"
+    )
+    assert [one["missing_bytes"] for one in json.loads(opdcl(*words, "--dry-run", env=online).stdout)] == [
+        0
+    ] * 4
 
     hub.asked.clear()
     run = opdcl("run", file, "-o", "from-hub", "--offline", cwd=project, env=online)
@@ -114,7 +154,10 @@ def test_what_was_fetched_runs_offline_and_what_was_not_is_named(hub, online, pu
     assert hub.asked == [], "offline means that nobody is asked"
     record = json.loads((project / "from-hub/stages/02-recover/stage.json").read_text())
     assert record["inputs"]["content of general"] == f"someone/prompts@{hub.prompts}"
-    assert record["inputs"]["content of domain"] == f"someone/rows:rooms@{found['dataset someone/rows']['commit']}"
+    assert (
+        record["inputs"]["content of domain"]
+        == f"someone/rows:rooms@{found['dataset someone/rows']['commit']}"
+    )
 
     # A pinned set stays, one that follows a branch does not: what was learned from it is no longer what it holds.
     hub.commit("datasets/someone/rows", {"rooms/train.jsonl": b'{"question": "One?", "answer": "1"}\n'})
@@ -150,16 +193,32 @@ def test_an_adapter_on_the_hub_is_talked_to_and_exported(hub, online, pushed, fi
     said = json.loads(asked.stdout)["answers"]
     own = json.loads(opdcl("chat", finished, "Hello", "--json", "--max-new-tokens", "4").stdout)["answers"]
     assert said == {"base": own["base"], "adapter": own["recovered"]}
-    done = opdcl("export", f"someone/adapter@{pushed['commit']}", "-o", "again", "--format", "adapter", cwd=project, env=online)
+    done = opdcl(
+        "export",
+        f"someone/adapter@{pushed['commit']}",
+        "-o",
+        "again",
+        "--format",
+        "adapter",
+        cwd=project,
+        env=online,
+    )
     assert done.returncode == 0, done.stderr
-    assert (project / "again/adapter_model.safetensors").read_bytes() == (finished / "stages/02-recover/adapter/adapter_model.safetensors").read_bytes()
+    assert (project / "again/adapter_model.safetensors").read_bytes() == (
+        finished / "stages/02-recover/adapter/adapter_model.safetensors"
+    ).read_bytes()
 
 
 def test_what_is_not_on_the_hub_is_said(online, pushed):
-    for place, said in (("someone/nothing", "is not on the hub, or is private"), ("someone/adapter@v7", "no such revision")):
+    for place, said in (
+        ("someone/nothing", "is not on the hub, or is private"),
+        ("someone/adapter@v7", "no such revision"),
+    ):
         done = opdcl("chat", place, "Hello", env=online)
         assert done.returncode == 2, done.stderr
         assert said in done.stderr
     # A server that is gone: said at once, not after a minute of trying.
-    gone = opdcl("chat", "someone/nothing", "Hello", env=online | {"HF_ENDPOINT": "http://127.0.0.1:9"}, timeout=60)
+    gone = opdcl(
+        "chat", "someone/nothing", "Hello", env=online | {"HF_ENDPOINT": "http://127.0.0.1:9"}, timeout=60
+    )
     assert "the hub is out of reach" in gone.stderr

@@ -11,16 +11,35 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.command import ENV, OPDCL, opdcl
 from safetensors.torch import load_file
-from test_workflow import ENV, OPDCL, opdcl
 
 # Four steps on what the frozen teacher writes, then the student's own. Adam divides by the gradient's size, and where that is
 # rounding alone it makes steps of it; with a large epsilon what differs by rounding stays so.
-SETTINGS = ["--set", "recover.teacher_first=2", "--set", "recover.steps=6", "--set", "recover.trainer.adam_epsilon=1e-3",
-            "--set", "finetune.trainer.adam_epsilon=1e-3", "--set", "eval.batch_size=2"]  # fmt: skip
+SETTINGS = [
+    "--set",
+    "recover.teacher_first=2",
+    "--set",
+    "recover.steps=6",
+    "--set",
+    "recover.trainer.adam_epsilon=1e-3",
+    "--set",
+    "finetune.trainer.adam_epsilon=1e-3",
+    "--set",
+    "eval.batch_size=2",
+]
 # Steps whose completions are sampled before rounding could have changed what the student writes.
 ALIKE = 5
-MEASURED = {"loss", "kl", "student_entropy", "teacher_entropy", "grad_norm", "adapter_norm", "mean_length", "truncated"}
+MEASURED = {
+    "loss",
+    "kl",
+    "student_entropy",
+    "teacher_entropy",
+    "grad_norm",
+    "adapter_norm",
+    "mean_length",
+    "truncated",
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,34 +57,63 @@ def steps(run: Path, stage: str) -> list[dict]:
 def check_alike(run: Path, alone: Path, scratch: Path) -> None:
     for stage, counted in (("01-finetune", None), ("02-recover", ALIKE)):
         found, expected = steps(run, stage), steps(alone, stage)
-        assert [row["step"] for row in found] == [row["step"] for row in expected] == list(range(1, len(expected) + 1))
+        assert (
+            [row["step"] for row in found]
+            == [row["step"] for row in expected]
+            == list(range(1, len(expected) + 1))
+        )
         for row, reference in list(zip(found, expected, strict=True))[:counted]:
             assert row["tokens"] == reference["tokens"]
             assert row.keys() == reference.keys()
             for name in row.keys() & MEASURED:
-                assert row[name] == pytest.approx(reference[name], rel=1e-3, abs=1e-4), (stage, row["step"], name)
+                assert row[name] == pytest.approx(reference[name], rel=1e-3, abs=1e-4), (
+                    stage,
+                    row["step"],
+                    name,
+                )
     # Tuned adapters are the same up to rounding; recovered ones differ once a token has been drawn differently.
-    weights, reference = (load_file(folder / "stages/01-finetune/adapter/adapter_model.safetensors") for folder in (run, alone))
+    weights, reference = (
+        load_file(folder / "stages/01-finetune/adapter/adapter_model.safetensors") for folder in (run, alone)
+    )
     assert weights.keys() == reference.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, reference[name], rtol=1e-3, atol=1e-5)
     for state in ("base", "tuned"):
         for suite in ("instructions", "questions"):
             file = f"evals/{state}/{suite}.samples.jsonl"
-            assert (run / file).read_text() == (alone / file).read_text()  # each question once, in order, with the same answer
+            assert (run / file).read_text() == (
+                alone / file
+            ).read_text()  # each question once, in order, with the same answer
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["device"]["processes"] == 2
-    assert manifest["base"]["fingerprint_after"] == json.loads((alone / "manifest.json").read_text())["base"]["fingerprint_before"]
+    assert (
+        manifest["base"]["fingerprint_after"]
+        == json.loads((alone / "manifest.json").read_text())["base"]["fingerprint_before"]
+    )
     assert not list(scratch.glob("opdcl-*")), "a process left its copy behind"
 
 
 @pytest.mark.parametrize("settings", [[], ["--set", "model.shard=true"]], ids=["whole", "sharded"])
 def test_two_processes_do_what_one_does(alone, project, tmp_path, settings):
-    done = opdcl("run", "tiny.yaml", "-o", tmp_path / "run", *SETTINGS, *settings, "--num-processes", 2, "--json", cwd=project, env={"TMPDIR": str(scratch(tmp_path))})
+    done = opdcl(
+        "run",
+        "tiny.yaml",
+        "-o",
+        tmp_path / "run",
+        *SETTINGS,
+        *settings,
+        "--num-processes",
+        2,
+        "--json",
+        cwd=project,
+        env={"TMPDIR": str(scratch(tmp_path))},
+    )
     assert done.returncode == 0, done.stderr
     json.loads(done.stdout)  # one document: one process speaks
     check_alike(tmp_path / "run", alone, tmp_path / "scratch")
-    again = opdcl("run", "tiny.yaml", "-o", tmp_path / "run", *SETTINGS, cwd=project)  # one process finds nothing to do
+    again = opdcl(
+        "run", "tiny.yaml", "-o", tmp_path / "run", *SETTINGS, cwd=project
+    )  # one process finds nothing to do
     assert again.returncode == 0
     assert "everything is done already" in again.stderr
 
@@ -80,7 +128,13 @@ def test_accelerate_may_launch_them_and_an_interrupt_stops_all(alone, project, t
     config = Path(__file__).parents[2] / "workflows" / "accelerate" / "data-parallel.yaml"
     words = ["run", "tiny.yaml", "-o", str(tmp_path / "run"), *SETTINGS]
     environment = ENV | {"TMPDIR": str(scratch(tmp_path))}
-    started = subprocess.Popen([*OPDCL, *words, "--num-processes", "2"], cwd=project, env=environment, stderr=subprocess.PIPE, text=True)
+    started = subprocess.Popen(
+        [*OPDCL, *words, "--num-processes", "2"],
+        cwd=project,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     metrics = tmp_path / "run" / "stages" / "02-recover" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and '"loss"' in metrics.read_text(), started)
     started.send_signal(signal.SIGINT)
@@ -89,19 +143,58 @@ def test_accelerate_may_launch_them_and_an_interrupt_stops_all(alone, project, t
     assert said.count("checkpoint saved") == 1
     assert "--num-processes 2" in said  # the command that goes on
     assert not list((tmp_path / "scratch").glob("opdcl-*"))
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "-m", "opdcl", *words]
-    done = subprocess.run(launch, cwd=project, env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])}, capture_output=True, text=True, timeout=300)
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(config),
+        "-m",
+        "opdcl",
+        *words,
+    ]
+    done = subprocess.run(
+        launch,
+        cwd=project,
+        env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("recover: resuming from step") == done.stderr.count("2 processes, each with the whole base") == 1
+    assert (
+        done.stderr.count("recover: resuming from step")
+        == done.stderr.count("2 processes, each with the whole base")
+        == 1
+    )
     check_alike(tmp_path / "run", alone, tmp_path / "scratch")
 
 
 def test_when_one_process_dies_all_end_and_the_run_goes_on_later(alone, project, tmp_path):
     shutil.copytree(alone, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "evals" / "tuned")
-    words = ["run", "tiny.yaml", "-o", str(tmp_path / "run"), *SETTINGS, "--set", "eval.limit=40", "--num-processes", "2"]
-    started = subprocess.Popen([*OPDCL, *words], cwd=project, env=ENV | {"TMPDIR": str(scratch(tmp_path))}, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: len(list((tmp_path / "scratch").glob("opdcl-*/opdcl-*/run/evals/*/.*.partial.jsonl"))) == 1, started)
+    words = [
+        "run",
+        "tiny.yaml",
+        "-o",
+        str(tmp_path / "run"),
+        *SETTINGS,
+        "--set",
+        "eval.limit=40",
+        "--num-processes",
+        "2",
+    ]
+    started = subprocess.Popen(
+        [*OPDCL, *words],
+        cwd=project,
+        env=ENV | {"TMPDIR": str(scratch(tmp_path))},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(
+        lambda: len(list((tmp_path / "scratch").glob("opdcl-*/opdcl-*/run/evals/*/.*.partial.jsonl"))) == 1,
+        started,
+    )
     os.kill(second_of(started.pid), signal.SIGKILL)
     said = started.communicate(timeout=60)[1]
     assert started.returncode not in (0, None)
@@ -109,20 +202,39 @@ def test_when_one_process_dies_all_end_and_the_run_goes_on_later(alone, project,
     assert not list((tmp_path / "scratch").glob("opdcl-*"))
     done = opdcl(*words, cwd=project)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run/evals/tuned/instructions.samples.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "run/evals/tuned/instructions.samples.jsonl").read_text().splitlines()
+    ]
     assert [row["doc_id"] for row in rows] == list(range(40))
 
 
 def test_bad_input_is_told_once(project, tmp_path):
-    done = opdcl("run", "tiny.yaml", "-o", tmp_path / "run", "--num-processes", 2, "--set", "finetune.data=absent.jsonl", cwd=project)
+    done = opdcl(
+        "run",
+        "tiny.yaml",
+        "-o",
+        tmp_path / "run",
+        "--num-processes",
+        2,
+        "--set",
+        "finetune.data=absent.jsonl",
+        cwd=project,
+    )
     assert done.returncode == 2
     assert done.stderr.count("error:") == 1
     assert "absent.jsonl" in done.stderr
     assert not (tmp_path / "run").exists()
     zero = opdcl("run", "tiny.yaml", "--num-processes", 0, cwd=project)
     assert zero.returncode == 2
-    deep = opdcl("run", "tiny.yaml", "-o", tmp_path / "run", cwd=project,
-                 env={"WORLD_SIZE": "2", "RANK": "0", "ACCELERATE_USE_DEEPSPEED": "true"})  # fmt: skip
+    deep = opdcl(
+        "run",
+        "tiny.yaml",
+        "-o",
+        tmp_path / "run",
+        cwd=project,
+        env={"WORLD_SIZE": "2", "RANK": "0", "ACCELERATE_USE_DEEPSPEED": "true"},
+    )
     assert deep.returncode == 2
     assert "model.shard" in deep.stderr
 

@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from helpers.command import opdcl
+from helpers.tiny import make_model, make_project
 from safetensors.torch import load_file, save_file
-from test_workflow import opdcl
-from tiny import make_model, make_project
 
 SMOKE = """
 model: {{id: {model}, dtype: float32}}
@@ -30,7 +30,9 @@ def adapter(folder, run, stage):
 
 
 def test_two_domains_in_a_row(folder):
-    planned = opdcl("run", "continual-two-domains", "smoke.yaml", "-o", "two", "--dry-run", "--json", cwd=folder)
+    planned = opdcl(
+        "run", "continual-two-domains", "smoke.yaml", "-o", "two", "--dry-run", "--json", cwd=folder
+    )
     assert planned.returncode == 0, planned.stderr
     waiting = {p["run"]: p.get("why") for p in json.loads(planned.stdout)}
     assert waiting["then-site-1"] == "after staff-1"
@@ -39,12 +41,26 @@ def test_two_domains_in_a_row(folder):
     done = opdcl("run", "continual-two-domains", "smoke.yaml", "-o", "two", cwd=folder)
     assert done.returncode == 0, done.stderr
     found = json.loads((folder / "two" / "compare.json").read_text())
-    assert [c["name"] for c in found["chains"]] == ["staff → then-site", "staff-unrecovered → then-site-unrecovered"]
-    assert [(s["name"], s["seeds"]) for s in found["steps"]] == [("staff", 2), ("staff-unrecovered", 2), ("then-site", 2), ("then-site-unrecovered", 2)]
-    assert all(set(s["scores"]) == {"instructions", "handbook_staff", "handbook_site"} for s in found["steps"])
+    assert [c["name"] for c in found["chains"]] == [
+        "staff → then-site",
+        "staff-unrecovered → then-site-unrecovered",
+    ]
+    assert [(s["name"], s["seeds"]) for s in found["steps"]] == [
+        ("staff", 2),
+        ("staff-unrecovered", 2),
+        ("then-site", 2),
+        ("then-site-unrecovered", 2),
+    ]
+    assert all(
+        set(s["scores"]) == {"instructions", "handbook_staff", "handbook_site"} for s in found["steps"]
+    )
     (difference,) = found["differences"]
-    assert difference["average"]["value"] == pytest.approx(found["chains"][0]["average"]["value"] - found["chains"][1]["average"]["value"], abs=1e-5)
-    assert [(k["step"], k["teacher"], k["suite"]) for k in found["kept"]] == [("then-site", "staff", "handbook_staff")]
+    assert difference["average"]["value"] == pytest.approx(
+        found["chains"][0]["average"]["value"] - found["chains"][1]["average"]["value"], abs=1e-5
+    )
+    assert [(k["step"], k["teacher"], k["suite"]) for k in found["kept"]] == [
+        ("then-site", "staff", "handbook_staff")
+    ]
     page = (folder / "two" / "compare.html").read_text()
     assert "After each step" in page
     assert "<svg" in page
@@ -52,11 +68,15 @@ def test_two_domains_in_a_row(folder):
     # Each went on from what the step before it ended with.
     staff = json.loads((folder / "two" / "then-site-2" / "config.json").read_text())["workflow"]
     assert staff["start"].endswith("two/staff-2")
-    assert adapter(folder / "two", "then-site-1", "01-finetune") != adapter(folder / "two", "then-site-unrecovered-1", "01-finetune")
+    assert adapter(folder / "two", "then-site-1", "01-finetune") != adapter(
+        folder / "two", "then-site-unrecovered-1", "01-finetune"
+    )
     again = opdcl("run", "continual-two-domains", "smoke.yaml", "-o", "two", "--json", cwd=folder)
     assert json.loads(again.stdout) == found
     assert again.stderr.count("everything is done already") == 0  # --json keeps still
-    beside = opdcl("compare", *(f"two/{s['name']}-{n}" for s in found["steps"] for n in (1, 2)), "--json", cwd=folder)
+    beside = opdcl(
+        "compare", *(f"two/{s['name']}-{n}" for s in found["steps"] for n in (1, 2)), "--json", cwd=folder
+    )
     assert json.loads(beside.stdout) == found
 
 
@@ -65,17 +85,32 @@ def test_two_specialists_into_one(folder):
     assert done.returncode == 0, done.stderr
     found = json.loads((folder / "special" / "compare.json").read_text())
     assert [(k["step"], k["teacher"]) for k in found["kept"]] == [("one", "staff"), ("one", "site")]
-    assert adapter(folder / "special", "one-1", "01-finetune") == adapter(folder / "special", "staff-1", "01-finetune")
-    rows = [json.loads(line) for line in (folder / "special" / "one-1" / "stages" / "02-recover" / "metrics.jsonl").read_text().splitlines()]
-    assert {"domain_kl/staff", "domain_kl/site"} <= set(next(r["validation"] for r in rows if "validation" in r))
-    for command in (["verify", "special/one-1"], ["report", "special/one-1"], ["chat", "special/one-1", "Hello", "--max-new-tokens", "4"]):
+    assert adapter(folder / "special", "one-1", "01-finetune") == adapter(
+        folder / "special", "staff-1", "01-finetune"
+    )
+    rows = [
+        json.loads(line)
+        for line in (folder / "special" / "one-1" / "stages" / "02-recover" / "metrics.jsonl")
+        .read_text()
+        .splitlines()
+    ]
+    assert {"domain_kl/staff", "domain_kl/site"} <= set(
+        next(r["validation"] for r in rows if "validation" in r)
+    )
+    for command in (
+        ["verify", "special/one-1"],
+        ["report", "special/one-1"],
+        ["chat", "special/one-1", "Hello", "--max-new-tokens", "4"],
+    ):
         checked = opdcl(*command, cwd=folder)
         assert checked.returncode == 0, checked.stderr
     page = (folder / "special" / "one-1" / "report.md").read_text()
     assert "Held-out KL to site on its domain prompts" in page
 
     # Another adapter where the run began from is noticed before anything is touched, and --force begins anew from it.
-    other = folder / "special" / "staff-1" / "stages" / "01-finetune" / "adapter" / "adapter_model.safetensors"
+    other = (
+        folder / "special" / "staff-1" / "stages" / "01-finetune" / "adapter" / "adapter_model.safetensors"
+    )
     other.write_bytes(adapter(folder / "special", "site-1", "01-finetune"))
     again = ("run", "special/one-1/workflow.yaml", "-o", "special/one-1", "--set", "recover.steps=2")
     before = (folder / "special" / "one-1" / "config.json").read_bytes()
@@ -85,7 +120,9 @@ def test_two_specialists_into_one(folder):
     assert (folder / "special" / "one-1" / "config.json").read_bytes() == before
     anew = opdcl(*again, "--force", cwd=folder)
     assert anew.returncode == 0, anew.stderr
-    assert adapter(folder / "special", "one-1", "01-finetune") == adapter(folder / "special", "site-1", "01-finetune")
+    assert adapter(folder / "special", "one-1", "01-finetune") == adapter(
+        folder / "special", "site-1", "01-finetune"
+    )
 
 
 def test_self_distillation_beside_imitation(folder):
@@ -93,32 +130,61 @@ def test_self_distillation_beside_imitation(folder):
     assert done.returncode == 0, done.stderr
     found = json.loads((folder / "self" / "compare.json").read_text())
     assert [arm["name"] for arm in found["arms"]] == ["imitation-1", "self-distillation-1"]
-    assert adapter(folder / "self", "imitation-1", "01-finetune") != adapter(folder / "self", "self-distillation-1", "01-finetune")
-    record = json.loads((folder / "self" / "self-distillation-1" / "stages" / "01-finetune" / "stage.json").read_text())
+    assert adapter(folder / "self", "imitation-1", "01-finetune") != adapter(
+        folder / "self", "self-distillation-1", "01-finetune"
+    )
+    record = json.loads(
+        (folder / "self" / "self-distillation-1" / "stages" / "01-finetune" / "stage.json").read_text()
+    )
     assert record["config"]["method"] == "self-distill"
     assert record["cost"]["tokens"] > 0
 
 
 def test_a_reward_after_recovery(folder):
     small = {"steps": 3, "rollouts": 8, "group": 4, "max_new_tokens": 8}
-    sets = [word for k, v in small.items() for word in ("--set", f"arms.reinforced.recover.{'reward.' if k == 'group' else ''}{k}={v}")]
-    done = opdcl("run", "then-reinforce", "smoke.yaml", *sets, "--set", "seeds=[1]", "-o", "reward", cwd=folder)
+    sets = [
+        word
+        for k, v in small.items()
+        for word in ("--set", f"arms.reinforced.recover.{'reward.' if k == 'group' else ''}{k}={v}")
+    ]
+    done = opdcl(
+        "run", "then-reinforce", "smoke.yaml", *sets, "--set", "seeds=[1]", "-o", "reward", cwd=folder
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((folder / "reward" / "compare.json").read_text())
     assert [s["name"] for s in found["steps"]] == ["recovered-1", "reinforced-1"]
     run = folder / "reward" / "reinforced-1"
-    assert adapter(folder / "reward", "reinforced-1", "01-finetune") == adapter(folder / "reward", "recovered-1", "02-recover")
-    assert adapter(folder / "reward", "reinforced-1", "02-recover") != adapter(folder / "reward", "recovered-1", "02-recover")
-    rows = [json.loads(line) for line in (run / "stages" / "02-recover" / "metrics.jsonl").read_text().splitlines()]
+    assert adapter(folder / "reward", "reinforced-1", "01-finetune") == adapter(
+        folder / "reward", "recovered-1", "02-recover"
+    )
+    assert adapter(folder / "reward", "reinforced-1", "02-recover") != adapter(
+        folder / "reward", "recovered-1", "02-recover"
+    )
+    rows = [
+        json.loads(line)
+        for line in (run / "stages" / "02-recover" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert ["reward" in r for r in rows if "loss" in r] == [True, True, False]
     summary = json.loads(opdcl("report", "reward/reinforced-1", "--json", cwd=folder).stdout)
-    assert {name: gap["teacher"] for name, gap in summary["ceiling"].items()} == {"instructions": "base", "handbook": "tuned", "handbook_trained": "tuned"}
+    assert {name: gap["teacher"] for name, gap in summary["ceiling"].items()} == {
+        "instructions": "base",
+        "handbook": "tuned",
+        "handbook_trained": "tuned",
+    }
     assert any("rewarded by instructions_train" in note for note in summary["notes"])
     page = (run / "report.md").read_text()
     assert "### Teacher ceiling" in page
     assert "| handbook | tuned |" in page
 
-    refused = opdcl("run", "reward/reinforced-1/workflow.yaml", "-o", "other", "--set", "recover.reward.suite=instructions", cwd=folder)
+    refused = opdcl(
+        "run",
+        "reward/reinforced-1/workflow.yaml",
+        "-o",
+        "other",
+        "--set",
+        "recover.reward.suite=instructions",
+        cwd=folder,
+    )
     assert refused.returncode == 2
     assert "learns from instructions" in refused.stderr
 
@@ -126,13 +192,28 @@ def test_a_reward_after_recovery(folder):
 def test_a_stronger_model_teaches_a_weaker_one(folder, tiny_model):
     make_model(folder / "strong", intermediate_size=160)
     settings = {
-        "recover.general_teacher.model": f"{{id: {folder}/strong, dtype: float32}}", "finetune.data": str(folder / "rows.jsonl"), "seeds": "[]",
-        "eval.retention": "[instructions]", "eval.data.domain": str(folder / "rows.jsonl"), "recover.general_per_domain": "1",
-    }  # fmt: skip
+        "recover.general_teacher.model": f"{{id: {folder}/strong, dtype: float32}}",
+        "finetune.data": str(folder / "rows.jsonl"),
+        "seeds": "[]",
+        "eval.retention": "[instructions]",
+        "eval.data.domain": str(folder / "rows.jsonl"),
+        "recover.general_per_domain": "1",
+    }
     overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     sizes = []
     for more in ([], ["--set", "recover.general_teacher={kind: base}"]):
-        planned = opdcl("run", "strong-to-weak", "smoke.yaml", *overrides, *more, "-o", "weak", "--dry-run", "--json", cwd=folder)
+        planned = opdcl(
+            "run",
+            "strong-to-weak",
+            "smoke.yaml",
+            *overrides,
+            *more,
+            "-o",
+            "weak",
+            "--dry-run",
+            "--json",
+            cwd=folder,
+        )
         sizes.append(json.loads(planned.stdout)["memory_bytes"]["recover"])
     weights = sum(p.stat().st_size for p in (folder / "strong").glob("*.safetensors"))
     assert sizes[0] - sizes[1] == pytest.approx(weights, rel=0.01)
@@ -143,10 +224,13 @@ def test_a_stronger_model_teaches_a_weaker_one(folder, tiny_model):
     assert "teacher model" in (folder / "weak" / "report.html").read_text()
 
 
-@pytest.mark.parametrize(("arms", "said"), [
-    ("one: {start: 'arm:two'}\n  two: {}", "arms.one: arm:two names no earlier arm"),
-    ("one: {start: nowhere}", "nowhere holds no adapter"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arms", "said"),
+    [
+        ("one: {start: 'arm:two'}\n  two: {}", "arms.one: arm:two names no earlier arm"),
+        ("one: {start: nowhere}", "nowhere holds no adapter"),
+    ],
+)
 def test_what_leads_nowhere_is_refused(folder, arms, said):
     (folder / "wrong.yaml").write_text(f"arms:\n  {arms}\nseeds: []\n")
     done = opdcl("run", "tiny.yaml", "wrong.yaml", "-o", "wrong", cwd=folder)
@@ -160,9 +244,27 @@ def test_the_same_start_under_another_model_is_another_run(folder, tiny_model):
     weights = other / "model.safetensors"
     tensors = load_file(weights)
     save_file({name: t * 1.01 for name, t in tensors.items()}, weights, {"format": "pt"})
-    (folder / "models.yaml").write_text(f"finetune: null\narms:\n  a: {{}}\n  b: {{model: {{id: {other}}}}}\nseeds: []\n")
-    assert opdcl("run", "tiny.yaml", "--set", "recover=null", "--set", "eval=null", "-o", "first", cwd=folder).returncode == 0
-    done = opdcl("run", "tiny.yaml", "models.yaml", "--set", "start=first", "--set", "recover.domain=rows.jsonl", "-o", "models", cwd=folder)
+    (folder / "models.yaml").write_text(
+        f"finetune: null\narms:\n  a: {{}}\n  b: {{model: {{id: {other}}}}}\nseeds: []\n"
+    )
+    assert (
+        opdcl(
+            "run", "tiny.yaml", "--set", "recover=null", "--set", "eval=null", "-o", "first", cwd=folder
+        ).returncode
+        == 0
+    )
+    done = opdcl(
+        "run",
+        "tiny.yaml",
+        "models.yaml",
+        "--set",
+        "start=first",
+        "--set",
+        "recover.domain=rows.jsonl",
+        "-o",
+        "models",
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stderr
     assert "recover: taken from" not in done.stderr
     assert "eval instructions tuned: taken from" not in done.stderr

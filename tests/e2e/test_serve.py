@@ -4,26 +4,51 @@ import json
 import stat
 
 import pytest
-from test_workflow import opdcl
+from helpers.command import opdcl
 
 
 @pytest.fixture(scope="module")
 def folder(finished):
     folder = finished.parent
     program = folder / "vllm"
-    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\necho "runtime=$VLLM_ALLOW_RUNTIME_LORA_UPDATING key=$VLLM_API_KEY"\n')
+    program.write_text(
+        '#!/bin/sh\nprintf "%s\\n" "$@"\necho "runtime=$VLLM_ALLOW_RUNTIME_LORA_UPDATING key=$VLLM_API_KEY"\n'
+    )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     return folder
 
 
 def test_the_command_names_base_and_both_adapters(folder, tiny_model):
-    done = opdcl("serve", "whole", "--vllm", "./vllm", "--port", "8123", "--dry-run", "--json", "--", "--max-model-len", "512", cwd=folder)
+    done = opdcl(
+        "serve",
+        "whole",
+        "--vllm",
+        "./vllm",
+        "--port",
+        "8123",
+        "--dry-run",
+        "--json",
+        "--",
+        "--max-model-len",
+        "512",
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     words = found["command"]
     assert words[1:3] == ["serve", str(tiny_model)]
-    after = {flag: words[words.index(flag) + 1] for flag in ("--served-model-name", "--host", "--port", "--dtype", "--max-lora-rank", "--max-loras")}
-    assert after == {"--served-model-name": "base", "--host": "127.0.0.1", "--port": "8123", "--dtype": "float32", "--max-lora-rank": "8", "--max-loras": "3"}
+    after = {
+        flag: words[words.index(flag) + 1]
+        for flag in ("--served-model-name", "--host", "--port", "--dtype", "--max-lora-rank", "--max-loras")
+    }
+    assert after == {
+        "--served-model-name": "base",
+        "--host": "127.0.0.1",
+        "--port": "8123",
+        "--dtype": "float32",
+        "--max-lora-rank": "8",
+        "--max-loras": "3",
+    }
     names = words[words.index("--lora-modules") + 1 :][:2]
     assert [n.split("=")[0] for n in names] == ["tuned", "recovered"]
     assert names[1].endswith("whole/stages/02-recover/adapter")

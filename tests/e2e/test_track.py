@@ -6,8 +6,8 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from test_workflow import opdcl
-from tiny import make_project
+from helpers.command import opdcl
+from helpers.tiny import make_project
 
 SMALL = ("--set", "recover.steps=3", "--set", "finetune.epochs=1", "--set", "recover.validate_every=3")
 
@@ -24,7 +24,9 @@ def installed(name):
 
 
 def run(folder, name, **env):
-    done = opdcl("run", "tiny.yaml", *SMALL, "--set", f"track=[{name}]", "-o", name, "--json", cwd=folder, env=env)
+    done = opdcl(
+        "run", "tiny.yaml", *SMALL, "--set", f"track=[{name}]", "-o", name, "--json", cwd=folder, env=env
+    )
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stderr
     return json.loads(done.stdout)
@@ -41,8 +43,22 @@ def family(folder):
     """Two runs by one process, tracked by TensorBoard; what is done already is asked for again."""
     (folder / "arms.yaml").write_text("arms:\n  one: {recover: {steps: 2}}\n  two: {recover: {steps: 3}}\n")
     for _ in range(2):
-        done = opdcl("run", "tiny.yaml", "arms.yaml", "--set", "finetune.epochs=1", "--set", "recover.validate_every=2", "--set", "eval.limit=2",
-                     "--set", "track=[tensorboard]", "-o", "family", cwd=folder)  # fmt: skip
+        done = opdcl(
+            "run",
+            "tiny.yaml",
+            "arms.yaml",
+            "--set",
+            "finetune.epochs=1",
+            "--set",
+            "recover.validate_every=2",
+            "--set",
+            "eval.limit=2",
+            "--set",
+            "track=[tensorboard]",
+            "-o",
+            "family",
+            cwd=folder,
+        )
         assert done.returncode == 0, done.stderr
     return folder / "family"
 
@@ -63,7 +79,11 @@ def test_tensorboard_has_both_stages_the_scores_and_the_verdict(family):
     assert [e.step for e in recovered] == [tuned[-1].step + i for i in (1, 2)]
     (score,) = found.Scalars("eval/instructions/recovered")
     assert score.value == pytest.approx(summary["suites"]["instructions"]["recovered"]["value"])
-    words = {tag: found.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in found.Tags()["tensors"] if "eval" in tag}
+    words = {
+        tag: found.Tensors(tag)[0].tensor_proto.string_val[0].decode()
+        for tag in found.Tags()["tensors"]
+        if "eval" in tag
+    }
     assert summary["verdict"] in words["eval/verdict/text_summary"]
     assert "## Scores" in words["eval/report/text_summary"]
     assert "train/recover/validation/general_kl" in found.Tags()["scalars"]
@@ -78,7 +98,10 @@ def test_each_run_is_sent_once_and_to_its_own_place(family):
 def test_trackio_has_them_on_this_machine(folder):
     summary = run(folder, "trackio", TRACKIO_DIR=str(folder / "kept"))
     (file,) = [f for f in (folder / "kept").rglob("*.db") if f.stat().st_size]
-    rows = [json.loads(text) for (text,) in sqlite3.connect(file).execute("select metrics from metrics order by id")]
+    rows = [
+        json.loads(text)
+        for (text,) in sqlite3.connect(file).execute("select metrics from metrics order by id")
+    ]
     found = [row["train/recover/loss"] for row in rows if "train/recover/loss" in row]
     assert found == pytest.approx(losses(folder, "trackio", "recover"))
     assert any(row.get("eval/verdict") == summary["verdict"] for row in rows)
@@ -87,8 +110,12 @@ def test_trackio_has_them_on_this_machine(folder):
 
 @installed("mlflow")
 def test_mlflow_has_them_in_its_own_store(folder, monkeypatch):
-    summary = run(folder, "mlflow", MLFLOW_TRACKING_URI=f"file:{folder}/store", MLFLOW_ALLOW_FILE_STORE="true")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the full package has databases; the slim one has not
+    summary = run(
+        folder, "mlflow", MLFLOW_TRACKING_URI=f"file:{folder}/store", MLFLOW_ALLOW_FILE_STORE="true"
+    )
+    monkeypatch.setenv(
+        "MLFLOW_ALLOW_FILE_STORE", "true"
+    )  # the full package has databases; the slim one has not
     import mlflow
 
     mlflow.set_tracking_uri(f"file:{folder}/store")
@@ -96,7 +123,9 @@ def test_mlflow_has_them_in_its_own_store(folder, monkeypatch):
     client = mlflow.tracking.MlflowClient()
     found = [m.value for m in client.get_metric_history(one.info.run_id, "recover/loss")]
     assert found == pytest.approx(losses(folder, "mlflow", "recover"))
-    assert one.data.metrics["eval_instructions/recovered"] == pytest.approx(summary["suites"]["instructions"]["recovered"]["value"])
+    assert one.data.metrics["eval_instructions/recovered"] == pytest.approx(
+        summary["suites"]["instructions"]["recovered"]["value"]
+    )
     assert {f.path for f in client.list_artifacts(one.info.run_id)} >= {"verdict.md", "report.md"}
 
 
@@ -109,8 +138,21 @@ def test_wandb_writes_its_offline_run(folder):
 def test_a_tracker_that_fails_is_named_and_the_run_goes_on(folder):
     (folder / "blocked").mkdir()
     (folder / "blocked" / "here").write_text("a file where a folder should be")
-    done = opdcl("run", "tiny.yaml", *SMALL, "--set", "recover=null", "--set", "eval=null", "--set", "track=[tensorboard]", "-o", "failing", cwd=folder,
-                 env={"TENSORBOARD_LOGGING_DIR": str(folder / "blocked" / "here" / "inside")})  # fmt: skip
+    done = opdcl(
+        "run",
+        "tiny.yaml",
+        *SMALL,
+        "--set",
+        "recover=null",
+        "--set",
+        "eval=null",
+        "--set",
+        "track=[tensorboard]",
+        "-o",
+        "failing",
+        cwd=folder,
+        env={"TENSORBOARD_LOGGING_DIR": str(folder / "blocked" / "here" / "inside")},
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("tracker tensorboard failed") == 1
     assert (folder / "failing" / "report.md").exists()

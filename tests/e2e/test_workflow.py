@@ -5,17 +5,10 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
-
-OPDCL = [sys.executable, "-c", "import sys; sys.argv[0] = 'opdcl'; from opdcl.cli import main; main()"]
-ENV = {**os.environ, "TERM": "dumb", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-
-
-def opdcl(*arguments, timeout=300, env=None, **options):
-    return subprocess.run([*OPDCL, *map(str, arguments)], capture_output=True, text=True, env=ENV | (env or {}), timeout=timeout, **options)
+from helpers.command import ENV, OPDCL, opdcl
 
 
 def test_a_run_leaves_all_that_the_layout_promises(finished, project):
@@ -23,7 +16,10 @@ def test_a_run_leaves_all_that_the_layout_promises(finished, project):
     assert set(summary["suites"]) == {"instructions", "questions"}
     for suite in summary["suites"].values():
         assert suite["n"] == 6
-        assert all(0 <= suite[s]["low"] <= suite[s]["value"] <= suite[s]["high"] <= 1 for s in ("base", "tuned", "recovered"))
+        assert all(
+            0 <= suite[s]["low"] <= suite[s]["value"] <= suite[s]["high"] <= 1
+            for s in ("base", "tuned", "recovered")
+        )
     assert summary["cost"]["recover"]["tokens"] > 0
     manifest = json.loads((finished / "manifest.json").read_text())
     assert manifest["base"]["fingerprint_before"] == manifest["base"]["fingerprint_after"]
@@ -38,16 +34,41 @@ def test_a_run_leaves_all_that_the_layout_promises(finished, project):
 
 
 def test_planted_secrets_are_nowhere_and_determinism_changes_nothing_on_the_cpu(finished, project, tmp_path):
-    planted = {"HF_TOKEN": "hf_" + "Q7" * 17, "WANDB_API_KEY": "wandb-3f9a1c77", "DB_PASSWORD": "correct-horse", "X_CREDENTIALS": "pelican-feet"}
-    done = subprocess.run([*OPDCL, "run", "tiny.yaml", "--deterministic", "-o", str(tmp_path / "run"), "--set", "description=hf_Q7Q7 and pelican-feet"],
-                          capture_output=True, text=True, env=ENV | planted, cwd=project)  # fmt: skip
+    planted = {
+        "HF_TOKEN": "hf_" + "Q7" * 17,
+        "WANDB_API_KEY": "wandb-3f9a1c77",
+        "DB_PASSWORD": "correct-horse",
+        "X_CREDENTIALS": "pelican-feet",
+    }
+    done = subprocess.run(
+        [
+            *OPDCL,
+            "run",
+            "tiny.yaml",
+            "--deterministic",
+            "-o",
+            str(tmp_path / "run"),
+            "--set",
+            "description=hf_Q7Q7 and pelican-feet",
+        ],
+        capture_output=True,
+        text=True,
+        env=ENV | planted,
+        cwd=project,
+    )
     assert done.returncode == 2, "a secret in the configuration is refused"
     words = ["run", "tiny.yaml", "--deterministic", "-o", str(tmp_path / "run")]
     done = subprocess.run([*OPDCL, *words], capture_output=True, text=True, env=ENV | planted, cwd=project)
     assert done.returncode == 0, done.stderr
     assert "deterministic: costs nothing here" in done.stderr
     place = "https://someone:swordfish@models.example/a"
-    bad = subprocess.run([*OPDCL, *words, "--set", f"model.id={place}"], capture_output=True, text=True, env=ENV | planted, cwd=project)
+    bad = subprocess.run(
+        [*OPDCL, *words, "--set", f"model.id={place}"],
+        capture_output=True,
+        text=True,
+        env=ENV | planted,
+        cwd=project,
+    )
     assert bad.returncode == 2
     written = done.stdout + done.stderr + bad.stdout + bad.stderr
     written += "".join(p.read_text(errors="replace") for p in (tmp_path / "run").rglob("*") if p.is_file())
@@ -68,7 +89,9 @@ def test_a_link_out_of_the_run_is_refused(finished, tmp_path):
 
 
 def test_recovery_learns_and_alternates(finished):
-    rows = [json.loads(line) for line in (finished / "stages/02-recover/metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (finished / "stages/02-recover/metrics.jsonl").read_text().splitlines()
+    ]
     streams = [r["stream"] for r in rows if "stream" in r]
     assert streams == ["general", "domain"] * 4
     held_out = [r["validation"]["general_kl"] for r in rows if "validation" in r]
@@ -99,11 +122,19 @@ def test_a_dry_run_writes_nothing(project):
     assert not (project / "dry").exists()
 
 
-@pytest.mark.parametrize(("stage", "marker"), [("01-finetune", "checkpoint-3"), ("02-recover", "checkpoint-3")])
+@pytest.mark.parametrize(
+    ("stage", "marker"), [("01-finetune", "checkpoint-3"), ("02-recover", "checkpoint-3")]
+)
 def test_an_interrupted_run_resumes_to_the_same_bits(finished, project, stage, marker):
     out = project / f"broken-{stage}"
-    process = subprocess.Popen([*OPDCL, "run", "tiny.yaml", "-o", out.name], cwd=project, env=ENV, text=True,
-                               stderr=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    process = subprocess.Popen(
+        [*OPDCL, "run", "tiny.yaml", "-o", out.name],
+        cwd=project,
+        env=ENV,
+        text=True,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     try:
         deadline = time.monotonic() + 240
         while not list(out.glob(f"stages/{stage}/trainer/{marker}")) and time.monotonic() < deadline:
@@ -121,7 +152,9 @@ def test_an_interrupted_run_resumes_to_the_same_bits(finished, project, stage, m
     assert again.returncode == 0, again.stderr
     assert "resuming from step" in again.stderr
     for name in ("01-finetune", "02-recover"):
-        adapters = [folder / "stages" / name / "adapter/adapter_model.safetensors" for folder in (finished, out)]
+        adapters = [
+            folder / "stages" / name / "adapter/adapter_model.safetensors" for folder in (finished, out)
+        ]
         assert adapters[0].read_bytes() == adapters[1].read_bytes(), name
 
 
@@ -130,8 +163,14 @@ def test_an_interrupt_during_evaluation_keeps_what_was_scored(finished, project)
     shutil.copytree(finished, out)
     shutil.rmtree(out / "evals/recovered")
     kept = (out / "evals/tuned/questions.json").read_bytes()
-    process = subprocess.Popen([*OPDCL, "run", "tiny.yaml", "-o", out.name], cwd=project, env=ENV, text=True,
-                               stderr=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    process = subprocess.Popen(
+        [*OPDCL, "run", "tiny.yaml", "-o", out.name],
+        cwd=project,
+        env=ENV,
+        text=True,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     try:
         while "eval instructions recovered" not in (line := process.stderr.readline()) and line:
             pass
@@ -145,19 +184,52 @@ def test_an_interrupt_during_evaluation_keeps_what_was_scored(finished, project)
     assert again.returncode == 0, again.stderr
     assert (out / "evals/tuned/questions.json").read_bytes() == kept
     for suite in ("instructions", "questions"):
-        rows = [(finished / f"evals/recovered/{suite}.samples.jsonl"), (out / f"evals/recovered/{suite}.samples.jsonl")]
+        rows = [
+            (finished / f"evals/recovered/{suite}.samples.jsonl"),
+            (out / f"evals/recovered/{suite}.samples.jsonl"),
+        ]
         assert rows[0].read_text() == rows[1].read_text()
 
 
 def test_each_verb_works_alone(project, tiny_model):
     out = project / "verbs"
-    settings = ["--set", "finetune.lora.r=4", "--set", "finetune.batch_size=4", "--set", "model.dtype=float32"]
+    settings = [
+        "--set",
+        "finetune.lora.r=4",
+        "--set",
+        "finetune.batch_size=4",
+        "--set",
+        "model.dtype=float32",
+    ]
     steps = [
         ["finetune", "--model", tiny_model, "--data", "rows.jsonl", "-o", out, "--epochs", "1", *settings],
-        ["recover", out, "--prompts", "prompts.jsonl", "--steps", "4", "--set", "recover.rollouts=2",
-         "--set", "recover.max_new_tokens=6", "--set", "recover.validation_prompts=2"],
-        ["eval", out, "--retention", "instructions", "--domain", "rows.jsonl", "--limit", "4", "--set", "eval.max_new_tokens=8"],
-    ]  # fmt: skip
+        [
+            "recover",
+            out,
+            "--prompts",
+            "prompts.jsonl",
+            "--steps",
+            "4",
+            "--set",
+            "recover.rollouts=2",
+            "--set",
+            "recover.max_new_tokens=6",
+            "--set",
+            "recover.validation_prompts=2",
+        ],
+        [
+            "eval",
+            out,
+            "--retention",
+            "instructions",
+            "--domain",
+            "rows.jsonl",
+            "--limit",
+            "4",
+            "--set",
+            "eval.max_new_tokens=8",
+        ],
+    ]
     for arguments in steps:
         done = opdcl(*arguments, cwd=project)
         assert done.returncode == 0, done.stderr
@@ -171,8 +243,8 @@ def test_an_exported_model_loads_and_equals_the_adapter(finished, project):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from opdcl.config import ModelConfig
-    from opdcl.distill.backbone import Backbone
+    from opdcl.config.model import ModelConfig
+    from opdcl.model.backbone import Backbone
 
     done = opdcl("export", finished, "-o", "merged", cwd=project)
     assert done.returncode == 0, done.stderr
@@ -205,7 +277,9 @@ def test_bad_input_is_refused_before_anything_is_written(project, settings, word
 
 
 def test_a_prompt_longer_than_the_context_names_its_line(project):
-    (project / "long.jsonl").write_text('{"prompt": "short"}\n' + json.dumps({"prompt": "word " * 600}) + "\n")
+    (project / "long.jsonl").write_text(
+        '{"prompt": "short"}\n' + json.dumps({"prompt": "word " * 600}) + "\n"
+    )
     refused = opdcl("run", "tiny.yaml", "-o", "long", "--set", "recover.general=long.jsonl", cwd=project)
     assert refused.returncode == 2, refused.stderr
     assert "long.jsonl:2" in refused.stderr
@@ -231,11 +305,17 @@ def test_verify_finds_what_was_changed(finished, project):
     samples = project / "touched" / "evals" / "recovered" / "instructions.samples.jsonl"
     samples.write_text(samples.read_text().replace('"response": "', '"response": "better ', 1))
     adapter = project / "touched" / "stages" / "02-recover" / "adapter" / "adapter_model.safetensors"
-    adapter.write_bytes((finished / "stages" / "01-finetune" / "adapter" / "adapter_model.safetensors").read_bytes())
+    adapter.write_bytes(
+        (finished / "stages" / "01-finetune" / "adapter" / "adapter_model.safetensors").read_bytes()
+    )
     touched = opdcl("verify", "touched", "--json", cwd=project)
     assert touched.returncode == 1
     bad = {check["what"] for check in json.loads(touched.stdout) if not check["ok"]}
-    assert {"evals/recovered/instructions.samples.jsonl", "adapter of 02-recover", "result recovered/instructions"} <= bad
+    assert {
+        "evals/recovered/instructions.samples.jsonl",
+        "adapter of 02-recover",
+        "result recovered/instructions",
+    } <= bad
     assert not any(what.startswith(("evals/base", "evals/tuned", "stages/01")) for what in bad)
 
 
@@ -252,5 +332,8 @@ def test_a_checkpoint_that_was_cut_off_falls_back_to_the_one_before(finished, pr
     assert again.returncode == 0, again.stderr
     assert f"{last.name} is damaged and left out" in again.stderr
     assert f"resuming from step {before.name.split('-')[1]} of 8" in again.stderr
-    made, expected = (p / "stages" / "02-recover" / "adapter" / "adapter_model.safetensors" for p in (project / "cut", finished))
+    made, expected = (
+        p / "stages" / "02-recover" / "adapter" / "adapter_model.safetensors"
+        for p in (project / "cut", finished)
+    )
     assert made.read_bytes() == expected.read_bytes()

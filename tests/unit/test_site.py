@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from opdcl.load import describe_fields, workflow_files
+from opdcl.config.reference import describe_fields
+from opdcl.config.shipped import workflow_files
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -28,7 +29,10 @@ def said(node: ast.AST) -> str:
     """Return a string of the source with … for what is put into it."""
     if isinstance(node, ast.Constant):
         return str(node.value)
-    return "".join(v.value if isinstance(v, ast.Constant) else "'…'" if v.conversion == ord("r") else "…" for v in node.values)
+    return "".join(
+        v.value if isinstance(v, ast.Constant) else "'…'" if v.conversion == ord("r") else "…"
+        for v in node.values
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,11 @@ def strings() -> list[str]:
     found = []
     for file in (ROOT / "opdcl").rglob("*.py"):
         nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        found += [said(n) for n in nodes if isinstance(n, ast.JoinedStr) or (isinstance(n, ast.Constant) and isinstance(n.value, str))]
+        found += [
+            said(n)
+            for n in nodes
+            if isinstance(n, ast.JoinedStr) or (isinstance(n, ast.Constant) and isinstance(n.value, str))
+        ]
     return found
 
 
@@ -64,8 +72,15 @@ def test_the_reference_names_every_command_option_and_setting(hooks):
     for words, command in hooks.every_command():
         part = shown.partition(f"### {words}\n")[2].partition("\n### ")[0]
         assert command.help in part
-        assert [name for p in command.params for name in ([p.metavar or p.name] if p.param_type_name == "argument" else p.opts) if name not in part] == []
-    assert {"opdcl run", "opdcl eval", "opdcl config schema", "opdcl workflows cp"} <= {words for words, _ in hooks.every_command()}
+        assert [
+            name
+            for p in command.params
+            for name in ([p.metavar or p.name] if p.param_type_name == "argument" else p.opts)
+            if name not in part
+        ] == []
+    assert {"opdcl run", "opdcl eval", "opdcl config schema", "opdcl workflows cp"} <= {
+        words for words, _ in hooks.every_command()
+    }
     assert [key for key, *_ in describe_fields() if f"| `{key}` |" not in hooks.settings()] == []
 
 
@@ -80,16 +95,27 @@ def test_nothing_is_loaded_from_elsewhere():
     pictures = (DOCS / "images").glob("*.svg")
     for file in (ROOT / "mkdocs.yml", *DOCS.glob("*.md"), *DOCS.glob("*.css"), *pictures):
         text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
-        assert re.findall(r"(?:src|href)=\"https?://|url\(https?:|@import|!\[[^]]*\]\(https?:", text) == [], file.name
+        assert re.findall(r"(?:src|href)=\"https?://|url\(https?:|@import|!\[[^]]*\]\(https?:", text) == [], (
+            file.name
+        )
 
 
 def test_the_site_builds_without_a_warning(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
-                          env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     pages = {page.stem: page.read_text(encoding="utf-8") for page in tmp_path.glob("*.html")}
     assert "recover.general_per_domain" in pages["settings"]
     assert "--learning-rate" in pages["command-line"]
-    assert [name for name, page in pages.items() if re.search(r"<(?:link|script|img)[^>]+(?:href|src)=\"?https?://", page)] == []
+    assert [
+        name
+        for name, page in pages.items()
+        if re.search(r"<(?:link|script|img)[^>]+(?:href|src)=\"?https?://", page)
+    ] == []
     assert not any("<!-- opdcl:" in page for page in pages.values())

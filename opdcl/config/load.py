@@ -1,0 +1,258 @@
+"""Read workflow files and `--set` overrides into a `Workflow`; every complaint names the file and line."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from opdcl.config.reference import field_names
+from opdcl.config.shipped import find_workflow
+from opdcl.config.workflow import Workflow
+from opdcl.errors import UsageError
+from opdcl.sanitize import redact
+
+MAX_BYTES = 1_000_000
+
+# Fields that may name a file; a relative one is meant from the workflow file's folder.
+ALIASES = ("smollm2-135m", "handbook", "handbook/staff", "handbook/site", "everyday")
+
+FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".parquet", ".gguf", ".txt", ".md")
+
+PATH_FIELDS = (
+    "model.id",
+    "start",
+    "finetune.data",
+    "recover.general",
+    "recover.domain",
+    "eval.data.*",
+    "recover.*_teacher.model.id",
+    "recover.*_teacher.adapter",
+    "recover.teachers.*.model.id",
+    "recover.teachers.*.adapter",
+    "recover.teachers.*.prompts",
+)
+
+
+def load(
+    sources: list[str], overrides: Sequence[str] = (), flags: dict[str, Any] | None = None
+) -> tuple[Workflow, dict]:
+    """Return the workflow and the origin of each set value (`"recover.steps" -> "quickstart.yaml:31"`).
+
+    Precedence: defaults < first file < further files < `--set a.b=c` < named flags.
+    """
+    tree: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for source in sources:
+        file = find_workflow(source)
+        _merge(tree, origins, _read(file), file)
+    _override(tree, origins, overrides, flags or {})
+    return validate(tree, origins), origins
+
+
+def _override(tree: dict, origins: dict[str, str], overrides: Sequence[str], flags: dict[str, Any]) -> None:
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key.strip():
+            raise UsageError(f"--set {override!r} is not KEY=VALUE", "--set recover.steps=60")
+        _assign(tree, key.strip().split("."), _parse_value(text, key), key)
+        origins[key.strip()] = "--set"
+    for key, value in flags.items():
+        if value is not None:
+            _assign(tree, key.split("."), value, key)
+            origins[key] = "flag"
+
+
+def validate(tree: dict, origins: dict[str, str] | None = None) -> Workflow:
+    """Check a plain mapping against the schema; all its faults are reported at once."""
+    for key, value in flatten(tree).items():
+        if isinstance(value, str) and redact(value) != value:
+            raise UsageError(
+                f"{key} holds what looks like a secret, and a run keeps its configuration on disk",
+                "keep it in the environment, HF_TOKEN for instance: that is never stored",
+            )
+    try:
+        return Workflow.model_validate(tree)
+    except ValidationError as fault:
+        raise _explain(fault, origins or {}) from fault
+
+
+def load_tree(
+    tree: dict[str, Any], origins: dict[str, str], overrides: list[str], flags: dict[str, Any], stage: str
+) -> tuple[Workflow, dict[str, str]]:
+    """Return the workflow of an earlier command with one stage added, overridden as in `load`."""
+    tree = {k: v for k, v in tree.items() if v is not None}
+    tree[stage] = dict(tree.get(stage) or {})
+    origins = dict(origins)
+    _override(tree, origins, overrides, flags)
+    return validate(tree, origins), origins
+
+
+def dump(workflow: Workflow) -> str:
+    """Return the workflow as YAML that `load` reads back, without what was left at None."""
+    stream = io.StringIO()
+    YAML(typ="safe", pure=True).dump(workflow.model_dump(exclude_none=True), stream)
+    return stream.getvalue()
+
+
+def _read(file: Path) -> dict:
+    try:
+        content = file.read_bytes()
+    except OSError as fault:
+        raise UsageError(
+            f"{file} cannot be read: {fault.strerror}", "check the path and its permissions"
+        ) from fault
+    if len(content) > MAX_BYTES:
+        raise UsageError(
+            f"{file} is {len(content)} bytes; a workflow has at most {MAX_BYTES}", "is it the right file?"
+        )
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as fault:
+        raise UsageError(f"{file} is not UTF-8 text (byte {fault.start})", "save it as UTF-8") from fault
+    tree = _parse(text, str(file))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        kind = "list" if isinstance(tree, list) else "single value"
+        raise UsageError(f"{file} is a {kind}, not a mapping of sections", "opdcl workflows show quickstart")
+    return tree
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        _refuse_magic(text, where)
+        return YAML(typ="rt").load(io.StringIO(text))
+    except MarkedYAMLError as fault:
+        mark = fault.problem_mark or fault.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise UsageError(
+            f"{where}{line}: {fault.problem or fault.context}", "fix the YAML at that line"
+        ) from fault
+    except (YAMLError, ValueError, RecursionError) as fault:
+        first = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
+        raise UsageError(f"{where}: {first}", "fix the YAML") from fault
+
+
+def _refuse_magic(text: str, where: str) -> None:
+    """Refuse what a workflow has no use for: anchors, which let a small file expand without bound, tags, directives."""
+    for event in YAML(typ="safe", pure=True).parse(io.StringIO(text)):
+        found = {
+            "an anchor or alias": getattr(event, "anchor", None),
+            "a tag": getattr(event, "tag", None),
+            "a YAML directive": getattr(event, "version", None),
+            "a merge key": getattr(event, "value", None) == "<<",
+        }
+        if name := next((name for name, there in found.items() if there), None):
+            raise UsageError(f"{where}:{event.start_mark.line + 1} uses {name}", "write the values out")
+
+
+def _parse_value(text: str, key: str) -> Any:
+    try:
+        return _plain(_parse(text, f"--set {key}")) if text.strip() else text
+    except ValueError as fault:
+        raise UsageError(f"--set {key}: {fault}", "quotes make it text") from fault
+
+
+def _plain(value: Any) -> Any:
+    """Turn ruamel's decorated containers and scalars into plain ones."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if value is None:
+        return None
+    raise ValueError(f"{value} is a {type(value).__name__}; write it in quotes")
+
+
+def _merge(tree: dict, origins: dict, new: Any, file: Path, prefix: str = "") -> None:
+    for key, value in new.items():
+        name = f"{prefix}{key}"
+        line = new.lc.key(key)[0] + 1 if hasattr(new, "lc") else 0
+        if isinstance(value, dict):
+            origins.setdefault(name, f"{file}:{line}")
+            if not isinstance(tree.get(str(key)), dict):
+                tree[str(key)] = {}
+            _merge(tree[str(key)], origins, value, file, f"{name}.")
+        else:
+            try:
+                value = _plain(value)
+            except ValueError as fault:
+                raise UsageError(f"{file}:{line}: {name}: {fault}", "quotes make it text") from fault
+            if isinstance(value, str) and _may_name_a_file(name.split(".")):
+                value = _from_folder(value, file.parent)
+            tree[str(key)] = value
+            origins[name] = f"{file}:{line}"
+
+
+def _may_name_a_file(keys: list[str]) -> bool:
+    if keys[0] == "arms":
+        keys = keys[2:]
+    return any(fnmatch.fnmatchcase(".".join(keys), pattern) for pattern in PATH_FIELDS)
+
+
+def _from_folder(value: str, folder: Path) -> str:
+    """Resolve a relative file name against the workflow's folder; an alias or a hub id stays as it is."""
+    if value in ALIASES:
+        return value
+    try:
+        path = folder / os.path.expanduser(value)  # unlike Path.expanduser it lets the home of nobody stand
+        is_file = value.startswith((".", "~", "/")) or path.suffix in FILE_ENDINGS or os.path.exists(path)
+        return str(path.resolve()) if is_file else value
+    except ValueError:
+        return value  # NUL, or half of a surrogate pair, is in no file's name
+
+
+def _assign(tree: dict, keys: list[str], value: Any, shown: str) -> None:
+    for key in keys[:-1]:
+        node = tree.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise UsageError(f"{shown}: {key} is a value, not a section", "opdcl config schema")
+        tree = node
+    tree[keys[-1]] = value
+
+
+def _explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
+    messages, hint = [], "opdcl config schema lists every key"
+    for error in fault.errors():
+        parts = [str(p) for p in error["loc"]]
+        key = ".".join(parts)
+        where = next(
+            (origins[k] for k in (".".join(parts[:n]) for n in range(len(parts), 0, -1)) if k in origins), ""
+        )
+        where = f", {where}" if where else ""
+        if error["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(parts[-1], field_names(parts[:-1]), 1, 0.5)
+            if near:
+                hint = f"did you mean {'.'.join([*parts[:-1], near[0]])}?"
+            messages.append(f"unknown key {key}{where}")
+        elif error["type"] == "missing":
+            messages.append(f"{key} is required{where}")
+        else:
+            shown = repr(error["input"])
+            shown = shown if len(shown) <= 60 else shown[:57] + "..."
+            messages.append(f"{key}: {error['msg']} (got {shown}{where})")
+    return UsageError("; ".join(messages), hint)
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested mapping as dotted key -> value."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= (
+            flatten(value, f"{prefix}{key}.")
+            if isinstance(value, dict) and value
+            else {f"{prefix}{key}": value}
+        )
+    return flat

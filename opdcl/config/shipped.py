@@ -1,0 +1,32 @@
+"""Where the shipped recipes and suites lie."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+from opdcl.errors import UsageError
+
+
+def package_folder(name: str) -> Path:
+    """Return the shipped folder `workflows` or `evals`: inside the installed package, or beside it in a checkout."""
+    here = Path(__file__).parents[1]
+    return here / name if (here / name).is_dir() else here.parent / name
+
+
+def workflow_files() -> dict[str, Path]:
+    """Return the shipped recipes, name -> file."""
+    return {p.stem: p for p in sorted(package_folder("workflows").glob("*.yaml"))}
+
+
+def find_workflow(source: str) -> Path:
+    path = Path(source)
+    if os.path.isfile(path):  # unlike Path.is_file it has no objection to a name that cannot be one
+        return path
+    shipped = workflow_files()
+    if source in shipped:
+        return shipped[source]
+    near = difflib.get_close_matches(source, shipped, 1)
+    hint = f"did you mean {near[0]}?" if near else f"a path, or one of: {', '.join(shipped)}"
+    raise UsageError(f"no workflow {source!r}", hint)

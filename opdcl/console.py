@@ -1,0 +1,193 @@
+"""The one owner of the console: results on stdout, everything else on stderr; human, JSON or quiet."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from opdcl.errors import OpdclError
+from opdcl.sanitize import harmless, redact
+
+
+class Redacting(io.TextIOBase):
+    """A text stream without secrets, for whatever libraries print."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(redact(text))
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+@contextlib.contextmanager
+def quiet_libraries(log: Path | None = None) -> Iterator[None]:
+    """Send the libraries' prints, bars, warnings and logs to a file, so that the console says only what matters."""
+    import datasets
+    from transformers.utils import logging as transformers_logging
+
+    if log:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(log or os.devnull, encoding="utf-8")
+    handler.stream = Redacting(handler.stream)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    logging.captureWarnings(True)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    warnings.simplefilter("default")
+    try:
+        # opdcl's own console holds the real streams, see `Output`.
+        with contextlib.redirect_stdout(handler.stream), contextlib.redirect_stderr(handler.stream):
+            yield
+    finally:
+        logging.captureWarnings(False)
+        root.removeHandler(handler)
+        handler.close()
+
+
+# Silent: not even errors, because another process says the same.
+Mode = Literal["human", "json", "quiet", "silent"]
+
+# Off a terminal a line is printed at most this often, in seconds.
+LINE_EVERY = 15
+
+# Off a terminal a table may be this wide, in characters.
+PIPE_WIDTH = 10_000
+
+
+class Output:
+    """Show progress, notes, tables and errors in the mode that the user asked for."""
+
+    def __init__(self, mode: Mode = "human"):
+        self.mode = mode
+        # The streams as they are now: while a stage works, sys.stdout and sys.stderr lead to the log.
+        self._out = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        if not self._out.is_terminal:  # a pipe has no width: whoever reads lines wants them whole
+            self._out.width = PIPE_WIDTH
+        self._err = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+
+    def result(self, human: str, data: Any) -> None:
+        """Print the command's result: text for people, or one JSON document."""
+        if self.mode == "silent":
+            return
+        if self.mode == "json":
+            self._out.file.write(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        else:
+            self._out.print(harmless(human), markup=False)
+
+    def table(self, title: str, columns: list[str], rows: list[list[str]], data: Any) -> None:
+        """Print a table for people, or `data` as JSON."""
+        if self.mode in ("json", "silent"):
+            self.result("", data)
+            return
+        table = Table(
+            title=Text(harmless(title)) if title else None,
+            title_justify="left",
+            box=None,
+            pad_edge=False,
+            header_style="bold",
+        )
+        for i, column in enumerate(columns):
+            # Text, not str: rich reads [brackets] in a str as markup.
+            table.add_column(Text(harmless(column)), no_wrap=i == 0, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(harmless(cell)) for cell in row))
+        self._out.print(table)
+
+    def note(self, text: str) -> None:
+        """Say something in passing, on stderr."""
+        if self.mode == "human":
+            self._err.print(harmless(redact(text)), markup=False)
+
+    def ask(self) -> str:
+        """Read one line from stdin, with a prompt if a person is typing; empty at the end of input."""
+        if sys.stdin.isatty():
+            self._err.print("> ", end="")
+        return sys.stdin.readline()
+
+    def error(self, fault: OpdclError) -> None:
+        """Print what is wrong and what to type next."""
+        if self.mode == "silent":
+            return
+        self._err.print(f"error: {harmless(redact(fault.message))}", markup=False)
+        if fault.hint:
+            self._err.print(f"hint: {harmless(redact(fault.hint))}", markup=False)
+
+    def stage(self, name: str) -> StageLine:
+        """Return the live line of one stage; use it as a context manager."""
+        return StageLine(name, self)
+
+
+class StageLine:
+    """One live line on a terminal, a plain line now and then elsewhere."""
+
+    def __init__(self, name: str, output: Output):
+        self.name, self.output = name, output
+        self._live: Progress | None = None
+        self._task: Any = None
+        self._last = 0.0
+        self._shown: dict[str, float | str] = {}
+
+    def __enter__(self) -> StageLine:
+        console = self.output._err
+        if self.output.mode == "human" and console.is_terminal:
+            self._live = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(24),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                TextColumn("{task.fields[values]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=console,
+                transient=False,
+            )
+            self._live.start()
+            self._task = self._live.add_task(self.name, total=None, values="", visible=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def progress(self, done: int, total: int, **values: float | str) -> None:
+        """Show how far the stage is; a value not given again keeps its last one."""
+        self._shown |= values
+        text = " ".join(f"{k.replace('_per_s', '/s')} {_short(v)}" for k, v in self._shown.items())
+        if self._live:
+            self._live.update(self._task, completed=done, total=total, values=text, visible=True)
+        elif self.output.mode == "human" and (time.monotonic() - self._last >= LINE_EVERY or done == total):
+            self._last = time.monotonic()
+            self.output.note(f"{self.name} {done}/{total} {text}".rstrip())
+
+    def note(self, text: str) -> None:
+        """Print a line above the live one."""
+        self.output.note(f"{self.name}: {text}")
+
+
+def _short(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"

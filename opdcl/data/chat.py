@@ -1,0 +1,87 @@
+"""Turn rows into token ids through the model's chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from opdcl.data.rows import Message, Row
+from opdcl.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of a training row and, per id, whether it is part of an answer."""
+
+    input_ids: list[int]
+    completion_mask: list[int]
+
+
+def encode_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, room: int) -> list[int]:
+    """Return the ids of the prompt as the model sees it before it answers; at most `room` of them."""
+    ids = _template(tokenizer, row.prompt, generation=True)
+    if len(ids) > room:
+        raise UsageError(
+            f"{row.where}: the prompt has {len(ids)} tokens, and the context leaves room for {room}",
+            "shorten the prompt, or lower max_new_tokens",
+        )
+    return ids
+
+
+def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Encoded]:
+    """Encode a training row: one sequence, or for plain text as many pieces of `max_length` as it takes."""
+    if row.text is not None:
+        ids = [*tokenizer(row.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        pieces = [ids[i : i + max_length] for i in range(0, len(ids), max_length)]
+        return [Encoded(piece, [1] * len(piece)) for piece in pieces if len(piece) > 1]
+    if row.answer is None:
+        raise UsageError(
+            f"{row.where} has no answer to learn",
+            "fine-tune rows need completion, answer or an assistant turn",
+        )
+    messages = [*row.prompt, {"role": "assistant", "content": row.answer}]
+    ids = _template(tokenizer, messages)
+    mask = [0] * len(ids)
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            start = _template(tokenizer, messages[:turn], generation=True)
+            end = len(_template(tokenizer, messages[: turn + 1]))
+            # Some templates rewrite earlier turns; only what is rendered as it was asked can be learned.
+            if ids[: len(start)] == start:
+                mask[len(start) : end] = [1] * (end - len(start))
+    # What the template puts behind the end of the turn (a line break, say) is never sampled, so never learned.
+    while mask[-1] and ids[-1] != tokenizer.eos_token_id and tokenizer.eos_token_id in ids[len(ids) - 4 :]:
+        ids.pop()
+        mask.pop()
+    if len(ids) > max_length:
+        raise UsageError(
+            f"{row.where}: the row has {len(ids)} tokens, max_length is {max_length}",
+            "raise finetune.max_length, or shorten the row",
+        )
+    return [Encoded(ids, mask)]
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation: bool, tokenize: bool
+) -> Any:
+    """Apply the chat template: the one way in which training, sampling and evaluation put a conversation into words.
+
+    Models that can think aloud are asked not to: base would spend its tokens on thoughts that the fine-tune's rows do
+    not have, and the two would not be comparable. Templates without that switch ignore it.
+    """
+    return tokenizer.apply_chat_template(
+        messages,
+        add_generation_prompt=generation,
+        tokenize=tokenize,
+        return_dict=tokenize,
+        enable_thinking=False,
+    )
+
+
+def _template(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation: bool = False
+) -> list[int]:
+    return list(render(tokenizer, messages, generation, tokenize=True)["input_ids"])

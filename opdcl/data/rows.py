@@ -1,0 +1,285 @@
+"""Load rows, check them one by one, and turn them into token ids.
+
+A row is `messages`, `prompt` with or without `completion`, `question` with or without `answer`, or plain `text`. It
+comes from a shipped set, a JSONL, CSV or Parquet file, a folder of Markdown and text documents, or a hub dataset.
+Every complaint names the file and line.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from opdcl.config.shipped import package_folder
+from opdcl.errors import UsageError
+from opdcl.hub import Repository, parse, snapshot
+
+MAX_ROW_CHARS = 200_000
+
+SHIPPED = ("handbook", "handbook/staff", "handbook/site", "everyday")
+
+FIELDS_HINT = "a row has messages, prompt (and completion), question (and answer), or text"
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checked row: a conversation that ends with the user, its answer if any, or plain text; and its origin.
+
+    `teacher` names who grades what is sampled on its prompt; "" leaves that to the recovery.
+    """
+
+    prompt: list[Message]
+    answer: str | None
+    text: str | None
+    where: str
+    teacher: str = ""
+
+    def told(self, context: str, answer: str, feedback: str = "") -> Row:
+        """Return the row as a teacher sees it: `context`, filled in, in place of the last message."""
+        *before, last = self.prompt
+        words = {"{prompt}": last["content"], "{answer}": answer, "{feedback}": feedback}
+        content = re.sub(r"\{(?:prompt|answer|feedback)\}", lambda m: words[m[0]], context)
+        return replace(self, prompt=[*before, {**last, "content": content}])
+
+
+def load_rows(source: str, split: str = "train") -> list[Row]:
+    """Load and check all rows of `source`; `split` picks a part of a shipped or hub set."""
+    rows = [replace(_check(row, where), teacher=_teacher(row, where)) for row, where in _raw(source, split)]
+    if not rows:
+        raise UsageError(f"{source} has no rows", FIELDS_HINT)
+    return rows
+
+
+def load_prompts(source: str, split: str = "train") -> list[Row]:
+    """Load rows for sampling: each must have a prompt."""
+    rows = load_rows(source, split)
+    for row in rows:
+        if not row.prompt:
+            raise UsageError(
+                f"{row.where}: plain text cannot be a prompt", "recovery needs prompt, question or messages"
+            )
+    return rows
+
+
+def source_files(source: str) -> list[Path]:
+    """Return the files behind a source, to be hashed into a stage's fingerprint; none for a hub set."""
+    if source in SHIPPED:
+        return [_shipped_file(source)]
+    path = Path(source)
+    return (
+        sorted(p for p in path.rglob("*") if p.suffix in (".md", ".txt"))
+        if os.path.isdir(path)
+        else [path] * os.path.isfile(path)
+    )
+
+
+def pinned(source: str) -> str:
+    """Return a source as it is recorded: a hub set with the commit that is read, any other by its name."""
+    wanted = on_hub(source)
+    return f"{source.partition('@')[0]}@{snapshot(wanted).name}" if wanted else source
+
+
+def check_source(source: str) -> None:
+    """Refuse at once a source that is neither shipped, nor a file or folder, nor could be a hub id."""
+    if source not in SHIPPED and not os.path.exists(source) and on_hub(source) is None:
+        raise UsageError(
+            f"data {source!r} does not exist",
+            f"a file, a folder, a hub id as owner/name@revision, or one of: {', '.join(SHIPPED)}",
+        )
+
+
+def on_hub(source: str) -> Repository | None:
+    """Return the hub dataset that a source names. What ends like a file is none, unless it names a revision."""
+    if source in SHIPPED or os.path.exists(source) or (Path(source).suffix and "@" not in source):
+        return None
+    return parse("dataset", source)
+
+
+def _shipped_file(name: str) -> Path:
+    if name.startswith("handbook"):
+        return package_folder("evals") / "handbook" / "facts.jsonl"
+    return package_folder("workflows") / "data" / f"{name}.jsonl"
+
+
+def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
+    check_source(source)
+    path = Path(source)
+    if source.startswith("handbook") and source in SHIPPED:
+        halves = json.loads(_text(_shipped_file(source).with_name("halves.json")))
+        documents = halves.get(source.removeprefix("handbook/"))
+        for fact, where in _jsonl(_shipped_file(source)):
+            if documents is None or fact["document"] in documents:
+                for question in fact["train"]:
+                    yield {"question": question, "answer": fact["answer"]}, where
+    elif source == "everyday":
+        yield from ((row, where) for row, where in _jsonl(_shipped_file(source)) if row["split"] == split)
+    elif os.path.isdir(path):
+        for file in source_files(source):
+            if text := _text(file).strip():
+                yield {"text": text}, str(file)
+    elif path.suffix in (".jsonl", ".json", ".ndjson"):
+        yield from _jsonl(path)
+    elif path.suffix == ".csv":
+        yield from _csv(path)
+    elif path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        try:
+            table = pyarrow.parquet.read_table(path)
+        except (OSError, ValueError) as fault:
+            raise UsageError(f"{path} is not a Parquet file: {fault}", FIELDS_HINT) from fault
+        yield from ((row, f"{path} row {n}") for n, row in enumerate(table.to_pylist(), 1))
+    elif os.path.exists(path):
+        raise UsageError(
+            f"{path}: cannot tell the format of {path.suffix or 'a file without an ending'}",
+            "use .jsonl, .csv, .parquet, or a folder of .md and .txt",
+        )
+    else:
+        yield from _hub(source, split)
+
+
+def _hub(source: str, split: str) -> Iterator[tuple[Any, str]]:
+    wanted = on_hub(source)
+    assert wanted is not None  # or `check_source` had refused it
+    folder = snapshot(wanted)
+    from datasets import disable_progress_bars, load_dataset
+
+    disable_progress_bars()
+    try:
+        # From the cached files, not by id: offline, `datasets` would take whatever version it has seen last.
+        dataset = load_dataset(str(folder), wanted.subset, split=split)
+    except (
+        Exception
+    ) as fault:  # datasets raises a dozen kinds; each means that its files are not what is wanted
+        raise UsageError(
+            f"dataset {source!r} cannot be read: {str(fault)[:200]}",
+            f"owner/name:subset names a subset; check that it has a split {split!r}",
+        ) from fault
+    yield from ((row, f"{source} row {n}") for n, row in enumerate(dataset, 1))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as fault:
+        raise UsageError(f"{path} is not UTF-8 text (byte {fault.start})", "save it as UTF-8") from fault
+    except OSError as fault:
+        raise UsageError(f"{path} cannot be read: {fault.strerror}", "check its permissions") from fault
+
+
+def _csv(path: Path) -> Iterator[tuple[Any, str]]:
+    csv.field_size_limit(MAX_ROW_CHARS + 1)
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""))
+    try:
+        for row in reader:
+            if None in row:
+                raise UsageError(
+                    f"{path}:{reader.line_num} has more fields than the header",
+                    "quote fields that hold a comma",
+                )
+            yield row, f"{path}:{reader.line_num}"
+    except csv.Error as fault:
+        raise UsageError(
+            f"{path}:{reader.line_num + 1}: {fault}", f"a field has at most {MAX_ROW_CHARS} characters"
+        ) from fault
+
+
+def _jsonl(path: Path) -> Iterator[tuple[Any, str]]:
+    for number, line in enumerate(_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line), f"{path}:{number}"
+        except (json.JSONDecodeError, RecursionError) as fault:
+            raise UsageError(
+                f"{path}:{number} is not valid JSON: {fault}", "one JSON object per line"
+            ) from fault
+
+
+def _kind(value: Any) -> str:
+    """Name a JSON value's kind as a sentence does."""
+    kinds = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "an object",
+        type(None): "null",
+    }
+    return kinds.get(type(value), type(value).__name__)
+
+
+def _check(row: Any, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise UsageError(f"{where} is {_kind(row)}, not an object", FIELDS_HINT)
+    if row.get("messages"):
+        return _check_messages(row["messages"], where)
+    for asked, answered in (("prompt", "completion"), ("question", "answer")):
+        if row.get(asked) is not None:
+            if isinstance(row[asked], list):
+                return _check_messages([*row[asked], *_as_turn(row.get(answered), where)], where)
+            prompt = [{"role": "user", "content": _string(row[asked], asked, where)}]
+            answer = row.get(answered)
+            return Row(prompt, None if answer is None else _string(answer, answered, where), None, where)
+    if row.get("text") is not None:
+        return Row([], None, _string(row["text"], "text", where), where)
+    has = f"has only {', '.join(map(str, row))}" if row else "is empty"
+    raise UsageError(f"{where} {has}", FIELDS_HINT)
+
+
+def _teacher(row: dict, where: str) -> str:
+    # An empty cell of a CSV or Parquet file names none.
+    return "" if row.get("teacher") in (None, "") else _string(row["teacher"], "teacher", where)
+
+
+def _as_turn(answer: Any, where: str) -> list[Message]:
+    if answer is None:
+        return []
+    return (
+        answer
+        if isinstance(answer, list)
+        else [{"role": "assistant", "content": _string(answer, "completion", where)}]
+    )
+
+
+def _check_messages(messages: Any, where: str) -> Row:
+    if not isinstance(messages, list):
+        raise UsageError(f"{where}: messages is {_kind(messages)}, not a list", FIELDS_HINT)
+    turns = []
+    for message in messages:
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ("system", "user", "assistant"):
+            raise UsageError(f"{where}: message role {role!r}", "roles are system, user and assistant")
+        turns.append({"role": role, "content": _string(message.get("content"), f"{role} content", where)})
+    if not any(t["role"] == "user" for t in turns):
+        raise UsageError(f"{where}: no user message", FIELDS_HINT)
+    if turns[-1]["role"] == "assistant":
+        return Row(turns[:-1], turns[-1]["content"], None, where)
+    return Row(turns, None, None, where)
+
+
+def _string(value: Any, name: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"{where}: {name} is {_kind(value)}, not text", FIELDS_HINT)
+    if not value.strip():
+        raise UsageError(f"{where}: {name} is empty", FIELDS_HINT)
+    if any("\ud800" <= char <= "\udfff" for char in value):
+        raise UsageError(
+            f"{where}: {name} holds half of a surrogate pair, which is no character",
+            "write the text as UTF-8",
+        )
+    if len(value) > MAX_ROW_CHARS:
+        raise UsageError(
+            f"{where}: {name} has {len(value)} characters, at most {MAX_ROW_CHARS} are read", "split the row"
+        )
+    return value

@@ -1,0 +1,69 @@
+"""Numbers and foreign text as they are shown: formatted the same everywhere, and unable to do harm."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from opdcl.sanitize import harmless
+
+
+def percent(value: float) -> str:
+    """Format a fraction as `47.3 %`."""
+    return f"{100 * value:.1f} %"
+
+
+def interval(estimate: dict) -> str:
+    """Format a ratio with its interval as `0.98 [0.84, 1.13]`."""
+    return f"{estimate['value']:.2f} [{estimate['low']:.2f}, {estimate['high']:.2f}]"
+
+
+def span(estimate: dict) -> str:
+    """Format an interval of a fraction, in percent, as `[42.1, 53.0]`."""
+    return f"[{100 * estimate['low']:.1f}, {100 * estimate['high']:.1f}]"
+
+
+def cut(text: str, limit: int) -> str:
+    """Shorten `text` at a space near `limit` and say how much is gone."""
+    if len(text) <= limit * 1.1:
+        return text
+    end = max(text.rfind(" ", 0, limit), text.rfind("\n", 0, limit))
+    end = end if end > limit * 0.8 else limit
+    return f"{text[:end]} … ({len(text) - end:,} more characters)"
+
+
+def markdown(text: str) -> str:
+    """Escape `text` so that Markdown shows it on one line and renders none of it."""
+    return re.sub(r"([\\`*_<>|~#$&!]|\](?=[(\[:]))", r"\\\1", " ".join(harmless(text).split()))
+
+
+def code(text: str) -> str:
+    """Return `text` as a Markdown code span that its own backticks and pipes cannot leave."""
+    line = " ".join(harmless(str(text)).split()).replace("|", "¦") or " "
+    marks = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
+    return f"{marks} {line} {marks}" if "`" in line else f"{marks}{line}{marks}"
+
+
+def fence(text: str) -> str:
+    """Return `text` as a Markdown block that its own fences cannot leave."""
+    text = harmless(text)
+    marks = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{marks}text\n{text}\n{marks}"
+
+
+def yaml(text: str) -> str:
+    """Return `text` as a double-quoted YAML scalar."""
+    return json.dumps(harmless(str(text)), ensure_ascii=False)
+
+
+def score(value: float) -> str:
+    """Format a metric: a fraction as percent, anything else (a length, a count) as it is."""
+    return percent(value) if 0 <= value <= 1 else f"{value:,.1f}"
+
+
+def clock(seconds: float) -> str:
+    return f"{round(seconds) // 60}:{round(seconds) % 60:02d}"
+
+
+def memory(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,234 @@
+"""The statistics behind the verdict: paired throughout, because every model answers the same prompts.
+
+Scores are arrays of one value per prompt (0/1 for a pass or fail, or a fraction). Intervals are 95 % percentile
+bootstrap intervals over prompts. A prompt with several scored parts is one resampled unit, which clusters them.
+
+Scores of shape `(seeds, N)` are those of several training seeds on the same N prompts. The estimate is then the mean
+over seeds, and each resample draws seeds and, independently, prompts: one draw of prompts for all seeds (Owen 2007, the
+pigeonhole bootstrap), because a prompt that is hard is hard for every seed. One seed gives the interval over prompts;
+of the variance between S seeds the bootstrap sees (S - 1) / S.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+
+RESAMPLES = 10_000
+
+# Below this many points of drop a ratio of differences is mostly noise, so no R is printed.
+SMALLEST_DROP = 0.10
+
+# Standard errors between no difference and one that a two-sided 5 % test finds in 80 % of repetitions.
+DETECTABLE = 2.80
+
+# How far below base "recovered" may lie and still count as non-inferior, for one seed.
+NON_INFERIORITY_MARGIN = 0.035
+
+# The domain and the retention scores of one model.
+Point = tuple[np.ndarray, np.ndarray]
+
+Status = Literal["recovered", "partly recovered", "not shown", "no measurable forgetting", "not measured"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def as_dict(self) -> dict[str, float]:
+        return {k: round(v, 6) for k, v in asdict(self).items()}
+
+
+def _resamples(n: int, seed: int) -> np.ndarray:
+    """Return how often each of n prompts is drawn, per resample: shape `(RESAMPLES, n)`."""
+    return _draw_resamples(n, seed, RESAMPLES)
+
+
+@lru_cache(maxsize=2)
+def _draw_resamples(n: int, seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=count).astype(np.float64)
+
+
+def _means(scores: np.ndarray, seed: int, suite: int = 0) -> np.ndarray:
+    """Return the mean of `(N,)` or `(seeds, N)` scores in each resample.
+
+    The prompts of another `suite` are drawn independently, the training seeds are not: they are the same ones.
+    """
+    rows = np.atleast_2d(scores)
+    seeds, n = rows.shape
+    weights = _resamples(n, seed + 7919 * suite)
+    of_each = np.stack([weights @ row / n for row in rows], axis=1)
+    means: np.ndarray = of_each[:, 0]
+    if seeds > 1:
+        # A stream of its own for each number of seeds, so that arms with different numbers are drawn independently.
+        drawn = np.random.default_rng((seed, seeds)).multinomial(
+            seeds, np.full(seeds, 1 / seeds), size=len(of_each)
+        )
+        means = (of_each * drawn).sum(1) / seeds
+    return means
+
+
+def _estimate(value: float, draws: np.ndarray) -> Estimate:
+    low, high = np.nanpercentile(draws, [2.5, 97.5])
+    return Estimate(float(value), float(low), float(high))
+
+
+def mean(scores: np.ndarray, seed: int = 0) -> Estimate:
+    """Estimate the mean of one score per prompt."""
+    scores = np.asarray(scores, float)
+    first, n = scores.flat[0], scores.shape[-1]
+    if first in (0.0, 1.0) and (scores == first).all():
+        # Resampling all failures gives [0, 0]; Wilson's interval says what n prompts can exclude.
+        from scipy.stats import binomtest
+
+        wilson = binomtest(int(first * n), n).proportion_ci(method="wilson")
+        return Estimate(float(first), float(wilson.low), float(wilson.high))
+    return _estimate(scores.mean(), _means(scores, seed))
+
+
+def mean_over(suites: list[np.ndarray], seed: int = 0) -> Estimate:
+    """Estimate the mean over suites of their means, each `(N,)` or `(seeds, N)`; every suite counts alike."""
+    found = [np.asarray(scores, float) for scores in suites]
+    draws = np.mean([_means(scores, seed, i) for i, scores in enumerate(found)], axis=0)
+    return _estimate(np.mean([scores.mean() for scores in found]), draws)
+
+
+def clustered_mean(parts: list[list[float]], seed: int = 0) -> Estimate:
+    """Estimate the mean over all parts of all prompts, resampling whole prompts (IFEval's instruction level)."""
+    sums = np.array([float(np.sum(p)) for p in parts])
+    sizes = np.array([len(p) for p in parts], float)
+    weights = _resamples(len(parts), seed)
+    return _estimate(sums.sum() / sizes.sum(), (weights @ sums) / np.maximum(weights @ sizes, 1))
+
+
+def difference(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Estimate:
+    """Estimate mean(a) - mean(b) on the same prompts.
+
+    With as many seeds on both sides, seed i of one is paired with seed i of the other; otherwise seeds are drawn apart.
+    """
+    a, b = np.asarray(a, float), np.asarray(b, float)
+    if a.shape == b.shape:
+        change = a - b
+        return _estimate(change.mean(), _means(change, seed))
+    return _estimate(a.mean() - b.mean(), _means(a, seed) - _means(b, seed))
+
+
+def above_mixtures(arm: Point, rivals: list[Point], seed: int = 0) -> Estimate:
+    """Estimate how far an arm's retention lies above the best that the rivals give at its domain score.
+
+    Of any two rivals a third can be had for nothing, by answering each prompt with one or the other at random. So it is not the
+    rivals' points that count but the upper edge of all lines between them. An arm that keeps more of the domain than every
+    rival is held against the one that keeps the most.
+    """
+    points = _centres([arm, *rivals])
+    draws = [(_means(domain, seed, suite=1), _means(retention, seed)) for domain, retention in (arm, *rivals)]
+    return _estimate(_above_edge(*points)[0], _above_edge(*draws))
+
+
+def upper_edge(rivals: list[Point]) -> set[int]:
+    """Return which of the rivals lie on the upper edge of all mixtures of them."""
+    points = _centres(rivals)
+    return {i for i, point in enumerate(points) if _above_edge(point, *points)[0] >= -1e-9}
+
+
+def _centres(points: list[Point]) -> list[Point]:
+    return [(np.array([np.mean(domain)]), np.array([np.mean(retention)])) for domain, retention in points]
+
+
+def _above_edge(arm: Point, *rivals: Point) -> np.ndarray:
+    """Return an arm's retention less that of the rivals' upper edge at its domain, element by element of the means' draws."""
+    at = np.minimum(arm[0], np.max([domain for domain, _ in rivals], axis=0))
+    edge = np.full_like(at, -np.inf)
+    for (left, low), (right, high) in itertools.product(rivals, repeat=2):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = np.where(right > left, np.clip((at - left) / (right - left), 0, 1), 1)
+        edge = np.where(right >= at, np.maximum(edge, low + share * (high - low)), edge)
+    above: np.ndarray = arm[1] - edge
+    return above
+
+
+def detectable_difference(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the smallest true difference that a paired test on so many prompts finds four times in five.
+
+    From the spread of the differences that were seen; over several seeds, from that of their mean.
+    """
+    change = np.atleast_2d(np.asarray(a, float) - np.asarray(b, float)).mean(0)
+    return float(DETECTABLE * change.std(ddof=1) / np.sqrt(len(change))) if len(change) > 1 else float("nan")
+
+
+def mcnemar(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the two-sided p of the exact McNemar test: are a's passes and b's equally frequent?
+
+    McNemar (1947), with the binomial distribution in place of its large-sample approximation.
+    """
+    from scipy.stats import binomtest
+
+    a, b = np.asarray(a) > 0.5, np.asarray(b) > 0.5
+    only_a, only_b = int((a & ~b).sum()), int((~a & b).sum())
+    return 1.0 if only_a + only_b == 0 else float(binomtest(only_a, only_a + only_b).pvalue)
+
+
+def ratio(part: np.ndarray, whole: np.ndarray, seed: int = 0) -> Estimate:
+    """Estimate mean(part) / mean(whole) for per-prompt differences, as R and D are.
+
+    Resamples whose denominator is not positive have no meaningful ratio and are left out of the interval.
+    """
+    part, whole = np.asarray(part, float), np.asarray(whole, float)
+    below = _means(whole, seed)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        draws = np.where(below > 0, _means(part, seed) / below, np.nan)
+    return _estimate(part.mean() / whole.mean(), draws)
+
+
+def recovery(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0) -> Estimate | None:
+    """Estimate R = (M2 - M1) / (M0 - M1); None unless the drop is significant and at least `SMALLEST_DROP`."""
+    base, tuned, recovered = (np.asarray(x, float) for x in (base, tuned, recovered))
+    if not forgetting_is_measurable(base, tuned, seed):
+        return None
+    return ratio(recovered - tuned, base - tuned, seed)
+
+
+def forgetting_is_measurable(base: np.ndarray, tuned: np.ndarray, seed: int = 0) -> bool:
+    """Say whether base -> tuned is a drop of at least `SMALLEST_DROP` whose interval excludes zero.
+
+    For pass or fail McNemar's test must exclude zero too, on every seed.
+    """
+    drop = difference(base, tuned, seed)
+    pairs = list(zip(np.atleast_2d(base), np.atleast_2d(tuned), strict=True))
+    passes = bool(np.isin([base, tuned], (0.0, 1.0)).all())
+    return (
+        drop.value >= SMALLEST_DROP
+        and drop.low > 0
+        and (not passes or all(mcnemar(b, t) < 0.05 for b, t in pairs))
+    )
+
+
+def domain_retention(
+    base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0
+) -> Estimate | None:
+    """Estimate D = (M2 - M0) / (M1 - M0); None unless the domain gain is positive with its interval above zero."""
+    base, tuned, recovered = (np.asarray(x, float) for x in (base, tuned, recovered))
+    if difference(tuned, base, seed).low <= 0:
+        return None
+    return ratio(recovered - base, tuned - base, seed)
+
+
+def judge(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0) -> Status:
+    """Name the outcome on the retention suite.
+
+    `recovered` is non-inferiority: the interval of recovered - base lies above the margin. `partly recovered` is a
+    gain over tuned whose interval lies above zero. A large p-value alone never counts as recovered.
+    """
+    if not forgetting_is_measurable(base, tuned, seed):
+        return "no measurable forgetting"
+    if difference(recovered, base, seed).low > -NON_INFERIORITY_MARGIN:
+        return "recovered"
+    return "partly recovered" if difference(recovered, tuned, seed).low > 0 else "not shown"

@@ -1,0 +1,179 @@
+"""A small Hugging Face hub on 127.0.0.1: repositories with commits, read and written over the hub's own HTTP interface."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote
+
+TOKEN = "hf_" + "t" * 30
+
+
+class Hub:
+    """Repositories by `models/owner/name` or `datasets/owner/name`; `asked` lists every request."""
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, dict[str, dict[str, bytes]]] = {}
+        self.asked: list[str] = []
+        self.private: dict[str, bool] = {}
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                hub.asked.append(f"{self.command} {self.path}")
+                path, _, query = self.path.partition("?")
+                self.answer(*hub.read(unquote(path), "recursive=true" in query.lower()))
+
+            do_HEAD = do_GET
+
+            def do_POST(self) -> None:
+                hub.asked.append(f"{self.command} {self.path}")
+                body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+                self.answer(
+                    *hub.write(unquote(self.path.partition("?")[0]), body, self.headers.get("Authorization"))
+                )
+
+            def answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(content)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def commit(self, repository: str, files: dict[str, bytes]) -> str:
+        """Put files on top of a repository's last commit; return the new one's name."""
+        commits = self.repositories.setdefault(repository, {})
+        tree = {**(list(commits.values())[-1] if commits else {}), **files}
+        name = hashlib.sha1(
+            json.dumps(
+                [[p, hashlib.sha1(c).hexdigest()] for p, c in sorted(tree.items())] + [len(commits)]
+            ).encode()
+        ).hexdigest()
+        commits[name] = tree
+        return name
+
+    def add_folder(self, repository: str, folder: Path) -> str:
+        return self.commit(repository, {f.name: f.read_bytes() for f in folder.iterdir() if f.is_file()})
+
+    def read(self, path: str, recursive: bool = False) -> tuple[int, bytes, dict[str, str]]:
+        if found := re.fullmatch(
+            r"/api/((?:models|datasets)/[^/]+/[^/]+)(?:/(revision|tree)/([^/]+)/?(.*))?", path
+        ):
+            repository, asked, revision, folder = found.groups()
+            if (commit := self.find(repository, revision)) is None:
+                return self.missing(repository)
+            files = self.repositories[repository][commit]
+            if asked == "tree":
+                return self.listing(files, f"{folder}/" if folder else "", recursive)
+            name = repository.partition("/")[2]
+            return document(
+                {
+                    "id": name,
+                    "sha": commit,
+                    "private": False,
+                    "siblings": [{"rfilename": p} for p in files],
+                    "tags": [],
+                }
+            )
+        if found := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            repository = (found[1] or "models/") + found[2]
+            if (commit := self.find(repository, found[3])) is None:
+                return self.missing(repository)
+            if (content := self.repositories[repository][commit].get(found[4])) is None:
+                return 404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}
+            return 200, content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit}
+        return 404, b"", {}
+
+    def listing(
+        self, files: dict[str, bytes], folder: str, recursive: bool
+    ) -> tuple[int, bytes, dict[str, str]]:
+        inside = [p for p in files if p.startswith(folder)]
+        if not inside:
+            return 404, b'{"error": "not found"}', {"X-Error-Code": "EntryNotFound"}
+        folders = {folder + p[len(folder) :].partition("/")[0] for p in inside if "/" in p[len(folder) :]}
+        entries = [
+            {"type": "directory", "path": p, "size": 0, "oid": "0" * 40}
+            for p in sorted(folders)
+            if not recursive
+        ]
+        return document(
+            entries + [described(p, files[p]) for p in inside if recursive or "/" not in p[len(folder) :]]
+        )
+
+    def write(self, path: str, body: bytes, authorization: str | None) -> tuple[int, bytes, dict[str, str]]:
+        if authorization != f"Bearer {TOKEN}":
+            return 401, b'{"error": "Invalid credentials"}', {}
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            repository = f"models/{asked['organization']}/{asked['name']}"
+            self.private[repository] = asked.get("visibility") == "private"
+            self.repositories.setdefault(repository, {})
+            return document({"url": f"{self.url}/{asked['organization']}/{asked['name']}"})
+        if path == "/api/validate-yaml":
+            return document({"errors": [], "warnings": []})
+        if re.search(r"/preupload/main$", path):
+            return document(
+                {
+                    "files": [
+                        {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                        for f in json.loads(body)["files"]
+                    ]
+                }
+            )
+        if found := re.fullmatch(r"/api/(models/[^/]+/[^/]+)/commit/main", path):
+            lines = [json.loads(line) for line in body.decode().splitlines()]
+            files = {
+                line["value"]["path"]: base64.b64decode(line["value"]["content"])
+                for line in lines
+                if line["key"] == "file"
+            }
+            commit = self.commit(found[1], files)
+            return document(
+                {"success": True, "commitOid": commit, "commitUrl": f"{self.url}/{found[1]}/commit/{commit}"}
+            )
+        return 404, b"", {}
+
+    def find(self, repository: str, revision: str | None) -> str | None:
+        commits = self.repositories.get(repository) or {}
+        return (
+            list(commits)[-1]
+            if commits and revision in (None, "main")
+            else revision
+            if revision in commits
+            else None
+        )
+
+    def missing(self, repository: str) -> tuple[int, bytes, dict[str, str]]:
+        return (
+            404,
+            b'{"error": "not found"}',
+            {"X-Error-Code": "RevisionNotFound" if self.repositories.get(repository) else "RepoNotFound"},
+        )
+
+
+def described(path: str, content: bytes) -> dict[str, object]:
+    return {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+
+
+def document(value: object) -> tuple[int, bytes, dict[str, str]]:
+    return 200, json.dumps(value).encode(), {"Content-Type": "application/json"}

@@ -1,0 +1,367 @@
+"""Workflow files: what is accepted, which source wins, and complaints that name the file and line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from opdcl.config.load import dump, load, validate
+from opdcl.config.reference import describe_fields
+from opdcl.config.shipped import workflow_files
+from opdcl.data.rows import load_rows
+from opdcl.errors import UsageError
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Return a function that writes a workflow file and returns its name."""
+
+    def write_file(content: str | bytes, name: str = "flow.yaml") -> str:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return str(path)
+
+    return write_file
+
+
+def complaint(*args, **kwargs) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        load(*args, **kwargs)
+    assert caught.value.exit_code == 2
+    assert caught.value.hint, "every complaint says what to do next"
+    return caught.value
+
+
+def test_an_unset_value_is_the_default(write):
+    flow, origins = load([write("recover: {}\n")])
+    assert flow.recover.steps == 72
+    assert "recover.steps" not in origins
+
+
+def test_each_source_overrides_the_one_before_and_leaves_the_rest(write):
+    first = write("recover:\n  steps: 1\n  rollouts: 1\n  seed: 1\n  max_new_tokens: 1\n", "first.yaml")
+    second = write("recover:\n  rollouts: 2\n  seed: 2\n  max_new_tokens: 2\n", "second.yaml")
+    flow, origins = load(
+        [first, second], ["recover.seed=3", "recover.max_new_tokens=3"], {"recover.max_new_tokens": 4}
+    )
+    recover = flow.recover
+    assert (recover.steps, recover.rollouts, recover.seed, recover.max_new_tokens) == (1, 2, 3, 4)
+    assert recover.temperature == 1.0
+    assert origins["recover.steps"] == f"{first}:2"
+    assert origins["recover.rollouts"] == f"{second}:2"
+    assert origins["recover.seed"] == "--set"
+    assert origins["recover.max_new_tokens"] == "flag"
+
+
+def test_the_last_of_two_set_options_wins(write):
+    flow, _ = load([write("recover: {}\n")], ["recover.steps=5", "recover.steps=6"])
+    assert flow.recover.steps == 6
+
+
+def test_a_flag_that_was_not_given_overrides_nothing(write):
+    flow, _ = load([write("model: {id: mine}\n")], flags={"model.id": None})
+    assert flow.model.id == "mine"
+
+
+def test_a_list_is_replaced_not_extended(write):
+    first = write("eval: {retention: [a, b]}\n", "first.yaml")
+    second = write("eval: {retention: [c]}\n", "second.yaml")
+    assert load([first, second])[0].eval.retention == ["c"]
+
+
+@pytest.mark.parametrize("written", ["1e-4", "1.0e-4", "0.0001"])
+def test_a_number_with_an_exponent_is_a_float_in_a_file_and_in_set(write, written):
+    file = write(f"recover:\n  trainer:\n    weight_decay: {written}\n")
+    flow, _ = load([file], [f"recover.trainer.other={written}"])
+    for value in (flow.recover.trainer["weight_decay"], flow.recover.trainer["other"]):
+        assert isinstance(value, float)
+        assert value == 1e-4
+
+
+@pytest.mark.parametrize("word", ["on", "off", "yes", "no"])
+def test_on_and_off_are_words_not_truth_values(write, word):
+    flow, _ = load(
+        [write(f"finetune: {{data: d, trainer: {{x: {word}}}}}\n")], [f"finetune.trainer.y={word}"]
+    )
+    assert flow.finetune.trainer == {"x": word, "y": word}
+
+
+def test_packing_on_needs_no_quotes(write):
+    assert load([write("finetune: {data: d, packing: on}\n")])[0].finetune.packing == "on"
+
+
+def test_a_repeated_key_is_refused_with_its_line(write):
+    file = write("recover:\n  steps: 3\n  seed: 1\n  steps: 4\n")
+    message = complaint([file]).message
+    assert message.startswith(f"{file}:4:")
+    assert "steps" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "line", "meant"),
+    [
+        ("recover:\n  seed: 1\n  stepz: 3\n", "recover.stepz", 3, "recover.steps"),
+        ("name: x\nrecovr: {}\n", "recovr", 2, "recover"),
+        (
+            "finetune:\n  data: d\n  lora:\n    rnk: 8\n    dropot: 0\n",
+            "finetune.lora.dropot",
+            5,
+            "finetune.lora.dropout",
+        ),
+    ],
+)
+def test_an_unknown_key_is_named_with_its_place_and_the_nearest_key(write, text, key, line, meant):
+    file = write(text)
+    fault = complaint([file])
+    assert f"unknown key {key}, {file}:{line}" in fault.message
+    assert f"did you mean {meant}?" in fault.hint
+
+
+def test_an_unknown_key_in_set_is_named_with_its_origin():
+    fault = complaint(["quickstart"], ["recover.stepz=3"])
+    assert "unknown key recover.stepz, --set" in fault.message
+    assert "recover.steps?" in fault.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "line", "got"),
+    [
+        ("recover:\n  steps: many\n", "recover.steps", 2, "'many'"),
+        ("recover:\n  steps: 2.5\n", "recover.steps", 2, "2.5"),
+        ("recover:\n  steps: 0\n", "recover.steps", 2, "0"),
+        ("recover:\n  learning_rate: -1e-4\n", "recover.learning_rate", 2, "-0.0001"),
+        ("name: x\nrecover: 5\n", "recover", 2, "5"),
+        ("eval:\n  retention: instructions\n", "eval.retention", 2, "'instructions'"),
+        ("finetune:\n  data: d\n  packing: sometimes\n", "finetune.packing", 3, "'sometimes'"),
+        (
+            "finetune:\n  data: d\n  lora:\n    target_modules: [lm_head]\n",
+            "finetune.lora.target_modules",
+            4,
+            "lm_head",
+        ),
+        ("name: ../elsewhere\n", "name", 1, "'../elsewhere'"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_place(write, text, key, line, got):
+    file = write(text)
+    message = complaint([file]).message
+    assert message.startswith(f"{key}: ")
+    assert f"{file}:{line})" in message
+    assert got in message
+
+
+def test_a_required_value_that_is_missing_is_named(write):
+    file = write("finetune:\n  epochs: 1\n")
+    assert f"finetune.data is required, {file}:1" in complaint([file]).message
+
+
+def test_all_faults_are_reported_at_once(write):
+    message = complaint([write("recover:\n  stepz: 3\n  seed: x\n")]).message
+    assert "recover.stepz" in message
+    assert "recover.seed" in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "recover: &shared {steps: 3}\n",
+        "eval: {retention: &a [x], domain: *a}\n",
+        "recover:\n  trainer:\n    a: &lol [x, x]\n    b: [*lol, *lol]\n",
+    ],
+)
+def test_anchors_and_aliases_are_refused(write, text):
+    assert "uses an anchor or alias" in complaint([write(text)]).message
+
+
+def test_an_ampersand_or_star_inside_quotes_or_a_comment_is_text(write):
+    flow, _ = load([write("# *bold* &c\ndescription: 'Tom &co *stars*'\n")])
+    assert flow.description == "Tom &co *stars*"
+
+
+def test_a_file_too_large_for_a_workflow_is_refused(write):
+    assert "1000001 bytes" in complaint([write(b"#" * 1_000_001)]).message
+
+
+def test_a_file_that_is_not_utf8_is_refused(write):
+    message = complaint([write(b"name: caf\xe9\n")]).message
+    assert "not UTF-8" in message
+    assert "byte 9" in message
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just words\n", "42\n"])
+def test_a_file_that_is_not_a_mapping_is_refused(write, text):
+    assert "not a mapping" in complaint([write(text)]).message
+
+
+def test_broken_yaml_is_refused_with_its_line(write):
+    file = write("name: x\nrecover: [1, 2\nseed: 3\n")
+    assert f"{file}:3:" in complaint([file]).message
+
+
+def test_nesting_without_end_is_refused(write):
+    assert complaint([write("[" * 5000)])
+
+
+def test_an_empty_file_is_all_defaults(write):
+    flow, _ = load([write("# nothing yet\n")])
+    assert flow.model.id == "smollm2-135m"
+    assert flow.finetune is None
+
+
+def test_relative_paths_are_meant_from_the_file_that_names_them(write, tmp_path, monkeypatch):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    for name in ("rows.jsonl", "prompts.jsonl", "ifeval.jsonl"):
+        (folder / name).write_text("{}")
+    file = write(
+        "finetune: {data: rows.jsonl}\nrecover: {general: ./prompts.jsonl, domain: ../project/rows.jsonl}\n"
+        "eval: {data: {ifeval: ifeval.jsonl}}\n",
+        "project/flow.yaml",
+    )
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    flow, _ = load([file])
+    assert flow.finetune.data == str(folder / "rows.jsonl")
+    assert flow.recover.general == str(folder / "prompts.jsonl")
+    assert flow.recover.domain == str(folder / "rows.jsonl")
+    assert flow.eval.data["ifeval"] == str(folder / "ifeval.jsonl")
+
+
+def test_aliases_hub_ids_and_absolute_paths_stay_as_written(write):
+    flow, _ = load(
+        [
+            write(
+                "model: {id: Qwen/Qwen3-1.7B}\nfinetune: {data: handbook}\nrecover: {general: /data/p.jsonl}\n"
+            )
+        ]
+    )
+    assert flow.model.id == "Qwen/Qwen3-1.7B"
+    assert flow.finetune.data == "handbook"
+    assert flow.recover.general == "/data/p.jsonl"
+
+
+@pytest.mark.parametrize("override", ["recover.steps", "=3", " =3"])
+def test_set_without_key_or_value_is_refused(override):
+    assert "is not KEY=VALUE" in complaint(["quickstart"], [override]).message
+
+
+def test_set_below_a_plain_value_is_refused():
+    assert "recover.steps.x" in complaint(["quickstart"], ["recover.steps.x=3"]).message
+
+
+def test_set_reads_lists():
+    assert load(["quickstart"], ["eval.domain=[handbook, neighbours]"])[0].eval.domain == [
+        "handbook",
+        "neighbours",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"), [("quikstart", "did you mean quickstart?"), ("zzz", "quickstart")]
+)
+def test_an_unknown_workflow_is_answered_with_those_there_are(typed, hint):
+    fault = complaint([typed])
+    assert repr(typed) in fault.message
+    assert hint in fault.hint
+
+
+@pytest.mark.parametrize("name", workflow_files())
+def test_every_shipped_workflow_loads_and_says_what_it_is_for(name):
+    flow, _ = load([name])
+    assert flow.name == name
+    assert flow.description
+
+
+def test_the_quickstart_is_shipped_and_needs_nothing_else():
+    flow, _ = load(["quickstart"])
+    assert (flow.model.id, flow.finetune.data, flow.recover.general) == (
+        "smollm2-135m",
+        "handbook",
+        "everyday",
+    )
+
+
+def test_every_field_is_described_once():
+    rows = describe_fields()
+    keys = [key for key, _, _ in rows]
+    assert len(keys) == len(set(keys))
+    assert {
+        "model.id",
+        "finetune.data",
+        "finetune.lora.r",
+        "recover.steps",
+        "eval.retention",
+        "gates.recovery",
+    } <= {*keys}
+    assert [key for key, _, meaning in rows if len(meaning) < 4] == []
+    assert {key: default for key, default, _ in rows}["finetune.data"] == "required"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("recover:\n  <<: {steps: 3}\n", ":2 uses a merge key"),
+        ("recover: !odd {steps: 3}\n", ":1 uses a tag"),
+        ("%YAML 1.1\n---\nname: x\n", "uses a YAML directive"),
+        ("finetune:\n  data: handbook\n  trainer: {a: 2026-01-02}\n", "write it in quotes"),
+        ("recover: {steps: true}\n", "recover.steps"),
+        ("recover: {steps: '3'}\n", "recover.steps"),
+        ("recover: {temperature: .inf}\n", "recover.temperature"),
+    ],
+)
+def test_what_a_workflow_has_no_use_for_is_refused(write, text, said):
+    assert said in complaint([write(text)]).message
+
+
+def test_plain_text_may_look_like_an_anchor(write):
+    assert load([str(write("description: Tom & Jerry's *stars* and <<marks>>\n"))])[0].description.startswith(
+        "Tom & Jerry"
+    )
+
+
+def test_a_saved_workflow_reads_back_as_it_was(write):
+    for name in workflow_files():
+        flow, _ = load([name])
+        assert load([str(write(dump(flow)))])[0] == flow
+
+
+@pytest.mark.parametrize(
+    "name", ["../../elsewhere", "/etc/passwd", "a/b", "", ".", "..", ".hidden", "x" * 200, "nul\0"]
+)
+@pytest.mark.parametrize("role", ["retention", "domain", "control"])
+def test_a_suite_name_cannot_leave_the_run_directory(name, role):
+    with pytest.raises(UsageError, match="no suite name"):
+        validate({"eval": {role: [name]}})
+    with pytest.raises(UsageError, match="no suite name"):
+        validate({"eval": {"data": {name: "rows.jsonl"}}})
+
+
+@pytest.mark.parametrize("value", ["~nobody-of-this-name/rows.jsonl", "~\ud800"])
+def test_a_home_that_there_is_not_is_an_error_with_words(tmp_path, value):
+    (tmp_path / "flow.yaml").write_text(json.dumps({"finetune": {"data": value}}))
+    with pytest.raises(UsageError, match=r"does not exist|valid string"):
+        load_rows(load([str(tmp_path / "flow.yaml")])[0].finetune.data)
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (
+            {"recover": {"method": "general", "general": None, "general_per_domain": 0}},
+            "without general prompts",
+        ),
+        ({"recover": {"general": None}}, "without general prompts"),
+        ({"recover": {"teachers": {"a": {"kind": "adapter", "adapter": ""}}}}, "adapter"),
+        ({"finetune": {"data": "handbook", "self_distill": {"skip_tokens": 64}}}, "finetune.self_distill"),
+        (
+            {"finetune": {"data": "handbook", "self_distill": {"context": "{prompt}"}}},
+            "finetune.self_distill",
+        ),
+        ({"start": ""}, "start"),
+    ],
+)
+def test_settings_that_lead_nowhere_are_refused_by_name(section, said):
+    with pytest.raises(UsageError, match=said):
+        validate(section)

@@ -1,0 +1,203 @@
+"""Exports: what is written is the same model, a wrong one is refused, and Ollama is told the same chat template."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import gguf_script
+from tokenizers.processors import TemplateProcessing
+
+from opdcl.deploy.export import export
+from opdcl.deploy.gguf import SCRIPT, find_converter
+from opdcl.deploy.ollama import go_template, modelfile
+from opdcl.errors import EnvironmentFault, OpdclError, UsageError
+
+LLAMA_CPP = os.environ.get("LLAMA_CPP")
+ZEPHYR = """{% for m in messages %}{{ '<|' + m['role'] + '|>
+' + m['content'] + eos_token + '
+' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>
+' }}{% endif %}"""
+WITH_FIRST_TOKEN = "{{ bos_token }}{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] | trim + '[end]' }}{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+NO_SYSTEM = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}<model>"
+NUMBERED = (
+    "{% for m in messages %}{{ loop.index ~ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant: "
+)
+
+
+class Report:
+    """Keeps what a stage says."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def progress(self, done: int, total: int, **values: float | str) -> None:
+        pass
+
+
+@pytest.fixture
+def converter(tmp_path, monkeypatch):
+    """A checkout with a converter for Llama under the name of llama.cpp's."""
+    (tmp_path / "llama.cpp").mkdir()
+    (tmp_path / "llama.cpp" / SCRIPT).write_text(Path(gguf_script.__file__).read_text())
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    return str(tmp_path / "llama.cpp")
+
+
+@pytest.fixture
+def tokenizer(tiny_model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def test_a_gguf_file_is_the_merged_model(tuned, converter):
+    from opdcl.config.model import ModelConfig
+    from opdcl.model.load import load_base
+
+    report = Report()
+    written = export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f32", converter, True, report)
+    assert {p.name for p in (tuned / "out").iterdir()} == {"model.gguf", "Modelfile"}
+    assert written["bytes"] == (tuned / "out/model.gguf").stat().st_size
+    assert written["gap"]["same_ids"]
+    assert written["gap"]["mean"] < 1e-4
+    export(str(tuned / "tuned"), None, tuned / "merged", "merged", "f16", None, True, report)
+    ids = torch.tensor([[1, 520, 9690, 198, 28]])
+    with torch.no_grad():
+        merged, read = (
+            load_base(ModelConfig(id=str(tuned / place), dtype="float32"))[0](ids).logits
+            for place in ("merged", "out/model.gguf")
+        )
+    torch.testing.assert_close(merged, read, atol=1e-3, rtol=1e-3)
+    assert not [p.name for p in tuned.iterdir() if p.name.startswith(".")], (
+        "nothing in between is left behind"
+    )
+
+
+def test_a_gguf_file_that_is_another_model_is_refused(tuned, converter, monkeypatch):
+    monkeypatch.setenv("SPOIL", "1")
+    with pytest.raises(OpdclError, match="is not the same model"):
+        export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f32", converter, True, Report())
+    assert not (tuned / "out").exists()
+    export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f32", converter, False, Report())
+    assert (tuned / "out/model.gguf").exists()
+
+
+def test_a_converter_that_fails_is_quoted(tuned, converter):
+    (Path(converter) / SCRIPT).write_text("import sys; sys.exit('Model TinyForCausalLM is not supported')")
+    with pytest.raises(OpdclError, match="TinyForCausalLM is not supported"):
+        export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f16", converter, True, Report())
+    assert not (tuned / "out").exists()
+
+
+@pytest.mark.skipif(not LLAMA_CPP, reason="needs a checkout of llama.cpp in LLAMA_CPP")
+@pytest.mark.parametrize("outtype", ["f16", "q8_0"])
+def test_llama_cpp_s_own_converter_writes_the_same_model(tuned, outtype):
+    written = export(str(tuned / "tuned"), None, tuned / "out", "gguf", outtype, LLAMA_CPP, True, Report())
+    assert written["gap"]["same_ids"]
+
+
+def test_the_converter_is_found_where_it_is_named(converter, tmp_path, monkeypatch):
+    script = str(Path(converter) / SCRIPT)
+    assert find_converter(converter)[-1] == script
+    assert find_converter(script)[-1] == script
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(EnvironmentFault) as missing:
+        find_converter(None)
+    assert "git clone" in missing.value.hint
+    monkeypatch.setenv("LLAMA_CPP", converter)
+    assert find_converter(None)[-1] == script
+    with pytest.raises(EnvironmentFault, match="elsewhere"):
+        find_converter(str(tmp_path / "elsewhere"))
+    monkeypatch.delenv("LLAMA_CPP")
+    os.chmod(script, 0o755)
+    monkeypatch.setenv("PATH", converter)
+    assert find_converter(None) == [script]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"format": "onnx"}, "format 'onnx' is not known"),
+        ({"outtype": "q4_k_m"}, "outtype 'q4_k_m' is not known"),
+        ({"state": "base"}, "state 'base' cannot be exported"),
+        ({"state": "tuned"}, "has no tuned adapter"),
+        ({"place": "nowhere"}, "nowhere holds no adapter"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_before_anything_is_written(tuned, converter, changed, said):
+    given = {
+        "place": str(tuned / "tuned"),
+        "state": None,
+        "to": tuned / "out",
+        "format": "gguf",
+        "outtype": "f16",
+        "converter": converter,
+        "check": True,
+    }
+    with pytest.raises(UsageError, match=said):
+        export(**given | changed, report=Report())
+    assert not (tuned / "out").exists()
+
+
+def test_an_exported_adapter_names_no_path_of_this_machine(tuned, tiny_model):
+    export(str(tuned / "tuned"), None, tuned / "out", "adapter", "f16", None, True, Report())
+    assert {p.name for p in (tuned / "out").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert (
+        json.loads((tuned / "out/adapter_config.json").read_text())["base_model_name_or_path"]
+        == tiny_model.name
+    )
+
+
+def as_ollama(text: str, messages: list[dict[str, str]]) -> str:
+    """Run a Modelfile's template as Ollama does: the SYSTEM line is a first message where there is none."""
+    template = re.search(r'TEMPLATE """(.*?)"""', text, re.DOTALL)[1]
+    default = re.search(r'SYSTEM """(.*?)"""', text, re.DOTALL)
+    if default and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": default[1]}, *messages]
+    body, opening = re.fullmatch(
+        r"\{\{- range \.Messages \}\}(.*)\{\{ end \}\}(.*?)", template, re.DOTALL
+    ).groups()
+    cases = dict(re.findall(r'\{\{ if eq \.Role "(\w+)" \}\}(.*?)\{\{ end \}\}', body, re.DOTALL))
+    return "".join(cases[m["role"]].replace("{{ .Content }}", m["content"]) for m in messages) + opening
+
+
+@pytest.mark.parametrize("template", [None, ZEPHYR, WITH_FIRST_TOKEN])
+def test_ollama_is_told_the_same_chat_template(tokenizer, template):
+    tokenizer.chat_template = template or tokenizer.chat_template
+    first = ""
+    if template == WITH_FIRST_TOKEN:
+        first = tokenizer.bos_token
+        tokenizer._tokenizer.post_processor = TemplateProcessing(
+            single=f"{first} $A", special_tokens=[(first, tokenizer.bos_token_id)]
+        )
+    text, notes = modelfile(tokenizer, [2])
+    assert notes == []
+    assert text.startswith("FROM ./model.gguf\n")
+    assert 'PARAMETER stop "<|im_end|>"' in text
+    asked, said = (
+        {"role": "user", "content": "What is {this}?\nAnd that?"},
+        {"role": "assistant", "content": "An answer."},
+    )
+    for messages in (
+        [asked],
+        [asked, said, asked],
+        [{"role": "system", "content": "Be brief."}, asked],
+        [{"role": "system", "content": "Hm"}, asked, said, asked],
+    ):
+        expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert first + as_ollama(text, messages) == expected
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM, NUMBERED, ZEPHYR.replace("<|", "{{ '{{' }}")])
+def test_a_template_that_ollama_cannot_be_told_is_left_out_and_said(tokenizer, template):
+    tokenizer.chat_template = template
+    assert go_template(tokenizer) is None
+    text, notes = modelfile(tokenizer, [2])
+    assert "TEMPLATE" not in text
+    assert "no TEMPLATE" in notes[0]

@@ -1,0 +1,177 @@
+"""A recovery that goes wrong is noticed, slowed down and stopped, and its best adapter is kept."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.recovering import Silent, run
+
+from opdcl.config.recover import HealthSection
+from opdcl.distill.health import Health, Normal, check_turn_end, drifted, signs
+from opdcl.errors import OpdclError, UsageError
+from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.layout import StageDir
+from opdcl.sampling.rollout import Rollout, repetition
+
+NORMAL = Normal(mean_length=40.0, truncated=0.2, adapter_norm=10.0)
+WELL = {
+    "stream": "general",
+    "teacher_entropy": 3.0,
+    "student_entropy": 2.5,
+    "grad_norm": 1.0,
+    "adapter_norm": 11.0,
+    "repetition": 0.1,
+    "mean_length": 45.0,
+    "truncated": 0.4,
+}
+WRONG = {
+    "teacher_entropy": (9.0, "teacher entropy"),
+    "student_entropy": (0.001, "student entropy"),
+    "grad_norm": (1e5, "gradient norm"),
+    "adapter_norm": (31.0, "adapter norm"),
+    "repetition": (0.8, "repetition"),
+    "mean_length": (130.0, "answer length"),
+    "truncated": (0.9, "share of cut answers"),
+}
+
+
+def test_a_healthy_step_shows_no_sign():
+    assert signs(WELL, HealthSection(), NORMAL) == []
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_each_bound_has_its_sign(field):
+    value, name = WRONG[field]
+    (sign,) = signs({**WELL, field: value}, HealthSection(), NORMAL)
+    assert sign.name == name
+    assert sign.hint
+
+
+@pytest.mark.parametrize("field", ["student_entropy", "mean_length", "truncated"])
+def test_domain_answers_may_be_short_and_certain(field):
+    assert signs({**WELL, "stream": "domain", field: WRONG[field][0]}, HealthSection(), NORMAL) == []
+
+
+class Notes(Silent):
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def watch(tmp_path, rows, limits=None):
+    """Feed logged steps to a fresh watch; return the rates it leaves, and the rows it wrote."""
+    out = StageDir(tmp_path / "stage")
+    out.path.mkdir(exist_ok=True)
+    written = []
+    callback = SimpleNamespace(write=written.append, report=Notes())
+    health = Health(limits or HealthSection(), None, out, callback)
+    health.normal = NORMAL
+    scheduler = SimpleNamespace(base_lrs=[1.0])
+    for step, row in enumerate(rows, 1):
+        health.on_log(None, SimpleNamespace(global_step=step), None, logs=row, lr_scheduler=scheduler)
+    return scheduler.base_lrs, written
+
+
+BAD = {**WELL, "truncated": 1.0}
+
+
+def test_a_sign_that_passes_changes_nothing(tmp_path):
+    assert watch(tmp_path, [BAD, BAD, WELL, BAD, BAD, WELL]) == ([1.0], [])
+
+
+def test_a_sign_that_lasts_halves_the_rate_once(tmp_path):
+    rates, written = watch(tmp_path, [BAD] * 5)
+    assert rates == [0.5]
+    assert [(r["step"], r["health"]["action"]) for r in written] == [(3, "rate halved")]
+
+
+def test_a_sign_that_lasts_as_long_again_halts(tmp_path):
+    with pytest.raises(OpdclError, match=r"share of cut answers is 1, beyond 0\.7") as caught:
+        watch(tmp_path, [BAD] * 6)
+    assert "best" in caught.value.hint
+
+
+def test_streams_are_counted_apart(tmp_path):
+    domain = {**WELL, "stream": "domain"}
+    assert watch(tmp_path, [BAD, domain] * 3)[0] == [0.5]
+
+
+def test_it_can_be_switched_off(tmp_path):
+    assert watch(tmp_path, [BAD] * 20, HealthSection(watch=False)) == ([1.0], [])
+
+
+def test_repetition_is_counted_within_each_completion():
+    assert repetition([[1, 2, 3, 4, 5, 6, 7]]) == 0
+    assert repetition([[1, 2, 3, 4], [1, 2, 3, 4]]) == 0
+    assert repetition([[7] * 11]) == pytest.approx(7 / 8)
+    assert repetition([[1], []]) == 0
+
+
+def test_a_rate_far_too_high_halts_and_leaves_the_best_adapter(backbone, tuned):
+    with pytest.raises(OpdclError, match="halted at step"):
+        run(backbone, tuned, learning_rate=0.9, steps=30, validate_every=3)
+    best = tuned / "out" / "trainer" / "best"
+    assert (best / "adapter_model.safetensors").exists()
+    assert any("validation" in r for r in read_jsonl(tuned / "out" / "metrics.jsonl"))
+
+
+def test_a_uniform_teacher_halts_before_the_first_step(backbone, tuned):
+    head = backbone.causal_lm.get_output_embeddings().weight
+    with torch.no_grad():
+        head.mul_(1e-4)
+    with pytest.raises(OpdclError, match="close to uniform"):
+        run(backbone, tuned)
+
+
+def test_an_eos_list_that_the_template_never_uses_is_refused(backbone, tuned):
+    backbone.eos_ids = [77]
+    with pytest.raises(UsageError, match="ends an answer with"):
+        run(backbone, tuned)
+
+
+def test_a_template_of_another_model_is_refused(backbone):
+    check_turn_end(backbone)
+    backbone.tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n[/end]\n{% endfor %}"
+    )
+    with pytest.raises(UsageError, match="none of which is an end of sequence"):
+        check_turn_end(backbone)
+
+
+def test_a_reward_of_length_is_noticed(tmp_path):
+    """Answers that grow step by step until none of them ends."""
+    rows = [{**WELL, "mean_length": 40.0 + 15 * i, "truncated": min(1.0, 0.2 + 0.1 * i)} for i in range(12)]
+    with pytest.raises(OpdclError, match=r"share of cut answers|answer length"):
+        watch(tmp_path, rows)
+
+
+def test_normal_is_measured_on_what_base_writes(backbone, tuned):
+    backbone.load_adapter(tuned / "tuned", "student", trainable=True)
+    backbone.load_adapter(tuned / "tuned", "tuned")
+    health = Health(HealthSection(), backbone, StageDir(tuned / "none"), None)
+    health.begin([Rollout([1], [5, 6], [], True), Rollout([1], [5, 6, 7, 8], [], False)])
+    assert (health.normal.mean_length, health.normal.truncated) == (3.0, 0.5)
+    assert health.normal.adapter_norm == pytest.approx(backbone.adapter_norm("student"))
+
+
+def test_where_little_was_forgotten_a_small_rise_of_kl_is_no_alarm():
+    def said(start, now):
+        return drifted(
+            {"general_kl": start}, {"general_kl": now}, lambda kl: kl["general_kl"], HealthSection()
+        )
+
+    assert said(0.05, 0.54) == ""
+    assert "from 0.05 to 0.56" in said(0.05, 0.56)
+    assert said(4.0, 5.9) == ""
+    assert "from 4.00 to 6.10" in said(4.0, 6.1)
+
+
+def test_likeliest_tokens_that_are_no_longer_shared_halt_it_unless_it_began_so():
+    def said(start, now):
+        return drifted({"general_overlap": start}, {"general_overlap": now}, lambda kl: 0.0, HealthSection())
+
+    assert said(0.5, 0.2) == ""
+    assert "shares 5% on general texts, 50% at the start" in said(0.5, 0.05)
+    assert said(0.04, 0.05) == said(0.08, 0.07) == ""

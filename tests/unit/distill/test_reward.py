@@ -1,0 +1,404 @@
+"""A reward on sampled completions: its mathematics against TRL's, its scores against the evaluation's, and that it is learned from."""
+
+import json
+import statistics
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers.recovering import Silent, make_trainer, whole_and_resumed
+from trl import GRPOConfig, GRPOTrainer
+
+from opdcl.config.evaluate import EvalConfig
+from opdcl.config.loss import LossSection
+from opdcl.config.recover import RecoverConfig, RewardSection
+from opdcl.config.workflow import Workflow
+from opdcl.data.suites import load_task
+from opdcl.distill.losses import clipped_gradient, group_advantages, token_losses
+from opdcl.distill.reward import Reward, reward_rows
+from opdcl.distill.teachers import Teacher
+from opdcl.errors import UsageError
+from opdcl.model.distributions import Hidden
+from opdcl.rundir.files import read_jsonl
+from opdcl.sampling.rollout import Rollout
+from opdcl.stages.evaluate import BackboneLM
+
+GROUP = 4
+REWARDED = {"suite": "instructions_train", "metric": "inst_level_strict_acc", "group": GROUP}
+SETTINGS = {"teacher_first": 0, "keep": "last", "rollouts": 8, "reward": REWARDED}
+
+
+def test_an_advantage_is_the_distance_from_the_groups_mean_in_deviations():
+    rewards = [0.0, 1.0, 1.0, 0.5, 0.25, 0.25, 0.25, 0.25]
+    mean, deviation = statistics.mean(rewards[:4]), statistics.stdev(rewards[:4])
+    found = group_advantages(rewards, GROUP)
+    assert found[:4] == pytest.approx([(r - mean) / (deviation + 1e-4) for r in rewards[:4]])
+    assert found[4:] == [0, 0, 0, 0]  # who all did alike learns nothing
+    assert sum(found[:4]) == pytest.approx(0, abs=1e-12)
+    assert group_advantages([10 * r + 3 for r in rewards], GROUP) == pytest.approx(found, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "drift", "pushed"),
+    [(1, 0.0, True), (1, 0.3, False), (1, -0.3, True), (-1, 0.3, True), (-1, -0.3, False)],
+)
+def test_a_token_that_has_moved_far_enough_is_pushed_no_further(advantage, drift, pushed):
+    log_p = torch.randn(1, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1).requires_grad_()
+    token = torch.tensor([2])
+    sampler = log_p.detach()[:, 2] - drift
+    loss = clipped_gradient(log_p, token, sampler, torch.tensor([float(advantage)]), clip=0.2)
+    loss.sum().backward()
+    ratio = torch.tensor(drift).exp()
+    expected = torch.zeros(1, 5)
+    if pushed:  # d(-r A)/d log p = -r A
+        expected[0, 2] = -ratio * advantage
+    torch.testing.assert_close(log_p.grad, expected)
+
+
+def test_equal_rewards_are_exactly_no_advantage_whatever_their_rounding():
+    assert group_advantages([0.1] * 3 + [0.7] * 3, 3) == [0.0] * 6
+
+
+def test_answers_pass_the_suites_filters_before_they_are_scored(backbone):
+    from lm_eval.filters import build_filter_ensemble
+
+    reward = Reward(RewardSection(**REWARDED | {"metric": "prompt_level_strict_acc"}), backbone)
+    prompt = next(
+        ids
+        for ids, (row, doc) in reward._known.items()
+        if doc["instruction_id_list"] == ["detectable_format:title"]
+    )
+    written = backbone.tokenizer("No title here.", add_special_tokens=False)["input_ids"]
+    assert reward([Rollout(list(prompt), written, [], True)]) == [0.0]
+    reward._task._filters = [
+        build_filter_ensemble(
+            "none", [["regex", {"regex_pattern": "(title)", "fallback": "?"}], ["take_first", None]]
+        )
+    ]
+    assert reward._filtered("No title here.", {}) == "title"
+
+
+@pytest.fixture
+def rollouts():
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for i in range(8):
+        length = 3 + i % 4
+        found.append(
+            Rollout(
+                [1, 520, 9690, 198, 40 + i // GROUP],
+                torch.randint(3, 400, (length,), generator=generator).tolist(),
+                [],
+                False,
+            )
+        )
+    rewards = [0.0, 1.0, 0.5, 1.0, 0.0, 0.0, 1.0, 0.0]
+    for rollout, reward, advantage in zip(found, rewards, group_advantages(rewards, GROUP), strict=True):
+        rollout.reward, rollout.advantage = reward, advantage
+    return found
+
+
+def rewarded_trainer(backbone, tuned, max_new_tokens=6, **reward):
+    backbone.drop_adapters()
+    backbone.load_adapter(tuned / "tuned", "student", trainable=True)
+    backbone.load_adapter(tuned / "tuned", "tuned")
+    return make_trainer(
+        backbone, tuned, reward=REWARDED | reward, keep="last", rollouts=8, max_new_tokens=max_new_tokens
+    )
+
+
+def gradient(trainer, rollouts):
+    trainer.model.zero_grad()
+    trainer.model.train()
+    sums = trainer.grade(rollouts, "general", learn=True)
+    return sums["loss"] / sums["tokens"], {
+        n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None
+    }
+
+
+def with_logprobs(trainer, rollouts, drift=0.0):
+    """Give each rollout the log-probabilities of a sampler that differs from the student by `drift`."""
+    for rollout in rollouts:
+        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+        with torch.no_grad():
+            log_p = trainer.model(ids).logits[0].log_softmax(-1)
+        steps = zip(rollout.completion_ids, log_p[len(rollout.prompt_ids) - 1 :], strict=False)
+        rollout.logprobs = [float(row[token]) + drift * (-1) ** i for i, (token, row) in enumerate(steps)]
+    return rollouts
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.3])
+def test_loss_and_gradient_are_those_of_trls_grpo(backbone, tuned, rollouts, drift):
+    ours = rewarded_trainer(backbone, tuned, teacher=0.0)
+    rollouts = with_logprobs(ours, rollouts, drift)
+    loss, mine = gradient(ours, rollouts)
+
+    args = GRPOConfig(
+        output_dir=str(tuned / "grpo"),
+        per_device_train_batch_size=8,
+        num_generations=GROUP,
+        beta=0.0,
+        loss_type="dapo",
+        max_steps=1,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        temperature=1.0,
+        gradient_checkpointing=False,
+        epsilon=0.2,
+    )
+    theirs = GRPOTrainer(
+        model=ours.model,
+        reward_funcs=lambda **_: [0.0],
+        args=args,
+        processing_class=backbone.tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * 8}),
+    )
+    width = max(len(r.completion_ids) for r in rollouts)
+
+    def padded(rows, dtype):
+        return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype)
+
+    prompt_ids = torch.tensor([r.prompt_ids for r in rollouts])
+    batch = {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": torch.ones_like(prompt_ids),
+        "completion_ids": padded([r.completion_ids for r in rollouts], torch.long),
+        "completion_mask": padded([[1] * len(r.completion_ids) for r in rollouts], torch.long),
+        "advantages": torch.tensor([r.advantage for r in rollouts], dtype=torch.float32),
+        "old_per_token_logps": padded([r.logprobs for r in rollouts], torch.float32),
+        "num_items_in_batch": torch.tensor(sum(len(r.completion_ids) for r in rollouts)),
+    }
+    theirs.current_gradient_accumulation_steps = args.steps_per_generation
+    theirs.model.train()
+    theirs.model.zero_grad()
+    reference = theirs._compute_loss(theirs.model, batch)
+    reference.backward()
+    assert loss == pytest.approx(float(reference.detach()), rel=1e-4, abs=1e-6)
+    for name, parameter in theirs.model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(mine[name], parameter.grad, atol=2e-6, rtol=1e-3)
+    assert sum(float(g.abs().sum()) for g in mine.values()) > 0
+
+
+def test_the_teacher_weighs_in_beside_the_reward():
+    generator = torch.Generator().manual_seed(1)
+    student, teacher = (torch.randn(6, 8, generator=generator) for _ in range(2))
+    head, token, sampler = torch.randn(30, 8, generator=generator), torch.arange(6), torch.full((6,), -3.0)
+    advantage = torch.tensor([1.0, -1.0, 0.5, 0.0, 2.0, -0.3])
+
+    def loss(weight, advantage):
+        states = student.clone().requires_grad_()
+        reward = RewardSection(suite="x", teacher=weight)
+        found = token_losses(
+            states, head, Hidden(teacher, head), token, sampler, 1.0, LossSection(), None, reward, advantage
+        ).loss
+        found.sum().backward()
+        return found.detach(), states.grad
+
+    alone, slope = loss(0.0, advantage)
+    dense, dense_slope = loss(1.0, torch.zeros(6))
+    both, both_slope = loss(0.3, advantage)
+    torch.testing.assert_close(both, alone + 0.3 * dense)
+    torch.testing.assert_close(both_slope, slope + 0.3 * dense_slope, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(dense, token_losses(student, head, Hidden(teacher, head), token, sampler).loss)
+
+
+def test_a_completion_gets_what_the_evaluation_would_give_it(backbone, tmp_path):
+    config = RewardSection(**REWARDED)
+    reward = Reward(config, backbone)
+    (task,) = load_task(config.suite, EvalConfig())["tasks"].values()
+    lm = BackboneLM(backbone, "base", EvalConfig(), tmp_path / "partial", Silent())
+    task.build_all_requests(limit=40, apply_chat_template=True, chat_template=lm.apply_chat_template)
+    rows = reward_rows(config)
+    assert len(rows) == len(list(task.eval_docs))
+    answers = ["<<Title>>\n\nOne. Two. Three. Four. Five. Six.\n\nP.S. More.", "no", "*a* and *b* [c] [d]"]
+    graded = []
+    for instance in task.instances:
+        prompt = backbone.tokenizer(instance.args[0], add_special_tokens=False)["input_ids"]
+        for answer in answers:
+            written = backbone.tokenizer(answer, add_special_tokens=False)["input_ids"]
+            (got,) = reward([Rollout(prompt, [*written, backbone.eos_ids[0]], [], True)])
+            parts = task.process_results(instance.doc, [answer])["inst_level_strict_acc"]
+            assert got == sum(parts) / len(parts)
+            graded.append(got)
+    assert {0.0, 1.0} < {*graded}  # and halves, where one of two constraints is kept
+
+
+class LikesCommonTokens(Reward):
+    def __call__(self, rollouts):
+        return [sum(t < 20_000 for t in r.completion_ids) / len(r.completion_ids) for r in rollouts]
+
+
+def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
+    trainer = rewarded_trainer(backbone, tuned, max_new_tokens=2, teacher=0.0)
+    trainer.reward = LikesCommonTokens(RewardSection(**REWARDED), backbone)
+    prompts = [[1, 520, 9690, 198, 60 + i // GROUP] for i in range(48)]
+    optimizer = torch.optim.AdamW(
+        [p for p in trainer.model.parameters() if p.requires_grad], lr=5e-2, weight_decay=0
+    )
+    means = []
+    for step in range(20):
+        written = trainer.sample(prompts, "general", seed=step)
+        trainer._most_divided(written, len(written))
+        means.append(sum(r.reward for r in written) / len(written))
+        trainer.model.zero_grad()
+        trainer.grade(written, "general", learn=True)
+        optimizer.step()
+    assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.15, means
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"oversample": 2.0, "general_teacher": {"kind": "ema", "context": "{prompt} {answer} {feedback}"}}],
+    ids=["base", "shown the best"],
+)
+def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned, extra):
+    config = RecoverConfig(
+        domain=str(tuned / "domain.jsonl"),
+        steps=6,
+        general_per_domain=2,
+        sample_ahead=2,
+        max_new_tokens=6,
+        validate_every=3,
+        validation_prompts=2,
+        learning_rate=5e-3,
+        save_steps=2,
+        domain_rollouts=4,
+        **SETTINGS,
+        **extra,
+    )
+    whole, cut = whole_and_resumed(backbone, tuned, config, stop=3)
+    rows = [r for r in read_jsonl(whole.metrics) if "loss" in r]
+    assert [("reward" in r) == (r["stream"] == "general") for r in rows] == [True] * 6
+    assert all(0 <= r["reward"] <= 1 and 0 <= r["reward_tied"] <= 1 for r in rows if "reward" in r)
+    assert [r["reward"] for r in rows if "reward" in r] == [
+        r["reward"] for r in read_jsonl(cut.metrics) if "reward" in r
+    ]
+
+
+CONTEXT = (
+    "{prompt}\n\nThis answer did well: {answer}\n\nOf yours the checker says: {feedback}\n\nAnswer again."
+)
+
+
+def test_who_did_worse_is_taught_by_the_best_of_the_group_and_by_the_checkers_words(backbone):
+    """SDPO's contexts: the sibling that succeeded and the environment's feedback reach the teacher, and it alone."""
+    reward = Reward(RewardSection(**REWARDED), backbone, CONTEXT)
+    decode = backbone.tokenizer.decode
+    prompt, (row, _) = next(
+        (ids, known) for ids, known in reward._known.items() if "title" in known[0].prompt[-1]["content"]
+    )
+    answers = ["<<Bread>>\n\nIt rose.", "no", "nothing", "<<Bread>>\n\nIt fell."]
+    group = [
+        Rollout(
+            list(prompt), backbone.tokenizer(a, add_special_tokens=False)["input_ids"], [], True, reward=r
+        )
+        for a, r in zip(answers, (1.0, 0.0, 0.0, 1.0), strict=True)
+    ]
+    reward.demonstrate(group)
+    assert [r.shown is not None for r in group] == [False, True, True, False]
+    shown = decode(group[1].shown)
+    assert row.prompt[-1]["content"] in shown
+    assert "This answer did well: <<Bread>>\n\nIt rose." in shown
+    assert "Not kept:" in shown
+    assert "<<" in shown.split("checker says:")[1]  # what was asked for, in the checker's own words
+    assert "did well" not in decode(group[1].prompt_ids)
+
+    equal = [Rollout(list(prompt), [5], [], True, reward=0.5) for _ in range(GROUP)]
+    reward.demonstrate(equal)
+    assert all(r.shown is None for r in equal)
+
+
+def test_a_live_teacher_moves_only_those_who_have_something_to_see(backbone, tuned):
+    trainer = rewarded_trainer(backbone, tuned, weight=0.0, teacher=1.0)
+    trainer.teachers["general"] = Teacher(backbone, "student")
+    rollouts = with_logprobs(
+        trainer,
+        [Rollout([1, 520, 9690, 198, 40], [7, 9, 11], [], False, reward=float(i == 0)) for i in range(GROUP)],
+    )
+    loss, grad = gradient(trainer, rollouts)
+    assert loss == pytest.approx(0, abs=1e-6)
+    assert max(float(g.abs().max()) for g in grad.values()) < 1e-5
+    rollouts[1].shown = [1, 520, 9690, 7, 9, 11, 198, 40]
+    loss, grad = gradient(trainer, rollouts)
+    assert loss > 1e-3
+    with torch.no_grad():
+        mine, seen = (
+            trainer.model(torch.tensor([[*prompt, 7, 9, 11]])).logits[0, -4:-1].log_softmax(-1)
+            for prompt in (rollouts[1].prompt_ids, rollouts[1].shown)
+        )
+    expected = float((mine.exp() * (mine - seen)).sum())
+    assert loss * GROUP * 3 == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"teacher_first": 4}, "what the student itself writes"),
+        ({"lmbda": 0.5}, "what the student itself writes"),
+        ({"rollouts": 6}, "multiple of reward.group"),
+        ({"keep": "best"}, "keep last"),
+        ({"domain_teacher": {"kind": "base", "context": "{prompt}{answer}{feedback}"}}, "general_teacher"),
+        ({"method": "replay"}, "method alternating or general"),
+    ],
+)
+def test_settings_that_a_reward_cannot_go_with_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        RecoverConfig(**SETTINGS | settings)
+
+
+def test_what_was_rewarded_is_not_measured():
+    with pytest.raises(ValueError, match="learns from instructions_train"):
+        Workflow(recover=SETTINGS, eval={"control": ["instructions_train"]})
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [({"suite": "nothing_known"}, "unknown suite"), ({"metric": "beauty"}, "has no score 'beauty'")],
+)
+def test_a_reward_that_there_is_not_is_refused_before_anything_runs(reward, said):
+    with pytest.raises(UsageError, match=said):
+        reward_rows(RewardSection(**REWARDED | reward))
+
+
+def test_two_documents_that_ask_the_same_are_refused(monkeypatch):
+    (task,) = load_task("instructions_train", EvalConfig())["tasks"].values()
+    documents = task.eval_docs.select([0, 1, 0])
+    monkeypatch.setattr(type(task), "eval_docs", property(lambda self: documents))
+    with pytest.raises(UsageError, match="documents 0 and 2 of instructions_train ask the same"):
+        reward_rows(RewardSection(**REWARDED))
+
+
+def test_of_more_groups_than_are_learned_from_those_that_differ_stay(backbone, tuned):
+    trainer = rewarded_trainer(backbone, tuned)
+    given = [1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 1]
+    trainer.reward = type("Given", (Reward,), {"__call__": lambda self, rollouts: [float(x) for x in given]})(
+        RewardSection(**REWARDED), backbone
+    )
+    rollouts = [Rollout([1, 520, 9690, 198, 60 + i // GROUP], [5], [-1.0]) for i in range(4 * GROUP)]
+    kept = trainer._most_divided(rollouts, 2 * GROUP)
+    assert kept == rollouts[GROUP : 2 * GROUP] + rollouts[3 * GROUP :]
+    assert {r.step_reward for r in kept} == {sum(given) / len(given)}  # the mean that is shown is of all
+    assert all(r.advantage for r in kept)
+
+
+def test_the_group_stands_together_in_the_schedule():
+    from opdcl.distill.schedule import plan_steps
+
+    steps = plan_steps(RecoverConfig(steps=6, domain_rollouts=3, **SETTINGS), 5, 4)
+    for step in steps:
+        if step.stream == "general":
+            assert len(step.prompts) == 8
+            assert all(len(set(step.prompts[i : i + GROUP])) == 1 for i in (0, GROUP))
+            assert step.on_policy
+        else:
+            assert len(step.prompts) == 3
+
+
+def test_the_metric_by_default_is_the_suites_first(backbone):
+    first = Reward(RewardSection(suite="instructions_train"), backbone)
+    rows = reward_rows(first.config)
+    assert json.loads(json.dumps(rows[0].prompt))[-1]["role"] == "user"
+    prompt = next(iter(first._known))
+    assert first([Rollout(list(prompt), [2], [], True)]) in ([0.0], [1.0])

@@ -1,0 +1,498 @@
+"""Each teacher does what theory says of it, shown by a number, on a two-layer model."""
+
+import json
+
+import pytest
+import torch
+from helpers.recovering import Silent, make_trainer, whole_and_resumed
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from opdcl.config.model import ModelConfig
+from opdcl.config.recover import RecoverConfig
+from opdcl.config.teacher import TeacherSection
+from opdcl.distill.losses import token_losses
+from opdcl.distill.prompts import encode_stream
+from opdcl.distill.teachers import Ema, Routed, Teacher, TrustRegion, make_teacher
+from opdcl.errors import UsageError
+from opdcl.model.adapters import ModelRef
+from opdcl.model.compatibility import check_same_tokenizer, differences
+from opdcl.model.distributions import Hidden
+from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.layout import StageDir
+from opdcl.sampling.rollout import Rollout
+from opdcl.stages.recover import recover
+from opdcl.training import save_adapter
+
+PROMPT = [1, 520, 9690, 198]
+ROLLOUTS = [Rollout([*PROMPT, 7 * i + 3], list(range(50 + i, 53 + 3 * i)), [], True) for i in range(4)]
+SHOWN = {"context": "{prompt} (The answer is: {answer})"}
+
+
+@pytest.fixture
+def adapted(backbone, tuned):
+    """A backbone with a student that has moved away from tuned, and a running mean that has not."""
+    backbone.load_adapter(tuned / "tuned", "student", trainable=True)
+    backbone.load_adapter(tuned / "tuned", "tuned")
+    backbone.load_adapter(tuned / "tuned", "general")
+    move(backbone)
+    return backbone
+
+
+def move(backbone, by=0.05):
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for layer in backbone.adapted_layers():
+            layer.lora_B["student"].weight.add_(by * torch.randn_like(layer.lora_B["student"].weight))
+
+
+def states(teacher):
+    return teacher.states(ROLLOUTS)
+
+
+def test_an_ema_of_rate_one_is_the_student_and_of_rate_zero_stays(adapted):
+    live, frozen = states(Teacher(adapted, "student")), states(Teacher(adapted, "tuned"))
+    still = Ema(adapted, "general", 0.0, 1)
+    still.follow(1)
+    assert torch.equal(states(still), frozen)
+    assert not still.moves
+    Ema(adapted, "general", 1.0, 1).follow(1)
+    torch.testing.assert_close(states(Teacher(adapted, "general")), live, atol=1e-5, rtol=1e-5)
+    assert float((live - frozen).abs().max()) > 0.01
+
+
+def test_an_ema_is_the_mean_by_hand_and_moves_at_its_interval(adapted):
+    ema = Ema(adapted, "general", 0.25, 2)
+    layer = adapted.adapted_layers()[0]
+    before, student = (layer.lora_B[name].weight.clone() for name in ("general", "student"))
+    ema.follow(1)
+    assert torch.equal(layer.lora_B["general"].weight, before)
+    ema.follow(2)
+    torch.testing.assert_close(layer.lora_B["general"].weight, 0.75 * before + 0.25 * student)
+    assert not layer.lora_B["general"].weight.requires_grad
+    ema.begin()
+    assert torch.equal(layer.lora_B["general"].weight, student)
+
+
+def test_an_ema_comes_back_from_a_checkpoint_exactly(adapted, tmp_path):
+    ema = Ema(adapted, "general", 0.3, 1)
+    ema.follow(1)
+    kept = states(ema)
+    ema.save(tmp_path / "checkpoint")
+    ema.follow(2)
+    assert not torch.equal(states(ema), kept)
+    ema.restore(tmp_path / "checkpoint")
+    assert torch.equal(states(ema), kept)
+
+
+@pytest.mark.parametrize("mix", [0.0, 0.3, 1.0])
+def test_a_trust_region_lies_between_reference_and_student(adapted, mix):
+    ours = TrustRegion(adapted, "base", mix)
+    head = ours.head_VH
+    reference, student = (states(Teacher(adapted, name)) @ head.T for name in ("base", "student"))
+    torch.testing.assert_close(
+        states(ours) @ head.T, (1 - mix) * reference + mix * student, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_a_separate_model_equal_to_base_is_the_adapter_off_teacher(adapted, tiny_model):
+    other = make_teacher(
+        TeacherSection(kind="model", model={"id": str(tiny_model), "dtype": "float32"}), adapted
+    )
+    base = Teacher(adapted, "base")
+    torch.testing.assert_close(states(other), states(base), atol=1e-5, rtol=1e-5)
+    assert torch.equal(other.head_VH, base.head_VH)
+    assert not any(p.requires_grad for p in other.model.parameters())
+
+
+def test_a_wider_model_grades_as_its_own_logits_say(adapted, tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(adapted.tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        initializer_range=0.5,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "wide")
+    adapted.tokenizer.save_pretrained(tmp_path / "wide")
+    wide = make_teacher(
+        TeacherSection(kind="model", model={"id": str(tmp_path / "wide"), "dtype": "float32"}), adapted
+    )
+    student = Teacher(adapted, "student")
+    tokens = torch.tensor([t for r in ROLLOUTS for t in r.completion_ids])
+    found = token_losses(
+        states(student), student.head_VH, wide.opinion(ROLLOUTS), tokens, torch.zeros(len(tokens))
+    )
+    expected = []
+    for r in ROLLOUTS:
+        ids = torch.tensor([r.prompt_ids + r.completion_ids])
+        with torch.no_grad():
+            log_p, log_q = (
+                m(ids).logits[0, len(r.prompt_ids) - 1 : -1].log_softmax(-1)
+                for m in (adapted.causal_lm, wide.model)
+            )
+        expected.append((log_p.exp() * (log_p - log_q)).sum(-1))
+    torch.testing.assert_close(found.kl, torch.cat(expected), atol=1e-3, rtol=1e-4)
+
+
+def test_a_live_teacher_without_context_has_nothing_to_teach(adapted):
+    with pytest.raises(ValueError, match="nothing to learn"):
+        TeacherSection(kind="live")
+    student = states(Teacher(adapted, "student"))
+    assert torch.equal(
+        states(make_teacher(TeacherSection(kind="live", **SHOWN), adapted)), student
+    )  # it is shown nothing yet
+
+
+@pytest.fixture
+def answered(tuned):
+    rows = [
+        json.dumps({"question": f"What is the code of room {i}?", "answer": f"Code {i}"}) for i in range(8)
+    ]
+    (tuned / "domain.jsonl").write_text("\n".join(rows))
+    return tuned
+
+
+def test_the_answer_is_shown_to_the_teacher_alone(backbone, answered):
+    config = RecoverConfig(domain=str(answered / "domain.jsonl"), domain_teacher={"kind": "base", **SHOWN})
+    contexts = encode_stream(config, "domain", backbone).contexts[""]
+    assert len(contexts) == 8
+    decode = backbone.tokenizer.decode
+    for i, (seen, shown) in enumerate(contexts.items()):
+        assert f"Code {i}" not in decode(list(seen))
+        assert f"room {i}? (The answer is: Code {i})" in decode(shown)
+
+
+def test_a_row_without_an_answer_cannot_be_shown(backbone, tuned):
+    config = RecoverConfig(domain=str(tuned / "domain.jsonl"), domain_teacher={"kind": "base", **SHOWN})
+    with pytest.raises(UsageError, match=r"domain\.jsonl:1: no answer"):
+        encode_stream(config, "domain", backbone)
+
+
+@pytest.mark.parametrize("context", ["{prompt}", "{answer}", ""])
+def test_a_context_needs_prompt_and_answer(context):
+    with pytest.raises(ValueError, match="context needs"):
+        TeacherSection(kind="base", context=context)
+
+
+def specialist(folder, name):
+    """Write questions that are one teacher's own; return their file."""
+    rows = [
+        json.dumps({"question": f"What does {name} say of room {i}?", "answer": f"{name} {i}"})
+        for i in range(4)
+    ]
+    (folder / f"{name}.jsonl").write_text("\n".join(rows))
+    return folder / f"{name}.jsonl"
+
+
+TEACHERS = [
+    {"kind": "ema", "rate": 0.5, **SHOWN},
+    {"kind": "live", **SHOWN, "skip_tokens": 1},
+    {"kind": "trust_region", "reference": "tuned", "mix": 0.2},
+    {"kind": "ema", "rate": 0.0, **SHOWN},
+    {"kind": "base", **SHOWN},
+    {"kind": "model"},
+    {"kind": "adapter"},
+    {"kind": "routed"},
+]
+
+
+@pytest.mark.parametrize("teacher", TEACHERS, ids=lambda t: f"{t['kind']}{t.get('rate', '')}")
+def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, teacher, tiny_model):
+    if teacher["kind"] == "model":
+        teacher = teacher | {"model": {"id": str(tiny_model), "dtype": "float32"}}
+    if teacher["kind"] == "adapter":
+        teacher = teacher | {"adapter": str(answered / "tuned")}
+    named = {}
+    if teacher["kind"] == "routed":
+        teacher = {"kind": "tuned"}
+        named = {
+            "mean": {"kind": "ema", "rate": 0.5, **SHOWN, "prompts": str(specialist(answered, "mean"))},
+            "other": {
+                "kind": "model",
+                "model": {"id": str(tiny_model), "dtype": "float32"},
+                "prompts": str(specialist(answered, "other")),
+            },
+        }
+
+    config = RecoverConfig(
+        general=str(answered / "general.jsonl"),
+        domain=str(answered / "domain.jsonl"),
+        domain_teacher=teacher,
+        teachers=named,
+        steps=8,
+        lmbda=0.5,
+        teacher_first=1,
+        warm_start=0.7,
+        rollouts=4,
+        max_new_tokens=6,
+        validate_every=4,
+        validation_prompts=2,
+        learning_rate=5e-3,
+        save_steps=3,
+    )
+    whole, cut = whole_and_resumed(backbone, answered, config, stop=5)
+    measured, again = (
+        [r["validation"] for r in read_jsonl(s.metrics) if "validation" in r] for s in (whole, cut)
+    )
+    assert measured == again
+    assert (whole.adapter / "adapter_model.safetensors").read_bytes() != (
+        answered / "tuned" / "adapter_model.safetensors"
+    ).read_bytes()
+    assert {r["stream"] for r in read_jsonl(whole.metrics) if "stream" in r} == {"general", "domain"}
+
+
+def test_two_running_means_keep_to_themselves(backbone, answered):
+    """Each stream has its own: of two that move at different rates one stays behind the other."""
+    mean = {"kind": "ema", **SHOWN}
+    config = RecoverConfig(
+        general=str(answered / "domain.jsonl"),
+        domain=str(answered / "domain.jsonl"),
+        general_teacher=mean | {"rate": 1.0},
+        domain_teacher=mean | {"rate": 0.0},
+        steps=4,
+        teacher_first=0,
+        rollouts=4,
+        max_new_tokens=6,
+        validate_every=4,
+        validation_prompts=2,
+        learning_rate=5e-3,
+    )
+    recover(
+        config, backbone, ModelRef(ModelConfig(), answered / "tuned"), StageDir(answered / "two"), Silent()
+    )
+    layer = backbone.adapted_layers()[0]
+    student, general, domain, fixed = (
+        layer.lora_B[n].weight for n in ("student", "general", "domain", "tuned")
+    )
+    assert torch.allclose(general, student, atol=1e-7)
+    assert torch.equal(domain, fixed)
+    assert not torch.equal(student, fixed)
+
+
+@pytest.mark.parametrize(
+    "teacher", [{"kind": "tuned"}, {"kind": "ema"}, {"kind": "trust_region", "reference": "tuned"}]
+)
+def test_a_general_teacher_that_is_the_student_is_refused(teacher):
+    with pytest.raises(ValueError, match="leads nowhere"):
+        RecoverConfig(general_teacher=teacher)
+
+
+def test_skipping_all_there_is_is_refused():
+    with pytest.raises(ValueError, match="leaves nothing of 12 tokens"):
+        RecoverConfig(domain_max_new_tokens=12, domain_teacher={"kind": "base", **SHOWN, "skip_tokens": 12})
+
+
+def test_a_head_with_more_rows_grades_by_those_that_both_have():
+    torch.manual_seed(1)
+    student, teacher, weight = torch.randn(5, 6), torch.randn(5, 6), torch.randn(9, 6)
+    tokens = torch.randint(9, (5,))
+    padded = torch.cat([weight, torch.randn(3, 6)])
+    same, other = (
+        token_losses(student, weight, Hidden(teacher, w), tokens, torch.zeros(5)).kl for w in (weight, padded)
+    )
+    torch.testing.assert_close(same, other)
+
+
+def test_the_same_tokenizer_agrees_with_itself(backbone):
+    assert differences(backbone.tokenizer, backbone.tokenizer) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.add_tokens(["<new>"]), "added tokens differ: <new>"),
+        (lambda t: setattr(t, "eos_token", "<|endoftext|>"), "eos_token_id is 2 and 0"),
+        (
+            lambda t: setattr(t, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}"),
+            "the chat template writes",
+        ),
+        (
+            lambda t: setattr(
+                t.backend_tokenizer, "normalizer", __import__("tokenizers").normalizers.Lowercase()
+            ),
+            "becomes",
+        ),
+    ],
+)
+def test_another_tokenizer_is_refused_with_what_differs(backbone, change, said):
+    import copy
+
+    other = copy.deepcopy(backbone.tokenizer)
+    change(other)
+    with pytest.raises(UsageError, match="teacher big has another tokenizer") as found:
+        check_same_tokenizer(backbone.tokenizer, other, "big")
+    assert said in found.value.message
+    assert "GOLD" in found.value.hint
+
+
+def test_a_teacher_that_ends_answers_otherwise_is_refused(adapted, tiny_model, tmp_path):
+    import shutil
+
+    shutil.copytree(tiny_model, tmp_path / "other")
+    (tmp_path / "other" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    with pytest.raises(UsageError, match=r"ends answers with ids \[2, 7\]"):
+        make_teacher(
+            TeacherSection(kind="model", model={"id": str(tmp_path / "other"), "dtype": "float32"}), adapted
+        )
+
+
+def routes(*indices):
+    return {tuple(ROLLOUTS[i].prompt_ids): "a" for i in indices}
+
+
+def graded(backbone, folder, teacher):
+    """Grade and learn from all rollouts; return the sums and the gradient."""
+    trainer = make_trainer(backbone, folder)
+    trainer.teachers["domain"] = teacher
+    trainer.model.zero_grad()
+    sums = trainer.grade(ROLLOUTS, "domain", learn=True)
+    return sums, torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+
+
+def test_routed_with_one_teacher_is_that_teacher(adapted, tmp_path):
+    alone, gradient = graded(adapted, tmp_path, Teacher(adapted, "tuned"))
+    for routed in (
+        Routed(Teacher(adapted, "tuned"), {}, {}),
+        Routed(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(0, 1, 2, 3)),
+    ):
+        sums, same = graded(adapted, tmp_path, routed)
+        assert {k: v for k, v in sums.items() if "/" not in k} == alone
+        assert torch.equal(same, gradient)
+
+
+def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model):
+    """The sums are those of the parts, each graded by its teacher alone, one of which is a model with a head of its own."""
+    other = make_teacher(
+        TeacherSection(kind="model", model={"id": str(tiny_model), "dtype": "float32"}), adapted
+    )
+    sums, gradient = graded(adapted, tmp_path, Routed(Teacher(adapted, "tuned"), {"a": other}, routes(1, 3)))
+    parts = {"a": (other, [1, 3]), "": (Teacher(adapted, "tuned"), [0, 2])}
+    expected, slope, tokens = {}, 0, sum(len(r.completion_ids) for r in ROLLOUTS)
+    for name, (teacher, mine) in parts.items():
+        trainer = make_trainer(adapted, tmp_path)
+        trainer.teachers["domain"] = teacher
+        trainer.model.zero_grad()
+        part = trainer.grade([ROLLOUTS[i] for i in mine], "domain", learn=True)
+        expected[name] = part["kl"]
+        slope = (
+            slope
+            + torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+            * part["tokens"]
+            / tokens
+        )
+    assert sums["kl/a"] == pytest.approx(expected["a"], rel=1e-5)
+    assert sums["kl"] == pytest.approx(expected["a"] + expected[""], rel=1e-5)
+    torch.testing.assert_close(gradient, slope, atol=5e-6, rtol=1e-4)
+
+
+def test_where_teachers_write_each_answers_its_own_prompts(adapted, tmp_path):
+    trainer = make_trainer(adapted, tmp_path, temperature=1e-4)
+    prompts = [r.prompt_ids for r in ROLLOUTS]
+    by = {
+        state: [r.completion_ids for r in trainer.sample(prompts, "domain", 1, Teacher(adapted, state))]
+        for state in ("base", "tuned")
+    }
+    assert by["base"] != by["tuned"]
+    routed = trainer.sample(
+        prompts, "domain", 1, Routed(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(1, 3))
+    )
+    assert [r.completion_ids for r in routed] == [
+        by["base"][0],
+        by["tuned"][1],
+        by["base"][2],
+        by["tuned"][3],
+    ]
+    assert [r.prompt_ids for r in routed] == prompts
+
+
+def test_a_row_names_its_teacher_and_a_teacher_brings_its_own_prompts(backbone, answered):
+    rows = [
+        {"prompt": "Where is room 1?", "teacher": "a"},
+        {"prompt": "Where is room 2?"},
+        {"prompt": "Where is room 3?", "teacher": ""},
+    ]
+    (answered / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    teachers = {
+        "a": {"kind": "base"},
+        "b": {"kind": "base", **SHOWN, "prompts": str(specialist(answered, "b"))},
+    }
+    config = RecoverConfig(domain=str(answered / "mixed.jsonl"), teachers=teachers)
+    found = encode_stream(config, "domain", backbone)
+    assert [found.routes.get(tuple(p), "") for p in found.train] == ["a", "", "", "b", "b", "b", "b"]
+    assert {name: len(shown) for name, shown in found.contexts.items()} == {"b": 4}
+    with pytest.raises(UsageError, match=r"mixed\.jsonl:1: no teacher 'a'"):
+        encode_stream(RecoverConfig(domain=str(answered / "mixed.jsonl")), "domain", backbone)
+    (answered / "mixed.jsonl").write_text("\n".join(json.dumps({**rows[0], "teacher": t}) for t in "ab"))
+    with pytest.raises(UsageError, match=r"mixed\.jsonl:2: no answer"):
+        encode_stream(config, "domain", backbone)
+    (answered / "mixed.jsonl").write_text(
+        "\n".join(json.dumps({**rows[0], "teacher": t, "completion": "There"}) for t in "ab")
+    )
+    with pytest.raises(UsageError, match=r"mixed\.jsonl:2: the same prompt has another teacher"):
+        encode_stream(config, "domain", backbone)
+
+
+def test_specialists_teach_one_student_and_each_ones_distance_is_told(backbone, answered):
+    """Two that know different things: the held-out KL to both falls, and is reported for each."""
+    for name, seed in (("left", 1), ("right", 2)):
+        backbone.load_adapter(answered / "tuned", "student", trainable=True)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for layer in backbone.adapted_layers():
+                layer.lora_B["student"].weight.copy_(0.2 * torch.randn_like(layer.lora_B["student"].weight))
+        save_adapter(backbone, answered / name)
+        backbone.drop_adapters()
+    teachers = {
+        name: {"kind": "adapter", "adapter": str(answered / name), "prompts": str(specialist(answered, name))}
+        for name in ("left", "right")
+    }
+    config = RecoverConfig(
+        teachers=teachers,
+        general_per_domain=0,
+        steps=40,
+        rollouts=8,
+        sample_ahead=1,
+        max_new_tokens=6,
+        validate_every=20,
+        validation_prompts=4,
+        learning_rate=2e-2,
+        health={"watch": False},
+    )
+    out = StageDir(answered / "one")
+    recover(config, backbone, ModelRef(ModelConfig(), answered / "left"), out, Silent())
+    measured = [r["validation"] for r in read_jsonl(out.metrics) if "validation" in r]
+    assert {k for k in measured[0] if "domain_kl" in k} == {"domain_kl", "domain_kl/left", "domain_kl/right"}
+    assert measured[0]["domain_kl/left"] == pytest.approx(0, abs=1e-6)
+    assert measured[0]["domain_kl/right"] > 0.05
+    assert measured[-1]["domain_kl/right"] < 0.8 * measured[0]["domain_kl/right"]
+    assert any("kl/left" in r for r in read_jsonl(out.metrics))
+
+
+def test_every_source_has_its_share_of_the_held_out_prompts(backbone, answered):
+    rows = [json.dumps({"prompt": f"Where is room {i}?"}) for i in range(31)]
+    (answered / "many.jsonl").write_text("\n".join(rows))
+    teachers = {"a": {"kind": "base", "prompts": str(specialist(answered, "a"))}}
+    config = RecoverConfig(
+        domain=str(answered / "many.jsonl"),
+        general=str(answered / "general.jsonl"),
+        teachers=teachers,
+        validation_prompts=16,
+    )
+    found = encode_stream(config, "domain", backbone)
+    assert len(found.held_out) == 16
+    assert 1 <= sum(tuple(p) in found.routes for p in found.held_out) <= 3
+    general = encode_stream(config, "general", backbone)
+    assert len(general.train) + len(general.held_out) == 8
+
+
+def test_the_same_prompt_with_and_without_a_teacher_of_its_own_is_refused(backbone, answered):
+    teachers = {"a": {"kind": "base", "prompts": str(specialist(answered, "a"))}}
+    config = RecoverConfig(domain=str(answered / "a.jsonl"), teachers=teachers)
+    with pytest.raises(UsageError, match="the same prompt has another teacher"):
+        encode_stream(config, "domain", backbone)

@@ -1,0 +1,285 @@
+"""What a run would do: run, skip, resume or stale, and why."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from opdcl.config.workflow import Workflow
+from opdcl.pipeline.plan import Task, make_plan, stage_inputs, training_stages
+from opdcl.rundir.files import write_json
+from opdcl.rundir.hashes import ADAPTER, file_hash, hash_value
+from opdcl.rundir.layout import RunDir
+from opdcl.rundir.seals import seal
+
+DATA = {"finetune.data": "rows-1", "recover.general": "prompts-1", "recover.domain": "rows-1"}
+FINETUNE = {"data": "rows.jsonl"}
+RECOVER = {"sample_ahead": 1, "general": "prompts.jsonl", "domain": "rows.jsonl"}
+FULL = {
+    "finetune": FINETUNE,
+    "recover": RECOVER,
+    "eval": {"retention": ["instructions"], "domain": ["handbook"]},
+}
+
+
+def flow(tree: dict) -> Workflow:
+    return Workflow.model_validate(tree)
+
+
+def plan(tree: dict, run: RunDir, data: dict[str, str] = DATA) -> dict[str, Task]:
+    """Return the tasks by name; an evaluation is `state/suite`."""
+    return {
+        t.name if t.name != "eval" else f"{t.state}/{t.suite}": t for t in make_plan(flow(tree), run, data)
+    }
+
+
+def actions(tasks: dict[str, Task]) -> dict[str, str]:
+    return {name: task.action for name, task in tasks.items()}
+
+
+def finish(tree: dict, run: RunDir, data: dict[str, str] = DATA, status: str = "done") -> None:
+    """Write what the stages and evaluations of a workflow would have left behind."""
+    inputs = stage_inputs(flow(tree), run, data)
+    for task in make_plan(flow(tree), run, data):
+        if task.name == "eval":
+            write_json(run.eval_result(task.state, task.suite), {"fingerprint": task.fingerprint})
+        else:
+            stage = training_stages(run, flow(tree))[task.name]
+            stage.adapter.mkdir(parents=True, exist_ok=True)
+            (stage.adapter / ADAPTER).write_bytes(task.name.encode())
+            write_json(
+                stage.record,
+                {
+                    "status": status,
+                    "fingerprint": task.fingerprint,
+                    "inputs": inputs[task.name],
+                    "adapter_sha256": file_hash(stage.adapter / ADAPTER),
+                },
+            )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run")
+
+
+@pytest.fixture
+def done(run: RunDir) -> RunDir:
+    """A run directory in which everything of `FULL` is finished."""
+    finish(FULL, run)
+    return run
+
+
+def changed(section: str, **values: object) -> dict:
+    return {**FULL, section: {**FULL.get(section, {}), **values}}
+
+
+def test_what_the_defaults_made_is_done_when_the_saved_configuration_is_read_again(done):
+    """`opdcl recover RUN` reads config.json: a rate or a number of epochs must not change its kind of number on the way."""
+    saved = json.loads(json.dumps(flow(FULL).model_dump()))
+    assert set(actions(plan(saved, done)).values()) == {"skip"}
+
+
+def test_a_new_run_does_everything_in_order_and_writes_nothing(run):
+    tasks = plan(FULL, run)
+    assert list(tasks) == [
+        "finetune",
+        "recover",
+        "base/instructions",
+        "tuned/instructions",
+        "recovered/instructions",
+        "base/handbook",
+        "tuned/handbook",
+        "recovered/handbook",
+    ]
+    assert {*actions(tasks).values()} == {"run"}
+    assert tasks["tuned/handbook"].role == "domain"
+    assert not run.path.exists()
+
+
+def test_a_finished_run_is_skipped_whole(done):
+    assert {*actions(plan(FULL, done)).values()} == {"skip"}
+
+
+def test_a_finished_stage_whose_adapter_is_damaged_or_gone_is_not_done(done):
+    weights = done.stage(1, "finetune").adapter / ADAPTER
+    weights.write_bytes(b"other")
+    task = plan(FULL, done)["finetune"]
+    assert (task.action, task.why) == ("stale", "was done, but its adapter has changed")
+    weights.unlink()
+    assert plan(FULL, done)["finetune"].why == "was done, but its adapter is missing"
+    assert plan(FULL, done)["recover"].action == "skip"
+
+
+def test_a_stopped_stage_resumes_from_its_checkpoint(run):
+    finish({"finetune": FINETUNE}, run, status="running")
+    assert plan({"finetune": FINETUNE}, run)["finetune"].why == "stopped before its first checkpoint"
+    checkpoint = run.stage(1, "finetune").trainer / "checkpoint-50"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").touch()
+    seal(checkpoint)
+    task = plan({"finetune": FINETUNE}, run)["finetune"]
+    assert task.action == "resume"
+    assert "checkpoint-50" in task.why
+
+
+def test_a_stopped_stage_with_other_settings_is_stale_not_resumed(run):
+    finish({"finetune": FINETUNE}, run, status="running")
+    assert plan({"finetune": {**FINETUNE, "epochs": 9}}, run)["finetune"].action == "stale"
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "stage", "keys"),
+    [
+        ("recover", {"steps": 9}, "recover", {"steps"}),
+        ("recover", {"steps": 9, "seed": 3}, "recover", {"steps", "seed"}),
+        ("finetune", {"epochs": 9}, "finetune", {"epochs"}),
+        ("finetune", {"lora": {"r": 4}}, "finetune", {"lora"}),
+        ("finetune", {"trainer": {"weight_decay": 0.1}}, "finetune", {"trainer"}),
+        ("model", {"id": "another"}, "finetune", {"model"}),
+        ("model", {"revision": "abc"}, "finetune", {"model"}),
+    ],
+)
+def test_a_changed_setting_makes_its_stage_stale_and_is_named(done, section, values, stage, keys):
+    task = plan(changed(section, **values), done)[stage]
+    assert task.action == "stale"
+    assert {*task.changed} == keys
+    assert all(key in task.why for key in keys)
+
+
+def test_a_changed_finetune_makes_the_recovery_after_it_stale(done):
+    task = plan(changed("finetune", epochs=9), done)["recover"]
+    assert task.action == "stale"
+    assert task.changed == ("finetune stage",)
+
+
+def test_a_changed_recovery_leaves_the_finetune_alone(done):
+    tasks = actions(plan(changed("recover", steps=9), done))
+    assert tasks["finetune"] == "skip"
+    assert tasks["tuned/handbook"] == "skip"
+    assert tasks["recovered/handbook"] == "run"
+
+
+@pytest.mark.parametrize(
+    ("field", "stage"),
+    [("finetune.data", "finetune"), ("recover.general", "recover"), ("recover.domain", "recover")],
+)
+def test_changed_content_under_the_same_name_makes_the_stage_stale(done, field, stage):
+    task = plan(FULL, done, {**DATA, field: "edited"})[stage]
+    assert task.action == "stale"
+    assert task.changed == (f"content of {field.split('.')[1]}",)
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("finetune", {"save_steps": 7}),
+        ("recover", {"save_steps": 7}),
+        ("recover", {"micro_batch_tokens": 512}),
+        ("model", {"device": "cpu"}),
+        ("eval", {"batch_size": 3}),
+        ("gates", {"recovery": 0.6}),
+    ],
+)
+def test_a_setting_that_changes_no_result_redoes_nothing(done, section, values):
+    assert {*actions(plan(changed(section, **values), done)).values()} == {"skip"}
+
+
+def test_recovery_alone_continues_a_finished_finetune(run):
+    finish({"finetune": FINETUNE}, run)
+    tasks = plan({"recover": RECOVER, "eval": FULL["eval"]}, run)
+    assert tasks["recover"].action == "run"
+    assert {"base/handbook", "tuned/handbook", "recovered/handbook"} <= {*tasks}
+    assert training_stages(run, flow({"recover": RECOVER}))["recover"].path.name == "02-recover"
+
+
+def test_recovery_alone_is_the_same_stage_as_in_the_whole_workflow(done):
+    assert actions(plan({"recover": RECOVER}, done)) == {"recover": "skip"}
+
+
+def test_recovery_alone_is_stale_once_the_finetune_was_done_again_otherwise(done):
+    finish({"finetune": {**FINETUNE, "epochs": 9}}, done)
+    assert plan({"recover": RECOVER}, done)["recover"].changed == ("finetune stage",)
+
+
+def test_evaluation_alone_measures_the_states_that_are_there(run):
+    evaluation = {"eval": {"retention": ["instructions"]}}
+    assert [*plan(evaluation, run)] == ["base/instructions"]
+    finish({"finetune": FINETUNE}, run)
+    assert [*plan(evaluation, run)] == ["base/instructions", "tuned/instructions"]
+    finish({"finetune": FINETUNE, "recover": RECOVER}, run)
+    assert [*plan(evaluation, run)] == ["base/instructions", "tuned/instructions", "recovered/instructions"]
+
+
+def test_an_unfinished_finetune_is_not_evaluated(run):
+    finish({"finetune": FINETUNE}, run, status="running")
+    assert [*plan({"eval": {"retention": ["instructions"]}}, run)] == ["base/instructions"]
+
+
+def test_another_model_is_measured_anew_and_says_why(done):
+    tasks = plan(changed("model", id="another"), done)
+    assert {tasks[f"{s}/handbook"].action for s in ("base", "tuned", "recovered")} == {"run"}
+    assert "changed" in tasks["base/handbook"].why
+
+
+@pytest.mark.parametrize("values", [{"limit": 5}, {"max_new_tokens": 5}])
+def test_a_measurement_of_other_extent_is_done_anew(done, values):
+    assert actions(plan(changed("eval", **values), done))["base/handbook"] == "run"
+
+
+def test_a_changed_local_suite_is_measured_anew_and_the_others_are_not(run):
+    tree = changed("eval", domain=["mine"], data={"mine": "mine.jsonl"})
+    finish(tree, run, {**DATA, "eval.data.mine": "one"})
+    tasks = actions(plan(tree, run, {**DATA, "eval.data.mine": "two"}))
+    assert tasks["base/mine"] == "run"
+    assert tasks["base/instructions"] == "skip"
+
+
+def test_an_added_suite_is_the_only_one_measured(done):
+    tasks = actions(plan(changed("eval", control=["neighbours"]), done))
+    assert {name for name, action in tasks.items() if action == "run"} == {
+        "base/neighbours",
+        "tuned/neighbours",
+        "recovered/neighbours",
+    }
+
+
+def test_settings_that_came_later_make_no_older_run_stale(run):
+    """The fingerprints are those that the version before these settings gave; what they change still counts."""
+    defaults = {
+        "steps": 48,
+        "teacher_first": 4,
+        "max_new_tokens": 96,
+        "learning_rate": 2e-4,
+        "validate_every": 8,
+    }  # as they then were
+    older = RECOVER | defaults
+    fingerprints = {
+        name: hash_value(inputs)
+        for name, inputs in stage_inputs(flow(FULL | {"recover": older}), run, DATA).items()
+    }
+    assert fingerprints == {"finetune": "c3f139da41e4a473", "recover": "54e60f93b76a0138"}
+    for change in (
+        {"oversample": 2.0},
+        {"loss": {"discount": 0.5}},
+        {"domain_teacher": {"kind": "ema"}},
+        {"domain_teacher": {"kind": "base"}},
+    ):
+        changed = stage_inputs(flow({**FULL, "recover": older | change}), run, DATA)
+        assert hash_value(changed["recover"]) != fingerprints["recover"]
+    # So did this one before a teacher could be on a server.
+    named = stage_inputs(
+        flow({**FULL, "recover": older | {"teachers": {"staff": {"kind": "base"}}}}), run, DATA
+    )
+    assert hash_value(named["recover"]) == "71709db03bc4c815"
+
+
+def test_where_a_server_is_does_not_matter_but_that_there_is_one_does(run):
+    def fingerprint(**server):
+        teacher = {"kind": "remote", "server": {"url": "http://one:8000/v1", **server}}
+        recover = RECOVER | {"general_teacher": teacher, "loss": {"kind": "policy_gradient"}}
+        return hash_value(stage_inputs(flow({**FULL, "recover": recover}), run, DATA)["recover"])
+
+    assert fingerprint() == fingerprint(url="http://two:9000/v1", patience=9, concurrency=3)
+    assert fingerprint() != fingerprint(top_k=5)
+    assert fingerprint() != fingerprint(model="other")

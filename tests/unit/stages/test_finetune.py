@@ -1,0 +1,169 @@
+"""The order of rows, and the fine-tune's loss against a plain computation."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from helpers.recovering import Silent
+from safetensors.torch import load_file
+
+from opdcl.config.finetune import FinetuneConfig, LoraSection
+from opdcl.config.model import ModelConfig
+from opdcl.console import Output
+from opdcl.data.chat import encode_example, encode_prompt
+from opdcl.data.rows import Row
+from opdcl.errors import OpdclError, UsageError
+from opdcl.model.adapters import ModelRef
+from opdcl.model.backbone import Backbone
+from opdcl.model.forward import answer_ids, answer_states
+from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.layout import StageDir
+from opdcl.stages.finetune import finetune, lay_out
+
+QA = Row([{"role": "user", "content": "What is the code?"}], "Seven", None, "here:1")
+
+
+@pytest.mark.parametrize(("rows", "batch", "steps"), [(10, 4, 5), (7, 3, 7), (200, 16, 25)])
+def test_every_epoch_has_every_row_once(rows, batch, steps):
+    order = lay_out([i % 9 for i in range(rows)], batch, steps, seed=0)
+    assert len(order) == steps * batch
+    for start in range(0, len(order) - rows + 1, rows):
+        assert set(Counter(order[start : start + rows]).values()) == {1}
+
+
+def test_the_order_is_fixed_by_the_seed_and_a_shorter_run_is_its_beginning():
+    lengths = [i % 13 for i in range(40)]
+    assert lay_out(lengths, 4, 20, 1) == lay_out(lengths, 4, 20, 1)
+    assert lay_out(lengths, 4, 20, 1) != lay_out(lengths, 4, 20, 2)
+    assert lay_out(lengths, 4, 20, 1)[:16] == lay_out(lengths, 4, 4, 1)
+
+
+def test_rows_of_like_length_share_a_batch():
+    lengths = [i % 50 for i in range(400)]
+    order = lay_out(lengths, 8, 50, 0)
+    spread = [max(b) - min(b) for b in ([lengths[r] for r in order[i : i + 8]] for i in range(0, 400, 8))]
+    assert sum(spread) / len(spread) < 5
+
+
+def test_only_the_answer_is_learned_and_it_ends_with_the_turn(backbone):
+    (encoded,) = encode_example(QA, backbone.tokenizer, 500)
+    learned = [i for i, m in zip(encoded.input_ids, encoded.completion_mask, strict=True) if m]
+    assert backbone.tokenizer.decode(learned) == "Seven<|im_end|>"
+    prompt = encode_prompt(QA, backbone.tokenizer, 500)
+    assert encoded.input_ids[: len(prompt)] == prompt
+
+
+def test_answer_loss_equals_the_models_own(backbone):
+    backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
+    encoded = [
+        encode_example(Row(QA.prompt, a, None, "x"), backbone.tokenizer, 500)[0]
+        for a in ("Seven", "Eight or nine")
+    ]
+    sequences = [(e.input_ids, [bool(m) for m in e.completion_mask]) for e in encoded]
+    with torch.no_grad():
+        logits = backbone.causal_lm.get_output_embeddings()(answer_states(backbone.causal_lm, sequences))
+        ours = torch.nn.functional.cross_entropy(
+            logits, answer_ids(sequences, logits.device), reduction="sum"
+        )
+        theirs = 0.0
+        for e in encoded:
+            ids = torch.tensor([e.input_ids])
+            labels = torch.where(torch.tensor([e.completion_mask]) == 1, ids, -100)
+            theirs += float(backbone.causal_lm(ids, labels=labels).loss) * sum(e.completion_mask)
+    assert float(ours) == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.fixture
+def learn(tmp_path, tiny_model):
+    """Fine-tune on eight rows into a folder of this name; return the adapter's tensors, and each step's loss and gradient norm."""
+    rows = [{"question": f"What is the code of room {i}?", "answer": f"Code {i * 7}"} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    config = FinetuneConfig(
+        data=str(tmp_path / "rows.jsonl"),
+        epochs=2,
+        batch_size=8,
+        learning_rate=1e-3,
+        lora=LoraSection(r=4, alpha=8),
+    )
+
+    def run(name: str) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
+        base = ModelConfig(id=str(tiny_model), dtype="float32")
+        out = StageDir(tmp_path / name)
+        found = finetune(config, Backbone.load(base), ModelRef(base), out, Output("quiet").stage("finetune"))
+        return load_file(found.adapter / "adapter_model.safetensors"), [
+            (r["loss"], r["grad_norm"]) for r in read_jsonl(out.metrics)
+        ]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "fault", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("std::bad_alloc")]
+)
+def test_out_of_memory_cuts_the_batch_and_changes_no_gradient(learn, memory_for, caplog, fault):
+    whole, steps = learn("whole")
+    memory_for(2, fault)
+    cut, cut_steps = learn("cut")
+    assert cut_steps == [pytest.approx(step, rel=1e-3) for step in steps]  # Adam alone would hide a factor
+    assert all(torch.allclose(cut[name], whole[name], atol=2e-5) for name in whole)
+    assert "cut into 4" in caplog.text
+
+
+def test_a_row_too_long_for_memory_is_an_error_with_a_hint(learn, memory_for):
+    memory_for(0, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(OpdclError, match="does not fit") as caught:
+        learn("never")
+    assert "max_length" in caught.value.hint
+
+
+def test_self_distillation_learns_from_itself_shown_the_answer_and_resumes_to_the_same_bits(
+    tmp_path, tiny_model
+):
+    rows = [
+        json.dumps({"question": f"What is the code of room {i}?", "answer": f"Code {i}"}) for i in range(8)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    base = ModelConfig(id=str(tiny_model), dtype="float32")
+    config = FinetuneConfig(
+        method="self-distill",
+        data=str(tmp_path / "rows.jsonl"),
+        batch_size=4,
+        epochs=6,
+        learning_rate=1e-2,
+        save_steps=4,
+        lora=LoraSection(r=4, alpha=8),
+        self_distill={"max_new_tokens": 6, "rate": 0.1},
+    )
+
+    class Stop(Silent):
+        def __init__(self, at):
+            self.at = at
+
+        def progress(self, done, total, **values):
+            if done == self.at:
+                raise KeyboardInterrupt
+
+    def train(name, at=None):
+        out = StageDir(tmp_path / name)
+        try:
+            finetune(config, Backbone.load(base), ModelRef(base), out, Stop(at))
+        except KeyboardInterrupt:
+            assert at
+        return out
+
+    whole = train("whole")
+    train("cut", 6)
+    cut = train("cut")
+    one, other = ((s.adapter / "adapter_model.safetensors").read_bytes() for s in (whole, cut))
+    assert one == other
+    measured = [r["validation"]["domain_kl"] for r in read_jsonl(whole.metrics) if "validation" in r]
+    assert measured[-1] < 0.9 * measured[0]
+    assert {r["stream"] for r in read_jsonl(whole.metrics) if "stream" in r} == {"domain"}
+
+
+def test_self_distillation_needs_answers(tmp_path, backbone):
+    (tmp_path / "rows.jsonl").write_text('{"question": "What is it?"}\n{"question": "And that?"}')
+    config = FinetuneConfig(method="self-distill", data=str(tmp_path / "rows.jsonl"))
+    with pytest.raises(UsageError, match=r"rows\.jsonl:1: no answer"):
+        finetune(config, backbone, ModelRef(ModelConfig()), StageDir(tmp_path / "out"), Silent())
