@@ -33,7 +33,7 @@ MODULES = sorted(
     for p in (ROOT / "opdcl").rglob("*.py")
     if p.stem != "__init__"
 )
-LIGHT = [name for name in MODULES if not name.startswith(HEAVY)]
+LIGHT = [name for name in MODULES if not name.startswith(HEAVY_MODULES)]
 ENTRY = "from opdcl.cli import main; main()"
 
 
