@@ -68,7 +68,8 @@ def settings() -> str:
 def recipes() -> str:
     """Return the recipes' own README, and each recipe below it, as Markdown."""
     text = (RECIPES / "README.md").read_text(encoding="utf-8").partition("\n")[2]
-    parts = [re.sub(r"\]\(([\w.-]+)\.yaml\)", lambda link: f"](#{anchor(link[1])})", text)]
+    text = re.sub(r"\]\(([\w.-]+)\.yaml\)", lambda link: f"](#{anchor(link[1])})", text)
+    parts = [text.replace("](../README.md", "](index.md").replace("](../docs/", "](")]
     for name, file in workflow_files().items():
         parts.append(f"## {name} {{#{anchor(name)}}}\n\n```yaml\n{file.read_text(encoding='utf-8').rstrip()}\n```\n")
     return "\n".join(parts)
