@@ -1,6 +1,6 @@
-"""What the site makes of the code while it is built: commands, settings and recipes, so that none can be out of date.
+"""Generate the site's reference of commands, settings and recipes from the code at build time, so it stays up to date.
 
-A page that holds `<!-- opdcl: NAME -->` gets the part of that name there.
+`<!-- opdcl: NAME -->` in a page is replaced by the part with that name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MARK = re.compile(r"^<!-- opdcl: (\w+) -->$", re.M)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in a page's marks, and lead its links to recipes to the page that shows them."""
+    """Replace a page's marks, and point its links to recipes at the site's recipes page."""
     parts = {"commands": commands, "settings": settings, "recipes": recipes}
     filled = MARK.sub(lambda mark: parts[mark[1]](), markdown)
     filled = re.sub(r"\]\(\.\./workflows/README\.md", "](recipes.md", filled)
@@ -31,7 +31,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def every_command() -> Iterator[tuple[str, Any]]:
-    """Yield each command that does something, by the words that are typed for it."""
+    """Yield each runnable command with its full name, such as `opdcl config show`."""
 
     def below(words: str, command: Any) -> Iterator[tuple[str, Any]]:
         inner = getattr(command, "commands", None)
@@ -44,7 +44,7 @@ def every_command() -> Iterator[tuple[str, Any]]:
 
 
 def commands() -> str:
-    """Return all commands with their arguments and options, as Markdown."""
+    """Return all commands with their arguments and options as Markdown."""
     parts = []
     for words, command in every_command():
         context = command.make_context(words, [], resilient_parsing=True)
@@ -57,7 +57,7 @@ def commands() -> str:
 
 
 def settings() -> str:
-    """Return all settings with defaults and meanings, a table for each section, as Markdown."""
+    """Return all settings with defaults and meanings as Markdown, one table per section."""
     parts, last = [], None
     for key, default, meaning in describe_fields():
         section = key.rpartition(".")[0]
@@ -73,9 +73,10 @@ def settings() -> str:
 
 
 def recipes() -> str:
-    """Return the recipes' own README, and each recipe below it, as Markdown."""
+    """Return the recipes' README as Markdown, followed by each recipe; its links become links within the site."""
     text = (RECIPES / "README.md").read_text(encoding="utf-8").partition("\n")[2]
-    parts = [re.sub(r"\]\(([\w.-]+)\.yaml\)", lambda link: f"](#{anchor(link[1])})", text)]
+    text = re.sub(r"\]\(([\w.-]+)\.yaml\)", lambda link: f"](#{anchor(link[1])})", text)
+    parts = [text.replace("](../README.md", "](index.md").replace("](../docs/", "](")]
     for name, file in workflow_files().items():
         parts.append(
             f"## {name} {{#{anchor(name)}}}\n\n```yaml\n{file.read_text(encoding='utf-8').rstrip()}\n```\n"

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "lm_eval", "accelerate", "pandas", "numpy")
 # Packages and modules that may import torch and its like; everything else must stay light.
-HEAVY = (
+HEAVY_MODULES = (
     "distill",
     "sampling",
     "stages",

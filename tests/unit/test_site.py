@@ -102,7 +102,7 @@ def test_nothing_is_loaded_from_elsewhere():
 
 def test_the_site_builds_without_a_warning(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
