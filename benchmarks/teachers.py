@@ -89,12 +89,12 @@ def measure(backbone: Backbone):
     )
     yield row("tuned", "is not where the student is", kl(tuned), lambda x: x > 0.01, "KL {:.3f}")
     mean = Ema(backbone, "mean", 0.0, 1)
-    mean.follow(1)
+    mean.after_step(1)
     yield row(
         "ema, rate 0", "stays the frozen one", far(mean, tuned), lambda x: x == 0, "states differ by {:.1e}"
     )
     mean.rate = 1.0
-    mean.follow(1)
+    mean.after_step(1)
     yield row("ema, rate 1", "is the live one", kl(mean), lambda x: x < 1e-6, "KL {:.1e}")
     for mix, end, name in ((0.0, base, "its reference"), (1.0, live, "the live one")):
         yield row(

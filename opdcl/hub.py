@@ -98,7 +98,7 @@ def _snapshot(kind: Kind, id: str, revision: str | None, code: bool) -> Path:
             )
         )
     except Exception as fault:
-        raise worded(fault, Repository(kind, id, revision)) from fault
+        raise to_user_error(fault, Repository(kind, id, revision)) from fault
 
 
 def files(wanted: Repository, code: bool = False) -> list[Any]:
@@ -116,10 +116,10 @@ def files(wanted: Repository, code: bool = False) -> list[Any]:
             )
         )
     except Exception as fault:
-        raise worded(fault, wanted) from fault
+        raise to_user_error(fault, wanted) from fault
 
 
-def worded(fault: Exception, wanted: Repository) -> OpdclError:
+def to_user_error(fault: Exception, wanted: Repository) -> OpdclError:
     """Word what the hub's client raises for people."""
     from huggingface_hub.errors import (
         DryRunError,

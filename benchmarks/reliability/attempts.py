@@ -21,7 +21,6 @@ def import_everything() -> None:
     import torch
     import trl  # noqa: F401
 
-
     torch.set_num_threads(1)
 
 

@@ -43,7 +43,7 @@ class Row:
     where: str
     teacher: str = ""
 
-    def told(self, context: str, answer: str, feedback: str = "") -> Row:
+    def with_context(self, context: str, answer: str, feedback: str = "") -> Row:
         """Return the row as a teacher sees it: `context`, filled in, in place of the last message."""
         *before, last = self.prompt
         words = {"{prompt}": last["content"], "{answer}": answer, "{feedback}": feedback}

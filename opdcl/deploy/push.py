@@ -14,7 +14,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.data.rows import on_hub
 from opdcl.deploy.export import copy_adapter, pick_state, portable
 from opdcl.errors import UsageError
-from opdcl.hub import HUB_IDS, parse, reachable, worded
+from opdcl.hub import HUB_IDS, parse, reachable, to_user_error
 from opdcl.results.report import card
 from opdcl.rundir.files import read_json, write_atomic
 from opdcl.rundir.layout import RunDir
@@ -71,7 +71,7 @@ def push(run: RunDir, state: str | None, repository: str, private: bool, base: s
                 commit_message=f"The {state} adapter of {workflow.name}, made with opdcl",
             )
     except Exception as fault:
-        raise worded(fault, wanted) from fault
+        raise to_user_error(fault, wanted) from fault
     return {
         "state": state,
         "repository": repository,

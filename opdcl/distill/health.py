@@ -104,7 +104,7 @@ class Health(TrainerCallback):
         self._streaks: Counter[str] = Counter()
         self._lowered = False
 
-    def begin(self, general: list[Rollout]) -> None:
+    def on_start(self, general: list[Rollout]) -> None:
         """Note what is normal, and take up where an interrupted run left off."""
         lengths = [len(r.completion_ids) for r in general] or [1e9]
         truncated = sum(not r.finished for r in general) / len(lengths)

@@ -98,7 +98,7 @@ def encode_stream(config: RecoverConfig, stream: Stream, backbone: Backbone) -> 
             found.routes[prompt] = row.teacher
         context = teacher_section(config, stream, row.teacher).context
         if context is not None and row.answer is not None:
-            shown = encode_prompt(row.told(context, row.answer), backbone.tokenizer, room)
+            shown = encode_prompt(row.with_context(context, row.answer), backbone.tokenizer, room)
             found.contexts.setdefault(row.teacher, {}).setdefault(prompt, shown)
     return found
 

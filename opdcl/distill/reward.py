@@ -54,8 +54,10 @@ class Reward:
                 if (rollout.reward or 0.0) < (best.reward or 0.0):
                     row, doc = self._known[tuple(rollout.prompt_ids)]
                     said = self._feedback(doc, self._text(rollout)) if "{feedback}" in self.context else ""
-                    shown = self._encode(row.told(self.context, self._text(best), said))
-                    rollout.shown = shown if len(shown) + len(rollout.completion_ids) <= self._room else None
+                    shown = self._encode(row.with_context(self.context, self._text(best), said))
+                    rollout.teacher_prompt_ids = (
+                        shown if len(shown) + len(rollout.completion_ids) <= self._room else None
+                    )
 
     def _score(self, rollout: Rollout) -> float:
         _, doc = self._known[tuple(rollout.prompt_ids)]

@@ -75,7 +75,7 @@ class Teacher:
         return [("", self, list(range(len(prompts))))]
 
     @property
-    def moves(self) -> bool:
+    def is_dynamic(self) -> bool:
         """Whether its opinion of the same text changes as the student learns."""
         return self.state == "student"
 
@@ -94,19 +94,21 @@ class Teacher:
         """Return what it thinks of each completion token, rollout after rollout."""
         return Hidden(self.states(rollouts), self.head_VH)
 
-    def expect(self, rollouts: Sequence[Rollout]) -> None:
+    def prefetch(self, rollouts: Sequence[Rollout]) -> None:
         """Take notice of completions whose opinion will be asked for."""
 
-    def judge(self, frozen: State) -> Teacher:
+    def frozen_copy(self, frozen: State) -> Teacher:
         """Return the teacher by which progress is measured: this one, or one that stays where it is and sees what it sees."""
-        return Teacher(self.backbone, frozen, self.contexts) if self.moves else self
+        return Teacher(self.backbone, frozen, self.contexts) if self.is_dynamic else self
 
-    def shown(self, prompt_ids: list[int]) -> list[int]:
+    def teacher_prompt(self, prompt_ids: list[int]) -> list[int]:
         """Return what the teacher sees where the student sees this prompt."""
         return self.contexts.get(tuple(prompt_ids), prompt_ids)
 
     def _sequence(self, rollout: Rollout) -> tuple[list[int], list[bool]]:
-        return sequence(rollout.shown or self.shown(rollout.prompt_ids), rollout.completion_ids)
+        return sequence(
+            rollout.teacher_prompt_ids or self.teacher_prompt(rollout.prompt_ids), rollout.completion_ids
+        )
 
     def write(
         self,
@@ -121,7 +123,7 @@ class Teacher:
         with self.writer() as model:
             return sample(
                 model,
-                [self.shown(p) for p in prompts],
+                [self.teacher_prompt(p) for p in prompts],
                 max_new_tokens=max_new_tokens,
                 eos_ids=self.backbone.eos_ids,
                 temperature=config.temperature,
@@ -135,10 +137,10 @@ class Teacher:
         """Return a context in which the teacher can write completions itself."""
         return self.backbone.merged(self.state)
 
-    def begin(self) -> None:
+    def on_start(self) -> None:
         """Take notice of the student as it starts."""
 
-    def follow(self, step: int) -> None:
+    def after_step(self, step: int) -> None:
         """Take notice of the student after optimizer step `step`."""
 
     def save(self, folder: Path) -> None:
@@ -164,21 +166,21 @@ class Ema(Teacher):
         self.rate, self.every = rate, every
 
     @property
-    def moves(self) -> bool:
+    def is_dynamic(self) -> bool:
         return self.rate > 0
 
-    def judge(self, frozen: State) -> Teacher:
+    def frozen_copy(self, frozen: State) -> Teacher:
         # Also at rate 0: a warm start moves it once, before the first step.
         return Teacher(self.backbone, frozen, self.contexts)
 
     @torch.no_grad()
-    def follow(self, step: int) -> None:
+    def after_step(self, step: int) -> None:
         if step % self.every == 0:
             for mine, students in self._pairs():
                 mine.lerp_(students, self.rate)
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def on_start(self) -> None:
         for mine, students in self._pairs():
             mine.copy_(students)
 
@@ -214,10 +216,10 @@ class TrustRegion(Teacher):
         self._student = Teacher(backbone, "student", contexts)
 
     @property
-    def moves(self) -> bool:
+    def is_dynamic(self) -> bool:
         return self.mix > 0
 
-    def judge(self, frozen: State) -> Teacher:
+    def frozen_copy(self, frozen: State) -> Teacher:
         return Teacher(self.backbone, self.state, self.contexts)
 
     def states(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
@@ -256,12 +258,14 @@ class Remote(Teacher):
         found = join([asked.result() for asked in self._asked(rollouts)])
         return found.to(self.backbone.device)
 
-    def expect(self, rollouts: Sequence[Rollout]) -> None:
+    def prefetch(self, rollouts: Sequence[Rollout]) -> None:
         self._asked(rollouts)
 
     def _asked(self, rollouts: Sequence[Rollout]) -> list[Future[Likeliest]]:
         return [
-            self.server.ask(rollout.shown or self.shown(rollout.prompt_ids), rollout.completion_ids)
+            self.server.ask(
+                rollout.teacher_prompt_ids or self.teacher_prompt(rollout.prompt_ids), rollout.completion_ids
+            )
             for rollout in rollouts
         ]
 
@@ -273,7 +277,7 @@ class Remote(Teacher):
         seed: int,
         on_finished: Callable[[list[Rollout]], None] | None = None,
     ) -> list[Rollout]:
-        shown = [self.shown(p) for p in prompts]
+        shown = [self.teacher_prompt(p) for p in prompts]
         return parallel.by_first(
             lambda: self.server.write(
                 shown,
@@ -350,24 +354,24 @@ class Routed:
         return [(name, self.named[name] if name else self.others, mine[name]) for name in sorted(mine)]
 
     @property
-    def moves(self) -> bool:
-        return any(teacher.moves for teacher in self._all())
+    def is_dynamic(self) -> bool:
+        return any(teacher.is_dynamic for teacher in self._all())
 
-    def judge(self, frozen: State) -> Routed:
-        named = {name: teacher.judge(frozen) for name, teacher in self.named.items()}
-        return Routed(self.others.judge(frozen), named, self.routes)
+    def frozen_copy(self, frozen: State) -> Routed:
+        named = {name: teacher.frozen_copy(frozen) for name, teacher in self.named.items()}
+        return Routed(self.others.frozen_copy(frozen), named, self.routes)
 
-    def expect(self, rollouts: Sequence[Rollout]) -> None:
+    def prefetch(self, rollouts: Sequence[Rollout]) -> None:
         for _, teacher, mine in self.split([r.prompt_ids for r in rollouts]):
-            teacher.expect([rollouts[i] for i in mine])
+            teacher.prefetch([rollouts[i] for i in mine])
 
-    def begin(self) -> None:
+    def on_start(self) -> None:
         for teacher in self._all():
-            teacher.begin()
+            teacher.on_start()
 
-    def follow(self, step: int) -> None:
+    def after_step(self, step: int) -> None:
         for teacher in self._all():
-            teacher.follow(step)
+            teacher.after_step(step)
 
     def save(self, folder: Path) -> None:
         for teacher in self._all():

@@ -99,7 +99,7 @@ class RecoveryTrainer(DistillationTrainer):
             for i in range(index, len(self.steps))
             if (self.steps[i].stream, self.steps[i].on_policy) == (stream, step.on_policy)
         ]
-        stale = step.on_policy or teacher.moves
+        stale = step.on_policy or teacher.is_dynamic
         same = alike[: ahead if stale else max(ahead, FULL_BATCH // len(step.prompts))]
         prompts = [self.prompts[stream][p] for i in same for p in self.steps[i].prompts]
         seed = self.recover_config.seed * 1_000_003 + index
@@ -112,7 +112,7 @@ class RecoveryTrainer(DistillationTrainer):
             stream,
             seed,
             None if step.on_policy else teacher,
-            None if rewarded else teacher.expect,
+            None if rewarded else teacher.prefetch,
             begun,
             leave,
         )
@@ -125,7 +125,7 @@ class RecoveryTrainer(DistillationTrainer):
             if rewarded:
                 answers = self._most_divided(answers, self.steps[i].keep)
             elif self.recover_config.oversample > 1:
-                answers = self._widest(answers, stream, self.steps[i].keep)
+                answers = self._largest_gap(answers, stream, self.steps[i].keep)
             self._ahead[i] = answers
         # Some tokens of these are older than the weights, so they say nothing about the sampler.
         self._fresh &= not (begun and same == [index])
@@ -153,7 +153,7 @@ class RecoveryTrainer(DistillationTrainer):
         self.reward.demonstrate(kept)
         return kept
 
-    def _widest(self, rollouts: list[Rollout], stream: Stream, keep: int) -> list[Rollout]:
+    def _largest_gap(self, rollouts: list[Rollout], stream: Stream, keep: int) -> list[Rollout]:
         """Return the rollouts with the largest mean |log q - log p| of their tokens, q the teacher and p the sampler."""
         if len(rollouts) <= keep:
             return rollouts
@@ -196,17 +196,23 @@ class RecoveryTrainer(DistillationTrainer):
         seed: int,
         teacher: Teacher | Routed | None = None,
         on_finished: Callable[[list[Rollout]], None] | None = None,
-        begun: list[Rollout] | None = None,
-        leave: int = 0,
+        unfinished: list[Rollout] | None = None,
+        max_unfinished: int = 0,
     ) -> list[Rollout]:
         """Sample one completion per prompt from the student, or from a teacher with what it sees, with merged weights.
 
-        What is `begun`, by the student alone, is gone on with, and comes first in the result.
+        What is `unfinished`, by the student alone, is gone on with, and comes first in the result.
         """
         config, longest = self.recover_config, self._longest(stream)
-        if begun or leave:
+        if unfinished or max_unfinished:
             return self.student.write(
-                prompts, config, longest, seed, on_finished, begun=begun or [], leave=leave
+                prompts,
+                config,
+                longest,
+                seed,
+                on_finished,
+                unfinished=unfinished or [],
+                max_unfinished=max_unfinished,
             )
         found: dict[int, Rollout] = {}
         for _, author, mine in (teacher or self.student).split(prompts):

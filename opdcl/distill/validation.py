@@ -62,20 +62,20 @@ class Validation(TrainerCallback):
         """Let each stream's teacher answer the held-out prompts."""
         for stream, prompts in self.prompts.items():
             if prompts:
-                judge = self.trainer.teachers[stream].judge(FROZEN[stream])
+                judge = self.trainer.teachers[stream].frozen_copy(FROZEN[stream])
                 texts = self.trainer.sample(prompts, stream, seed=self.config.seed + 7, teacher=judge)
                 self._texts[stream] = texts, self.trainer.opinions(texts, judge)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.write_texts()
         general, _ = self._texts.get("general", ([], []))
-        self.health.begin(general)
+        self.health.on_start(general)
         if state.global_step == 0:
             self._warm_start()
 
     def on_step_end(self, args, state, control, **kwargs):
         for teacher in self.trainer.teachers.values():
-            teacher.follow(state.global_step)
+            teacher.after_step(state.global_step)
         last = state.global_step == self.config.steps
         if measured := state.global_step % self.config.validate_every == 0 or last:
             self._measure(state.global_step)
@@ -122,7 +122,7 @@ class Validation(TrainerCallback):
         if alpha < 1:
             backbone.shrink(alpha)
             for teacher in self.trainer.teachers.values():
-                teacher.begin()
+                teacher.on_start()
             start = self.held_out_kl()
         self._keep_if_best(0, self._score(start))
         self.callback.write(

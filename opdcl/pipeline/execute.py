@@ -18,7 +18,7 @@ from opdcl.console import Output, quiet_libraries
 from opdcl.errors import GateError, Interrupted, UsageError
 from opdcl.pipeline.plan import Task, make_plan, training_stages
 from opdcl.pipeline.preflight import check_servers, check_tasks, refuse_foreign
-from opdcl.pipeline.reuse import adopt
+from opdcl.pipeline.reuse import copy_finished
 from opdcl.pipeline.session import Session, command_line, label, steps_done
 from opdcl.pipeline.sources import data_hashes, inherit
 from opdcl.pipeline.trackers import Tracking, scores, tracking
@@ -94,7 +94,7 @@ def _open(
         _remove_stale(run, workflow, tasks)
         tasks = plan_run(workflow, run)
     _write_head(workflow, origins, run)
-    if taken := adopt(tasks, training_stages(run, workflow), run, donors):
+    if taken := copy_finished(tasks, training_stages(run, workflow), run, donors):
         for task, donor in taken:
             output.note(f"{label(task)}: taken from {donor.path.name}")
         tasks = plan_run(workflow, run)

@@ -62,7 +62,7 @@ def check_tasks(workflow: Workflow) -> None:
 
 def check_servers(workflow: Workflow, tasks: list[Task]) -> None:
     """Ask the servers that open tasks will need whether they let us in."""
-    from opdcl.sampling.server import knock
+    from opdcl.sampling.server import check_access
 
     needed = {task.name for task in tasks if task.action != "skip"}
     servers = [workflow.eval.server] if workflow.eval and "eval" in needed else []
@@ -72,4 +72,4 @@ def check_servers(workflow: Workflow, tasks: list[Task]) -> None:
             *(teacher.server for teacher in workflow.recover.all_teachers().values()),
         ]
     for server in filter(None, servers):
-        knock(server)
+        check_access(server)

@@ -12,7 +12,7 @@ from opdcl.rundir.files import folder_appears_whole, now, read_json, write_atomi
 from opdcl.rundir.layout import STAGE_OF, RunDir, StageDir
 
 
-def adopt(
+def copy_finished(
     tasks: Sequence[Task], stages: dict[str, StageDir], run: RunDir, donors: Sequence[RunDir]
 ) -> list[tuple[Task, RunDir]]:
     """Copy each task's outcome from the first donor that has it; return what was copied, and from where.

@@ -112,11 +112,15 @@ def fill(model, rollouts: list[Rollout], request: Request) -> None:
         # Those of all processes are drawn, so that each sequence gets its own, whoever completes it.
         uniform_NT = parallel.share(torch.rand(request.total, request.max_new_tokens, generator=generator))
     prefix = _shared_prefix([r.prompt_ids for r in rollouts])
-    leave = request.leave
+    max_unfinished = request.max_unfinished
     for rows in request.batches(rollouts):
         batch = [rollouts[i] for i in rows]
-        _decode(model, batch, prefix, request, leave, None if uniform_NT is None else uniform_NT[rows])
-        leave -= sum(not r.finished and len(r.completion_ids) < request.max_new_tokens for r in batch)
+        _decode(
+            model, batch, prefix, request, max_unfinished, None if uniform_NT is None else uniform_NT[rows]
+        )
+        max_unfinished -= sum(
+            not r.finished and len(r.completion_ids) < request.max_new_tokens for r in batch
+        )
 
 
 def _shared_prefix(prompts: Sequence[list[int]]) -> list[int]:
@@ -130,7 +134,7 @@ def _decode(
     rollouts: list[Rollout],
     prefix: list[int],
     request: Request,
-    leave: int,
+    max_unfinished: int,
     uniform_BT: torch.Tensor | None,
 ) -> None:
     device, max_new_tokens, eos_ids = model.device, request.max_new_tokens, set(request.eos_ids)
@@ -171,7 +175,7 @@ def _decode(
                     rollouts[live[row]].logprobs.append(logprob)
         if request.on_finished and ended:
             request.on_finished(ended)
-        if all(done) or (done.count(False) <= leave and max_new_tokens - step > WORTH_LEAVING):
+        if all(done) or (done.count(False) <= max_unfinished and max_new_tokens - step > WORTH_LEAVING):
             return
         rows = max(done.count(False), fewest)
         if rows < COMPACT_BELOW * len(done):

@@ -18,7 +18,7 @@ class Rollout:
     log-probability (nats, at the sampling temperature) of each of its tokens, and is empty under greedy decoding.
     `reward` is what a suite's scorer gave it, `advantage` how much more that is than its group got, in standard deviations,
     `step_reward` the mean of all that were sampled for its step, whether learned from or not;
-    `shown` is what its teacher sees in place of the prompt, where that is this completion's alone.
+    `teacher_prompt_ids` is what its teacher sees in place of the prompt, where that is this completion's alone.
     """
 
     prompt_ids: list[int]
@@ -28,7 +28,7 @@ class Rollout:
     reward: float | None = None
     advantage: float = 0.0
     step_reward: float = 0.0
-    shown: list[int] | None = None
+    teacher_prompt_ids: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Request:
     total: int
     weights: float
     """How many cached tokens a decoding step reads in the time that it takes to read the model's weights."""
-    leave: int = 0
+    max_unfinished: int = 0
 
     def batches(self, rollouts: list[Rollout]) -> Iterator[list[int]]:
         """Yield the indices that run together, the shortest so far first."""

@@ -46,12 +46,12 @@ def sample(
     batch_size: int = 96,
     engine: Engine | Literal["auto"] = "auto",
     on_finished: Callable[[list[Rollout]], None] | None = None,
-    begun: Sequence[Rollout] = (),
-    leave: int = 0,
+    unfinished: Sequence[Rollout] = (),
+    max_unfinished: int = 0,
 ) -> list[Rollout]:
     """Sample one completion per prompt, in the order of `prompts`; each process samples its share.
 
-    What an earlier call has left unfinished may be gone on with: `begun`, which comes first in the result. So the last, long
+    What an earlier call has left unfinished may be gone on with: `unfinished`, which comes first in the result. So the last, long
     completions of a batch need not be waited for one token at a time (partial rollouts, arXiv 2501.12599).
 
     Args:
@@ -65,10 +65,10 @@ def sample(
         batch_size: Sequences decoded together, at most: see `cut`.
         engine: Which loop decodes.
         on_finished: Called with the completions that have ended since the last call.
-        begun: Completions to go on with.
-        leave: How many of a batch may be returned unfinished, where much would be left to do for them; of the engines `slab` does.
+        unfinished: Completions to go on with.
+        max_unfinished: How many of a batch may be returned unfinished, where much would be left to do for them; of the engines `slab` does.
     """
-    rollouts = [*begun, *(Rollout(list(p)) for p in prompts)]
+    rollouts = [*unfinished, *(Rollout(list(p)) for p in prompts)]
     mine = parallel.share(rollouts)
     chosen = pick_engine(model)[0] if engine == "auto" else engine
     weights = weights_in_tokens(model)
@@ -77,11 +77,11 @@ def sample(
         eos_ids,
         temperature,
         seed,
-        batch_size + len(begun),
+        batch_size + len(unfinished),
         on_finished,
         len(rollouts),
         weights,
-        leave,
+        max_unfinished,
     )
     if mine:
         {"slab": decode.fill, "generate": _generate, "continuous": _continuous}[chosen](model, mine, request)

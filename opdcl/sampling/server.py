@@ -327,7 +327,7 @@ class Server:
             raise _Garbled(f"the answer cannot be read: {type(fault).__name__} {fault}"[:200]) from fault
 
 
-def knock(config: ServerSection) -> None:
+def check_access(config: ServerSection) -> None:
     """Ask a server for its models, once, so that one which refuses us is known before anything is computed.
 
     That it does not answer is no reason to stop: it may be started until it is needed.

@@ -151,7 +151,7 @@ def test_normal_is_measured_on_what_base_writes(backbone, tuned):
     backbone.load_adapter(tuned / "tuned", "student", trainable=True)
     backbone.load_adapter(tuned / "tuned", "tuned")
     health = Health(HealthSection(), backbone, StageDir(tuned / "none"), None)
-    health.begin([Rollout([1], [5, 6], [], True), Rollout([1], [5, 6, 7, 8], [], False)])
+    health.on_start([Rollout([1], [5, 6], [], True), Rollout([1], [5, 6, 7, 8], [], False)])
     assert (health.normal.mean_length, health.normal.truncated) == (3.0, 0.5)
     assert health.normal.adapter_norm == pytest.approx(backbone.adapter_norm("student"))
 

@@ -297,8 +297,8 @@ def test_who_did_worse_is_taught_by_the_best_of_the_group_and_by_the_checkers_wo
         for a, r in zip(answers, (1.0, 0.0, 0.0, 1.0), strict=True)
     ]
     reward.demonstrate(group)
-    assert [r.shown is not None for r in group] == [False, True, True, False]
-    shown = decode(group[1].shown)
+    assert [r.teacher_prompt_ids is not None for r in group] == [False, True, True, False]
+    shown = decode(group[1].teacher_prompt_ids)
     assert row.prompt[-1]["content"] in shown
     assert "This answer did well: <<Bread>>\n\nIt rose." in shown
     assert "Not kept:" in shown
@@ -307,7 +307,7 @@ def test_who_did_worse_is_taught_by_the_best_of_the_group_and_by_the_checkers_wo
 
     equal = [Rollout(list(prompt), [5], [], True, reward=0.5) for _ in range(GROUP)]
     reward.demonstrate(equal)
-    assert all(r.shown is None for r in equal)
+    assert all(r.teacher_prompt_ids is None for r in equal)
 
 
 def test_a_live_teacher_moves_only_those_who_have_something_to_see(backbone, tuned):
@@ -320,13 +320,13 @@ def test_a_live_teacher_moves_only_those_who_have_something_to_see(backbone, tun
     loss, grad = gradient(trainer, rollouts)
     assert loss == pytest.approx(0, abs=1e-6)
     assert max(float(g.abs().max()) for g in grad.values()) < 1e-5
-    rollouts[1].shown = [1, 520, 9690, 7, 9, 11, 198, 40]
+    rollouts[1].teacher_prompt_ids = [1, 520, 9690, 7, 9, 11, 198, 40]
     loss, grad = gradient(trainer, rollouts)
     assert loss > 1e-3
     with torch.no_grad():
         mine, seen = (
             trainer.model(torch.tensor([[*prompt, 7, 9, 11]])).logits[0, -4:-1].log_softmax(-1)
-            for prompt in (rollouts[1].prompt_ids, rollouts[1].shown)
+            for prompt in (rollouts[1].prompt_ids, rollouts[1].teacher_prompt_ids)
         )
     expected = float((mine.exp() * (mine - seen)).sum())
     assert loss * GROUP * 3 == pytest.approx(expected, rel=1e-3)

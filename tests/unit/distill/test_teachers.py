@@ -52,10 +52,10 @@ def states(teacher):
 def test_an_ema_of_rate_one_is_the_student_and_of_rate_zero_stays(adapted):
     live, frozen = states(Teacher(adapted, "student")), states(Teacher(adapted, "tuned"))
     still = Ema(adapted, "general", 0.0, 1)
-    still.follow(1)
+    still.after_step(1)
     assert torch.equal(states(still), frozen)
-    assert not still.moves
-    Ema(adapted, "general", 1.0, 1).follow(1)
+    assert not still.is_dynamic
+    Ema(adapted, "general", 1.0, 1).after_step(1)
     torch.testing.assert_close(states(Teacher(adapted, "general")), live, atol=1e-5, rtol=1e-5)
     assert float((live - frozen).abs().max()) > 0.01
 
@@ -64,21 +64,21 @@ def test_an_ema_is_the_mean_by_hand_and_moves_at_its_interval(adapted):
     ema = Ema(adapted, "general", 0.25, 2)
     layer = adapted.adapted_layers()[0]
     before, student = (layer.lora_B[name].weight.clone() for name in ("general", "student"))
-    ema.follow(1)
+    ema.after_step(1)
     assert torch.equal(layer.lora_B["general"].weight, before)
-    ema.follow(2)
+    ema.after_step(2)
     torch.testing.assert_close(layer.lora_B["general"].weight, 0.75 * before + 0.25 * student)
     assert not layer.lora_B["general"].weight.requires_grad
-    ema.begin()
+    ema.on_start()
     assert torch.equal(layer.lora_B["general"].weight, student)
 
 
 def test_an_ema_comes_back_from_a_checkpoint_exactly(adapted, tmp_path):
     ema = Ema(adapted, "general", 0.3, 1)
-    ema.follow(1)
+    ema.after_step(1)
     kept = states(ema)
     ema.save(tmp_path / "checkpoint")
-    ema.follow(2)
+    ema.after_step(2)
     assert not torch.equal(states(ema), kept)
     ema.restore(tmp_path / "checkpoint")
     assert torch.equal(states(ema), kept)

@@ -296,7 +296,7 @@ def test_of_more_samples_those_are_kept_about_which_teacher_and_student_differ_m
             ]
         theirs = logits.log_softmax(-1).gather(-1, torch.tensor(r.completion_ids)[:, None])[:, 0]
         gaps.append(float((theirs - torch.tensor(r.logprobs)).abs().mean()))
-    kept = trainer._widest(rollouts, "general", 3)
+    kept = trainer._largest_gap(rollouts, "general", 3)
     widest = sorted(range(len(gaps)), key=gaps.__getitem__)[-3:]
     assert [id(r) for r in kept] == [id(rollouts[i]) for i in sorted(widest)]
-    assert trainer._widest(rollouts, "general", len(rollouts)) == rollouts
+    assert trainer._largest_gap(rollouts, "general", len(rollouts)) == rollouts

@@ -174,7 +174,7 @@ def test_completions_that_are_left_are_gone_on_with_and_the_others_are_as_ever(b
     how = {"max_new_tokens": 30, "eos_ids": ends}
     whole = sample(model, prompts, seed=3, **how)
     told = []
-    found = sample(model, prompts, seed=3, leave=3, on_finished=told.extend, **how)
+    found = sample(model, prompts, seed=3, max_unfinished=3, on_finished=told.extend, **how)
     left = [r for r in found if not r.finished]
     assert 1 <= len(left) <= 3
     assert all(len(r.completion_ids) < 26 for r in left)
@@ -183,7 +183,7 @@ def test_completions_that_are_left_are_gone_on_with_and_the_others_are_as_ever(b
         assert rollout.completion_ids == expected.completion_ids[: len(rollout.completion_ids)]
         assert rollout.finished == (len(rollout.completion_ids) == len(expected.completion_ids))
     before = [list(r.completion_ids) for r in left]
-    more = sample(model, prompts[:5], seed=4, begun=left, **how)
+    more = sample(model, prompts[:5], seed=4, unfinished=left, **how)
     assert [r.prompt_ids for r in more] == [r.prompt_ids for r in left] + prompts[:5]
     for rollout, ids in zip(more, before, strict=False):
         assert rollout.completion_ids[: len(ids)] == ids
@@ -195,7 +195,7 @@ def test_completions_that_are_left_are_gone_on_with_and_the_others_are_as_ever(b
 
 def test_where_little_is_ahead_nothing_is_left(backbone):
     ends = list(range(0, backbone.causal_lm.config.vocab_size, 12))
-    found = sample(backbone.causal_lm, PROMPTS, max_new_tokens=20, eos_ids=ends, seed=3, leave=3)
+    found = sample(backbone.causal_lm, PROMPTS, max_new_tokens=20, eos_ids=ends, seed=3, max_unfinished=3)
     assert all(r.finished or len(r.completion_ids) == 20 for r in found)
 
 

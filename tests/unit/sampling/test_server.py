@@ -264,8 +264,8 @@ def test_questions_are_asked_together_once_and_over_kept_connections(backbone, e
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone)
         before = len(server.seen)
-        remote.expect(ROLLOUTS)
-        remote.expect(ROLLOUTS)
+        remote.prefetch(ROLLOUTS)
+        remote.prefetch(ROLLOUTS)
         remote.opinion(ROLLOUTS)
         graded = server.seen[before:]
         assert len(graded) == len(ROLLOUTS)
@@ -532,6 +532,6 @@ def test_the_factory_reaches_the_server_that_the_settings_name(backbone, elsewhe
         teacher = make_teacher(section, backbone)
         assert isinstance(teacher, Remote)
         assert isinstance(teacher.server, Server)
-        assert not teacher.moves
-        assert teacher.judge("base") is teacher
+        assert not teacher.is_dynamic
+        assert teacher.frozen_copy("base") is teacher
         teacher.close()
