@@ -1,4 +1,4 @@
-"""Whom a run calls, what it holds on to over thousands of steps, and thousands of random inputs."""
+"""Network contacts of a run, its memory and handles over thousands of steps, and thousands of random inputs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 
 from attempts import ROOT, attempt, command, row, status, wait_until
 
-HUB = "http://127.0.0.1:9"  # a hub that nobody listens for
+HUB = "http://127.0.0.1:9"  # a port where nothing listens
 
 
 def network(place: Path, options) -> list[dict]:
-    """Run the whole job under strace, offline and not, and list the internet addresses that any of its threads turned to."""
+    """Run the whole job under strace, offline and online, and list the internet addresses its threads contacted."""
     if not shutil.which("strace"):
         return [row("network calls", "strace is not installed", "not measured here", "-")]
     online = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | {"HF_ENDPOINT": HUB}
@@ -27,11 +27,11 @@ def network(place: Path, options) -> list[dict]:
     rows = [row("network calls with HF_HUB_OFFLINE=1", "strace of the whole job, all threads and children: connect, sendto",
                 f"{'FAILED: ' if code or addresses else ''}exit {code}, {len(addresses)} internet addresses", "-")]  # fmt: skip
     code, addresses = _contacted(place, command("online"), online)
-    rows.append(row("network calls without it, model and data on this machine", "the same; HF_ENDPOINT names a hub on 127.0.0.1:9",
-                    f"{'FAILED: ' if code or addresses - {'127.0.0.1:9'} else ''}exit {code}, contacted: {', '.join(addresses) or 'nobody'}", "-"))
+    rows.append(row("network calls without it, with local model and data", "the same; HF_ENDPOINT points to 127.0.0.1:9",
+                    f"{'FAILED: ' if code or addresses - {'127.0.0.1:9'} else ''}exit {code}, contacted: {', '.join(addresses) or 'none'}", "-"))
     code, addresses = _contacted(place, [*command("remote"), "--set", "model.id=nobody/nothing"], online)
-    rows.append(row("network calls for a model of the hub", "the same", f"{'FAILED: ' if code != 2 or addresses != {'127.0.0.1:9'} else ''}exit {code}, "
-                    f"contacted: {', '.join(addresses) or 'nobody'}", "-"))  # fmt: skip
+    rows.append(row("network calls for a model on the Hub", "the same", f"{'FAILED: ' if code != 2 or addresses != {'127.0.0.1:9'} else ''}exit {code}, "
+                    f"contacted: {', '.join(addresses) or 'none'}", "-"))  # fmt: skip
     return rows
 
 
@@ -45,7 +45,7 @@ def _contacted(place: Path, words: list[str], environment: dict[str, str]) -> tu
 
 
 def soak(place: Path, options) -> list[dict]:
-    """Recover for a long time, and see whether memory, file handles or threads grow."""
+    """Recover for a long time and check whether memory, file handles or threads grow."""
     steps = options.soak_steps
     settings = [f"recover.steps={steps}", "recover.save_steps=200", "recover.validate_every=200", "recover.learning_rate=1e-5", "eval=null"]
     pid = attempt(place, *command("soak", settings))
@@ -57,10 +57,10 @@ def soak(place: Path, options) -> list[dict]:
             seen.append((step, status(pid, "VmRSS"), len(os.listdir(f"/proc/{pid}/fd")), status(pid, "Threads")))
     steady = [s for s in seen if s[0] >= steps // 4]
     early, late = steady[: len(steady) // 4], steady[-len(steady) // 4 :]
-    # Handles come and go while a file is written, so their middle counts; of memory the most.
+    # Handles come and go while a file is written, so compare medians; for memory, compare maxima.
     growth = [pick(s[i] for s in late) - pick(s[i] for s in early) for i, pick in ((1, max), (2, statistics.median), (3, statistics.median))]
     megabytes = growth[0] / 1e6
-    # Freed memory is not always given back, so a few megabytes are no leak; a leak of 10 kB a step would be 11.
+    # Freed memory is not always returned to the system, so a few megabytes are no leak; 10 kB per step would show as 11 MB.
     ok = ended == 0 and megabytes < 8 and growth[1] <= 0 and growth[2] <= 0
     return [row(f"{steps} steps of recovery in one process", "memory, handles and threads, sampled every second",
                 f"{'' if ok else 'FAILED: '}exit {ended}; from the second to the last quarter: {megabytes:+.1f} MB, {growth[1]:+.0f} handles, "
@@ -68,9 +68,9 @@ def soak(place: Path, options) -> list[dict]:
 
 
 def fuzz(place: Path, options) -> list[dict]:
-    """Run the property tests of configuration and data with many more examples than the suite does."""
+    """Run the property tests of configuration and data with many more examples than the test suite does."""
     done = subprocess.run([sys.executable, "-m", "pytest", "-o", "addopts=", "-q", str(ROOT / "tests" / "unit" / "test_fuzz.py")],
                           capture_output=True, text=True, env=os.environ | {"OPDCL_FUZZ_EXAMPLES": str(options.examples)})  # fmt: skip
     last = done.stdout.strip().splitlines()[-1]
-    return [row(f"{options.examples:,} random configurations, as many data files, every prefix of a valid one of each",
-                "hypothesis, tests/unit/test_fuzz.py", f"{'FAILED: ' if done.returncode else ''}{last}", "-")]  # fmt: skip
+    return [row(f"{options.examples:,} random configurations, as many random data files, and every prefix of a valid one of each",
+                "hypothesis, test_fuzz.py", f"{'FAILED: ' if done.returncode else ''}{last}", "-")]  # fmt: skip
