@@ -1,10 +1,10 @@
-"""What `opdcl export --format gguf` writes, read back by transformers and by llama.cpp itself, beside the merged model.
+"""Read what `opdcl export --format gguf` writes with transformers and with llama.cpp, and compare it with the merged model.
 
     python benchmarks/exported.py RUN --converter llama.cpp/convert_hf_to_gguf.py --llama PYTHON
 
-RUN is a finished run; PYTHON an interpreter that has llama-cpp-python. For every number format: on how many of 20 prompts the
-greedy text is the same, how far the log-probabilities of the merged model's own answers are apart, and where a text differs,
-how close the two likeliest tokens were for the merged model. Half an hour on one core.
+RUN is a finished run, PYTHON an interpreter with llama-cpp-python. Reports for every number format on how many of 20 prompts
+the greedy text is the same, how much the log-probabilities of the merged model's own answers differ, and, where a text differs,
+how close the merged model's two likeliest tokens were. Takes half an hour on one core.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from opdcl.models import eos_ids, load_base
 from opdcl.provenance import machine, versions
 
 EACH, LONGEST = 10, 64
-# Runs where llama.cpp is, which need not be where torch is: tokens in, log-probabilities and greedy answers out.
+# Runs in the environment that has llama.cpp, which need not have torch: tokens in, log-probabilities and greedy answers out.
 READER = """
 import json, sys
 import llama_cpp, numpy
@@ -56,7 +56,7 @@ json.dump({"told": told, "answers": answers, "cut": cut, "version": llama_cpp.__
 
 
 class Quiet:
-    """Says nothing."""
+    """A reporter that discards everything."""
 
     def note(self, text: str) -> None: ...
 
@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run")
     parser.add_argument("--converter", required=True)
-    parser.add_argument("--llama", required=True, help="a Python that has llama-cpp-python")
+    parser.add_argument("--llama", required=True, help="a Python interpreter with llama-cpp-python")
     parser.add_argument("--outtypes", nargs="+", default=list(LARGEST_GAP))
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("exported.json"))
     options = parser.parse_args()
@@ -98,20 +98,20 @@ def main() -> None:
 
 
 def by_transformers(file: str, prompts: list[list[int]], texts: list[list[int]]) -> tuple[list, list[list[int]]]:
-    """Return log-probabilities and greedy answers of a GGUF file that transformers reads."""
+    """Return log-probabilities and greedy answers of a GGUF file as read by transformers."""
     model, _ = load_base(ModelConfig(id=file, dtype="float32"))
     return [log_probabilities(model, ids) for ids in texts], [answer(model, ids, LONGEST) for ids in prompts]
 
 
 def by_llama(python: str, file: str, known: dict, cache: int | None) -> dict:
-    """Return the same of llama.cpp, and how its own tokenizer cuts the prompts; `cache` is its number for a format."""
+    """Return the same from llama.cpp, and how its tokenizer splits the prompts; `cache` is llama.cpp's number for a cache type."""
     asked = {"model": file, "cache": cache, "longest": LONGEST, **{name: known[name] for name in ("prompts", "texts", "ends", "rendered")}}
     done = subprocess.run([python, "-c", READER], input=json.dumps(asked), capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
 def compare(known: dict, told: list, answers: list[list[int]]) -> dict:
-    """Return how a reader's log-probabilities and greedy answers differ from the merged model's."""
+    """Compare a reader's log-probabilities and greedy answers with the merged model's."""
     gaps = torch.cat([(torch.as_tensor(a, dtype=torch.float64) - b).abs() for a, b in zip(told, known["told"], strict=True)])
     near = []
     for found, text, margin in zip(answers, known["texts"], known["margins"], strict=True):
@@ -122,7 +122,7 @@ def compare(known: dict, told: list, answers: list[list[int]]) -> dict:
 
 
 def margins(model: torch.nn.Module, ids: list[int]) -> list[float]:
-    """Return by how many nats the likeliest next token is ahead of the second, after each token."""
+    """Return, after each token, by how many nats the likeliest next token leads the second likeliest."""
     with torch.no_grad():
         top_T2 = model(torch.tensor([ids])).logits[0].float().topk(2).values
     return (top_T2[:, 0] - top_T2[:, 1]).tolist()

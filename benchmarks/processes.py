@@ -1,10 +1,10 @@
-"""The same short job in one process, in two, and in two with the base spread over them: how far do the curves part?
+"""Run the same short job in one process, in two, and in two with the base sharded, and compare their curves.
 
     python benchmarks/processes.py [FOLDER]
 
-On the embedded model: a fine-tune of a few steps, a recovery, an evaluation of both. Prints and stores, for each arm against
-one process, the largest relative difference of loss and gradient norm, the first recovery step that sampled another token, the
-questions that were answered otherwise, and the peak memory of process 0.
+The job is a short fine-tune of the embedded model, a recovery and an evaluation of both. Prints and stores, for each arm
+against one process, the relative differences in loss and gradient norm at each step, the first step with completions of another
+length, the number of questions answered differently, and the peak memory of process 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from opdcl.provenance import machine
 from opdcl.rundir import RunDir, now, read_json, read_jsonl, write_json
 
-ARMS = {"one process": [], "two": ["--num-processes", "2"], "two, base spread": ["--num-processes", "2", "--set", "model.shard=true"]}
+ARMS = {"one process": [], "two": ["--num-processes", "2"], "two, base sharded": ["--num-processes", "2", "--set", "model.shard=true"]}
 JOB = ["quickstart", "--set", "finetune.epochs=0.1", "--set", "recover.steps=12", "--set", "recover.rollouts=8", "--set", "recover.domain_rollouts=8",
        "--set", "recover.teacher_first=2", "--set", "recover.max_new_tokens=32", "--set", "recover.validation_prompts=4", "--set", "recover.validate_every=6",
        "--set", "eval.limit=20", "--set", "model.dtype=float32"]  # fmt: skip
@@ -27,7 +27,7 @@ JOB = ["quickstart", "--set", "finetune.epochs=0.1", "--set", "recover.steps=12"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, help="where the runs go; they are kept")
+    parser.add_argument("folder", nargs="?", type=Path, help="folder for the runs, which are kept")
     folder = parser.parse_args().folder or Path(tempfile.mkdtemp(prefix="opdcl-processes-"))
     runs = {arm: RunDir(folder / arm.replace(", ", "-").replace(" ", "-")) for arm in ARMS}
     for arm, options in ARMS.items():
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def against(run: RunDir, alone: RunDir) -> dict:
-    """Return how far a run is from the one of a single process."""
+    """Compare a run with that of a single process."""
     found: dict = {}
     for name in ("finetune", "recover"):
         pairs = list(zip(steps(run, name), steps(alone, name), strict=True))

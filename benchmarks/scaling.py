@@ -1,8 +1,8 @@
-"""How the time and memory of a recovery step grow with batch, length and depth, and what one straggler costs.
+"""Measure how time and memory of a recovery step grow with batch, length and depth, and what one straggler costs.
 
-Lengths are forced: the sampler's uniform numbers are chosen so that every completion ends where this script wants it.
+Lengths are forced: the sampler's uniform numbers are chosen so that every completion ends at the intended length.
 
-    python benchmarks/scaling.py              # the embedded model's shape; some minutes on two cores
+    python benchmarks/scaling.py              # the embedded model; some minutes on two cores
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unittest import mock
 import throughput as shared
 import torch
 
-END = 0  # the id that ends a completion here; a uniform number of 0 draws it
+END = 0  # the id that ends a completion here; the uniform number 0 draws it
 
 
 def main() -> None:
@@ -43,19 +43,19 @@ def main() -> None:
     for length in (32, 64, 128, 256):
         run("length", step, [length] * 8, length=length)
     even, straggler = [64] * 32, [58] * 31 + [64 * 32 - 58 * 31]
-    for ahead in (1, 3):  # with 3 what is long goes on beside the next completions; six steps, until the last of them is learned from
+    for ahead in (1, 3):  # with 3, long completions continue beside the next ones; six steps, until the last has been learned from
         run("straggler", step, even, 6, ahead, spread="even", longest=max(even), sample_ahead=ahead)
-        run("straggler", step, straggler, 6, ahead, spread="one straggler a step", longest=max(straggler), sample_ahead=ahead)
+        run("straggler", step, straggler, 6, ahead, spread="one straggler per step", longest=max(straggler), sample_ahead=ahead)
     for layers in (8, 15, 30):
         run("depth", Step(options, layers), [64] * 16, layers=layers)
     pairs = zip(rows["straggler"][::2], rows["straggler"][1::2], strict=True)
     ratios = {f"sample_ahead {even['sample_ahead']}": straggler["seconds"] / even["seconds"] for even, straggler in pairs}
     fits = {kind: linear_fit(rows[kind]) for kind in ("batch", "length")}
     for ahead, ratio in ratios.items():
-        print(f"one straggler of {max(straggler)} tokens among {len(straggler)}, {ahead}: {ratio:.2f} times the even spread")
+        print(f"one straggler of {max(straggler)} tokens among {len(straggler)}, {ahead}: {ratio:.2f} times the even split")
     for kind, fit in fits.items():
         print(f"time over tokens, by {kind}: linear with R2 = {fit['r2']:.3f}, "
-              f"{1000 * fit['seconds_per_token']:.1f} ms a token + {fit['constant']:.1f} s")  # fmt: skip
+              f"{1000 * fit['seconds_per_token']:.1f} ms per token + {fit['constant']:.1f} s")  # fmt: skip
     machine = shared.machine_rates(options)
     options.out.write_text(json.dumps({
         "date": date.today().isoformat(), "command": " ".join(["python", "benchmarks/scaling.py", *sys.argv[1:]]),
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 class Step:
-    """A trainer whose steps can be measured one at a time."""
+    """A trainer whose steps can be measured individually."""
 
     def __init__(self, options, layers: int | None = None):
         from opdcl.config import RecoverConfig
@@ -87,7 +87,7 @@ class Step:
                                        {"general": Teacher(self.backbone, "base")}, args, [])  # fmt: skip
 
     def measure(self, lengths: list[int], steps: int, ahead: int, repeats: int) -> dict:
-        """Sample, grade and differentiate steps, each with completions of these lengths; return the median cost of one."""
+        """Sample, grade and differentiate steps with completions of these lengths; return the median cost of one step."""
         from opdcl.config import RecoverConfig
         from opdcl.distill.schedule import plan_steps
         from opdcl.training import peak_memory, reset_peak_memory
@@ -95,7 +95,7 @@ class Step:
         trainer = self.trainer
         trainer.recover_config = config = RecoverConfig(
             steps=steps, rollouts=len(lengths), sample_ahead=ahead, teacher_first=0, max_new_tokens=max(lengths))  # fmt: skip
-        trainer.prompts["general"] = self.prompts[:1] * len(lengths)  # of one length, so that only completions differ
+        trainer.prompts["general"] = self.prompts[:1] * len(lengths)  # identical prompts, so that only the completions differ
         trainer.steps = plan_steps(config, len(lengths), 0)
         times, found = [], []
         for _ in range(repeats + 1):
@@ -112,7 +112,7 @@ class Step:
 
     @contextlib.contextmanager
     def forced(self, lengths: list[int]) -> Iterator[None]:
-        """Let every step's completions end at these lengths, whether in one go or not."""
+        """Make every step's completions end at these lengths, also when they are sampled in several parts."""
         plain, due = self.trainer.sample, []
 
         def sample(prompts, *others):
@@ -132,7 +132,7 @@ class Step:
 
 
 def linear_fit(rows: list[dict]) -> dict[str, float]:
-    """Return the least-squares line of seconds over completion tokens."""
+    """Fit a least-squares line of seconds over completion tokens."""
     tokens, seconds = [r["tokens"] for r in rows], [r["seconds"] for r in rows]
     slope, constant = statistics.linear_regression(tokens, seconds)
     return {"seconds_per_token": slope, "constant": constant, "r2": statistics.correlation(tokens, seconds) ** 2}
