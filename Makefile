@@ -6,8 +6,8 @@
 #   make install TORCH_ARGS="..."       more options of `pip install` for torch alone, such as those that PyTorch's
 #                                       install page shows for a CPU or another CUDA build
 #
-# torch is installed first; everything else is then resolved for the installed build. To change the build in an existing
-# environment, run make clean, then make install TORCH=...
+# torch is installed first; everything else is then resolved for the installed build. To change the build in
+# an existing environment, run make clean, then make install TORCH=...
 
 PYTHON ?= python3
 VENV := .venv

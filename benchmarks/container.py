@@ -1,11 +1,12 @@
-"""Build the image and use it as its users do: layers and sizes, a small run as two users, the health check, a stop and a resume.
+"""Build the image and use it as users do: sizes, a small run as two users, health check, stop and resume.
 
     python benchmarks/container.py                                      with docker, the image as it is
     python benchmarks/container.py --engine podman --base bookworm      where Ubuntu's image is not available
 
-`--base` creates a stand-in for the Dockerfile's base with debootstrap, as root; everything after FROM is then built unchanged.
-Containers run without a network, which proves that they need none. Takes a quarter of an hour on one core after the build. If
-checks fail, it lists them and exits with code 1. `--served` adds the run of `compose.yaml` against a server that is already running:
+`--base` creates a stand-in for the Dockerfile's base with debootstrap, as root; everything after FROM is then
+built unchanged. Containers run without a network, which proves that they need none. Takes a quarter of an
+hour on one core after the build. If checks fail, it lists them and exits with code 1. `--served` adds the run
+of `compose.yaml` against a server that is already running:
 
     OPDCL_SERVER_KEY=k VLLM_API_KEY=k vllm serve MODEL --served-model-name=teacher --max-model-len=2048
 """
@@ -91,7 +92,7 @@ def main() -> None:
 
 
 def build(engine: Engine, options: argparse.Namespace, folder: Path) -> float:
-    """Build the image; return the seconds it took, which are few if the engine still has the layers cached."""
+    """Build the image; return the seconds it took, which are few if the layers are still cached."""
     base = []
     if options.base:
         stand_in, tree = f"localhost/opdcl-base:{options.base}", folder / "base"
@@ -111,7 +112,7 @@ def build(engine: Engine, options: argparse.Namespace, folder: Path) -> float:
 
 
 def layers(engine: Engine) -> list[dict]:
-    """Return the megabytes that each Dockerfile step added, newest first, without steps that added nothing."""
+    """Return the megabytes that each Dockerfile step added, newest first, without empty steps."""
     lines = engine.ask("history", "--no-trunc", "--format", "{{.Size}}\t{{.CreatedBy}}", IMAGE).splitlines()
     found = []
     for size, step in (line.split("\t", 1) for line in lines):

@@ -1,11 +1,11 @@
-"""Compute the size of the image with torch's CUDA build from the wheels' tables of contents, without downloading the build.
+"""Compute the size of the image with torch's CUDA build from tables of contents, without downloading it.
 
     python3.12 -m pip install --dry-run --ignore-installed --use-feature=fast-deps --report report.json -c constraints.txt torch==2.13.0
     python benchmarks/container_size.py report.json CPU_WHEEL
 
-`container.json`, which `benchmarks/container.py` writes beside this script, has the layers of an image with torch's CPU build;
-CPU_WHEEL is that build's file. The tables of contents of the CUDA build's wheels, and of those beyond the lock, come from the
-registry: some hundred kilobytes each.
+`container.json`, which `benchmarks/container.py` writes beside this script, has the layers of an image with
+torch's CPU build; CPU_WHEEL is that build's file. The tables of contents of the CUDA build's wheels, and of
+those beyond the lock, come from the registry: some hundred kilobytes each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Compare the sampling engines: do they agree under greedy decoding, how fast are they, and do they leave the base unchanged?
+"""Compare the sampling engines: agreement under greedy decoding, speed, and whether the base stays unchanged.
 
-Where two answers differ, both continuations were nearly equally likely: the gap is the difference between the two tokens'
-log-probabilities at the first position where the answers differ, in one plain forward pass.
+Where two answers differ, both continuations were nearly equally likely: the gap is the difference between the
+two tokens' log-probabilities at the first position where the answers differ, in one plain forward pass.
 
     python benchmarks/engines.py --prompts 100             # agreement and speed
     python benchmarks/engines.py --steps 200               # recover for 200 steps with each: base weights, mismatch
@@ -87,7 +87,7 @@ class Silent:
 
 
 def train(engine: str, options: argparse.Namespace) -> dict:
-    """Recover from a random adapter in small steps; return whether base is unchanged, and the share of mismatched tokens."""
+    """Recover from a random adapter in small steps; return whether base is unchanged and the mismatch share."""
     from opdcl.config import ModelConfig, RecoverConfig
     from opdcl.distill.backbone import Backbone
     from opdcl.models import ModelRef
@@ -118,7 +118,7 @@ def train(engine: str, options: argparse.Namespace) -> dict:
 
 @torch.no_grad()
 def gap(model, a, b) -> float:
-    """Return the difference in nats between the log-probabilities of a's and b's tokens where the two first differ."""
+    """Return the gap in nats between the log-probabilities of a's and b's tokens where they first differ."""
     pairs = zip(a.completion_ids, b.completion_ids, strict=False)
     at = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
     if at is None:

@@ -1,10 +1,11 @@
-"""Read what `opdcl export --format gguf` writes with transformers and with llama.cpp, and compare it with the merged model.
+"""Compare a GGUF export, read by transformers and by llama.cpp, with the merged model.
 
     python benchmarks/exported.py RUN --converter llama.cpp/convert_hf_to_gguf.py --llama PYTHON
 
-RUN is a finished run, PYTHON an interpreter with llama-cpp-python. Reports for every number format on how many of 20 prompts
-the greedy text is the same, how much the log-probabilities of the merged model's own answers differ, and, where a text differs,
-how close the merged model's two likeliest tokens were. Takes half an hour on one core.
+RUN is a finished run, PYTHON an interpreter with llama-cpp-python. Reports for every number format on how
+many of 20 prompts the greedy text is the same, how much the log-probabilities of the merged model's own
+answers differ, and, where a text differs, how close the merged model's two likeliest tokens were. Takes half
+an hour on one core.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from opdcl.models import eos_ids, load_base
 from opdcl.provenance import machine, versions
 
 EACH, LONGEST = 10, 64
-# Runs in the environment that has llama.cpp, which need not have torch: tokens in, log-probabilities and greedy answers out.
+# Runs in the environment with llama.cpp, which needs no torch: tokens in, log-probabilities and answers out.
 READER = """
 import json, sys
 import llama_cpp, numpy
@@ -104,7 +105,7 @@ def by_transformers(file: str, prompts: list[list[int]], texts: list[list[int]])
 
 
 def by_llama(python: str, file: str, known: dict, cache: int | None) -> dict:
-    """Return the same from llama.cpp, and how its tokenizer splits the prompts; `cache` is llama.cpp's number for a cache type."""
+    """Return the same from llama.cpp, and its tokenization; `cache` is llama.cpp's number for a cache type."""
     asked = {"model": file, "cache": cache, "longest": LONGEST, **{name: known[name] for name in ("prompts", "texts", "ends", "rendered")}}
     done = subprocess.run([python, "-c", READER], input=json.dumps(asked), capture_output=True, text=True, check=True)
     return json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Measure the table of docs/performance.md on a CUDA device: model shapes by batch size, completions of up to 512 tokens.
+"""Measure the table of docs/performance.md on a CUDA device: shapes by batch size, up to 512 new tokens.
 
     python benchmarks/gpu.py                                   # SmolLM2-135M and Qwen3's shapes 0.6B, 1.7B and 8B
     python benchmarks/gpu.py --shapes qwen3-1.7b --batches 64  # one cell

@@ -1,4 +1,4 @@
-"""Measure what two long prompts among 46 short ones cost in sampling: batches split by length against one padded batch.
+"""Sample two long prompts among 46 short ones: batches split by length against one padded batch.
 
     python benchmarks/long_prompts.py         # the embedded model; a minute on two cores
 """

@@ -2,9 +2,10 @@
 
     python benchmarks/processes.py [FOLDER]
 
-The job is a short fine-tune of the embedded model, a recovery and an evaluation of both. Prints and stores, for each arm
-against one process, the relative differences in loss and gradient norm at each step, the first step with completions of another
-length, the number of questions answered differently, and the peak memory of process 0.
+The job is a short fine-tune of the embedded model, a recovery and an evaluation of both. Prints and stores,
+for each arm against one process, the relative differences in loss and gradient norm at each step, the first
+step with completions of another length, the number of questions answered differently, and the peak memory of
+process 0.
 """
 
 from __future__ import annotations

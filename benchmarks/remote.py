@@ -1,11 +1,12 @@
-"""Compare a teacher on a real vLLM server with the same local teacher: speed, the result of a recovery, and an outage.
+"""Compare a teacher on a vLLM server with the same local teacher: speed, a recovery's result, an outage.
 
     python benchmarks/remote.py ADAPTER --serve "vllm serve MODEL --dtype float32 --host 127.0.0.1 --port 8123 --served-model-name base"
 
-ADAPTER is a tuned adapter from a fine-tune on the handbook; MODEL is its base, as a folder that `vllm` can read. The command is
-started, killed with SIGKILL in the middle of a recovery, and started again. Both recoveries use the sampled token's advantage
-and the same seed and prompts. They are compared by their full-vocabulary KL to base, computed locally, on answers that base wrote
-to held-out prompts. Takes an hour on two cores; `--steps` and `--prompts` shorten it.
+ADAPTER is a tuned adapter from a fine-tune on the handbook; MODEL is its base, as a folder that `vllm` can
+read. The command is started, killed with SIGKILL in the middle of a recovery, and started again. Both
+recoveries use the sampled token's advantage and the same seed and prompts. They are compared by their
+full-vocabulary KL to base, computed locally, on answers that base wrote to held-out prompts. Takes an hour on
+two cores; `--steps` and `--prompts` shorten it.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def throughput(backbone: Backbone, url: str, rollouts: list[Rollout], in_flight:
 
 
 def agreement(backbone: Backbone, url: str, rollouts: list[Rollout]) -> float:
-    """Return the largest difference, in nats, between the server's and the local model's log-probability of a token."""
+    """Return the largest gap in nats between the server's and the local model's token log-probabilities."""
     server = Server(ServerSection(url=url), backbone.causal_lm.config.vocab_size)
     try:
         theirs = torch.cat([server.ask(r.prompt_ids, r.completion_ids).result().logprob_N for r in rollouts])

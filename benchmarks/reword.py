@@ -3,11 +3,12 @@
     python benchmarks/reword.py rows.jsonl prompts.jsonl out/
     opdcl run out/workflow.yaml -o out/runs
 
-Writes out/validation.jsonl, out/test.jsonl, out/trained.jsonl with the test's questions in their trained wording, and a
-workflow that measures recovery and its baselines over three seeds. About a third of the people are for choosing settings, the
-rest for the result. The model learns all of them, because nobody can guess a stranger's address; the split separates the
-questions used to choose settings from those used to judge them. Questions are reworded by rule: synonyms for what they ask
-about, and another form of asking. A question in which no rule finds a synonym is left out.
+Writes out/validation.jsonl, out/test.jsonl, out/trained.jsonl with the test's questions in their trained
+wording, and a workflow that measures recovery and its baselines over three seeds. About a third of the people
+are for choosing settings, the rest for the result. The model learns all of them, because nobody can guess a
+stranger's address; the split separates the questions used to choose settings from those used to judge them.
+Questions are reworded by rule: synonyms for what they ask about, and another form of asking. A question in
+which no rule finds a synonym is left out.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def main() -> None:
 
 
 def people(rows: list[dict]) -> list[str]:
-    """Return the person that each row is about: a person's rows are consecutive, and most contain the full name."""
+    """Return each row's person: a person's rows are consecutive, and most contain the full name."""
     named = [[re.sub(r"['\u2019]s?$", "", n) for n in NAME.findall(row["question"] + " " + row["answer"])] for row in rows]
     counts = Counter(name for names in named for name in names)
     found: list[str] = []

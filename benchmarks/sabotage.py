@@ -1,8 +1,9 @@
-"""Sabotage a recovery of the embedded model in five ways, and check that it halts with the reason before it does harm.
+"""Sabotage a recovery of the embedded model in five ways; check that it halts before it does harm.
 
     python benchmarks/sabotage.py runs/quickstart/stages/01-finetune/adapter     # half an hour on one core
 
-Harm is measured as the held-out KL, general and domain together, of the adapter that is left, compared with tuned's own.
+Harm is measured as the held-out KL, general and domain together, of the adapter that is left, compared with
+tuned's own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Measure how time and memory of a recovery step grow with batch, length and depth, and what one straggler costs.
+"""Measure how a recovery step's time and memory grow with batch, length and depth; the cost of a straggler.
 
-Lengths are forced: the sampler's uniform numbers are chosen so that every completion ends at the intended length.
+Lengths are forced: the sampler's uniform numbers are chosen so that every completion ends at the intended
+length.
 
     python benchmarks/scaling.py              # the embedded model; some minutes on two cores
 """
@@ -87,7 +88,7 @@ class Step:
                                        {"general": Teacher(self.backbone, "base")}, args, [])  # fmt: skip
 
     def measure(self, lengths: list[int], steps: int, ahead: int, repeats: int) -> dict:
-        """Sample, grade and differentiate steps with completions of these lengths; return the median cost of one step."""
+        """Sample, grade and differentiate steps with completions of these lengths; return a step's median cost."""
         from opdcl.config import RecoverConfig
         from opdcl.distill.schedule import plan_steps
         from opdcl.training import peak_memory, reset_peak_memory

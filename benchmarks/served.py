@@ -1,10 +1,11 @@
-"""Compare sampling and evaluation on a real vLLM server, with adapters loaded at run time, with local results.
+"""Compare sampling and evaluation on a vLLM server that loads adapters at run time with local results.
 
     python benchmarks/served.py RUN --serve "vllm serve MODEL --dtype float32 --port 8123 --served-model-name base --enable-lora --max-lora-rank 32"
 
 RUN is a finished run whose stored answers were decoded greedily on this machine; they are the local results.
-VLLM_ALLOW_RUNTIME_LORA_UPDATING=True must be in the environment. Reports how many answers differ, how that affects the scores,
-and how often trainer and server disagree about a sampled token by more than a factor of two. Takes half an hour on two cores.
+VLLM_ALLOW_RUNTIME_LORA_UPDATING=True must be in the environment. Reports how many answers differ, how that
+affects the scores, and how often trainer and server disagree about a sampled token by more than a factor of
+two. Takes half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def main() -> None:
 
 def compare(run: RunDir, workflow: Workflow, backbone: Backbone, place: ServerSection, suite: str, state: str, options: argparse.Namespace,
             folder: Path) -> dict:  # fmt: skip
-    """Measure a state on a suite through the server, and compare each answer with the one stored in the run."""
+    """Measure a state on a suite through the server; compare each answer with the one stored in the run."""
     adapter = run.adapters().get(state)
     config = workflow.eval.model_copy(update={"server": place, "limit": options.limit})
     began = time.monotonic()

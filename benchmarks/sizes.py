@@ -1,13 +1,14 @@
-"""Estimate what a recovery needs for students from 1.7B to 70B: memory on each GPU and time per step. Nothing is measured.
+"""Estimate memory per GPU and time per step of a recovery for students from 1.7B to 70B; nothing is measured.
 
     python benchmarks/sizes.py
 
-The model: P parameters in bf16; a rank-32 adapter on all linear layers in fp32 with its gradient and two Adam moments; a step of
-64 rollouts of 128 prompt and 512 new tokens; micro-batches of 8192 tokens, or fewer if an 80 GB card requires it. Activations:
-17 values per token, layer and hidden unit (arXiv 2205.05198). Grading and learning: 2P operations per token for the teacher, 2P
-forward and 2P backward for the student, whose base is frozen. Sampling: every decoded token of a batch reads the weights once.
-`model.shard`: each micro-batch fetches the layers held by other GPUs three times (teacher, student, backward). `GPU` describes
-the machine, with the share of its peak that well-tuned code reaches.
+The model: P parameters in bf16; a rank-32 adapter on all linear layers in fp32 with its gradient and two Adam
+moments; a step of 64 rollouts of 128 prompt and 512 new tokens; micro-batches of 8192 tokens, or fewer if an
+80 GB card requires it. Activations: 17 values per token, layer and hidden unit (arXiv 2205.05198). Grading
+and learning: 2P operations per token for the teacher, 2P forward and 2P backward for the student, whose base
+is frozen. Sampling: every decoded token of a batch reads the weights once. `model.shard`: each micro-batch
+fetches the layers held by other GPUs three times (teacher, student, backward). `GPU` describes the machine,
+with the share of its peak that well-tuned code reaches.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ MODELS = {
     "Qwen3-32B": {"layers": 64, "hidden": 5120, "inner": 25600, "vocabulary": 151936, "kv": 1024, "heads": 8192, "tied": False},
     "Llama-3.3-70B": {"layers": 80, "hidden": 8192, "inner": 28672, "vocabulary": 128256, "kv": 1024, "heads": 8192, "tied": False},
 }
-# One H100 SXM: bf16 operations per second, bytes per second of memory and of NVLink, each times the share that is reached.
+# One H100 SXM: bf16 operations per second, bytes per second of memory and of NVLink, each times the share
+# that is reached.
 GPU = {"rate": 989e12 * 0.4, "memory": 3.35e12 * 0.6, "link": 450e9 * 0.7}
 ROLLOUTS, PROMPT, NEW, ROOM = 64, 128, 512, 76
 GIB = 2**30

@@ -2,8 +2,8 @@
 
     python benchmarks/teachers.py ADAPTER        # a tuned adapter from a fine-tune on the handbook; minutes
 
-Losses and KL are in nats per token, over completions to handbook questions, sampled by a student that has moved away from
-tuned.
+Losses and KL are in nats per token, over completions to handbook questions, sampled by a student that has
+moved away from tuned.
 """
 
 from __future__ import annotations

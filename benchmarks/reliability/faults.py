@@ -28,7 +28,7 @@ def faults(place: Path, options) -> list[dict]:
     rows = []
 
     def survived(fault: str, how: str, broken: tuple[int, str], wanted: str, again: list[str], folder: Path) -> None:
-        """Record a fault that must end with a clear error, and whether repeating the command then gives the undisturbed result."""
+        """Record a fault that must end with an error, and whether the same command then reaches `expected`."""
         code, said = broken
         error = next((line for line in said.splitlines() if line.startswith("error:")), "no error line")
         ok = code in (1, 2, 4, 130) and wanted in said and "Traceback" not in said
@@ -91,7 +91,7 @@ def faults(place: Path, options) -> list[dict]:
 
 
 def escape(place: Path) -> dict:
-    """Put a link that leads out of a run inside it, and such names into workflows; nothing may be written outside."""
+    """Put links and names that lead outside into runs and workflows; nothing may be written there."""
     (place / "outside").mkdir()
     shutil.copytree(place / "good", place / "linked")
     shutil.rmtree(place / "linked" / "evals")
@@ -215,7 +215,7 @@ def worker(place: Path, expected: dict[str, bytes]) -> dict:
     pid = attempt(place, *command("worker", settings))
     children = Path(f"/proc/{pid}/task/{pid}/children")
     ended = None
-    # A checkpoint shows that training runs, so the child is the data loader and not something from the start-up.
+    # A checkpoint shows that training runs, so the child is the data loader, not a start-up process.
     while ended is None and not (list((place / "worker").glob("stages/*/trainer/checkpoint-*/seal.json")) and children.read_text().split()):
         ended = wait_until(pid, time.monotonic() + 0.002)
     if ended is None:
@@ -233,7 +233,7 @@ def worker(place: Path, expected: dict[str, bytes]) -> dict:
 
 
 def memory(place: Path) -> dict:
-    """Limit the address space to between what small micro-batches need and what one large micro-batch needs."""
+    """Limit the address space to between what small micro-batches and one large one need."""
     (place / "wide-model").mkdir()
     make_model(place / "wide-model", intermediate_size=8192)  # so that activations take most of the memory
     settings = [f"model.id={place}/wide-model", "finetune.epochs=1", "recover.steps=2", "recover.rollouts=48", "recover.sample_ahead=1",
@@ -273,7 +273,7 @@ def refused(fault: str, how: str, broken: tuple[int, str], wanted: str) -> dict:
 
 
 def truncations(place: Path, expected: dict[str, bytes]) -> list[dict]:
-    """Truncate safetensors at every tenth of their size: a finished adapter, the newest checkpoint, the base model."""
+    """Truncate safetensors at every tenth of their size: finished adapter, newest checkpoint, base model."""
     results: Counter[str] = Counter()
     # A run killed in the middle of its recovery, with two checkpoints.
     pid = attempt(place, *command("half"))
@@ -317,7 +317,7 @@ def cut(file: Path, tenth: int) -> None:
 
 
 def wrong_weights(place: Path) -> list[dict]:
-    """Put a NaN into the base model, so that every loss is NaN; this must neither train nor look like a result."""
+    """Put a NaN into the base model: every loss is NaN, which must neither train nor look like a result."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(place / "model", place / "nan-model")

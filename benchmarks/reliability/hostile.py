@@ -1,4 +1,4 @@
-"""Content that tries to run scripts, send requests or control the terminal, opened in a real browser and terminal."""
+"""Content that tries to run scripts, send requests or control the terminal, shown in a real browser."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAYLOADS = [
 
 
 def hostile(place: Path, options) -> list[dict]:
-    """Put payloads into prompts, answers and descriptions, and open every report in a real browser and on a terminal."""
+    """Put payloads into prompts, answers and descriptions; open each report in a browser and on a terminal."""
     if not options.browser:
         return [row("hostile content", "needs --browser COMMAND (a Chromium)", "not measured here", "-")]
     from opdcl.reports import write
@@ -70,7 +70,7 @@ EFFECT = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\].*?(?:\x07|\x1b\\)|.)|[\x00-\
 
 
 def effects(place: Path, words: str) -> set[str]:
-    """Show the report and a chat with these words on a terminal; return everything it received besides letters and line ends."""
+    """Show the report and a chat with these words on a terminal; return the control sequences it received."""
     return {e for command in (["report", "hosted"], ["chat", "hosted", words]) for e in EFFECT.findall(on_terminal(place, *command))}
 
 
@@ -139,7 +139,7 @@ class Browser:
             self.events.append(found)
 
     def visit(self, page: Path) -> tuple[bool, int]:
-        """Open a page, unfold and click everything; return whether a payload ran, and how many requests were sent."""
+        """Open a page and click everything; return whether a payload ran, and how many requests were sent."""
         self.events.clear()
         self.send("Page.navigate", url=page.as_uri())
         time.sleep(0.5)
