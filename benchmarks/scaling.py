@@ -44,7 +44,8 @@ def main() -> None:
     for length in (32, 64, 128, 256):
         run("length", step, [length] * 8, length=length)
     even, straggler = [64] * 32, [58] * 31 + [64 * 32 - 58 * 31]
-    for ahead in (1, 3):  # with 3, long completions continue beside the next ones; six steps, until the last has been learned from
+    # With 3, long completions continue alongside the next ones; six steps, until the last has been learned from.
+    for ahead in (1, 3):
         run("straggler", step, even, 6, ahead, spread="even", longest=max(even), sample_ahead=ahead)
         run("straggler", step, straggler, 6, ahead, spread="one straggler per step", longest=max(straggler), sample_ahead=ahead)
     for layers in (8, 15, 30):
@@ -96,7 +97,8 @@ class Step:
         trainer = self.trainer
         trainer.recover_config = config = RecoverConfig(
             steps=steps, rollouts=len(lengths), sample_ahead=ahead, teacher_first=0, max_new_tokens=max(lengths))  # fmt: skip
-        trainer.prompts["general"] = self.prompts[:1] * len(lengths)  # identical prompts, so that only the completions differ
+        # Identical prompts, so that only the completions differ.
+        trainer.prompts["general"] = self.prompts[:1] * len(lengths)
         trainer.steps = plan_steps(config, len(lengths), 0)
         times, found = [], []
         for _ in range(repeats + 1):
