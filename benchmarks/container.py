@@ -1,11 +1,12 @@
-"""Build the image and use it as its users do: layers and sizes, a small run as two users, the health check, a stop and going on.
+"""Build the image and use it as users do: sizes, a small run as two users, health check, stop and resume.
 
     python benchmarks/container.py                                      with docker, the image as it is
-    python benchmarks/container.py --engine podman --base bookworm      where Ubuntu's image cannot be had
+    python benchmarks/container.py --engine podman --base bookworm      where Ubuntu's image is not available
 
-`--base` makes a stand-in for the Dockerfile's base with debootstrap, as root; everything after FROM is then built as it stands
-there. Containers get no network, so whatever they do needs none. A quarter of an hour on one core after the build; what does
-not hold ends it with a list and code 1. `--served` adds the run of `compose.yaml` against a server that is there already:
+`--base` creates a stand-in for the Dockerfile's base with debootstrap, as root; everything after FROM is then
+built unchanged. Containers run without a network, which proves that they need none. Takes a quarter of an
+hour on one core after the build. If checks fail, it lists them and exits with code 1. `--served` adds the run
+of `compose.yaml` against a server that is already running:
 
     OPDCL_SERVER_KEY=k VLLM_API_KEY=k vllm serve MODEL --served-model-name=teacher --max-model-len=2048
 """
@@ -29,7 +30,7 @@ from opdcl.rundir.environment import machine
 
 ROOT = Path(__file__).parents[1]
 IMAGE = "opdcl"
-# The quickstart, cut down to a few steps and answers of each kind.
+# The quickstart, shortened to a few steps and answers of each kind.
 SMALL = [
     "run",
     "quickstart",
@@ -49,7 +50,7 @@ OTHER_USER = 12345
 
 
 class Engine:
-    """An engine's command line, and what was found by it."""
+    """A container engine's command line, and the results of the checks."""
 
     def __init__(self, program: str, run_with: list[str]):
         self.program, self.run_with = program, run_with
@@ -67,7 +68,7 @@ class Engine:
     def container(
         self, what: str, options: list[str], words: list[str], fails: bool = False, says: str = ""
     ) -> str:
-        """Run a command in a new container; note whether it ended and spoke as it should."""
+        """Run a command in a new container; record whether its exit code and output are as expected."""
         began = time.monotonic()
         done = self.do(
             "run",
@@ -97,20 +98,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", default="docker", help="docker, or podman")
     parser.add_argument("--base", help="Debian release to stand in for the Dockerfile's base; podman only")
-    parser.add_argument(
-        "--build", default="", help="further options of `build`, such as --build-arg TORCH=..."
-    )
-    parser.add_argument("--run", default="", help="further options of `run`")
+    parser.add_argument("--build", default="", help="more options for `build`, such as --build-arg TORCH=...")
+    parser.add_argument("--run", default="", help="more options for `run`")
     parser.add_argument(
         "--served",
         action="store_true",
-        help="a vLLM server stands at 127.0.0.1:8000, and its key in OPDCL_SERVER_KEY",
+        help="a vLLM server runs on 127.0.0.1:8000; its key is in OPDCL_SERVER_KEY",
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("container.json"))
     options = parser.parse_args()
     engine = Engine(options.engine, shlex.split(options.run))
     with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)  # a folder that is mounted must be open to the other user on its whole way
+        os.chmod(folder, 0o755)  # the other user must be able to enter every parent of a mounted folder
         seconds = build(engine, options, Path(folder))
         record = {
             "date": date.today().isoformat(),
@@ -126,11 +125,11 @@ def main() -> None:
     record["checks"] = engine.found
     options.out.write_text(json.dumps(record, indent=2) + "\n")
     if bad := [one["what"] for one in engine.found if not one["ok"]]:
-        sys.exit("does not hold: " + "; ".join(bad))
+        sys.exit("failed checks: " + "; ".join(bad))
 
 
 def build(engine: Engine, options: argparse.Namespace, folder: Path) -> float:
-    """Build the image; return the seconds that took, which are few where the engine has its layers still."""
+    """Build the image; return the seconds it took, which are few if the layers are still cached."""
     base = []
     if options.base:
         stand_in, tree = f"localhost/opdcl-base:{options.base}", folder / "base"
@@ -138,7 +137,7 @@ def build(engine: Engine, options: argparse.Namespace, folder: Path) -> float:
             subprocess.run(
                 ["debootstrap", "--variant=minbase", options.base, str(tree)], check=True, stdout=sys.stderr
             )
-            # Downloaded packages are not kept in Ubuntu's image either, so that layers weigh what they would there.
+            # Ubuntu's image does not keep downloaded packages either, so layers have the same size as there.
             (tree / "etc/apt/apt.conf.d/clean").write_text(
                 'DPkg::Post-Invoke { "rm -f /var/cache/apt/archives/*.deb /var/cache/apt/*.bin || true"; };\n'
             )
@@ -146,10 +145,7 @@ def build(engine: Engine, options: argparse.Namespace, folder: Path) -> float:
                 archive.unlink()
             subprocess.run(["tar", "-C", str(tree), "-cf", str(folder / "base.tar"), "."], check=True)
             engine.ask("import", str(folder / "base.tar"), stand_in)
-        base = [
-            f"--from={stand_in}",
-            "--format=docker",
-        ]  # of the two formats, docker's alone keeps SHELL and HEALTHCHECK
+        base = [f"--from={stand_in}", "--format=docker"]  # only docker's format keeps SHELL and HEALTHCHECK
     began = time.monotonic()
     if engine.do(
         "build", *base, *shlex.split(options.build), "--tag", IMAGE, str(ROOT), quiet=False
@@ -159,7 +155,7 @@ def build(engine: Engine, options: argparse.Namespace, folder: Path) -> float:
 
 
 def layers(engine: Engine) -> list[dict]:
-    """Return what each step of the Dockerfile added, in megabytes, newest first; steps that added none are left out."""
+    """Return the megabytes that each Dockerfile step added, newest first, without empty steps."""
     lines = engine.ask("history", "--no-trunc", "--format", "{{.Size}}\t{{.CreatedBy}}", IMAGE).splitlines()
     found = []
     for size, step in (line.split("\t", 1) for line in lines):
@@ -171,7 +167,7 @@ def layers(engine: Engine) -> list[dict]:
 
 
 def use(engine: Engine, folder: Path) -> None:
-    """Do what users do, as the image's own user and as another who owns a folder on the host."""
+    """Do what users do, as the image's own user and as another user who owns a folder on the host."""
     config = json.loads(engine.ask("image", "inspect", IMAGE))[0]
     health = next(
         dict(part)["Test"]
@@ -179,11 +175,11 @@ def use(engine: Engine, folder: Path) -> None:
         if part
     )[1:]
     engine.note(
-        "its user is not root, by number",
+        "its user is numeric and not root",
         config["Config"]["User"].isdigit() and config["Config"]["User"] != "0",
         user=config["Config"]["User"],
     )
-    engine.container("names its version", [], ["--version"], says=__version__)
+    engine.container("prints its version", [], ["--version"], says=__version__)
     engine.container("doctor finds nothing missing", [], ["doctor"], says="embedded model")
     engine.container(
         "plans the quickstart", [], ["run", "quickstart", "--dry-run", "--out=/runs/q"], says="not started"
@@ -196,12 +192,12 @@ def use(engine: Engine, folder: Path) -> None:
         says="ermission denied",
     )
     check = [f"--entrypoint={health[0]}"]
-    engine.container("health check: well", check, health[1:])
+    engine.container("health check: healthy", check, health[1:])
     engine.container(
         "health check: a full disk", [*check, "--tmpfs=/runs:size=1m"], health[1:], fails=True, says="GiB"
     )
     engine.container(
-        "health check: a cache that cannot be written",
+        "health check: a cache that is not writable",
         [*check, "--tmpfs=/cache/opdcl:mode=0555"],
         health[1:],
         fails=True,
@@ -212,7 +208,7 @@ def use(engine: Engine, folder: Path) -> None:
     engine.do("volume", "rm", "opdcl-check-cache", "opdcl-check-runs")
     engine.container("a small run as the image's user, without -o", volumes, SMALL, says="quickstart")
     engine.container(
-        "its files are its user's",
+        "its files belong to its user",
         [*volumes, "--entrypoint=stat"],
         ["--format=owner:%u", "/runs/quickstart/report.html"],
         says="owner:10001",
@@ -228,14 +224,14 @@ def use(engine: Engine, folder: Path) -> None:
     stopped = stop(engine, other, runs / "quickstart")
     engine.note("a stop during the fine-tune saves and ends with 130", stopped == 130, exit_code=stopped)
     engine.container(
-        "the same command goes on, as another user with a folder of the host",
+        "the same command resumes, as another user with a host folder",
         other,
         SMALL,
         says="resuming from step",
     )
     strangers = [str(path) for path in runs.rglob("*") if path.lstat().st_uid != user]
     engine.note(
-        "its files are that user's",
+        "its files belong to that user",
         (runs / "quickstart" / "report.html").exists() and not strangers,
         strangers=strangers[:3],
     )
@@ -244,12 +240,12 @@ def use(engine: Engine, folder: Path) -> None:
 
 
 def ask_a_teacher(engine: Engine) -> None:
-    """Do what `compose.yaml` does, cut down to a few steps, with the server outside of a container."""
+    """Do what `compose.yaml` does, shortened to a few steps, with the server outside a container."""
     from ruamel.yaml import YAML
 
     services = YAML(typ="safe").load(ROOT / "compose.yaml")["services"]
     healthy = subprocess.run(services["teacher"]["healthcheck"]["test"][1:], capture_output=True)
-    engine.note("the teacher's health check: well", healthy.returncode == 0)
+    engine.note("the teacher's health check: healthy", healthy.returncode == 0)
     words = [*services["opdcl"]["command"], *SMALL[2:]]
     beside = ["--network=host", "--add-host=teacher:127.0.0.1"]
     engine.container(

@@ -1,10 +1,11 @@
-"""How large the image gets with torch's CUDA build, without downloading that: from the wheels' tables of contents.
+"""Compute the size of the image with torch's CUDA build from tables of contents, without downloading it.
 
     python3.12 -m pip install --dry-run --ignore-installed --use-feature=fast-deps --report report.json -c constraints.txt torch==2.13.0
     python benchmarks/container_size.py report.json CPU_WHEEL
 
-`container.json`, which `benchmarks/container.py` leaves beside this, has the layers of an image with torch's CPU build; CPU_WHEEL
-is that build's file. What the CUDA build has instead, and beyond the lock, is asked of the registry: some hundred kilobytes each.
+`container.json`, which `benchmarks/container.py` writes beside this script, has the layers of an image with
+torch's CPU build; CPU_WHEEL is that build's file. The tables of contents of the CUDA build's wheels, and of
+those beyond the lock, come from the registry: some hundred kilobytes each.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 class Remote(io.RawIOBase):
-    """A file on a server, of which only what is read is fetched."""
+    """A file on a server that fetches only the parts that are read."""
 
     def __init__(self, client: httpx2.Client, url: str):
         self.client, self.url, self.place = client, url, 0
@@ -43,7 +44,7 @@ class Remote(io.RawIOBase):
             return b""
         answer = self.client.get(self.url, headers={"Range": f"bytes={self.place}-{end - 1}"})
         if answer.status_code != 206:
-            raise OSError(f"{self.url} is not sent in parts")
+            raise OSError(f"{self.url} does not support range requests")
         self.place = end
         return answer.content
 
@@ -51,7 +52,7 @@ class Remote(io.RawIOBase):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("report", type=Path, help="pip's report of what it would install")
-    parser.add_argument("cpu_wheel", type=Path, help="the CPU build that the measured image holds")
+    parser.add_argument("cpu_wheel", type=Path, help="wheel of the CPU build in the measured image")
     parser.add_argument("--measured", type=Path, default=HERE / "container.json")
     parser.add_argument("--out", type=Path, default=HERE / "container_size.json")
     options = parser.parse_args()
@@ -92,7 +93,7 @@ def megabytes(count: int) -> int:
 
 
 def unpacked(file) -> int:
-    """Return the megabytes that a wheel's files take."""
+    """Return the unpacked size of a wheel's files in megabytes."""
     with zipfile.ZipFile(file) as wheel:
         return megabytes(sum(entry.file_size for entry in wheel.infolist()))
 

@@ -1,10 +1,10 @@
-"""Do the sampling engines say the same under greedy decoding, how fast is each, and does each leave the base alone?
+"""Compare the sampling engines: agreement under greedy decoding, speed, and whether the base stays unchanged.
 
-Where two answers differ, both continuations were nearly equally likely: the gap is the difference of the two tokens'
-log-probabilities at the first place where they part, under one plain forward pass.
+Where two answers differ, both continuations were nearly equally likely: the gap is the difference between the
+two tokens' log-probabilities at the first position where the answers differ, in one plain forward pass.
 
     python benchmarks/engines.py --prompts 100             # agreement and speed
-    python benchmarks/engines.py --steps 200               # so many steps of recovery with each: base weights, mismatch
+    python benchmarks/engines.py --steps 200               # recover for 200 steps with each: base weights, mismatch
     python benchmarks/engines.py --steps 10 --dtype bfloat16 --out bf16.json
 """
 
@@ -28,14 +28,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--steps", type=int, help="train this many small steps with each engine instead")
+    parser.add_argument("--steps", type=int, help="train for this many small steps with each engine instead")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("engines.json"))
     options = parser.parse_args()
     options.shape = None
     rows = {e: train(e, options) for e in options.engines} if options.steps else agree(options)
-    # What was measured by another call stays: the file holds one section per question.
+    # Keep what another call measured: the file has one section per kind of measurement.
     kind = f"after {options.steps} steps, {options.dtype}" if options.steps else "greedy"
     record = json.loads(options.out.read_text()) if options.out.exists() else {}
     record[kind] = {
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def agree(options: argparse.Namespace) -> dict[str, dict]:
-    """Let every engine answer the same prompts greedily, and compare with the first one."""
+    """Let every engine answer the same prompts greedily and compare the answers with the first engine's."""
     from opdcl.config.evaluate import EvalConfig
     from opdcl.config.model import ModelConfig
     from opdcl.data.chat import render
@@ -93,7 +93,7 @@ def agree(options: argparse.Namespace) -> dict[str, dict]:
 
 
 class Silent:
-    """A stage's report that nobody reads."""
+    """A stage's reporter that discards everything."""
 
     def progress(self, done, total, **values):
         pass
@@ -103,7 +103,7 @@ class Silent:
 
 
 def train(engine: str, options: argparse.Namespace) -> dict:
-    """Recover from a random adapter in small steps; return whether base is unchanged, and the mismatch share."""
+    """Recover from a random adapter in small steps; return whether base is unchanged and the mismatch share."""
     from opdcl.config.model import ModelConfig
     from opdcl.config.recover import RecoverConfig
     from opdcl.model.adapters import ModelRef
@@ -148,11 +148,11 @@ def train(engine: str, options: argparse.Namespace) -> dict:
 
 @torch.no_grad()
 def gap(model, a, b) -> float:
-    """Return how much likelier a's token is than b's where the two part, in nats."""
+    """Return the gap in nats between the log-probabilities of a's and b's tokens where they first differ."""
     pairs = zip(a.completion_ids, b.completion_ids, strict=False)
     at = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
     if at is None:
-        return float("inf")  # one answer is the beginning of the other
+        return float("inf")  # one answer is a prefix of the other
     ids = torch.tensor([a.prompt_ids + a.completion_ids[:at]], device=model.device)
     logprobs = model(ids).logits[0, -1].log_softmax(-1)
     return abs(float(logprobs[a.completion_ids[at]] - logprobs[b.completion_ids[at]]))

@@ -1,10 +1,11 @@
-"""What `opdcl export --format gguf` writes, read back by transformers and by llama.cpp itself, beside the merged model.
+"""Compare a GGUF export, read by transformers and by llama.cpp, with the merged model.
 
     python benchmarks/exported.py RUN --converter llama.cpp/convert_hf_to_gguf.py --llama PYTHON
 
-RUN is a finished run; PYTHON an interpreter that has llama-cpp-python. For every number format: on how many of 20 prompts the
-greedy text is the same, how far the log-probabilities of the merged model's own answers are apart, and where a text differs,
-how close the two likeliest tokens were for the merged model. Half an hour on one core.
+RUN is a finished run, PYTHON an interpreter with llama-cpp-python. Reports for every number format on how
+many of 20 prompts the greedy text is the same, how much the log-probabilities of the merged model's own
+answers differ, and, where a text differs, how close the merged model's two likeliest tokens were. Takes half
+an hour on one core.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from opdcl.model.load import eos_ids, load_base
 from opdcl.rundir.environment import machine, versions
 
 EACH, LONGEST = 10, 64
-# Runs where llama.cpp is, which need not be where torch is: tokens in, log-probabilities and greedy answers out.
+# Runs in the environment with llama.cpp, which needs no torch: tokens in, log-probabilities and answers out.
 READER = """
 import json, sys
 import llama_cpp, numpy
@@ -58,7 +59,7 @@ json.dump({"told": told, "answers": answers, "cut": cut, "version": llama_cpp.__
 
 
 class Quiet:
-    """Says nothing."""
+    """A reporter that discards everything."""
 
     def note(self, text: str) -> None: ...
 
@@ -69,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run")
     parser.add_argument("--converter", required=True)
-    parser.add_argument("--llama", required=True, help="a Python that has llama-cpp-python")
+    parser.add_argument("--llama", required=True, help="a Python interpreter with llama-cpp-python")
     parser.add_argument("--outtypes", nargs="+", default=list(LARGEST_GAP))
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("exported.json"))
     options = parser.parse_args()
@@ -123,13 +124,13 @@ def main() -> None:
 def by_transformers(
     file: str, prompts: list[list[int]], texts: list[list[int]]
 ) -> tuple[list, list[list[int]]]:
-    """Return log-probabilities and greedy answers of a GGUF file that transformers reads."""
+    """Return log-probabilities and greedy answers of a GGUF file as read by transformers."""
     model, _ = load_base(ModelConfig(id=file, dtype="float32"))
     return [log_probabilities(model, ids) for ids in texts], [answer(model, ids, LONGEST) for ids in prompts]
 
 
 def by_llama(python: str, file: str, known: dict, cache: int | None) -> dict:
-    """Return the same of llama.cpp, and how its own tokenizer cuts the prompts; `cache` is its number for a format."""
+    """Return the same from llama.cpp, and its tokenization; `cache` is llama.cpp's number for a cache type."""
     asked = {
         "model": file,
         "cache": cache,
@@ -143,7 +144,7 @@ def by_llama(python: str, file: str, known: dict, cache: int | None) -> dict:
 
 
 def compare(known: dict, told: list, answers: list[list[int]]) -> dict:
-    """Return how a reader's log-probabilities and greedy answers differ from the merged model's."""
+    """Compare a reader's log-probabilities and greedy answers with the merged model's."""
     gaps = torch.cat(
         [
             (torch.as_tensor(a, dtype=torch.float64) - b).abs()
@@ -165,7 +166,7 @@ def compare(known: dict, told: list, answers: list[list[int]]) -> dict:
 
 
 def margins(model: torch.nn.Module, ids: list[int]) -> list[float]:
-    """Return by how many nats the likeliest next token is ahead of the second, after each token."""
+    """Return, after each token, by how many nats the likeliest next token leads the second likeliest."""
     with torch.no_grad():
         top_T2 = model(torch.tensor([ids])).logits[0].float().topk(2).values
     return (top_T2[:, 0] - top_T2[:, 1]).tolist()

@@ -1,4 +1,4 @@
-"""The table of docs/performance.md on a CUDA device: model shapes by batch, completions of up to 512 tokens.
+"""Measure the table of docs/performance.md on a CUDA device: shapes by batch size, up to 512 new tokens.
 
 python benchmarks/gpu.py                                   # SmolLM2-135M and Qwen3's shapes 0.6B, 1.7B and 8B
 python benchmarks/gpu.py --shapes qwen3-1.7b --batches 64  # one cell
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("gpu.json"))
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device here; benchmarks/throughput.py measures on the processor")
+        raise SystemExit("no CUDA device here; benchmarks/throughput.py measures on the CPU")
     cells = []
     for shape in options.shapes:
         for batch in options.batches:
@@ -55,7 +55,7 @@ def main() -> None:
                 print(f"== {shape}, {batch} prompts", flush=True)
                 subprocess.run(command + (["--shape", shape] if shape != EMBEDDED else []), check=True)
                 cells.append(json.loads(out.read_text()))
-            # After every cell, so that an interrupt keeps what was measured.
+            # Written after every cell, so that an interrupt loses nothing measured.
             options.out.write_text(json.dumps(cells, indent=2) + "\n")
     print(table(cells))
 
@@ -63,7 +63,7 @@ def main() -> None:
 def table(cells: list[dict]) -> str:
     """Return a Markdown table, one row per cell and arm."""
     lines = [
-        "| model | prompts | arm | s/step | sampled tokens/s | peak GB | our time | our memory | over the floor |",
+        "| model | prompts | arm | s/step | sampled tokens/s | peak GB | time ratio | memory ratio | over the floor |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for cell in cells:

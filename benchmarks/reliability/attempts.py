@@ -1,4 +1,4 @@
-"""Attempts at running opdcl: each a process of its own, forked from this one so that the imports are paid once."""
+"""Run opdcl in separate processes, each forked from this one so that the imports are paid for once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def row(fault: str, how: str, outcome: str, lost: str) -> dict[str, str]:
 
 
 def attempt(place: Path, *arguments: str, prepare: Callable[[], None] | None = None) -> int:
-    """Start `opdcl` with these arguments in a forked process; return its pid."""
+    """Start `opdcl` with these arguments in a forked process and return its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -54,7 +54,7 @@ def attempt(place: Path, *arguments: str, prepare: Callable[[], None] | None = N
         import traceback
 
         traceback.print_exc()
-        code = 70  # what must never happen: a traceback
+        code = 70  # a traceback, which must never happen
     sys.stdout.flush()
     os._exit(code)
 
@@ -64,7 +64,7 @@ def wait(pid: int) -> int:
 
 
 def run(place: Path, *arguments: str, prepare: Callable[[], None] | None = None) -> tuple[int, str]:
-    """Run `opdcl` to its end; return exit code and all it printed."""
+    """Run `opdcl` to its end; return its exit code and everything it printed."""
     code = wait(attempt(place, *arguments, prepare=prepare))
     return code, (place / "attempt.log").read_text(errors="replace")
 
@@ -77,7 +77,7 @@ def command(out: str, settings: list[str] | None = None) -> list[str]:
 
 
 def outcome_of(folder: Path) -> dict[str, bytes]:
-    """Return all that a run is worth: adapters, answers, and the metrics without their times."""
+    """Return the results of a run: adapters, answers, and metrics without their times."""
     found = {}
     for file in sorted(folder.rglob("*")):
         name = str(file.relative_to(folder))
@@ -99,7 +99,7 @@ def wait_until(pid: int, deadline: float) -> int | None:
 
 
 def status(pid: int, key: str) -> int:
-    """Return a field of a process's status in bytes, or as counted; 0 when the process is gone."""
+    """Return a field of a process's status, in bytes or as a count; 0 if the process no longer exists."""
     with contextlib.suppress(OSError):
         found = next(
             (

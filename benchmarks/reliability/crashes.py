@@ -1,4 +1,4 @@
-"""Runs killed at random instants, again and again, until each has ended."""
+"""Kill runs at random instants, over and over, until each one finishes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from attempts import attempt, command, outcome_of, row, run, wait, wait_until
 
-# Longer training than the tests', so that crashes fall into it.
+# Train longer than the tests do, so that kills hit the training.
 LONGER = ["finetune.epochs=20", "finetune.save_steps=4", "recover.steps=24", "recover.save_steps=4"]
 
 EVERYWHERE = {
@@ -28,7 +28,7 @@ EVERYWHERE = {
 
 
 def crash(place: Path, options) -> list[dict]:
-    """Kill runs at random instants, again and again, until each ends; every end must equal the uninterrupted one."""
+    """Kill runs at random instants until each finishes; every result must equal the uninterrupted run's."""
     started = time.perf_counter()
     code, said = run(place, *command("whole", LONGER))
     whole_seconds = time.perf_counter() - started
@@ -37,7 +37,7 @@ def crash(place: Path, options) -> list[dict]:
     chance = random.Random(options.seed)
     where: Counter[str] = Counter()
     kills = runs = wrong = redone = 0
-    # Until every part has been hit at least once, whatever chance has to say.
+    # Go on until every part has been hit at least once.
     while kills < options.kills or (EVERYWHERE - set(where) and runs < options.kills):
         runs += 1
         folder = place / f"crash-{runs}"
@@ -45,7 +45,8 @@ def crash(place: Path, options) -> list[dict]:
             done_before = _finished(folder)
             born = time.time_ns()
             pid = attempt(place, *command(folder.name, LONGER))
-            # Half of the instants anywhere in what a whole run takes, half soon: between two of them little is done.
+            # Half of the kills fall anywhere in the duration of a run; half come early, so little is done
+            # between two kills.
             seconds = (
                 chance.uniform(0.05, whole_seconds) if chance.random() < 0.5 else chance.uniform(0.05, 3)
             )
@@ -70,15 +71,15 @@ def crash(place: Path, options) -> list[dict]:
     return [
         row(
             "kill -9 at a random instant",
-            "SIGKILL, again and again until the run ends",
+            "SIGKILL, repeated until the run ends",
             ("FAILED: " if wrong or redone else "") + outcome,
-            f"steps since the last checkpoint; {redone} finished stages or results made again",
+            f"steps since the last checkpoint; {redone} finished stages or results redone",
         )
     ]
 
 
 def _finished(folder: Path) -> dict[str, int]:
-    """Return when each finished part was made: adapters of finished stages, and results."""
+    """Return modification times of finished parts: adapters of finished stages, and evaluation results."""
     found = {}
     for record in folder.glob("stages/*/stage.json"):
         with contextlib.suppress(ValueError):
@@ -90,13 +91,13 @@ def _finished(folder: Path) -> dict[str, int]:
 
 
 def _active(folder: Path, born: int) -> str:
-    """Say in which part a run was when an attempt, begun at `born`, was killed."""
+    """Return which part a run was in when the attempt that started at `born` was killed."""
     for name in ("01-finetune", "02-recover"):
         stage = folder / "stages" / name
         if not (stage / "stage.json").exists():
             return "start" if name == "01-finetune" else "finetune"
         if json.loads((stage / "stage.json").read_text()).get("status") != "done":
-            # Written by this attempt, and not sealed yet.
+            # Written by this attempt and not sealed yet.
             unsealed = [
                 p
                 for p in (stage / "trainer").glob("checkpoint-*")

@@ -1,4 +1,4 @@
-"""Whom a run calls, what it holds on to over thousands of steps, and thousands of random inputs."""
+"""Network contacts of a run, memory and handles over thousands of steps, and thousands of random inputs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 
 from attempts import ROOT, attempt, command, row, status, wait_until
 
-HUB = "http://127.0.0.1:9"  # a hub that nobody listens for
+HUB = "http://127.0.0.1:9"  # a port where nothing listens
 
 
 def network(place: Path, options) -> list[dict]:
-    """Run the whole job under strace, offline and not, and list the internet addresses that any of its threads turned to."""
+    """Run the whole job under strace, offline and online; list the internet addresses its threads contacted."""
     if not shutil.which("strace"):
         return [row("network calls", "strace is not installed", "not measured here", "-")]
     online = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | {"HF_ENDPOINT": HUB}
@@ -35,19 +35,19 @@ def network(place: Path, options) -> list[dict]:
     code, addresses = _contacted(place, command("online"), online)
     rows.append(
         row(
-            "network calls without it, model and data on this machine",
-            "the same; HF_ENDPOINT names a hub on 127.0.0.1:9",
-            f"{'FAILED: ' if code or addresses - {'127.0.0.1:9'} else ''}exit {code}, contacted: {', '.join(addresses) or 'nobody'}",
+            "network calls without it, with local model and data",
+            "the same; HF_ENDPOINT points to 127.0.0.1:9",
+            f"{'FAILED: ' if code or addresses - {'127.0.0.1:9'} else ''}exit {code}, contacted: {', '.join(addresses) or 'none'}",
             "-",
         )
     )
     code, addresses = _contacted(place, [*command("remote"), "--set", "model.id=nobody/nothing"], online)
     rows.append(
         row(
-            "network calls for a model of the hub",
+            "network calls for a model on the Hub",
             "the same",
             f"{'FAILED: ' if code != 2 or addresses != {'127.0.0.1:9'} else ''}exit {code}, "
-            f"contacted: {', '.join(addresses) or 'nobody'}",
+            f"contacted: {', '.join(addresses) or 'none'}",
             "-",
         )
     )
@@ -81,7 +81,7 @@ def _contacted(place: Path, words: list[str], environment: dict[str, str]) -> tu
 
 
 def soak(place: Path, options) -> list[dict]:
-    """Recover for a long time, and see whether memory, file handles or threads grow."""
+    """Recover for a long time and check whether memory, file handles or threads grow."""
     steps = options.soak_steps
     settings = [
         f"recover.steps={steps}",
@@ -101,13 +101,14 @@ def soak(place: Path, options) -> list[dict]:
             )
     steady = [s for s in seen if s[0] >= steps // 4]
     early, late = steady[: len(steady) // 4], steady[-len(steady) // 4 :]
-    # Handles come and go while a file is written, so their middle counts; of memory the most.
+    # Handles come and go while a file is written, so compare medians; for memory, compare maxima.
     growth = [
         pick(s[i] for s in late) - pick(s[i] for s in early)
         for i, pick in ((1, max), (2, statistics.median), (3, statistics.median))
     ]
     megabytes = growth[0] / 1e6
-    # Freed memory is not always given back, so a few megabytes are no leak; a leak of 10 kB a step would be 11.
+    # Freed memory is not always returned to the system, so a few megabytes are no leak. A leak of 10 kB per
+    # step would show as 11 MB.
     ok = ended == 0 and megabytes < 8 and growth[1] <= 0 and growth[2] <= 0
     return [
         row(
@@ -121,7 +122,7 @@ def soak(place: Path, options) -> list[dict]:
 
 
 def fuzz(place: Path, options) -> list[dict]:
-    """Run the property tests of configuration and data with many more examples than the suite does."""
+    """Run the property tests of configuration and data with many more examples than the test suite does."""
     done = subprocess.run(
         [
             sys.executable,
@@ -139,8 +140,8 @@ def fuzz(place: Path, options) -> list[dict]:
     last = done.stdout.strip().splitlines()[-1]
     return [
         row(
-            f"{options.examples:,} random configurations, as many data files, every prefix of a valid one of each",
-            "hypothesis, tests/unit/test_fuzz.py",
+            f"{options.examples:,} random configurations, as many random data files, and every prefix of a valid one of each",
+            "hypothesis, test_fuzz.py",
             f"{'FAILED: ' if done.returncode else ''}{last}",
             "-",
         )

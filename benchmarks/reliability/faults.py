@@ -30,7 +30,7 @@ def faults(place: Path, options) -> list[dict]:
     def survived(
         fault: str, how: str, broken: tuple[int, str], wanted: str, again: list[str], folder: Path
     ) -> None:
-        """Note a fault that must end with words, and whether the same command then reaches the undisturbed end."""
+        """Record a fault that must end with an error, and whether the same command then reaches `expected`."""
         code, said = broken
         error = next((line for line in said.splitlines() if line.startswith("error:")), "no error line")
         ok = code in (1, 2, 4, 130) and wanted in said and "Traceback" not in said
@@ -39,7 +39,7 @@ def faults(place: Path, options) -> list[dict]:
         text = f"exit {code}, {error[:140]}; afterwards the same command " + (
             "ends bit-identical" if same else f"exits {later}: {also[-200:]}"
         )
-        rows.append(row(fault, how, text if ok and same else f"FAILED: {text}", "nothing finished"))
+        rows.append(row(fault, how, text if ok and same else f"FAILED: {text}", "no finished work"))
 
     for megabytes in (1, 3, 5) if os.geteuid() == 0 else ():
         with mounted(place / f"full{megabytes}", megabytes) as folder:
@@ -103,8 +103,10 @@ def faults(place: Path, options) -> list[dict]:
     rows.append(
         row(
             "a lock left by a dead process",
-            "a lock file with a pid that is gone",
-            "taken over, with a word" if code == 0 and "is taken over" in said else f"FAILED: {said[-200:]}",
+            "a lock file with the pid of a dead process",
+            "taken over, with a message"
+            if code == 0 and "is taken over" in said
+            else f"FAILED: {said[-200:]}",
             "nothing",
         )
     )
@@ -122,14 +124,14 @@ def faults(place: Path, options) -> list[dict]:
     rows.append(
         refused(
             "a run of another version",
-            "a key in config.json that this version does not know",
+            "an unknown key in config.json",
             run(place, "eval", "newer"),
             "unknown key",
         )
     )
     rows.append(
         refused(
-            "hub offline",
+            "Hub offline",
             "HF_HUB_OFFLINE and a model that is not cached",
             run(place, "run", "tiny.yaml", "-o", "hub", "--set", "model.id=nobody/nothing"),
             "hub is out of reach",
@@ -139,8 +141,8 @@ def faults(place: Path, options) -> list[dict]:
     rows.append(gated(place))
     rows.append(
         refused(
-            "a suite whose data cannot be had",
-            "ifeval without network",
+            "a suite whose data cannot be loaded",
+            "ifeval without a network",
             run(place, *command("middle", ["eval.retention=[instructions, ifeval]"])),
             "cannot be had",
         )
@@ -149,7 +151,7 @@ def faults(place: Path, options) -> list[dict]:
 
 
 def escape(place: Path) -> dict:
-    """Lay a link into a run that leads out of it, and names that lead elsewhere into a workflow; nothing may be written there."""
+    """Put links and names that lead outside into runs and workflows; nothing may be written there."""
     (place / "outside").mkdir()
     shutil.copytree(place / "good", place / "linked")
     shutil.rmtree(place / "linked" / "evals")
@@ -169,14 +171,14 @@ def escape(place: Path) -> dict:
     ) and not list((place / "outside").iterdir())
     return row(
         "names and paths that lead out of the run",
-        "a symbolic link inside a run; .., absolute, NUL and 300 letters as names",
+        "a symbolic link inside a run; names with .., absolute paths, NUL or 300 letters",
         f"{'' if ok else 'FAILED: '}{sum(code == 2 for code, _ in refusals)} of {len(tries)} refused, nothing written outside",
         "nothing",
     )
 
 
 def gated(place: Path) -> dict:
-    """Answer as the hub does for a model whose licence has not been accepted, on a port of this machine."""
+    """Serve on a local port the Hub's response for a model whose licence has not been accepted."""
 
     class Refusing(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -205,14 +207,14 @@ def gated(place: Path) -> dict:
     server.shutdown()
     return refused(
         "a gated model",
-        "a hub on 127.0.0.1 that answers 403, GatedRepo",
+        "a stand-in for the Hub on 127.0.0.1 that answers 403, GatedRepo",
         (done.returncode, done.stderr),
         "accept its licence",
     )
 
 
 def disappearances(place: Path, expected: dict[str, bytes]) -> list[dict]:
-    """Remove files under a run that is at work, and from one that is done."""
+    """Delete files that a run in progress needs: its checkpoints, and the data of a suite."""
     found = []
     pid = attempt(place, *command("robbed"))
     recovery = place / "robbed" / "stages" / "02-recover" / "trainer"
@@ -222,11 +224,11 @@ def disappearances(place: Path, expected: dict[str, bytes]) -> list[dict]:
     code, said = wait(pid), (place / "attempt.log").read_text()
     again, also = run(place, *command("robbed"))
     same = again == 0 and outcome_of(place / "robbed") == expected
-    error = next((line for line in said.splitlines() if line.startswith("error:")), "it ends none the less")
+    error = next((line for line in said.splitlines() if line.startswith("error:")), "it finishes anyway")
     ok = same and code in (0, 1, 2) and "Traceback" not in said
     found.append(
         row(
-            "checkpoints removed under a running recovery",
+            "checkpoints deleted during a recovery",
             "rm -r of its trainer folder",
             f"{'' if ok else 'FAILED: '}exit {code}, {error[:120]}; afterwards the same command "
             + ("ends bit-identical" if same else also[-200:]),
@@ -251,11 +253,11 @@ def disappearances(place: Path, expected: dict[str, bytes]) -> list[dict]:
     ok = same and code in (1, 2) and kept == 3 and "Traceback" not in said
     found.append(
         row(
-            "a suite that fails in the middle",
-            "its questions removed while another suite is measured",
-            f"{'' if ok else 'FAILED: '}exit {code}, {error[:120]}; {kept} of 3 results of the other suite stay; afterwards the same command "
+            "a suite that fails midway",
+            "its questions deleted while another suite is being measured",
+            f"{'' if ok else 'FAILED: '}exit {code}, {error[:120]}; {kept} of 3 results of the other suite are kept; afterwards the same command "
             + ("ends bit-identical" if same else also[-200:]),
-            "nothing finished",
+            "no finished work",
         )
     )
     return found
@@ -277,9 +279,9 @@ int clock_gettime(clockid_t id, struct timespec *t) {
 
 
 def clock(place: Path, expected: dict[str, bytes]) -> dict:
-    """Let the time of day jump back by hours again and again, in a process of its own."""
+    """Make the time of day jump back by hours, repeatedly, in a separate process."""
     if not (compiler := shutil.which("cc")):
-        return row("a clock that goes back", "needs a C compiler", "not injected here", "-")
+        return row("a clock that jumps back", "needs a C compiler", "not injected here", "-")
     (place / "clock.c").write_text(CLOCK)
     subprocess.run(
         [compiler, "-shared", "-fPIC", "-O1", "-o", str(place / "clock.so"), str(place / "clock.c"), "-ldl"],
@@ -295,8 +297,8 @@ def clock(place: Path, expected: dict[str, bytes]) -> dict:
     )
     same = done.returncode == 0 and outcome_of(place / "clock") == expected
     return row(
-        "a clock that goes back",
-        "clock_gettime preloaded: the time of day jumps back by up to two days",
+        "a clock that jumps back",
+        "clock_gettime replaced by LD_PRELOAD: the time of day jumps back by up to two days",
         ("" if same else "FAILED: ")
         + f"exit {done.returncode}, {'bit-identical' if same else done.stderr[-300:]}",
         "nothing",
@@ -304,12 +306,12 @@ def clock(place: Path, expected: dict[str, bytes]) -> dict:
 
 
 def worker(place: Path, expected: dict[str, bytes]) -> dict:
-    """Kill the process that loads the fine-tune's rows."""
+    """Kill the worker that loads the fine-tune's rows."""
     settings = ["finetune.trainer.dataloader_num_workers=1", "finetune.epochs=400"]
     pid = attempt(place, *command("worker", settings))
     children = Path(f"/proc/{pid}/task/{pid}/children")
     ended = None
-    # The progress of training shows that the child is the loader, and not something the start-up needed.
+    # A checkpoint shows that training runs, so the child is the data loader, not a start-up process.
     while ended is None and not (
         list((place / "worker").glob("stages/*/trainer/checkpoint-*/seal.json"))
         and children.read_text().split()
@@ -326,16 +328,16 @@ def worker(place: Path, expected: dict[str, bytes]) -> dict:
     ok = ended == 1 and again == 0 and "Traceback" not in said and "resuming from step" in also
     return row(
         "a killed worker",
-        "SIGKILL to the data loader's process during the fine-tune",
+        "SIGKILL to the data loader's worker during the fine-tune",
         f"{'' if ok else 'FAILED: '}exit {ended}, {error[:140]}; afterwards the same command exits {again}, resuming from its checkpoint",
         "steps since the last checkpoint",
     )
 
 
 def memory(place: Path) -> dict:
-    """Bound the address space between what small micro-batches need and what one large one needs."""
+    """Limit the address space to between what small micro-batches and one large one need."""
     (place / "wide-model").mkdir()
-    make_model(place / "wide-model", intermediate_size=8192)  # activations outweigh everything else
+    make_model(place / "wide-model", intermediate_size=8192)  # so that activations take most of the memory
     settings = [
         f"model.id={place}/wide-model",
         "finetune.epochs=1",
@@ -370,10 +372,10 @@ def memory(place: Path) -> dict:
     ok = code == 0 and halved > 0 and gap < 1e-4
     return row(
         "out of memory",
-        f"RLIMIT_AS of {limit / 1e9:.2f} GB; micro-batches of any size need {needed['large'] / 1e9:.2f}",
-        f"{'' if ok else 'FAILED: '}exit {code}; micro-batches halved {halved} times; the adapter differs from the one made in small "
+        f"RLIMIT_AS of {limit / 1e9:.2f} GB; a micro-batch of unlimited size needs {needed['large'] / 1e9:.2f}",
+        f"{'' if ok else 'FAILED: '}exit {code}; micro-batches halved {halved} times; the adapter differs from one trained in small "
         f"micro-batches by at most {gap:.0e}" + ("" if code == 0 else said[-200:]),
-        "the step is graded anew",
+        "nothing: the step is graded again",
     )
 
 
@@ -392,9 +394,9 @@ def refused(fault: str, how: str, broken: tuple[int, str], wanted: str) -> dict:
 
 
 def truncations(place: Path, expected: dict[str, bytes]) -> list[dict]:
-    """Cut safetensors at every tenth of their size: a finished adapter, the newest checkpoint, the base model."""
+    """Truncate safetensors at every tenth of their size: finished adapter, newest checkpoint, base model."""
     results: Counter[str] = Counter()
-    # A run stopped in the middle of recovery, with two checkpoints.
+    # A run killed in the middle of its recovery, with two checkpoints.
     pid = attempt(place, *command("half"))
     recovery = place / "half" / "stages" / "02-recover" / "trainer"
     while not (recovery / "checkpoint-6" / "seal.json").exists():
@@ -434,23 +436,19 @@ def truncations(place: Path, expected: dict[str, bytes]) -> list[dict]:
         results["base"] += code in (1, 2) and "cannot be loaded" in said and "Traceback" not in said
         for left in place.glob(f"{name}*"):
             shutil.rmtree(left)
-    how = "cut at every tenth of its length"
+    how = "truncated at every tenth of its length"
     words = {
         "checkpoint": (
             "a checkpoint's adapter",
-            "falls back to the checkpoint before, with a word, and ends bit-identical",
+            "falls back to the previous checkpoint, with a message, and ends bit-identical",
             "three steps",
         ),
         "adapter": (
             "a finished adapter",
-            "refused by name; verify finds it; --force makes it again, bit-identical",
+            "refused by name; verify detects it; --force redoes it, bit-identical",
             "nothing",
         ),
-        "base": (
-            "the base model's weights",
-            "refused with the name of the model and what is wrong",
-            "nothing",
-        ),
+        "base": ("the base model's weights", "refused with the model's name and the reason", "nothing"),
     }
     return [
         row(fault, how, f"{'' if results[key] == 10 else 'FAILED: '}{results[key]} of 10: {text}", lost)
@@ -463,7 +461,7 @@ def cut(file: Path, tenth: int) -> None:
 
 
 def wrong_weights(place: Path) -> list[dict]:
-    """Put NaN into the base model: every loss is NaN, which must neither train nor look like a result."""
+    """Put a NaN into the base model: every loss is NaN, which must neither train nor look like a result."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(place / "model", place / "nan-model")
@@ -473,7 +471,7 @@ def wrong_weights(place: Path) -> list[dict]:
     return [
         refused(
             "NaN in every loss",
-            "a NaN among the base model's weights",
+            "a NaN in the base model's weights",
             run(place, *command("nan"), "--set", f"model.id={place}/nan-model"),
             "for the second time",
         )

@@ -1,4 +1,4 @@
-"""Content that wants to run, to call home or to take over the terminal, opened in a real browser."""
+"""Content that tries to run scripts, send requests or control the terminal, shown in a real browser."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PAYLOADS = [
 
 
 def hostile(place: Path, options) -> list[dict]:
-    """Put payloads into prompts, answers and descriptions, and open every report in a real browser."""
+    """Put payloads into prompts, answers and descriptions; open each report in a browser and on a terminal."""
     if not options.browser:
         return [row("hostile content", "needs --browser COMMAND (a Chromium)", "not measured here", "-")]
     from opdcl.results.report import write
@@ -66,17 +66,17 @@ def hostile(place: Path, options) -> list[dict]:
     control = place / "control.html"
     control.write_text(f"<img src=x onerror={RUN}><img src=http://127.0.0.1:9/>")
     assert browser.visit(control) == (True, 1), (
-        "the check itself does not see a script that runs and a request that leaves"
+        "the check misses a script that runs and a request that is sent"
     )
     plain = effects(place, "plain words")
-    assert any("\x1b" in e for e in plain), "the terminal is none: not even a progress bar moves its cursor"
+    assert any("\x1b" in e for e in plain), "this is no terminal: not even a progress bar moves its cursor"
     shown = ran = requests = unsafe = 0
     for payload in PAYLOADS:
         for file in (place / "hosted" / "evals").rglob("*.samples.jsonl"):
             rows = [json.loads(line) for line in file.read_text().split("\n") if line]
             passed = float(
                 file.parent.name == "base"
-            )  # what base could do and the others cannot is what a report shows
+            )  # a report shows what base could do and the others cannot
             for r in rows:
                 r |= {"prompt": f"{payload} {r['doc_id']}", "response": payload, "target": payload}
                 r["scores"] = {m: [passed] if isinstance(v, list) else passed for m, v in r["scores"].items()}
@@ -96,9 +96,9 @@ def hostile(place: Path, options) -> list[dict]:
         row(
             f"{len(PAYLOADS)} payloads: scripts, requests, terminal escapes, bidi marks",
             "in prompts, answers, targets and the description; each report "
-            "opened in headless Chromium; the same, and a chat, on a pseudo-terminal",
-            f"{'' if ok else 'FAILED: '}{ran} scripts ran, {requests} requests left, "
-            f"{unsafe} terminals got a sequence that plain words do not send",
+            "opened in headless Chromium; each report, and a chat, shown on a pseudo-terminal",
+            f"{'' if ok else 'FAILED: '}{ran} scripts ran, {requests} requests were sent, "
+            f"{unsafe} terminals received a control sequence that plain text does not cause",
             "-",
         )
     ]
@@ -111,7 +111,7 @@ EFFECT = re.compile(
 
 
 def effects(place: Path, words: str) -> set[str]:
-    """Show the report and chat with these words on a terminal; return what it got beside letters and line ends."""
+    """Show the report and a chat with these words on a terminal; return the control sequences it received."""
     return {
         e
         for command in (["report", "hosted"], ["chat", "hosted", words])
@@ -120,7 +120,7 @@ def effects(place: Path, words: str) -> set[str]:
 
 
 def on_terminal(place: Path, *words: str) -> str:
-    """Run `opdcl` on a pseudo-terminal of its own; return all that it wrote there."""
+    """Run `opdcl` on its own pseudo-terminal; return everything it wrote there."""
     ours, theirs = pty.openpty()
 
     def prepare() -> None:
@@ -134,7 +134,7 @@ def on_terminal(place: Path, *words: str) -> str:
     try:
         while part := os.read(ours, 65536):
             written += part
-    except OSError:  # how a pseudo-terminal ends
+    except OSError:  # raised at the end of a pseudo-terminal
         pass
     os.close(ours)
     text = written.decode(errors="replace")
@@ -143,7 +143,7 @@ def on_terminal(place: Path, *words: str) -> str:
 
 
 def _visible(payload: str) -> str:
-    """Return the payload as the page must hold it: escaped, with control characters made visible."""
+    """Return the payload as it must appear in the page: escaped, with control characters made visible."""
     from markupsafe import escape
 
     from opdcl.sanitize import harmless
@@ -188,7 +188,7 @@ class Browser:
             self.events.append(found)
 
     def visit(self, page: Path) -> tuple[bool, int]:
-        """Open a page, unfold and click all there is; return whether a payload ran, and how many requests left."""
+        """Open a page and click everything; return whether a payload ran, and how many requests were sent."""
         self.events.clear()
         self.send("Page.navigate", url=page.as_uri())
         time.sleep(0.5)
