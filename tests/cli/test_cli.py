@@ -25,6 +25,8 @@ HEAVY_MODULES = (
     "model.distributions",
     "model.compatibility",
     "pipeline.dry_run",
+    "data.suites",
+    "results.stats",
     "deploy.chat",
     "__main__",
 )
