@@ -20,11 +20,11 @@ from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.losses import group_advantages, token_logprobs, token_losses, top_k_overlap
 from opdcl.distill.schedule import Step, Stream
-from opdcl.distill.teachers import Routed, Teacher, sequence
+from opdcl.distill.teachers import RoutedTeacher, Teacher, sequence
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.compatibility import refuse_unsupported
-from opdcl.model.distributions import Hidden, Opinion, join, shared_rows
+from opdcl.model.distributions import HiddenStates, TeacherDistribution, join, shared_rows
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.files import write_atomic
 from opdcl.sampling.rollout import Rollout, repetition
@@ -55,7 +55,7 @@ class RecoveryTrainer(DistillationTrainer):
         config: RecoverConfig,
         steps: list[Step],
         prompts: dict[Stream, list[list[int]]],
-        teachers: dict[Stream, Teacher | Routed],
+        teachers: dict[Stream, Teacher | RoutedTeacher],
         args: DistillationConfig,
         callbacks: list,
         reward: Reward | None = None,
@@ -194,7 +194,7 @@ class RecoveryTrainer(DistillationTrainer):
         prompts: list[list[int]],
         stream: Stream,
         seed: int,
-        teacher: Teacher | Routed | None = None,
+        teacher: Teacher | RoutedTeacher | None = None,
         on_finished: Callable[[list[Rollout]], None] | None = None,
         unfinished: list[Rollout] | None = None,
         max_unfinished: int = 0,
@@ -205,7 +205,7 @@ class RecoveryTrainer(DistillationTrainer):
         """
         config, longest = self.recover_config, self._longest(stream)
         if unfinished or max_unfinished:
-            return self.student.write(
+            return self.student.complete(
                 prompts,
                 config,
                 longest,
@@ -216,7 +216,7 @@ class RecoveryTrainer(DistillationTrainer):
             )
         found: dict[int, Rollout] = {}
         for _, author, mine in (teacher or self.student).split(prompts):
-            written = author.write([prompts[i] for i in mine], config, longest, seed, on_finished)
+            written = author.complete([prompts[i] for i in mine], config, longest, seed, on_finished)
             for i, rollout in zip(mine, written, strict=True):
                 rollout.prompt_ids = prompts[i]  # what the teacher saw stays with the teacher
                 found[i] = rollout
@@ -268,7 +268,7 @@ class RecoveryTrainer(DistillationTrainer):
         rollouts: list[Rollout],
         stream: Stream,
         learn: bool,
-        opinions: dict[int, Opinion] | None = None,
+        opinions: dict[int, TeacherDistribution] | None = None,
         overlap: bool = False,
     ) -> dict[str, float]:
         """Sum KL and entropies over all completion tokens; with `learn`, accumulate the gradient of their mean.
@@ -332,13 +332,15 @@ class RecoveryTrainer(DistillationTrainer):
             for figure in ("kl", "student_entropy", "teacher_entropy"):
                 sums[figure] += float(getattr(losses, figure).sum())
             if overlap:
-                sums["overlap"] += float(top_k_overlap(Hidden(student_NH, weight_VH), opinion).sum())
+                sums["overlap"] += float(top_k_overlap(HiddenStates(student_NH, weight_VH), opinion).sum())
             if name:
                 sums[f"kl/{name}"] += float(losses.kl.sum())
                 sums[f"tokens/{name}"] += len(token_N)
         return defaultdict(float, parallel.total(sums), tokens=total)
 
-    def opinions(self, rollouts: list[Rollout], teacher: Teacher | Routed) -> dict[int, Opinion]:
+    def opinions(
+        self, rollouts: list[Rollout], teacher: Teacher | RoutedTeacher
+    ) -> dict[int, TeacherDistribution]:
         """Return what a teacher thinks of the completion tokens of each rollout in this process's share, by the rollout's `id`."""
         found = {}
         for _, judge, batch, _ in self._batches(rollouts, teacher):
@@ -347,7 +349,7 @@ class RecoveryTrainer(DistillationTrainer):
         return found
 
     def _batches(
-        self, rollouts: list[Rollout], teacher: Teacher | Routed
+        self, rollouts: list[Rollout], teacher: Teacher | RoutedTeacher
     ) -> Iterator[tuple[str, Teacher, list[Rollout], bool]]:
         """Yield this process's micro-batches, each with the one teacher that grades it, that teacher's name, and whether it is idle.
 
@@ -367,9 +369,9 @@ class RecoveryTrainer(DistillationTrainer):
             for _ in range(max(map(len, cut)) - len(mine) if parallel.sharded() else 0):
                 yield name, judge, ordered[-1:], True
 
-    def _opinion(self, batch: list[Rollout], teacher: Teacher) -> Opinion:
+    def _opinion(self, batch: list[Rollout], teacher: Teacher) -> TeacherDistribution:
         with self.compute_loss_context_manager():
-            return teacher.opinion(batch)
+            return teacher.distribution(batch)
 
     def _summary(self, rollouts: list[Rollout], sums: dict[str, float]) -> dict[str, float]:
         count = len(rollouts)

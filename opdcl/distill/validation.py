@@ -13,7 +13,7 @@ from opdcl.distill.schedule import Stream
 from opdcl.distill.trainer import RecoveryTrainer, by_teacher
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import State
-from opdcl.model.distributions import Opinion
+from opdcl.model.distributions import TeacherDistribution
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling.rollout import Rollout
@@ -56,7 +56,7 @@ class Validation(TrainerCallback):
         )
         self.trainer: RecoveryTrainer | None = None
         self.best_adapter = out.trainer / "best"
-        self._texts: dict[Stream, tuple[list[Rollout], dict[int, Opinion]]] = {}
+        self._texts: dict[Stream, tuple[list[Rollout], dict[int, TeacherDistribution]]] = {}
 
     def write_texts(self) -> None:
         """Let each stream's teacher answer the held-out prompts."""

@@ -127,7 +127,7 @@ class BackboneLM(LM):
             try:
                 with server.adapter(self.adapter) if self.adapter else contextlib.nullcontext(None) as name:
                     yield lambda prompts, longest, count: parallel.by_first(
-                        lambda: server.write(
+                        lambda: server.complete(
                             prompts, longest, eos_ids, temperature=0, model=name, on_finished=count
                         )
                     )

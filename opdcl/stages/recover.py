@@ -16,7 +16,7 @@ from opdcl.distill.interpolate import interpolate
 from opdcl.distill.prompts import STREAMS, Prompts, encode_stream, teacher_section
 from opdcl.distill.reward import Reward
 from opdcl.distill.schedule import Stream, plan_steps
-from opdcl.distill.teachers import Routed, Served, Teacher, make_teacher, reach_own_model
+from opdcl.distill.teachers import RoutedTeacher, ServedStudent, Teacher, make_teacher, reach_own_model
 from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.distill.validation import Validation
 from opdcl.errors import UsageError
@@ -65,7 +65,7 @@ def recover(
         )
     student = Teacher(backbone, "student")
     if config.server:
-        student = Served(
+        student = ServedStudent(
             backbone, reach_own_model(config.server, backbone, report.note), out.trainer / "served"
         )
     elif config.sampler == "auto":
@@ -124,7 +124,7 @@ def _teachers(
     backbone: Backbone,
     parent: ModelRef,
     report: StageReport,
-) -> Teacher | Routed:
+) -> Teacher | RoutedTeacher:
     """Return a stream's teacher, with the adapters that it needs put onto the backbone."""
 
     def one(name: str) -> Teacher:
@@ -134,4 +134,4 @@ def _teachers(
         return make_teacher(section, backbone, prompts.contexts.get(name), state, report.note)
 
     own, named = one(""), {name: one(name) for name in dict.fromkeys(prompts.routes.values())}
-    return Routed(own, named, prompts.routes) if named else own
+    return RoutedTeacher(own, named, prompts.routes) if named else own

@@ -12,11 +12,11 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.distill.losses import token_losses
 from opdcl.distill.prompts import encode_stream
-from opdcl.distill.teachers import Ema, Routed, Teacher, TrustRegion, make_teacher
+from opdcl.distill.teachers import EmaTeacher, RoutedTeacher, Teacher, TrustRegionTeacher, make_teacher
 from opdcl.errors import UsageError
 from opdcl.model.adapters import ModelRef
 from opdcl.model.compatibility import check_same_tokenizer, differences
-from opdcl.model.distributions import Hidden
+from opdcl.model.distributions import HiddenStates
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling.rollout import Rollout
@@ -51,17 +51,17 @@ def states(teacher):
 
 def test_an_ema_of_rate_one_is_the_student_and_of_rate_zero_stays(adapted):
     live, frozen = states(Teacher(adapted, "student")), states(Teacher(adapted, "tuned"))
-    still = Ema(adapted, "general", 0.0, 1)
+    still = EmaTeacher(adapted, "general", 0.0, 1)
     still.after_step(1)
     assert torch.equal(states(still), frozen)
     assert not still.is_dynamic
-    Ema(adapted, "general", 1.0, 1).after_step(1)
+    EmaTeacher(adapted, "general", 1.0, 1).after_step(1)
     torch.testing.assert_close(states(Teacher(adapted, "general")), live, atol=1e-5, rtol=1e-5)
     assert float((live - frozen).abs().max()) > 0.01
 
 
 def test_an_ema_is_the_mean_by_hand_and_moves_at_its_interval(adapted):
-    ema = Ema(adapted, "general", 0.25, 2)
+    ema = EmaTeacher(adapted, "general", 0.25, 2)
     layer = adapted.adapted_layers()[0]
     before, student = (layer.lora_B[name].weight.clone() for name in ("general", "student"))
     ema.after_step(1)
@@ -74,7 +74,7 @@ def test_an_ema_is_the_mean_by_hand_and_moves_at_its_interval(adapted):
 
 
 def test_an_ema_comes_back_from_a_checkpoint_exactly(adapted, tmp_path):
-    ema = Ema(adapted, "general", 0.3, 1)
+    ema = EmaTeacher(adapted, "general", 0.3, 1)
     ema.after_step(1)
     kept = states(ema)
     ema.save(tmp_path / "checkpoint")
@@ -86,7 +86,7 @@ def test_an_ema_comes_back_from_a_checkpoint_exactly(adapted, tmp_path):
 
 @pytest.mark.parametrize("mix", [0.0, 0.3, 1.0])
 def test_a_trust_region_lies_between_reference_and_student(adapted, mix):
-    ours = TrustRegion(adapted, "base", mix)
+    ours = TrustRegionTeacher(adapted, "base", mix)
     head = ours.head_VH
     reference, student = (states(Teacher(adapted, name)) @ head.T for name in ("base", "student"))
     torch.testing.assert_close(
@@ -126,7 +126,7 @@ def test_a_wider_model_grades_as_its_own_logits_say(adapted, tmp_path):
     student = Teacher(adapted, "student")
     tokens = torch.tensor([t for r in ROLLOUTS for t in r.completion_ids])
     found = token_losses(
-        states(student), student.head_VH, wide.opinion(ROLLOUTS), tokens, torch.zeros(len(tokens))
+        states(student), student.head_VH, wide.distribution(ROLLOUTS), tokens, torch.zeros(len(tokens))
     )
     expected = []
     for r in ROLLOUTS:
@@ -294,7 +294,8 @@ def test_a_head_with_more_rows_grades_by_those_that_both_have():
     tokens = torch.randint(9, (5,))
     padded = torch.cat([weight, torch.randn(3, 6)])
     same, other = (
-        token_losses(student, weight, Hidden(teacher, w), tokens, torch.zeros(5)).kl for w in (weight, padded)
+        token_losses(student, weight, HiddenStates(teacher, w), tokens, torch.zeros(5)).kl
+        for w in (weight, padded)
     )
     torch.testing.assert_close(same, other)
 
@@ -358,8 +359,8 @@ def graded(backbone, folder, teacher):
 def test_routed_with_one_teacher_is_that_teacher(adapted, tmp_path):
     alone, gradient = graded(adapted, tmp_path, Teacher(adapted, "tuned"))
     for routed in (
-        Routed(Teacher(adapted, "tuned"), {}, {}),
-        Routed(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(0, 1, 2, 3)),
+        RoutedTeacher(Teacher(adapted, "tuned"), {}, {}),
+        RoutedTeacher(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(0, 1, 2, 3)),
     ):
         sums, same = graded(adapted, tmp_path, routed)
         assert {k: v for k, v in sums.items() if "/" not in k} == alone
@@ -371,7 +372,9 @@ def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model)
     other = make_teacher(
         TeacherSection(kind="model", model={"id": str(tiny_model), "dtype": "float32"}), adapted
     )
-    sums, gradient = graded(adapted, tmp_path, Routed(Teacher(adapted, "tuned"), {"a": other}, routes(1, 3)))
+    sums, gradient = graded(
+        adapted, tmp_path, RoutedTeacher(Teacher(adapted, "tuned"), {"a": other}, routes(1, 3))
+    )
     parts = {"a": (other, [1, 3]), "": (Teacher(adapted, "tuned"), [0, 2])}
     expected, slope, tokens = {}, 0, sum(len(r.completion_ids) for r in ROLLOUTS)
     for name, (teacher, mine) in parts.items():
@@ -400,7 +403,10 @@ def test_where_teachers_write_each_answers_its_own_prompts(adapted, tmp_path):
     }
     assert by["base"] != by["tuned"]
     routed = trainer.sample(
-        prompts, "domain", 1, Routed(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(1, 3))
+        prompts,
+        "domain",
+        1,
+        RoutedTeacher(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(1, 3)),
     )
     assert [r.completion_ids for r in routed] == [
         by["base"][0],
