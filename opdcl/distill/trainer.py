@@ -312,7 +312,6 @@ class RecoveryTrainer(DistillationTrainer):
                     sampler_N,
                     config.temperature,
                     config.loss,
-                    [len(r.completion_ids) for r in batch],
                     config.reward,
                     advantage_N,
                 )

@@ -13,10 +13,11 @@ from trl import DistillationConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.health import Health, check_turn_end
 from opdcl.distill.interpolate import interpolate
+from opdcl.distill.make_teacher import make_teacher, reach_own_model
 from opdcl.distill.prompts import STREAMS, Prompts, encode_stream, teacher_section
 from opdcl.distill.reward import Reward
 from opdcl.distill.schedule import Stream, plan_steps
-from opdcl.distill.teachers import RoutedTeacher, ServedStudent, Teacher, make_teacher, reach_own_model
+from opdcl.distill.teachers import RoutedTeacher, ServedStudent, Teacher
 from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.distill.validation import Validation
 from opdcl.errors import UsageError
@@ -54,15 +55,6 @@ def recover(
         stream: _teachers(config, stream, prompts, backbone, parent, report)
         for stream, prompts in streams.items()
     }
-    beta, rescaled = (
-        config.loss.beta,
-        config.loss.kind != "jsd" or config.loss.rescaled or config.loss.beta in (0.0, 1.0),
-    )
-    if config.method != "interpolate" and not rescaled:
-        report.note(
-            f"recover.loss.rescaled is off: at beta {beta:g} loss and gradient are about {1 / (beta * (1 - beta)):.0f} times smaller "
-            "than reverse KL's, so that gradient clipping and loss.cap hardly ever act"
-        )
     student = Teacher(backbone, "student")
     if config.server:
         student = ServedStudent(

@@ -198,7 +198,6 @@ def test_the_teacher_weighs_in_beside_the_reward():
             sampler,
             1.0,
             LossSection(),
-            None,
             reward,
             advantage,
         ).loss

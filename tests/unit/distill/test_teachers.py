@@ -11,8 +11,9 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.distill.losses import token_losses
+from opdcl.distill.make_teacher import make_teacher
 from opdcl.distill.prompts import encode_stream
-from opdcl.distill.teachers import EmaTeacher, RoutedTeacher, Teacher, TrustRegionTeacher, make_teacher
+from opdcl.distill.teachers import EmaTeacher, RoutedTeacher, Teacher, TrustRegionTeacher
 from opdcl.errors import UsageError
 from opdcl.model.adapters import ModelRef
 from opdcl.model.compatibility import check_same_tokenizer, differences

@@ -18,14 +18,8 @@ from opdcl.config.server import ServerSection
 from opdcl.config.teacher import TeacherSection
 from opdcl.data.suites import load_task
 from opdcl.distill.losses import token_losses
-from opdcl.distill.teachers import (
-    RemoteTeacher,
-    ServedStudent,
-    Teacher,
-    make_teacher,
-    reach_own_model,
-    reach_server,
-)
+from opdcl.distill.make_teacher import make_teacher, reach_own_model, reach_server
+from opdcl.distill.teachers import RemoteTeacher, ServedStudent, Teacher
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates, TopTokens, join
@@ -135,7 +129,7 @@ def test_one_bad_answer_costs_time_and_changes_nothing(backbone, elsewhere, faul
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone, timeout=0.5 if fault == "slow" else 5)
         good = remote.distribution(ROLLOUTS[:2])
-        remote.server._asked.clear()
+        remote.server._graded.clear()
         asked = len(server.seen)
         server.faults = [fault]
         again = remote.distribution(ROLLOUTS[:2])
@@ -186,7 +180,7 @@ def test_a_server_that_is_gone_is_waited_for(backbone, elsewhere):
             ),
         )
         good = remote.distribution(ROLLOUTS)
-        remote.server._asked.clear()
+        remote.server._graded.clear()
 
     def back():
         time.sleep(1)
@@ -228,7 +222,7 @@ def test_a_process_that_leaves_does_not_wait_for_an_answer(elsewhere, tmp_path):
     script = (
         "import sys, time\nfrom opdcl.config.server import ServerSection\nfrom opdcl.sampling.server import Server\n"
         f"server = Server(ServerSection(url=sys.argv[1], model='teacher', top_k={K}), 49152)\n"
-        "server.ask([1, 2], [3])\ntime.sleep(1)\nserver.close()\nprint('left', flush=True)\n"
+        "server.grade([1, 2], [3])\ntime.sleep(1)\nserver.close()\nprint('left', flush=True)\n"
     )
     with serving(elsewhere) as server:
         server.slow, server.faults = 60, ["slow"]
@@ -258,7 +252,7 @@ def test_a_temperature_that_a_servers_log_probabilities_are_not_for_is_refused()
 def test_what_is_given_up_does_not_keep_the_process_waiting(backbone, elsewhere):
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone, patience=600)
-    asked = remote.server.ask([1, 2], [3])
+    asked = remote.server.grade([1, 2], [3])
     time.sleep(0.3)
     started = time.monotonic()
     remote.close()
