@@ -72,13 +72,9 @@ def top_k(log_p: torch.Tensor, log_q: torch.Tensor, k: int) -> torch.Tensor:
 def policy_gradient(
     log_p: torch.Tensor, log_q: torch.Tensor, token_N: torch.Tensor, sampler_N: torch.Tensor
 ) -> torch.Tensor:
-    """Return -ratio * advantage of the sampled tokens; its expected gradient is that of reverse KL.
+    """Return -ratio * advantage of the sampled tokens, `(N,)`; its expected gradient is that of reverse KL.
 
-    Args:
-        log_p: The student, `(N, V)`.
-        log_q: The teacher, `(N, V)`.
-        token_N: The sampled tokens.
-        sampler_N: Their log-probabilities at sampling time; the importance ratio is taken against these.
+    The importance ratio is taken against `sampler_N`, their log-probabilities at sampling time.
     """
     student_N, teacher_N = (_of_tokens(x, token_N) for x in (log_p, log_q))
     return -(student_N - sampler_N).exp() * (teacher_N - student_N).detach()
@@ -91,14 +87,9 @@ def clipped_gradient(
     advantage_N: torch.Tensor,
     clip: float,
 ) -> torch.Tensor:
-    """Return the surrogate loss of rewarded tokens; it is flat once the ratio to the sampler has moved by `clip`.
+    """Return the surrogate loss of rewarded tokens, `(N,)`.
 
-    Args:
-        log_p: The student, `(N, V)`.
-        token_N: The sampled tokens.
-        sampler_N: Their log-probabilities at sampling time.
-        advantage_N: `group_advantages` of the completion that each token belongs to.
-        clip: How far from 1 the ratio may move in the direction of the reward.
+    It is flat once the ratio to the sampler has moved from 1 by `clip` in the direction of the advantage.
     """
     ratio_N = (_of_tokens(log_p, token_N) - sampler_N).exp()
     return -torch.minimum(ratio_N * advantage_N, ratio_N.clamp(1 - clip, 1 + clip) * advantage_N)
@@ -107,9 +98,7 @@ def clipped_gradient(
 def group_advantages(rewards: list[float], group: int) -> list[float]:
     """Return each reward's distance from its group's mean in standard deviations; 0 in groups of equal rewards.
 
-    Args:
-        rewards: One group of size `group` after another.
-        group: Completions per prompt.
+    `rewards` holds one group of size `group` after another.
     """
     reward_PG = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
     advantage_PG = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-4)
@@ -119,7 +108,7 @@ def group_advantages(rewards: list[float], group: int) -> list[float]:
 
 @torch.no_grad()
 def token_logprobs(
-    distribution: HiddenStates | TeacherDistribution, token_N: torch.Tensor, rows: int, temperature: float
+    distribution: TeacherDistribution, token_N: torch.Tensor, rows: int, temperature: float
 ) -> torch.Tensor:
     """Return the log-probability of each token under the distribution at its position, `(N,)`."""
     parts = [slice(start, start + CHUNK) for start in range(0, len(token_N), CHUNK)]
@@ -223,38 +212,31 @@ def token_losses(
     with torch.autocast(student_NH.device.type, enabled=False):
         weight_VH = weight_VH.detach()[: shared_rows(weight_VH, teacher)]
         student_NH = student_NH.to(weight_VH.dtype)
-        cost = _cost(loss, token_N, sampler_N)
+        # Reverse KL alone has a path of its own, without autograd.
+        cost = None if loss.kind == "reverse_kl" else _cost(loss, token_N, sampler_N)
         if reward and advantage_N is not None:
-            cost = _with_reward(cost or _costs_reverse_kl, reward, token_N, sampler_N, advantage_N)
+            teacher_cost = _cost(loss, token_N, sampler_N)
+
+            def cost(log_p: torch.Tensor, log_q: torch.Tensor, part: slice) -> torch.Tensor:
+                surrogate_N = clipped_gradient(
+                    log_p, token_N[part], sampler_N[part], advantage_N[part], reward.clip
+                )
+                return reward.weight * surrogate_N + reward.teacher * teacher_cost(log_p, log_q, part)
+
         return TokenLosses(*_TokenLoss.apply(student_NH, weight_VH, teacher, token_N, temperature, cost))
 
 
-def _costs_reverse_kl(log_p: torch.Tensor, log_q: torch.Tensor, part: slice) -> torch.Tensor:
-    return reverse_kl(log_p, log_q)
-
-
-def _with_reward(teacher_cost: Cost, reward: RewardSection, token_N, sampler_N, advantage_N) -> Cost:
-    """Return the weighted sum of the reward's surrogate loss and the teacher's loss."""
-    return lambda log_p, log_q, part: (
-        reward.weight
-        * clipped_gradient(log_p, token_N[part], sampler_N[part], advantage_N[part], reward.clip)
-        + reward.teacher * teacher_cost(log_p, log_q, part)
-    )
-
-
-def _cost(loss: LossSection, token_N, sampler_N) -> Cost | None:
-    """Return the cost function that a section names; None for reverse KL, which has a path of its own."""
-    match loss.kind:
-        case "reverse_kl":
-            return None
-        case "forward_kl":
-            return lambda log_p, log_q, part: forward_kl(log_p, log_q)
-        case "top_k":
-            return lambda log_p, log_q, part: top_k(log_p, log_q, loss.k)
-        case "cross_entropy":
-            return lambda log_p, log_q, part: -_of_tokens(log_p, token_N[part])
-        case "policy_gradient":
-            return lambda log_p, log_q, part: policy_gradient(log_p, log_q, token_N[part], sampler_N[part])
+def _cost(loss: LossSection, token_N: torch.Tensor, sampler_N: torch.Tensor) -> Cost:
+    costs: dict[str, Cost] = {
+        "reverse_kl": lambda log_p, log_q, part: reverse_kl(log_p, log_q),
+        "forward_kl": lambda log_p, log_q, part: forward_kl(log_p, log_q),
+        "top_k": lambda log_p, log_q, part: top_k(log_p, log_q, loss.k),
+        "cross_entropy": lambda log_p, log_q, part: -_of_tokens(log_p, token_N[part]),
+        "policy_gradient": lambda log_p, log_q, part: policy_gradient(
+            log_p, log_q, token_N[part], sampler_N[part]
+        ),
+    }
+    return costs[loss.kind]
 
 
 def _of_tokens(log_NV: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:

@@ -110,18 +110,20 @@ class Teacher:
         **partial: Any,
     ) -> list[Rollout]:
         """Complete each prompt, with its context in place; `partial` is `unfinished` and `max_unfinished` of `sample`."""
+        options = {
+            "max_new_tokens": max_new_tokens,
+            "eos_ids": self.backbone.eos_ids,
+            "temperature": config.temperature,
+            "seed": seed,
+            "on_finished": on_finished,
+        }
+        return self._sample([self.teacher_prompt(p) for p in prompts], config, options | partial)
+
+    def _sample(
+        self, prompts: list[list[int]], config: RecoverConfig, options: dict[str, Any]
+    ) -> list[Rollout]:
         with self.as_sampler() as model:
-            return sample(
-                model,
-                [self.teacher_prompt(p) for p in prompts],
-                max_new_tokens=max_new_tokens,
-                eos_ids=self.backbone.eos_ids,
-                temperature=config.temperature,
-                seed=seed,
-                engine=config.sampler,
-                on_finished=on_finished,
-                **partial,
-            )
+            return sample(model, prompts, engine=config.sampler, **options)
 
     def as_sampler(self) -> contextlib.AbstractContextManager[PreTrainedModel]:
         """Return a context that yields the model to sample this teacher's completions from."""
@@ -242,25 +244,12 @@ class _ServerSampled(Teacher):
         """Return a context that yields the name to sample under; None is the server's own model."""
         return contextlib.nullcontext()
 
-    def complete(
-        self,
-        prompts: list[list[int]],
-        config: RecoverConfig,
-        max_new_tokens: int,
-        seed: int,
-        on_finished: Callable[[list[Rollout]], None] | None = None,
+    def _sample(
+        self, prompts: list[list[int]], config: RecoverConfig, options: dict[str, Any]
     ) -> list[Rollout]:
         def request() -> list[Rollout]:
             with self._served_name() as name:
-                return self.server.complete(
-                    [self.teacher_prompt(p) for p in prompts],
-                    max_new_tokens,
-                    self.backbone.eos_ids,
-                    config.temperature,
-                    seed,
-                    name,
-                    on_finished,
-                )
+                return self.server.complete(prompts, model=name, **options)
 
         return parallel.by_first(request)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from opdcl import parallel
@@ -17,7 +19,7 @@ from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.model.fused_lora import fuse
-from opdcl.model.load import base_fingerprint, eos_ids, load_base
+from opdcl.model.load import eos_ids, load_base
 
 # `base`, `tuned`, `student`, or the name of a teacher that has an adapter of its own.
 State = str
@@ -96,8 +98,14 @@ class Backbone:
             self.peft = None
 
     def fingerprint(self) -> str:
-        """Return the hash of the base weights, which proves that training did not change them."""
-        return base_fingerprint(self.causal_lm)
+        """Return the SHA-256 of the base weights' bits, which proves that training did not change them."""
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self.causal_lm.named_parameters()):
+            if "lora_" not in name:
+                weight = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                bits = weight.detach().cpu().contiguous().view(torch.uint8)
+                digest.update(memoryview(bits.flatten().numpy()))
+        return digest.hexdigest()
 
     def adapted_layers(self, name: State | None = None) -> list[BaseTunerLayer]:
         """Return every layer that carries an adapter, or every layer that carries the adapter `name`."""
@@ -156,23 +164,18 @@ class Backbone:
 
         The sums live in storage of their own inside the block; the base's storage is swapped out and back, never written.
         """
-        with parallel.whole(self.causal_lm), self._folded(name), self.state("base") as model:
-            yield model
-
-    @contextlib.contextmanager
-    def _folded(self, name: State) -> Iterator[None]:
-        if name == "base" or self.peft is None:
-            yield
-            return
+        layers = [] if name == "base" else self.adapted_layers(name)
         saved = []
-        with torch.no_grad():
-            for layer in self.adapted_layers(name):
-                weight = layer.get_base_layer().weight
-                saved.append((weight, weight.data))
-                delta = layer.get_delta_weight(name)
-                weight.data = (weight.data.float() + delta.float()).to(weight.dtype)
-        try:
-            yield
-        finally:
-            for weight, original in saved:
-                weight.data = original
+        with parallel.whole(self.causal_lm):
+            try:
+                for layer in layers:
+                    weight = layer.get_base_layer().weight
+                    saved.append((weight, weight.data))
+                    with torch.no_grad():
+                        delta = layer.get_delta_weight(name)
+                        weight.data = (weight.data.float() + delta.float()).to(weight.dtype)
+                with self.state("base") as model:
+                    yield model
+            finally:
+                for weight, original in saved:
+                    weight.data = original

@@ -1,35 +1,17 @@
-"""A teacher's next-token distribution at each graded position: complete, or the top tokens that a server returns."""
+"""A teacher's next-token distribution at each of N graded positions: complete, or the top tokens that a server returns.
+
+Both kinds have the same methods, in which `part` selects n of the positions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol, Self
 
 import torch
 
 # Probability assumed for all unnamed tokens together where a server's rounding leaves none.
 SMALLEST_TAIL = 1e-9
-
-
-class TeacherDistribution(Protocol):
-    """A distribution over the vocabulary for each of N positions; `part` selects n of them."""
-
-    def log_probs(self, part: slice, rows: int, temperature: float) -> torch.Tensor:
-        """Return log-probabilities of the vocabulary's first `rows` tokens, `(n, rows)` in fp32."""
-        ...
-
-    def entropy(self, part: slice, log_q: torch.Tensor) -> torch.Tensor:
-        """Return the entropy given the result of `log_probs`, `(n,)` in nats."""
-        ...
-
-    def kl(self, part: slice, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-        """Return KL(p, q) from a student's log-distributions to this one, `(n,)` in nats."""
-        ...
-
-    def split(self, lengths: Sequence[int]) -> list[Self]:
-        """Return one distribution per sequence."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -41,6 +23,7 @@ class HiddenStates:
 
     @torch.no_grad()
     def log_probs(self, part: slice, rows: int, temperature: float) -> torch.Tensor:
+        """Return log-probabilities of the vocabulary's first `rows` tokens, `(n, rows)` in fp32."""
         head_VH = self.head_VH[:rows]
         logits = (self.states_NH[part].to(head_VH.dtype) @ head_VH.T).float()
         for block in logits.split(rows_at_once(logits)):
@@ -48,12 +31,15 @@ class HiddenStates:
         return logits
 
     def entropy(self, part: slice, log_q: torch.Tensor) -> torch.Tensor:
+        """Return the entropy given the result of `log_probs`, `(n,)` in nats."""
         return -(log_q.exp() * log_q).sum(-1)
 
     def kl(self, part: slice, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+        """Return KL(p, q) from a student's log-distributions to this one, `(n,)` in nats."""
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
     def split(self, lengths: Sequence[int]) -> list[HiddenStates]:
+        """Return one distribution per sequence."""
         return [HiddenStates(states_NH, self.head_VH) for states_NH in self.states_NH.split(list(lengths))]
 
 
@@ -97,6 +83,9 @@ class TopTokens:
 
     def to(self, device: torch.device) -> TopTokens:
         return TopTokens(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+TeacherDistribution = HiddenStates | TopTokens
 
 
 def rows_at_once(logits_NV: torch.Tensor) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from opdcl.hub import reachable
 from opdcl.model.embedded import EMBEDDED, embedded_folder
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 HINT = f"--model {EMBEDDED} is embedded; or name a folder with safetensors, or, while online, opdcl fetch WORKFLOW"
@@ -168,18 +166,3 @@ def model_source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:
     if not isinstance(cached, str) and not reachable():
         raise UsageError(f"model {config.id!r} is not in the local cache and the hub is out of reach", HINT)
     return config.id, {}
-
-
-def base_fingerprint(model: torch.nn.Module) -> str:
-    """Return the SHA-256 over the bits of all base weights, without adapters."""
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        if "lora_" in name:
-            continue
-        weight = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        bits = weight.detach().cpu().contiguous().view(torch.uint8)
-        digest.update(memoryview(bits.flatten().numpy()))
-    return digest.hexdigest()

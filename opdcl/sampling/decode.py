@@ -64,15 +64,11 @@ class SlabLayer(CacheLayerMixin):
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def start_from(self, source: SlabLayer, rows: int) -> None:
-        """Start with the single row of `source` (the shared prefix), repeated to `rows` rows."""
-        self._allocate(source.keys, source.values, rows)
-        self.keys[:, :, : source.length] = source.keys[:, :, : source.length]
-        self.values[:, :, : source.length] = source.values[:, :, : source.length]
-        self.length, self.is_initialized = source.length, True
-
     def copy_part(self, source: SlabLayer, rows: slice, total: int, prefix: int, end: int) -> None:
-        """Copy a part's prefix to the left of the given rows, and its tail so that it ends at column `end`."""
+        """Copy the prefix of `source` to the left of `rows`, and its tail so that it ends at column `end`.
+
+        The first call allocates `total` rows. A single source row is repeated.
+        """
         if not self.is_initialized:
             self._allocate(source.keys, source.values, total)
             # Padding is masked, but masked NaN is still NaN.
@@ -215,7 +211,7 @@ def _prefill(model, cache: Cache, prefix: list[int], tails: list[list[int]], wid
         part = Cache(layers=[SlabLayer(len(prefix) + local) for _ in cache.layers])
         for layer, source in zip(part.layers, shared.layers, strict=True):
             if prefix:
-                layer.start_from(source, len(batch))
+                layer.copy_part(source, slice(None), len(batch), len(prefix), len(prefix))
         logits.append(
             model(
                 input_ids=ids_BW.to(device),

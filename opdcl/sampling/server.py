@@ -203,7 +203,8 @@ class Server:
 
     def _top_tokens(self, answer: Json, prompt_ids: Ids, completion_ids: Ids) -> TopTokens:
         """Return the distribution of each completion token, after checking that it is about these tokens."""
-        rows = _choice(answer)["prompt_logprobs"]
+        (choice,) = answer["choices"]
+        rows = choice["prompt_logprobs"]
         if len(rows) != (expected := len(prompt_ids) + len(completion_ids)):
             raise _InvalidAnswer(f"log-probabilities of {len(rows)} tokens came back for {expected}")
         k = self.config.top_k
@@ -226,7 +227,7 @@ class Server:
 
     def _rollout(self, answer: Json, prompt_ids: list[int], eos_ids: Ids, max_new_tokens: int) -> Rollout:
         """Return the completion in an answer, after checking that it is complete."""
-        choice = _choice(answer)
+        (choice,) = answer["choices"]
         ids = [int(token) for token in choice["token_ids"]]
         logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
         if len(ids) != len(logprobs) or not 0 < len(ids) <= max_new_tokens:
@@ -353,8 +354,3 @@ def _refused(config: ServerSection, response: httpx2.Response) -> UsageError:
         f"the server at {config.url} refuses: status {status}, {response.text[:300]}",
         f"set {KEY}" if status in (401, 403) else "check server.url, server.model and server.top_k",
     )
-
-
-def _choice(answer: Json) -> Json:
-    (choice,) = answer["choices"]
-    return dict(choice)
