@@ -17,7 +17,9 @@ from opdcl.model.embedded import EMBEDDED, embedded_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-HINT = f"--model {EMBEDDED} is embedded; or name a folder with safetensors; or run opdcl fetch WORKFLOW online"
+HINT = (
+    f"--model {EMBEDDED} is embedded; or name a folder with safetensors; or run opdcl fetch WORKFLOW online"
+)
 
 
 def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
