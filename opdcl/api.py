@@ -6,40 +6,46 @@
     opdcl.recover("runs/mine", steps=60)
     opdcl.evaluate("runs/mine", domain=["questions.jsonl"])     # in a notebook: the verdict and a table of scores
 
-The first four verbs resume where an earlier call stopped. They share these arguments:
-
-    settings: Further settings by the keys of `opdcl config schema`, as a mapping or as "KEY=VALUE" strings. An argument
-        with a name of its own, such as `steps`, takes precedence.
-    dry_run: Return the plan of the run, and write nothing.
-    force: Repeat stages whose settings or data have changed, instead of refusing them.
-    quiet: Print errors only; otherwise progress goes to stderr.
-
+`run`, `finetune`, `recover` and `evaluate` resume where an earlier call stopped, and share the options in `Options`.
 Every verb raises `opdcl.errors.OpdclError`, whose `hint` names the next step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from opdcl import parallel
 from opdcl.config.load import FILE_ENDINGS, load, load_tree
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.errors import UsageError
-from opdcl.results.compare import refuse_folder, view, write
-from opdcl.results.scores import STATES
-from opdcl.results.summary import summarise, table_rows
+from opdcl.outcomes import Comparison, Outcome, Plan, Result, Verification
+from opdcl.results.compare import refuse_folder, write
+from opdcl.results.summary import summarise
 from opdcl.results.tables import Table
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
-from opdcl.sanitize import harmless
 
 PathLike = str | Path
 
-Settings = Mapping[str, Any] | Sequence[str]
+Settings = Mapping[str, Any] | Sequence[str] | None
+
+
+class Options(TypedDict, total=False):
+    """What `run`, `finetune`, `recover` and `evaluate` have in common."""
+
+    settings: Settings
+    """More settings, by the keys of `opdcl config schema`: a mapping, or "KEY=VALUE" strings. An argument such as `steps`
+    takes precedence."""
+    dry_run: bool
+    """Return the plan of the run, and write nothing."""
+    force: bool
+    """Repeat stages whose settings or data have changed, instead of refusing to start."""
+    quiet: bool
+    """Print errors only. Otherwise progress goes to stderr."""
+
 
 # Argument of a verb -> the setting that it stands for.
 ARGUMENTS = {
@@ -57,89 +63,12 @@ ARGUMENTS = {
 }
 
 
-class Outcome:
-    """What a verb returns: a sentence, tables, notes, and the same as plain data. A notebook shows it as a page."""
-
-    def __init__(self, sentence: str, tables: Sequence[Table], data: Any, notes: Sequence[str] = ()):
-        self.sentence, self.tables, self.data, self.notes = sentence, tables, data, notes
-
-    def __repr__(self) -> str:
-        return f"<opdcl: {self.sentence}>"
-
-    def _repr_html_(self) -> str:
-        def row(cells: Sequence[str], tag: str) -> str:
-            texts = (escape(harmless(cell)).replace("\n", "<br>") for cell in cells)
-            return f"<tr>{''.join(f'<{tag}>{text}</{tag}>' for text in texts)}</tr>"
-
-        page = f"<p><strong>{escape(harmless(self.sentence))}</strong></p>"
-        for table in self.tables:
-            body = "".join(row(cells, "td") for cells in table.rows)
-            page += f"<table><thead>{row(table.columns, 'th')}</thead><tbody>{body}</tbody></table>"
-        return page
-
-
-class Plan(Outcome):
-    """What a run would do; `data` has the keys of `--dry-run --json`."""
-
-
-class Result(Outcome):
-    """The results of a run so far; `summary` has the keys of `opdcl report RUN --json`, `path` is the run directory."""
-
-    def __init__(self, path: Path, summary: dict[str, Any]):
-        self.path, self.summary = path, summary
-        rows = table_rows(summary)
-        tables = [Table("", ["suite", "n", "floor", *STATES], rows, "")] if rows else []
-        super().__init__(summary["verdict"], tables, summary, [f"report: {self.report}"])
-
-    @property
-    def report(self) -> Path:
-        """The path of report.html."""
-        return RunDir(self.path).reports[1]
-
-    @property
-    def adapters(self) -> dict[str, Path]:
-        """The adapters' folders by state: `tuned`, `recovered`."""
-        return RunDir(self.path).adapters()
-
-
-class Comparison(Outcome):
-    """Several runs side by side; `data` has the keys of `compare.json`, `path` is the folder that holds it, if any."""
-
-    def __init__(self, data: dict[str, Any], path: Path | None = None):
-        self.path = path
-        lead, (scores, *others) = view(data)[:2]
-        # A status takes several lines, so that the table fits a terminal of 80 columns.
-        names = scores.columns
-        rows = [
-            [c.replace(" ", "\n") if name == "status" else c for name, c in zip(names, row, strict=True)]
-            for row in scores.rows
-        ]
-        notes = [f"note: {note}" for note in data["notes"]]
-        super().__init__(lead, [scores._replace(title=lead, rows=rows), *others], data, notes)
-
-
-class Verification(Outcome):
-    """The checks of a run's files; `failed` names those that do not hold."""
-
-    def __init__(self, findings: Sequence[Any]):
-        self.failed = [f.what for f in findings if not f.ok]
-        rows = [[f.what, "ok" if f.ok else "BAD", f.finding] for f in findings]
-        bad, total = len(self.failed), len(findings)
-        sentence = f"{bad} of {total} checks failed" if bad else f"all {total} checks hold"
-        super().__init__(
-            sentence, [Table("", ["what", "", "finding"], rows, "")], [vars(f) for f in findings]
-        )
-
-
 def run(
     workflow: PathLike | Sequence[PathLike],
     out: PathLike | None = None,
     model: PathLike | None = None,
     deterministic: bool = False,
-    settings: Settings = (),
-    dry_run: bool = False,
-    force: bool = False,
-    quiet: bool = False,
+    **options: Unpack[Options],
 ) -> Result | Comparison | Plan:
     """Run a workflow: fine-tune, recover, evaluate, report.
 
@@ -148,7 +77,7 @@ def run(
         out: Run directory. Default: `runs/NAME`, with the workflow's name.
         model: Base model: `smollm2-135m` (embedded), a Hub id, or a path.
         deterministic: Use only kernels that repeat bit for bit.
-        settings, dry_run, force, quiet: See `help(opdcl.api)`.
+        options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
 
     Returns:
         The run's results; the comparison of all runs if the workflow has arms or seeds.
@@ -156,12 +85,8 @@ def run(
     Example:
         opdcl.run("quickstart", out="runs/quickstart", settings={"recover.steps": 60})
     """
-    overrides, flags = _settings(settings, "model", model=model, deterministic=deterministic or None)
-    flow, origins = load([str(file) for file in _as_list(workflow)], overrides, flags)
-    path = Path(out) if out else Path("runs") / flow.name
-    if flow.arms or flow.seeds:
-        return _execute_all(flow, origins, path, dry_run, force, quiet)
-    return _execute(flow, origins, path, dry_run, force, quiet)
+    named = {"model": model, "deterministic": deterministic or None}
+    return _execute("model", named, out, _strings(workflow), **options)
 
 
 def finetune(
@@ -171,10 +96,7 @@ def finetune(
     epochs: float | None = None,
     learning_rate: float | None = None,
     seed: int | None = None,
-    settings: Settings = (),
-    dry_run: bool = False,
-    force: bool = False,
-    quiet: bool = False,
+    **options: Unpack[Options],
 ) -> Result | Plan:
     """Learn a domain: train a LoRA adapter on rows.
 
@@ -185,7 +107,7 @@ def finetune(
         epochs: Passes over the data.
         learning_rate: Peak learning rate.
         seed: Seed of the fine-tune.
-        settings, dry_run, force, quiet: See `help(opdcl.api)`.
+        options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
 
     Returns:
         The run's results, which hold no scores before `evaluate`.
@@ -194,8 +116,7 @@ def finetune(
         opdcl.finetune("rows.jsonl", out="runs/mine", epochs=3)
     """
     named = {"data": data, "model": model, "epochs": epochs, "learning_rate": learning_rate, "seed": seed}
-    flow, origins = load([], *_settings(settings, "finetune", **named))
-    return _execute(flow, origins, Path(out), dry_run, force, quiet)
+    return _execute("finetune", named, out, [], **options)
 
 
 def recover(
@@ -205,10 +126,7 @@ def recover(
     steps: int | None = None,
     learning_rate: float | None = None,
     seed: int | None = None,
-    settings: Settings = (),
-    dry_run: bool = False,
-    force: bool = False,
-    quiet: bool = False,
+    **options: Unpack[Options],
 ) -> Result | Plan:
     """Recover what a fine-tune forgot, by on-policy distillation from the original model.
 
@@ -219,7 +137,7 @@ def recover(
         steps: Optimizer steps.
         learning_rate: Peak learning rate.
         seed: Seed of the recovery.
-        settings, dry_run, force, quiet: See `help(opdcl.api)`.
+        options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
 
     Returns:
         The run's results.
@@ -234,7 +152,7 @@ def recover(
         "learning_rate": learning_rate,
         "seed": seed,
     }
-    return _extend(Path(path), "recover", _settings(settings, "recover", **named), dry_run, force, quiet)
+    return _execute("recover", named, path, **options)
 
 
 def evaluate(
@@ -243,10 +161,7 @@ def evaluate(
     domain: PathLike | Sequence[PathLike] = (),
     data: Mapping[str, PathLike] | None = None,
     limit: int | None = None,
-    settings: Settings = (),
-    dry_run: bool = False,
-    force: bool = False,
-    quiet: bool = False,
+    **options: Unpack[Options],
 ) -> Result | Plan:
     """Score base, tuned and recovered on the same prompts, and write the report.
 
@@ -256,7 +171,7 @@ def evaluate(
         domain: Suites that measure the domain, or files of questions and answers.
         data: Suite -> local file to read instead of downloading the suite's data.
         limit: Evaluate only the first N documents of each suite.
-        settings, dry_run, force, quiet: See `help(opdcl.api)`.
+        options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
 
     Returns:
         The run's results: verdict, scores, R and D with intervals.
@@ -264,12 +179,12 @@ def evaluate(
     Example:
         opdcl.evaluate("runs/mine", retention=["instructions"], domain=["test-rows.jsonl"])
     """
-    suites, files = _split_files([str(suite) for suite in _as_list(domain)])
-    lists = {"retention": [*_as_list(retention)] or None, "domain": suites or None}
-    overrides, flags = _settings(settings, "eval", limit=limit, **lists)
-    local = {name: Path(file).resolve() for name, file in (data or {}).items()} | files
-    flags |= {f"eval.data.{name}": str(file) for name, file in local.items()}
-    return _extend(Path(path), "eval", (overrides, flags), dry_run, force, quiet)
+    files = {suite: Path(suite).stem for suite in _strings(domain) if _is_question_file(suite)}
+    suites = [files.get(suite, suite) for suite in _strings(domain)]
+    named = {"retention": _strings(retention) or None, "domain": suites or None, "limit": limit}
+    for name, file in [*(data or {}).items(), *((name, file) for file, name in files.items())]:
+        named[f"eval.data.{name}"] = Path(file).resolve()
+    return _execute("eval", named, path, **options)
 
 
 def report(path: PathLike, update: bool = False, quiet: bool = False) -> Result:
@@ -308,14 +223,14 @@ def compare(
 
     if out:
         refuse_folder(Path(out))
-    data = compare_runs([open_run(path) for path in _as_list(paths)])
+    data = compare_runs([open_run(path) for path in _strings(paths)])
     if out:
         _note_files(write(data, Path(out)), quiet)
     return Comparison(data, Path(out) if out else None)
 
 
 def verify(path: PathLike) -> Verification:
-    """Hash a run's files again, and compare them with what was recorded.
+    """Compare the hashes of a run's files with those it recorded.
 
     Example:
         assert not opdcl.verify("runs/mine").failed
@@ -328,25 +243,20 @@ def verify(path: PathLike) -> Verification:
 def fetch(
     workflow: PathLike | Sequence[PathLike],
     model: PathLike | None = None,
-    settings: Settings = (),
+    settings: Settings = None,
     dry_run: bool = False,
     quiet: bool = False,
 ) -> Outcome:
     """Download what a workflow needs from the Hub into the local cache; it then runs offline.
 
-    Args:
-        workflow: The name of a recipe, or YAML files, merged left to right.
-        model: Base model instead of the workflow's.
-        settings: See `help(opdcl.api)`.
-        dry_run: Only list what is needed, with sizes.
-        quiet: Print errors only.
+    Takes a recipe or YAML files, and a base model and settings that replace theirs. `dry_run` only lists names and sizes.
 
     Example:
         opdcl.fetch("quickstart")
     """
     from opdcl.pipeline.fetch import fetch as fetch_all
 
-    flow, _ = load([str(file) for file in _as_list(workflow)], *_settings(settings, "model", model=model))
+    flow, _ = load(_strings(workflow), *_settings(settings, "model", {"model": model}))
     with quiet_libraries():
         items = fetch_all(flow, dry_run, _output(quiet).note)
     table = Table("", ["what", "which", "commit", "size", ""], [item.row() for item in items], "")
@@ -358,7 +268,7 @@ def chat(source: PathLike, prompts: str | Iterable[str], max_new_tokens: int = 2
 
     Args:
         source: A run directory, an adapter's folder, or an adapter's Hub id.
-        prompts: One prompt or several; they are read one at a time.
+        prompts: One prompt or several; an iterator is read one prompt at a time.
         max_new_tokens: Longest answer, in tokens.
 
     Example:
@@ -445,24 +355,16 @@ def open_run(path: PathLike) -> RunDir:
     return run
 
 
-def _settings(settings: Settings, stage: str, **arguments: Any) -> tuple[list[str], dict[str, Any]]:
-    """Return `KEY=VALUE` overrides and a mapping of settings, in which a verb's own arguments have precedence."""
-    overrides, flags = ([], dict(settings)) if isinstance(settings, Mapping) else (list(settings), {})
+def _settings(
+    settings: Settings, stage: str, arguments: Mapping[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """Return `KEY=VALUE` overrides and a mapping of settings, in which a verb's own arguments take precedence."""
+    overrides, flags = ([], dict(settings)) if isinstance(settings, Mapping) else ([*(settings or ())], {})
     for name, value in arguments.items():
         if value is not None:
-            key = ARGUMENTS[name].format(stage=stage)
+            key = ARGUMENTS.get(name, name).format(stage=stage)
             flags[key] = str(value) if isinstance(value, Path) else value
     return overrides, flags
-
-
-def _split_files(domain: Sequence[str]) -> tuple[list[str], dict[str, Path]]:
-    """Return the names of domain suites, and the file of each one that was given as a file of questions.
-
-    Raises:
-        UsageError: A name ends like a file, and there is no such file.
-    """
-    files = {Path(suite).stem: Path(suite).resolve() for suite in domain if _is_question_file(suite)}
-    return [Path(suite).stem if _is_question_file(suite) else suite for suite in domain], files
 
 
 def _is_question_file(suite: str) -> bool:
@@ -474,54 +376,50 @@ def _is_question_file(suite: str) -> bool:
     return bool(path.suffix) and path.is_file()
 
 
-def _as_list(value: PathLike | Sequence[PathLike]) -> list[PathLike]:
-    return [value] if isinstance(value, str | Path) else list(value)
-
-
-def _extend(
-    path: Path,
-    stage: str,
-    settings: tuple[list[str], dict[str, Any]],
-    dry_run: bool,
-    force: bool,
-    quiet: bool,
-) -> Result | Plan:
-    """Add a stage to the workflow that a run was made with, and execute it."""
-    saved = read_json(open_run(path).config)
-    flow, origins = load_tree(saved["workflow"], saved["origins"], *settings, stage)
-    return _execute(flow, origins, path, dry_run, force, quiet)
+def _strings(value: PathLike | Sequence[PathLike]) -> list[str]:
+    return [str(value)] if isinstance(value, str | Path) else [str(one) for one in value]
 
 
 def _execute(
-    flow: Workflow, origins: dict[str, str], path: Path, dry_run: bool, force: bool, quiet: bool
-) -> Result | Plan:
+    stage: str,
+    arguments: Mapping[str, Any],
+    out: PathLike | None,
+    sources: list[str] | None = None,
+    settings: Settings = None,
+    dry_run: bool = False,
+    force: bool = False,
+    quiet: bool = False,
+) -> Any:
+    """Run a workflow from its sources or, without them, that of an existing run with one more stage."""
+    given = _settings(settings, stage, arguments)
+    if sources is None:
+        saved = read_json(open_run(out).config)
+        flow, origins = load_tree(saved["workflow"], saved["origins"], *given, stage)
+    else:
+        flow, origins = load(sources, *given)
+    path = Path(out or Path("runs") / flow.name)
+    sweep = bool(sources) and bool(flow.arms or flow.seeds)
     if dry_run:
-        from opdcl.pipeline.dry_run import describe
-
-        return _plan(flow, path, ["stage", "action", "why"], *describe(flow, RunDir(path)))
+        return _plan(flow, path, sweep)
     parallel.join()
+    if sweep:
+        from opdcl.pipeline.sweep import execute_all, expand
+
+        data = execute_all(flow, origins, path, _output(quiet), force)
+        # One arm with one seed has nothing to be compared with.
+        return Comparison(data, path) if data else report(path / next(iter(expand(flow, path))))
     from opdcl.pipeline.execute import execute
 
     return Result(path, execute(flow, origins, RunDir(path), _output(quiet), force))
 
 
-def _execute_all(
-    flow: Workflow, origins: dict[str, str], path: Path, dry_run: bool, force: bool, quiet: bool
-) -> Result | Comparison | Plan:
-    from opdcl.pipeline.sweep import describe_all, execute_all, expand
+def _plan(flow: Workflow, path: Path, sweep: bool) -> Plan:
+    from opdcl.pipeline.dry_run import describe
+    from opdcl.pipeline.sweep import describe_all
 
-    if dry_run:
-        return _plan(flow, path, ["run", "stage", "action", "why"], *describe_all(flow, path))
-    parallel.join()
-    if data := execute_all(flow, origins, path, _output(quiet), force):
-        return Comparison(data, path)
-    (name,) = expand(flow, path)  # one arm with one seed: there is nothing to compare it with
-    return report(path / name)
-
-
-def _plan(flow: Workflow, path: Path, columns: list[str], rows: list[list[str]], data: Any) -> Plan:
+    rows, data = describe_all(flow, path) if sweep else describe(flow, RunDir(path))
     title = f"dry run of {flow.name} in {path}"
-    return Plan(title, [Table(title, columns, rows, "")], data)
+    return Plan(title, [Table(title, ["run"] * sweep + ["stage", "action", "why"], rows, "")], data)
 
 
 def _note_files(files: Iterable[Path], quiet: bool) -> None:
