@@ -371,7 +371,8 @@ def _is_question_file(suite: str) -> bool:
     path = Path(suite)
     if path.suffix in FILE_ENDINGS and not path.is_file():
         raise UsageError(
-            f"domain questions {suite!r} do not exist", "name a file of questions and answers, or a suite"
+            f"domain questions {suite!r} do not exist",
+            "give a file of questions and answers, or the name of a suite",
         )
     return bool(path.suffix) and path.is_file()
 
