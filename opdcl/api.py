@@ -79,11 +79,8 @@ def run(
         deterministic: Use only kernels that repeat bit for bit.
         options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
 
-    Returns:
-        The run's results; the comparison of all runs if the workflow has arms or seeds.
-
-    Example:
-        opdcl.run("quickstart", out="runs/quickstart", settings={"recover.steps": 60})
+    Returns: The run's results; the comparison of all runs if the workflow has arms or seeds.
+    Example: opdcl.run("quickstart", out="runs/quickstart", settings={"recover.steps": 60})
     """
     named = {"model": model, "deterministic": deterministic or None}
     return _execute("model", named, out, _strings(workflow), **options)
@@ -109,11 +106,8 @@ def finetune(
         seed: Seed of the fine-tune.
         options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
 
-    Returns:
-        The run's results, which hold no scores before `evaluate`.
-
-    Example:
-        opdcl.finetune("rows.jsonl", out="runs/mine", epochs=3)
+    Returns: The run's results; they hold no scores before `evaluate`.
+    Example: opdcl.finetune("rows.jsonl", out="runs/mine", epochs=3)
     """
     named = {"data": data, "model": model, "epochs": epochs, "learning_rate": learning_rate, "seed": seed}
     return _execute("finetune", named, out, [], **options)
@@ -139,11 +133,8 @@ def recover(
         seed: Seed of the recovery.
         options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
 
-    Returns:
-        The run's results.
-
-    Example:
-        opdcl.recover("runs/mine", prompts="prompts.jsonl", steps=60)
+    Returns: The run's results.
+    Example: opdcl.recover("runs/mine", prompts="prompts.jsonl", steps=60)
     """
     named = {
         "prompts": prompts,
@@ -173,11 +164,8 @@ def evaluate(
         limit: Evaluate only the first N documents of each suite.
         options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
 
-    Returns:
-        The run's results: verdict, scores, R and D with intervals.
-
-    Example:
-        opdcl.evaluate("runs/mine", retention=["instructions"], domain=["test-rows.jsonl"])
+    Returns: The run's results: verdict, scores, R and D with intervals.
+    Example: opdcl.evaluate("runs/mine", retention=["instructions"], domain=["test-rows.jsonl"])
     """
     files = {suite: Path(suite).stem for suite in _strings(domain) if _is_question_file(suite)}
     suites = [files.get(suite, suite) for suite in _strings(domain)]
@@ -195,14 +183,14 @@ def report(path: PathLike, update: bool = False, quiet: bool = False) -> Result:
         update: Also write report.md, report.html and the model card again, as the command line does.
         quiet: Do not name the files that are written.
 
-    Example:
-        opdcl.report("runs/mine").summary["status"]
+    Example: opdcl.report("runs/mine").summary["status"]
     """
     found = open_run(path)
     if update:
         from opdcl.results.report import write as write_report
 
-        _note_files(write_report(found), quiet)
+        for file in write_report(found):
+            _output(quiet).note(f"wrote {file}")
     return Result(found.path, summarise(found))
 
 
@@ -216,24 +204,22 @@ def compare(
         out: Folder for compare.md, compare.html and compare.json.
         quiet: Do not name the files that are written.
 
-    Example:
-        opdcl.compare(["runs/mine", "runs/other"], out="comparison").data["arms"]
+    Example: opdcl.compare(["runs/mine", "runs/other"], out="comparison").data["arms"]
     """
     from opdcl.results.compare import compare as compare_runs
 
     if out:
         refuse_folder(Path(out))
     data = compare_runs([open_run(path) for path in _strings(paths)])
-    if out:
-        _note_files(write(data, Path(out)), quiet)
+    for file in write(data, Path(out)) if out else ():
+        _output(quiet).note(f"wrote {file}")
     return Comparison(data, Path(out) if out else None)
 
 
 def verify(path: PathLike) -> Verification:
     """Compare the hashes of a run's files with those it recorded.
 
-    Example:
-        assert not opdcl.verify("runs/mine").failed
+    Example: assert not opdcl.verify("runs/mine").failed
     """
     from opdcl.rundir.verify import verify as verify_run
 
@@ -251,8 +237,7 @@ def fetch(
 
     Takes a recipe or YAML files, and a base model and settings that replace theirs. `dry_run` only lists names and sizes.
 
-    Example:
-        opdcl.fetch("quickstart")
+    Example: opdcl.fetch("quickstart")
     """
     from opdcl.pipeline.fetch import fetch as fetch_all
 
@@ -310,8 +295,7 @@ def export(
         check: Load a GGUF file back and compare its probabilities with those of the merged model.
         quiet: Print errors only.
 
-    Example:
-        opdcl.export("runs/mine", "my-model")
+    Example: opdcl.export("runs/mine", "my-model")
     """
     from opdcl.deploy.export import export as export_model
 
@@ -332,8 +316,7 @@ def push(
         private: Create the repository as a private one.
         base: The base model's Hub id, needed if the run used a local folder.
 
-    Example:
-        opdcl.push("runs/mine", "me/my-adapter").data["url"]
+    Example: opdcl.push("runs/mine", "me/my-adapter").data["url"]
     """
     from opdcl.deploy.push import push as push_adapter
 
@@ -421,11 +404,6 @@ def _plan(flow: Workflow, path: Path, sweep: bool) -> Plan:
     rows, data = describe_all(flow, path) if sweep else describe(flow, RunDir(path))
     title = f"dry run of {flow.name} in {path}"
     return Plan(title, [Table(title, ["run"] * sweep + ["stage", "action", "why"], rows, "")], data)
-
-
-def _note_files(files: Iterable[Path], quiet: bool) -> None:
-    for file in files:
-        _output(quiet).note(f"wrote {file}")
 
 
 def _output(quiet: bool) -> Output:

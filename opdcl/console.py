@@ -36,9 +36,6 @@ class Redacting(io.TextIOBase):
     def flush(self) -> None:
         self._stream.flush()
 
-    def close(self) -> None:
-        self._stream.close()
-
 
 @contextlib.contextmanager
 def quiet_libraries(log: Path | None = None) -> Iterator[None]:
@@ -48,24 +45,24 @@ def quiet_libraries(log: Path | None = None) -> Iterator[None]:
 
     if log:
         log.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(log or os.devnull, encoding="utf-8")
-    handler.stream = Redacting(handler.stream)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    logging.captureWarnings(True)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     datasets.disable_progress_bars()
     warnings.simplefilter("default")
-    try:
-        # `Output` keeps the real streams.
-        with contextlib.redirect_stdout(handler.stream), contextlib.redirect_stderr(handler.stream):
-            yield
-    finally:
-        logging.captureWarnings(False)
-        root.removeHandler(handler)
-        handler.close()
+    root = logging.getLogger()
+    with open(log or os.devnull, "a", encoding="utf-8") as file:
+        stream = Redacting(file)
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        root.addHandler(handler)
+        logging.captureWarnings(True)
+        try:
+            # `Output` keeps the real streams.
+            with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+                yield
+        finally:
+            logging.captureWarnings(False)
+            root.removeHandler(handler)
 
 
 Mode = Literal["human", "json", "quiet"]
@@ -158,7 +155,6 @@ class StageLine:
                 TextColumn("left"),
                 TimeRemainingColumn(),
                 console=console,
-                transient=False,
             )
             self._live.start()
             self._task = self._live.add_task(self.name, total=None, values="", visible=False)

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,17 +36,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Environment variables that launchers set; the trainers' libraries would act on them.
-LAUNCHERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "TORCHELASTIC_",
-    "ACCELERATE_",
-    "FSDP_",
-)
+LAUNCHERS = re.compile("RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|ACCELERATE_|FSDP_")
 
 # Seconds that the other workers get to exit after one has failed, or was interrupted and saves a checkpoint.
 GRACE, GRACE_TO_SAVE = 10, 120
@@ -159,7 +150,7 @@ def join() -> None:
     torch.distributed.init_process_group(backend, timeout=timedelta(days=1))
     _rank, _count = torch.distributed.get_rank(), torch.distributed.get_world_size()
     _to_shard = os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+    for name in [name for name in os.environ if LAUNCHERS.match(name)]:
         del os.environ[name]
 
 
@@ -253,7 +244,11 @@ def shard(model: torch.nn.Module, device: str, enabled: bool) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device.split(":")[0], (_count,))
-    for layer in _layers(model):
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if not layers:
+        name = type(model).__name__
+        raise UsageError(f"{name} has no decoder layers that opdcl can spread", "leave model.shard off")
+    for layer in layers:
         fully_shard(layer, mesh=mesh)
     _sharded = True
 
@@ -273,15 +268,6 @@ def unsharded(model: torch.nn.Module) -> Iterator[None]:
         for layer in layers:
             layer.set_reshard_after_forward(True)
             layer.reshard()
-
-
-def _layers(model: torch.nn.Module) -> Iterable[torch.nn.Module]:
-    decoder = getattr(model, "model", None)
-    if not (layers := getattr(decoder, "layers", None)):
-        raise UsageError(
-            f"{type(model).__name__} has no decoder layers that opdcl can spread", "leave model.shard off"
-        )
-    return layers
 
 
 def all_values(value: T) -> list[T]:
