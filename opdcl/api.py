@@ -20,13 +20,21 @@ from opdcl import parallel
 from opdcl.config.load import FILE_ENDINGS, load, load_tree
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
+from opdcl.deploy.export import export as export_model
+from opdcl.deploy.push import push as push_adapter
 from opdcl.errors import UsageError
 from opdcl.outcomes import Comparison, Outcome, Plan, Result, Verification
+from opdcl.pipeline.execute import execute
+from opdcl.pipeline.fetch import fetch as fetch_all
+from opdcl.pipeline.sweep import describe_all, execute_all, expand
+from opdcl.results.compare import compare as compare_runs
 from opdcl.results.compare import refuse_folder, write
+from opdcl.results.report import write as write_report
 from opdcl.results.summary import summarise
 from opdcl.results.tables import Table
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.verify import verify as verify_run
 
 PathLike = str | Path
 
@@ -187,8 +195,6 @@ def report(path: PathLike, update: bool = False, quiet: bool = False) -> Result:
     """
     found = open_run(path)
     if update:
-        from opdcl.results.report import write as write_report
-
         for file in write_report(found):
             _output(quiet).note(f"wrote {file}")
     return Result(found.path, summarise(found))
@@ -206,8 +212,6 @@ def compare(
 
     Example: opdcl.compare(["runs/mine", "runs/other"], out="comparison").data["arms"]
     """
-    from opdcl.results.compare import compare as compare_runs
-
     if out:
         refuse_folder(Path(out))
     data = compare_runs([open_run(path) for path in _strings(paths)])
@@ -221,8 +225,6 @@ def verify(path: PathLike) -> Verification:
 
     Example: assert not opdcl.verify("runs/mine").failed
     """
-    from opdcl.rundir.verify import verify as verify_run
-
     return Verification(verify_run(open_run(path)))
 
 
@@ -239,8 +241,6 @@ def fetch(
 
     Example: opdcl.fetch("quickstart")
     """
-    from opdcl.pipeline.fetch import fetch as fetch_all
-
     flow, _ = load(_strings(workflow), *_settings(settings, "model", {"model": model}))
     with quiet_libraries():
         items = fetch_all(flow, dry_run, _output(quiet).note)
@@ -297,8 +297,6 @@ def export(
 
     Example: opdcl.export("runs/mine", "my-model")
     """
-    from opdcl.deploy.export import export as export_model
-
     with quiet_libraries(), _output(quiet).stage("export") as line:
         done = export_model(str(source), state, Path(out), format, outtype, converter, check, line)
     return Outcome(f"{done['state']} written to {out}", [], done)
@@ -318,8 +316,6 @@ def push(
 
     Example: opdcl.push("runs/mine", "me/my-adapter").data["url"]
     """
-    from opdcl.deploy.push import push as push_adapter
-
     found = open_run(path)
     with quiet_libraries():
         done = push_adapter(found, state, repository, private, base)
@@ -327,14 +323,12 @@ def push(
 
 
 def open_run(path: PathLike) -> RunDir:
-    """Return an existing run directory.
-
-    Raises:
-        UsageError: The path is not a run directory.
-    """
+    """Return an existing run directory; raise a UsageError if the path is not one."""
     run = RunDir(Path(path))
     if not run.config.exists():
-        raise UsageError(f"{path} is not a run directory", "opdcl finetune --data ROWS -o RUN makes one")
+        raise UsageError(
+            f"{path} is not a run directory", "create one with: opdcl finetune --data ROWS -o RUN"
+        )
     return run
 
 
@@ -387,19 +381,14 @@ def _execute(
         return _plan(flow, path, sweep)
     parallel.join()
     if sweep:
-        from opdcl.pipeline.sweep import execute_all, expand
-
         data = execute_all(flow, origins, path, _output(quiet), force)
         # One arm with one seed has nothing to be compared with.
         return Comparison(data, path) if data else report(path / next(iter(expand(flow, path))))
-    from opdcl.pipeline.execute import execute
-
     return Result(path, execute(flow, origins, RunDir(path), _output(quiet), force))
 
 
 def _plan(flow: Workflow, path: Path, sweep: bool) -> Plan:
     from opdcl.pipeline.dry_run import describe
-    from opdcl.pipeline.sweep import describe_all
 
     rows, data = describe_all(flow, path) if sweep else describe(flow, RunDir(path))
     title = f"dry run of {flow.name} in {path}"

@@ -66,7 +66,8 @@ class Comparison(Outcome):
 
     def __init__(self, data: dict[str, Any], path: Path | None = None):
         self.path = path
-        lead, (scores, *others) = view(data)[:2]
+        page = view(data)
+        scores, *others = page.tables
         # A status takes several lines, so that the table fits a terminal of 80 columns.
         names = scores.columns
         rows = [
@@ -74,7 +75,7 @@ class Comparison(Outcome):
             for row in scores.rows
         ]
         notes = [f"note: {note}" for note in data["notes"]]
-        super().__init__(lead, [scores._replace(title=lead, rows=rows), *others], data, notes)
+        super().__init__(page.lead, [Table(page.lead, names, rows, scores.caption), *others], data, notes)
 
 
 class Verification(Outcome):

@@ -37,7 +37,7 @@ def export(
     offline: opt.Offline = False,
     json: opt.Json = False,
 ) -> None:
-    """Write the model or its adapter for other programs to load."""
+    """Write the merged model, or its adapter, for other programs."""
     start(json)
     show(opdcl.export(source, out, state, format, outtype, converter, check, quiet=json))
 

@@ -17,7 +17,10 @@ RunDir = Annotated[Path, Argument(metavar="RUN", help="Run directory.")]
 Source = Annotated[
     str, Argument(metavar="RUN", help="Run directory, adapter folder, or Hub id of an adapter.")
 ]
-Runs = Annotated[list[Path], Argument(metavar="RUN RUN...", help="Run directories; seeds are pooled.")]
+Runs = Annotated[
+    list[Path],
+    Argument(metavar="RUN", help="Two or more run directories. Runs that differ only in seeds are pooled."),
+]
 Workflow = Annotated[list[str], Argument(help="Recipe or YAML files, merged left to right.")]
 Recipe = Annotated[str, Argument(help="Name of a recipe.")]
 Target = Annotated[Path, Argument(help="File or folder to write to.")]
@@ -42,7 +45,7 @@ Offline = Annotated[
 ]
 Json = Annotated[bool, Option("--json", help="Print one JSON document.")]
 Quiet = Annotated[bool, Option("-q", "--quiet", help="Print errors only.")]
-State = Annotated[str | None, Option(help="tuned or recovered. Default: the last one that the run has.")]
+State = Annotated[str | None, Option(help="Adapter: tuned or recovered. Default: the last one of the run.")]
 
 # run and finetune.
 Deterministic = Annotated[bool, Option("--deterministic", help="Use only kernels that repeat bit for bit.")]

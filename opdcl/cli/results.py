@@ -10,7 +10,7 @@ from opdcl.errors import EnvironmentFault, OpdclError
 
 
 def report(run_dir: opt.RunDir, json: opt.Json = False, quiet: opt.Quiet = False) -> None:
-    """Print the verdict, and rewrite the report files. These are report.md, report.html and the model card."""
+    """Print the verdict, and rewrite the report. Writes report.md, report.html and the model card."""
     start(json, quiet)
     show(opdcl.report(run_dir, update=True, quiet=quiet or json))
 
