@@ -4,9 +4,9 @@
 
     opdcl.finetune("rows.jsonl", out="runs/mine", epochs=3)
     opdcl.recover("runs/mine", steps=60)
-    opdcl.evaluate("runs/mine", domain=["questions.jsonl"])     # in a notebook: the verdict and a table of scores
+    opdcl.evaluate("runs/mine", domain=["questions.jsonl"])  # a notebook shows verdict and scores
 
-`run`, `finetune`, `recover` and `evaluate` resume where an earlier call stopped, and share the options in `Options`.
+`run`, `finetune`, `recover` and `evaluate` resume where an earlier call stopped, and share `Options`.
 Every verb raises `opdcl.errors.OpdclError`, whose `hint` names the next step.
 """
 
@@ -45,8 +45,7 @@ class Options(TypedDict, total=False):
     """What `run`, `finetune`, `recover` and `evaluate` have in common."""
 
     settings: Settings
-    """More settings, by the keys of `opdcl config schema`: a mapping, or "KEY=VALUE" strings. An argument such as `steps`
-    takes precedence."""
+    """By the keys of `opdcl config schema`: a mapping, or "KEY=VALUE" strings. Arguments take precedence."""
     dry_run: bool
     """Return the plan of the run, and write nothing."""
     force: bool
@@ -237,7 +236,7 @@ def fetch(
 ) -> Outcome:
     """Download what a workflow needs from the Hub into the local cache; it then runs offline.
 
-    Takes a recipe or YAML files, and a base model and settings that replace theirs. `dry_run` only lists names and sizes.
+    Takes a recipe or YAML files; `model` and `settings` replace theirs. `dry_run` only lists names and sizes.
 
     Example: opdcl.fetch("quickstart")
     """
@@ -305,7 +304,7 @@ def export(
 def push(
     path: PathLike, repository: str, state: str | None = None, private: bool = False, base: str | None = None
 ) -> Outcome:
-    """Upload a run's adapter to the Hugging Face Hub, with a model card that holds its results. Needs HF_TOKEN.
+    """Upload a run's adapter to the Hub, with its results on the model card. Needs HF_TOKEN.
 
     Args:
         path: Run directory.
@@ -335,7 +334,7 @@ def open_run(path: PathLike) -> RunDir:
 def _settings(
     settings: Settings, stage: str, arguments: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return `KEY=VALUE` overrides and a mapping of settings, in which a verb's own arguments take precedence."""
+    """Return `KEY=VALUE` overrides and a mapping of settings, in which arguments take precedence."""
     overrides, flags = ([], dict(settings)) if isinstance(settings, Mapping) else ([*(settings or ())], {})
     for name, value in arguments.items():
         if value is not None:

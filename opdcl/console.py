@@ -72,7 +72,7 @@ LINE_EVERY, PIPE_WIDTH = 15, 10_000
 
 
 class Output:
-    """Print results, notes, progress and errors in the user's mode. Of several workers only the first one prints."""
+    """Print results, notes, progress and errors. Of several workers only the first one prints."""
 
     def __init__(self, mode: Mode = "human"):
         self.mode = mode

@@ -17,7 +17,7 @@ from opdcl.sanitize import harmless
 
 
 class Outcome:
-    """What a verb returns: a sentence, tables, notes, and the same as plain data. A notebook shows it as a page."""
+    """What a verb returns: a sentence, tables, notes, and plain data. A notebook shows it as HTML."""
 
     def __init__(self, sentence: str, tables: Sequence[Table], data: Any, notes: Sequence[str] = ()):
         self.sentence, self.tables, self.data, self.notes = sentence, tables, data, notes
@@ -42,7 +42,7 @@ class Plan(Outcome):
 
 
 class Result(Outcome):
-    """The results of a run so far; `summary` has the keys of `opdcl report RUN --json`, `path` is the run directory."""
+    """The results so far of the run in `path`; `summary` has the keys of `opdcl report RUN --json`."""
 
     def __init__(self, path: Path, summary: dict[str, Any]):
         self.path, self.summary = path, summary
@@ -62,7 +62,7 @@ class Result(Outcome):
 
 
 class Comparison(Outcome):
-    """Several runs side by side; `data` has the keys of `compare.json`, `path` is the folder that holds it, if any."""
+    """Runs side by side; `data` has the keys of compare.json, and `path` is the folder it is in, if any."""
 
     def __init__(self, data: dict[str, Any], path: Path | None = None):
         self.path = path

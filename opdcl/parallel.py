@@ -3,13 +3,14 @@
     opdcl run quickstart --num-processes 2
     accelerate launch --config_file workflows/accelerate/data-parallel.yaml -m opdcl run quickstart
 
-Rollouts, grades, gradients and answers are split and merged here, not by a wrapper around the model. A step learns from
-the mean over all of its tokens, no matter which worker held them. A run can therefore resume with another number of
-workers: only the time and the order of long completions change (docs/processes.md). The trainers see one process only.
+Rollouts, grades, gradients and answers are split and merged here, not by a wrapper around the model. A step
+learns from the mean over all of its tokens, no matter which worker held them. A run can therefore resume with
+another number of workers: only the time and the order of long completions change (docs/processes.md). The
+trainers see one process only.
 
-Worker 0 owns the run directory, the console and the trackers. Every other worker uses a copy of the run, deleted when it
-ends. With `model.shard` the frozen layers of the base are spread over the workers (FSDP2, arXiv 2304.11277); the adapter
-is small and stays whole on every worker.
+Worker 0 owns the run directory, the console and the trackers. Every other worker uses a copy of the run, and
+deletes it when it ends. With `model.shard` the frozen layers of the base are spread over the workers (FSDP2, arXiv
+2304.11277); the adapter is small and stays whole on every worker.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def worker_count() -> int:
 
 
 def sharded() -> bool:
-    """Return whether the base's layers are spread over the workers; all of them must then run each layer equally often."""
+    """Return whether the base is spread over the workers, which must then run each layer equally often."""
     return _sharded
 
 
@@ -73,7 +74,7 @@ def request_workers(number: int) -> None:
 
 
 def launch(number: int) -> int:
-    """Run this command line as several workers on this machine; return the exit code of worker 0, or of one that failed."""
+    """Run this command line as several workers; return the exit code of worker 0, or of one that failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -93,7 +94,7 @@ def launch(number: int) -> int:
 
 
 def _wait_for(workers: list[subprocess.Popen]) -> int:
-    """Pass signals on to the workers until all have exited. After one fails, the others are stopped after a grace time."""
+    """Wait until all workers have exited, and pass signals on. After a failure, kill the others in the end."""
 
     def pass_on(number, frame):
         for worker in workers:
@@ -116,7 +117,7 @@ def _wait_for(workers: list[subprocess.Popen]) -> int:
 
 
 def join() -> None:
-    """Connect to the other workers, if there are any. If several were requested, run them first, and exit as they do.
+    """Connect to the other workers, if any. If several were requested, run them, then exit as they do.
 
     Raises:
         SystemExit: The requested workers have exited.
@@ -232,10 +233,10 @@ def first_worker_first() -> Iterator[None]:
 
 
 def shard(model: torch.nn.Module, device: str, enabled: bool) -> None:
-    """Spread the weights of the decoder layers over the workers, if `enabled` or if the launcher asks for FSDP.
+    """Spread the decoder layers over the workers, if `enabled` or if the launcher asks for FSDP.
 
-    Each layer is whole only while it runs. The adapter, which is attached later, and embeddings and head, which loss and
-    sampling read, are not spread.
+    Each layer is whole only while it runs. The adapter, attached later, is not spread, nor are embeddings
+    and head, which loss and sampling read.
     """
     global _sharded
     if _count == 1 or not (enabled or _to_shard):
@@ -255,7 +256,7 @@ def shard(model: torch.nn.Module, device: str, enabled: bool) -> None:
 
 @contextlib.contextmanager
 def unsharded(model: torch.nn.Module) -> Iterator[None]:
-    """Hold all layers whole inside the block, in which each worker may run them as often as it needs: sampling."""
+    """Hold all layers whole in the block, so that each worker may run them as often as it needs to sample."""
     from torch.distributed.fsdp import FSDPModule
 
     layers = [m for m in model.modules() if isinstance(m, FSDPModule)] if _sharded else []

@@ -8,7 +8,8 @@ import unicodedata
 
 # API keys by their prefixes, credentials inside a URL, and values after a name such as token=.
 SECRET = re.compile(
-    r"\bhf_[A-Za-z0-9]{16,}|\b(?:sk|pk|ghp|gho|xox[abp]|AKIA)[-_]?[A-Za-z0-9_-]{16,}|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
+    r"\bhf_[A-Za-z0-9]{16,}|\b(?:sk|pk|ghp|gho|xox[abp]|AKIA)[-_]?[A-Za-z0-9_-]{16,}"
+    r"|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
     r"|(?i:(?<=token=)|(?<=password=)|(?<=secret=)|(?<=api_key=)|(?<=apikey=)|(?<=bearer ))[^\s&,;'\"]{6,}"
 )
 

@@ -1,4 +1,4 @@
-"""The command line. Each command parses its options, calls a verb of `opdcl.api`, and prints what that returns.
+"""The command line. Each command parses its options, calls a verb of `opdcl.api`, and prints the outcome.
 
 Nothing heavy is imported before a command needs it, so that `opdcl --help` answers at once.
 """
@@ -46,7 +46,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 def main() -> None:
-    """Run the command line. A failure ends with its exit code, a message and a hint, never with a traceback."""
+    """Run the command line. A failure prints a message and a hint, not a traceback, and has an exit code."""
     screen.reset()
     stdout = sys.stdout
     try:
@@ -72,7 +72,7 @@ def _fail(fault: OpdclError) -> int:
 
 
 def _fail_unexpectedly(fault: Exception) -> int:
-    """Report an exception that is not opdcl's own: a wrong option, or a failure of the machine or of a library."""
+    """Report an exception that is not opdcl's own: a wrong option, or a failure of machine or library."""
     if os.environ.get("OPDCL_DEBUG"):
         raise fault
     if type(fault).__name__ == "NoArgsIsHelpError":

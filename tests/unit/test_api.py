@@ -1,4 +1,4 @@
-"""The verbs of `opdcl.api`: arguments become settings, results print themselves, and completion knows the verbs."""
+"""The verbs of `opdcl.api`: arguments become settings, and a notebook shows the outcome."""
 
 import json
 import re
