@@ -54,7 +54,7 @@ def execute(
     """
     workflow = inherit(workflow)
     with interruptible(), contextlib.ExitStack() as held:
-        tasks = parallel.by_first(lambda: _open(workflow, origins, run, output, force, donors, held))
+        tasks = parallel.on_first_worker(lambda: _open(workflow, origins, run, output, force, donors, held))
         mine = held.enter_context(own(run))
         held.enter_context(quiet_libraries(mine.new_log()))
         left = any(t.action != "skip" for t in tasks)
@@ -65,7 +65,7 @@ def execute(
             Session(workflow, mine, output, tracked).do(tasks)
         else:
             output.note("everything is done already")
-        return parallel.by_first(lambda: finish(workflow, run, output, tracked))
+        return parallel.on_first_worker(lambda: finish(workflow, run, output, tracked))
 
 
 def _open(

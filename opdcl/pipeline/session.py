@@ -43,9 +43,9 @@ class Session:
             with self.output.stage("load") as line:
                 line.note(f"{self.workflow.model.id}")
                 self._backbone = Backbone.load(self.workflow.model)
-                if parallel.count() > 1:
+                if parallel.worker_count() > 1:
                     line.note(
-                        f"{parallel.count()} processes, each with {'its part of the' if parallel.sharded() else 'the whole'} base"
+                        f"{parallel.worker_count()} processes, each with {'its part of the' if parallel.sharded() else 'the whole'} base"
                     )
                 if self.workflow.model.deterministic:
                     line.note(_price_of_determinism(self._backbone.device.type))
@@ -63,7 +63,7 @@ class Session:
             self.manifest["device"] = machine() | {
                 "kind": str(model.device),
                 "dtype": str(model.dtype).removeprefix("torch."),
-                "processes": parallel.count(),
+                "processes": parallel.worker_count(),
             }
             self._save_manifest()
         return self._backbone

@@ -121,7 +121,7 @@ def execute_all(
     from opdcl.pipeline.execute import execute
     from opdcl.results.compare import compare, refuse_folder, write
 
-    parallel.by_first(lambda: refuse_folder(out))
+    parallel.on_first_worker(lambda: refuse_folder(out))
     runs = expand(flow, out)
     finished: list[RunDir] = []
     others = _others(out, runs)
@@ -141,8 +141,8 @@ def execute_all(
         except OpdclError as fault:
             output.error(fault)
             failed[name] = fault
-    found = parallel.by_first(lambda: compare(finished)) if len(finished) > 1 else {}
-    for file in parallel.by_first(lambda: list(write(found, out))) if found else ():
+    found = parallel.on_first_worker(lambda: compare(finished)) if len(finished) > 1 else {}
+    for file in parallel.on_first_worker(lambda: list(write(found, out))) if found else ():
         output.note(f"wrote {file}")
     if failed:
         raise OpdclError(

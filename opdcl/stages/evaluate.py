@@ -89,7 +89,7 @@ class BackboneLM(LM):
         order = [i for i in sorted(range(len(requests)), key=lambda i: len(prompts[i])) if i not in answers]
         room = self.backbone.causal_lm.config.max_position_embeddings
         with self._writer() as write:
-            size = self.config.batch_size * parallel.count()
+            size = self.config.batch_size * parallel.worker_count()
             for start in range(0, len(order), size):
                 batch = order[start : start + size]
                 longest = min(
@@ -126,7 +126,7 @@ class BackboneLM(LM):
             server = reach_own_model(self.config.server, self.backbone, self.report.note)
             try:
                 with server.adapter(self.adapter) if self.adapter else contextlib.nullcontext(None) as name:
-                    yield lambda prompts, longest, count: parallel.by_first(
+                    yield lambda prompts, longest, count: parallel.on_first_worker(
                         lambda: server.complete(
                             prompts, longest, eos_ids, temperature=0, model=name, on_finished=count
                         )

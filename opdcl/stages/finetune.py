@@ -193,7 +193,9 @@ class AnswerTrainer(SFTTrainer):
                 self._cut_finer(mine)
         parallel.add_gradients(model)
         loss = torch.stack(losses).sum()
-        return finite_or_skipped(self, model, loss.new_tensor(parallel.total({"loss": float(loss)})["loss"]))
+        return finite_or_skipped(
+            self, model, loss.new_tensor(parallel.sum_over_workers({"loss": float(loss)})["loss"])
+        )
 
     def _cut_finer(self, inputs: dict[str, torch.Tensor]) -> None:
         if "position_ids" in inputs:
@@ -233,9 +235,9 @@ class AnswerTrainer(SFTTrainer):
 
 def _my_rows(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return this process's rows of a batch; if there are too few for it, one whose answer does not count."""
-    if parallel.count() == 1:
+    if parallel.worker_count() == 1:
         return inputs
-    mine = {name: parallel.share(rows) for name, rows in inputs.items()}
+    mine = {name: parallel.my_share(rows) for name, rows in inputs.items()}
     if len(mine["input_ids"]):
         return mine
     return {

@@ -152,6 +152,17 @@ def test_help_names_every_command(opdcl):
         assert f" {name} " in said
 
 
+def test_help_has_a_short_form(opdcl):
+    assert opdcl("recover", "-h") == opdcl("recover", "--help")
+
+
+def test_opdcl_alone_shows_where_to_begin(tmp_path):
+    done = python(ENTRY, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "opdcl run quickstart" in done.stdout
+    assert " finetune " in done.stdout
+
+
 def test_version_is_one_line(opdcl):
     from opdcl import __version__
 
@@ -232,15 +243,15 @@ WRONG = {
     "finetune --data missing.jsonl -o out": ("missing.jsonl' does not exist",),
     "finetune --data handbook -o out --epochs 0": ("finetune.epochs", "greater than 0", "flag"),
     "finetune --data handbook -o out --epochs few": ("--epochs", "number"),
-    "finetune -o out": ("--data",),
+    "finetune -o out": ("--data", "opdcl finetune --help"),
     "recover nowhere": ("nowhere is not a run directory", "opdcl finetune"),
     "eval nowhere": ("nowhere is not a run directory",),
     "eval nowhere --data ifeval": ("is not SUITE=PATH",),
     "eval . --domain missing.jsonl": ("domain questions 'missing.jsonl' do not exist", "the name of a suite"),
     "report nowhere": ("nowhere is not a run directory",),
     "report . --json": ("is not a run directory",),
-    "nosuchcommand": ("nosuchcommand",),
-    "run quickstart --nosuchflag": ("--nosuchflag",),
+    "nosuchcommand": ("nosuchcommand", "opdcl --help"),
+    "run quickstart --nosuchflag": ("--nosuchflag", "opdcl run --help"),
 }
 
 

@@ -22,7 +22,6 @@ from typer.main import get_command
 
 import opdcl
 from opdcl import cli
-from opdcl.console import Output
 from opdcl.data.rows import load_rows
 
 ROOT = Path(__file__).parents[2]
@@ -137,8 +136,6 @@ def run_here(words: list[str]) -> None:
     """Run one command in this process: a process of its own would load torch anew for each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", words)
-        patch.setattr(sys, "stdout", sys.stdout)  # the command line leads it to stderr for good
-        patch.setattr(cli, "output", Output())
         with pytest.raises(SystemExit) as left:
             cli.main()
     assert not left.value.code, f"{shlex.join(words)} ends with exit code {left.value.code}"
@@ -206,6 +203,9 @@ def small_verb(verb):
 
     @functools.wraps(verb)
     def smaller(*given, settings=None, **named):
+        if isinstance(settings, list):  # from the command line, whose sizes are small already
+            return verb(*given, settings=settings, **named)
+        named |= {name: min(named[name], FLAGS[f"--{name}"]) for name in named if f"--{name}" in FLAGS}
         return verb(*given, settings=(settings or {}) | typed, **named)
 
     return smaller

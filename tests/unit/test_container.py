@@ -49,7 +49,7 @@ def parsed(words: list[str]) -> typer.Context:
 def flow():
     """The workflow that the compose file runs."""
     given = parsed(list(map(filled, COMPOSE["opdcl"]["command"]))).params
-    return load(given["workflow"], given["set_"])[0]
+    return load(given["workflow"], given["settings"])[0]
 
 
 def test_what_is_copied_exists_and_reaches_the_build():
