@@ -25,31 +25,18 @@ STATE_OF = {stage: state for state, stage in STAGE_OF.items()}
 OTHER_FOLDERS = {"config.json": "a model folder", "adapter_config.json": "an adapter folder"}
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class StageDir:
-    """The folder of one stage: `stage.json`, `metrics.jsonl`, `samples.jsonl`, `adapter/`, `trainer/checkpoint-N/`."""
+    """The folder of one training stage."""
 
     path: Path
 
-    @property
-    def record(self) -> Path:
-        return self.path / "stage.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples.jsonl"
-
-    @property
-    def adapter(self) -> Path:
-        return self.path / "adapter"
-
-    @property
-    def trainer(self) -> Path:
-        return self.path / "trainer"
+    def __post_init__(self) -> None:
+        self.record = self.path / "stage.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.samples = self.path / "samples.jsonl"
+        self.adapter = self.path / "adapter"
+        self.trainer = self.path / "trainer"  # holds checkpoint-N/
 
     def state(self) -> dict:
         """Return the content of `stage.json`, or an empty dict before the stage has started."""
@@ -72,35 +59,22 @@ class StageDir:
         return next((folder for folder in self.checkpoints() if not damage(folder)), None)
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class RunDir:
     """A run directory. Other modules do not join its paths."""
 
     path: Path
 
-    @property
-    def workflow(self) -> Path:
-        return self.path / "workflow.yaml"
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def manifest(self) -> Path:
-        return self.path / "manifest.json"
-
-    @property
-    def reports(self) -> tuple[Path, Path, Path]:
-        """The report as Markdown and as HTML, and the model card."""
-        return self.path / "report.md", self.path / "report.html", self.path / "README.md"
-
-    @property
-    def evals(self) -> Path:
-        return self.path / "evals"
+    def __post_init__(self) -> None:
+        self.workflow = self.path / "workflow.yaml"
+        self.config = self.path / "config.json"
+        self.manifest = self.path / "manifest.json"
+        self.evals = self.path / "evals"
+        # The report as Markdown and as HTML, and the model card.
+        self.reports = self.path / "report.md", self.path / "report.html", self.path / "README.md"
 
     def is_run(self) -> bool:
-        """Say whether opdcl made this directory: a model folder also has a `config.json`, but other keys in it."""
+        """Return whether opdcl made this directory: a model's `config.json` has other keys."""
         config = read_json(self.config) if self.config.is_file() else None
         return isinstance(config, dict) and {"workflow", "origins"} <= config.keys()
 
