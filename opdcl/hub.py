@@ -106,35 +106,28 @@ def to_user_error(fault: Exception, repository: Repository) -> OpdclError:
     name = f"{repository.kind} {str(repository)!r}"
     match fault:
         case errors.GatedRepoError():
-            terms = f"https://huggingface.co/{repository.id}"
-            return UsageError(f"{name} is gated", f"accept its terms at {terms}, then set HF_TOKEN")
+            problem = f"{name} is gated"
+            hint = f"accept its terms at https://huggingface.co/{repository.id}, then set HF_TOKEN"
         case errors.RevisionNotFoundError():
-            return UsageError(
-                f"{name}: the Hub has {repository.id}, but no such revision",
-                "use a branch, tag or commit of it",
-            )
+            problem = f"{name}: the Hub has {repository.id}, but no such revision"
+            hint = "use a branch, tag or commit of it"
         case errors.RepositoryNotFoundError():
-            return UsageError(
-                f"{name} was found neither locally nor on the Hub (it may be private)",
-                "check the path or id; for a private repository set HF_TOKEN",
-            )
+            problem = f"{name} was found neither locally nor on the Hub (it may be private)"
+            hint = "check the path or id; for a private repository set HF_TOKEN"
         case errors.IncompleteSnapshotError():
-            return UsageError(
-                f"{name} is only partly in the local cache and the Hub is unreachable", FETCH_HINT
-            )
+            problem = f"{name} is only partly in the local cache and the Hub is unreachable"
+            hint = FETCH_HINT
         case errors.LocalEntryNotFoundError() | errors.DryRunError() | errors.OfflineModeIsEnabled():
-            return UsageError(
-                f"{name} was found neither locally nor in the local cache, and the Hub is unreachable",
-                f"check the name; {FETCH_HINT}",
-            )
-        case errors.HfHubHTTPError():
-            return OpdclError(
-                f"{name}: the Hub answered: {_first_line(fault)}",
-                "check HF_TOKEN and its permissions, or try again later",
-            )
-    return OpdclError(
-        f"{name}: {type(fault).__name__}: {_first_line(fault)}", "check the connection, or try again later"
-    )
+            problem = f"{name} was found neither locally nor in the local cache, and the Hub is unreachable"
+            hint = f"check the name; {FETCH_HINT}"
+        case _:
+            line = next((line.strip() for line in str(fault).splitlines() if line.strip()), "no reason given")
+            if isinstance(fault, errors.HfHubHTTPError):
+                kind, hint = "the Hub answered", "check HF_TOKEN and its permissions, or try again later"
+            else:
+                kind, hint = type(fault).__name__, "check the connection, or try again later"
+            return OpdclError(f"{name}: {kind}: {line[:300]}", hint)
+    return UsageError(problem, hint)
 
 
 def reachable() -> bool:
@@ -155,7 +148,3 @@ def _answers(endpoint: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _first_line(fault: Exception) -> str:
-    return next((line.strip() for line in str(fault).splitlines() if line.strip()), "no reason given")[:300]

@@ -29,8 +29,8 @@ def push(run: RunDir, state: str | None, repository: str, private: bool, base: s
     Args:
         run: The run.
         state: The state whose adapter is uploaded. Default: the last one.
-        repository: `owner/name`, created if it does not exist.
-        private: Whether a created repository is private.
+        repository: `owner/name`; created, publicly or not, if it does not exist.
+        private: Whether a new repository is private.
         base: The Hub id of the base, if the run names a local folder.
 
     Raises:
@@ -64,15 +64,8 @@ def push(run: RunDir, state: str | None, repository: str, private: bool, base: s
             commit = api.create_commit(repository, files, commit_message=message).oid
     except Exception as fault:
         raise to_user_error(fault, target) from fault
-    url = f"{api.endpoint}/{repository}"
-    return {
-        "state": state,
-        "repository": repository,
-        "base": base,
-        "url": url,
-        "commit": commit,
-        "private": private,
-    }
+    place = {"repository": repository, "url": f"{api.endpoint}/{repository}", "commit": commit}
+    return {"state": state, "base": base, "private": private} | place
 
 
 def check_base(id: str, base: str) -> None:

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl.errors import EnvironmentFault
@@ -43,42 +44,32 @@ class Tracking:
         self._record |= read_json(self._file) if self._file.exists() else {}
         self._trackers: dict[str, Any] = {}
         if names:
-            self._open(names, run)
+            self._open(names, run.path.resolve().name, run.path / "tracking")
 
-    def _open(self, names: list[str], run: RunDir) -> None:
+    def _open(self, names: list[str], name: str, folder: Path) -> None:
         from transformers import TrainerControl, TrainerState, TrainingArguments
         from transformers.integrations import get_reporting_integration_callbacks
 
-        folder = run.path / "tracking"
         folder.mkdir(parents=True, exist_ok=True)
-        defaults = {
-            "TENSORBOARD_LOGGING_DIR": str(folder / "tensorboard"),
-            "WANDB_DIR": str(folder),
-            "WANDB_SILENT": "true",  # stdout is for results
-            "WANDB_CONSOLE": "off",
-            "WANDB_RUN_ID": self._record["id"],
-            "WANDB_RESUME": "allow",
-            "MLFLOW_RUN_ID": self._record.get("mlflow", ""),
-        }
-        self._state, self._control = TrainerState(), TrainerControl()
-        self._arguments = TrainingArguments(
+        arguments = TrainingArguments(
             output_dir=str(folder),
-            run_name=f"{run.path.resolve().name}-{self._record['id']}",
+            run_name=f"{name}-{self._record['id']}",
             project="opdcl",
             report_to=[],
             use_cpu=True,
             trackio_static_space_id=False,
         )
-        with _environment(defaults):
-            for name in names:
-                with self._drop_if_it_fails(name):
-                    (integration,) = get_reporting_integration_callbacks([name])
-                    self._trackers[name] = integration()
-                    self._trackers[name].on_train_begin(
-                        self._arguments, self._state, self._control, model=None
-                    )
-                    if name == "mlflow":
-                        self._record[name] = self._trackers[name]._ml_flow.active_run().info.run_id
+        self._state = TrainerState()
+        self._context = (arguments, self._state, TrainerControl())
+        with _environment(folder, self._record):
+            for tracker in names:
+                with self._drop_if_it_fails(tracker):
+                    (integration,) = get_reporting_integration_callbacks([tracker])
+                    self._trackers[tracker] = integration()
+                    self._trackers[tracker].on_train_begin(*self._context, model=None)
+        with self._drop_if_it_fails("mlflow"):
+            if mlflow := self._trackers.get("mlflow"):
+                self._record["mlflow"] = mlflow._ml_flow.active_run().info.run_id
         write_json(self._file, self._record)
 
     def follow(self, stage: StageDir, offset: int) -> None:
@@ -87,20 +78,22 @@ class Tracking:
             return
         name = stage.path.name.split("-", 1)[1]
         rows = read_jsonl(stage.metrics)
-        for row in rows[self._record["sent"].get(name, 0) :]:
-            self._log({f"{name}/{key}": value for key, value in _numbers(row)}, offset + row["step"])
-        if len(rows) > self._record["sent"].get(name, 0):
+        if fresh := rows[self._record["sent"].get(name, 0) :]:
+            for row in fresh:
+                self._log({f"{name}/{key}": value for key, value in _numbers(row)}, offset + row["step"])
             self._record["sent"][name] = len(rows)
             write_json(self._file, self._record)
 
     def finish(self, step: int, scores: dict[str, float], texts: dict[str, str]) -> None:
         """Send scores and texts, and close the trackers."""
         self._log({f"eval_{key}": value for key, value in scores.items()}, step)
-        if mlflow := self._trackers.get("mlflow"):  # its integration accepts numbers only
-            with self._drop_if_it_fails("mlflow"):
+        with self._drop_if_it_fails("mlflow"):
+            if mlflow := self._trackers.get("mlflow"):  # its integration accepts numbers only
                 for key, text in texts.items():
                     mlflow._ml_flow.log_text(text, f"{key}.md")
-        self._log({f"eval_{key}": text for key, text in texts.items()}, step, without="mlflow")
+                mlflow.on_train_end(*self._context)
+                del self._trackers["mlflow"]
+        self._log({f"eval_{key}": text for key, text in texts.items()}, step)
         self.close()
 
     def close(self) -> None:
@@ -108,16 +101,15 @@ class Tracking:
         self._call("on_train_end")
         self._trackers.clear()
 
-    def _log(self, values: dict[str, Any], step: int, without: str | None = None) -> None:
+    def _log(self, values: dict[str, Any], step: int) -> None:
         if self._trackers:
             self._state.global_step = step
-            self._call("on_log", without, logs=values)
+            self._call("on_log", logs=values)
 
-    def _call(self, event: str, without: str | None = None, **values: Any) -> None:
+    def _call(self, event: str, **values: Any) -> None:
         for name, tracker in list(self._trackers.items()):
-            if name != without:
-                with self._drop_if_it_fails(name):
-                    getattr(tracker, event)(self._arguments, self._state, self._control, model=None, **values)
+            with self._drop_if_it_fails(name):
+                getattr(tracker, event)(*self._context, model=None, **values)
 
     @contextmanager
     def _drop_if_it_fails(self, name: str) -> Iterator[None]:
@@ -176,8 +168,17 @@ def scores(summary: dict[str, Any]) -> dict[str, float]:
 
 
 @contextmanager
-def _environment(defaults: dict[str, str]) -> Iterator[None]:
+def _environment(folder: Path, record: dict[str, Any]) -> Iterator[None]:
     """Set variables that the user has not set, inside the block only: several runs may follow in one process."""
+    defaults = {
+        "TENSORBOARD_LOGGING_DIR": str(folder / "tensorboard"),
+        "WANDB_DIR": str(folder),
+        "WANDB_SILENT": "true",  # stdout is for results
+        "WANDB_CONSOLE": "off",
+        "WANDB_RUN_ID": record["id"],
+        "WANDB_RESUME": "allow",
+        "MLFLOW_RUN_ID": record.get("mlflow"),
+    }
     added = {key: value for key, value in defaults.items() if value and not os.environ.get(key)}
     os.environ.update(added)
     try:
