@@ -28,7 +28,7 @@ NAME = re.compile(
 
 FETCH_HINT = "while online, opdcl fetch WORKFLOW downloads everything that a workflow needs"
 
-# The files to download of each kind. A model's weights are at the top level; folders contain other formats of them.
+# The files to download of each kind. A model's folders contain other formats of the weights at the top level.
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md"]
 FILES: dict[str, dict[str, list[str]]] = {
     "model": {"allow_patterns": MODEL_FILES, "ignore_patterns": ["*/*", "consolidated*", "adapter_*"]},
@@ -69,7 +69,7 @@ def snapshot(repository: Repository, code: bool = False) -> Path:
         code: Whether to include Python files.
 
     Raises:
-        UsageError: The repository does not exist or is private, or it is not cached and the Hub is unreachable.
+        UsageError: It does not exist or is private, or it is not cached and the Hub is unreachable.
     """
     return _snapshot(repository.kind, repository.id, repository.revision, code)
 
@@ -80,7 +80,7 @@ def _snapshot(kind: Kind, id: str, revision: str | None, code: bool) -> Path:
 
 
 def files(repository: Repository, code: bool = False) -> list[Any]:
-    """Return the Hub client's `DryRunFileInfo` (size, whether it is cached) of each file that `snapshot` needs."""
+    """Return the Hub client's `DryRunFileInfo` (size, cached or not) of the files that `snapshot` needs."""
     return list(_download(repository, code, dry_run=True))
 
 
@@ -118,7 +118,7 @@ def to_user_error(fault: Exception, repository: Repository) -> OpdclError:
             problem = f"{name} is only partly in the local cache and the Hub is unreachable"
             hint = FETCH_HINT
         case errors.LocalEntryNotFoundError() | errors.DryRunError() | errors.OfflineModeIsEnabled():
-            problem = f"{name} was found neither locally nor in the local cache, and the Hub is unreachable"
+            problem = f"{name} is not a local path and not in the local cache, and the Hub is unreachable"
             hint = f"check the name; {FETCH_HINT}"
         case _:
             line = next((line.strip() for line in str(fault).splitlines() if line.strip()), "no reason given")

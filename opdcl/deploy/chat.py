@@ -12,7 +12,7 @@ from opdcl.sampling.sample import sample
 
 
 def answers(source: str, prompts: Iterable[str], max_new_tokens: int) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield each prompt with the greedy answers by state: `base`, and every adapter of a run or a single adapter."""
+    """Yield each prompt with its greedy answers by state: `base` and each adapter of `source`."""
     base, adapters = find_states(source)
     backbone = Backbone.load(base)
     # The backbone holds two adapters, under these names; a single adapter must be `student`.

@@ -3,7 +3,7 @@
     opdcl export runs/mine -o my-model
     opdcl export runs/mine -o my-model --format gguf --converter ~/llama.cpp/convert_hf_to_gguf.py
 
-llama.cpp's own converter writes the GGUF file. opdcl loads it back and compares its probabilities with the merged model's.
+llama.cpp's own converter writes the GGUF file; opdcl loads it back and compares it with the merged model.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def export(
         source: A run directory, an adapter's folder, or a Hub id.
         state: The state of the run. Default: the last one.
         target: The folder to create.
-        format: `merged`, `adapter` or `gguf`.
-        outtype: The number format of a GGUF file.
+        format: `merged`, `adapter` or `gguf`; for `gguf` also:
+        outtype: The number format.
         converter: The path of llama.cpp's converter. Default: see `find_converter`.
-        check: Whether to load a GGUF file back and compare it.
+        check: Whether to load the file back and compare it.
         report: Receives progress messages.
 
     Raises:
@@ -89,7 +89,7 @@ def pick_state(source: str, adapters: dict[str, Path], state: str | None) -> tup
 
 
 def portable(base: str) -> str:
-    """Return the Hub id of a base, or only the name of its folder: a path means nothing elsewhere and is private."""
+    """Return the Hub id of a base, or its folder's name without the path, which is private."""
     return HUB_IDS.get(base, base if base.count("/") == 1 and not os.path.exists(base) else Path(base).name)
 
 

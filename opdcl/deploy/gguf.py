@@ -30,7 +30,7 @@ GET_CONVERTER = (
     f"then --converter llama.cpp/{SCRIPT}, or LLAMA_CPP=llama.cpp"
 )
 
-# Largest accepted mean difference, in nats per token, between the log-probabilities of a GGUF file and of its source:
+# Largest accepted mean difference of log-probabilities between a GGUF file and its source, in nats per token:
 # about ten times what benchmarks/exported.json shows for each type.
 LARGEST_GAP = {"f32": 0.001, "f16": 0.01, "bf16": 0.1, "q8_0": 0.4}
 
@@ -58,11 +58,7 @@ def find_converter(path: str | None) -> list[str]:
 def to_gguf(
     merged: Path, target: Path, command: list[str], outtype: str, check: bool, report: StageReport
 ) -> dict[str, Any]:
-    """Convert a merged model to `model.gguf` with a Modelfile beside it.
-
-    Returns:
-        The outtype, the size in bytes, and the gap to the merged model (see `measure_gap`; None if not measured).
-    """
+    """Write `model.gguf` and a Modelfile; return the outtype, the size, and the gap if it was measured."""
     report.note(f"converting to {outtype}")
     file = target / "model.gguf"
     _convert(merged, file, command, outtype)
@@ -105,8 +101,8 @@ def _check_gap(gap: dict[str, Any] | None, outtype: str, report: StageReport) ->
         return
     if not gap["mean"] <= LARGEST_GAP[outtype]:  # also refuses NaN
         raise OpdclError(
-            f"the GGUF file is not the same model: log-probabilities differ by {gap['mean']:.4f} nats per token; "
-            f"rounding explains at most {LARGEST_GAP[outtype]}",
+            f"the GGUF file is not the same model: log-probabilities differ by {gap['mean']:.4f} nats per "
+            f"token; rounding explains at most {LARGEST_GAP[outtype]}",
             "another version of llama.cpp may convert it correctly",
         )
     report.note(
@@ -121,13 +117,11 @@ def _check_gap(gap: dict[str, Any] | None, outtype: str, report: StageReport) ->
 
 
 def measure_gap(merged: Path, gguf: Path) -> dict[str, Any] | None:
-    """Compare a GGUF file with its source, both loaded by transformers and computed in float32.
-
-    The texts are a few prompts, each followed by the merged model's greedy answer.
+    """Compare a GGUF file with its source on a few prompts and the source's greedy answers, in float32.
 
     Returns:
-        `mean` and `largest` absolute difference of the log-probabilities in nats, the number of `tokens`, and whether
-        both tokenizers give the prompts the `same_ids`; None if transformers cannot read this type of GGUF file.
+        `mean` and `largest` absolute difference of the log-probabilities in nats, the number of `tokens`,
+        and whether both tokenizers give the prompts the `same_ids`; None if transformers cannot read it.
     """
     rows = load_prompts("everyday", "validation")[:CHECK_PROMPTS]
     model, tokenizer = load_base(ModelConfig(id=str(merged), dtype="float32"))

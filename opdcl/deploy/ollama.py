@@ -1,8 +1,8 @@
 """Write Ollama's Modelfile for a GGUF file: the chat template in Go's template language, and the stop tokens.
 
-A GGUF file contains its chat template, but Ollama does not run it (ollama/ollama#10222): it picks a similar template of
-its own, or passes the prompt on unformatted. The template is therefore derived here from what the tokenizer renders, and
-written only if it renders exactly the same text.
+A GGUF file contains its chat template, but Ollama does not run it (ollama/ollama#10222): it picks a similar
+template of its own, or passes the prompt on unformatted. The template is therefore derived here from what the
+tokenizer renders, and written only if it renders exactly the same text.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TRIALS = (
 )
 
 NO_TEMPLATE = (
-    "the Modelfile has no TEMPLATE: this chat template cannot be translated for Ollama, which uses the most similar "
-    "template it knows, if any: compare an answer with opdcl chat, or write TEMPLATE yourself"
+    "the Modelfile has no TEMPLATE: this chat template cannot be translated for Ollama, which uses the most "
+    "similar template it knows, if any: compare an answer with opdcl chat, or write TEMPLATE yourself"
 )
 
 Messages = list[dict[str, str]]
@@ -51,7 +51,7 @@ def modelfile(tokenizer: Any, ends: list[int]) -> tuple[str, list[str]]:
 
 
 def go_template(tokenizer: Any) -> tuple[str, str] | None:
-    """Return a chat template in Go's template language and its default system message, or None if it is too complex.
+    """Return a chat template in Go and its default system message, or None if it is too complex.
 
     It must put the same text around each message of a role, and a fixed text before the answer.
     """
@@ -74,7 +74,7 @@ def go_template(tokenizer: Any) -> tuple[str, str] | None:
 
 
 def _split(tokenizer: Any) -> tuple[dict[str, tuple[str, str]], str, str]:
-    """Return the texts before and after each role's messages, the text before the answer, and the default system message."""
+    """Return the texts around each role's messages and before the answer, and the default system message."""
     messages = [{"role": role, "content": MARKS[role]} for role in ("system", "user", "assistant", "user")]
     conversation = _render(tokenizer, messages, generation=False)
     before_system, rest = conversation.split(MARKS["system"])

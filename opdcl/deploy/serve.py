@@ -1,4 +1,4 @@
-"""Serve a run with vLLM: one server with the models `base`, `tuned` and `recovered`, which can load more adapters.
+"""Serve `base`, `tuned` and `recovered` on one vLLM server, which can load more adapters.
 
 opdcl serve runs/mine --vllm ~/vllm/bin/vllm
 """

@@ -1,7 +1,8 @@
 """Send a run's metrics, scores and verdict to trackers, through transformers' integrations.
 
-Trackers are fed from the run's files, which hold all results. A tracker that fails is dropped; the run continues. The
-trainers' `report_to` would do neither, and would send the steps since the last checkpoint twice after a resume.
+Trackers are fed from the run's files, which hold all results. A tracker that fails is dropped and the run
+continues. With the trainers' `report_to` a failure would end the run, and a resume would send the steps after
+the last checkpoint twice.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Tracking:
 
 @dataclass
 class Followed:
-    """A stage's report that also sends the stage's metrics to the trackers; its steps start after `offset`."""
+    """A stage's report that also sends the stage's metrics; `offset` is added to their steps."""
 
     report: StageReport
     tracking: Tracking
@@ -169,7 +170,7 @@ def scores(summary: dict[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def _environment(folder: Path, record: dict[str, Any]) -> Iterator[None]:
-    """Set variables that the user has not set, inside the block only: several runs may follow in one process."""
+    """Set variables that the user has not set, inside the block only: a process may do several runs."""
     defaults = {
         "TENSORBOARD_LOGGING_DIR": str(folder / "tensorboard"),
         "WANDB_DIR": str(folder),

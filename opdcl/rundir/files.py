@@ -16,7 +16,7 @@ from opdcl.errors import UsageError
 
 
 def cache_home() -> Path:
-    """Return the cache folder for converted models and tables: `$OPDCL_CACHE`, else `opdcl` in the user's cache."""
+    """Return the folder for converted models and tables: `$OPDCL_CACHE`, else `opdcl` in the user's cache."""
     if folder := os.environ.get("OPDCL_CACHE"):
         return Path(os.path.expanduser(folder))
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME", "~/.cache"))) / "opdcl"
@@ -94,7 +94,7 @@ def read_jsonl(path: Path) -> list[dict]:
 def folder_appears_whole(path: Path) -> Iterator[Path]:
     """Yield a temporary folder and rename it to `path` when the block succeeds, replacing an older folder.
 
-    All users may read the result, as far as the umask allows: libraries write some files for their owner only.
+    Its files get the mode that the umask allows; libraries write some of them for their owner only.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))

@@ -116,8 +116,8 @@ class RunDir:
     def lock(self) -> Iterator[dict | None]:
         """Lock the run for this process and yield the previous owner if it died without unlocking, else None.
 
-        The lock file stays: deleting it would let two processes lock two files of the same name. It contains the
-        owner, and is empty while nobody holds the lock.
+        The lock file stays: deleting it would let two processes lock two files of the same name. It contains
+        the owner, and is empty while nobody holds the lock.
 
         Raises:
             UsageError: Another process holds the lock, or the file system has no locks.

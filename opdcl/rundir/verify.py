@@ -25,7 +25,7 @@ class Finding:
 
 
 def seal_run(run: RunDir) -> None:
-    """Record the hashes of a run's configuration, results and adapters; reports can be written again at any time."""
+    """Record the hashes of a run's configuration, results and adapters; reports can be made again."""
     files = [p for p in sorted(run.evals.rglob("*.json*")) if not p.name.startswith(".")]
     for stage in run.stages():
         files += [p for p in (stage.record, stage.metrics, *sorted(stage.adapter.glob("*"))) if p.is_file()]

@@ -1,4 +1,4 @@
-"""Exports: the written model is the same, a different one is refused, and Ollama gets the same chat template."""
+"""Exports: the written model is the same, another one is refused, Ollama gets the same chat template."""
 
 import json
 import os
@@ -20,8 +20,15 @@ ZEPHYR = """{% for m in messages %}{{ '<|' + m['role'] + '|>
 ' + m['content'] + eos_token + '
 ' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>
 ' }}{% endif %}"""
-WITH_FIRST_TOKEN = "{{ bos_token }}{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] | trim + '[end]' }}{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
-NO_SYSTEM = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}<model>"
+WITH_FIRST_TOKEN = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '[' + m['role'] + ']' + m['content'] | trim + '[end]' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}<model>"
+)
 NUMBERED = (
     "{% for m in messages %}{{ loop.index ~ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant: "
 )
@@ -166,7 +173,7 @@ def test_an_exported_adapter_names_no_path_of_this_machine(tuned, tiny_model):
 
 
 def as_ollama(text: str, messages: list[dict[str, str]]) -> str:
-    """Render a Modelfile's template as Ollama does: SYSTEM is the first message if the conversation has none."""
+    """Render a Modelfile's template as Ollama does: SYSTEM is the default of the first message."""
     template = re.search(r'TEMPLATE """(.*?)"""', text, re.DOTALL)[1]
     default = re.search(r'SYSTEM """(.*?)"""', text, re.DOTALL)
     if default and messages[0]["role"] != "system":

@@ -1,4 +1,4 @@
-"""Trackers are fed from a run's files: every step once, also after a resume; the environment stays the user's."""
+"""Trackers are fed from a run's files: every step once, also after a resume."""
 
 import json
 import os

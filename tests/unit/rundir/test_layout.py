@@ -1,4 +1,4 @@
-"""The run directory: complete files, one writer at a time, nothing lost in a crash, and other folders refused."""
+"""The run directory: complete files, one writer at a time, crashes cost little, other folders are refused."""
 
 import errno
 import fcntl
