@@ -75,7 +75,10 @@ class RunDir:
 
     def is_run(self) -> bool:
         """Return whether opdcl made this directory: a model's `config.json` has other keys."""
-        config = read_json(self.config) if self.config.is_file() else None
+        try:
+            config = read_json(self.config)
+        except UsageError:  # missing or damaged; in a damaged run the other file is still there
+            return self.config.exists() and self.workflow.exists()
         return isinstance(config, dict) and {"workflow", "origins"} <= config.keys()
 
     def settings(self) -> dict[str, Any]:

@@ -258,6 +258,16 @@ def test_a_run_directory_is_recognized_by_its_own_config(tmp_path, model_folder)
             open_run(tmp_path / name)
 
 
+def test_a_run_with_a_damaged_config_is_still_a_run_and_a_stranger_s_folder_is_none(tmp_path):
+    run = RunDir(tmp_path)
+    run.config.write_text('{"workflow": ')
+    assert not run.is_run()
+    run.workflow.write_text("name: mine")
+    assert run.is_run()
+    with pytest.raises(UsageError, match="is not valid JSON"):
+        open_run(tmp_path).settings()
+
+
 @pytest.mark.parametrize("verb", ["report", "eval", "recover"])
 def test_a_model_folder_is_refused_and_nothing_is_written(model_folder, verb):
     before = {path: path.read_bytes() for path in model_folder.iterdir()}
