@@ -62,11 +62,7 @@ def parse(kind: Kind, name: str) -> Repository | None:
 def snapshot(repository: Repository, code: bool = False) -> Path:
     """Download what the local cache lacks of a repository and return its folder, whose name is the commit.
 
-    Within one process a branch stays at the commit of the first call.
-
-    Args:
-        repository: The repository.
-        code: Whether to include Python files.
+    Within one process a branch stays at the commit of the first call. `code` includes Python files.
 
     Raises:
         UsageError: It does not exist or is private, or it is not cached and the Hub is unreachable.

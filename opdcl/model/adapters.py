@@ -37,7 +37,7 @@ def find_adapter(place: str) -> Path:
     if last is None and (path / "config.json").is_file() and not RunDir(path).is_run():
         raise UsageError(
             f"{place} is a model folder: it holds no adapter",
-            "--model names it as the base of a new run; transformers, vLLM and llama.cpp load it as it is",
+            "--model names it as the base of a new run; transformers and vLLM load it as it is",
         )
     if last is None:
         raise UsageError(f"{place} holds no adapter", hint)

@@ -29,13 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Tracking:
-    """The open trackers of one run; without any, all methods do nothing.
-
-    Args:
-        names: Trackers, named as in `transformers.TrainingArguments.report_to`.
-        run: The run whose files are sent.
-        note: Receives a message when a tracker fails.
-    """
+    """The open trackers of one run; without any, all methods do nothing. A failure is reported to `note`."""
 
     def __init__(self, names: list[str], run: RunDir, note: Callable[[str], None]):
         self._note = note

@@ -14,12 +14,7 @@ SEAL = "seal.json"
 
 
 def seal(folder: Path, files: Iterable[Path] | None = None) -> None:
-    """Flush a folder's files to disk, then write their hashes, so that an intact seal proves complete files.
-
-    Args:
-        folder: The folder that gets the `seal.json`.
-        files: Files to record. Default: all files in the folder.
-    """
+    """Flush a folder's files, by default all, and write their hashes: an intact seal proves them complete."""
     if files is None:
         files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != SEAL]
     hashes = {}
