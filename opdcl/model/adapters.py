@@ -10,8 +10,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, snapshot
-from opdcl.rundir.files import read_json
-from opdcl.rundir.layout import RunDir
+from opdcl.rundir.layout import RunDir, adapter_config
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,11 @@ def find_adapter(place: str) -> Path:
     if (path / "adapter_model.safetensors").is_file():
         return path
     last_stage = RunDir(path).last_stage()
+    if last_stage is None and (path / "config.json").is_file() and not RunDir(path).is_run():
+        raise UsageError(
+            f"{place} is a model folder: it holds no adapter",
+            "--model names it as the base of a new run; transformers and vLLM load it as it is",
+        )
     if last_stage is None:
         raise UsageError(
             f"{place} holds no adapter",
@@ -45,10 +49,10 @@ def find_adapter(place: str) -> Path:
 def find_states(place: str) -> tuple[ModelConfig, dict[str, Path]]:
     """Return the base and the adapters by state, of a run directory, an adapter folder or a Hub id."""
     run = RunDir(Path(place))
-    if run.config.exists():
-        return Workflow.model_validate(read_json(run.config)["workflow"]).model, run.adapters()
+    if run.is_run():
+        return Workflow.model_validate(run.settings()).model, run.adapters()
     folder = find_adapter(place)
-    config = read_json(folder / "adapter_config.json")
+    config = adapter_config(folder)
     base = config.get("base_model_name_or_path")
     if not base:
         raise UsageError(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from pathlib import Path
 
 from opdcl.errors import EnvironmentFault
 from opdcl.rundir.files import cache_home, folder_appears_whole, write_json
+from opdcl.rundir.hashes import file_hash
 
 EMBEDDED = "smollm2-135m"
 
@@ -38,7 +38,7 @@ def convert_embedded(folder: Path) -> None:
     if not files:
         raise EnvironmentFault(f"the embedded model {EMBEDDED} is not installed", f"pip install {install}")
     gguf = files[0]
-    if hashlib.sha256(gguf.read_bytes()).hexdigest() != EMBEDDED_SHA256:
+    if file_hash(gguf) != EMBEDDED_SHA256:
         raise EnvironmentFault(
             f"{gguf} is damaged (checksum differs)", f"pip install --force-reinstall {install}"
         )

@@ -18,7 +18,7 @@ def refuse_foreign(run: RunDir) -> None:
         raise UsageError(f"{run.path} is a file", "choose another directory with -o")
     if (
         run.path.is_dir()
-        and not run.config.exists()
+        and not run.is_run()
         and any(p.name not in (".lock", "logs") for p in run.path.iterdir())
     ):
         raise UsageError(f"{run.path} exists and is not a run directory", "choose another directory with -o")

@@ -103,7 +103,7 @@ def describe_all(flow: Workflow, out: Path) -> tuple[list[list[str]], list[dict[
 
 def _others(out: Path, runs: dict[str, Workflow]) -> list[RunDir]:
     """Return the runs that another recipe has made in the same folder: what they have need not be made again either."""
-    return [RunDir(p) for p in sorted(out.glob("*")) if p.name not in runs and RunDir(p).config.exists()]
+    return [RunDir(p) for p in sorted(out.glob("*")) if p.name not in runs and RunDir(p).is_run()]
 
 
 def execute_all(

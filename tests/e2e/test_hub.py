@@ -211,7 +211,7 @@ def test_an_adapter_on_the_hub_is_talked_to_and_exported(hub, online, pushed, fi
 
 def test_what_is_not_on_the_hub_is_said(online, pushed):
     for place, said in (
-        ("someone/nothing", "is not on the hub, or is private"),
+        ("someone/nothing", "was found neither locally nor on the Hub"),
         ("someone/adapter@v7", "no such revision"),
     ):
         done = opdcl("chat", place, "Hello", env=online)
@@ -221,4 +221,4 @@ def test_what_is_not_on_the_hub_is_said(online, pushed):
     gone = opdcl(
         "chat", "someone/nothing", "Hello", env=online | {"HF_ENDPOINT": "http://127.0.0.1:9"}, timeout=60
     )
-    assert "the hub is out of reach" in gone.stderr
+    assert "the Hub is unreachable" in gone.stderr
