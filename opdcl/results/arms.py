@@ -299,7 +299,7 @@ def _row(arm: Arm, seed: int) -> dict[str, Any]:
         "runs": [_run_row(member) for member in arm.members],
     }
     if three := arm.states("retention"):
-        row["status"] = stats.judge(*three, seed=seed)
+        row["status"] = stats.status_of(*three, seed=seed)
         estimate = stats.recovery(*three, seed=seed)
         row["recovery"] = estimate and estimate.as_dict()
     if three := arm.states("domain"):

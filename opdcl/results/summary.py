@@ -55,7 +55,7 @@ def summarise_suites(run: RunDir, suites: list[Suite]) -> dict[str, Any]:
     }
     if retention and retention.complete:
         three = [retention.values(state) for state in STATES]
-        summary["status"] = stats.judge(*three, seed=seed)
+        summary["status"] = stats.status_of(*three, seed=seed)
         estimate = stats.recovery(*three, seed=seed)
         summary["recovery"] = estimate and estimate.as_dict()
         summary["tests"]["detectable_difference"] = stats.detectable_difference(three[2], three[0])

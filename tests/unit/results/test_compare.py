@@ -50,7 +50,7 @@ def test_seeds_that_agree_add_no_certainty(copies):
     assert near(stats.mean(several[0]), stats.mean(one[0]))
     assert near(stats.difference(*several[1:]), stats.difference(*one[1:]))
     assert near(stats.recovery(*several), stats.recovery(*one))
-    assert stats.judge(*several) == stats.judge(*one)
+    assert stats.status_of(*several) == stats.status_of(*one)
 
 
 def test_all_failures_over_seeds_exclude_what_their_prompts_can_exclude():

@@ -141,7 +141,7 @@ def test_a_six_point_gap_on_the_full_ifeval_gives_no_ratio():
     assert stats.difference(base, tuned).value == pytest.approx(0.06, abs=0.02)
     assert stats.mcnemar(base, tuned) < 0.05  # significant, and still too small to divide by
     assert stats.recovery(base, tuned, recovered) is None
-    assert stats.judge(base, tuned, recovered) == "no measurable forgetting"
+    assert stats.status_of(base, tuned, recovered) == "no measurable forgetting"
 
 
 def test_a_large_drop_on_few_prompts_gives_no_ratio():
@@ -154,7 +154,7 @@ def test_a_large_drop_on_few_prompts_gives_no_ratio():
     [(80, "recovered"), (50, "partly recovered"), (20, "not shown"), (10, "not shown")],
 )
 def test_the_status_follows_from_how_much_came_back(recovered, status):
-    assert stats.judge(answers(80, 100), answers(20, 100), answers(recovered, 100)) == status
+    assert stats.status_of(answers(80, 100), answers(20, 100), answers(recovered, 100)) == status
 
 
 def test_few_prompts_cannot_show_full_recovery_although_p_is_large():
@@ -162,7 +162,7 @@ def test_few_prompts_cannot_show_full_recovery_although_p_is_large():
     base, tuned = answers(24, 30), answers(4, 30)
     recovered = np.roll(answers(23, 30), 4)
     assert stats.mcnemar(recovered, base) > 0.5
-    assert stats.judge(base, tuned, recovered) == "partly recovered"
+    assert stats.status_of(base, tuned, recovered) == "partly recovered"
 
 
 def test_a_detectable_difference_is_found_four_times_in_five():
