@@ -12,8 +12,7 @@ import pytest
 from helpers.synthetic import BASE, TUNED, N, change, measure, write
 
 from opdcl.errors import UsageError
-from opdcl.results import compare, plots, stats
-from opdcl.results import report as report
+from opdcl.results import compare, plots, report, stats
 from opdcl.results.compare import view
 from opdcl.results.compare import write as write_page
 from opdcl.rundir.layout import RunDir
@@ -242,8 +241,7 @@ def test_a_setting_that_only_one_arm_has_and_a_section_left_out_are_differences(
 def test_settings_of_the_measurement_that_differ_are_pointed_out(three):
     change(three[1], "eval", max_new_tokens=20)
     assert any(
-        "not measured with the same settings (eval.max_new_tokens)" in n
-        for n in compare.compare(three)["notes"]
+        "measured with different settings (eval.max_new_tokens)" in n for n in compare.compare(three)["notes"]
     )
 
 
@@ -290,7 +288,7 @@ def test_the_same_seeds_twice_are_not_two_seeds(make):
     runs = [make("here", 28, 32), make("there", 30, 32), make("third", 30, 32, seed=1)]
     found = compare.compare(runs)
     assert [(row["name"], row["seeds"]) for row in found["arms"]] == [("here", 1), ("there", 1), ("third", 1)]
-    assert any(note.startswith("here, there, third: the same settings") for note in found["notes"])
+    assert any(note.startswith("here, there, third: the settings are equal") for note in found["notes"])
 
 
 def test_another_seed_of_the_intervals_is_not_another_seed_of_training(make):
@@ -323,7 +321,7 @@ def test_arms_over_the_same_fine_tunes_share_the_mean_of_tuned(make):
     assert ours["above_alpha_curve"]["retention"]["value"] == pytest.approx(7.5 / 40)
     # Seed by seed R is 20/24 and 18/22; together the means are divided.
     assert ours["recovery"]["value"] == pytest.approx(19 / 23, abs=1e-5)
-    assert any("Over 2 seeds an interval is too narrow" in note for note in found["notes"])
+    assert any("Intervals over 2 seeds are too narrow" in note for note in found["notes"])
 
 
 def test_directories_of_one_name_are_told_apart_by_their_paths(make, tmp_path):
@@ -428,7 +426,7 @@ def test_without_any_domain_suite_retention_alone_is_compared(three, tmp_path):
     ("other", "said"),
     [
         ({"n": 30}, "instructions was answered on 30 and on 40 prompts"),
-        ({"prompt": "Another"}, "instructions has other prompts in one than in the other"),
+        ({"prompt": "Another"}, "instructions has different prompts in the two runs"),
         ({"metric": "f1"}, "instructions is scored by f1 and by accuracy"),
     ],
 )

@@ -12,9 +12,11 @@ import yaml
 from helpers.page import Page
 
 from opdcl.errors import UsageError
-from opdcl.results import plots, stats
-from opdcl.results import report as report
+from opdcl.results import plots, report, stats
+from opdcl.results.samples import pick_samples
+from opdcl.results.scores import load_suites
 from opdcl.rundir.layout import RunDir
+from opdcl.sanitize import harmless
 
 N = 40
 STRICT = "prompt_level_strict_acc"
@@ -204,7 +206,7 @@ def test_no_gain_over_tuned_is_not_shown(run):
     measure(run, "recovered", "instructions", "retention", set(range(8)))
     found = report.summarise(run)
     assert found["status"] == "not shown"
-    assert "not shown" in found["verdict"]
+    assert found["verdict"].startswith("No recovery found: instruction following is 20.0 %")
 
 
 @pytest.mark.parametrize("tuned", [32, 30, 29, 36])
@@ -369,7 +371,11 @@ def test_names_from_outside_cannot_break_a_page(run):
     for name, text in pages(run).items():
         assert "\x1b" not in text
         assert "\u202e" not in text
-        # In Markdown a backslash disarms a tag or an image, and code spans and quoted YAML render neither.
+        # Metadata is not rendered; whatever stands in it, it must stay metadata.
+        if name == "README.md":
+            metadata, text = text.removeprefix("---\n").split("\n---\n", 1)
+            assert PAYLOAD in yaml.safe_load(metadata)["model-index"][0]["name"]
+        # In Markdown a backslash escapes a tag or an image, and code spans and quoted strings render neither.
         bare = re.sub(r'`[^`\n]*`|"[^"\n]*"', "", text) if name.endswith(".md") else text
         assert not re.search(r"(?<!\\)<(script|img)", bare), name
         assert not re.search(r"\[x\]\(", bare) or name == "report.html", name
@@ -400,19 +406,17 @@ def test_an_answer_cannot_leave_its_block_in_markdown(run):
 
 
 def test_terminal_escapes_and_bidi_overrides_become_visible():
-    assert (
-        report.harmless("a\x1b[2Jb\u202ec\x00\x9b\ud800\u2028") == "a␛[2Jb⟨U+202E⟩c␀⟨U+009B⟩⟨U+D800⟩⟨U+2028⟩"
-    )
-    assert report.harmless("line\r\n\ttab ä 漢 👩\u200d🔬") == "line\n\ttab ä 漢 👩\u200d🔬"
+    assert harmless("a\x1b[2Jb\u202ec\x00\x9b\ud800\u2028") == "a␛[2Jb⟨U+202E⟩c␀⟨U+009B⟩⟨U+D800⟩⟨U+2028⟩"
+    assert harmless("line\r\n\ttab ä 漢 👩\u200d🔬") == "line\n\ttab ä 漢 👩\u200d🔬"
 
 
 def test_samples_are_the_first_that_came_back_and_the_first_that_did_not(run):
-    came_back, lost = report.pick_samples(report.load_suites(run)[0])
+    came_back, lost = pick_samples(load_suites(run)[0])
     assert [s["number"] for s in came_back["samples"]] == [8, 9, 10, 11]
     assert (came_back["count"], came_back["of"]) == (20, 24)
     assert [s["number"] for s in lost["samples"]] == [28, 29, 30, 31]
     assert [a["mark"] for a in came_back["samples"][0]["answers"]] == ["pass", "fail", "pass"]
-    kept, gone = report.pick_samples(report.load_suites(run)[1])
+    kept, gone = pick_samples(load_suites(run)[1])
     assert [s["number"] for s in kept["samples"]] == [4, 5, 6, 7]
     assert [s["number"] for s in gone["samples"]] == [32, 33, 34, 35]
 
@@ -514,7 +518,7 @@ def test_importing_the_report_loads_neither_a_model_library_nor_a_plotting_one()
                 {"step": 0, "validation": {"best": True}, "warm_start": {"alpha": 0.7}},
                 {"step": 8, "validation": {"best": False}},
             ],
-            "the tuned adapter times 0.7: no step of training",
+            "the tuned adapter times 0.7: no training step came nearer",
         ),
         (
             [
@@ -523,7 +527,7 @@ def test_importing_the_report_loads_neither_a_model_library_nor_a_plotting_one()
             ],
             "the tuned adapter times 0.55: no training was done",
         ),
-        ([{"step": 1, "mismatch": 0.01, "tokens": 500, "loss": 1.0}], "about 1.00% of the fresh tokens"),
+        ([{"step": 1, "mismatch": 0.01, "tokens": 500, "loss": 1.0}], "For 1.00% of the fresh tokens"),
     ],
 )
 def test_notes_tell_what_the_recovery_itself_shows(run, rows, said):

@@ -12,8 +12,7 @@ import pytest
 from helpers.page import Page
 from helpers.synthetic import METRIC, N, change, measure
 
-from opdcl.results import compare, plots
-from opdcl.results import report as report
+from opdcl.results import compare, plots, report
 from opdcl.results.compare import write as write_page
 from opdcl.rundir.layout import RunDir
 
