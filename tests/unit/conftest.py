@@ -4,10 +4,6 @@ import json
 
 import pytest
 import torch
-from helpers.synthetic import BASE, TUNED, measure, workflow, write
-
-from opdcl.results import stats
-from opdcl.rundir.layout import RunDir
 
 
 @pytest.fixture
@@ -26,38 +22,6 @@ def tuned(backbone, tmp_path):
         rows = [json.dumps({"prompt": text.format(i)}) for i in range(8)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     return tmp_path
-
-
-@pytest.fixture
-def few_resamples(monkeypatch):
-    """A thousand resamples are enough here."""
-    monkeypatch.setattr(stats, "RESAMPLES", 1000)
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Return a function that makes a run in which the first so many prompts of each suite are passed after recovery."""
-
-    def made(name: str, retention: int | None, domain: int | None, tuned: dict = TUNED, **recover) -> RunDir:
-        run = RunDir(tmp_path / name)
-        write(run.config, {"workflow": workflow(**recover), "origins": {}})
-        measure(run, "base", BASE)
-        measure(run, "tuned", tuned)
-        passes = {"instructions": retention, "handbook": domain}
-        measure(run, "recovered", {suite: range(k) for suite, k in passes.items() if k is not None})
-        return run
-
-    return made
-
-
-@pytest.fixture
-def three(make) -> list[RunDir]:
-    """The method, a rival that trains, and the rival that only scales; all from one tuned adapter."""
-    return [
-        make("ours", 28, 32),
-        make("general", 28, 12, method="general"),
-        make("scaled", 20, 20, method="interpolate"),
-    ]
 
 
 @pytest.fixture

@@ -11,11 +11,7 @@ from opdcl.results.compare import write as write_page
 from opdcl.results.scores import read_record
 from opdcl.rundir.layout import RunDir
 
-
-@pytest.fixture(autouse=True)
-def few_resamples(monkeypatch):
-    """A thousand resamples are enough here."""
-    monkeypatch.setattr(stats, "RESAMPLES", 1000)
+pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
 @pytest.fixture

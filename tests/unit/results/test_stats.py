@@ -5,6 +5,8 @@ import pytest
 
 from opdcl.results import stats
 
+N = 40
+
 
 def answers(passed: int, n: int) -> np.ndarray:
     """Return n scores, the first `passed` of them 1."""
@@ -183,3 +185,67 @@ def test_more_seeds_detect_smaller_differences():
     rng = np.random.default_rng(1)
     a, b = (rng.random((3, 400)) < 0.5).astype(float), (rng.random((3, 400)) < 0.5).astype(float)
     assert stats.detectable_difference(a, b) < stats.detectable_difference(a[0], b[0])
+
+
+# Several seeds.
+
+
+def test_a_seed_that_is_drawn_twice_half_or_not_at_all_gives_the_interval():
+    # Two seeds, each with the same score on all prompts: the mean of a resample is 0.2, 0.4 or 0.6, at 1 : 2 : 1.
+    found = stats.mean(np.array([np.full(30, 0.2), np.full(30, 0.6)]))
+    assert (found.value, found.low, found.high) == pytest.approx((0.4, 0.2, 0.6))
+
+
+def test_the_interval_over_four_seeds_follows_the_binomial():
+    # One seed of four is better by 0.4. It is drawn more than three times with p = 1/256, more than twice with 13/256,
+    # and not at all with 81/256: the 97.5th percentile is three quarters of the way, the 2.5th none of it.
+    found = stats.mean(np.array([[0.2] * 30] * 3 + [[0.6] * 30]))
+    assert (found.value, found.low, found.high) == pytest.approx((0.3, 0.2, 0.5))
+
+
+@pytest.mark.parametrize("copies", [1, 2, 5])
+def test_seeds_that_agree_add_no_certainty(copies):
+    # A prompt that is hard is hard for every seed: the same answers five times are still n prompts.
+    base, tuned, recovered = (np.random.default_rng(i).random(N) < p for i, p in enumerate((0.9, 0.2, 0.7)))
+    several = [np.tile(x.astype(float), (copies, 1)) for x in (base, tuned, recovered)]
+    one = [x.astype(float) for x in (base, tuned, recovered)]
+
+    def near(a, b):
+        return vars(a) == pytest.approx(vars(b))
+
+    assert near(stats.mean(several[0]), stats.mean(one[0]))
+    assert near(stats.difference(*several[1:]), stats.difference(*one[1:]))
+    assert near(stats.recovery(*several), stats.recovery(*one))
+    assert stats.status_of(*several) == stats.status_of(*one)
+
+
+def test_all_failures_over_seeds_exclude_what_their_prompts_can_exclude():
+    assert stats.mean(np.zeros((3, 20))) == stats.mean(np.zeros(20))
+    assert stats.mean(np.ones((3, 20))) == stats.mean(np.ones(20))
+
+
+def test_a_ratio_over_seeds_divides_the_means():
+    # R of the seeds: 0.5 and 1.0, over the same loss.
+    whole = np.full((2, 30), 0.4)
+    found = stats.ratio(np.array([np.full(30, 0.2), np.full(30, 0.4)]), whole)
+    assert (found.value, found.low, found.high) == pytest.approx((0.75, 0.5, 1.0))
+
+
+def test_as_many_seeds_are_paired_and_otherwise_drawn_apart():
+    low, high = np.full(30, 0.2), np.full(30, 0.6)
+    paired = stats.difference(np.array([low, high]), np.array([low, high]))
+    assert (paired.value, paired.low, paired.high) == pytest.approx((0, 0, 0))
+    # Against one seed at 0.4 the two seeds draw -0.2, 0 or 0.2.
+    apart = stats.difference(np.array([low, high]), np.full((1, 30), 0.4))
+    assert (apart.value, apart.low, apart.high) == pytest.approx((0, -0.2, 0.2))
+    # Three seeds at 0.2, 0.2 and 0.6 reach 0.2 to 0.6 themselves, so the difference reaches from -0.4 to 0.4.
+    wide = stats.difference(np.array([low, high]), np.array([low, low, high]))
+    assert (wide.value, wide.low, wide.high) == pytest.approx((0.4 - 1 / 3, -4 / 15, 0.4))
+
+
+def test_one_seed_whose_loss_may_be_chance_stops_the_ratio():
+    # 5 of 40 prompts lost are 12.5 points, but p = 2 / 2^5 in McNemar's test.
+    base, lost, little = ((np.arange(N) < k).astype(float) for k in (32, 8, 27))
+    assert stats.difference(np.array([base, base]), np.array([lost, little])).low > 0
+    assert stats.recovery(np.array([base, base]), np.array([lost, little]), np.array([base, base])) is None
+    assert stats.recovery(np.array([base, base]), np.array([lost, lost]), np.array([base, base])) is not None
