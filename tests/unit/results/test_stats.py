@@ -187,6 +187,39 @@ def test_more_seeds_detect_smaller_differences():
     assert stats.detectable_difference(a, b) < stats.detectable_difference(a[0], b[0])
 
 
+@pytest.mark.parametrize(("gap", "status"), [(0.034, "recovered"), (0.036, "partly recovered")])
+def test_recovered_means_less_than_three_and_a_half_points_below_base(gap, status):
+    base = np.full(100, 0.8)
+    assert stats.status_of(base, base - 0.6, base - gap) == status
+
+
+def test_a_gain_whose_interval_contains_zero_is_not_a_recovery():
+    base, tuned = answers(80, 100), answers(20, 100)
+    recovered = np.roll(answers(22, 100), 50)
+    assert stats.difference(recovered, tuned).value > 0
+    assert stats.status_of(base, tuned, recovered) == "not shown"
+
+
+@pytest.mark.parametrize("passed", [0, 50])
+def test_a_mean_of_zero_or_one_has_wilsons_interval(passed):
+    z = 1.959964
+    estimate = stats.mean(answers(passed, 50))
+    width = z**2 / (50 + z**2)
+    assert (estimate.low, estimate.high) == pytest.approx(
+        (0, width) if passed == 0 else (1 - width, 1), abs=1e-6
+    )
+
+
+def test_the_prompts_of_two_suites_are_drawn_independently():
+    scores = np.random.default_rng(0).random(200)
+    one, two = stats.mean(scores), stats.mean_over([scores, scores])
+    assert two.high - two.low == pytest.approx((one.high - one.low) / np.sqrt(2), rel=0.05)
+    # With constant rivals the distance is domain + retention - 1; the same draws of both would give exactly 0.
+    rivals = [(np.zeros(200), np.ones(200)), (np.ones(200), np.zeros(200))]
+    above = stats.above_mixtures((scores, 1 - scores), rivals)
+    assert above.high - above.low == pytest.approx((one.high - one.low) * np.sqrt(2), rel=0.05)
+
+
 # Several seeds.
 
 

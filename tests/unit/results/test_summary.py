@@ -7,6 +7,7 @@ import pytest
 from helpers.synthetic import STRICT, N, measure_fully, pages, write
 
 from opdcl.errors import UsageError
+from opdcl.results import report, stats
 from opdcl.results.summary import summarise
 
 
@@ -217,3 +218,32 @@ def test_a_recovery_without_trouble_has_no_notes(run):
         ],
     )
     assert not [note for note in summarise(run)["notes"] if note.startswith("Recovery")]
+
+
+@pytest.mark.parametrize(("passed", "place"), [(40, "above"), (32, "level"), (10, "below")])
+def test_the_ceiling_says_where_the_student_is_relative_to_its_teacher(run, passed, place):
+    measure_fully(run, "recovered", "instructions", "retention", set(range(passed)))
+    gap = summarise(run)["ceiling"]["instructions"]
+    assert (gap["teacher"], gap["place"]) == ("base", place)
+    assert gap["value"] == pytest.approx((passed - 32) / N)
+
+
+def test_the_teacher_of_a_control_suite_is_base(run):
+    for state, passed in (("base", 30), ("tuned", 10), ("recovered", 20)):
+        measure_fully(run, state, "neighbours", "control", set(range(passed)))
+    gap = summarise(run)["ceiling"]["neighbours"]
+    assert (gap["teacher"], gap["value"]) == ("base", pytest.approx((20 - 30) / N))
+
+
+def test_the_prompts_of_a_suite_are_resampled_once(run):
+    for state in ("base", "tuned", "recovered"):
+        for n, suite in ((30, "arithmetic"), (20, "neighbours"), (10, "spelling")):
+            measure_fully(run, state, suite, "control", set(range(n // 2)), n=n)
+    stats._resamples.cache_clear()
+    stats._weights.cache_clear()
+    summary = summarise(run)
+    # 40, 30, 20 and 10 prompts.
+    assert stats._resamples.cache_info().misses == 4
+    report.write(run, summary)
+    summarise(run)
+    assert stats._resamples.cache_info().misses == 4
