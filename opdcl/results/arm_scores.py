@@ -5,16 +5,16 @@ opdcl compare runs/ours runs/general runs/interpolate
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from opdcl.results import stats
 from opdcl.results.arms import ROLES, Arm, Member, first_measured, load_arms, mismatch
 from opdcl.results.grouping import as_key, seed_notes
 from opdcl.results.scores import STATES, section
 from opdcl.results.summary import resolution_note
 from opdcl.rundir.layout import RunDir
-
-if TYPE_CHECKING:
-    import numpy as np
 
 # Arm name -> indices of the different results of a state that its runs have.
 ResultIds = dict[str, tuple[int, ...]]
@@ -55,10 +55,6 @@ def _references(state: str, arms: list[Arm], seed: int) -> tuple[list[dict[str, 
 
     Runs share a result if every prompt has the same score. An arm over several fine-tunes has several results of tuned.
     """
-    import numpy as np
-
-    from opdcl.results import stats
-
     results: list[dict[str, np.ndarray]] = []
     ids: ResultIds = {}
     for arm in arms:
@@ -94,27 +90,15 @@ def _equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 
 def _arm_row(arm: Arm, seed: int) -> dict[str, Any]:
     """Return an arm's numbers; an estimate that is not measured is empty, a ratio without meaning is None."""
-    from opdcl.results import stats
-
-    row: dict[str, Any] = {
+    return {
         "name": arm.name,
         "method": arm.settings.get("recover.method"),
         "seeds": len(arm.pooled),
         **{role: {} if (s := arm.scores(role)) is None else stats.mean(s, seed).as_dict() for role in ROLES},
-        "recovery": None,
-        "domain_retention": None,
-        "status": "not measured",
+        **stats.outcome(arm.states("retention"), arm.states("domain"), seed),
         "above_alpha_curve": None,
         "runs": [_run_row(member) for member in arm.members],
     }
-    if states := arm.states("retention"):
-        row["status"] = stats.status_of(*states, seed=seed)
-        estimate = stats.recovery(*states, seed=seed)
-        row["recovery"] = estimate and estimate.as_dict()
-    if states := arm.states("domain"):
-        estimate = stats.domain_retention(*states, seed=seed)
-        row["domain_retention"] = estimate and estimate.as_dict()
-    return row
 
 
 def _run_row(member: Member) -> dict[str, Any]:
@@ -131,10 +115,6 @@ def _run_row(member: Member) -> dict[str, Any]:
 
 def _further(arms: list[Arm], seed: int) -> list[dict[str, Any]]:
     """Return the arms' scores on each further suite that all finished runs answered on the same prompts."""
-    import numpy as np
-
-    from opdcl.results import stats
-
     finished = [arm for arm in arms if not any(m.missing for m in arm.pooled)]
     members = [member for arm in finished for member in arm.pooled]
     tables = []
@@ -161,8 +141,6 @@ def _add_curve_distances(arms: list[Arm], rows: list[dict], tuned_ids: ResultIds
 
     The point is the first arm that scales the same tuned adapter. The curve runs from base over all such arms to tuned.
     """
-    from opdcl.results import stats
-
     curve = [arm for arm in arms if arm.scales_only]
     for arm, row in zip(arms, rows, strict=True):
         rivals = [rival for rival in curve if tuned_ids[rival.name] == tuned_ids[arm.name]]
@@ -186,8 +164,6 @@ def _alpha_curve(arms: list[Arm], tuned_ids: ResultIds) -> list[dict[str, Any]]:
 
     Empty without scaled adapters, or with several tuned models.
     """
-    from opdcl.results import stats
-
     curve = [arm for arm in arms if arm.scales_only]
     if not curve or len(set(filter(None, tuned_ids.values()))) > 1:
         return []

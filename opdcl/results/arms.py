@@ -6,18 +6,16 @@ import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from opdcl.errors import UsageError
 from opdcl.results.grouping import as_key, pool, split_seeds, training_seeds
 from opdcl.results.scores import STATES, Suite, load_suites, section
+from opdcl.results.stats import Point
 from opdcl.results.summary import summarise
 from opdcl.rundir.layout import RunDir
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from opdcl.results.stats import Point
 
 # The roles whose first suite is a headline.
 ROLES = ("retention", "domain")
@@ -76,8 +74,6 @@ class Arm:
 
     def scores(self, role: str, state: str = "recovered") -> np.ndarray | None:
         """Return `(seeds, N)` scores, or None if no run is measured."""
-        import numpy as np
-
         measured = [scores[role] for m in self.pooled if role in (scores := m.scores(state))]
         return np.stack(measured) if measured else None
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.errors import UsageError
-from opdcl.results import arm_scores, continual
 from opdcl.results.format import markdown
 from opdcl.results.tables import MISSING, View, view
 from opdcl.rundir.files import write_atomic, write_json
@@ -25,6 +24,8 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     Raises:
         UsageError: A run is named twice, has no results, or was not measured like the others.
     """
+    from opdcl.results import arm_scores, continual
+
     if len(runs) < 2:
         raise UsageError(
             "a comparison needs at least two runs", "opdcl compare RUN RUN; opdcl report RUN shows one"

@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from opdcl.errors import UsageError
+from opdcl.results import stats
 from opdcl.results.grouping import as_key, pool, seed_notes, split_seeds, training_seeds
 from opdcl.results.scores import Suite, load_suites, workflow_of
 from opdcl.rundir.layout import RunDir
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def build_on_one_another(runs: list[RunDir]) -> bool:
@@ -82,8 +82,6 @@ class Scores:
 
     def of(self, runs: Sequence[RunDir], suite: str, base: bool = False) -> np.ndarray | None:
         """Return `(runs, N)` scores at the end of each run, or of base; None unless all are measured."""
-        import numpy as np
-
         scores = []
         for run in runs:
             state = "base" if base else "recovered" if run.find_stage("recover") else "tuned"
@@ -108,8 +106,6 @@ class Chain(NamedTuple):
 
 def compare(runs: list[RunDir]) -> dict[str, Any]:
     """Return the scores after every step, the figures of each chain, and the share kept from each teacher."""
-    from opdcl.results import stats
-
     scores, steps = Scores(runs), _steps(runs)
     chains = _chains(steps)
     members = [run for step in steps for run in step.runs]
@@ -133,8 +129,6 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
 
 
 def _step_row(step: Step, scores: Scores) -> dict[str, Any]:
-    from opdcl.results import stats
-
     measured = {name: x for name in scores.suites if (x := scores.of(step.runs, name)) is not None}
     return {
         "name": step.name,
@@ -145,8 +139,6 @@ def _step_row(step: Step, scores: Scores) -> dict[str, Any]:
 
 
 def _chain_row(chain: Chain, scores: Scores) -> dict[str, Any]:
-    from opdcl.results import stats
-
     figures = _figures(chain, list(chain.lines), scores)
     return {
         "name": chain.name,
@@ -226,8 +218,6 @@ def _figures(chain: Chain, seeds: Sequence[str], scores: Scores) -> dict[str, di
 
 def _difference(one: Chain, other: Chain, scores: Scores) -> dict[str, Any] | None:
     """Return the differences between two chains that learned the same domains, paired by prompt and seed."""
-    from opdcl.results import stats
-
     seeds = [seed for seed in one.lines if seed in other.lines]
     if [s.learned for s in one.steps] != [s.learned for s in other.steps] or not seeds:
         return None
@@ -242,8 +232,6 @@ def _difference(one: Chain, other: Chain, scores: Scores) -> dict[str, Any] | No
 
 def _kept_rows(step: Step, steps: list[Step], scores: Scores) -> list[dict[str, Any]]:
     """Return, per teacher among the steps, how much of its gain over base the step has; each seed has its own teacher."""
-    from opdcl.results import stats
-
     owner = {run.path.resolve(): (other, run) for other in steps for run in other.runs}
     rows = []
     for name in _teachers(step.runs[0]):

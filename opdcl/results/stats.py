@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -233,3 +233,16 @@ def status_of(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: 
     if difference(recovered, base, seed).low > -NON_INFERIORITY_MARGIN:
         return "recovered"
     return "partly recovered" if difference(recovered, tuned, seed).low > 0 else "not shown"
+
+
+def outcome(
+    retention: list[np.ndarray] | None, domain: list[np.ndarray] | None, seed: int = 0
+) -> dict[str, Any]:
+    """Return `status`, R as `recovery` and D as `domain_retention`, from the scores of base, tuned and recovered."""
+    r = recovery(*retention, seed=seed) if retention else None
+    d = domain_retention(*domain, seed=seed) if domain else None
+    return {
+        "status": status_of(*retention, seed=seed) if retention else "not measured",
+        "recovery": r and r.as_dict(),
+        "domain_retention": d and d.as_dict(),
+    }

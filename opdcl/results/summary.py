@@ -35,7 +35,7 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
     estimates = {s.name: _summarise_suite(s, seed) for s in suites}
     summary: dict[str, Any] = {
         "verdict": "",
-        "status": "not measured",
+        "status": "",
         "name": workflow_of(run).get("name") or run.path.name,
         "headline": {"retention": retention and retention.name, "domain": domain and domain.name},
         "suites": estimates,
@@ -46,18 +46,14 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
         "cost": _cost(run, suites),
         "notes": [*_base_notes(run), *_suite_notes(run, suites, estimates), *_recovery_notes(run)],
     }
+    states = {s.role: [s.values(state) for state in STATES] for s in (retention, domain) if s and s.complete}
+    summary |= stats.outcome(states.get("retention"), states.get("domain"), seed)
     if retention and retention.complete:
-        states = [retention.values(state) for state in STATES]
-        summary["status"] = stats.status_of(*states, seed=seed)
-        estimate = stats.recovery(*states, seed=seed)
-        summary["recovery"] = estimate and estimate.as_dict()
-        resolution = stats.detectable_difference(states[2], states[0])
+        base, _, recovered = states["retention"]
+        resolution = stats.detectable_difference(recovered, base)
         summary["tests"]["detectable_difference"] = resolution
         if summary["status"] in ("partly recovered", "not shown"):
             summary["notes"].append(resolution_note(retention, [resolution]))
-    if domain and domain.complete:
-        estimate = stats.domain_retention(*(domain.values(state) for state in STATES), seed=seed)
-        summary["domain_retention"] = estimate and estimate.as_dict()
     summary["verdict"] = verdict(summary, retention, domain)
     return summary
 
