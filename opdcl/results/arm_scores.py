@@ -53,7 +53,8 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
 def _references(state: str, arms: list[Arm], seed: int) -> tuple[list[dict[str, Any]], ResultIds]:
     """Return one row per different result of base or tuned, and which results each arm has.
 
-    Runs share a result if every prompt has the same score. An arm over several fine-tunes has several results of tuned.
+    Runs share a result if every prompt has the same score. An arm over several fine-tunes has several results
+    of tuned.
     """
     results: list[dict[str, np.ndarray]] = []
     ids: ResultIds = {}
@@ -137,9 +138,10 @@ def _further(arms: list[Arm], seed: int) -> list[dict[str, Any]]:
 
 
 def _add_curve_distances(arms: list[Arm], rows: list[dict], tuned_ids: ResultIds, seed: int) -> None:
-    """Add to each row its paired difference to a point of the alpha-curve, and its height above the whole curve.
+    """Add to each row its paired difference to a point of the alpha-curve and its height above the curve.
 
-    The point is the first arm that scales the same tuned adapter. The curve runs from base over all such arms to tuned.
+    The point is the first arm that scales the same tuned adapter. The curve runs from base over all such arms
+    to tuned.
     """
     curve = [arm for arm in arms if arm.scales_only]
     for arm, row in zip(arms, rows, strict=True):
@@ -160,9 +162,10 @@ def _add_curve_distances(arms: list[Arm], rows: list[dict], tuned_ids: ResultIds
 
 
 def _alpha_curve(arms: list[Arm], tuned_ids: ResultIds) -> list[dict[str, Any]]:
-    """Return base, the scaled adapters and tuned by ascending domain score; `edge` marks the upper edge of their mixtures.
+    """Return base, the scaled adapters and tuned by ascending domain score.
 
-    Empty without scaled adapters, or with several tuned models.
+    `edge` marks the upper edge of their mixtures. The list is empty without scaled adapters, or with several
+    tuned models.
     """
     curve = [arm for arm in arms if arm.scales_only]
     if not curve or len(set(filter(None, tuned_ids.values()))) > 1:
@@ -181,7 +184,8 @@ def _differences(arms: list[Arm]) -> dict[str, dict[str, Any]]:
     """Return setting -> arm -> value for the settings that differ; an arm without the key is left out."""
     differences: dict[str, dict[str, Any]] = {}
     for key in dict.fromkeys(key for arm in arms for key in arm.settings):
-        # For an arm without a section, flat keys hold the section's name alone. Then the section is the difference.
+        # For an arm without a section, flat keys hold the section's name alone. Then the section is the
+        # difference.
         section_name = key.split(".")[0]
         having = [arm for arm in arms if section_name not in arm.settings]
         values = {arm.name: arm.settings[key] for arm in having if key in arm.settings}
@@ -195,7 +199,8 @@ def _differences(arms: list[Arm]) -> dict[str, dict[str, Any]]:
 
 def _reference_notes(rows: list[dict], base: list[dict], tuned: list[dict]) -> list[str]:
     notes = [
-        f"The arms have {len(several)} different results of {several[0]['state']}: each arm's R and D refer to its own."
+        f"The arms have {len(several)} different results of {several[0]['state']}: each arm's R and D refer "
+        "to its own."
         for several in (base, tuned)
         if len(several) > 1
     ]
@@ -218,7 +223,8 @@ def _setting_notes(arms: list[Arm], differences: dict[str, dict]) -> list[str]:
     repeated = [arm.name for arm, key in zip(arms, settings, strict=True) if settings.count(key) > 1]
     if repeated:
         notes.append(
-            f"{', '.join(repeated)}: the settings are equal and some seeds occur twice, so the runs are not pooled."
+            f"{', '.join(repeated)}: the settings are equal and some seeds occur twice, so the runs are not "
+            "pooled."
         )
     return notes
 

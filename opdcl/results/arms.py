@@ -1,4 +1,4 @@
-"""Load runs as arms: runs that differ only in their seeds are pooled. Runs measured differently are refused."""
+"""Load runs as arms: pool runs that differ only in their seeds, refuse runs measured differently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from opdcl.errors import UsageError
 from opdcl.results.grouping import as_key, pool, split_seeds, training_seeds
 from opdcl.results.scores import STATES, Suite, load_suites, section
-from opdcl.results.stats import Point
+from opdcl.results.stats import Point, States
 from opdcl.results.summary import summarise
 from opdcl.rundir.layout import RunDir
 
@@ -82,11 +82,12 @@ class Arm:
         domain, retention = self.scores("domain", state), self.scores("retention", state)
         return None if domain is None or retention is None else (domain, retention)
 
-    def states(self, role: str) -> list[np.ndarray] | None:
+    def states(self, role: str) -> States | None:
         """Return the scores of base, tuned and recovered, or None unless all three are measured."""
         if not all(role in m.suites and m.suites[role].complete for m in self.pooled):
             return None
-        return [scores for state in STATES if (scores := self.scores(role, state)) is not None]
+        base, tuned, recovered = (self.scores(role, state) for state in STATES)
+        return base, tuned, recovered
 
 
 def load_arms(runs: list[RunDir]) -> list[Arm]:
@@ -122,7 +123,7 @@ def _load(run: RunDir) -> Member:
 
 
 def _without_seed(place: str, seeds: dict[str, Any]) -> str:
-    """Return the name of a start or teacher run without its seed, so that seeds of one arm have equal settings."""
+    """Return the name of a start or teacher run without its seed: all seeds of an arm have equal settings."""
     name = Path(place).name
     return next((name.removesuffix(f"-{seed}") for seed in seeds.values() if name.endswith(f"-{seed}")), name)
 
@@ -142,7 +143,7 @@ def _check_alike(members: list[Member]) -> None:
 
 
 def mismatch(role: str, one: Suite | None, other: Suite | None) -> str:
-    """Say why two runs' suites of a role cannot be compared; empty if they can, or if one is not measured yet."""
+    """Say why two suites of a role cannot be compared; empty if they can, or if one is not measured yet."""
     name, other_name = (suite.name if suite else "none" for suite in (one, other))
     if name != other_name:
         return f"their {role} suites are {name} and {other_name}"

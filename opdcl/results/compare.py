@@ -19,7 +19,8 @@ __all__ = ["compare", "refuse_folder", "view", "write"]
 def compare(runs: list[RunDir]) -> dict[str, Any]:
     """Return the comparison of two or more runs, with the stable keys of `opdcl compare --json`.
 
-    Runs that build on one another learned different things and are compared step by step (`opdcl.results.continual`).
+    Runs that build on one another learned different things and are compared step by step
+    (`opdcl.results.continual`).
 
     Raises:
         UsageError: A run is named twice, has no results, or was not measured like the others.

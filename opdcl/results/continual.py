@@ -2,11 +2,11 @@
 
 opdcl run continual-two-domains
 
-A step is a run; its end is the recovered adapter, or the tuned one if the run does not recover. Scores after each step
-form the matrix of continual learning. Three figures follow from it: the average score at the end; forgetting, the
-distance of the end below the best score of a suite before the last step (Chaudhry et al., arXiv 1801.10112); and
-backward transfer, the movement of earlier domains since they were learned (Lopez-Paz and Ranzato, arXiv 1706.08840).
-For retention suites the best earlier score includes base's.
+A step is a run; its end is the recovered adapter, or the tuned one if the run does not recover. Scores after
+each step form the matrix of continual learning. Three figures follow from it: the average score at the end;
+forgetting, the distance of the end below the best score of a suite before the last step (Chaudhry et al.,
+arXiv 1801.10112); and backward transfer, the movement of earlier domains since they were learned (Lopez-Paz
+and Ranzato, arXiv 1706.08840). For retention suites the best earlier score includes base's.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Scores:
                 self._suite_of[run, suite.name] = suite
             else:
                 self.notes.append(
-                    f"{suite.name} is left out for {run.path}: it has other prompts of {suite.name}, or another metric."
+                    f"{suite.name} is left out for {run.path}: it has other prompts of {suite.name}, or "
+                    "another metric."
                 )
 
     def of(self, runs: Sequence[RunDir], suite: str, base: bool = False) -> np.ndarray | None:
@@ -149,7 +150,7 @@ def _chain_row(chain: Chain, scores: Scores) -> dict[str, Any]:
 
 
 def _seed_key(run: RunDir) -> str:
-    """Return a run's training seeds, whichever stages it has: runs of two chains with equal seeds form a pair."""
+    """Return the training seeds of a run with any stages; runs of two chains with equal seeds form a pair."""
     return str(sorted({str(seed) for seed in training_seeds(split_seeds(run)[1]).values()}))
 
 
@@ -231,7 +232,7 @@ def _difference(one: Chain, other: Chain, scores: Scores) -> dict[str, Any] | No
 
 
 def _kept_rows(step: Step, steps: list[Step], scores: Scores) -> list[dict[str, Any]]:
-    """Return, per teacher among the steps, how much of its gain over base the step has; each seed has its own teacher."""
+    """Return the share of each teacher's gain over base that a step has; each seed has its own teacher."""
     owner = {run.path.resolve(): (other, run) for other in steps for run in other.runs}
     rows = []
     for name in _teachers(step.runs[0]):

@@ -34,8 +34,8 @@ def training_seeds(seeds: dict[str, Any]) -> dict[str, Any]:
 def pool(runs: list[RunDir], settings: list[str], seeds: list[str]) -> dict[str, list[RunDir]]:
     """Group runs with the same settings, in the order of their seeds; return group name -> runs.
 
-    A seed that occurs twice is one result seen twice. Pooled as two seeds it would make the interval too narrow, so
-    the runs of such a group stay apart.
+    A seed that occurs twice is one result seen twice. Pooled as two seeds it would make the interval too
+    narrow, so the runs of such a group stay apart.
     """
     groups: dict[str, list[tuple[str, RunDir]]] = {}
     for run, key, seed in zip(runs, settings, seeds, strict=True):
@@ -72,7 +72,7 @@ def seed_notes(counts: set[int]) -> list[str]:
         notes.append("With one seed an interval covers the choice of prompts, not the training seed.")
     if few := sorted(n for n in counts if 1 < n < 5):
         notes.append(
-            f"Intervals over {' or '.join(map(str, few))} seeds are too narrow: the bootstrap sees (n - 1) / n of the "
-            "variance between n seeds."
+            f"Intervals over {' or '.join(map(str, few))} seeds are too narrow: the bootstrap sees (n - 1) / "
+            "n of the variance between n seeds."
         )
     return notes

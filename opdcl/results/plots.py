@@ -1,4 +1,4 @@
-"""The plots of reports and comparisons, as inline SVG text. Colours are CSS variables, for light and dark pages."""
+"""Plot reports and comparisons as inline SVG. Colours are CSS variables, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def tradeoff(summary: dict[str, Any]) -> str | None:
 
 
 def frontier(comparison: dict[str, Any]) -> str | None:
-    """Plot domain (x) against retention (y) of base, tuned and the arms, with the alpha-curve; None below two points."""
+    """Plot domain (x) against retention (y) of references, arms and alpha-curve; None below two points."""
     names = [comparison["headline"][role] for role in ("domain", "retention")]
     rows = [r for r in (*comparison["references"], *comparison["arms"]) if r["domain"] and r["retention"]]
     if None in names or len(rows) < 2:
@@ -206,7 +206,7 @@ def frontier(comparison: dict[str, Any]) -> str | None:
 
 
 def steps(comparison: dict[str, Any]) -> str | None:
-    """Plot every suite from base through the steps of each chain, one panel per suite; None without chains."""
+    """Plot each suite from base through the steps of each chain, in its own panel; None without chains."""
     scores = {step["name"]: step["scores"] for step in comparison["steps"]}
     base, chains = comparison["base"], comparison["chains"]
     suites = [name for name in comparison["suites"] if name in base]
@@ -250,7 +250,7 @@ def _cross(axes: Axes, x: dict[str, float], y: dict[str, float], **style: Any) -
 
 
 def _plain(name: str) -> str:
-    """Return a name without `$`, which would start a formula, and without characters that fonts or XML lack."""
+    """Return a name without `$`, which would start a formula, or characters that fonts or XML lack."""
     return "".join(c for c in name if c.isprintable() and c not in "$\\")[:40]
 
 

@@ -1,4 +1,4 @@
-"""Write the report: run directory -> numbers -> report.md, report.html and the model card. No model is loaded.
+"""Write the report: run directory -> report.md, report.html and the model card. No model is loaded.
 
 opdcl report runs/quickstart
 """
@@ -112,7 +112,7 @@ def _render_card(context: dict[str, Any], base: str, license: str | None, datase
 
 
 def environment(kind: str) -> jinja2.Environment:
-    """Return the templates' environment for `md` or `html`: every printed string is escaped unless it is `Markup`."""
+    """Return the environment of `md` or `html` templates; it escapes strings unless they are `Markup`."""
     import jinja2
     from markupsafe import Markup
 
@@ -232,7 +232,7 @@ def _in_points(change: dict[str, float]) -> dict[str, str]:
 
 
 def _teachers(run: RunDir) -> dict[str, str]:
-    """Return the names of each stream's teachers: base and tuned, unless the recovery was configured with others."""
+    """Return the names of each stream's teachers: base and tuned unless configured otherwise."""
     stage = run.find_stage("recover")
     config = stage.state().get("config", {}) if stage else {}
     kinds = {

@@ -13,7 +13,7 @@ LONGEST_HEAD, LONGEST_PROMPT, LONGEST_ANSWER = 90, 900, 700
 
 
 def pick_samples(suite: Suite) -> list[dict[str, Any]]:
-    """Return the prompts whose pass or fail the fine-tune changed, by number, grouped by their outcome after recovery."""
+    """Return prompts whose outcome the fine-tune changed, grouped by their outcome after recovery."""
     if not {"base", "tuned"} <= set(suite.rows):
         return []
     # A prompt with several parts passes if all of them pass; one with a fractional score from a half on.

@@ -56,7 +56,7 @@ class Suite:
         return PLAIN_WORDS.get(self.name, self.name)
 
     def parts(self, state: str) -> list[list[float]]:
-        """Return the headline scores of each prompt: one for most metrics, several for instruction-level ones."""
+        """Return the headline scores of each prompt: usually one; several at IFEval's instruction level."""
         assert self.metric
         scores = [row["scores"][self.metric] for row in self.rows[state]]
         return [[float(x) for x in s] if isinstance(s, list) else [float(s)] for s in scores]
@@ -70,7 +70,7 @@ class Suite:
 
 
 def load_suites(run: RunDir) -> list[Suite]:
-    """Load every suite that the configuration names or that was measured, in the order of the configuration."""
+    """Load every suite that is configured or measured, in the order of the configuration."""
     evaluation = section(run, "eval")
     roles = {suite: role for role in ROLES for suite in evaluation.get(role) or []}
     for path in sorted(run.evals.glob("*/*.json")):

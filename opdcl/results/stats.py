@@ -1,12 +1,13 @@
 """The statistics behind the verdict: always paired, because every model answers the same prompts.
 
-Scores are arrays of one value per prompt: 0 or 1 for fail or pass, or a fraction. Intervals are 95 % percentile
-bootstrap intervals over prompts. A prompt with several scored parts is resampled as one unit (a cluster).
+Scores are arrays of one value per prompt: 0 or 1 for fail or pass, or a fraction. Intervals are 95 %
+percentile bootstrap intervals over prompts. A prompt with several scored parts is resampled as one unit (a
+cluster).
 
-Scores of shape `(seeds, N)` come from several training seeds on the same N prompts. The estimate is the mean over
-seeds. Each resample draws seeds and, independently, prompts: one draw of prompts for all seeds (the pigeonhole
-bootstrap, Owen 2007), because a hard prompt is hard for every seed. With one seed, the interval covers prompts only.
-The bootstrap sees (S - 1) / S of the variance between S seeds.
+Scores of shape `(seeds, N)` come from several training seeds on the same N prompts. The estimate is the mean
+over seeds. Each resample draws seeds and, independently, prompts: one draw of prompts for all seeds (the
+pigeonhole bootstrap, Owen 2007), because a hard prompt is hard for every seed. With one seed, the interval
+covers prompts only. The bootstrap sees (S - 1) / S of the variance between S seeds.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ NON_INFERIORITY_MARGIN = 0.035
 # The domain scores and the retention scores of one model.
 Point = tuple[np.ndarray, np.ndarray]
 
+# The scores of base, tuned and recovered.
+States = tuple[np.ndarray, np.ndarray, np.ndarray]
+
 Status = Literal["recovered", "partly recovered", "not shown", "no measurable forgetting", "not measured"]
 
 
@@ -49,7 +53,7 @@ class Estimate:
 
 @lru_cache(maxsize=16)
 def _resamples(n: int, seed: int, count: int) -> np.ndarray:
-    """Return how often each of n prompts is drawn, per resample: `(count, n)`, as bytes so that many fit in memory."""
+    """Return how often each of n prompts is drawn: `(count, n)` bytes, small enough to cache many suites."""
     return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=count).astype(np.uint8)
 
 
@@ -69,7 +73,8 @@ def _means(scores: np.ndarray, seed: int, suite: int = 0) -> np.ndarray:
     per_seed = np.stack([weights @ row / n for row in rows], axis=1)
     means: np.ndarray = per_seed[:, 0]
     if seeds > 1:
-        # The number of seeds is part of the random state, so that arms with different numbers are drawn independently.
+        # The number of seeds is part of the random state, so that arms with different numbers are drawn
+        # independently.
         draws = np.random.default_rng((seed, seeds)).multinomial(
             seeds, np.full(seeds, 1 / seeds), size=len(per_seed)
         )
@@ -96,14 +101,14 @@ def mean(scores: np.ndarray, seed: int = 0) -> Estimate:
 
 
 def mean_over(suites: list[np.ndarray], seed: int = 0) -> Estimate:
-    """Estimate the mean of the suites' means, each `(N,)` or `(seeds, N)`; every suite has the same weight."""
+    """Estimate the unweighted mean of the suites' means; their scores are `(N,)` or `(seeds, N)`."""
     arrays = [np.asarray(scores, float) for scores in suites]
     draws = np.mean([_means(scores, seed, i) for i, scores in enumerate(arrays)], axis=0)
     return _estimate(np.mean([scores.mean() for scores in arrays]), draws)
 
 
 def clustered_mean(parts: list[list[float]], seed: int = 0) -> Estimate:
-    """Estimate the mean over all parts of all prompts, resampling whole prompts (IFEval's instruction level)."""
+    """Estimate the mean over all parts of all prompts (IFEval's instruction level), resampling prompts."""
     sums = np.array([float(np.sum(p)) for p in parts])
     sizes = np.array([len(p) for p in parts], float)
     weights = _weights(len(parts), seed, RESAMPLES)
@@ -113,7 +118,8 @@ def clustered_mean(parts: list[list[float]], seed: int = 0) -> Estimate:
 def difference(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Estimate:
     """Estimate mean(a) - mean(b) on the same prompts.
 
-    If both sides have the same number of seeds, seed i is paired with seed i; otherwise seeds are drawn separately.
+    If both sides have the same number of seeds, seed i is paired with seed i; otherwise seeds are drawn
+    separately.
     """
     a, b = np.asarray(a, float), np.asarray(b, float)
     if a.shape == b.shape:
@@ -123,11 +129,11 @@ def difference(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Estimate:
 
 
 def above_mixtures(arm: Point, rivals: list[Point], seed: int = 0) -> Estimate:
-    """Estimate how far an arm's retention lies above the best that mixtures of the rivals reach at its domain score.
+    """Estimate how far an arm lies above the best retention of the rivals' mixtures at its domain score.
 
-    Answering each prompt with one of two rivals at random costs nothing and gives every point on the line between
-    them. The reference is therefore the upper edge of all these lines, not the rivals' points alone. An arm with a
-    higher domain score than every rival is compared with the rival that has the highest.
+    Answering each prompt with one of two rivals at random costs nothing and gives every point on the line
+    between them. The reference is therefore the upper edge of all these lines, not the rivals' points alone.
+    An arm with a higher domain score than every rival is compared with the rival that has the highest.
     """
     points = _centres([arm, *rivals])
     draws = [(_means(domain, seed, suite=1), _means(retention, seed)) for domain, retention in (arm, *rivals)]
@@ -190,7 +196,7 @@ def ratio(part: np.ndarray, whole: np.ndarray, seed: int = 0) -> Estimate:
 
 
 def recovery(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0) -> Estimate | None:
-    """Estimate R = (M2 - M1) / (M0 - M1); None unless the drop is significant and at least `SMALLEST_DROP`."""
+    """Estimate R = (M2 - M1) / (M0 - M1); None unless the forgetting is measurable."""
     base, tuned, recovered = (np.asarray(x, float) for x in (base, tuned, recovered))
     if not forgetting_is_measurable(base, tuned, seed):
         return None
@@ -225,8 +231,9 @@ def domain_retention(
 def status_of(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0) -> Status:
     """Return the outcome on the retention suite.
 
-    `recovered` means non-inferior: the interval of recovered - base lies above the negative margin. `partly recovered`
-    means that the interval of recovered - tuned lies above zero. A large p-value alone never counts as recovered.
+    `recovered` means non-inferior: the interval of recovered - base lies above the negative margin. `partly
+    recovered` means that the interval of recovered - tuned lies above zero. A large p-value alone never
+    counts as recovered.
     """
     if not forgetting_is_measurable(base, tuned, seed):
         return "no measurable forgetting"
@@ -235,10 +242,8 @@ def status_of(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: 
     return "partly recovered" if difference(recovered, tuned, seed).low > 0 else "not shown"
 
 
-def outcome(
-    retention: list[np.ndarray] | None, domain: list[np.ndarray] | None, seed: int = 0
-) -> dict[str, Any]:
-    """Return `status`, R as `recovery` and D as `domain_retention`, from the scores of base, tuned and recovered."""
+def outcome(retention: States | None, domain: States | None, seed: int = 0) -> dict[str, Any]:
+    """Return `status`, R as `recovery` and D as `domain_retention`."""
     r = recovery(*retention, seed=seed) if retention else None
     d = domain_retention(*domain, seed=seed) if domain else None
     return {

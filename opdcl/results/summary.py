@@ -33,38 +33,33 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
         next((s for s in suites if s.role == role), None) for role in ("retention", "domain")
     )
     estimates = {s.name: _summarise_suite(s, seed) for s in suites}
+    states = {
+        s.role: tuple(s.values(state) for state in STATES) for s in (retention, domain) if s and s.complete
+    }
     summary: dict[str, Any] = {
         "verdict": "",
-        "status": "",
         "name": workflow_of(run).get("name") or run.path.name,
         "headline": {"retention": retention and retention.name, "domain": domain and domain.name},
         "suites": estimates,
-        "recovery": None,
-        "domain_retention": None,
+        **stats.outcome(states.get("retention"), states.get("domain"), seed),
         "tests": _tests(retention, domain, seed),
         "ceiling": _ceiling(suites, section(run, "recover"), seed),
         "cost": _cost(run, suites),
         "notes": [*_base_notes(run), *_suite_notes(run, suites, estimates), *_recovery_notes(run)],
     }
-    states = {s.role: [s.values(state) for state in STATES] for s in (retention, domain) if s and s.complete}
-    summary |= stats.outcome(states.get("retention"), states.get("domain"), seed)
-    if retention and retention.complete:
-        base, _, recovered = states["retention"]
-        resolution = stats.detectable_difference(recovered, base)
-        summary["tests"]["detectable_difference"] = resolution
-        if summary["status"] in ("partly recovered", "not shown"):
-            summary["notes"].append(resolution_note(retention, [resolution]))
+    if retention and summary["status"] in ("partly recovered", "not shown"):
+        summary["notes"].append(resolution_note(retention, [summary["tests"]["detectable_difference"]]))
     summary["verdict"] = verdict(summary, retention, domain)
     return summary
 
 
 def resolution_note(suite: Suite, smallest: list[float]) -> str:
-    """Say which true differences between recovered and base the suite can find, given the smallest ones of its runs."""
+    """Say which true differences to base the suite can find, given the smallest one of each run."""
     least, most = (f"{100 * difference:.1f}" for difference in (min(smallest), max(smallest)))
     size = least if least == most else f"{least} to {most}"
     return (
-        f"{suite.name}: with {len(suite.prompts)} prompts a true difference of {size} points between recovered and base "
-        "is found four times in five; a smaller one may go unseen."
+        f"{suite.name}: with {len(suite.prompts)} prompts a true difference of {size} points between "
+        "recovered and base is found four times in five; a smaller one may go unseen."
     )
 
 
@@ -123,8 +118,11 @@ def _tests(retention: Suite | None, domain: Suite | None, seed: int) -> dict[str
     def difference(a: Any, b: Any) -> dict[str, float]:
         return stats.difference(a, b, seed).as_dict()
 
+    resolution = None
+    if retention and retention.complete:
+        resolution = stats.detectable_difference(retention.values("recovered"), retention.values("base"))
     return {
-        "detectable_difference": None,
+        "detectable_difference": resolution,
         "mcnemar": pairwise(retention, stats.mcnemar, pass_or_fail_only=True),
         **pairwise(retention, difference),
         **{f"domain_{pair}": change for pair, change in pairwise(domain, difference).items()},
@@ -132,9 +130,10 @@ def _tests(retention: Suite | None, domain: Suite | None, seed: int) -> dict[str
 
 
 def _ceiling(suites: list[Suite], recover: dict[str, Any], seed: int) -> dict[str, dict]:
-    """Return student minus teacher per suite. Near zero, only another teacher or a reward can improve the student.
+    """Return student minus teacher per suite: near zero, only another teacher or a reward can improve it.
 
-    Only base (as general teacher) and tuned (as domain teacher) are measured; with other teachers a suite is left out.
+    Only base (as general teacher) and tuned (as domain teacher) are measured; with other teachers a suite is
+    left out.
     """
     from opdcl.results import stats
 
@@ -187,14 +186,14 @@ def _suite_notes(run: RunDir, suites: list[Suite], estimates: dict[str, dict]) -
                 )
         if suite.unpaired:
             notes.append(
-                f"{suite.name}: {suite.unpaired} prompts are left out because not every measured state answered them; "
-                "the further metrics still include them."
+                f"{suite.name}: {suite.unpaired} prompts are left out because not every measured state "
+                "answered them; the further metrics still include them."
             )
         base_low = estimates[suite.name]["base"].get("low")
         if suite.role == "retention" and None not in (suite.floor, base_low) and base_low <= suite.floor:
             notes.append(
-                f"{suite.name}: base is not measurably above the floor of {percent(suite.floor)}, the score of a "
-                "content-free answer, so this suite can hardly show forgetting."
+                f"{suite.name}: base is not measurably above the floor of {percent(suite.floor)}, the score "
+                "of a content-free answer, so this suite can hardly show forgetting."
             )
     return notes
 
@@ -216,7 +215,7 @@ def _recovery_notes(run: RunDir) -> list[str]:
         notes.append(
             f"Recovery also used the reward of {section(run, 'recover')['reward']['suite']}: its mean was "
             f"{sum(rewards[:fifth]) / fifth:.3f} over the first {fifth} steps with a reward and "
-            f"{sum(rewards[-fifth:]) / fifth:.3f} over the last."
+            f"{sum(rewards[-fifth:]) / fifth:.3f} over the last {fifth}."
         )
     notes += [f"Recovery stopped after step {r['step']}: {r['stopped']}." for r in rows if "stopped" in r]
     notes += _validation_notes(rows)
@@ -224,8 +223,8 @@ def _recovery_notes(run: RunDir) -> list[str]:
     share = sum(mismatched for mismatched, _ in tokens) / max(1, sum(total for _, total in tokens))
     if share > 0.001:
         notes.append(
-            f"For {share:.2%} of the fresh tokens, the probabilities of sampler and trainer differed by more than a "
-            "factor of two."
+            f"For {share:.2%} of the fresh tokens, the probabilities of sampler and trainer differed by more "
+            "than a factor of two."
         )
     return notes
 

@@ -117,9 +117,10 @@ def _scores_table(comparison: dict[str, Any]) -> Table:
         rows.append([name, score_cell(row["retention"]), score_cell(row["domain"]), "", "", ""])
     rows += [[_seed_count(row), *_headline_cells(row)] for row in comparison["arms"]]
     caption = (
-        "Brackets are 95 % intervals: a bootstrap over prompts, and over seeds if an arm has several. R is the share "
-        "of the lost score that came back, D the share of the domain gain that was kept. A missing R or D is not "
-        "measured, or the loss or gain in its denominator is too small. The status depends on retention alone."
+        "Brackets are 95 % intervals: a bootstrap over prompts, and over seeds if an arm has several. R is "
+        "the share of the lost score that came back, D the share of the domain gain that was kept. A "
+        "missing R or D is not measured, or the loss or gain in its denominator is too small. The status "
+        "depends on retention alone."
     )
     return Table("Scores", [*columns, "R", "D", "status"], rows, caption)
 
@@ -140,10 +141,11 @@ def _curve_table(comparison: dict[str, Any]) -> Table:
         if (above := row["above_alpha_curve"])
     ]
     caption = (
-        "The alpha-curve consists of straight lines from base, over the tuned adapter scaled without training, to tuned: "
-        "two models can be mixed by choosing between their answers at random. The first column is the distance in "
-        "retention from the curve at the arm's own domain score. The next two are the differences, on the same prompts, "
-        "to one point of the curve. If an interval contains zero, the difference may be chance."
+        "The alpha-curve consists of straight lines from base, over the tuned adapter scaled without "
+        "training, to tuned: two models can be mixed by choosing between their answers at random. The first "
+        "column is the distance in retention from the curve at the arm's own domain score. The next two are "
+        "the differences, on the same prompts, to one point of the curve. If an interval contains zero, the "
+        "difference may be chance."
     )
     columns = ["arm", "retention\nat its domain", "retention\nto the point", "domain\nto the point", "point"]
     return Table("Above the alpha-curve, in points", columns, rows, caption)
@@ -160,7 +162,7 @@ def _runs_table(comparison: dict[str, Any]) -> Table:
 
 
 def _chain_tables(comparison: dict[str, Any]) -> list[Table]:
-    """Return the matrix of scores, the chains with their differences, and the share kept from each teacher."""
+    """Return the matrix of scores, the chains with their differences, and what is kept from each teacher."""
     suites, base = comparison["suites"], comparison["base"]
     rows = [["base", *(score_cell(base.get(name)) for name in suites)]]
     rows += [
@@ -168,8 +170,8 @@ def _chain_tables(comparison: dict[str, Any]) -> list[Table]:
         for step in comparison["steps"]
     ]
     caption = (
-        "The model's scores after each step. Brackets are 95 % intervals: a bootstrap over prompts, and over seeds if "
-        "there are several."
+        "The model's scores after each step. Brackets are 95 % intervals: a bootstrap over prompts, and "
+        "over seeds if there are several."
     )
     columns = ["step", *(f"{name}\n{suite['role']}" for name, suite in suites.items())]
     tables = [Table("After each step", columns, rows, caption)]
@@ -177,7 +179,7 @@ def _chain_tables(comparison: dict[str, Any]) -> list[Table]:
         tables.append(_chains_table(comparison))
     if comparison["kept"]:
         rows = [[k["step"], k["teacher"], k["suite"], ratio_cell(k["kept"])] for k in comparison["kept"]]
-        caption = "The share of a teacher's gain over base that the step has, on the suite that the teacher learned."
+        caption = "The step's share of the teacher's gain over base, on the suite that the teacher learned."
         tables.append(Table("Kept from each teacher", ["step", "teacher", "suite", "kept"], rows, caption))
     return tables
 
@@ -192,8 +194,8 @@ def _chains_table(comparison: dict[str, Any]) -> Table:
         for d in comparison["differences"]
     ]
     caption = (
-        "Average: the mean of all suites at the end. Forgetting: how far they lie below their best score before the last "
-        "step, including base's retention. Backward transfer: how far earlier domains have moved since they were "
-        "learned. Differences are in points, paired by prompt and seed."
+        "Average: the mean of all suites at the end. Forgetting: how far they lie below their best score "
+        "before the last step, including base's retention. Backward transfer: how far earlier domains have "
+        "moved since they were learned. Differences are in points, paired by prompt and seed."
     )
     return Table("Chains", ["chain", "average", "forgetting", "backward transfer"], rows, caption)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from opdcl.results.format import interval, percent
 from opdcl.results.scores import STATES, Suite
 
-# If a smaller share of the domain gain is kept, the verdict says "but only": the domain paid for the recovery.
+# If a smaller share of the domain gain is kept, the verdict says "but only": the domain paid for the
+# recovery.
 MOST_OF_THE_GAIN = 0.9
 
 
@@ -24,8 +25,8 @@ def verdict(summary: dict, retention: Suite | None, domain: Suite | None) -> str
     tail = _domain_clause(summary["domain_retention"], domain)
     if summary["status"] == "no measurable forgetting":
         return (
-            f"No measurable forgetting: {name} is {base} for base, {tuned} for tuned and {recovered} for recovered, "
-            f"{why_no_recovery(summary)}, so no R is computed{tail}."
+            f"No measurable forgetting: {name} is {base} for base, {tuned} for tuned and {recovered} for "
+            f"recovered, {why_no_recovery(summary)}, so no R is computed{tail}."
         )
     numbers = f"(base {base}, tuned {tuned}), R = {interval(summary['recovery'])}"
     if summary["status"] == "recovered":

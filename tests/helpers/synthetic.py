@@ -64,7 +64,7 @@ def change(run: RunDir, section: str, **values) -> None:
 def measure_fully(
     run: RunDir, state: str, suite: str, role: str, passes: set[int], n: int = N, **more
 ) -> None:
-    """Write one evaluation with answers, several metrics, floors and cost; `passes` are the numbers of the passed prompts."""
+    """Write one evaluation with answers, metrics, floors and cost; `passes` numbers the passed prompts."""
     rows = [
         {
             "doc_id": i,

@@ -1,4 +1,4 @@
-"""An adapter to recover from; runs to be compared."""
+"""An adapter to recover from, and a limit on the memory of training."""
 
 import json
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture
 def tuned(backbone, tmp_path):
-    """An adapter that has left base, and the files to recover it with."""
+    """An adapter that differs from base, and the prompt files to recover it with."""
     from opdcl.config.finetune import LoraSection
     from opdcl.training import save_adapter
 
@@ -26,7 +26,7 @@ def tuned(backbone, tmp_path):
 
 @pytest.fixture
 def memory_for():
-    """Let a training pass of more than so many rows through a decoder layer end with a fault, as it does where memory ends."""
+    """Return a function that makes training passes of more than `rows` rows fail, as if memory ran out."""
     import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -34,8 +34,8 @@ def memory_for():
     hooks = []
 
     def limit(rows: int, fault: BaseException) -> None:
-        def check(module, given):
-            if isinstance(module, LlamaDecoderLayer) and torch.is_grad_enabled() and len(given[0]) > rows:
+        def check(module, inputs):
+            if isinstance(module, LlamaDecoderLayer) and torch.is_grad_enabled() and len(inputs[0]) > rows:
                 raise fault
 
         hooks.append(register_module_forward_pre_hook(check))

@@ -9,13 +9,13 @@ from opdcl.rundir.layout import RunDir
 
 @pytest.fixture
 def few_resamples(monkeypatch):
-    """A thousand resamples are enough here."""
+    """Draw a thousand resamples, which are enough for these tests."""
     monkeypatch.setattr(stats, "RESAMPLES", 1000)
 
 
 @pytest.fixture
 def make(tmp_path):
-    """Return a function that makes a run in which the first so many prompts of each suite are passed after recovery."""
+    """Return a function that makes a run; it passes `retention` and `domain` prompts after recovery."""
 
     def made(name: str, retention: int | None, domain: int | None, tuned: dict = TUNED, **recover) -> RunDir:
         run = RunDir(tmp_path / name)
@@ -31,7 +31,7 @@ def make(tmp_path):
 
 @pytest.fixture
 def three(make) -> list[RunDir]:
-    """The method, a rival that trains, and the rival that only scales; all from one tuned adapter."""
+    """The method, a baseline that trains and one that only scales, all from one tuned adapter."""
     return [
         make("ours", 28, 32),
         make("general", 28, 12, method="general"),
@@ -41,7 +41,7 @@ def three(make) -> list[RunDir]:
 
 @pytest.fixture
 def empty(tmp_path, monkeypatch) -> RunDir:
-    """A run that has been planned and not started. A thousand resamples are enough here."""
+    """A run that was planned but not started, with a thousand resamples."""
     monkeypatch.setattr(stats, "RESAMPLES", 1000)
     run = RunDir(tmp_path / "quickstart")
     evaluation = {"retention": ["instructions"], "domain": ["handbook"], "control": ["neighbours"], "seed": 0}
@@ -92,7 +92,7 @@ def run(empty) -> RunDir:
 
 @pytest.fixture
 def trained(run) -> RunDir:
-    """The same run with the metrics of its training, which take time to plot."""
+    """The same run with training metrics, which take time to plot."""
     write(run.stage(1, "finetune").metrics, [{"step": s, "loss": 3.0 / s} for s in range(1, 30)])
     training = [
         {"step": s, "stream": "domain" if s % 4 == 0 else "general", "loss": 1 / s, "kl": 1 / s}

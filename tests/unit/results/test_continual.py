@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("few_resamples")
 
 @pytest.fixture
 def step(tmp_path):
-    """Return a function that makes a run: which domain it learned, how many prompts it passes, and what it started from."""
+    """Return a function that makes a run: the domain it learned, the prompts it passes, and its start."""
 
     def made(name, learned, instructions, handbook, manual, start=None, teachers=None) -> RunDir:
         run = RunDir(tmp_path / name)

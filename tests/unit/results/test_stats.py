@@ -214,7 +214,8 @@ def test_the_prompts_of_two_suites_are_drawn_independently():
     scores = np.random.default_rng(0).random(200)
     one, two = stats.mean(scores), stats.mean_over([scores, scores])
     assert two.high - two.low == pytest.approx((one.high - one.low) / np.sqrt(2), rel=0.05)
-    # With constant rivals the distance is domain + retention - 1; the same draws of both would give exactly 0.
+    # With constant rivals the distance is domain + retention - 1; the same draws of both would give exactly
+    # 0.
     rivals = [(np.zeros(200), np.ones(200)), (np.ones(200), np.zeros(200))]
     above = stats.above_mixtures((scores, 1 - scores), rivals)
     assert above.high - above.low == pytest.approx((one.high - one.low) * np.sqrt(2), rel=0.05)
@@ -224,13 +225,15 @@ def test_the_prompts_of_two_suites_are_drawn_independently():
 
 
 def test_a_seed_that_is_drawn_twice_half_or_not_at_all_gives_the_interval():
-    # Two seeds, each with the same score on all prompts: the mean of a resample is 0.2, 0.4 or 0.6, at 1 : 2 : 1.
+    # Two seeds, each with the same score on all prompts: the mean of a resample is 0.2, 0.4 or 0.6, at 1 : 2
+    # : 1.
     found = stats.mean(np.array([np.full(30, 0.2), np.full(30, 0.6)]))
     assert (found.value, found.low, found.high) == pytest.approx((0.4, 0.2, 0.6))
 
 
 def test_the_interval_over_four_seeds_follows_the_binomial():
-    # One seed of four is better by 0.4. It is drawn more than three times with p = 1/256, more than twice with 13/256,
+    # One seed of four is better by 0.4. It is drawn more than three times with p = 1/256, more than twice
+    # with 13/256,
     # and not at all with 81/256: the 97.5th percentile is three quarters of the way, the 2.5th none of it.
     found = stats.mean(np.array([[0.2] * 30] * 3 + [[0.6] * 30]))
     assert (found.value, found.low, found.high) == pytest.approx((0.3, 0.2, 0.5))

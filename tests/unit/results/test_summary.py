@@ -64,8 +64,8 @@ def test_a_full_recovery_says_so_with_the_domain_beside_it(run):
     found = summarise(run)
     assert found["status"] == "recovered"
     assert found["verdict"] == (
-        "Recovered: instruction following is back to 80.0 % (base 80.0 %, tuned 20.0 %), R = 1.00 [1.00, 1.00], "
-        "and 100 % [100, 100] of the domain gain is kept."
+        "Recovered: instruction following is back to 80.0 % (base 80.0 %, tuned 20.0 %), R = 1.00 [1.00, "
+        "1.00], and 100 % [100, 100] of the domain gain is kept."
     )
 
 
@@ -167,7 +167,8 @@ def test_before_recovery_base_and_tuned_are_shown_and_the_verdict_waits(run):
     found = summarise(run)
     assert found["status"] == "not measured"
     assert found["verdict"] == (
-        "Not measured yet: instruction following has no result for recovered (so far: base 80.0 %, tuned 20.0 %)."
+        "Not measured yet: instruction following has no result for recovered (so far: base 80.0 %, tuned "
+        "20.0 %)."
     )
     assert found["recovery"] is None
     assert found["suites"]["instructions"]["recovered"] == {}
