@@ -14,24 +14,24 @@ pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
 def test_an_arm_of_one_run_has_the_numbers_of_its_report(three):
-    found = compare.compare(three)
-    for row, run in zip(found["arms"], three, strict=True):
+    comparison = compare.compare(three)
+    for row, run in zip(comparison["arms"], three, strict=True):
         alone = summarise(run)
         assert row["retention"] == alone["suites"]["instructions"]["recovered"]
         assert row["domain"] == alone["suites"]["handbook"]["recovered"]
         assert [row[k] for k in ("recovery", "domain_retention", "status")] == [
             alone[k] for k in ("recovery", "domain_retention", "status")
         ]
-    assert [row["name"] for row in found["arms"]] == ["ours", "general", "scaled"]
-    assert [row["recovery"]["value"] for row in found["arms"]] == pytest.approx(
+    assert [row["name"] for row in comparison["arms"]] == ["ours", "general", "scaled"]
+    assert [row["recovery"]["value"] for row in comparison["arms"]] == pytest.approx(
         [20 / 24, 20 / 24, 12 / 24], abs=1e-5
     )
-    assert [row["domain_retention"]["value"] for row in found["arms"]] == pytest.approx(
+    assert [row["domain_retention"]["value"] for row in comparison["arms"]] == pytest.approx(
         [28 / 32, 8 / 32, 16 / 32]
     )
 
 
-def test_a_second_domain_suite_is_shown_apart_where_all_runs_have_it(three):
+def test_a_second_domain_suite_that_all_runs_have_gets_its_own_table(three):
     passed = {"ours": 28, "general": 4, "scaled": 20}
     for run in three:
         change(run, "eval", domain=["handbook", "manual"])
@@ -62,31 +62,31 @@ def test_a_second_domain_suite_is_shown_apart_where_all_runs_have_it(three):
     assert compare.compare(three)["further"] == []
 
 
-def test_base_and_tuned_that_all_share_come_first_and_once(three):
-    found = compare.compare(three)
-    assert [(r["name"], r["retention"]["value"], r["domain"]["value"]) for r in found["references"]] == [
+def test_shared_base_and_tuned_have_one_row_each_at_the_top(three):
+    comparison = compare.compare(three)
+    assert [(r["name"], r["retention"]["value"], r["domain"]["value"]) for r in comparison["references"]] == [
         ("base", 0.8, 0.1),
         ("tuned", 0.2, 0.9),
     ]
-    assert [row[0].split("\n")[0] for row in view(found).tables[0].rows] == [
+    assert [row[0].split("\n")[0] for row in view(comparison).tables[0].rows] == [
         "base",
         "tuned",
         "ours",
         "general",
         "scaled",
     ]
-    assert not [note for note in found["notes"] if "different results" in note]
+    assert not [note for note in comparison["notes"] if "different results" in note]
 
 
-def test_tuned_models_that_differ_have_a_row_each_and_a_note(make):
+def test_different_tuned_models_have_a_row_each_and_a_note(make):
     runs = [make("a", 28, 32), make("b", 28, 32, tuned=TUNED | {"instructions": range(9)}, steps=9)]
-    found = compare.compare(runs)
-    assert [r["name"] for r in found["references"]] == ["base", "tuned of a", "tuned of b"]
-    assert [r["retention"]["value"] for r in found["references"]] == pytest.approx([0.8, 0.2, 9 / 40])
-    assert any("2 different results of tuned" in note for note in found["notes"])
+    comparison = compare.compare(runs)
+    assert [r["name"] for r in comparison["references"]] == ["base", "tuned of a", "tuned of b"]
+    assert [r["retention"]["value"] for r in comparison["references"]] == pytest.approx([0.8, 0.2, 9 / 40])
+    assert any("2 different results of tuned" in note for note in comparison["notes"])
 
 
-def test_the_distance_to_the_alpha_curve_is_paired_and_the_curve_has_none(three):
+def test_the_distance_to_the_alpha_curve_is_paired(three):
     ours, general, scaled = (row["above_alpha_curve"] for row in compare.compare(three)["arms"])
     assert scaled is None
     assert ours["arm"] == general["arm"] == "scaled"
@@ -97,7 +97,7 @@ def test_the_distance_to_the_alpha_curve_is_paired_and_the_curve_has_none(three)
     assert general["domain"]["high"] < 0 < ours["domain"]["low"]
 
 
-def test_the_curve_leads_from_base_over_the_scaled_adapter_to_tuned(three):
+def test_the_alpha_curve_runs_from_base_over_the_scaled_adapter_to_tuned(three):
     ours = compare.compare(three)["arms"][0]
     passed = {k: (np.arange(N) < k).astype(float) for k in range(N + 1)}
     points = [
@@ -117,13 +117,13 @@ def test_the_curve_leads_from_base_over_the_scaled_adapter_to_tuned(three):
 
 
 def test_without_a_curve_there_is_no_distance_to_it(three):
-    found = compare.compare(three[:2])
-    assert [row["above_alpha_curve"] for row in found["arms"]] == [None, None]
-    assert found["alpha_curve"] == []
-    assert [table.title for table in view(found).tables] == ["Scores", "Settings that differ"]
+    comparison = compare.compare(three[:2])
+    assert [row["above_alpha_curve"] for row in comparison["arms"]] == [None, None]
+    assert comparison["alpha_curve"] == []
+    assert [table.title for table in view(comparison).tables] == ["Scores", "Settings that differ"]
 
 
-def test_of_two_curves_the_one_of_the_same_tuned_model_counts(make):
+def test_an_arm_is_compared_with_the_alpha_curve_of_its_own_tuned_model(make):
     other = TUNED | {"instructions": range(9)}
     runs = [
         make("a", 28, 32),
@@ -131,17 +131,17 @@ def test_of_two_curves_the_one_of_the_same_tuned_model_counts(make):
         make("scaled-a", 20, 20, method="interpolate"),
         make("scaled-b", 21, 21, tuned=other, method="interpolate", steps=9),
     ]
-    found = compare.compare(runs)["arms"]
-    assert [row["above_alpha_curve"] and row["above_alpha_curve"]["arm"] for row in found] == [
+    comparison = compare.compare(runs)["arms"]
+    assert [row["above_alpha_curve"] and row["above_alpha_curve"]["arm"] for row in comparison] == [
         "scaled-a",
         "scaled-b",
         None,
         None,
     ]
-    assert found[1]["above_alpha_curve"]["retention"]["value"] == pytest.approx(9 / 40)
+    assert comparison[1]["above_alpha_curve"]["retention"]["value"] == pytest.approx(9 / 40)
 
 
-def test_settings_that_differ_have_a_row_and_all_else_has_none(three):
+def test_only_settings_that_differ_have_a_row(three):
     change(three[0], "recover", steps=60, seed=7, save_steps=1)
     assert compare.compare(three)["differences"] == {
         "recover.method": {"ours": "alternating", "general": "general", "scaled": "interpolate"},
@@ -149,29 +149,29 @@ def test_settings_that_differ_have_a_row_and_all_else_has_none(three):
     }
 
 
-def test_a_setting_that_only_one_arm_has_and_a_section_left_out_are_differences(three):
+def test_missing_settings_and_missing_sections_are_differences(three):
     change(three[0], "recover", trainer={"weight_decay": 0.1})
     config = json.loads(three[2].config.read_text())
     config["workflow"]["recover"] = None
     write(three[2].config, config)
-    found = compare.compare(three)
-    assert found["differences"] == {
+    comparison = compare.compare(three)
+    assert comparison["differences"] == {
         "recover.method": {"ours": "alternating", "general": "general"},
         "recover.trainer.weight_decay": {"ours": 0.1},
         "recover": {"ours": "given", "general": "given", "scaled": "left out"},
     }
-    rows = view(found).tables[-1].rows
+    rows = view(comparison).tables[-1].rows
     assert ["recover.trainer.weight_decay", "0.1", "–", "–"] in rows  # noqa: RUF001
 
 
-def test_settings_of_the_measurement_that_differ_are_pointed_out(three):
+def test_different_evaluation_settings_get_a_note(three):
     change(three[1], "eval", max_new_tokens=20)
     assert any(
         "measured with different settings (eval.max_new_tokens)" in n for n in compare.compare(three)["notes"]
     )
 
 
-def test_runs_that_differ_in_their_seeds_are_one_arm_with_their_mean(make):
+def test_runs_that_differ_only_in_seeds_form_one_arm_with_their_mean(make):
     runs = [make(f"ours-s{seed}", k, 32, seed=seed) for seed, k in ((2, 30), (0, 20), (1, 28))]
     (row,) = compare.compare(runs)["arms"]
     assert (row["name"], row["seeds"]) == ("ours", 3)
@@ -202,41 +202,42 @@ def test_arms_over_the_same_fine_tunes_share_the_mean_of_tuned(make):
             )
             change(run, "finetune", seed=seed)
             runs.append(run)
-    found = compare.compare(runs)
-    assert [(r["name"], r["results"], r["retention"]["value"]) for r in found["references"]] == [
+    comparison = compare.compare(runs)
+    assert [(r["name"], r["results"], r["retention"]["value"]) for r in comparison["references"]] == [
         ("base", 1, 0.8),
         ("tuned", 2, pytest.approx(9 / 40)),
     ]
-    ours, scaled = found["arms"]
+    ours, scaled = comparison["arms"]
     assert (ours["seeds"], scaled["seeds"]) == (2, 2)
     assert ours["above_alpha_curve"]["retention"]["value"] == pytest.approx(7.5 / 40)
-    # Seed by seed R is 20/24 and 18/22; together the means are divided.
+    # R of the seeds is 20/24 and 18/22; the arm's R divides the means.
     assert ours["recovery"]["value"] == pytest.approx(19 / 23, abs=1e-5)
-    assert any("Intervals over 2 seeds are too narrow" in note for note in found["notes"])
+    assert any("Intervals over 2 seeds are too narrow" in note for note in comparison["notes"])
 
 
-def test_how_fine_the_tests_of_the_runs_are_is_said_once(make):
+def test_the_resolution_of_all_runs_is_noted_once(make):
     runs = [make("ours", 28, 32), make("half", 20, 32, steps=9)]
     fine = [summarise(run)["tests"]["detectable_difference"] for run in runs]
     (note,) = (note for note in compare.compare(runs)["notes"] if "four times in five" in note)
     assert f"of {100 * min(fine):.1f} to {100 * max(fine):.1f} points" in note
 
 
-def test_a_run_that_is_not_finished_is_listed_with_what_it_has(make):
+def test_an_unfinished_run_is_listed_with_the_results_it_has(make):
     runs = [make("ours", 28, 32), make("half", 20, None, steps=9), make("none", None, None, steps=10)]
     ours, half, none = compare.compare(runs)["arms"]
     assert ours["status"] == "partly recovered"
     assert (half["retention"]["value"], half["domain"], half["domain_retention"]) == (0.5, {}, None)
     assert half["recovery"]["value"] == pytest.approx(0.5)
     assert (none["retention"], none["recovery"], none["status"]) == ({}, None, "not measured")
-    found = compare.compare(runs)
+    comparison = compare.compare(runs)
     assert any(
-        note.endswith("half is not finished: no result of recovered on handbook.") for note in found["notes"]
+        note.endswith("half is not finished: no result of recovered on handbook.")
+        for note in comparison["notes"]
     )
-    assert [r["name"] for r in found["references"]] == ["base", "tuned"]
+    assert [r["name"] for r in comparison["references"]] == ["base", "tuned"]
 
 
-def test_a_tuned_measured_on_one_suite_is_the_same_tuned(make):
+def test_a_tuned_model_measured_on_fewer_suites_is_the_same_model(make):
     runs = [make("a", 28, 32), make("b", 28, 32, steps=9)]
     runs[0].eval_result("tuned", "handbook").unlink()
     assert [r["name"] for r in compare.compare(runs)["references"]] == ["base", "tuned"]

@@ -1,4 +1,4 @@
-"""How a comparison is shown: files, page, picture, terminal; also where names are hostile."""
+"""A written comparison: files, page, plot and terminal, also with hostile names."""
 
 import json
 import re
@@ -26,9 +26,9 @@ HOSTILE = (
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
-def test_three_files_are_written_and_twice_with_the_same_bytes(three, tmp_path):
-    found = compare.compare(three)
-    files = write_page(found, tmp_path / "new" / "out")
+def test_writing_three_files_twice_gives_the_same_bytes(three, tmp_path):
+    comparison = compare.compare(three)
+    files = write_page(comparison, tmp_path / "new" / "out")
     assert sorted(p.name for p in (tmp_path / "new" / "out").iterdir()) == [
         "compare.html",
         "compare.json",
@@ -38,7 +38,7 @@ def test_three_files_are_written_and_twice_with_the_same_bytes(three, tmp_path):
     assert [
         path.read_bytes() for path in write_page(compare.compare(three), tmp_path / "new" / "out")
     ] == before
-    assert json.loads(files[-1].read_text()) == found
+    assert json.loads(files[-1].read_text()) == comparison
 
 
 def test_markdown_and_html_show_scores_distance_settings_and_runs(three, tmp_path):
@@ -51,7 +51,7 @@ def test_markdown_and_html_show_scores_distance_settings_and_runs(three, tmp_pat
         text,
     )
     assert "| recover.method | alternating | general | interpolate |" in text
-    shown = " ".join(Page(page).text.split())
+    visible = " ".join(Page(page).text.split())
     for words in (
         "ours, general, scaled: compared on instructions (40 prompts) and handbook (40 prompts).",
         "70.0 %",
@@ -61,10 +61,10 @@ def test_markdown_and_html_show_scores_distance_settings_and_runs(three, tmp_pat
         str(three[0].path),
         "Frontier",
     ):
-        assert words in shown
+        assert words in visible
 
 
-def test_the_page_has_the_look_and_the_policy_of_the_report(three, tmp_path):
+def test_the_page_has_the_style_and_the_content_policy_of_the_report(three, tmp_path):
     page = write_page(compare.compare(three), tmp_path / "out")[1].read_text()
     own = next(p for p in report.write(three[0]) if p.suffix == ".html").read_text()
     style = re.search(r"<style>.*?</style>", own, re.S)
@@ -77,9 +77,9 @@ def test_the_page_has_the_look_and_the_policy_of_the_report(three, tmp_path):
 
 
 def test_the_plot_marks_base_tuned_and_every_arm(three):
-    found = compare.compare(three)
-    found["arms"][1]["name"] = "_general"
-    svg = plots.frontier(found)
+    comparison = compare.compare(three)
+    comparison["arms"][1]["name"] = "_general"
+    svg = plots.frontier(comparison)
     assert svg is not None
     for name in ("base", "tuned", "ours", "general", "scaled"):
         assert f">{name}</text>" in svg
@@ -93,7 +93,7 @@ def test_the_plot_marks_base_tuned_and_every_arm(three):
 
 @pytest.fixture
 def hostile(make) -> list[RunDir]:
-    """Runs whose directories, settings and suite names come from someone who means harm."""
+    """Runs with malicious directory names, settings and suite names."""
     folder = HOSTILE.replace("/", "\N{DIVISION SLASH}").replace("\ud800", "")
     runs = [make(f"{folder}-a", 28, 32), make('_b" onload="alert(1)', 28, 30, method="interpolate")]
     for run in runs:
@@ -121,13 +121,13 @@ def test_hostile_names_run_nothing_and_break_no_page(hostile, tmp_path):
     ids = re.findall(r'\bid="([^"]+)"', html)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', html)) <= set(ids)
-    for shown in (text, html, data):
-        assert "\x1b" not in shown
-        assert "\u202e" not in shown
+    for content in (text, html, data):
+        assert "\x1b" not in content
+        assert "\u202e" not in content
     assert not re.search(r"(?<!\\)<(script|img)", text)
     assert not re.search(r"(?<!\\)\]\(", text)
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    # A bar that is not escaped would add a cell: every table keeps one number of columns.
+    # An unescaped bar would add a cell, so every table must keep its number of columns.
     for block in re.split(r"\n\n", text):
         widths = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines() if line.startswith("|")}
         assert len(widths) <= 1
@@ -165,8 +165,8 @@ def test_the_command_gives_one_json_document_with_stable_keys(three, tmp_path):
     done = opdcl_compare("ours", "general", "scaled", "--json", "-o", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    found = json.loads(done.stdout)
-    assert list(found) == [
+    comparison = json.loads(done.stdout)
+    assert list(comparison) == [
         "headline",
         "suites",
         "references",
@@ -176,8 +176,8 @@ def test_the_command_gives_one_json_document_with_stable_keys(three, tmp_path):
         "differences",
         "notes",
     ]
-    assert found["suites"]["handbook"] == {"role": "domain", "metric": METRIC, "n": N}
-    assert set(found["arms"][0]) == {
+    assert comparison["suites"]["handbook"] == {"role": "domain", "metric": METRIC, "n": N}
+    assert set(comparison["arms"][0]) == {
         "name",
         "method",
         "seeds",
@@ -189,11 +189,11 @@ def test_the_command_gives_one_json_document_with_stable_keys(three, tmp_path):
         "above_alpha_curve",
         "runs",
     }
-    assert json.loads((tmp_path / "out" / "compare.json").read_text()) == found
+    assert json.loads((tmp_path / "out" / "compare.json").read_text()) == comparison
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["ours"], "at least two"),
         (["ours", "nowhere"], "nowhere is not a run directory"),
@@ -202,15 +202,15 @@ def test_the_command_gives_one_json_document_with_stable_keys(three, tmp_path):
         ([], "RUN"),
     ],
 )
-def test_a_wrong_command_is_refused_with_one_error_and_one_hint(three, tmp_path, args, said):
-    (tmp_path / "note").write_text("mine")
+def test_a_wrong_command_is_refused_with_one_error_and_one_hint(three, tmp_path, args, message):
+    (tmp_path / "note").write_text("a file")
     before = snapshot(tmp_path)
     done = opdcl_compare(*args, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     error, hint = done.stderr.splitlines()
     assert error.startswith("error: ")
-    assert said in error
+    assert message in error
     assert hint.startswith("hint: ")
     assert snapshot(tmp_path) == before
 

@@ -27,12 +27,12 @@ HOSTILE = (
 
 def test_without_measurable_forgetting_no_file_prints_an_r(run):
     measure_fully(run, "tuned", "instructions", "retention", set(range(30)))
-    found = pages(run)
-    assert not [name for name, page in found.items() if "R = " in page]
-    assert re.search(r"5\.0 points .*, less than the 10 that a ratio needs", found["report.md"])
+    files = pages(run)
+    assert not [name for name, page in files.items() if "R = " in page]
+    assert re.search(r"5\.0 points .*, less than the 10 that a ratio needs", files["report.md"])
 
 
-def test_a_changed_base_and_a_foreign_adapter_are_pointed_out(run):
+def test_a_changed_base_and_a_foreign_adapter_get_notes(run):
     manifest = json.loads(run.manifest.read_text())
     manifest["base"]["fingerprint_after"] = "deadbeef"
     manifest["adapters"]["recovered"]["sha256"] = "retrained"
@@ -44,7 +44,7 @@ def test_a_changed_base_and_a_foreign_adapter_are_pointed_out(run):
     assert "identical before and after" not in html
 
 
-def test_html_shows_verdict_scores_plots_cost_and_how_to_repeat_it(trained):
+def test_html_shows_verdict_scores_plots_cost_and_how_to_reproduce_the_run(trained):
     page = Page(pages(trained)["report.html"])
     assert page.tags.count("svg") == 3
     for expected in (
@@ -70,7 +70,7 @@ def test_html_shows_verdict_scores_plots_cost_and_how_to_repeat_it(trained):
     )
 
 
-def test_html_asks_for_nothing_from_outside_and_runs_nothing(trained):
+def test_html_loads_nothing_from_outside_and_runs_no_script(trained):
     measure_fully(
         trained, "base", "instructions", "retention", set(range(32)), response=HOSTILE, prompt=HOSTILE
     )
@@ -122,7 +122,7 @@ def test_names_from_outside_cannot_break_a_page(run):
         assert not re.search(r"\[x\]\(", bare) or name == "report.html", name
 
 
-def test_an_answer_cannot_leave_its_block_in_markdown(run):
+def test_an_answer_cannot_close_its_markdown_block(run):
     for state, passes in (("base", 32), ("tuned", 8), ("recovered", 28)):
         measure_fully(
             run,
@@ -151,7 +151,7 @@ def test_terminal_escapes_and_bidi_overrides_become_visible():
     assert harmless("line\r\n\ttab ä 漢 👩\u200d🔬") == "line\n\ttab ä 漢 👩\u200d🔬"
 
 
-def test_samples_are_the_first_that_came_back_and_the_first_that_did_not(run):
+def test_samples_are_the_first_regained_prompts_and_the_first_lost_ones(run):
     came_back, lost = pick_samples(load_suites(run)[0])
     assert [s["number"] for s in came_back["samples"]] == [8, 9, 10, 11]
     assert (came_back["count"], came_back["of"]) == (20, 24)
@@ -225,8 +225,8 @@ def test_a_plot_needs_two_points():
 def test_importing_the_report_loads_neither_a_model_library_nor_a_plotting_one():
     heavy = ["torch", "transformers", "trl", "peft", "datasets", "lm_eval", "matplotlib", "jinja2", "scipy"]
     code = f"import sys, opdcl.results.report; print([m for m in {heavy} if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_given_summary_is_the_one_that_is_written(run):

@@ -1,4 +1,4 @@
-"""Scores of a suite, worked out by hand."""
+"""The scores of a suite."""
 
 import pytest
 

@@ -11,19 +11,19 @@ from opdcl.results import report, stats
 from opdcl.results.summary import summarise
 
 
-def test_scores_ratios_and_cost_are_those_worked_out_by_hand(run):
-    found = summarise(run)
-    suite = found["suites"]["instructions"]
+def test_scores_ratios_and_cost_equal_those_worked_out_by_hand(run):
+    summary = summarise(run)
+    suite = summary["suites"]["instructions"]
     assert [suite[s]["value"] for s in ("base", "tuned", "recovered")] == pytest.approx([0.8, 0.2, 0.7])
     assert suite["base"]["low"] < 0.8 < suite["base"]["high"]
     assert (suite["n"], suite["floor"], suite["metric"], suite["role"]) == (N, 0.05, STRICT, "retention")
-    assert found["recovery"]["value"] == pytest.approx((28 - 8) / (32 - 8), abs=1e-5)
-    assert found["domain_retention"]["value"] == pytest.approx((32 - 4) / (36 - 4))
-    assert found["tests"]["recovered_minus_base"]["value"] == pytest.approx(-0.1)
+    assert summary["recovery"]["value"] == pytest.approx((28 - 8) / (32 - 8), abs=1e-5)
+    assert summary["domain_retention"]["value"] == pytest.approx((32 - 4) / (36 - 4))
+    assert summary["tests"]["recovered_minus_base"]["value"] == pytest.approx(-0.1)
     # 24 prompts only base passes, none only tuned: p = 2 / 2^24.
-    assert found["tests"]["mcnemar"]["tuned_minus_base"] == pytest.approx(2 / 2**24)
-    assert found["cost"]["finetune"] == {"seconds": 451.0, "tokens": 123456, "peak_memory_bytes": 3 * 2**30}
-    assert found["cost"]["eval"] == {"seconds": 60.0, "tokens": 6000, "peak_memory_bytes": 2 * 2**30}
+    assert summary["tests"]["mcnemar"]["tuned_minus_base"] == pytest.approx(2 / 2**24)
+    assert summary["cost"]["finetune"] == {"seconds": 451.0, "tokens": 123456, "peak_memory_bytes": 3 * 2**30}
+    assert summary["cost"]["eval"] == {"seconds": 60.0, "tokens": 6000, "peak_memory_bytes": 2 * 2**30}
 
 
 def test_the_other_ifeval_metrics_are_there_for_every_state(run):
@@ -48,47 +48,47 @@ def test_the_summary_is_json_and_keeps_its_keys_on_an_empty_run(run, empty, tmp_
 
 
 def test_partly_recovered_is_not_called_recovered(run):
-    found = summarise(run)
-    assert found["status"] == "partly recovered"
-    assert found["verdict"].startswith(
+    summary = summarise(run)
+    assert summary["status"] == "partly recovered"
+    assert summary["verdict"].startswith(
         "Partly recovered: instruction following rose to 70.0 % (base 80.0 %, tuned 20.0 %)"
     )
-    assert "R = 0.83 [" in found["verdict"]
-    assert "but only 88 % [" in found["verdict"]
-    assert found["verdict"].count(". ") == 0
+    assert "R = 0.83 [" in summary["verdict"]
+    assert "but only 88 % [" in summary["verdict"]
+    assert summary["verdict"].count(". ") == 0
 
 
-def test_a_full_recovery_says_so_with_the_domain_beside_it(run):
+def test_the_verdict_of_a_full_recovery_includes_the_domain(run):
     measure_fully(run, "recovered", "instructions", "retention", set(range(32)))
     measure_fully(run, "recovered", "handbook", "domain", set(range(36)))
-    found = summarise(run)
-    assert found["status"] == "recovered"
-    assert found["verdict"] == (
+    summary = summarise(run)
+    assert summary["status"] == "recovered"
+    assert summary["verdict"] == (
         "Recovered: instruction following is back to 80.0 % (base 80.0 %, tuned 20.0 %), R = 1.00 [1.00, "
         "1.00], and 100 % [100, 100] of the domain gain is kept."
     )
 
 
-def test_turning_the_adapter_off_is_recovery_that_lost_the_domain(run):
+def test_a_recovery_that_loses_the_domain_says_so(run):
     measure_fully(run, "recovered", "instructions", "retention", set(range(32)))
     measure_fully(run, "recovered", "handbook", "domain", set(range(4)))
     assert "but only 0 % [0, 0] of the domain gain is kept" in summarise(run)["verdict"]
 
 
-def test_no_gain_over_tuned_is_not_shown(run):
+def test_without_a_gain_over_tuned_no_recovery_is_found(run):
     measure_fully(run, "recovered", "instructions", "retention", set(range(8)))
-    found = summarise(run)
-    assert found["status"] == "not shown"
-    assert found["verdict"].startswith("No recovery found: instruction following is 20.0 %")
+    summary = summarise(run)
+    assert summary["status"] == "not shown"
+    assert summary["verdict"].startswith("No recovery found: instruction following is 20.0 %")
 
 
 @pytest.mark.parametrize("tuned", [32, 30, 29, 36])
 def test_below_ten_points_of_drop_there_is_no_measurable_forgetting(run, tuned):
     measure_fully(run, "tuned", "instructions", "retention", set(range(tuned)))
-    found = summarise(run)
-    assert found["recovery"] is None
-    assert found["status"] == "no measurable forgetting"
-    assert found["verdict"].startswith("No measurable forgetting")
+    summary = summarise(run)
+    assert summary["recovery"] is None
+    assert summary["status"] == "no measurable forgetting"
+    assert summary["verdict"].startswith("No measurable forgetting")
 
 
 def test_without_a_domain_gain_there_is_no_d_and_the_reason_is_given(run):
@@ -103,10 +103,10 @@ def test_an_instruction_level_headline_counts_instructions(run):
         path.write_text(
             path.read_text().replace(f'"metric": "{STRICT}"', '"metric": "inst_level_strict_acc"')
         )
-    found = summarise(run)
-    assert found["suites"]["instructions"]["tuned"]["value"] == pytest.approx(0.6)
-    assert found["recovery"]["value"] == pytest.approx(20 / 24, abs=1e-5)
-    assert found["tests"]["mcnemar"]["tuned_minus_base"] is None
+    summary = summarise(run)
+    assert summary["suites"]["instructions"]["tuned"]["value"] == pytest.approx(0.6)
+    assert summary["recovery"]["value"] == pytest.approx(20 / 24, abs=1e-5)
+    assert summary["tests"]["mcnemar"]["tuned_minus_base"] is None
 
 
 def test_a_fractional_score_is_averaged_and_has_no_mcnemar_test(run):
@@ -120,10 +120,10 @@ def test_a_fractional_score_is_averaged_and_has_no_mcnemar_test(run):
 
 def test_only_prompts_that_every_state_answered_are_compared(run):
     measure_fully(run, "tuned", "instructions", "retention", set(range(8)), n=30)
-    found = summarise(run)
-    assert found["suites"]["instructions"]["n"] == 30
-    assert found["suites"]["instructions"]["base"]["value"] == 1.0
-    assert any("10 prompts are left out" in note for note in found["notes"])
+    summary = summarise(run)
+    assert summary["suites"]["instructions"]["n"] == 30
+    assert summary["suites"]["instructions"]["base"]["value"] == 1.0
+    assert any("10 prompts are left out" in note for note in summary["notes"])
 
 
 def test_states_measured_on_different_prompts_are_refused(run):
@@ -132,7 +132,7 @@ def test_states_measured_on_different_prompts_are_refused(run):
         summarise(run)
 
 
-def test_tasks_of_a_group_that_count_from_zero_are_kept_apart(run):
+def test_tasks_of_a_group_that_all_count_from_zero_are_kept_apart(run):
     for state, passes in (("base", 40), ("tuned", 0), ("recovered", 40)):
         first, second = [], []
         for i in range(20):
@@ -150,33 +150,33 @@ def test_the_first_retention_suite_of_the_config_is_the_headline(run):
     for state in ("base", "tuned", "recovered"):
         measure_fully(run, state, "arithmetic", "retention", set(range(20)))
         measure_fully(run, state, "neighbours", "control", set(range(20)))
-    found = summarise(run)
-    assert list(found["suites"]) == ["instructions", "arithmetic", "handbook", "neighbours"]
-    assert found["headline"] == {"retention": "instructions", "domain": "handbook"}
-    assert found["status"] == "partly recovered"
+    summary = summarise(run)
+    assert list(summary["suites"]) == ["instructions", "arithmetic", "handbook", "neighbours"]
+    assert summary["headline"] == {"retention": "instructions", "domain": "handbook"}
+    assert summary["status"] == "partly recovered"
 
 
-def test_a_base_at_the_floor_is_pointed_out(run):
+def test_a_base_at_the_floor_gets_a_note(run):
     measure_fully(run, "base", "instructions", "retention", {0, 1})
     assert any("not measurably above the floor of 5.0 %" in note for note in summarise(run)["notes"])
 
 
-def test_before_recovery_base_and_tuned_are_shown_and_the_verdict_waits(run):
+def test_before_recovery_base_and_tuned_are_shown_without_a_verdict(run):
     for suite in ("instructions", "handbook"):
         run.eval_result("recovered", suite).unlink()
-    found = summarise(run)
-    assert found["status"] == "not measured"
-    assert found["verdict"] == (
+    summary = summarise(run)
+    assert summary["status"] == "not measured"
+    assert summary["verdict"] == (
         "Not measured yet: instruction following has no result for recovered (so far: base 80.0 %, tuned "
         "20.0 %)."
     )
-    assert found["recovery"] is None
-    assert found["suites"]["instructions"]["recovered"] == {}
+    assert summary["recovery"] is None
+    assert summary["suites"]["instructions"]["recovered"] == {}
     assert "Lost by the fine-tune" in pages(run)["report.html"]
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "expected"),
     [
         (
             [
@@ -204,9 +204,9 @@ def test_before_recovery_base_and_tuned_are_shown_and_the_verdict_waits(run):
         ([{"step": 1, "mismatch": 0.01, "tokens": 500, "loss": 1.0}], "For 1.00% of the fresh tokens"),
     ],
 )
-def test_notes_tell_what_the_recovery_itself_shows(run, rows, said):
+def test_the_recoverys_metrics_give_notes(run, rows, expected):
     write(run.stage(2, "recover").metrics, rows)
-    assert any(said in note for note in summarise(run)["notes"])
+    assert any(expected in note for note in summarise(run)["notes"])
 
 
 def test_a_recovery_without_trouble_has_no_notes(run):
