@@ -444,14 +444,14 @@ def test_a_row_names_its_teacher_and_a_teacher_brings_its_own_prompts(backbone, 
         encode_stream(config, "domain", backbone)
 
 
-def test_specialists_teach_one_student_and_each_ones_distance_is_told(backbone, answered):
-    """Two that know different things: the held-out KL to both falls, and is reported for each."""
+def test_one_student_learns_from_two_specialists_and_its_distance_to_each_is_reported(backbone, answered):
+    """Forward KL on the specialists' own completions: its success does not hang on what the student samples."""
     for name, seed in (("left", 1), ("right", 2)):
         backbone.load_adapter(answered / "tuned", "student", trainable=True)
         torch.manual_seed(seed)
         with torch.no_grad():
             for layer in backbone.adapted_layers():
-                layer.lora_B["student"].weight.copy_(0.2 * torch.randn_like(layer.lora_B["student"].weight))
+                layer.lora_B["student"].weight.copy_(0.05 * torch.randn_like(layer.lora_B["student"].weight))
         save_adapter(backbone, answered / name)
         backbone.drop_adapters()
     teachers = {
@@ -461,23 +461,44 @@ def test_specialists_teach_one_student_and_each_ones_distance_is_told(backbone, 
     config = RecoverConfig(
         teachers=teachers,
         general_per_domain=0,
+        lmbda=0.0,
+        loss={"kind": "forward_kl"},
         steps=40,
         rollouts=8,
-        sample_ahead=1,
         max_new_tokens=6,
         validate_every=20,
         validation_prompts=4,
-        learning_rate=2e-2,
+        learning_rate=5e-3,
         health={"watch": False},
     )
     out = StageDir(answered / "one")
     recover(config, backbone, ModelRef(ModelConfig(), answered / "left"), out, Silent())
-    measured = [r["validation"] for r in read_jsonl(out.metrics) if "validation" in r]
-    assert {k for k in measured[0] if "domain_kl" in k} == {"domain_kl", "domain_kl/left", "domain_kl/right"}
-    assert measured[0]["domain_kl/left"] == pytest.approx(0, abs=1e-6)
-    assert measured[0]["domain_kl/right"] > 0.05
-    assert measured[-1]["domain_kl/right"] < 0.8 * measured[0]["domain_kl/right"]
+    first, *_, last = (r["validation"] for r in read_jsonl(out.metrics) if "validation" in r)
+    assert {k for k in first if "domain_kl" in k} == {"domain_kl", "domain_kl/left", "domain_kl/right"}
+    assert first["domain_kl/left"] < 1e-4 * first["domain_kl/right"]
+    assert last["domain_kl/right"] < 0.7 * first["domain_kl/right"]
+    assert last["domain_kl"] < 0.85 * first["domain_kl"]
     assert any("kl/left" in r for r in read_jsonl(out.metrics))
+    backbone.drop_adapters()
+    backbone.load_adapter(answered / "left", "student")
+    backbone.load_adapter(answered / "right", "right")
+    assert first["domain_kl/right"] == pytest.approx(plain_kl(backbone, config, "right"), rel=1e-3)
+
+
+def plain_kl(backbone, config, name):
+    """Return the mean KL per token from the student to a specialist on its completions of held-out prompts."""
+    prompts = encode_stream(config, "domain", backbone)
+    own = [p for p in prompts.held_out if prompts.routes[tuple(p)] == name]
+    written = Teacher(backbone, name).complete(own, config, config.max_new_tokens, config.seed + 7)
+    kl = []
+    for rollout in written:
+        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+        with torch.no_grad():
+            log_p = backbone.causal_lm(ids).logits[0].log_softmax(-1)
+            with backbone.state(name) as model:
+                log_q = model(ids).logits[0].log_softmax(-1)
+        kl.append((log_p.exp() * (log_p - log_q)).sum(-1)[len(rollout.prompt_ids) - 1 : -1])
+    return float(torch.cat(kl).mean())
 
 
 def test_every_source_has_its_share_of_the_held_out_prompts(backbone, answered):
