@@ -11,7 +11,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.distill.losses import token_losses
-from opdcl.distill.prompts import encode_stream
+from opdcl.distill.prompts import encode_stream, read_recovery_source
 from opdcl.distill.teachers import EmaTeacher, RoutedTeacher, Teacher, TrustRegionTeacher, make_teacher
 from opdcl.errors import UsageError
 from opdcl.model.adapters import ModelRef
@@ -43,6 +43,10 @@ def move(backbone, by=0.05):
     with torch.no_grad():
         for layer in backbone.adapted_layers():
             layer.lora_B["student"].weight.add_(by * torch.randn_like(layer.lora_B["student"].weight))
+
+
+def encode(config, stream, backbone):
+    return encode_stream(config, read_recovery_source(config), stream, backbone)
 
 
 def states(teacher):
@@ -160,7 +164,7 @@ def answered(tuned):
 
 def test_the_answer_is_shown_to_the_teacher_alone(backbone, answered):
     config = RecoverConfig(domain=str(answered / "domain.jsonl"), domain_teacher={"kind": "base", **SHOWN})
-    contexts = encode_stream(config, "domain", backbone).contexts[""]
+    contexts = encode(config, "domain", backbone).contexts[""]
     assert len(contexts) == 8
     decode = backbone.tokenizer.decode
     for i, (seen, shown) in enumerate(contexts.items()):
@@ -170,8 +174,8 @@ def test_the_answer_is_shown_to_the_teacher_alone(backbone, answered):
 
 def test_a_row_without_an_answer_cannot_be_shown(backbone, tuned):
     config = RecoverConfig(domain=str(tuned / "domain.jsonl"), domain_teacher={"kind": "base", **SHOWN})
-    with pytest.raises(UsageError, match=r"domain\.jsonl:1: no answer"):
-        encode_stream(config, "domain", backbone)
+    with pytest.raises(UsageError, match=r"domain\.jsonl:1 has no answer"):
+        encode(config, "domain", backbone)
 
 
 @pytest.mark.parametrize("context", ["{prompt}", "{answer}", ""])
@@ -263,9 +267,8 @@ def test_two_running_means_keep_to_themselves(backbone, answered):
         validation_prompts=2,
         learning_rate=5e-3,
     )
-    recover(
-        config, backbone, ModelRef(ModelConfig(), answered / "tuned"), StageDir(answered / "two"), Silent()
-    )
+    source, tuned = read_recovery_source(config), ModelRef(ModelConfig(), answered / "tuned")
+    recover(config, source, backbone, tuned, StageDir(answered / "two"), Silent())
     layer = backbone.adapted_layers()[0]
     student, general, domain, fixed = (
         layer.lora_B[n].weight for n in ("student", "general", "domain", "tuned")
@@ -350,9 +353,9 @@ def routes(*indices):
 def graded(backbone, folder, teacher):
     """Grade and learn from all rollouts; return the sums and the gradient."""
     trainer = make_trainer(backbone, folder)
-    trainer.teachers["domain"] = teacher
+    trainer.grader.teachers["domain"] = teacher
     trainer.model.zero_grad()
-    sums = trainer.grade(ROLLOUTS, "domain", learn=True)
+    sums = trainer.grader.learn(ROLLOUTS, "domain", fresh=False)
     return sums, torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
 
 
@@ -379,9 +382,9 @@ def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model)
     expected, slope, tokens = {}, 0, sum(len(r.completion_ids) for r in ROLLOUTS)
     for name, (teacher, mine) in parts.items():
         trainer = make_trainer(adapted, tmp_path)
-        trainer.teachers["domain"] = teacher
+        trainer.grader.teachers["domain"] = teacher
         trainer.model.zero_grad()
-        part = trainer.grade([ROLLOUTS[i] for i in mine], "domain", learn=True)
+        part = trainer.grader.learn([ROLLOUTS[i] for i in mine], "domain", fresh=False)
         expected[name] = part["kl"]
         slope = (
             slope
@@ -398,11 +401,11 @@ def test_where_teachers_write_each_answers_its_own_prompts(adapted, tmp_path):
     trainer = make_trainer(adapted, tmp_path, temperature=1e-4)
     prompts = [r.prompt_ids for r in ROLLOUTS]
     by = {
-        state: [r.completion_ids for r in trainer.sample(prompts, "domain", 1, Teacher(adapted, state))]
+        state: [r.completion_ids for r in trainer.queue.sample(prompts, "domain", 1, Teacher(adapted, state))]
         for state in ("base", "tuned")
     }
     assert by["base"] != by["tuned"]
-    routed = trainer.sample(
+    routed = trainer.queue.sample(
         prompts,
         "domain",
         1,
@@ -429,19 +432,19 @@ def test_a_row_names_its_teacher_and_a_teacher_brings_its_own_prompts(backbone, 
         "b": {"kind": "base", **SHOWN, "prompts": str(specialist(answered, "b"))},
     }
     config = RecoverConfig(domain=str(answered / "mixed.jsonl"), teachers=teachers)
-    found = encode_stream(config, "domain", backbone)
+    found = encode(config, "domain", backbone)
     assert [found.routes.get(tuple(p), "") for p in found.train] == ["a", "", "", "b", "b", "b", "b"]
     assert {name: len(shown) for name, shown in found.contexts.items()} == {"b": 4}
-    with pytest.raises(UsageError, match=r"mixed\.jsonl:1: no teacher 'a'"):
-        encode_stream(RecoverConfig(domain=str(answered / "mixed.jsonl")), "domain", backbone)
+    with pytest.raises(UsageError, match=r"mixed\.jsonl:1 names an unknown teacher 'a'"):
+        encode(RecoverConfig(domain=str(answered / "mixed.jsonl")), "domain", backbone)
     (answered / "mixed.jsonl").write_text("\n".join(json.dumps({**rows[0], "teacher": t}) for t in "ab"))
-    with pytest.raises(UsageError, match=r"mixed\.jsonl:2: no answer"):
-        encode_stream(config, "domain", backbone)
+    with pytest.raises(UsageError, match=r"mixed\.jsonl:2 has no answer"):
+        encode(config, "domain", backbone)
     (answered / "mixed.jsonl").write_text(
         "\n".join(json.dumps({**rows[0], "teacher": t, "completion": "There"}) for t in "ab")
     )
     with pytest.raises(UsageError, match=r"mixed\.jsonl:2: the same prompt has another teacher"):
-        encode_stream(config, "domain", backbone)
+        encode(config, "domain", backbone)
 
 
 def test_one_student_learns_from_two_specialists_and_its_distance_to_each_is_reported(backbone, answered):
@@ -472,7 +475,8 @@ def test_one_student_learns_from_two_specialists_and_its_distance_to_each_is_rep
         health={"watch": False},
     )
     out = StageDir(answered / "one")
-    recover(config, backbone, ModelRef(ModelConfig(), answered / "left"), out, Silent())
+    source = read_recovery_source(config)
+    recover(config, source, backbone, ModelRef(ModelConfig(), answered / "left"), out, Silent())
     first, *_, last = (r["validation"] for r in read_jsonl(out.metrics) if "validation" in r)
     assert {k for k in first if "domain_kl" in k} == {"domain_kl", "domain_kl/left", "domain_kl/right"}
     assert first["domain_kl/left"] < 1e-4 * first["domain_kl/right"]
@@ -487,7 +491,7 @@ def test_one_student_learns_from_two_specialists_and_its_distance_to_each_is_rep
 
 def plain_kl(backbone, config, name):
     """Return the mean KL per token from the student to a specialist on its completions of held-out prompts."""
-    prompts = encode_stream(config, "domain", backbone)
+    prompts = encode(config, "domain", backbone)
     own = [p for p in prompts.held_out if prompts.routes[tuple(p)] == name]
     written = Teacher(backbone, name).complete(own, config, config.max_new_tokens, config.seed + 7)
     kl = []
@@ -511,10 +515,10 @@ def test_every_source_has_its_share_of_the_held_out_prompts(backbone, answered):
         teachers=teachers,
         validation_prompts=16,
     )
-    found = encode_stream(config, "domain", backbone)
+    found = encode(config, "domain", backbone)
     assert len(found.held_out) == 16
     assert 1 <= sum(tuple(p) in found.routes for p in found.held_out) <= 3
-    general = encode_stream(config, "general", backbone)
+    general = encode(config, "general", backbone)
     assert len(general.train) + len(general.held_out) == 8
 
 
@@ -522,4 +526,4 @@ def test_the_same_prompt_with_and_without_a_teacher_of_its_own_is_refused(backbo
     teachers = {"a": {"kind": "base", "prompts": str(specialist(answered, "a"))}}
     config = RecoverConfig(domain=str(answered / "a.jsonl"), teachers=teachers)
     with pytest.raises(UsageError, match="the same prompt has another teacher"):
-        encode_stream(config, "domain", backbone)
+        encode(config, "domain", backbone)
