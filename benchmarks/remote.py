@@ -205,9 +205,9 @@ def throughput(backbone: Backbone, url: str, rollouts: list[Rollout], in_flight:
     """Time how long the server takes to grade completions with `in_flight` concurrent requests."""
     server = Server(ServerSection(url=url, concurrency=in_flight), backbone.causal_lm.config.vocab_size)
     try:
-        server.ask(rollouts[0].prompt_ids, rollouts[0].completion_ids[:1]).result()  # opens the connection
+        server.grade(rollouts[0].prompt_ids, rollouts[0].completion_ids[:1]).result()  # opens the connection
         began = time.monotonic()
-        for future in [server.ask(r.prompt_ids, r.completion_ids) for r in rollouts]:
+        for future in [server.grade(r.prompt_ids, r.completion_ids) for r in rollouts]:
             future.result()
         seconds = time.monotonic() - began
     finally:
@@ -226,7 +226,7 @@ def agreement(backbone: Backbone, url: str, rollouts: list[Rollout]) -> float:
     """Return the largest gap in nats between the server's and the local model's token log-probabilities."""
     server = Server(ServerSection(url=url), backbone.causal_lm.config.vocab_size)
     try:
-        theirs = torch.cat([server.ask(r.prompt_ids, r.completion_ids).result().logprob_N for r in rollouts])
+        theirs = torch.cat([server.grade(r.prompt_ids, r.completion_ids).result().logprob_N for r in rollouts])
     finally:
         server.close()
     ours = Teacher(backbone, "base").distribution(rollouts)

@@ -27,8 +27,9 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.server import ServerSection
 from opdcl.config.workflow import Workflow
+from opdcl.distill.make_teacher import reach_server
 from opdcl.distill.prompts import encode_stream
-from opdcl.distill.teachers import ServedStudent, Teacher, reach_server
+from opdcl.distill.teachers import ServedStudent, Teacher
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.environment import machine
 from opdcl.rundir.files import read_json, read_jsonl

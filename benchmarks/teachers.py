@@ -21,8 +21,9 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.distill.losses import token_losses
+from opdcl.distill.make_teacher import make_teacher
 from opdcl.distill.prompts import encode_stream
-from opdcl.distill.teachers import EmaTeacher, RoutedTeacher, Teacher, TrustRegionTeacher, make_teacher
+from opdcl.distill.teachers import EmaTeacher, RoutedTeacher, Teacher, TrustRegionTeacher
 from opdcl.model.backbone import Backbone
 from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.sample import sample

@@ -477,7 +477,7 @@ def machine_rates(options) -> dict:
     """Measure the hardware's rates: matrix products of the model's shape, and memory reads."""
     import torch
 
-    from opdcl.model.forward import key_width
+    from opdcl.model.architecture import architecture
 
     cpu = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next((x.split(":")[1].strip() for x in cpu if x.startswith("model name")), platform.machine())
@@ -486,7 +486,7 @@ def machine_rates(options) -> dict:
     head = model.get_output_embeddings().weight
     c = model.config
     body = sum(p.numel() for p in model.parameters()) - head.numel() * (1 if c.tie_word_embeddings else 2)
-    kv = 2 * c.num_hidden_layers * key_width(c)
+    kv = 2 * c.num_hidden_layers * architecture(c).key_width
     x = torch.randn(1024 if device.type == "cpu" else 16384, c.hidden_size, device=device, dtype=dtype)
     w = torch.randn(c.intermediate_size, c.hidden_size, device=device, dtype=dtype)
     flops = 2 * x.shape[0] * w.numel() / _best(lambda: torch.nn.functional.linear(x, w))

@@ -12,8 +12,8 @@ from opdcl.config.workflow import Workflow
 from opdcl.data.rows import Row, load_rows
 from opdcl.distill.prompts import read_recovery_source
 from opdcl.distill.rollout_queue import FULL_BATCH
+from opdcl.model.architecture import architecture
 from opdcl.model.embedded import EMBEDDED
-from opdcl.model.forward import key_width
 from opdcl.model.load import model_source, pick_device, pick_dtype
 from opdcl.pipeline.execute import plan_run
 from opdcl.pipeline.plan import Task
@@ -140,7 +140,7 @@ def _shape(model: ModelConfig) -> dict[str, int]:
         "hidden": c.hidden_size,
         "inner": c.intermediate_size,
         "vocabulary": c.vocab_size,
-        "kv": key_width(c),
+        "kv": architecture(c).key_width,
     }
 
 

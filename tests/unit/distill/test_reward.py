@@ -197,16 +197,7 @@ def test_the_teacher_weighs_in_beside_the_reward():
         states = student.clone().requires_grad_()
         reward = RewardSection(suite="x", teacher=weight)
         found = token_losses(
-            states,
-            head,
-            HiddenStates(teacher, head),
-            token,
-            sampler,
-            1.0,
-            LossSection(),
-            None,
-            reward,
-            advantage,
+            states, head, HiddenStates(teacher, head), token, sampler, 1.0, LossSection(), reward, advantage
         ).loss
         found.sum().backward()
         return found.detach(), states.grad
