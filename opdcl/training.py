@@ -25,23 +25,8 @@ from opdcl.rundir.files import folder_appears_whole, read_jsonl, write_atomic
 from opdcl.rundir.layout import StageDir
 from opdcl.rundir.seals import damage, seal
 
-# What a step's row in metrics.jsonl takes from the trainer's log, besides `kl/NAME` for each named teacher.
-LOGGED = (
-    "loss",
-    "kl",
-    "stream",
-    "mean_length",
-    "truncated",
-    "mismatch",
-    "repetition",
-    "adapter_norm",
-    "reward",
-    "reward_tied",
-    "teacher_entropy",
-    "student_entropy",
-    "grad_norm",
-    "learning_rate",
-)
+# Of the trainers' logs, what a step's row in metrics.jsonl leaves out or replaces.
+UNLOGGED = ("epoch", "tokens", "entropy", "num_tokens", "mean_token_accuracy")
 
 
 class StageReport(Protocol):
@@ -121,26 +106,14 @@ def save_adapter(backbone: Backbone, folder: Path) -> None:
 
 
 class StageCallback(TrainerCallback):
-    """Write metrics, show progress, and turn the first Ctrl-C into a checkpoint after the current step.
+    """Write metrics, show progress, and turn the first Ctrl-C into a checkpoint after the current step."""
 
-    Args:
-        report: Receives progress and notes.
-        steps: The number of optimizer steps.
-        backbone: Its base weights must not change.
-        tokens_per_step: Tokens of a step, for trainers that do not log them.
-    """
-
-    def __init__(
-        self,
-        report: StageReport,
-        steps: int,
-        backbone: Backbone | None = None,
-        tokens_per_step: int | None = None,
-    ):
+    def __init__(self, report: StageReport, steps: int, backbone: Backbone | None = None):
         self.report, self.steps, self.backbone = report, steps, backbone
-        self.tokens_per_step = tokens_per_step
+        self.tokens_per_step = 0  # of trainers that do not log their tokens
         self._stop = False
         self._skipped: int | None = None
+        self._base = ""
         self._metrics: Path | None = None
         self._step_started = 0.0
 
@@ -166,7 +139,8 @@ class StageCallback(TrainerCallback):
             return
         if checkpoint:
             self.report.note(f"resuming from step {reached} of {self.steps}")
-        self._base = self.backbone.fingerprint() if self.backbone else ""
+        if self.backbone:
+            self._base = self.backbone.fingerprint()
         trainer.remove_callback(PrinterCallback)  # stdout is for results
         with self._signals():
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -237,8 +211,8 @@ class StageCallback(TrainerCallback):
         if not logs or "loss" not in logs or self._skipped == state.global_step:
             return
         seconds = time.perf_counter() - self._step_started
-        tokens = int(logs.get("tokens", self.tokens_per_step or 0))
-        values = {k: v for k, v in logs.items() if k in LOGGED or k.startswith("kl/")}
+        tokens = int(logs.get("tokens", self.tokens_per_step))
+        values = {k: v for k, v in logs.items() if k not in UNLOGGED}
         self.write({"step": state.global_step, **values, "tokens": tokens, "seconds": round(seconds, 3)})
         live = {k: logs[k] for k in ("stream", "loss", "kl") if k in logs}
         self.report.progress(state.global_step, self.steps, **live, tokens_per_s=tokens / max(seconds, 1e-9))

@@ -55,11 +55,6 @@ class Grader:
     """Compare the student with each completion's teacher, token by token.
 
     Each worker grades its share. Sums are those of all workers; a gradient is the worker's own part.
-
-    Args:
-        backbone: The model with the student's adapter.
-        config: The loss, the temperature and the size of a micro-batch.
-        teachers: The teacher of each stream.
     """
 
     def __init__(
@@ -159,11 +154,10 @@ class Grader:
             logprob_N = token_logprobs(
                 teacher, token_N.to(self.backbone.device), rows, self.config.temperature
             )
-            for i, rollout, q_N in zip(
-                batch.positions, batch.rollouts, logprob_N.split(batch.lengths), strict=True
-            ):
-                if not batch.filler:
-                    gap_of[str(i)] = float((q_N - q_N.new_tensor(rollout.logprobs)).abs().mean())
+            if batch.filler:
+                continue
+            for i, q_N in zip(batch.positions, logprob_N.split(batch.lengths), strict=True):
+                gap_of[str(i)] = float((q_N - q_N.new_tensor(rollouts[i].logprobs)).abs().mean())
         totals = parallel.total(gap_of)
         return [totals[str(i)] for i in range(len(rollouts))]
 

@@ -34,14 +34,7 @@ class RolloutQueue:
     Steps of one stream are sampled together. The student's completions go stale as it learns, so at most
     `recover.sample_ahead` steps; a frozen teacher's never do. The last, long completions of such a batch may stay
     unfinished: they resume with the stream's next batch and are learned from then (partial rollouts, arXiv 2501.12599).
-
-    Args:
-        config: Seed, lengths, and how far to sample ahead.
-        steps: The whole schedule.
-        prompts: Token ids of each stream's prompts.
-        student: Samples on-policy steps.
-        teachers: Write the completions of off-policy steps.
-        selection: Chooses among the completions of a step.
+    The student completes the prompts of on-policy steps, the stream's teacher those of the others.
     """
 
     def __init__(
@@ -157,12 +150,8 @@ class RolloutQueue:
 
     def save(self, folder: Path) -> None:
         """Write the completions that are not yet learned from into a checkpoint."""
-        parts = {"ahead": self._ahead, "unfinished": self._unfinished}
-        content = {
-            part: {str(key): [asdict(r) for r in rollouts] for key, rollouts in groups.items()}
-            for part, groups in parts.items()
-        }
-        write_atomic(folder / "rollouts.json", json.dumps(content))
+        content = {"ahead": self._ahead, "unfinished": self._unfinished}
+        write_atomic(folder / "rollouts.json", json.dumps(content, default=asdict))
 
     def restore(self, folder: Path) -> None:
         """Take back what `save` wrote.

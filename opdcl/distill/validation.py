@@ -70,16 +70,7 @@ class Validation(TrainerCallback):
 
     Each stream's teacher writes the held-out completions once, so all measurements are on the same tokens. The general
     KL is the student's distance to base, the domain KL its distance to tuned. With another teacher the KL is to that
-    one; if it is dynamic, to base or tuned with the teacher's contexts.
-
-    Args:
-        config: When to measure, what to keep, when to stop.
-        grader: Grades the held-out completions.
-        queue: Samples them, and holds the latest training completions.
-        prompts: Held-out prompts by stream.
-        out: Where the best adapter and samples are written.
-        callback: Where measurements are logged.
-        health: Told what is normal before the first step.
+    one; if it is dynamic, to base or tuned with the teacher's contexts. `prompts` are the held-out ones by stream.
     """
 
     def __init__(
