@@ -28,7 +28,7 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.server import ServerSection
 from opdcl.config.workflow import Workflow
 from opdcl.distill.make_teacher import reach_server
-from opdcl.distill.prompts import encode_stream
+from opdcl.distill.prompts import encode_stream, read_recovery_source
 from opdcl.distill.teachers import ServedStudent, Teacher
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.environment import machine
@@ -129,7 +129,8 @@ def sampling(run: RunDir, backbone: Backbone, place: ServerSection, count: int, 
     adapter = list(run.adapters().values())[-1]
     backbone.drop_adapters()
     backbone.load_adapter(adapter, "student", trainable=True)
-    prompts = encode_stream(RecoverConfig(validation_prompts=count), "general", backbone).held_out
+    config = RecoverConfig(validation_prompts=count)
+    prompts = encode_stream(config, read_recovery_source(config), "general", backbone).held_out
     student = ServedStudent(backbone, reach_server(place, backbone, print), folder / "served")
     began = time.monotonic()
     rollouts = student.complete(prompts, RecoverConfig(), 64, seed=1)

@@ -10,31 +10,34 @@ from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import StageDir
 from opdcl.training import save_adapter
 
-# The scales that `interpolate` tries.
+# From the tuned adapter down to a twentieth of it.
 SCALES = [i / 20 for i in range(20, 0, -1)]
 
 
 def interpolate(validation: Validation, backbone: Backbone, out: StageDir) -> None:
-    """Keep the point of the alpha-curve with the least held-out KL: what recovery must beat, as it costs no training.
+    """Keep the point of the alpha-curve with the least held-out KL, or the one that `recover.alpha` names.
 
-    `recover.alpha` picks a point instead (arXiv 2203.05482, 2212.04089).
+    It costs no training, so recovery must beat it (arXiv 2203.05482, 2212.04089).
     """
-    validation.write_texts()
-    curve, given = [], validation.config.alpha
-    scales = [1.0, given] if given else SCALES
-    for done, alpha in enumerate(scales, 1):
-        with backbone.scaled(alpha):
-            curve.append({"alpha": alpha, **validation.held_out_kl()})
+    validation.write_held_out()
+    alpha = validation.config.alpha
+    scales = [1.0, alpha] if alpha else SCALES
+    curve = []
+    for done, scale in enumerate(scales, 1):
+        with backbone.scaled(scale):
+            curve.append({"alpha": scale, **validation.held_out_kl()})
         validation.callback.report.progress(done, len(scales))
-    best = curve[-1] if given else min(curve, key=kl_score)
-    backbone.shrink(best["alpha"])
+    chosen = curve[-1] if alpha else min(curve, key=kl_score)
+    backbone.shrink(chosen["alpha"])
     save_adapter(backbone, validation.best_adapter)
-    chosen = {"alpha": best["alpha"], "curve": curve}
     rows = [
-        {"step": 0, "validation": stream_kl(curve[0]), "interpolation": chosen},
-        {"step": 1, "validation": {**stream_kl(best), "best": True}},
+        {
+            "step": 0,
+            "validation": stream_kl(curve[0]),
+            "interpolation": {"alpha": chosen["alpha"], "curve": curve},
+        },
+        {"step": 1, "validation": {**stream_kl(chosen), "best": True}},
     ]
     write_atomic(out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-    validation.callback.report.note(
-        f"the adapter times {best['alpha']:g}{'' if given else ', where held-out KL is least'}: {describe_kl(best)}"
-    )
+    reason = "" if alpha else ", where held-out KL is least"
+    validation.callback.report.note(f"the adapter times {chosen['alpha']:g}{reason}: {describe_kl(chosen)}")

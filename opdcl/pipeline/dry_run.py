@@ -10,8 +10,8 @@ from transformers import AutoConfig
 from opdcl.config.model import ModelConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.rows import Row, load_rows
-from opdcl.distill.prompts import STREAMS, stream_rows
-from opdcl.distill.trainer import FULL_BATCH
+from opdcl.distill.prompts import read_recovery_source
+from opdcl.distill.rollout_queue import FULL_BATCH
 from opdcl.model.architecture import architecture
 from opdcl.model.embedded import EMBEDDED
 from opdcl.model.load import model_source, pick_device, pick_dtype
@@ -103,7 +103,8 @@ def estimate(workflow: Workflow, tasks: list[Task]) -> dict[str, Any]:
                 steps["recover"] = r.steps
             rows_at_once = max(r.rollouts * r.sample_ahead, FULL_BATCH)
             cache = rows_at_once * (r.max_new_tokens + 128) * shape["layers"] * 2 * shape["kv"] * width
-            longest = max((_tokens(row) for stream in STREAMS for row in stream_rows(r, stream)), default=0)
+            streams = read_recovery_source(r).rows.values()
+            longest = max((_tokens(row) for rows in streams for row in rows), default=0)
             step = (
                 max(r.micro_batch_tokens, longest + r.max_new_tokens) * per_token
             )  # a micro-batch is one sequence at least

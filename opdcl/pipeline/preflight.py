@@ -32,24 +32,16 @@ def refuse_foreign(run: RunDir) -> None:
 
 def check_tasks(workflow: Workflow) -> None:
     """Check what needs the libraries but no weights: trainer fields, the model's place, the suites."""
-    from trl import DistillationConfig, SFTConfig
-
     from opdcl.model.load import check_exists
-    from opdcl.training import check_trainer_fields
 
     check_exists(workflow.model)
     check_trackers(workflow.track)
-    if workflow.finetune:
-        if workflow.finetune.method == "self-distill":
-            from opdcl.distill.prompts import stream_rows
-            from opdcl.stages.finetune import as_distillation
+    if workflow.finetune and workflow.finetune.method == "self-distill":
+        from opdcl.distill.prompts import read_recovery_source
+        from opdcl.stages.finetune import as_distillation
 
-            check_trainer_fields(DistillationConfig, "finetune", workflow.finetune.trainer)
-            stream_rows(as_distillation(workflow.finetune), "domain")
-        else:
-            check_trainer_fields(SFTConfig, "finetune", workflow.finetune.trainer)
+        read_recovery_source(as_distillation(workflow.finetune))
     if workflow.recover:
-        check_trainer_fields(DistillationConfig, "recover", workflow.recover.trainer)
         for teacher in workflow.recover.all_teachers().values():
             if teacher.model:
                 check_exists(teacher.model)

@@ -113,6 +113,7 @@ class Session:
         write_json(self.run.manifest, self.manifest)
 
     def _train(self, task: Task) -> None:
+        from opdcl.distill.prompts import read_recovery_source
         from opdcl.rundir.hashes import adapter_hash
         from opdcl.stages.finetune import finetune
         from opdcl.stages.recover import recover
@@ -144,17 +145,14 @@ class Session:
         backbone = self.backbone
         reset_peak_memory()
         started = time.perf_counter()
-        verb = {"finetune": finetune, "recover": recover}[task.name]
         try:
             with self.output.stage(task.name) as line:
                 before = steps_done(self.run, up_to=stage)
-                verb(
-                    config,
-                    backbone,
-                    self._parent(task.name),
-                    stage,
-                    Followed(line, self.tracked, stage, before),
-                )
+                parent, report = self._parent(task.name), Followed(line, self.tracked, stage, before)
+                if task.name == "finetune":
+                    finetune(config, backbone, parent, stage, report)
+                else:
+                    recover(config, read_recovery_source(config), backbone, parent, stage, report)
                 self.tracked.follow(stage, before)
         finally:
             cost = record["cost"]

@@ -13,7 +13,8 @@ from opdcl.rundir.hashes import hash_files
 def data_hashes(workflow: Workflow) -> dict[str, str]:
     """Check that every data source exists and is well-formed; return field -> hash of its content."""
     from opdcl.data.rows import load_rows, pinned, source_files
-    from opdcl.distill.prompts import STREAMS, stream_rows
+    from opdcl.distill.prompts import read_recovery_source
+    from opdcl.distill.schedule import STREAMS
     from opdcl.model.adapters import find_adapter
     from opdcl.pipeline.plan import source_hash
 
@@ -31,8 +32,7 @@ def data_hashes(workflow: Workflow) -> dict[str, str]:
             f"teachers.{name}.prompts": teacher.prompts for name, teacher in workflow.recover.teachers.items()
         }
         sources |= {f"recover.{name}": source for name, source in prompts.items() if source}
-        for stream in STREAMS:
-            stream_rows(workflow.recover, stream)
+        read_recovery_source(workflow.recover)
     if workflow.eval:
         for suite, path in workflow.eval.data.items():
             if not os.path.isfile(path):

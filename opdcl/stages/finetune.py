@@ -19,6 +19,7 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.data.chat import Encoded, encode_example
 from opdcl.data.rows import load_rows
+from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import OpdclError
 from opdcl.model.adapters import ModelRef
 from opdcl.model.backbone import Backbone
@@ -51,20 +52,18 @@ def finetune(
     else:
         model = backbone.new_adapter(config.lora, config.seed)
     steps = planned_steps(config, len(rows))
-    arguments = trainer_arguments(SFTConfig, "finetune", config.trainer, backbone, out) | {
-        "per_device_train_batch_size": config.batch_size,
-        "learning_rate": config.learning_rate,
-        "max_steps": steps,
-        "save_steps": config.save_steps,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": math.ceil(steps * 0.05),
-        "seed": config.seed,
-        "max_length": config.max_length,
-        "packing": _packs(config, backbone),
-        "completion_only_loss": True,
-        "train_sampling_strategy": "sequential",  # the rows are laid out beforehand
-        **config.trainer,
-    }
+    arguments = trainer_arguments(
+        config,
+        backbone,
+        out,
+        steps,
+        per_device_train_batch_size=config.batch_size,
+        lr_scheduler_type="cosine",
+        warmup_steps=math.ceil(steps * 0.05),
+        max_length=config.max_length,
+        packing=_packs(config, backbone),
+        completion_only_loss=True,
+    )
     dataset = Dataset.from_list(
         [{"input_ids": r.input_ids, "completion_mask": r.completion_mask} for r in rows]
     )
@@ -94,7 +93,9 @@ def self_distill(
     if not start.exists():
         backbone.new_adapter(config.lora, config.seed)
         save_adapter(backbone, start)
-    return recover(as_distillation(config), backbone, ModelRef(parent.base, start), out, report)
+    recovery = as_distillation(config)
+    source = read_recovery_source(recovery)
+    return recover(recovery, source, backbone, ModelRef(parent.base, start), out, report)
 
 
 def as_distillation(config: FinetuneConfig) -> RecoverConfig:
