@@ -269,15 +269,11 @@ def token_losses(
         weight_VH = weight_VH.detach()[: shared_rows(weight_VH, teacher)]
         student_NH = student_NH.to(weight_VH.dtype)
         later_N = torch.zeros_like(sampler_N)
-        if loss.kind == "policy_gradient" and loss.discount:
-            both = Hidden(student_NH.detach(), weight_VH), teacher
-            mine_N, theirs_N = (token_logprobs(x, token_N, len(weight_VH), temperature) for x in both)
-            later_N = later_advantages(theirs_N - mine_N, lengths or [len(token_N)], loss.discount)
         cost = _cost(loss, token_N, sampler_N, later_N)
         if reward and advantage_N is not None:
             cost = _rewarded(cost, reward, token_N, sampler_N, advantage_N)
         return TokenLosses(
-            *_TokenLoss.apply(student_NH, weight_VH, teacher, token_N, temperature, cost, loss.cap)
+            *_TokenLoss.apply(student_NH, weight_VH, teacher, token_N, temperature, cost, None)
         )
 
 
@@ -298,11 +294,6 @@ def _cost(loss: LossSection, token_N, sampler_N, later_N) -> Cost | None:
             return None
         case "forward_kl":
             return lambda log_p, log_q, part: forward_kl(log_p, log_q)
-        case "jsd":
-            plain = 1.0 if loss.rescaled or loss.beta in (0.0, 1.0) else loss.beta * (1 - loss.beta)
-            return lambda log_p, log_q, part: plain * jsd(log_p, log_q, loss.beta)
-        case "entropy_switched":
-            return lambda log_p, log_q, part: entropy_switched(log_p, log_q, loss.unsure_above)
         case "top_k":
             return lambda log_p, log_q, part: top_k(log_p, log_q, loss.k)
         case "cross_entropy":

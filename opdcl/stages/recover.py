@@ -54,15 +54,6 @@ def recover(
         stream: _teachers(config, stream, prompts, backbone, parent, report)
         for stream, prompts in streams.items()
     }
-    beta, rescaled = (
-        config.loss.beta,
-        config.loss.kind != "jsd" or config.loss.rescaled or config.loss.beta in (0.0, 1.0),
-    )
-    if config.method != "interpolate" and not rescaled:
-        report.note(
-            f"recover.loss.rescaled is off: at beta {beta:g} loss and gradient are about {1 / (beta * (1 - beta)):.0f} times smaller "
-            "than reverse KL's, so that gradient clipping and loss.cap hardly ever act"
-        )
     student = Teacher(backbone, "student")
     if config.server:
         student = Served(
