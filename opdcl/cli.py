@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -533,9 +534,13 @@ def workflows_cp(name: str, to: Annotated[Path, typer.Argument(help="File to wri
 def config_show(workflow: list[str], set_: Set = [], json: Json = False) -> None:  # noqa: B006
     """Print every value of a workflow, and where it comes from."""
     from opdcl.config.load import flatten, load
+    from opdcl.pipeline.defaults import resolve_for_machine
 
     _mode(json, False)
     flow, origins = load(workflow, set_)
+    with contextlib.suppress(OpdclError):  # without the model at hand its automatic settings stay unknown
+        flow, automatic = resolve_for_machine(flow)
+        origins |= automatic
     rows = [
         [key, str(value), origins.get(key, "default")] for key, value in flatten(flow.model_dump()).items()
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -48,8 +49,6 @@ class Section(BaseModel):
 
     def _differs(self, key: str) -> bool:
         """Whether a dotted key differs from its default. A stored run names every key, so that is what "set" means."""
-        name, *path = key.split(".")
-        value, default = getattr(self, name), type(self).model_fields[name].default
-        for part in path:
-            value, default = getattr(value, part, None), getattr(default, part, None)
-        return bool(value != default)
+        *path, name = key.split(".")
+        section: Any = functools.reduce(lambda node, part: getattr(node, part, None), path, self)  # type: ignore
+        return section is not None and bool(getattr(section, name) != type(section).model_fields[name].default)

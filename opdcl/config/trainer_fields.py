@@ -11,7 +11,7 @@ from typing import Any
 from pydantic_core import PydanticCustomError
 
 # Optimizers that need no further package, and schedules that need no evaluation during training.
-OPTIMIZERS = tuple("adamw_torch adamw_torch_fused adafactor sgd rmsprop adagrad".split())
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "rmsprop", "adagrad")
 SCHEDULES = (
     *("linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "constant"),
     *("constant_with_warmup", "inverse_sqrt", "warmup_stable_decay"),
