@@ -36,19 +36,21 @@ class SelfDistillLoss(LossSection):
 
 
 class SelfDistillSection(Section):
-    """Self-distillation: the student answers; an EMA copy of it, shown the reference answer, grades the result."""
+    """Self-distillation: the student answers; an EMA copy of it, shown the reference answer, grades the
+    result."""
 
     context: str = "{prompt}\n\nA good answer would be: {answer}\n\nAnswer in your own words."
     """Text that the teacher sees in place of the last user message."""
     rate: Share = 0.05
-    """Fraction of the distance to the student that the teacher moves per step; 0 keeps it at the initial model."""
+    """Fraction of the distance to the student that the teacher moves per step; 0 keeps it at the initial
+    model."""
     loss: SelfDistillLoss = SelfDistillLoss()
     """Loss and its parameters."""
     max_new_tokens: Positive = 64
     """Maximum completion length, in tokens."""
     skip_tokens: Count = 0
-    """Number of tokens at the start of each completion to leave out of the loss, where a teacher that has seen the answer
-    tends to show it."""
+    """Number of tokens at the start of each completion to leave out of the loss, where a teacher that has
+    seen the answer tends to show it."""
 
     @model_validator(mode="after")
     def _can_teach(self) -> SelfDistillSection:
@@ -72,17 +74,18 @@ class FinetuneConfig(Section):
     )
 
     method: Literal["sft", "self-distill"] = "sft"
-    """`sft`: imitate the rows' answers; only answer tokens count in the loss. `self-distill`: sample answers and grade
-    them by a copy of the model that sees the reference answer. This forgets less, but needs a model that can learn from
-    an example in its context (arXiv 2601.19897)."""
+    """`sft`: imitate the rows' answers; only answer tokens count in the loss. `self-distill`: sample answers
+    and grade them by a copy of the model that sees the reference answer. This forgets less, but needs a model
+    that can learn from an example in its context (arXiv 2601.19897)."""
     data: str = Field(min_length=1)
-    """`handbook` (shipped), a JSONL, CSV or Parquet file, a folder of documents, or a Hub dataset: `owner/name@revision`."""
+    """`handbook` (shipped), a JSONL, CSV or Parquet file, a folder of documents, or a Hub dataset:
+    `owner/name@revision`."""
     lora: LoraSection = LoraSection()
     """Shape of the adapter."""
     learning_rate: Rate | Auto = "auto"
-    """Peak learning rate. `auto`: 1e-3 * (576 / hidden size)^0.781 * 2 / (alpha / r), that is 1e-3 for the embedded
-    model and 2.2e-4 at hidden size 4096. Measured at 576; the exponent is the one published for LoRA on Llama models
-    (Schulman et al., "LoRA Without Regret", 2025)."""
+    """Peak learning rate. `auto`: 1e-3 * (576 / hidden size)^0.781 * 2 / (alpha / r), that is 1e-3 for the
+    embedded model and 2.2e-4 at hidden size 4096. Measured at 576; the exponent is the one published for LoRA
+    on Llama models (Schulman et al., "LoRA Without Regret", 2025)."""
     epochs: Annotated[float, Field(gt=0)] = 5
     """Passes over the data."""
     batch_size: Positive | Auto = "auto"
@@ -90,7 +93,8 @@ class FinetuneConfig(Section):
     max_length: Positive = 1024
     """Maximum row length in tokens. Longer rows are refused; plain text is split into pieces of this size."""
     packing: Literal["auto", "on", "off"] = "auto"
-    """Put several rows into one sequence. `auto`: only where a flash-attention kernel keeps the rows apart."""
+    """Put several rows into one sequence. `auto`: only where a flash-attention kernel keeps the rows
+    apart."""
     save_steps: Positive = 50
     """Optimizer steps between checkpoints."""
     seed: int = 0
@@ -98,7 +102,8 @@ class FinetuneConfig(Section):
     self_distill: SelfDistillSection = SelfDistillSection()
     """Settings of method `self-distill`."""
     trainer: dict[str, Any] = {}
-    """Fields of `transformers.TrainingArguments` for optimizer, schedule and checkpoints, such as `weight_decay`."""
+    """Fields of `transformers.TrainingArguments` for optimizer, schedule and checkpoints, such as
+    `weight_decay`."""
 
     @model_validator(mode="after")
     def _trainer_fields_act(self) -> FinetuneConfig:

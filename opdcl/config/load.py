@@ -1,4 +1,4 @@
-"""Read workflow files and `--set` overrides into a `Workflow`; every complaint names the file and line."""
+"""Read workflow files and `--set` overrides into a `Workflow`; every error names the file and line."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from opdcl.sanitize import redact
 
 MAX_BYTES = 1_000_000
 
-# Fields that may name a file; a relative one is meant from the workflow file's folder.
+# Names of shipped models and data, which are not file names.
 ALIASES = ("smollm2-135m", "handbook", "handbook/staff", "handbook/site", "everyday")
 
 FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".parquet", ".gguf", ".txt", ".md")
 
+# Settings that may name a file; relative paths start at the workflow file's folder.
 PATH_FIELDS = (
     "model.id",
     "start",
@@ -69,7 +70,7 @@ def load_tree(
 def _override(
     tree: dict[str, Any], origins: dict[str, str], overrides: Sequence[str], flags: dict[str, Any]
 ) -> tuple[Workflow, dict[str, str]]:
-    """Lay overrides over a tree; settings below them that thereby lose their effect return to their defaults."""
+    """Apply overrides to a tree; settings below them that lose their effect return to their defaults."""
     own = _keys_without_effect(tree)
     for override in overrides:
         key, separator, text = override.partition("=")
@@ -88,13 +89,13 @@ def _override(
 def validate(
     tree: dict[str, Any], origins: dict[str, str] | None = None, own: Collection[str] | None = None
 ) -> Workflow:
-    """Check a plain mapping against the schema; all its faults are reported at once.
+    """Check a plain mapping against the schema; all errors are reported at once.
 
     Args:
         tree: The settings. Changed where an inherited setting returns to its default.
         origins: Key -> file and line, for the error message.
-        own: Keys that are not inherited from a lower layer. An inherited setting that has no effect returns to its default;
-            any other is an error. Default: all.
+        own: Keys that are not inherited from a lower layer. An inherited setting without an effect returns to
+            its default; any other is an error. Default: all keys.
     """
     for key, value in flatten(tree).items():
         if isinstance(value, str) and redact(value) != value:
@@ -127,7 +128,7 @@ def _is_in(key: str, own: Collection[str]) -> bool:
 
 
 def dump(workflow: Workflow) -> str:
-    """Return the workflow as YAML that `load` reads back, without what was left at None."""
+    """Return the workflow as YAML that `load` reads back; settings that are None are left out."""
     stream = io.StringIO()
     YAML(typ="safe", pure=True).dump(workflow.model_dump(exclude_none=True), stream)
     return stream.getvalue()
@@ -138,7 +139,7 @@ def _read(file: Path) -> dict:
         content = file.read_bytes()
     except OSError as fault:
         raise UsageError(
-            f"{file} cannot be read: {fault.strerror}", "check the path and its permissions"
+            f"could not read {file}: {fault.strerror}", "check the path and its permissions"
         ) from fault
     if len(content) > MAX_BYTES:
         raise UsageError(
@@ -173,15 +174,15 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _refuse_magic(text: str, where: str) -> None:
-    """Refuse what a workflow has no use for: anchors, which let a small file expand without bound, tags, directives."""
+    """Refuse anchors, which let a small file expand without bound, and tags and directives."""
     for event in YAML(typ="safe", pure=True).parse(io.StringIO(text)):
-        found = {
+        features = {
             "an anchor or alias": getattr(event, "anchor", None),
             "a tag": getattr(event, "tag", None),
             "a YAML directive": getattr(event, "version", None),
             "a merge key": getattr(event, "value", None) == "<<",
         }
-        if name := next((name for name, there in found.items() if there), None):
+        if name := next((name for name, present in features.items() if present), None):
             raise UsageError(f"{where}:{event.start_mark.line + 1} uses {name}", "write the values out")
 
 
@@ -189,7 +190,7 @@ def _parse_value(text: str, key: str) -> Any:
     try:
         return _plain(_parse(text, f"--set {key}")) if text.strip() else text
     except ValueError as fault:
-        raise UsageError(f"--set {key}: {fault}", "quotes make it text") from fault
+        raise UsageError(f"--set {key}: {fault}", "put it in quotes to make it text") from fault
 
 
 def _plain(value: Any) -> Any:
@@ -219,7 +220,9 @@ def _merge(tree: dict, origins: dict, new: Any, file: Path, prefix: str = "") ->
             try:
                 value = _plain(value)
             except ValueError as fault:
-                raise UsageError(f"{file}:{line}: {name}: {fault}", "quotes make it text") from fault
+                raise UsageError(
+                    f"{file}:{line}: {name}: {fault}", "put it in quotes to make it text"
+                ) from fault
             if isinstance(value, str) and _may_name_a_file(name.split(".")):
                 value = _from_folder(value, file.parent)
             tree[str(key)] = value
@@ -237,18 +240,18 @@ def _from_folder(value: str, folder: Path) -> str:
     if value in ALIASES:
         return value
     try:
-        path = folder / os.path.expanduser(value)  # unlike Path.expanduser it lets the home of nobody stand
+        path = folder / os.path.expanduser(value)  # Path.expanduser raises for unknown users
         is_file = value.startswith((".", "~", "/")) or path.suffix in FILE_ENDINGS or os.path.exists(path)
         return str(path.resolve()) if is_file else value
     except ValueError:
-        return value  # NUL, or half of a surrogate pair, is in no file's name
+        return value  # NUL and lone surrogates occur in no file name
 
 
-def _assign(tree: dict, keys: list[str], value: Any, shown: str) -> None:
+def _assign(tree: dict, keys: list[str], value: Any, full_key: str) -> None:
     for key in keys[:-1]:
         node = tree.setdefault(key, {})
         if not isinstance(node, dict):
-            raise UsageError(f"{shown}: {key} is a value, not a section", "opdcl config schema")
+            raise UsageError(f"{full_key}: {key} is a value, not a section", "opdcl config schema")
         tree = node
     tree[keys[-1]] = value
 

@@ -15,8 +15,9 @@ class LossSection(Section):
     unused = (("k", lambda s: s.kind != "top_k", "unless kind is top_k"),)
 
     kind: LossKind = "reverse_kl"
-    """Divergence between student and teacher. `reverse_kl` and `forward_kl` compare whole distributions, `top_k` the
-    teacher's likeliest tokens; `policy_gradient` and `cross_entropy` use only the sampled token."""
+    """Divergence between student and teacher. `reverse_kl` and `forward_kl` compare whole distributions,
+    `top_k` the teacher's likeliest tokens; `policy_gradient` and `cross_entropy` use only the sampled
+    token."""
     k: Positive = 100
     """`top_k`: number of the teacher's likeliest tokens that are compared one by one."""
     unfinished: Share = 1.0

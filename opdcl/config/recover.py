@@ -18,7 +18,8 @@ class HealthSection(Section):
 
     unused = (
         (
-            "patience student_entropy truncated_excess length_growth repetition adapter_growth grad_norm overlap kl_growth",
+            "patience student_entropy truncated_excess length_growth repetition adapter_growth grad_norm "
+            "overlap kl_growth",
             lambda s: not s.watch,
             "when watch is false",
         ),
@@ -27,9 +28,11 @@ class HealthSection(Section):
     watch: bool = True
     """Watch every step. When false, only `teacher_entropy` is checked, at each validation."""
     patience: Positive = 3
-    """Consecutive steps of a stream beyond a limit until the learning rate is halved; after as many more the run halts."""
+    """Consecutive steps of a stream beyond a limit until the learning rate is halved; after as many more the
+    run halts."""
     teacher_entropy: Annotated[float, Field(gt=0)] = 6.0
-    """Maximum teacher entropy, in nats. A healthy instruct model stays near 3 on its own text; a broken one guesses."""
+    """Maximum teacher entropy, in nats. A healthy instruct model stays near 3 on its own text; a broken one
+    guesses."""
     student_entropy: Annotated[float, Field(ge=0)] = 0.02
     """Minimum student entropy on general prompts, in nats. Below it the student always says the same."""
     truncated_excess: Annotated[float, Field(gt=0)] = 0.5
@@ -43,12 +46,12 @@ class HealthSection(Section):
     grad_norm: Annotated[float, Field(gt=0)] = 1000.0
     """Maximum gradient norm before clipping."""
     overlap: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Minimum share of base's 16 likeliest tokens that are among the student's, on held-out general texts. The run halts at
-    once when the share is below this and below half of its first value: the two then no longer use the same words
-    (arXiv 2604.13016)."""
+    """Minimum share of base's 16 likeliest tokens that are among the student's, on held-out general texts.
+    The run halts at once when the share is below this and below half of its first value: the two then no
+    longer use the same words (arXiv 2604.13016)."""
     kl_growth: Annotated[float, Field(gt=1)] = 1.5
-    """Maximum ratio of held-out KL, both streams added, to its first value. The run halts at once when KL is above this and
-    also more than 0.5 nats above its first value."""
+    """Maximum ratio of held-out KL, both streams added, to its first value. The run halts at once when KL is
+    above this and also more than 0.5 nats above its first value."""
 
 
 class UntilSection(Section):
@@ -57,10 +60,11 @@ class UntilSection(Section):
     unused = (("domain_floor", lambda s: s.retention is None, "unless until.retention is set"),)
 
     retention: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Stop once this share of tuned's initial general KL is gone and the domain is at least at `domain_floor`."""
+    """Stop once this share of tuned's initial general KL is gone and the domain is at least at
+    `domain_floor`."""
     domain_floor: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Share of the domain that must be kept for `retention` to stop the run, as each validation prints it: 1 is tuned, 0
-    is base."""
+    """Share of the domain that must be kept for `retention` to stop the run, as each validation prints it: 1
+    is tuned, 0 is base."""
     rollouts: Positive | None = None
     """Stop after this many completions, both streams together."""
     patience: Positive | None = None
@@ -68,8 +72,9 @@ class UntilSection(Section):
 
 
 class RewardSection(Section):
-    """A verifiable reward in addition to the teacher: a suite's own scorer rates each completion relative to the others on
-    the same prompt (GRPO, arXiv 2402.03300). The suite's documents then replace the general prompts."""
+    """A verifiable reward in addition to the teacher: a suite's own scorer rates each completion relative to
+    the others on the same prompt (GRPO, arXiv 2402.03300). The suite's documents then replace the general
+    prompts."""
 
     unused = (("clip", lambda s: s.weight == 0, "when reward.weight is 0"),)
 
@@ -84,7 +89,8 @@ class RewardSection(Section):
     weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the reward's loss. With 0 the reward only chooses what a teacher with `context` is shown."""
     clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """How far a token's probability ratio may move before the reward stops pushing it (PPO, arXiv 1707.06347)."""
+    """How far a token's probability ratio may move before the reward stops pushing it (PPO, arXiv
+    1707.06347)."""
 
 
 def _only_scales(recover: RecoverConfig) -> bool:
@@ -122,8 +128,9 @@ class RecoverConfig(Section):
     )
 
     method: Literal["alternating", "general", "replay", "interpolate"] = "alternating"
-    """`alternating` is our method. Baselines: `general`, without domain steps; `replay`, imitation of the teachers' answers;
-    `interpolate`, the tuned adapter scaled by the factor with the lowest held-out KL, without training."""
+    """`alternating` is our method. Baselines: `general`, without domain steps; `replay`, imitation of the
+    teachers' answers; `interpolate`, the tuned adapter scaled by the factor with the lowest held-out KL,
+    without training."""
     alpha: Annotated[float, Field(gt=0, le=1)] | None = None
     """`interpolate`: use this scale instead of the one with the lowest held-out KL."""
     general: Annotated[str, Field(min_length=1)] | None = "everyday"
@@ -135,8 +142,8 @@ class RecoverConfig(Section):
     domain_teacher: TeacherSection = TeacherSection(kind="tuned")
     """Teacher that grades domain prompts."""
     teachers: dict[Annotated[str, Field(pattern=TEACHER_NAME)], NamedTeacher] = {}
-    """Further teachers by name, such as specialists. Each grades its own `prompts` and those whose `teacher` field names
-    it."""
+    """Further teachers by name, such as specialists. Each grades its own `prompts` and those whose `teacher`
+    field names it."""
     reward: RewardSection | None = None
     """Verifiable reward for general completions, in addition to the teacher."""
     steps: Positive = 72
@@ -144,8 +151,8 @@ class RecoverConfig(Section):
     rollouts: Positive | Auto = "auto"
     """Completions per optimizer step. `auto`: 16 below hidden size 1536, 32 below 3072, 64 from there."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
-    """Sample this many times `rollouts`, and train on the completions where student and teacher differ most, or on the groups
-    whose rewards do (arXiv 2605.27115, 2503.14476)."""
+    """Sample this many times `rollouts`, and train on the completions where student and teacher differ most,
+    or on the groups whose rewards do (arXiv 2605.27115, 2503.14476)."""
     domain_rollouts: Positive | None = None
     """Completions per domain step; domain answers are often short. Default: `rollouts`."""
     general_per_domain: Count = 1
@@ -153,32 +160,34 @@ class RecoverConfig(Section):
     lmbda: Share = 1.0
     """Share of steps on the student's own completions; the other steps use the teacher's."""
     teacher_first: Count = 9
-    """Number of general steps at the start that use the teacher's answers: a terse student learns little from its own."""
+    """Number of general steps at the start that use the teacher's answers: a terse student learns little from
+    its own."""
     sample_ahead: Positive = 3
-    """Steps of a stream sampled at once. 1 is strictly on-policy; more fills the hardware, and lets long completions continue
-    beside the next ones."""
+    """Steps of a stream sampled at once. 1 is strictly on-policy; more fills the hardware, and lets long
+    completions continue beside the next ones."""
     max_new_tokens: Positive = 128
     """Maximum length of general completions, in tokens."""
     domain_max_new_tokens: Positive | None = None
     """Maximum length of domain completions, in tokens. Default: `max_new_tokens`."""
     warm_start: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Factor by which the tuned adapter is scaled before the first step. Below 1 it starts nearer to base, at the domain's
-    expense."""
+    """Factor by which the tuned adapter is scaled before the first step. Below 1 it starts nearer to base, at
+    the domain's expense."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Softmax temperature: of all sampling, and of student and teacher in the loss and in held-out KL."""
     sampler: Sampler = "auto"
     """Sampling engine: our own `slab`, or transformers' `generate` or `continuous` batching."""
     server: ServerSection | None = None
-    """Server that samples the student's completions instead of this process. It must load adapters and read the run
-    directory, as `opdcl serve RUN` does."""
+    """Server that samples the student's completions instead of this process. It must load adapters and read
+    the run directory, as `opdcl serve RUN` does."""
     loss: LossSection = LossSection()
     """Loss and its parameters."""
     learning_rate: Rate | Auto = "auto"
-    """Peak learning rate, reached after the first tenth of the steps and falling to zero at the last. `auto`: 0.3 times the
-    automatic rate of the fine-tune, that is 3e-4 for the embedded model and 6.5e-5 at hidden size 4096."""
+    """Peak learning rate, reached after the first tenth of the steps and falling to zero at the last. `auto`:
+    0.3 times the automatic rate of the fine-tune, that is 3e-4 for the embedded model and 6.5e-5 at hidden
+    size 4096."""
     micro_batch_tokens: Positive | Auto = "auto"
-    """Maximum tokens per forward and backward pass, padding included. It bounds memory; results change only by rounding,
-    which training can amplify. `auto`: 2048 on CPU, 8192 on CUDA."""
+    """Maximum tokens per forward and backward pass, padding included. It bounds memory; results change only
+    by rounding, which training can amplify. `auto`: 2048 on CPU, 8192 on CUDA."""
     health: HealthSection = HealthSection()
     """When to lower the learning rate, and when to halt."""
     until: UntilSection = UntilSection()
@@ -194,15 +203,14 @@ class RecoverConfig(Section):
     seed: int = 0
     """Seed of the prompt order and of all sampling."""
     trainer: dict[str, Any] = {}
-    """Fields of `transformers.TrainingArguments` for optimizer, schedule and checkpoints, such as `weight_decay`."""
+    """Fields of `transformers.TrainingArguments` for optimizer, schedule and checkpoints, such as
+    `weight_decay`."""
 
     @model_validator(mode="after")
     def _can_learn(self) -> RecoverConfig:
         check_trainer("recover", self.trainer)
         if self.general_teacher.begins_as_tuned:
-            raise ValueError(
-                "general_teacher equals the student at the start and teaches nothing: use base, or set context"
-            )
+            raise ValueError("general_teacher equals the student at the start: use base, or set context")
         if self.general is None and not self.reward and (self.general_per_domain or self.method == "general"):
             raise ValueError("without general prompts use method alternating and general_per_domain 0")
         if self.server and self.temperature != 1:
@@ -230,8 +238,8 @@ class RecoverConfig(Section):
         known = self.loss.kind == "policy_gradient" or (self.loss.kind == "top_k" and self.loss.k <= k)
         if not known or self.temperature != 1:
             raise ValueError(
-                f"{name} is on a server, which returns the log-probabilities of the sampled token and of the {k} likeliest "
-                f"at temperature 1: use loss.kind policy_gradient, or top_k with loss.k at most {k}"
+                f"{name} is on a server, which returns log-probabilities of the sampled token and the {k} "
+                f"likeliest at temperature 1: use loss.kind policy_gradient, or top_k with loss.k at most {k}"
             )
 
     def _check_reward(self, group: int) -> None:

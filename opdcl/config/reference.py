@@ -14,7 +14,8 @@ from opdcl.config.workflow import Workflow
 def describe_fields(
     section: type[BaseModel] = Workflow, prefix: str = "", default_section: BaseModel | None = None
 ) -> list[list[str]]:
-    """Return key, default and meaning of every field; defaults are those of `default_section` where there is one."""
+    """Return key, default and meaning of every field; defaults are those of `default_section` where there is
+    one."""
     rows = []
     for name, field in section.model_fields.items():
         default = getattr(default_section, name) if default_section else field.default
@@ -34,7 +35,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def schema_path(path: Sequence[int | str]) -> tuple[list[str], list[str]]:
-    """Return the part of an error's location that names a setting, and the field names of the innermost section.
+    """Return the setting that an error's location names, and the field names of the innermost section.
 
     Pydantic appends the tried types of a union, such as `literal['auto']`, which name no setting.
     """

@@ -29,7 +29,7 @@ Names = Annotated[list[str], BeforeValidator(as_list)]
 
 
 class Section(BaseModel):
-    # Defaults are validated so that they equal what a saved configuration is read as: 5 epochs would hash unlike 5.0.
+    # A validated default equals what a saved configuration is read as: 5 epochs would hash unlike 5.0.
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
     )
@@ -48,7 +48,9 @@ class Section(BaseModel):
         return self
 
     def _differs(self, key: str) -> bool:
-        """Whether a dotted key differs from its default. A stored run names every key, so that is what "set" means."""
+        """Whether a dotted key differs from its default; stored runs name all keys."""
         *path, name = key.split(".")
         section: Any = functools.reduce(lambda node, part: getattr(node, part, None), path, self)  # type: ignore
-        return section is not None and bool(getattr(section, name) != type(section).model_fields[name].default)
+        if section is None:
+            return False
+        return bool(getattr(section, name) != type(section).model_fields[name].default)

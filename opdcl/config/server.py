@@ -10,8 +10,8 @@ from opdcl.config.section import Positive, Section
 
 
 class ServerSection(Section):
-    """A model server that returns log-probabilities of prompt tokens, such as vLLM. Its API key is read from the
-    environment variable `OPDCL_SERVER_KEY`."""
+    """A model server that returns log-probabilities of prompt tokens, such as vLLM. Its API key is read from
+    the environment variable `OPDCL_SERVER_KEY`."""
 
     url: Annotated[str, Field(pattern=r"^https?://[^/@\s]+(/\S*)?$")]
     """OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1."""

@@ -22,9 +22,9 @@ class TeacherSection(Section):
     )
 
     kind: Literal["base", "tuned", "adapter", "live", "ema", "trust_region", "model", "remote"]
-    """Frozen teachers: `base`, `tuned`, `adapter` (from another run), `model` (another model with the same tokenizer)
-    and `remote` (on a server). Moving ones: `live` is the student itself, `ema` a running mean of it, and
-    `trust_region` a mixture of `reference` and the student."""
+    """Frozen teachers: `base`, `tuned`, `adapter` (from another run), `model` (another model with the same
+    tokenizer) and `remote` (on a server). Moving ones: `live` is the student itself, `ema` a running mean of
+    it, and `trust_region` a mixture of `reference` and the student."""
     adapter: Annotated[str, Field(min_length=1)] | None = None
     """`adapter`: a run directory (its last adapter is used), an adapter folder, or a Hub id."""
     rate: Share = 0.05
@@ -40,12 +40,12 @@ class TeacherSection(Section):
     server: ServerSection | None = None
     """`remote`: the server that runs the teacher."""
     context: str | None = None
-    """Text that the teacher sees in place of the last user message, with `{prompt}` and `{answer}`; rows then need
-    answers. With a reward, `{answer}` is the best completion of the group and only the worse ones are graded with it;
-    `{feedback}` is the scorer's comment on the graded completion (arXiv 2601.20802)."""
+    """Text that the teacher sees in place of the last user message, with `{prompt}` and `{answer}`; rows then
+    need answers. With a reward, `{answer}` is the best completion of the group and only the worse ones are
+    graded with it; `{feedback}` is the scorer's comment on the graded completion (arXiv 2601.20802)."""
     skip_tokens: Count = 0
-    """Number of tokens at the start of each completion to leave out of the loss, where a teacher with `context` tends to
-    show that it has seen the answer."""
+    """Number of tokens at the start of each completion to leave out of the loss, where a teacher with
+    `context` tends to show that it has seen the answer."""
 
     @property
     def reads_feedback(self) -> bool:

@@ -1,6 +1,6 @@
-"""The fields of `transformers.TrainingArguments` that act in our training loops, and what does the job of the others.
+"""Fields of `transformers.TrainingArguments` that act in our training loops; settings that replace others.
 
-Each allowed field changed the adapter, or the checkpoints, of a two-layer run; see tests/unit/config/test_trainer_fields.py.
+tests/unit/config/test_trainer_fields.py shows that each allowed field changes a run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-# Optimizers that need no further package, and schedules that need no evaluation during training.
+# Optimizers that need no further package; schedules that need no evaluation during training.
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "rmsprop", "adagrad")
 SCHEDULES = (
     *("linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "constant"),
@@ -54,7 +54,7 @@ INSTEAD = {
     "use recover.temperature": "temperature",
     "use recover.max_new_tokens": "max_completion_length",
     "use recover.loss": "beta label_smoothing_factor",
-    "use recover.general_teacher": "teacher_model_name_or_path teacher_model_revision teacher_model_init_kwargs",
+    "use recover.general_teacher": "teacher_model_name_or_path teacher_model_revision",
     "use recover.server": "use_vllm",
     "use -o": "output_dir",
     "use track": "report_to",

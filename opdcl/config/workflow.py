@@ -28,9 +28,11 @@ class Workflow(Section):
     model: ModelConfig = ModelConfig()
     """The base model."""
     start: Annotated[str, Field(min_length=1)] | None = None
-    """Adapter to continue instead of a new one: a run directory (its last adapter is used), an adapter folder, or a Hub id."""
+    """Adapter to continue instead of a new one: a run directory (its last adapter is used), an adapter
+    folder, or a Hub id."""
     finetune: FinetuneConfig | None = None
-    """Learn the domain. Without this section, recovery starts from the run's own fine-tune or from `start`."""
+    """Learn the domain. Without this section, recovery starts from the run's own fine-tune or from
+    `start`."""
     recover: RecoverConfig | None = None
     """Win back what was forgotten."""
     eval: EvalConfig | None = None
@@ -38,10 +40,11 @@ class Workflow(Section):
     gates: Gates = Gates()
     """Minimum scores."""
     track: Trackers = []
-    """Trackers that show metrics during the run, then scores, samples and verdict. The run directory holds all of this too."""
+    """Trackers that show metrics during the run, then scores, samples and verdict. The run directory holds
+    all of this too."""
     arms: dict[Annotated[str, Field(pattern=NAME)], dict[str, Any]] = {}
-    """Several runs of one workflow: name -> the settings in which that run differs. Stages that runs have in common are run
-    once."""
+    """Several runs of one workflow: name -> the settings in which that run differs. Stages that runs have in
+    common are run once."""
     seeds: list[Count] = []
     """Repeat every run with each of these seeds for fine-tune and recovery."""
 
@@ -49,9 +52,7 @@ class Workflow(Section):
     def _does_not_measure_on_the_reward(self) -> Workflow:
         reward = self.recover.reward if self.recover else None
         if reward and self.eval and reward.suite in self.eval.suites():
-            raise ValueError(
-                f"recover.reward trains on {reward.suite}, so eval must not measure on it: choose another suite"
-            )
+            raise ValueError(f"recover.reward trains on {reward.suite}: evaluate on another suite")
         return self
 
     @field_validator("seeds")

@@ -10,12 +10,13 @@ from opdcl.config.load import flatten
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 
-# Our own measurement: good rates for SmolLM2-135M, with hidden size 576 and alpha / r = 2 (benchmarks/defaults.json).
+# Our own measurement, on SmolLM2-135M (benchmarks/defaults.json).
 HIDDEN, ALPHA_OVER_R = 576, 2.0
 FINETUNE_RATE, RECOVER_SHARE = 1e-3, 0.3
 
-# LoRA rates fall with this power of the hidden size in the rule that tinker-cookbook publishes for Llama models. At a
-# fixed alpha / r the best rate hardly depends on the rank (Schulman et al., "LoRA Without Regret", 2025).
+# LoRA rates fall with this power of the hidden size in the rule that tinker-cookbook publishes for Llama
+# models. At a fixed alpha / r the best rate hardly depends on the rank (Schulman et al., "LoRA Without
+# Regret", 2025).
 EXPONENT = 0.781
 
 # Not measured: it only keeps the rate valid where alpha / r is extreme.
@@ -25,7 +26,7 @@ HIGHEST_RATE = 0.1
 def resolve(
     workflow: Workflow, hidden: int, alpha_over_r: float, device: str
 ) -> tuple[Workflow, dict[str, str]]:
-    """Return the workflow with a number for every `auto`, and for each of these keys where the number comes from.
+    """Return the workflow with a number for every `auto`, and for each of these keys the number's origin.
 
     Args:
         workflow: The settings.

@@ -63,6 +63,7 @@ def run(backbone, folder, **settings):
             "validate_every": 3,
             "validation_prompts": 2,
             "learning_rate": 5e-3,
+            "micro_batch_tokens": 2048,
             **settings,
         },
     )
@@ -83,6 +84,7 @@ def make_trainer(backbone, folder, **settings):
             "rollouts": 2,
             "max_new_tokens": 6,
             "general_per_domain": 3,
+            "micro_batch_tokens": 2048,
             **settings,
         }
     )
