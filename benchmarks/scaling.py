@@ -113,7 +113,7 @@ class Step:
         args = shared.recovery_arguments(self.folder.name, options, half=model.dtype.itemsize == 2, steps=1)
         self.trainer = RecoveryTrainer(
             self.backbone,
-            RecoverConfig(),
+            RecoverConfig(micro_batch_tokens=2048),
             [],
             {"general": [], "domain": []},
             {"general": Teacher(self.backbone, "base")},

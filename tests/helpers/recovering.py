@@ -56,7 +56,7 @@ def run(backbone, folder, **settings):
         general=str(folder / "general.jsonl"),
         domain=str(folder / "domain.jsonl"),
         **{
-            "steps": 6,
+            **({} if settings.get("method") == "interpolate" else {"steps": 6}),
             "teacher_first": 0,
             "rollouts": 4,
             "max_new_tokens": 6,

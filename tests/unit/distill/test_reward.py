@@ -208,7 +208,7 @@ def test_a_completion_gets_what_the_evaluation_would_give_it(backbone, tmp_path)
     config = RewardSection(**REWARDED)
     reward = Reward(config, backbone)
     (task,) = load_task(config.suite, EvalConfig())["tasks"].values()
-    lm = BackboneLM(backbone, "base", EvalConfig(), tmp_path / "partial", Silent())
+    lm = BackboneLM(backbone, "base", EvalConfig(batch_size=320), tmp_path / "partial", Silent())
     task.build_all_requests(limit=40, apply_chat_template=True, chat_template=lm.apply_chat_template)
     rows = reward_rows(config)
     assert len(rows) == len(list(task.eval_docs))
@@ -263,6 +263,7 @@ def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned, extra):
         validate_every=3,
         validation_prompts=2,
         learning_rate=5e-3,
+        micro_batch_tokens=2048,
         save_steps=2,
         domain_rollouts=4,
         **SETTINGS,
@@ -335,8 +336,8 @@ def test_a_live_teacher_moves_only_those_who_have_something_to_see(backbone, tun
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"teacher_first": 4}, "what the student itself writes"),
-        ({"lmbda": 0.5}, "what the student itself writes"),
+        ({"teacher_first": 4}, "the student's own completions"),
+        ({"lmbda": 0.5}, "the student's own completions"),
         ({"rollouts": 6}, "multiple of reward.group"),
         ({"keep": "best"}, "keep last"),
         ({"domain_teacher": {"kind": "base", "context": "{prompt}{answer}{feedback}"}}, "general_teacher"),
