@@ -122,6 +122,8 @@ def train(engine: str, options: argparse.Namespace) -> dict:
     config = RecoverConfig(
         steps=last,
         rollouts=2,
+        learning_rate=3e-4,
+        micro_batch_tokens=2048,
         max_new_tokens=12,
         teacher_first=0,
         validate_every=last,

@@ -168,6 +168,7 @@ def measure(backbone: Backbone, served: Served, options: argparse.Namespace, fol
             max_new_tokens=48,
             domain_max_new_tokens=12,
             learning_rate=3e-4,
+            micro_batch_tokens=2048,
             validate_every=options.steps,
             validation_prompts=4,
             keep="last",

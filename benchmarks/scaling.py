@@ -122,6 +122,7 @@ class Step:
             sample_ahead=ahead,
             teacher_first=0,
             max_new_tokens=max(lengths),
+            micro_batch_tokens=2048,
         )
         # Identical prompts, so that only the completions differ.
         prompts = {"general": self.prompts[:1] * len(lengths), "domain": []}

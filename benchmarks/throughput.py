@@ -262,7 +262,11 @@ def ours(arm, options, folder, clock, lengths):
     backbone = Backbone(model, tokenizer)
     start_adapter(backbone.new_adapter(lora_section(), 0))
     config = RecoverConfig(
-        steps=options.steps, teacher_first=0, rollouts=options.prompts, max_new_tokens=options.new_tokens
+        steps=options.steps,
+        teacher_first=0,
+        rollouts=options.prompts,
+        max_new_tokens=options.new_tokens,
+        micro_batch_tokens=2048,
     )
     prompts = {"general": prompt_ids(options, tokenizer), "domain": []}
     args = recovery_arguments(folder, options, half=model.dtype.itemsize == 2, steps=options.steps)

@@ -15,6 +15,7 @@ from opdcl.distill.rollout_queue import FULL_BATCH
 from opdcl.model.architecture import architecture
 from opdcl.model.embedded import EMBEDDED
 from opdcl.model.load import model_source, pick_device, pick_dtype
+from opdcl.pipeline.defaults import resolve_for_machine
 from opdcl.pipeline.execute import plan_run
 from opdcl.pipeline.plan import Task
 from opdcl.pipeline.preflight import check_servers, check_tasks, refuse_foreign
@@ -35,7 +36,7 @@ def describe(
         made: Fingerprint -> the run that has made it by then, from which it would be taken; this run's own are added.
     """
     refuse_foreign(run)
-    workflow = inherit(workflow)
+    workflow, _ = resolve_for_machine(inherit(workflow))
     made = {} if made is None else made
     tasks = [
         replace(t, action="take", why=f"from {made[t.fingerprint]}")

@@ -16,6 +16,7 @@ from opdcl.config.load import dump
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.errors import GateError, Interrupted, UsageError
+from opdcl.pipeline.defaults import describe_automatic, resolve_for_machine
 from opdcl.pipeline.plan import Task, make_plan, training_stages
 from opdcl.pipeline.preflight import check_servers, check_tasks, refuse_foreign
 from opdcl.pipeline.reuse import copy_finished
@@ -52,7 +53,10 @@ def execute(
         Interrupted: The user stopped it.
         GateError: Everything ran, and a required score was missed.
     """
-    workflow = inherit(workflow)
+    workflow, automatic = resolve_for_machine(inherit(workflow))
+    if automatic:
+        output.note(describe_automatic(workflow, automatic))
+    origins = origins | automatic
     with interruptible(), contextlib.ExitStack() as held:
         tasks = parallel.on_first_worker(lambda: _open(workflow, origins, run, output, force, donors, held))
         mine = held.enter_context(own(run))

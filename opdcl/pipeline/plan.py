@@ -63,7 +63,7 @@ def stage_inputs(workflow: Workflow, run: RunDir, data: dict[str, str]) -> dict[
             workflow, name
         )  # None where the fine-tune was done elsewhere, and its adapter is taken over
         inputs[name] = {
-            **(meaningful_settings(name, config.model_dump()) if config else {}),
+            **(meaningful_settings(config.model_dump()) if config else {}),
             **contents,
             origin: parent,
         }

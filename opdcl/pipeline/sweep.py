@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from opdcl import parallel
-from opdcl.config.load import validate
+from opdcl.config.load import flatten, validate
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output
 from opdcl.errors import Interrupted, OpdclError, UsageError
@@ -43,7 +43,7 @@ def expand(flow: Workflow, out: Path) -> dict[str, Workflow]:
                 if seed is not None and tree.get(stage):
                     tree[stage]["seed"] = seed
             try:
-                runs[name] = validate(tree | {"name": name})
+                runs[name] = validate(tree | {"name": name}, own=flatten(settings))
             except UsageError as fault:
                 raise UsageError(f"arms.{arm}: {fault}", fault.hint) from fault
     return runs

@@ -108,6 +108,7 @@ def as_distillation(config: FinetuneConfig) -> RecoverConfig:
         domain=config.data,
         steps=steps,
         rollouts=config.batch_size,
+        micro_batch_tokens=2048,
         max_new_tokens=own.max_new_tokens,
         domain_teacher=TeacherSection(
             kind="ema", rate=own.rate, context=own.context, skip_tokens=own.skip_tokens

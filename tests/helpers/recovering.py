@@ -62,13 +62,14 @@ def run(backbone, folder, **settings):
         general=str(folder / "general.jsonl"),
         domain=str(folder / "domain.jsonl"),
         **{
-            "steps": 6,
+            **({} if settings.get("method") == "interpolate" else {"steps": 6}),
             "teacher_first": 0,
             "rollouts": 4,
             "max_new_tokens": 6,
             "validate_every": 3,
             "validation_prompts": 2,
             "learning_rate": 5e-3,
+            "micro_batch_tokens": 2048,
             **settings,
         },
     )
@@ -84,7 +85,14 @@ def run(backbone, folder, **settings):
 
 def make_trainer(backbone, folder, **settings):
     """Return a trainer of four short steps; base teaches general prompts, the adapter `tuned` domain prompts."""
-    short = {"steps": 4, "teacher_first": 0, "rollouts": 2, "max_new_tokens": 6, "general_per_domain": 3}
+    short = {
+        "steps": 4,
+        "teacher_first": 0,
+        "rollouts": 2,
+        "max_new_tokens": 6,
+        "general_per_domain": 3,
+        "micro_batch_tokens": 2048,
+    }
     config = RecoverConfig(**short | settings)
     args = TrainingArguments(
         output_dir=str(folder / "t"),

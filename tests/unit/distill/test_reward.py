@@ -215,7 +215,7 @@ def test_the_teacher_weighs_in_beside_the_reward():
 def test_a_completion_is_scored_as_the_evaluation_scores_it(backbone, tmp_path):
     reward = make_reward(backbone)
     task = load_reward_task(REWARDED["suite"])
-    lm = BackboneLM(backbone, "base", EvalConfig(), tmp_path / "partial", Silent())
+    lm = BackboneLM(backbone, "base", EvalConfig(batch_size=320), tmp_path / "partial", Silent())
     task.build_all_requests(limit=40, apply_chat_template=True, chat_template=lm.apply_chat_template)
     rows = reward_rows(reward.config, task)
     assert len(rows) == len(list(task.eval_docs))
@@ -271,6 +271,7 @@ def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned, extra):
         validate_every=3,
         validation_prompts=2,
         learning_rate=5e-3,
+        micro_batch_tokens=2048,
         save_steps=2,
         domain_rollouts=4,
         **SETTINGS,
@@ -343,8 +344,8 @@ def test_a_live_teacher_changes_only_completions_with_a_context(backbone, tuned)
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"teacher_first": 4}, "what the student itself writes"),
-        ({"lmbda": 0.5}, "what the student itself writes"),
+        ({"teacher_first": 4}, "the student's own completions"),
+        ({"lmbda": 0.5}, "the student's own completions"),
         ({"rollouts": 6}, "multiple of reward.group"),
         ({"keep": "best"}, "keep last"),
         ({"domain_teacher": {"kind": "base", "context": "{prompt}{answer}{feedback}"}}, "general_teacher"),

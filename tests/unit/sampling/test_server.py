@@ -348,14 +348,14 @@ def test_a_loss_that_needs_more_than_a_server_returns_is_refused(settings, suppo
     if supported:
         assert RecoverConfig(general_teacher=teacher, **settings).general_teacher.server.top_k == 20
     else:
-        with pytest.raises(ValueError, match="a server tells"):
+        with pytest.raises(ValueError, match="on a server, which returns"):
             RecoverConfig(general_teacher=teacher, **settings)
 
 
 def test_remote_needs_a_server_and_only_remote_takes_one():
-    with pytest.raises(ValueError, match="go together"):
+    with pytest.raises(ValueError, match="kind remote needs server"):
         TeacherSection(kind="remote")
-    with pytest.raises(ValueError, match="go together"):
+    with pytest.raises(ValueError, match="has no effect unless kind is remote"):
         TeacherSection(kind="base", server={"url": "http://127.0.0.1:1/v1"})
 
 
@@ -389,6 +389,7 @@ def recovery(backbone, tuned, name, general_teacher, loss, **settings):
         validate_every=2,
         validation_prompts=2,
         learning_rate=5e-3,
+        micro_batch_tokens=2048,
         save_steps=2,
         **settings,
     )
@@ -509,7 +510,7 @@ def test_an_evaluation_on_a_server_gives_the_local_answers(backbone, tuned, else
     answers = []
     with serving(elsewhere) as server:
         for place in (None, {"url": server.url}):
-            config = EvalConfig(max_new_tokens=8, server=place)
+            config = EvalConfig(max_new_tokens=8, server=place, batch_size=320)
             lm = BackboneLM(
                 backbone,
                 "student" if adapted else "base",

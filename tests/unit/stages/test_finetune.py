@@ -164,6 +164,8 @@ def test_self_distillation_learns_from_itself_shown_the_answer_and_resumes_to_th
 
 def test_self_distillation_needs_answers(tmp_path, backbone):
     (tmp_path / "rows.jsonl").write_text('{"question": "What is it?"}\n{"question": "And that?"}')
-    config = FinetuneConfig(method="self-distill", data=str(tmp_path / "rows.jsonl"))
+    config = FinetuneConfig(
+        method="self-distill", data=str(tmp_path / "rows.jsonl"), batch_size=16, learning_rate=1e-3
+    )
     with pytest.raises(UsageError, match=r"rows\.jsonl:1 has no answer"):
         finetune(config, backbone, ModelRef(ModelConfig()), StageDir(tmp_path / "out"), Silent())

@@ -80,7 +80,7 @@ def test_completions_that_never_end_can_be_left_out(backbone, tuned):
 
 @pytest.mark.parametrize(("lmbda", "least", "most"), [(0.0, 0, 0), (0.5, 35, 65), (1.0, 100, 100)])
 def test_lmbda_is_the_share_of_on_policy_steps(lmbda, least, most):
-    steps = plan_steps(RecoverConfig(steps=100, lmbda=lmbda, teacher_first=0), 50, 50)
+    steps = plan_steps(RecoverConfig(steps=100, lmbda=lmbda, teacher_first=0, rollouts=16), 50, 50)
     assert least <= sum(s.on_policy for s in steps) <= most
 
 
@@ -91,7 +91,7 @@ def test_lmbda_outside_its_range_is_refused(lmbda):
 
 
 def test_the_first_general_steps_can_be_on_base_s_answers():
-    steps = plan_steps(RecoverConfig(steps=12, teacher_first=2), 50, 50)
+    steps = plan_steps(RecoverConfig(steps=12, teacher_first=2, rollouts=16), 50, 50)
     general = [s.on_policy for s in steps if s.stream == "general"]
     assert general == [False, False, True, True, True, True]
     assert all(s.on_policy for s in steps if s.stream == "domain")
