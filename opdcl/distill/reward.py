@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from opdcl.config.evaluate import EvalConfig
 from opdcl.config.recover import RewardSection
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import Row
@@ -150,7 +149,6 @@ def _as_json(messages: list[dict[str, str]], add_generation_prompt: bool = True)
 
 
 def _task(suite: str) -> Any:
-    from opdcl.data.suites import load_task
+    from opdcl.data.suites import load_suite
 
-    (task,) = load_task(suite, EvalConfig())["tasks"].values()
-    return task
+    return load_suite(suite).task

@@ -13,7 +13,7 @@ from opdcl.config.evaluate import EvalConfig
 from opdcl.config.loss import LossSection
 from opdcl.config.recover import RecoverConfig, RewardSection
 from opdcl.config.workflow import Workflow
-from opdcl.data.suites import load_task
+from opdcl.data.suites import load_suite
 from opdcl.distill.losses import clipped_gradient, group_advantages, token_losses
 from opdcl.distill.reward import Reward, reward_rows
 from opdcl.distill.teachers import Teacher
@@ -207,7 +207,7 @@ def test_the_teacher_weighs_in_beside_the_reward():
 def test_a_completion_gets_what_the_evaluation_would_give_it(backbone, tmp_path):
     config = RewardSection(**REWARDED)
     reward = Reward(config, backbone)
-    (task,) = load_task(config.suite, EvalConfig())["tasks"].values()
+    task = load_suite(config.suite).task
     lm = BackboneLM(backbone, "base", EvalConfig(), tmp_path / "partial", Silent())
     task.build_all_requests(limit=40, apply_chat_template=True, chat_template=lm.apply_chat_template)
     rows = reward_rows(config)
@@ -363,7 +363,7 @@ def test_a_reward_that_there_is_not_is_refused_before_anything_runs(reward, said
 
 
 def test_two_documents_that_ask_the_same_are_refused(monkeypatch):
-    (task,) = load_task("instructions_train", EvalConfig())["tasks"].values()
+    task = load_suite("instructions_train").task
     documents = task.eval_docs.select([0, 1, 0])
     monkeypatch.setattr(type(task), "eval_docs", property(lambda self: documents))
     with pytest.raises(UsageError, match="documents 0 and 2 of instructions_train ask the same"):

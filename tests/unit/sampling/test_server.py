@@ -16,7 +16,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.server import ServerSection
 from opdcl.config.teacher import TeacherSection
-from opdcl.data.suites import load_task
+from opdcl.data.suites import load_suite
 from opdcl.distill.losses import token_losses
 from opdcl.distill.teachers import Remote, Served, Teacher, make_teacher, reach_own_model, reach_server
 from opdcl.errors import OpdclError, UsageError
@@ -507,7 +507,7 @@ def test_a_recovery_that_samples_on_a_server_trains_and_masks_nothing(backbone, 
 @pytest.mark.parametrize("adapted", [False, True], ids=["base", "an adapter"])
 def test_an_evaluation_on_a_server_gives_the_answers_of_one_at_hand(backbone, tuned, elsewhere, adapted):
     student_of(backbone, tuned)
-    (task,) = load_task("instructions", EvalConfig())["tasks"].values()
+    task = load_suite("instructions").task
     answers = []
     with serving(elsewhere) as server:
         for place in (None, {"url": server.url}):
