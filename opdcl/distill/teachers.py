@@ -243,7 +243,7 @@ class Separate(Teacher):
 
     @contextlib.contextmanager
     def writer(self) -> Iterator[PreTrainedModel]:
-        with parallel.whole(self.model):
+        with parallel.unsharded(self.model):
             yield self.model
 
 
@@ -278,7 +278,7 @@ class Remote(Teacher):
         on_finished: Callable[[list[Rollout]], None] | None = None,
     ) -> list[Rollout]:
         shown = [self.teacher_prompt(p) for p in prompts]
-        return parallel.by_first(
+        return parallel.on_first_worker(
             lambda: self.server.write(
                 shown,
                 max_new_tokens,
@@ -327,7 +327,7 @@ class Served(Teacher):
                     on_finished,
                 )
 
-        return parallel.by_first(ask)
+        return parallel.on_first_worker(ask)
 
     def close(self) -> None:
         self.server.close()

@@ -166,7 +166,7 @@ class RecoveryTrainer(DistillationTrainer):
             theirs = token_logprobs(opinion, tokens_N, rows, self.recover_config.temperature)
             for rollout, q_N in zip(batch, theirs.split([len(r.completion_ids) for r in batch]), strict=True):
                 gaps[places[id(rollout)]] = float((q_N - q_N.new_tensor(rollout.logprobs)).abs().mean())
-        gaps = parallel.total(gaps)
+        gaps = parallel.sum_over_workers(gaps)
         kept = set(sorted(places.values(), key=gaps.__getitem__, reverse=True)[:keep])
         return [r for r in rollouts if places[id(r)] in kept]
 
@@ -177,7 +177,7 @@ class RecoveryTrainer(DistillationTrainer):
         several processes, each of which would leave others behind.
         """
         config = self.recover_config
-        if len(steps) == 1 or config.oversample > 1 or config.server or parallel.count() > 1:
+        if len(steps) == 1 or config.oversample > 1 or config.server or parallel.worker_count() > 1:
             return 0
         sizes = [len(self.steps[i].prompts) for i in steps]
         return min(sum(sizes) // 16, min(sizes) - 1)
@@ -336,7 +336,7 @@ class RecoveryTrainer(DistillationTrainer):
             if name:
                 sums[f"kl/{name}"] += float(losses.kl.sum())
                 sums[f"tokens/{name}"] += len(token_N)
-        return defaultdict(float, parallel.total(sums), tokens=total)
+        return defaultdict(float, parallel.sum_over_workers(sums), tokens=total)
 
     def opinions(self, rollouts: list[Rollout], teacher: Teacher | Routed) -> dict[int, Opinion]:
         """Return what a teacher thinks of the completion tokens of each rollout in this process's share, by the rollout's `id`."""
@@ -358,8 +358,8 @@ class RecoveryTrainer(DistillationTrainer):
                 (rollouts[i] for i in theirs), key=_length, reverse=True
             )  # so that the shares cost alike
             cut = [
-                micro_batches(parallel.share(ordered, i), self.micro_batch_tokens)
-                for i in range(parallel.count())
+                micro_batches(parallel.my_share(ordered, i), self.micro_batch_tokens)
+                for i in range(parallel.worker_count())
             ]
             mine = cut[parallel.rank()]
             for batch in mine:

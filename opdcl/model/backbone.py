@@ -168,7 +168,7 @@ class Backbone:
         The sums live in storage of their own for the duration of the block; the base's storage is swapped out and
         back in, never written.
         """
-        with parallel.whole(self.causal_lm), self._folded(name), self.state("base") as model:
+        with parallel.unsharded(self.causal_lm), self._folded(name), self.state("base") as model:
             yield model
 
     @contextlib.contextmanager

@@ -34,7 +34,7 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = pick_device(config.device)
-    with parallel.first_alone():
+    with parallel.first_worker_first():
         source, extra = model_source(config)
     options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code, **extra}
     with _worded(config):

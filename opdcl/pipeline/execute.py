@@ -55,7 +55,7 @@ def execute(
     sources = sources or Sources()
     workflow = sources.inherit(workflow)
     with interruptible(), contextlib.ExitStack() as stack:
-        tasks = parallel.by_first(
+        tasks = parallel.on_first_worker(
             lambda: _prepare(workflow, origins, run, output, force, donors, sources, stack)
         )
         local = stack.enter_context(own(run))
@@ -67,7 +67,7 @@ def execute(
             Session(workflow, local, sources, output, tracked).do(tasks)
         else:
             output.note("everything is done already")
-        return parallel.by_first(lambda: finish(workflow, run, output, tracked))
+        return parallel.on_first_worker(lambda: finish(workflow, run, output, tracked))
 
 
 def _prepare(

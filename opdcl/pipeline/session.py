@@ -184,9 +184,9 @@ class Session:
         with self.output.stage("load") as line:
             line.note(self.workflow.model.id)
             backbone = Backbone.load(self.workflow.model)
-            if parallel.count() > 1:
+            if parallel.worker_count() > 1:
                 part = "a part of the" if parallel.sharded() else "the whole"
-                line.note(f"{parallel.count()} processes, each with {part} base")
+                line.note(f"{parallel.worker_count()} processes, each with {part} base")
             if self.workflow.model.deterministic:
                 line.note(_cost_of_determinism(backbone.device.type))
         return backbone
@@ -204,7 +204,7 @@ class Session:
         self.manifest["device"] = machine() | {
             "kind": str(backbone.causal_lm.device),
             "dtype": str(backbone.causal_lm.dtype).removeprefix("torch."),
-            "processes": parallel.count(),
+            "processes": parallel.worker_count(),
         }
         self._save_manifest()
 

@@ -119,7 +119,7 @@ def execute_all(
     from opdcl.pipeline.execute import execute
     from opdcl.results.compare import compare, refuse_folder, write
 
-    parallel.by_first(lambda: refuse_folder(out))
+    parallel.on_first_worker(lambda: refuse_folder(out))
     runs, sources = expand(flow, out), Sources()
     finished: list[RunDir] = []
     others = _other_runs(out, runs)
@@ -137,8 +137,8 @@ def execute_all(
         except OpdclError as fault:
             output.error(fault)
             failed.add(name)
-    comparison = parallel.by_first(lambda: compare(finished)) if len(finished) > 1 else {}
-    for file in parallel.by_first(lambda: list(write(comparison, out))) if comparison else ():
+    comparison = parallel.on_first_worker(lambda: compare(finished)) if len(finished) > 1 else {}
+    for file in parallel.on_first_worker(lambda: list(write(comparison, out))) if comparison else ():
         output.note(f"wrote {file}")
     if failed:
         names = ", ".join(name for name in runs if name in failed)

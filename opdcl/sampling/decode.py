@@ -110,7 +110,7 @@ def fill(model, rollouts: list[Rollout], request: Request) -> None:
     uniform_NT = None
     if request.temperature:
         # Those of all processes are drawn, so that each sequence gets its own, whoever completes it.
-        uniform_NT = parallel.share(torch.rand(request.total, request.max_new_tokens, generator=generator))
+        uniform_NT = parallel.my_share(torch.rand(request.total, request.max_new_tokens, generator=generator))
     prefix = _shared_prefix([r.prompt_ids for r in rollouts])
     max_unfinished = request.max_unfinished
     for rows in request.batches(rollouts):

@@ -69,7 +69,7 @@ def sample(
         max_unfinished: How many of a batch may be returned unfinished, where much would be left to do for them; of the engines `slab` does.
     """
     rollouts = [*unfinished, *(Rollout(list(p)) for p in prompts)]
-    mine = parallel.share(rollouts)
+    mine = parallel.my_share(rollouts)
     chosen = pick_engine(model)[0] if engine == "auto" else engine
     weights = weights_in_tokens(model)
     request = Request(
@@ -85,7 +85,7 @@ def sample(
     )
     if mine:
         {"slab": decode.fill, "generate": _generate, "continuous": _continuous}[chosen](model, mine, request)
-    return parallel.gather(mine)
+    return parallel.gather_shares(mine)
 
 
 def pick_engine(model) -> tuple[Engine, str]:

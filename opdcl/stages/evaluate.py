@@ -91,7 +91,7 @@ class BackboneLM(LM):
         write_atomic(self.partial, _lines(answers.values()))
         # Prompts of similar length share a batch.
         order = [i for i in sorted(range(len(requests)), key=lambda i: len(prompts[i])) if i not in answers]
-        size = self.config.batch_size * parallel.count()
+        size = self.config.batch_size * parallel.worker_count()
         with self._decoder() as decode:
             for start in range(0, len(order), size):
                 batch = order[start : start + size]
@@ -148,7 +148,7 @@ class BackboneLM(LM):
             server = reach_own_model(self.config.server, self.backbone, self.report.note)
             stack.callback(server.close)
             name = stack.enter_context(server.adapter(self.adapter)) if self.adapter else None
-            yield lambda prompts, max_tokens, progress: parallel.by_first(
+            yield lambda prompts, max_tokens, progress: parallel.on_first_worker(
                 lambda: server.write(
                     prompts, max_tokens, eos_ids, temperature=0, model=name, on_finished=progress
                 )

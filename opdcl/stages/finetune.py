@@ -192,7 +192,9 @@ class AnswerTrainer(SFTTrainer):
                 self._cut_finer(batch)
         parallel.add_gradients(model)
         loss = torch.stack(losses).sum()
-        return finite_or_skipped(self, model, loss.new_tensor(parallel.total({"loss": float(loss)})["loss"]))
+        return finite_or_skipped(
+            self, model, loss.new_tensor(parallel.sum_over_workers({"loss": float(loss)})["loss"])
+        )
 
     def _cut_finer(self, inputs: dict[str, torch.Tensor]) -> None:
         if "position_ids" in inputs:
@@ -230,9 +232,9 @@ class AnswerTrainer(SFTTrainer):
 
 def _local_rows(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return this worker's rows of a batch; if there are none, the first row with its answer masked."""
-    if parallel.count() == 1:
+    if parallel.worker_count() == 1:
         return inputs
-    rows = {name: parallel.share(values) for name, values in inputs.items()}
+    rows = {name: parallel.my_share(values) for name, values in inputs.items()}
     if len(rows["input_ids"]):
         return rows
     return {name: v[:1] for name, v in inputs.items()} | {
