@@ -168,7 +168,8 @@ class Session:
         suite = self.sources.suite(task.suite, config)
         with self.output.stage(task.label) as line:
             result = evaluate(config, suite, backbone, task.state, self.run, record, line, adapter)
-            line.note(f"{result.metric} {result.metrics[result.metric]:.3f} (n = {result.n})")
+            metric = result["metric"]
+            line.note(f"{metric} {result['metrics'][metric]:.3f} (n = {result['n']})")
 
     @property
     def backbone(self) -> Backbone:

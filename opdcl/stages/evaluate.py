@@ -9,7 +9,6 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +30,6 @@ from opdcl.training import StageReport, peak_memory, reset_peak_memory
 
 # Completes a batch of prompts with at most so many tokens each, and reports completions as they finish.
 Decode = Callable[[list[list[int]], int, Callable[[list[Rollout]], None]], list[Rollout]]
-
-
-@dataclass(frozen=True)
-class EvalResult:
-    """Scores of one state on one suite, as written to `evals/<state>/<suite>.json`."""
-
-    state: str
-    suite: str
-    metric: str
-    metrics: dict[str, float]
-    n: int
 
 
 class BackboneLM(LM):
@@ -171,8 +159,8 @@ def evaluate(
     record: dict[str, Any],
     report: StageReport,
     adapter: Path | None = None,
-) -> EvalResult:
-    """Measure one state on one suite; write its result and samples.
+) -> dict[str, Any]:
+    """Measure one state on one suite; write its samples and `evals/<state>/<suite>.json`, and return the latter.
 
     Args:
         config: How much is measured, and where it is decoded.
@@ -208,21 +196,21 @@ def evaluate(
         }
         for row, tokens in zip(rows, lm.lengths, strict=True)
     ]
-    result = EvalResult(
-        state,
-        suite.name,
-        metrics[0],
-        {m: mean_score([s["scores"][m] for s in samples]) for m in metrics},
-        len(samples),
-    )
     write_atomic(run.eval_samples(state, suite.name), _lines(samples))
-    cost = {
-        "seconds": round(time.perf_counter() - started, 1),
-        "tokens": sum(lm.lengths),
-        "peak_memory_bytes": peak_memory(),
+    result = record | {
+        "state": state,
+        "suite": suite.name,
+        "metric": metrics[0],
+        "n": len(samples),
+        "metrics": {m: mean_score([s["scores"][m] for s in samples]) for m in metrics},
+        "floor": suite.floors(config.limit),
+        "cost": {
+            "seconds": round(time.perf_counter() - started, 1),
+            "tokens": sum(lm.lengths),
+            "peak_memory_bytes": peak_memory(),
+        },
     }
-    floor = suite.floors(config.limit)
-    write_json(run.eval_result(state, suite.name), vars(result) | {"floor": floor, "cost": cost} | record)
+    write_json(run.eval_result(state, suite.name), result)
     partial.unlink(missing_ok=True)
     return result
 

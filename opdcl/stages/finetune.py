@@ -204,7 +204,7 @@ class AnswerTrainer(SFTTrainer):
             )
         if self.pieces >= len(inputs["input_ids"]):
             raise OpdclError(
-                "a single training row does not fit into memory",
+                "one training row alone does not fit into memory",
                 "lower finetune.max_length, or choose a smaller model",
             )
         self.pieces *= 2
