@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.config.shipped import package_folder
+from opdcl.config.shipped import shipped_suites
 from opdcl.data.nltk_tables import ensure_punkt
 from opdcl.data.rows import Row, load_rows
 from opdcl.data.scoring import process_results
@@ -68,11 +68,10 @@ def load_suite(
     config = config or EvalConfig()
     ensure_punkt()
     quiet_lm_eval()
-    folder = package_folder("evals")
-    shipped = sorted(p.stem for p in folder.glob("*/*.yaml"))
+    shipped = shipped_suites()
     task: str | dict[str, Any] = name
     if name in shipped:
-        manager = TaskManager(include_path=str(folder), include_defaults=False)
+        manager = TaskManager(include_path=str(shipped[name].parents[1]), include_defaults=False)
     elif name in config.data and name != "ifeval":
         manager = TaskManager(include_defaults=False)
         rows = functools.partial(read_rows, config.data[name])

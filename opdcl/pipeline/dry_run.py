@@ -11,14 +11,13 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.rows import Row
-from opdcl.distill.prompts import STREAMS, stream_rows
 from opdcl.distill.trainer import FULL_BATCH
 from opdcl.model.embedded import EMBEDDED
 from opdcl.model.forward import key_width
 from opdcl.model.load import model_source, pick_device, pick_dtype
-from opdcl.pipeline.plan import Task, make_plan
-from opdcl.pipeline.preflight import check_servers, check_tasks, refuse_foreign
-from opdcl.pipeline.sources import Sources, read_records
+from opdcl.pipeline.plan import Task
+from opdcl.pipeline.preflight import checked_plan
+from opdcl.pipeline.sources import Sources
 from opdcl.rundir.layout import RunDir
 from opdcl.stages.finetune import planned_steps
 
@@ -34,20 +33,16 @@ def describe(
         made_by: Fingerprint -> name of the earlier run whose result would be copied; this run's own are added.
         sources: The data, if other runs share it.
     """
-    refuse_foreign(run)
     sources = sources or Sources()
     workflow = sources.inherit(workflow)
     made_by = {} if made_by is None else made_by
-    sources.check(workflow)
     tasks = [
         replace(t, action="take", why=f"from {made_by[t.fingerprint]}")
         if t.action == "run" and t.fingerprint in made_by
         else t
-        for t in make_plan(workflow, sources.hashes(workflow), read_records(run))
+        for t in checked_plan(workflow, run, sources)
     ]
     made_by |= {t.fingerprint: run.path.name for t in tasks if t.action != "take"}
-    check_tasks(workflow, sources)
-    check_servers(workflow, tasks)
     sizes = estimate(workflow, tasks, sources)
     rows = []
     for task in tasks:
@@ -68,7 +63,7 @@ def describe(
 
 @dataclass(frozen=True)
 class _Shape:
-    """The dimensions of a model, and the bytes of one of its numbers."""
+    """The dimensions of a model, the bytes of one of its numbers, and its device."""
 
     layers: int
     hidden: int
@@ -76,6 +71,7 @@ class _Shape:
     vocabulary: int
     keys: int
     width: int
+    device: str
 
     @property
     def parameters(self) -> int:
@@ -124,7 +120,7 @@ def estimate(workflow: Workflow, tasks: list[Task], sources: Sources) -> dict[st
     if recover and "recover" in names:
         if recover.method != "interpolate":  # which scales the adapter and trains nothing
             steps["recover"] = recover.steps
-        memory["recover"] = fixed + _recovery_memory(recover, shape, adapter, device)
+        memory["recover"] = fixed + _recovery_memory(recover, sources.recovery_rows(recover), shape, adapter)
     return {
         "device": device,
         "parameters": shape.parameters,
@@ -134,26 +130,27 @@ def estimate(workflow: Workflow, tasks: list[Task], sources: Sources) -> dict[st
     }
 
 
-def _recovery_memory(recover: RecoverConfig, shape: _Shape, adapter: int, device: str) -> int:
+def _recovery_memory(recover: RecoverConfig, rows: list[Row], shape: _Shape, adapter: int) -> int:
     """Return the bytes that a recovery needs besides the base."""
     teachers = recover.all_teachers().values()
-    other_models = sum(_shape(t.model, device).weights for t in teachers if t.model)
+    other_models = sum(_shape(t.model, shape.device).weights for t in teachers if t.model)
     copies = sum(t.kind in ("ema", "adapter") for t in teachers)
     rows_at_once = max(recover.rollouts * recover.sample_ahead, FULL_BATCH)
     cache = rows_at_once * (recover.max_new_tokens + 128) * shape.layers * 2 * shape.keys * shape.width
-    prompts = [_tokens(row) for stream in STREAMS for row in stream_rows(recover, stream)]
+    longest = max(map(_tokens, rows), default=0) + recover.max_new_tokens
     # A micro-batch holds one sequence at least.
-    tokens = max(recover.micro_batch_tokens, max(prompts, default=0) + recover.max_new_tokens)
-    return other_models + adapter * (20 + 4 * copies) + max(shape.weights + cache, tokens * shape.activations)
+    step = max(recover.micro_batch_tokens, longest) * shape.activations
+    return other_models + adapter * (20 + 4 * copies) + max(shape.weights + cache, step)
 
 
 def _shape(model: ModelConfig, device: str) -> _Shape:
     width = {"float32": 4}.get(pick_dtype(model.dtype, device), 2)
     if model.id == EMBEDDED:
-        return _Shape(30, 576, 1536, 49152, 192, width)
+        return _Shape(30, 576, 1536, 49152, 192, width, device)
     source, extra = model_source(model)
     c = AutoConfig.from_pretrained(source, revision=model.revision, **extra).get_text_config()
-    return _Shape(c.num_hidden_layers, c.hidden_size, c.intermediate_size, c.vocab_size, key_width(c), width)
+    size = c.num_hidden_layers, c.hidden_size, c.intermediate_size, c.vocab_size, key_width(c)
+    return _Shape(*size, width, device)
 
 
 def _tokens(row: Row, *answer: str | None) -> int:

@@ -16,11 +16,11 @@ from opdcl.config.load import dump
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.errors import GateError, Interrupted, UsageError
-from opdcl.pipeline.plan import Task, make_plan, stage_folder
-from opdcl.pipeline.preflight import check_servers, check_tasks, refuse_foreign
+from opdcl.pipeline.plan import Task, stage_folder
+from opdcl.pipeline.preflight import checked_plan
 from opdcl.pipeline.reuse import copy_finished
 from opdcl.pipeline.session import Session, command_line, steps_done
-from opdcl.pipeline.sources import Sources, read_records
+from opdcl.pipeline.sources import Sources
 from opdcl.pipeline.trackers import Tracking, scores, tracking
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import STATE_OF, RunDir
@@ -81,16 +81,11 @@ def _prepare(
     stack: contextlib.ExitStack,
 ) -> list[Task]:
     """Check everything, lock the run directory until the stack closes, and return the tasks."""
-    refuse_foreign(run)
-    sources.check(workflow)
-    hashes = sources.hashes(workflow)
-    tasks = make_plan(workflow, hashes, read_records(run))
-    check_tasks(workflow, sources)
-    check_servers(workflow, tasks)
-    stale = [t for t in tasks if t.action == "stale"]
+    stale = [t for t in checked_plan(workflow, run, sources) if t.action == "stale"]
     if stale and not force:
+        reasons = "; ".join(f"{t.name} {t.why}" for t in stale)
         raise UsageError(
-            f"{run.path} does not hold what this command would make; {'; '.join(f'{t.name} {t.why}' for t in stale)}",
+            f"{run.path} does not hold what this command would make; {reasons}",
             f"a new directory (-o {run.path}-2), the old settings and files, or --force to redo these stages",
         )
     if dead := stack.enter_context(run.lock()):
@@ -100,12 +95,9 @@ def _prepare(
         shutil.rmtree(run.evals / STATE_OF[task.name], ignore_errors=True)
     write_atomic(run.workflow, dump(workflow))
     write_json(run.config, {"workflow": workflow.model_dump(), "origins": origins})
-    tasks = make_plan(workflow, hashes, read_records(run))
-    if copied := copy_finished(tasks, run, donors):
-        for task, donor in copied:
-            output.note(f"{task.label}: taken from {donor.path.name}")
-        tasks = make_plan(workflow, hashes, read_records(run))
-    return tasks
+    for task, donor in copy_finished(sources.plan(workflow, run), run, donors):
+        output.note(f"{task.label}: taken from {donor.path.name}")
+    return sources.plan(workflow, run)
 
 
 def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opdcl.config.model import ModelConfig
-from opdcl.config.shipped import package_folder
+from opdcl.config.shipped import shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data.rows import on_hub
 from opdcl.errors import UsageError
@@ -98,7 +98,7 @@ def repositories(workflow: Workflow) -> Iterator[tuple[Repository, bool]]:
 
 def suites(runs: Iterable[Workflow]) -> dict[str, Workflow]:
     """Return the suites whose data is downloaded, each with a workflow that uses it."""
-    shipped = {p.stem for p in package_folder("evals").glob("*/*.yaml")}
+    shipped = shipped_suites()
     users: dict[str, Workflow] = {}
     for run in runs:
         names = [*run.eval.suites()] if run.eval else []

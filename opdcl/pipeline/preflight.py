@@ -13,8 +13,18 @@ from opdcl.pipeline.trackers import check_trackers
 from opdcl.rundir.layout import RunDir
 
 
+def checked_plan(workflow: Workflow, run: RunDir, sources: Sources) -> list[Task]:
+    """Check the run directory, the data and what the tasks need; return the tasks. Writes nothing."""
+    refuse_foreign(run)
+    sources.check(workflow)
+    tasks = sources.plan(workflow, run)
+    check_tasks(workflow, sources)
+    check_servers(workflow, tasks)
+    return tasks
+
+
 def refuse_foreign(run: RunDir) -> None:
-    """Refuse a directory that holds something other than a run, or links out of itself, so that nothing is overwritten."""
+    """Refuse a directory that is not a run's, or that links out of itself, so that nothing is overwritten."""
     if run.path.exists() and not run.path.is_dir():
         raise UsageError(f"{run.path} is a file", "choose another directory with -o")
     if (
@@ -44,7 +54,7 @@ def check_tasks(workflow: Workflow, sources: Sources) -> None:
     check_trackers(workflow.track)
     if finetune and finetune.method == "self-distill":
         check_trainer_fields(DistillationConfig, "finetune", finetune.trainer)
-        sources.check_recovery(as_distillation(finetune, len(sources.rows(finetune.data))))
+        sources.recovery_rows(as_distillation(finetune, len(sources.rows(finetune.data))))
     elif finetune:
         check_trainer_fields(SFTConfig, "finetune", finetune.trainer)
     if recover:

@@ -1,4 +1,4 @@
-"""Everything a command reads before it trains: rows, suites, their hashes, and what a run directory already holds."""
+"""What a command reads before it trains: rows, suites, their hashes, and what a run directory holds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.shipped import package_folder
+from opdcl.config.shipped import shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
 from opdcl.data.rows import Row, load_rows, pinned, source_files
 from opdcl.errors import UsageError
-from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, stage_folder
+from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_plan, stage_folder
 from opdcl.rundir.files import read_json
 from opdcl.rundir.hashes import ADAPTER, file_hash, hash_files
 from opdcl.rundir.layout import RunDir
@@ -32,7 +32,7 @@ class Sources:
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str], list[Row]] = {}
         self._suites: dict[tuple[str, str | None, int | None], Suite] = {}
-        self._hashes: dict[str, str] = {}
+        self._hashes: dict[tuple[Path, ...], str] = {}
 
     def rows(self, source: str, split: str = "train") -> list[Row]:
         """Return the checked rows of a source; the list is the caller's own."""
@@ -75,17 +75,17 @@ class Sources:
                         "fine-tune rows need completion, answer or text",
                     )
         if workflow.recover:
-            self.check_recovery(workflow.recover)
+            self.recovery_rows(workflow.recover)
         for suite, path in (workflow.eval.data if workflow.eval else {}).items():
             if not os.path.isfile(path):
                 raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
 
-    def check_recovery(self, config: RecoverConfig) -> None:
-        """Check the prompts of a recovery."""
+    def recovery_rows(self, config: RecoverConfig) -> list[Row]:
+        """Return the checked prompts of a recovery, those of both streams."""
         from opdcl.distill.prompts import STREAMS, stream_rows
 
-        for stream in STREAMS:  # becomes read_recovery_source(config, self.rows, self.suite)
-            stream_rows(config, stream)
+        # Becomes read_recovery_source(config, self.rows, self.suite).
+        return [row for stream in STREAMS for row in stream_rows(config, stream)]
 
     def hashes(self, workflow: Workflow) -> dict[str, str]:
         """Return the hash of each source's content, by the name of its field."""
@@ -103,32 +103,34 @@ class Sources:
             fields |= {f"recover.teachers.{k}.prompts": t.prompts for k, t in recover.teachers.items()}
         if evaluation:
             fields |= {f"eval.data.{suite}": path for suite, path in evaluation.data.items()}
-        hashes = {field: self._hash(source) for field, source in fields.items() if source}
+        # A source on the Hub is identified by its pinned id.
+        hashes = {
+            field: self._hash(source_files(source)) or pinned(source)
+            for field, source in fields.items()
+            if source
+        }
         for field, place in workflow.adapters().items():
             folder = find_adapter(place)
-            hashes[field] = hash_files([folder / ADAPTER, folder / "adapter_config.json"])
+            hashes[field] = self._hash([folder / ADAPTER, folder / "adapter_config.json"])
         suites = {f"eval.suite.{suite}": suite for suite in evaluation.suites()} if evaluation else {}
         if recover and recover.reward:
             suites["recover.reward.suite"] = recover.reward.suite
-        return hashes | {field: hash for field, suite in suites.items() if (hash := self._suite_hash(suite))}
+        for field, suite in suites.items():
+            if shipped := shipped_suites().get(suite):
+                files = sorted(p for p in shipped.parent.iterdir() if p.is_file())
+                hashes[field] = self._hash([*files, Path(scoring.__file__)])
+        return hashes
 
-    def _hash(self, source: str) -> str:
-        """Return the hash of a local source's content, or the pinned id of one on the Hub."""
-        if source not in self._hashes:
-            files = source_files(source)
-            self._hashes[source] = hash_files(files) if files else pinned(source)
-        return self._hashes[source]
+    def _hash(self, files: list[Path]) -> str:
+        """Return the hash of files' contents, read once; "" for no files."""
+        key = tuple(files)
+        if files and key not in self._hashes:
+            self._hashes[key] = hash_files(files)
+        return self._hashes.get(key, "")
 
-    def _suite_hash(self, suite: str) -> str | None:
-        """Return the hash of a shipped suite's files and of the scorer they import; None for other suites."""
-        shipped = next(package_folder("evals").glob(f"*/{suite}.yaml"), None)
-        if shipped is None:
-            return None
-        folder = str(shipped.parent)
-        if folder not in self._hashes:
-            files = sorted(p for p in shipped.parent.iterdir() if p.is_file())
-            self._hashes[folder] = hash_files([*files, Path(scoring.__file__)])
-        return self._hashes[folder]
+    def plan(self, workflow: Workflow, run: RunDir) -> list[Task]:
+        """Return what there is to do in a run directory, as it is now."""
+        return make_plan(workflow, self.hashes(workflow), read_records(run))
 
 
 def read_records(run: RunDir) -> Records:

@@ -174,35 +174,23 @@ def evaluate(
     """
     started = time.perf_counter()
     reset_peak_memory()
-    task, metrics = suite.task, suite.metrics
     partial = run.evals / state / f".{suite.name}.partial.jsonl"
     lm = BackboneLM(backbone, "student" if adapter else "base", config, partial, report, adapter)
     quiet_lm_eval()
-    # lm-eval seeds the draw of few-shot examples from the clock: two states would answer different prompts.
-    task.set_fewshot_seed(0)
+    # Unseeded, lm-eval would draw other few-shot examples for each state.
+    suite.task.set_fewshot_seed(0)
     # `simple_evaluate` would collect the whole environment after each call, which takes longer than a small suite.
     results = lm_evaluate(
         lm, suite.loaded, apply_chat_template=True, log_samples=True, bootstrap_iters=0, limit=config.limit
     )
-    rows = sorted(next(iter(results["samples"].values())), key=lambda s: s["doc_id"])
-    samples = [
-        {
-            "doc_id": row["doc_id"],
-            "prompt": task.doc_to_text(row["doc"]),
-            "response": row["filtered_resps"][0],
-            "target": row["target"] or None,
-            "scores": {m: row[m] for m in metrics},
-            "tokens": tokens,
-        }
-        for row, tokens in zip(rows, lm.lengths, strict=True)
-    ]
+    samples = _samples(suite, next(iter(results["samples"].values())), lm.lengths)
     write_atomic(run.eval_samples(state, suite.name), _lines(samples))
     result = record | {
         "state": state,
         "suite": suite.name,
-        "metric": metrics[0],
+        "metric": suite.metrics[0],
         "n": len(samples),
-        "metrics": {m: mean_score([s["scores"][m] for s in samples]) for m in metrics},
+        "metrics": {m: mean_score([s["scores"][m] for s in samples]) for m in suite.metrics},
         "floor": suite.floors(config.limit),
         "cost": {
             "seconds": round(time.perf_counter() - started, 1),
@@ -213,6 +201,21 @@ def evaluate(
     write_json(run.eval_result(state, suite.name), result)
     partial.unlink(missing_ok=True)
     return result
+
+
+def _samples(suite: Suite, rows: list[dict[str, Any]], lengths: list[int]) -> list[dict[str, Any]]:
+    """Return the stored records of lm-eval's samples, in the order of the documents."""
+    return [
+        {
+            "doc_id": row["doc_id"],
+            "prompt": suite.task.doc_to_text(row["doc"]),
+            "response": row["filtered_resps"][0],
+            "target": row["target"] or None,
+            "scores": {m: row[m] for m in suite.metrics},
+            "tokens": tokens,
+        }
+        for row, tokens in zip(sorted(rows, key=lambda row: row["doc_id"]), lengths, strict=True)
+    ]
 
 
 def _lines(rows) -> str:
