@@ -229,7 +229,7 @@ def agreement(backbone: Backbone, url: str, rollouts: list[Rollout]) -> float:
         theirs = torch.cat([server.ask(r.prompt_ids, r.completion_ids).result().logprob_N for r in rollouts])
     finally:
         server.close()
-    ours = Teacher(backbone, "base").opinion(rollouts)
+    ours = Teacher(backbone, "base").distribution(rollouts)
     tokens = torch.tensor([t for r in rollouts for t in r.completion_ids])
     parts = [slice(i, i + 256) for i in range(0, len(tokens), 256)]
     mine = torch.cat(
@@ -251,7 +251,7 @@ def whole_kl(backbone: Backbone, adapter: Path, texts: list[Rollout]) -> np.ndar
                 token_losses(
                     student.states([text]),
                     student.head_VH,
-                    base.opinion([text]),
+                    base.distribution([text]),
                     tokens,
                     torch.zeros(len(tokens)),
                 ).kl.mean()

@@ -29,7 +29,7 @@ from opdcl.config.server import ServerSection
 from opdcl.config.workflow import Workflow
 from opdcl.data.suites import load_suite
 from opdcl.distill.prompts import encode_stream
-from opdcl.distill.teachers import Served, Teacher, reach_server
+from opdcl.distill.teachers import ServedStudent, Teacher, reach_server
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.environment import machine
 from opdcl.rundir.files import read_json, read_jsonl
@@ -122,13 +122,13 @@ def sampling(run: RunDir, backbone: Backbone, place: ServerSection, count: int, 
     backbone.drop_adapters()
     backbone.load_adapter(adapter, "student", trainable=True)
     prompts = encode_stream(RecoverConfig(validation_prompts=count), "general", backbone).held_out
-    student = Served(backbone, reach_server(place, backbone, print), folder / "served")
+    student = ServedStudent(backbone, reach_server(place, backbone, print), folder / "served")
     began = time.monotonic()
-    rollouts = student.write(prompts, RecoverConfig(), 64, seed=1)
+    rollouts = student.complete(prompts, RecoverConfig(), 64, seed=1)
     seconds = time.monotonic() - began
     student.close()
     tokens = torch.tensor([t for r in rollouts for t in r.completion_ids])
-    opinion = Teacher(backbone, "student").opinion(rollouts)
+    opinion = Teacher(backbone, "student").distribution(rollouts)
     parts = [slice(i, i + 256) for i in range(0, len(tokens), 256)]
     mine = torch.cat(
         [opinion.log_probs(p, len(opinion.head_VH), 1.0).gather(1, tokens[p, None])[:, 0] for p in parts]

@@ -25,7 +25,7 @@ import torch
 
 from opdcl.config.loss import LossSection
 from opdcl.config.recover import RewardSection
-from opdcl.model.distributions import Hidden, Opinion, rows_at_once, shared_rows
+from opdcl.model.distributions import HiddenStates, TeacherDistribution, rows_at_once, shared_rows
 
 # Positions projected onto the vocabulary at once: 256 x 49,152 fp32 logits are 50 MB.
 CHUNK = 256
@@ -158,7 +158,9 @@ def later_advantages(advantage_N: torch.Tensor, lengths: list[int], discount: fl
 
 
 @torch.no_grad()
-def token_logprobs(opinion: Opinion, token_N: torch.Tensor, rows: int, temperature: float) -> torch.Tensor:
+def token_logprobs(
+    opinion: TeacherDistribution, token_N: torch.Tensor, rows: int, temperature: float
+) -> torch.Tensor:
     """Return the log-probability of each token in somebody's opinion of its position, `(N,)`."""
     parts = [slice(start, start + CHUNK) for start in range(0, len(token_N), CHUNK)]
     found = [
@@ -168,7 +170,7 @@ def token_logprobs(opinion: Opinion, token_N: torch.Tensor, rows: int, temperatu
 
 
 @torch.no_grad()
-def top_k_overlap(student: Hidden, teacher: Opinion, k: int = 16) -> torch.Tensor:
+def top_k_overlap(student: HiddenStates, teacher: TeacherDistribution, k: int = 16) -> torch.Tensor:
     """Return which share of the teacher's k likeliest tokens is among the student's k likeliest, per position, `(N,)`.
 
     Distillation on the student's own text works through the tokens that both consider (arXiv 2604.13016).
@@ -199,7 +201,7 @@ class _TokenLoss(torch.autograd.Function):
         )
         for start in range(0, len(student_NH), CHUNK):
             part = slice(start, start + CHUNK)
-            student = Hidden(student_NH, weight_VH).log_probs(part, len(weight_VH), temperature)
+            student = HiddenStates(student_NH, weight_VH).log_probs(part, len(weight_VH), temperature)
             theirs = teacher.log_probs(part, len(weight_VH), temperature)
             block = rows_at_once(student)
             # Each block of `student` ends as the gradient of its logits.
@@ -241,7 +243,7 @@ class _TokenLoss(torch.autograd.Function):
 def token_losses(
     student_NH: torch.Tensor,
     weight_VH: torch.Tensor,
-    teacher: Opinion,
+    teacher: TeacherDistribution,
     token_N: torch.Tensor,
     sampler_N: torch.Tensor,
     temperature: float = 1.0,
@@ -270,7 +272,7 @@ def token_losses(
         student_NH = student_NH.to(weight_VH.dtype)
         later_N = torch.zeros_like(sampler_N)
         if loss.kind == "policy_gradient" and loss.discount:
-            both = Hidden(student_NH.detach(), weight_VH), teacher
+            both = HiddenStates(student_NH.detach(), weight_VH), teacher
             mine_N, theirs_N = (token_logprobs(x, token_N, len(weight_VH), temperature) for x in both)
             later_N = later_advantages(theirs_N - mine_N, lengths or [len(token_N)], loss.discount)
         cost = _cost(loss, token_N, sampler_N, later_N)

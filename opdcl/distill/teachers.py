@@ -15,7 +15,7 @@ All but the last two are adapter states of the student's own backbone, so they c
 them what the student does not see: the answer, or a demonstration. Shown the answer, base does not fight what it does
 not know (arXiv 2606.00147).
 
-`Routed` gives each prompt a teacher of its own, so that several specialists teach one student.
+`RoutedTeacher` gives each prompt a teacher of its own, so that several specialists teach one student.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from opdcl.config.teacher import TeacherSection
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.compatibility import HINT, PROBES, check_same_tokenizer, refuse_unsupported
-from opdcl.model.distributions import Hidden, Likeliest, Opinion, join, shared_rows
+from opdcl.model.distributions import HiddenStates, TeacherDistribution, TopTokens, join, shared_rows
 from opdcl.model.forward import answer_states
 from opdcl.model.load import eos_ids, load_base, load_tokenizer
 from opdcl.sampling.rollout import Rollout
@@ -90,9 +90,9 @@ class Teacher:
         with self.backbone.state(self.state) as model:
             return answer_states(model, [self._sequence(r) for r in rollouts])
 
-    def opinion(self, rollouts: Sequence[Rollout]) -> Opinion:
+    def distribution(self, rollouts: Sequence[Rollout]) -> TeacherDistribution:
         """Return what it thinks of each completion token, rollout after rollout."""
-        return Hidden(self.states(rollouts), self.head_VH)
+        return HiddenStates(self.states(rollouts), self.head_VH)
 
     def prefetch(self, rollouts: Sequence[Rollout]) -> None:
         """Take notice of completions whose opinion will be asked for."""
@@ -110,7 +110,7 @@ class Teacher:
             rollout.teacher_prompt_ids or self.teacher_prompt(rollout.prompt_ids), rollout.completion_ids
         )
 
-    def write(
+    def complete(
         self,
         prompts: list[list[int]],
         config: RecoverConfig,
@@ -120,7 +120,7 @@ class Teacher:
         **unfinished: Any,
     ) -> list[Rollout]:
         """Complete prompts, of which it sees what it is to see; `unfinished` is what `sample` knows of `begun` and `leave`."""
-        with self.writer() as model:
+        with self.as_sampler() as model:
             return sample(
                 model,
                 [self.teacher_prompt(p) for p in prompts],
@@ -133,7 +133,7 @@ class Teacher:
                 **unfinished,
             )
 
-    def writer(self) -> contextlib.AbstractContextManager[PreTrainedModel]:
+    def as_sampler(self) -> contextlib.AbstractContextManager[PreTrainedModel]:
         """Return a context in which the teacher can write completions itself."""
         return self.backbone.merged(self.state)
 
@@ -153,7 +153,7 @@ class Teacher:
         """Let go of what is not this process's own."""
 
 
-class Ema(Teacher):
+class EmaTeacher(Teacher):
     """A running mean of the student's adapter weights: every `every` steps it moves by `rate` towards the student.
 
     At rate 1 it is the student, at rate 0 the student as it began.
@@ -204,7 +204,7 @@ class Ema(Teacher):
         )
 
 
-class TrustRegion(Teacher):
+class TrustRegionTeacher(Teacher):
     """Logits on the straight line from a frozen reference to the student: at `mix` 0 the reference, at 1 the student.
 
     Where it writes, the reference writes. Both share the output head, so a line between logits is a line between hidden states.
@@ -226,7 +226,7 @@ class TrustRegion(Teacher):
         return torch.lerp(super().states(rollouts), self._student.states(rollouts), self.mix)
 
 
-class Separate(Teacher):
+class SecondModel(Teacher):
     """Another model, with the same tokenizer."""
 
     def __init__(self, backbone: Backbone, model: PreTrainedModel, contexts: Contexts | None = None):
@@ -242,26 +242,26 @@ class Separate(Teacher):
         return answer_states(self.model, [self._sequence(r) for r in rollouts])
 
     @contextlib.contextmanager
-    def writer(self) -> Iterator[PreTrainedModel]:
+    def as_sampler(self) -> Iterator[PreTrainedModel]:
         with parallel.unsharded(self.model):
             yield self.model
 
 
-class Remote(Teacher):
+class RemoteTeacher(Teacher):
     """A model on a server: what it thinks comes over the wire, asked for as soon as a completion is whole."""
 
     def __init__(self, backbone: Backbone, server: Server, contexts: Contexts | None = None):
         super().__init__(backbone, "base", contexts)
         self.server = server
 
-    def opinion(self, rollouts: Sequence[Rollout]) -> Opinion:
+    def distribution(self, rollouts: Sequence[Rollout]) -> TeacherDistribution:
         found = join([asked.result() for asked in self._asked(rollouts)])
         return found.to(self.backbone.device)
 
     def prefetch(self, rollouts: Sequence[Rollout]) -> None:
         self._asked(rollouts)
 
-    def _asked(self, rollouts: Sequence[Rollout]) -> list[Future[Likeliest]]:
+    def _asked(self, rollouts: Sequence[Rollout]) -> list[Future[TopTokens]]:
         return [
             self.server.ask(
                 rollout.teacher_prompt_ids or self.teacher_prompt(rollout.prompt_ids), rollout.completion_ids
@@ -269,7 +269,7 @@ class Remote(Teacher):
             for rollout in rollouts
         ]
 
-    def write(
+    def complete(
         self,
         prompts: list[list[int]],
         config: RecoverConfig,
@@ -279,7 +279,7 @@ class Remote(Teacher):
     ) -> list[Rollout]:
         shown = [self.teacher_prompt(p) for p in prompts]
         return parallel.on_first_worker(
-            lambda: self.server.write(
+            lambda: self.server.complete(
                 shown,
                 max_new_tokens,
                 self.backbone.eos_ids,
@@ -293,7 +293,7 @@ class Remote(Teacher):
         self.server.close()
 
 
-class Served(Teacher):
+class ServedStudent(Teacher):
     """The student, where a server samples for it: each time with the adapter as it is now.
 
     Args:
@@ -306,7 +306,7 @@ class Served(Teacher):
         super().__init__(backbone, "student")
         self.server, self.folder = server, folder
 
-    def write(
+    def complete(
         self,
         prompts: list[list[int]],
         config: RecoverConfig,
@@ -317,7 +317,7 @@ class Served(Teacher):
         def ask() -> list[Rollout]:
             save_adapter(self.backbone, self.folder)
             with self.server.adapter(self.folder) as name:
-                return self.server.write(
+                return self.server.complete(
                     prompts,
                     max_new_tokens,
                     self.backbone.eos_ids,
@@ -333,7 +333,7 @@ class Served(Teacher):
         self.server.close()
 
 
-class Routed:
+class RoutedTeacher:
     """Several teachers: each grades, and writes where teachers write, on the prompts that are its own.
 
     It is asked through `split` alone, never for states: its teachers may be models of different widths.
@@ -357,9 +357,9 @@ class Routed:
     def is_dynamic(self) -> bool:
         return any(teacher.is_dynamic for teacher in self._all())
 
-    def frozen_copy(self, frozen: State) -> Routed:
+    def frozen_copy(self, frozen: State) -> RoutedTeacher:
         named = {name: teacher.frozen_copy(frozen) for name, teacher in self.named.items()}
-        return Routed(self.others.frozen_copy(frozen), named, self.routes)
+        return RoutedTeacher(self.others.frozen_copy(frozen), named, self.routes)
 
     def prefetch(self, rollouts: Sequence[Rollout]) -> None:
         for _, teacher, mine in self.split([r.prompt_ids for r in rollouts]):
@@ -394,13 +394,13 @@ def make_teacher(
     backbone: Backbone,
     contexts: Contexts | None = None,
     state: State = "general",
-    tell: Callable[[str], None] = lambda text: None,
+    notify: Callable[[str], None] = lambda text: None,
 ) -> Teacher:
     """Return the teacher that a configuration describes; an adapter of its own must be on the backbone already, as `state`.
 
-    `tell` is for sentences about a server that is waited for.
+    `notify` is for sentences about a server that is waited for.
     """
-    teacher = _make(config, backbone, contexts, state, tell)
+    teacher = _make(config, backbone, contexts, state, notify)
     teacher.skip_tokens = config.skip_tokens
     return teacher
 
@@ -410,7 +410,7 @@ def _make(
     backbone: Backbone,
     contexts: Contexts | None,
     state: State,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> Teacher:
     match config.kind:
         case "live":
@@ -418,20 +418,20 @@ def _make(
         case "adapter":
             return Teacher(backbone, state, contexts)
         case "ema":
-            return Ema(backbone, state, config.rate, config.every, contexts)
+            return EmaTeacher(backbone, state, config.rate, config.every, contexts)
         case "trust_region":
-            return TrustRegion(backbone, config.reference, config.mix, contexts)
+            return TrustRegionTeacher(backbone, config.reference, config.mix, contexts)
         case "model":
-            return Separate(backbone, load_model(config, backbone), contexts)
+            return SecondModel(backbone, load_model(config, backbone), contexts)
         case "remote":
-            return Remote(backbone, reach_server(config.server, backbone, tell), contexts)
+            return RemoteTeacher(backbone, reach_server(config.server, backbone, notify), contexts)
         case frozen:
             return Teacher(backbone, frozen, contexts)
 
 
-def reach_server(config: ServerSection, backbone: Backbone, tell: Callable[[str], None]) -> Server:
+def reach_server(config: ServerSection, backbone: Backbone, notify: Callable[[str], None]) -> Server:
     """Find a server, after its tokenizer has been found to be the student's."""
-    server = Server(config, backbone.causal_lm.config.get_text_config().vocab_size, tell)
+    server = Server(config, backbone.causal_lm.config.get_text_config().vocab_size, notify)
     for probe in PROBES:
         ours, theirs = backbone.tokenizer(probe, add_special_tokens=False)["input_ids"], server.encode(probe)
         if ours != theirs:
@@ -443,12 +443,12 @@ def reach_server(config: ServerSection, backbone: Backbone, tell: Callable[[str]
     return server
 
 
-def reach_own_model(config: ServerSection, backbone: Backbone, tell: Callable[[str], None]) -> Server:
+def reach_own_model(config: ServerSection, backbone: Backbone, notify: Callable[[str], None]) -> Server:
     """Find a server that holds the student's own base: its tokenizer is the same, and so is what it thinks of a text."""
-    server = reach_server(config, backbone, tell)
+    server = reach_server(config, backbone, notify)
     ids = backbone.tokenizer(" ".join(PROBES[:6]), add_special_tokens=False)["input_ids"]
     theirs = server.ask(ids[:1], ids[1:]).result()
-    ours = Teacher(backbone, "base").opinion([Rollout(ids[:1], ids[1:])])
+    ours = Teacher(backbone, "base").distribution([Rollout(ids[:1], ids[1:])])
     rows = shared_rows(backbone.causal_lm.get_output_embeddings().weight, ours)
     mine = ours.log_probs(slice(0, len(ids)), rows, 1.0).gather(
         1, torch.tensor(ids[1:], device=backbone.device)[:, None]

@@ -12,7 +12,7 @@ import torch
 SMALLEST_TAIL = 1e-9
 
 
-class Opinion(Protocol):
+class TeacherDistribution(Protocol):
     """A distribution over the vocabulary for each of N positions."""
 
     def log_probs(self, part: slice, rows: int, temperature: float) -> torch.Tensor:
@@ -33,7 +33,7 @@ class Opinion(Protocol):
 
 
 @dataclass(frozen=True)
-class Hidden:
+class HiddenStates:
     """The whole distribution, as last hidden states `(N, H)` and the output embedding `(V, H)` that turns them into logits."""
 
     states_NH: torch.Tensor
@@ -53,12 +53,12 @@ class Hidden:
     def kl(self, part: slice, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
-    def split(self, lengths: Sequence[int]) -> list[Hidden]:
-        return [Hidden(states_NH, self.head_VH) for states_NH in self.states_NH.split(list(lengths))]
+    def split(self, lengths: Sequence[int]) -> list[HiddenStates]:
+        return [HiddenStates(states_NH, self.head_VH) for states_NH in self.states_NH.split(list(lengths))]
 
 
 @dataclass(frozen=True)
-class Likeliest:
+class TopTokens:
     """The K likeliest tokens of each position and the token that stands there: ids and log-probabilities, `(N, K)` and `(N,)`.
 
     What is left of the mass is spread evenly over all other tokens. So what a loss says of the token itself is exact, and of
@@ -97,12 +97,12 @@ class Likeliest:
         rest_p, rest_q = ((1 - x.sum(1)).clamp(min=SMALLEST_TAIL) for x in (p, q))
         return named + rest_p * (rest_p / rest_q).log()
 
-    def split(self, lengths: Sequence[int]) -> list[Likeliest]:
+    def split(self, lengths: Sequence[int]) -> list[TopTokens]:
         columns = (getattr(self, field.name).split(list(lengths)) for field in fields(self))
-        return [Likeliest(*parts) for parts in zip(*columns, strict=True)]
+        return [TopTokens(*parts) for parts in zip(*columns, strict=True)]
 
-    def to(self, device: torch.device) -> Likeliest:
-        return Likeliest(*(getattr(self, field.name).to(device) for field in fields(self)))
+    def to(self, device: torch.device) -> TopTokens:
+        return TopTokens(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
 def rows_at_once(logits_NV: torch.Tensor) -> int:
@@ -110,14 +110,14 @@ def rows_at_once(logits_NV: torch.Tensor) -> int:
     return 8 if logits_NV.device.type == "cpu" else max(1, len(logits_NV))
 
 
-def shared_rows(weight_VH: torch.Tensor, teacher: Opinion) -> int:
+def shared_rows(weight_VH: torch.Tensor, teacher: TeacherDistribution) -> int:
     """Return how many rows of the vocabulary stand for something: larger models of a family pad it to more."""
-    return min(len(weight_VH), len(teacher.head_VH)) if isinstance(teacher, Hidden) else len(weight_VH)
+    return min(len(weight_VH), len(teacher.head_VH)) if isinstance(teacher, HiddenStates) else len(weight_VH)
 
 
-def join(opinions: Sequence[Opinion]) -> Opinion:
+def join(opinions: Sequence[TeacherDistribution]) -> TeacherDistribution:
     """Return the opinions of one teacher on several sequences as one."""
     first = opinions[0]
-    if isinstance(first, Hidden):
-        return Hidden(torch.cat([o.states_NH for o in opinions]), first.head_VH)
-    return Likeliest(*(torch.cat([getattr(o, field.name) for o in opinions]) for field in fields(Likeliest)))
+    if isinstance(first, HiddenStates):
+        return HiddenStates(torch.cat([o.states_NH for o in opinions]), first.head_VH)
+    return TopTokens(*(torch.cat([getattr(o, field.name) for o in opinions]) for field in fields(TopTokens)))

@@ -11,7 +11,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.rows import Row
-from opdcl.distill.trainer import FULL_BATCH
+from opdcl.distill.rollout_queue import FULL_BATCH
 from opdcl.model.embedded import EMBEDDED
 from opdcl.model.forward import key_width
 from opdcl.model.load import model_source, pick_device, pick_dtype
@@ -120,7 +120,8 @@ def estimate(workflow: Workflow, tasks: list[Task], sources: Sources) -> dict[st
     if recover and "recover" in names:
         if recover.method != "interpolate":  # which scales the adapter and trains nothing
             steps["recover"] = recover.steps
-        memory["recover"] = fixed + _recovery_memory(recover, sources.recovery_rows(recover), shape, adapter)
+        rows = [row for stream in sources.recovery(recover).rows.values() for row in stream]
+        memory["recover"] = fixed + _recovery_memory(recover, rows, shape, adapter)
     return {
         "device": device,
         "parameters": shape.parameters,

@@ -42,26 +42,19 @@ def refuse_foreign(run: RunDir) -> None:
 
 
 def check_tasks(workflow: Workflow, sources: Sources) -> None:
-    """Check what needs libraries but no weights: trainer fields, the models' locations, the suites."""
-    from trl import DistillationConfig, SFTConfig
-
+    """Check what needs libraries but no weights: the models' locations, trackers, prompts, suites."""
     from opdcl.model.load import check_exists
-    from opdcl.stages.finetune import as_distillation
-    from opdcl.training import check_trainer_fields
 
     finetune, recover = workflow.finetune, workflow.recover
     check_exists(workflow.model)
     check_trackers(workflow.track)
     if finetune and finetune.method == "self-distill":
-        check_trainer_fields(DistillationConfig, "finetune", finetune.trainer)
-        sources.recovery_rows(as_distillation(finetune, len(sources.rows(finetune.data))))
-    elif finetune:
-        check_trainer_fields(SFTConfig, "finetune", finetune.trainer)
-    if recover:
-        check_trainer_fields(DistillationConfig, "recover", recover.trainer)
-        for teacher in recover.all_teachers().values():
-            if teacher.model:
-                check_exists(teacher.model)
+        from opdcl.stages.finetune import as_distillation
+
+        sources.recovery(as_distillation(finetune, len(sources.rows(finetune.data))))
+    for teacher in recover.all_teachers().values() if recover else ():
+        if teacher.model:
+            check_exists(teacher.model)
     if workflow.eval:
         for suite in workflow.eval.suites():
             sources.suite(suite, workflow.eval)

@@ -133,8 +133,8 @@ class Session:
                 rows = self.sources.rows(workflow.finetune.data)
                 finetune(workflow.finetune, rows, backbone, self._parent(name), stage, report)
             else:
-                # source = read_recovery_source(workflow.recover, self.sources.rows, self.sources.suite)
-                recover(workflow.recover, backbone, self._parent(name), stage, report)
+                source = self.sources.recovery(workflow.recover)
+                recover(workflow.recover, source, backbone, self._parent(name), stage, report)
             self.tracked.follow(stage, offset)
 
     def _parent(self, name: str) -> ModelRef:

@@ -20,6 +20,7 @@ from opdcl.rundir.layout import RunDir
 
 if TYPE_CHECKING:
     from opdcl.data.suites import Suite
+    from opdcl.distill.prompts import RecoverySource
 
 
 class Sources:
@@ -75,17 +76,16 @@ class Sources:
                         "fine-tune rows need completion, answer or text",
                     )
         if workflow.recover:
-            self.recovery_rows(workflow.recover)
+            self.recovery(workflow.recover)
         for suite, path in (workflow.eval.data if workflow.eval else {}).items():
             if not os.path.isfile(path):
                 raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
 
-    def recovery_rows(self, config: RecoverConfig) -> list[Row]:
-        """Return the checked prompts of a recovery, those of both streams."""
-        from opdcl.distill.prompts import STREAMS, stream_rows
+    def recovery(self, config: RecoverConfig) -> RecoverySource:
+        """Return the checked prompts of a recovery, and the suite of its reward."""
+        from opdcl.distill.prompts import read_recovery_source
 
-        # Becomes read_recovery_source(config, self.rows, self.suite).
-        return [row for stream in STREAMS for row in stream_rows(config, stream)]
+        return read_recovery_source(config, self.rows, lambda suite: self.suite(suite).task)
 
     def hashes(self, workflow: Workflow) -> dict[str, str]:
         """Return the hash of each source's content, by the name of its field."""

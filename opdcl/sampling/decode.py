@@ -104,7 +104,7 @@ class SlabLayer(CacheLayerMixin):
         return self.capacity
 
 
-def fill(model, rollouts: list[Rollout], request: Request) -> None:
+def decode(model, rollouts: list[Rollout], request: Request) -> None:
     """Complete the rollouts in place; every layer of `model` must be plain full attention."""
     generator = torch.Generator().manual_seed(request.seed)
     uniform_NT = None
@@ -115,7 +115,7 @@ def fill(model, rollouts: list[Rollout], request: Request) -> None:
     max_unfinished = request.max_unfinished
     for rows in request.batches(rollouts):
         batch = [rollouts[i] for i in rows]
-        _decode(
+        _decode_batch(
             model, batch, prefix, request, max_unfinished, None if uniform_NT is None else uniform_NT[rows]
         )
         max_unfinished -= sum(
@@ -129,7 +129,7 @@ def _shared_prefix(prompts: Sequence[list[int]]) -> list[int]:
 
 
 @torch.no_grad()
-def _decode(
+def _decode_batch(
     model,
     rollouts: list[Rollout],
     prefix: list[int],
@@ -152,7 +152,7 @@ def _decode(
     visible_BC = visible_BC.to(device)
     logits_BV = _prefill(model, cache, prefix, tails, width)
     position_B = torch.tensor([len(prefix) + len(tail) - 1 for tail in tails], device=device)
-    decode = decoding_step(model)
+    run_step = decoding_step(model)
     # In 16 bits a finished row keeps the last one company: a processor's fast kernels are not for a single one. fp32 has them.
     fewest = 2 if model.dtype.itemsize == 2 else 1
     live = list(range(len(rollouts)))  # row of the batch -> index of its rollout
@@ -187,7 +187,7 @@ def _decode(
             token_B, position_B, visible_BC = token_B[keep], position_B[keep], visible_BC[keep]
         position_B = position_B + 1
         filled = cache.get_seq_length() + 1
-        logits_BV = decode(token_B, position_B, visible_BC[:, :filled], cache)
+        logits_BV = run_step(token_B, position_B, visible_BC[:, :filled], cache)
 
 
 def _prefill(model, cache: Cache, prefix: list[int], tails: list[list[int]], width: int) -> torch.Tensor:

@@ -84,7 +84,9 @@ def sample(
         max_unfinished,
     )
     if mine:
-        {"slab": decode.fill, "generate": _generate, "continuous": _continuous}[chosen](model, mine, request)
+        {"slab": decode.decode, "generate": _generate, "continuous": _continuous}[chosen](
+            model, mine, request
+        )
     return parallel.gather_shares(mine)
 
 

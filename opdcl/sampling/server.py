@@ -25,7 +25,7 @@ import torch
 
 from opdcl.config.server import ServerSection
 from opdcl.errors import OpdclError, UsageError
-from opdcl.model.distributions import Likeliest
+from opdcl.model.distributions import TopTokens
 from opdcl.sampling.rollout import Rollout
 
 KEY = "OPDCL_SERVER_KEY"
@@ -56,20 +56,20 @@ class Server:
     Args:
         config: Where it is, and how patient to be.
         vocabulary: Number of token ids that there are.
-        tell: Called with a sentence when the server is waited for.
+        notify: Called with a sentence when the server is waited for.
     """
 
     def __init__(
-        self, config: ServerSection, vocabulary: int, tell: Callable[[str], None] = lambda text: None
+        self, config: ServerSection, vocabulary: int, notify: Callable[[str], None] = lambda text: None
     ):
-        self.config, self.vocabulary, self.tell = config, vocabulary, tell
+        self.config, self.vocabulary, self.notify = config, vocabulary, notify
         self._client = _client(config)
         self._closed = threading.Event()
         self._work: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = queue.SimpleQueue()
         # Daemons, not a pool: who leaves must not wait for an answer that may never come.
         for _ in range(config.concurrency):
             threading.Thread(target=self._worker, daemon=True, name="server").start()
-        self._asked: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], Future[Likeliest]] = OrderedDict()
+        self._asked: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], Future[TopTokens]] = OrderedDict()
         self._adapters: dict[str, str] = {}
         self._waits = False
         self._lock, self._loading = threading.Lock(), threading.Lock()
@@ -102,7 +102,7 @@ class Server:
         asked = {"model": self.model, "prompt": text, "add_special_tokens": False}
         return self._ask("tokenize", asked, lambda answer: list(map(int, answer["tokens"])))
 
-    def ask(self, prompt_ids: Ids, completion_ids: Ids) -> Future[Likeliest]:
+    def ask(self, prompt_ids: Ids, completion_ids: Ids) -> Future[TopTokens]:
         """Ask what the model thinks of a completion, in the background; the same question is asked once."""
         key = tuple(prompt_ids), tuple(completion_ids)
         with self._lock:
@@ -113,7 +113,7 @@ class Server:
                 self._asked.popitem(last=False)
         return known
 
-    def write(
+    def complete(
         self,
         prompts: Sequence[Ids],
         max_new_tokens: int,
@@ -190,7 +190,7 @@ class Server:
 
     # -- one question ------------------------------------------------------------------------------------------------
 
-    def _grade(self, prompt_ids: Ids, completion_ids: Ids) -> Likeliest:
+    def _grade(self, prompt_ids: Ids, completion_ids: Ids) -> TopTokens:
         asked = {
             "model": self.model,
             "prompt": [*prompt_ids, *completion_ids],
@@ -201,10 +201,10 @@ class Server:
             "add_special_tokens": False,
         }
         return self._ask(
-            "completions", asked, lambda answer: self._opinion(answer, prompt_ids, completion_ids)
+            "completions", asked, lambda answer: self._distribution(answer, prompt_ids, completion_ids)
         )
 
-    def _opinion(self, answer: dict[str, Any], prompt_ids: Ids, completion_ids: Ids) -> Likeliest:
+    def _distribution(self, answer: dict[str, Any], prompt_ids: Ids, completion_ids: Ids) -> TopTokens:
         """Return what an answer says of each completion token, after checking that it is said of these tokens."""
         ids = [*prompt_ids, *completion_ids]
         rows = _choice(answer)["prompt_logprobs"]
@@ -230,7 +230,7 @@ class Server:
             tokens.append(named[token])
             tops.append(likeliest)
             values.append([named[one] for one in likeliest])
-        return Likeliest(
+        return TopTokens(
             torch.tensor(list(completion_ids)), torch.tensor(tokens), torch.tensor(tops), torch.tensor(values)
         )
 
@@ -285,7 +285,7 @@ class Server:
             with self._lock:
                 first, self._waits = not self._waits, True
             if first and state.outcome:  # once, however many requests are in flight
-                self.tell(f"waiting for the server at {config.url}: {state.outcome.exception()}")
+                self.notify(f"waiting for the server at {config.url}: {state.outcome.exception()}")
 
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type((_Gone, _Garbled)),

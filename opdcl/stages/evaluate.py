@@ -137,7 +137,7 @@ class BackboneLM(LM):
             stack.callback(server.close)
             name = stack.enter_context(server.adapter(self.adapter)) if self.adapter else None
             yield lambda prompts, max_tokens, progress: parallel.on_first_worker(
-                lambda: server.write(
+                lambda: server.complete(
                     prompts, max_tokens, eos_ids, temperature=0, model=name, on_finished=progress
                 )
             )

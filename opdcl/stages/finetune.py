@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -20,6 +19,7 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.data.chat import encode_example
 from opdcl.data.rows import Row
+from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import OpdclError
 from opdcl.model.adapters import ModelRef
 from opdcl.model.backbone import Backbone
@@ -61,12 +61,24 @@ def finetune(
         model = backbone.new_adapter(config.lora, config.seed)
     lengths = [len(e.input_ids) for e in encoded]
     steps = planned_steps(config, len(encoded))
+    arguments = trainer_arguments(
+        config,
+        backbone,
+        out,
+        steps,
+        per_device_train_batch_size=config.batch_size,
+        lr_scheduler_type="cosine",
+        warmup_steps=math.ceil(steps * 0.05),
+        max_length=config.max_length,
+        packing=_packs(config, backbone),
+        completion_only_loss=True,
+    )
     dataset = Dataset.from_list([vars(e) for e in encoded])
     callback = StageCallback(report, steps, backbone)
     callback.tokens_per_step = round(sum(lengths) / len(lengths) * config.batch_size)
     trainer = AnswerTrainer(
         model=model,
-        args=SFTConfig(**_arguments(config, backbone, out, steps)),
+        args=SFTConfig(**arguments),
         train_dataset=dataset.select(lay_out(lengths, config.batch_size, steps, config.seed)),
         processing_class=backbone.tokenizer,
         callbacks=[callback],
@@ -74,27 +86,6 @@ def finetune(
     callback.run(trainer, out)
     save_adapter(backbone, out.adapter)
     return ModelRef(parent.base, out.adapter)
-
-
-def _arguments(config: FinetuneConfig, backbone: Backbone, out: StageDir, steps: int) -> dict[str, Any]:
-    packs = config.packing == "on"
-    if config.packing == "auto":
-        # Only a flash-attention kernel keeps packed rows from attending to one another.
-        packs = "flash" in (backbone.causal_lm.config._attn_implementation or "")
-    return trainer_arguments(SFTConfig, "finetune", config.trainer, backbone, out) | {
-        "per_device_train_batch_size": config.batch_size,
-        "learning_rate": config.learning_rate,
-        "max_steps": steps,
-        "save_steps": config.save_steps,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": math.ceil(steps * 0.05),
-        "seed": config.seed,
-        "max_length": config.max_length,
-        "packing": packs,
-        "completion_only_loss": True,
-        "train_sampling_strategy": "sequential",  # `lay_out` has fixed the order
-        **config.trainer,
-    }
 
 
 def self_distill(
@@ -113,8 +104,9 @@ def self_distill(
     if not start.exists():
         backbone.new_adapter(config.lora, config.seed)
         save_adapter(backbone, start)
-    settings = as_distillation(config, len(rows))
-    return recover(settings, backbone, ModelRef(parent.base, start), out, report)
+    recovery = as_distillation(config, len(rows))
+    source = read_recovery_source(recovery, lambda *_: rows)
+    return recover(recovery, source, backbone, ModelRef(parent.base, start), out, report)
 
 
 def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
@@ -164,6 +156,13 @@ def lay_out(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[
         shuffle.shuffle(batches)
         order += [row for batch in batches for row in batch]
     return order[: steps * batch_size]
+
+
+def _packs(config: FinetuneConfig, backbone: Backbone) -> bool:
+    """Return whether to pack rows: by default only where a flash-attention kernel keeps them apart."""
+    if config.packing == "auto":
+        return "flash" in (backbone.causal_lm.config._attn_implementation or "")
+    return config.packing == "on"
 
 
 class AnswerTrainer(SFTTrainer):

@@ -8,7 +8,7 @@ import torch
 from opdcl.config.loss import LossSection
 from opdcl.distill import losses
 from opdcl.distill.losses import CHUNK, token_losses, top_k_overlap
-from opdcl.model.distributions import Hidden
+from opdcl.model.distributions import HiddenStates
 
 V, H = 37, 8
 KINDS = ["reverse_kl", "forward_kl", "jsd", "entropy_switched", "top_k"]
@@ -23,7 +23,7 @@ def graded(student, teacher, weight, temperature=1.0, tokens=None, sampler=None,
     tokens = torch.zeros(n, dtype=torch.long) if tokens is None else tokens
     sampler = torch.zeros(n) if sampler is None else sampler
     return token_losses(
-        student, weight, Hidden(teacher, weight), tokens, sampler, temperature, LossSection(**loss)
+        student, weight, HiddenStates(teacher, weight), tokens, sampler, temperature, LossSection(**loss)
     )
 
 
@@ -308,7 +308,7 @@ def test_a_discount_credits_tokens_for_what_follows_within_their_own_sequence():
     loss = {"kind": "policy_gradient", "discount": 0.5}
     one, two = (
         token_losses(
-            student, weight, Hidden(teacher, weight), tokens, sampler, 1.0, LossSection(**loss), lengths
+            student, weight, HiddenStates(teacher, weight), tokens, sampler, 1.0, LossSection(**loss), lengths
         ).loss
         for lengths in ([5], [2, 3])
     )
@@ -335,11 +335,11 @@ def test_plain_jsd_is_smaller_by_beta_times_its_complement():
 def test_top_k_overlap_is_the_share_by_hand_and_one_for_oneself():
     torch.manual_seed(0)
     student, teacher, weight = torch.randn(300, 8), torch.randn(300, 8), torch.randn(50, 8)
-    found = top_k_overlap(Hidden(student, weight), Hidden(teacher, weight), k=5)
+    found = top_k_overlap(HiddenStates(student, weight), HiddenStates(teacher, weight), k=5)
     expected = [
         len(set((s @ weight.T).topk(5).indices.tolist()) & set((t @ weight.T).topk(5).indices.tolist())) / 5
         for s, t in zip(student, teacher, strict=True)
     ]
     torch.testing.assert_close(found, torch.tensor(expected))
     assert 0 < float(found.mean()) < 0.5
-    assert top_k_overlap(Hidden(student, weight), Hidden(student, weight)).eq(1).all()
+    assert top_k_overlap(HiddenStates(student, weight), HiddenStates(student, weight)).eq(1).all()

@@ -18,7 +18,7 @@ from opdcl.distill.losses import clipped_gradient, group_advantages, token_losse
 from opdcl.distill.reward import Reward, reward_rows
 from opdcl.distill.teachers import Teacher
 from opdcl.errors import UsageError
-from opdcl.model.distributions import Hidden
+from opdcl.model.distributions import HiddenStates
 from opdcl.rundir.files import read_jsonl
 from opdcl.sampling.rollout import Rollout
 from opdcl.stages.evaluate import BackboneLM
@@ -191,7 +191,16 @@ def test_the_teacher_weighs_in_beside_the_reward():
         states = student.clone().requires_grad_()
         reward = RewardSection(suite="x", teacher=weight)
         found = token_losses(
-            states, head, Hidden(teacher, head), token, sampler, 1.0, LossSection(), None, reward, advantage
+            states,
+            head,
+            HiddenStates(teacher, head),
+            token,
+            sampler,
+            1.0,
+            LossSection(),
+            None,
+            reward,
+            advantage,
         ).loss
         found.sum().backward()
         return found.detach(), states.grad
@@ -201,7 +210,9 @@ def test_the_teacher_weighs_in_beside_the_reward():
     both, both_slope = loss(0.3, advantage)
     torch.testing.assert_close(both, alone + 0.3 * dense)
     torch.testing.assert_close(both_slope, slope + 0.3 * dense_slope, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(dense, token_losses(student, head, Hidden(teacher, head), token, sampler).loss)
+    torch.testing.assert_close(
+        dense, token_losses(student, head, HiddenStates(teacher, head), token, sampler).loss
+    )
 
 
 def test_a_completion_gets_what_the_evaluation_would_give_it(backbone, tmp_path):

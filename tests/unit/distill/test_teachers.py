@@ -12,11 +12,11 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.distill.losses import token_losses
 from opdcl.distill.prompts import encode_stream
-from opdcl.distill.teachers import Ema, Routed, Teacher, TrustRegion, make_teacher
+from opdcl.distill.teachers import EmaTeacher, RoutedTeacher, Teacher, TrustRegionTeacher, make_teacher
 from opdcl.errors import UsageError
 from opdcl.model.adapters import ModelRef
 from opdcl.model.compatibility import check_same_tokenizer, differences
-from opdcl.model.distributions import Hidden
+from opdcl.model.distributions import HiddenStates
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling.rollout import Rollout
@@ -51,17 +51,17 @@ def states(teacher):
 
 def test_an_ema_of_rate_one_is_the_student_and_of_rate_zero_stays(adapted):
     live, frozen = states(Teacher(adapted, "student")), states(Teacher(adapted, "tuned"))
-    still = Ema(adapted, "general", 0.0, 1)
+    still = EmaTeacher(adapted, "general", 0.0, 1)
     still.after_step(1)
     assert torch.equal(states(still), frozen)
     assert not still.is_dynamic
-    Ema(adapted, "general", 1.0, 1).after_step(1)
+    EmaTeacher(adapted, "general", 1.0, 1).after_step(1)
     torch.testing.assert_close(states(Teacher(adapted, "general")), live, atol=1e-5, rtol=1e-5)
     assert float((live - frozen).abs().max()) > 0.01
 
 
 def test_an_ema_is_the_mean_by_hand_and_moves_at_its_interval(adapted):
-    ema = Ema(adapted, "general", 0.25, 2)
+    ema = EmaTeacher(adapted, "general", 0.25, 2)
     layer = adapted.adapted_layers()[0]
     before, student = (layer.lora_B[name].weight.clone() for name in ("general", "student"))
     ema.after_step(1)
@@ -74,7 +74,7 @@ def test_an_ema_is_the_mean_by_hand_and_moves_at_its_interval(adapted):
 
 
 def test_an_ema_comes_back_from_a_checkpoint_exactly(adapted, tmp_path):
-    ema = Ema(adapted, "general", 0.3, 1)
+    ema = EmaTeacher(adapted, "general", 0.3, 1)
     ema.after_step(1)
     kept = states(ema)
     ema.save(tmp_path / "checkpoint")
@@ -86,7 +86,7 @@ def test_an_ema_comes_back_from_a_checkpoint_exactly(adapted, tmp_path):
 
 @pytest.mark.parametrize("mix", [0.0, 0.3, 1.0])
 def test_a_trust_region_lies_between_reference_and_student(adapted, mix):
-    ours = TrustRegion(adapted, "base", mix)
+    ours = TrustRegionTeacher(adapted, "base", mix)
     head = ours.head_VH
     reference, student = (states(Teacher(adapted, name)) @ head.T for name in ("base", "student"))
     torch.testing.assert_close(
@@ -126,7 +126,7 @@ def test_a_wider_model_grades_as_its_own_logits_say(adapted, tmp_path):
     student = Teacher(adapted, "student")
     tokens = torch.tensor([t for r in ROLLOUTS for t in r.completion_ids])
     found = token_losses(
-        states(student), student.head_VH, wide.opinion(ROLLOUTS), tokens, torch.zeros(len(tokens))
+        states(student), student.head_VH, wide.distribution(ROLLOUTS), tokens, torch.zeros(len(tokens))
     )
     expected = []
     for r in ROLLOUTS:
@@ -294,7 +294,8 @@ def test_a_head_with_more_rows_grades_by_those_that_both_have():
     tokens = torch.randint(9, (5,))
     padded = torch.cat([weight, torch.randn(3, 6)])
     same, other = (
-        token_losses(student, weight, Hidden(teacher, w), tokens, torch.zeros(5)).kl for w in (weight, padded)
+        token_losses(student, weight, HiddenStates(teacher, w), tokens, torch.zeros(5)).kl
+        for w in (weight, padded)
     )
     torch.testing.assert_close(same, other)
 
@@ -358,8 +359,8 @@ def graded(backbone, folder, teacher):
 def test_routed_with_one_teacher_is_that_teacher(adapted, tmp_path):
     alone, gradient = graded(adapted, tmp_path, Teacher(adapted, "tuned"))
     for routed in (
-        Routed(Teacher(adapted, "tuned"), {}, {}),
-        Routed(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(0, 1, 2, 3)),
+        RoutedTeacher(Teacher(adapted, "tuned"), {}, {}),
+        RoutedTeacher(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(0, 1, 2, 3)),
     ):
         sums, same = graded(adapted, tmp_path, routed)
         assert {k: v for k, v in sums.items() if "/" not in k} == alone
@@ -371,7 +372,9 @@ def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model)
     other = make_teacher(
         TeacherSection(kind="model", model={"id": str(tiny_model), "dtype": "float32"}), adapted
     )
-    sums, gradient = graded(adapted, tmp_path, Routed(Teacher(adapted, "tuned"), {"a": other}, routes(1, 3)))
+    sums, gradient = graded(
+        adapted, tmp_path, RoutedTeacher(Teacher(adapted, "tuned"), {"a": other}, routes(1, 3))
+    )
     parts = {"a": (other, [1, 3]), "": (Teacher(adapted, "tuned"), [0, 2])}
     expected, slope, tokens = {}, 0, sum(len(r.completion_ids) for r in ROLLOUTS)
     for name, (teacher, mine) in parts.items():
@@ -400,7 +403,10 @@ def test_where_teachers_write_each_answers_its_own_prompts(adapted, tmp_path):
     }
     assert by["base"] != by["tuned"]
     routed = trainer.sample(
-        prompts, "domain", 1, Routed(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(1, 3))
+        prompts,
+        "domain",
+        1,
+        RoutedTeacher(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(1, 3)),
     )
     assert [r.completion_ids for r in routed] == [
         by["base"][0],
@@ -438,14 +444,14 @@ def test_a_row_names_its_teacher_and_a_teacher_brings_its_own_prompts(backbone, 
         encode_stream(config, "domain", backbone)
 
 
-def test_specialists_teach_one_student_and_each_ones_distance_is_told(backbone, answered):
-    """Two that know different things: the held-out KL to both falls, and is reported for each."""
+def test_one_student_learns_from_two_specialists_and_its_distance_to_each_is_reported(backbone, answered):
+    """Forward KL on the specialists' own completions: its success does not hang on what the student samples."""
     for name, seed in (("left", 1), ("right", 2)):
         backbone.load_adapter(answered / "tuned", "student", trainable=True)
         torch.manual_seed(seed)
         with torch.no_grad():
             for layer in backbone.adapted_layers():
-                layer.lora_B["student"].weight.copy_(0.2 * torch.randn_like(layer.lora_B["student"].weight))
+                layer.lora_B["student"].weight.copy_(0.05 * torch.randn_like(layer.lora_B["student"].weight))
         save_adapter(backbone, answered / name)
         backbone.drop_adapters()
     teachers = {
@@ -455,23 +461,44 @@ def test_specialists_teach_one_student_and_each_ones_distance_is_told(backbone, 
     config = RecoverConfig(
         teachers=teachers,
         general_per_domain=0,
+        lmbda=0.0,
+        loss={"kind": "forward_kl"},
         steps=40,
         rollouts=8,
-        sample_ahead=1,
         max_new_tokens=6,
         validate_every=20,
         validation_prompts=4,
-        learning_rate=2e-2,
+        learning_rate=5e-3,
         health={"watch": False},
     )
     out = StageDir(answered / "one")
     recover(config, backbone, ModelRef(ModelConfig(), answered / "left"), out, Silent())
-    measured = [r["validation"] for r in read_jsonl(out.metrics) if "validation" in r]
-    assert {k for k in measured[0] if "domain_kl" in k} == {"domain_kl", "domain_kl/left", "domain_kl/right"}
-    assert measured[0]["domain_kl/left"] == pytest.approx(0, abs=1e-6)
-    assert measured[0]["domain_kl/right"] > 0.05
-    assert measured[-1]["domain_kl/right"] < 0.8 * measured[0]["domain_kl/right"]
+    first, *_, last = (r["validation"] for r in read_jsonl(out.metrics) if "validation" in r)
+    assert {k for k in first if "domain_kl" in k} == {"domain_kl", "domain_kl/left", "domain_kl/right"}
+    assert first["domain_kl/left"] < 1e-4 * first["domain_kl/right"]
+    assert last["domain_kl/right"] < 0.7 * first["domain_kl/right"]
+    assert last["domain_kl"] < 0.85 * first["domain_kl"]
     assert any("kl/left" in r for r in read_jsonl(out.metrics))
+    backbone.drop_adapters()
+    backbone.load_adapter(answered / "left", "student")
+    backbone.load_adapter(answered / "right", "right")
+    assert first["domain_kl/right"] == pytest.approx(plain_kl(backbone, config, "right"), rel=1e-3)
+
+
+def plain_kl(backbone, config, name):
+    """Return the mean KL per token from the student to a specialist on its completions of held-out prompts."""
+    prompts = encode_stream(config, "domain", backbone)
+    own = [p for p in prompts.held_out if prompts.routes[tuple(p)] == name]
+    written = Teacher(backbone, name).complete(own, config, config.max_new_tokens, config.seed + 7)
+    kl = []
+    for rollout in written:
+        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+        with torch.no_grad():
+            log_p = backbone.causal_lm(ids).logits[0].log_softmax(-1)
+            with backbone.state(name) as model:
+                log_q = model(ids).logits[0].log_softmax(-1)
+        kl.append((log_p.exp() * (log_p - log_q)).sum(-1)[len(rollout.prompt_ids) - 1 : -1])
+    return float(torch.cat(kl).mean())
 
 
 def test_every_source_has_its_share_of_the_held_out_prompts(backbone, answered):

@@ -71,13 +71,16 @@ def test_loss_equals_a_plain_computation_of_each_teacher(trainer, stream, teache
     assert loss == pytest.approx(total / count, rel=1e-4)
 
 
-def test_student_equal_to_teacher_gives_zero_loss_and_gradient(backbone, tmp_path):
-    backbone.new_adapter(
-        LoraSection(r=4, alpha=8), 0
-    )  # a fresh adapter changes nothing, so student equals base
-    loss, grad = gradient(make_trainer(backbone, tmp_path))
-    assert abs(loss) < 1e-6
-    assert float(grad.abs().max()) < 1e-6
+def test_a_student_equal_to_its_teacher_has_nothing_to_learn(backbone, tuned):
+    """Rounding differs from CPU to CPU, so loss and gradient are compared with those under a teacher that differs."""
+    backbone.drop_adapters()
+    backbone.load_adapter(tuned / "tuned", "student", trainable=True)
+    backbone.load_adapter(tuned / "tuned", "tuned")
+    trainer = make_trainer(backbone, tuned)
+    loss, grad = gradient(trainer, "domain")
+    other_loss, other_grad = gradient(trainer, "general")
+    assert abs(loss) < 1e-4 * other_loss
+    assert float(grad.norm()) < 1e-4 * float(other_grad.norm())
 
 
 def test_only_the_student_is_trainable_and_gets_a_gradient(trainer):

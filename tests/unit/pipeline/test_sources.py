@@ -72,7 +72,6 @@ def test_a_fine_tune_and_its_evaluation_parse_each_file_and_build_each_suite_onc
         assert base["floor"] == tuned["floor"]
 
 
-@pytest.mark.xfail(strict=True, reason="recover still reads its prompts itself")
 def test_a_whole_run_parses_each_file_and_builds_each_suite_once(project, opened, monkeypatch):
     loaded = count_suites(monkeypatch)
     workflow, origins = load(["tiny.yaml"])

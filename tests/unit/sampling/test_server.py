@@ -18,10 +18,17 @@ from opdcl.config.server import ServerSection
 from opdcl.config.teacher import TeacherSection
 from opdcl.data.suites import load_suite
 from opdcl.distill.losses import token_losses
-from opdcl.distill.teachers import Remote, Served, Teacher, make_teacher, reach_own_model, reach_server
+from opdcl.distill.teachers import (
+    RemoteTeacher,
+    ServedStudent,
+    Teacher,
+    make_teacher,
+    reach_own_model,
+    reach_server,
+)
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
-from opdcl.model.distributions import Hidden, Likeliest, join
+from opdcl.model.distributions import HiddenStates, TopTokens, join
 from opdcl.rundir.files import read_jsonl
 from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.server import KEY, Server
@@ -41,7 +48,7 @@ def elsewhere(tiny_model):
 
 def teacher_of(server, backbone, **settings):
     config = ServerSection(url=server.url, **{"top_k": K, "timeout": 5, "patience": 20, **settings})
-    return Remote(backbone, reach_server(config, backbone, lambda text: None))
+    return RemoteTeacher(backbone, reach_server(config, backbone, lambda text: None))
 
 
 def tokens_of(rollouts):
@@ -60,7 +67,7 @@ def test_loss_and_gradient_are_those_of_the_same_model_at_hand(backbone, elsewhe
         len(tokens), head.shape[1], generator=torch.Generator().manual_seed(0)
     )
     sampler = (
-        Hidden(student, head)
+        HiddenStates(student, head)
         .log_probs(slice(0, len(tokens)), len(head), 1.0)
         .gather(1, tokens[:, None])[:, 0]
         - 0.1
@@ -68,7 +75,7 @@ def test_loss_and_gradient_are_those_of_the_same_model_at_hand(backbone, elsewhe
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone)
         found = []
-        for opinion in (local.opinion(ROLLOUTS), remote.opinion(ROLLOUTS)):
+        for opinion in (local.distribution(ROLLOUTS), remote.distribution(ROLLOUTS)):
             states = student.clone().requires_grad_()
             losses = token_losses(states, head, opinion, tokens, sampler, 1.0, LossSection(**loss))
             losses.loss.sum().backward()
@@ -84,7 +91,7 @@ def test_what_is_told_of_a_distribution_is_a_distribution():
     whole = (3 * torch.randn(40, 200)).log_softmax(-1)
     token = torch.randint(200, (40,))
     top = whole.topk(K)
-    told = Likeliest(token, whole.gather(1, token[:, None])[:, 0], top.indices, top.values)
+    told = TopTokens(token, whole.gather(1, token[:, None])[:, 0], top.indices, top.values)
     found = told.log_probs(slice(0, 40), 200, 1.0)
     torch.testing.assert_close(found.exp().sum(1), torch.ones(40), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.gather(1, top.indices), top.values)
@@ -96,7 +103,7 @@ def test_what_is_told_of_a_distribution_is_a_distribution():
     assert float(told.kl(everywhere, student, found).min()) > 0
     torch.testing.assert_close(told.kl(everywhere, whole, found), torch.zeros(40), atol=1e-5, rtol=0)
     even = torch.full((1, 200), 1 / 200).log()
-    unsure = Likeliest(token[:1], even[:, 0], torch.arange(K)[None], even[:, :K])
+    unsure = TopTokens(token[:1], even[:, 0], torch.arange(K)[None], even[:, :K])
     assert float(unsure.entropy(slice(0, 1), unsure.log_probs(slice(0, 1), 200, 1.0))) == pytest.approx(
         float(torch.tensor(200).log()), rel=1e-4
     )
@@ -127,11 +134,11 @@ FAULTS = [
 def test_one_bad_answer_costs_time_and_changes_nothing(backbone, elsewhere, fault):
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone, timeout=0.5 if fault == "slow" else 5)
-        good = remote.opinion(ROLLOUTS[:2])
+        good = remote.distribution(ROLLOUTS[:2])
         remote.server._asked.clear()
         asked = len(server.seen)
         server.faults = [fault]
-        again = remote.opinion(ROLLOUTS[:2])
+        again = remote.distribution(ROLLOUTS[:2])
         assert len(server.seen) == asked + 3  # one question was asked twice
         assert torch.equal(again.logprob_N, good.logprob_N)
         assert torch.equal(again.top_logprob_NK, good.top_logprob_NK)
@@ -161,7 +168,7 @@ def test_a_server_that_never_answers_well_ends_in_an_error_with_its_reason(backb
         remote = teacher_of(server, backbone, timeout=0.3 if fault == "slow" else 5, patience=1)
         server.faults = [fault] * 60
         with pytest.raises(OpdclError, match=said) as caught:
-            remote.opinion(ROLLOUTS[:1])
+            remote.distribution(ROLLOUTS[:1])
         remote.close()
     assert caught.value.hint
     assert (KEY in caught.value.hint) == (fault == 401)
@@ -172,13 +179,13 @@ def test_a_server_that_is_gone_is_waited_for(backbone, elsewhere):
     told = []
     with serving(elsewhere) as server:
         port = server.server_address[1]
-        remote = Remote(
+        remote = RemoteTeacher(
             backbone,
             reach_server(
                 ServerSection(url=server.url, top_k=K, patience=30, timeout=5), backbone, told.append
             ),
         )
-        good = remote.opinion(ROLLOUTS)
+        good = remote.distribution(ROLLOUTS)
         remote.server._asked.clear()
 
     def back():
@@ -190,7 +197,7 @@ def test_a_server_that_is_gone_is_waited_for(backbone, elsewhere):
     thread = threading.Thread(target=back)
     thread.start()
     try:
-        again = remote.opinion(ROLLOUTS)
+        again = remote.distribution(ROLLOUTS)
     finally:
         done.set()
         thread.join()
@@ -204,7 +211,7 @@ def test_a_bad_answer_after_an_outage_is_the_first_one(backbone, elsewhere):
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone)
         server.faults = [503, 503, "nan"]
-        assert len(remote.opinion(ROLLOUTS[:1]).logprob_N) == len(ROLLOUTS[0].completion_ids)
+        assert len(remote.distribution(ROLLOUTS[:1]).logprob_N) == len(ROLLOUTS[0].completion_ids)
         remote.close()
 
 
@@ -212,7 +219,7 @@ def test_a_completion_that_broke_off_is_written_again(backbone, elsewhere):
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone, concurrency=1)
         server.faults = ["aborted"]
-        (written,) = remote.write([ROLLOUTS[0].prompt_ids], RecoverConfig(), 5, seed=1)
+        (written,) = remote.complete([ROLLOUTS[0].prompt_ids], RecoverConfig(), 5, seed=1)
         remote.close()
     assert len(written.completion_ids) == 5 or written.finished
 
@@ -266,7 +273,7 @@ def test_questions_are_asked_together_once_and_over_kept_connections(backbone, e
         before = len(server.seen)
         remote.prefetch(ROLLOUTS)
         remote.prefetch(ROLLOUTS)
-        remote.opinion(ROLLOUTS)
+        remote.distribution(ROLLOUTS)
         graded = server.seen[before:]
         assert len(graded) == len(ROLLOUTS)
         assert {tuple(body["prompt"]) for _, body, _ in graded} == {
@@ -283,7 +290,7 @@ def test_the_key_comes_from_the_environment_and_goes_to_the_server_alone(backbon
         assert {key for _, _, key in server.seen} == {"Bearer s3cret-key"}
         server.faults = [401] * 9
         with pytest.raises(UsageError) as caught:
-            remote.opinion(ROLLOUTS[:1])
+            remote.distribution(ROLLOUTS[:1])
         remote.close()
     assert "s3cret" not in caught.value.message + caught.value.hint
 
@@ -358,9 +365,9 @@ def test_it_writes_what_the_model_at_hand_would_write(backbone, elsewhere):
     prompts = [r.prompt_ids for r in ROLLOUTS]
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone)
-        written = remote.write(prompts, config, 6, seed=3)
+        written = remote.complete(prompts, config, 6, seed=3)
         remote.close()
-    local = Teacher(backbone, "base").opinion(written)
+    local = Teacher(backbone, "base").distribution(written)
     tokens = tokens_of(written)
     theirs = torch.tensor([x for r in written for x in r.logprobs])
     mine = local.log_probs(slice(0, len(tokens)), len(local.head_VH), 1.0).gather(1, tokens[:, None])[:, 0]
@@ -421,7 +428,9 @@ def test_hidden_states_and_a_remote_opinion_agree_on_the_tokens_that_both_consid
     local = Teacher(backbone, "base")
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone, top_k=16)
-        found = top_k_overlap(Hidden(local.states(ROLLOUTS), local.head_VH), remote.opinion(ROLLOUTS), k=16)
+        found = top_k_overlap(
+            HiddenStates(local.states(ROLLOUTS), local.head_VH), remote.distribution(ROLLOUTS), k=16
+        )
         remote.close()
     assert float(found.mean()) > 0.99
 
@@ -436,22 +445,22 @@ def test_the_student_is_sampled_on_a_server_with_its_adapter_as_it_is_now(backbo
     config, prompts = RecoverConfig(), [r.prompt_ids for r in ROLLOUTS]
     local = Teacher(backbone, "student")
     with serving(elsewhere) as server:
-        served = Served(
+        served = ServedStudent(
             backbone, reach_server(ServerSection(url=server.url), backbone, print), tuned / "served"
         )
         ended = []
-        first = served.write(prompts, config, 6, seed=3, on_finished=ended.extend)
+        first = served.complete(prompts, config, 6, seed=3, on_finished=ended.extend)
         with torch.no_grad():
             for layer in backbone.adapted_layers():
                 layer.lora_B["student"].weight.mul_(0.2)
-        second = served.write(prompts, config, 6, seed=3)
+        second = served.complete(prompts, config, 6, seed=3)
         assert server.adapters == {}  # nothing is left behind
         served.close()
     assert sorted(r.prompt_ids for r in ended) == sorted(prompts)
     assert [r.completion_ids for r in first] != [r.completion_ids for r in second]
     tokens = tokens_of(second)
     mine = (
-        local.opinion(second)
+        local.distribution(second)
         .log_probs(slice(0, len(tokens)), len(local.head_VH), 1.0)
         .gather(1, tokens[:, None])[:, 0]
     )
@@ -468,9 +477,9 @@ def test_a_server_that_was_started_anew_gets_the_adapter_again(backbone, tuned, 
             ServerSection(url=server.url), backbone, print
         )  # many requests in flight miss it at once
         with client.adapter(tuned / "tuned") as name:
-            before = client.write(prompts, 4, backbone.eos_ids, temperature=0, model=name)
+            before = client.complete(prompts, 4, backbone.eos_ids, temperature=0, model=name)
             server.adapters.clear()
-            again = client.write(prompts, 4, backbone.eos_ids, temperature=0, model=name)
+            again = client.complete(prompts, 4, backbone.eos_ids, temperature=0, model=name)
         client.close()
     assert before == again
 
@@ -530,7 +539,7 @@ def test_the_factory_reaches_the_server_that_the_settings_name(backbone, elsewhe
     with serving(elsewhere) as server:
         section = TeacherSection(kind="remote", server={"url": server.url})
         teacher = make_teacher(section, backbone)
-        assert isinstance(teacher, Remote)
+        assert isinstance(teacher, RemoteTeacher)
         assert isinstance(teacher.server, Server)
         assert not teacher.is_dynamic
         assert teacher.frozen_copy("base") is teacher
