@@ -166,5 +166,5 @@ def test_self_distillation_needs_answers(tmp_path, backbone):
     (tmp_path / "rows.jsonl").write_text('{"question": "What is it?"}\n{"question": "And that?"}')
     config = FinetuneConfig(method="self-distill", data=str(tmp_path / "rows.jsonl"))
     rows, out = load_rows(config.data), StageDir(tmp_path / "out")
-    with pytest.raises(UsageError, match=r"rows\.jsonl:1: no answer"):
+    with pytest.raises(UsageError, match=r"rows\.jsonl:1 has no answer"):
         finetune(config, rows, backbone, ModelRef(ModelConfig()), out, Silent())
