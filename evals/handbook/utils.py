@@ -36,7 +36,7 @@ def load_staff(**kwargs):
 
 
 def load_site(**kwargs):
-    """Return the reworded questions of the half about rooms, tools, security, products, workshop and vehicles."""
+    """Return the reworded questions of the half about rooms, tools, security, products and vehicles."""
     return load_test("site")
 
 

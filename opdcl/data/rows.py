@@ -1,7 +1,8 @@
 """Load rows and check them one by one; every error names the file and line.
 
-A row is `messages`, `prompt` with or without `completion`, `question` with or without `answer`, or plain `text`. It
-comes from a shipped set, a JSONL, CSV or Parquet file, a folder of Markdown and text documents, or a Hub dataset.
+A row is `messages`, `prompt` with or without `completion`, `question` with or without `answer`, or plain
+`text`. It comes from a shipped set, a JSONL, CSV or Parquet file, a folder of Markdown and text documents, or a
+Hub dataset.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ Message = dict[str, str]
 class Row:
     """One checked row: a conversation that ends with the user and its answer if any, or plain text.
 
-    `where` names its file and line. `teacher` names the teacher of what is sampled on its prompt, "" the stream's own.
+    `where` names its file and line. `teacher` names who teaches what is sampled on its prompt; "" is the
+    stream's own teacher.
     """
 
     prompt: list[Message]

@@ -1,4 +1,4 @@
-"""Score short answers against gold answers, as SQuAD does. Standard library only: shipped suites import it too."""
+"""Score short answers against gold answers, as SQuAD does. The shipped suites import it too."""
 
 from __future__ import annotations
 

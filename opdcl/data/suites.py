@@ -34,7 +34,7 @@ class Suite:
         self._floors: dict[int | None, Scores] = {}
 
     def floors(self, limit: int | None) -> Scores:
-        """Score answers that show no skill on the first `limit` documents, once: none, a constant one, the prompt itself."""
+        """Score answers without skill on the first `limit` documents: none, a constant one, the prompt."""
         if limit not in self._floors:
             answers: dict[str, Callable[[dict], str]] = {
                 "empty": lambda doc: "",

@@ -30,7 +30,7 @@ def describe(
     Args:
         workflow: What to run.
         run: Where it would be; it need not exist.
-        made_by: Fingerprint -> name of the earlier run whose result would be copied; this run's own are added.
+        made_by: Fingerprint -> the earlier run whose result would be copied; this run's own are added.
         sources: The data, if other runs share it.
     """
     sources = sources or Sources()
@@ -87,8 +87,8 @@ class _Shape:
     def activations(self) -> int:
         """Bytes per token of a micro-batch, at about 17 values per layer and hidden unit.
 
-        Korthikanti et al. (arXiv 2205.05198) count 34 bytes in 16 bits, without tensor parallelism and with fused
-        attention.
+        Korthikanti et al. (arXiv 2205.05198) count 34 bytes in 16 bits, with fused attention and without
+        tensor parallelism.
         """
         return self.layers * self.hidden * 17 * self.width
 
@@ -100,8 +100,8 @@ class _Shape:
 def estimate(workflow: Workflow, tasks: list[Task], sources: Sources) -> dict[str, Any]:
     """Estimate steps, memory and disk for a dry run, from the model's config alone.
 
-    Memory counts the weights, their merged copy while sampling, the adapter with its gradient and two Adam moments in
-    fp32, the activations of one micro-batch, and the key-value cache of the rollouts.
+    Memory counts the weights, their merged copy while sampling, the adapter with its gradient and two Adam
+    moments in fp32, the activations of one micro-batch, and the key-value cache of the rollouts.
     """
     device = pick_device(workflow.model.device)
     shape = _shape(workflow.model, device)
@@ -155,5 +155,5 @@ def _shape(model: ModelConfig, device: str) -> _Shape:
 
 
 def _tokens(row: Row, *answer: str | None) -> int:
-    """Guess a row's length without a tokenizer: a token for three characters, plus the chat template's own."""
+    """Guess a row's length without a tokenizer: three characters per token, plus the chat template."""
     return sum(len(text or "") for text in (*(m["content"] for m in row.prompt), *answer)) // 3 + 32

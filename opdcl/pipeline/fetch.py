@@ -46,7 +46,7 @@ class Fetched:
 
 
 def fetch(workflow: Workflow, dry_run: bool, note: Callable[[str], None]) -> list[Fetched]:
-    """Download the models, adapters, datasets and suites of a workflow and all its arms; return what they are.
+    """Download and list the models, adapters, datasets and suites of a workflow and all its arms.
 
     Args:
         workflow: The workflow to prepare.
@@ -127,7 +127,7 @@ def _repository(repository: Repository, code: bool, dry_run: bool, note: Callabl
 
 
 def _suite_data(run: Workflow, suite: str, dry_run: bool, note: Callable[[str], None]) -> Fetched:
-    """Load a suite with lm-eval, which leaves its data in the cache of `datasets`; only then is its size known."""
+    """Load a suite with lm-eval, which caches its data; its size is unknown before."""
     if dry_run:
         return Fetched("suite", suite, None, None, None, False)
     from opdcl.data.suites import load_suite

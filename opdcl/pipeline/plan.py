@@ -1,4 +1,4 @@
-"""PURE: a workflow, the hashes of its data and what its run directory holds -> which tasks run, resume or are skipped, and why."""
+"""PURE: a workflow, its data's hashes and its run directory's records -> what to run, resume or skip, and why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAGE_NUMBERS = {"finetune": 1, "recover": 2}
 class Task:
     """One unit of work: a training stage, or one state measured on one suite.
 
-    `inputs` holds what a training stage's result depends on, by name; `changed` the names that differ from its record.
+    `inputs` holds what a training stage's result depends on; `changed` names those that differ from its record.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Task:
 
 @dataclass(frozen=True)
 class StageRecord:
-    """What a run directory holds of one training stage: its `stage.json`, its adapter's hash, its newest checkpoint."""
+    """A training stage on disk: its `stage.json`, the hash of its adapter, the name of its newest checkpoint."""
 
     state: Mapping[str, Any]
     weights: str | None = None
@@ -85,7 +85,7 @@ def make_plan(workflow: Workflow, hashes: dict[str, str], records: Records) -> l
 
 
 def _stage_inputs(workflow: Workflow, hashes: dict[str, str], records: Records) -> dict[str, dict[str, Any]]:
-    """Return, for each training stage, everything its result depends on; the hash of that is its fingerprint."""
+    """Return everything that each training stage's result depends on; its hash is the stage's fingerprint."""
     inputs: dict[str, dict[str, Any]] = {}
     origin, parent = "model", _model_hash(workflow)
     for name in STAGE_NUMBERS:

@@ -1,4 +1,7 @@
-"""Copy what other runs have finished. Fingerprints cover settings, data and parents, so equal ones mean equal results."""
+"""Copy what other runs have finished.
+
+Fingerprints cover settings, data and parents, so equal fingerprints mean equal results.
+"""
 
 from __future__ import annotations
 

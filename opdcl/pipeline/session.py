@@ -235,7 +235,7 @@ def _cost_of_determinism(device: str) -> str:
     if device == "cpu":
         return "deterministic: costs nothing here; on a CPU, runs repeat bit for bit anyway"
     return (
-        "deterministic: every step is slower, since sums keep their order and the fastest kernels are excluded; "
-        "a kernel without a deterministic form ends the run with its name. "
+        "deterministic: every step is slower, since sums keep their order and the fastest kernels are excluded. "
+        "A kernel without a deterministic form ends the run with its name. "
         "Results repeat only on the same kind of GPU with the same versions"
     )

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Sources:
     """The data of a run, or of all arms of a sweep. Each file is parsed once, each suite is built once.
 
-    Local sources are identified by path, sources on the Hub by the pinned id. A file that is edited during a run is
-    therefore not read again: what is trained on is what was hashed.
+    Local sources are identified by path, sources on the Hub by their pinned id. A file that is edited during a
+    run is not read again, so the rows are those that were hashed.
     """
 
     def __init__(self) -> None:

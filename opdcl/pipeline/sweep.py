@@ -2,8 +2,9 @@
 
     opdcl run ablation
 
-What two runs have in common is made once (`pipeline.reuse`) and read once (`pipeline.sources`). An arm may continue what
-an earlier one made, or learn from it: `arm:NAME` in place of a path is the run of that arm with the same seed.
+What two runs have in common is made once (`pipeline.reuse`) and read once (`pipeline.sources`). An arm may
+continue an earlier arm's adapter, or learn from it: `arm:NAME` in place of a path is the run of that arm with
+the same seed.
 """
 
 from __future__ import annotations
@@ -24,11 +25,9 @@ REFERENCE = "arm:"
 
 
 def expand(flow: Workflow, out: Path) -> dict[str, Workflow]:
-    """Return run name -> workflow. Arms of one seed are neighbours, so that an early stop leaves whole comparisons.
+    """Return run name -> workflow, for runs that lie in `out`.
 
-    Args:
-        flow: The workflow with its arms and seeds.
-        out: The folder that holds the runs.
+    The arms of one seed follow each other, so that an early stop leaves whole comparisons.
     """
     common = flow.model_dump(exclude={"arms", "seeds"})
     runs: dict[str, Workflow] = {}

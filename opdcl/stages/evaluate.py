@@ -160,7 +160,7 @@ def evaluate(
     report: StageReport,
     adapter: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure one state on one suite; write its samples and `evals/<state>/<suite>.json`, and return the latter.
+    """Measure one state on one suite; write samples and result, and return the result.
 
     Args:
         config: How much is measured, and where it is decoded.
@@ -179,7 +179,7 @@ def evaluate(
     quiet_lm_eval()
     # Unseeded, lm-eval would draw other few-shot examples for each state.
     suite.task.set_fewshot_seed(0)
-    # `simple_evaluate` would collect the whole environment after each call, which takes longer than a small suite.
+    # `simple_evaluate` would collect the environment after each call, which takes longer than a small suite.
     results = lm_evaluate(
         lm, suite.loaded, apply_chat_template=True, log_samples=True, bootstrap_iters=0, limit=config.limit
     )

@@ -110,7 +110,7 @@ def self_distill(
 
 
 def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
-    """Return self-distillation on a number of rows as a recovery: domain steps only, an EMA copy as teacher."""
+    """Return self-distillation as a recovery: domain steps only, an EMA copy as teacher."""
     own = config.self_distill
     return RecoverConfig(
         general=None,
@@ -140,12 +140,12 @@ def planned_steps(config: FinetuneConfig, rows: int) -> int:
 def lay_out(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[int]:
     """Return the row for each place in each batch, epoch after epoch; rows of similar length share a batch.
 
-    Without the grouping, half of a batch of short rows is padding. The order is fixed beforehand, so that a resumed
-    run draws what the uninterrupted one would have drawn, whatever the state of the random generators.
+    Without the grouping, half of a batch of short rows is padding. The order is fixed beforehand, so that a
+    resumed run draws the same rows as an uninterrupted one, whatever the state of the random generators.
     """
     shuffle = random.Random(seed)
     order: list[int] = []
-    # Rows are sorted within stretches of fifty batches, as transformers does: similar, not identical, each epoch.
+    # Sorted within stretches of fifty batches, as in transformers: similar, not identical, each epoch.
     stretch = 50 * batch_size
     while len(order) < steps * batch_size:
         rows = list(range(len(lengths)))
@@ -176,8 +176,8 @@ class AnswerTrainer(SFTTrainer):
         batch = _local_rows(inputs)
         while True:
             try:
-                # Each piece divides by the tokens of the whole batch, so that the gradients of all pieces, and of all
-                # workers, add up to the batch's.
+                # Each piece divides by the tokens of the whole batch, so that the gradients of all pieces
+                # and workers add up to the batch's.
                 losses = [
                     super(AnswerTrainer, self).training_step(model, piece, tokens)
                     for piece in _cut(batch, self.pieces)

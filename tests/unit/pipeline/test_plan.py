@@ -67,7 +67,7 @@ def changed(section: str, **values: object) -> dict:
 
 
 def test_what_the_defaults_made_is_done_when_the_saved_configuration_is_read_again(done):
-    """`opdcl recover RUN` reads config.json: a rate or a number of epochs must not change its kind of number on the way."""
+    """`opdcl recover RUN` reads config.json, which must not turn a float into an int or the reverse."""
     saved = json.loads(json.dumps(flow(FULL).model_dump()))
     assert set(actions(plan(saved, done)).values()) == {"skip"}
 
@@ -237,7 +237,7 @@ def test_an_added_suite_is_the_only_one_measured(done):
 
 
 def test_settings_that_came_later_make_no_older_run_stale(run):
-    """The fingerprints are those that the version before these settings gave; what they change still counts."""
+    """The fingerprints are those of the version before these settings; other values still count."""
     defaults = {
         "steps": 48,
         "teacher_first": 4,

@@ -76,7 +76,7 @@ def test_answer_loss_equals_the_models_own(backbone):
 
 @pytest.fixture
 def learn(tmp_path, tiny_model):
-    """Fine-tune on eight rows into a folder of this name; return the adapter's tensors, and each step's loss and gradient norm."""
+    """Return a function that fine-tunes on eight rows: name -> the adapter, and each step's loss and norm."""
     rows = [{"question": f"What is the code of room {i}?", "answer": f"Code {i * 7}"} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     config = FinetuneConfig(
