@@ -1,8 +1,7 @@
 """Load rows and check them one by one; every error names the file and line.
 
 A row is `messages`, `prompt` with or without `completion`, `question` with or without `answer`, or plain
-`text`. It comes from a shipped set, a JSONL, CSV or Parquet file, a folder of Markdown and text documents, or a
-Hub dataset.
+`text`. It comes from a shipped set, a JSONL, CSV or Parquet file, a folder of documents, or a Hub dataset.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ Message = dict[str, str]
 class Row:
     """One checked row: a conversation that ends with the user and its answer if any, or plain text.
 
-    `where` names its file and line. `teacher` names who teaches what is sampled on its prompt; "" is the
-    stream's own teacher.
+    `where` names its file and line; `teacher` who grades what is sampled on it, "" the stream's own teacher.
     """
 
     prompt: list[Message]
@@ -118,18 +116,20 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
     if source.startswith("handbook") and source in SHIPPED:
         halves = json.loads(_text(_shipped_file(source).with_name("halves.json")))
         documents = halves.get(source.removeprefix("handbook/"))
-        for fact, where in _jsonl(_shipped_file(source)):
+        for fact, where in read_json_lines(_shipped_file(source)):
             if documents is None or fact["document"] in documents:
                 for question in fact["train"]:
                     yield {"question": question, "answer": fact["answer"]}, where
     elif source == "everyday":
-        yield from ((row, where) for row, where in _jsonl(_shipped_file(source)) if row["split"] == split)
+        yield from (
+            (row, where) for row, where in read_json_lines(_shipped_file(source)) if row["split"] == split
+        )
     elif os.path.isdir(path):
         for file in source_files(source):
             if text := _text(file).strip():
                 yield {"text": text}, str(file)
     elif path.suffix in (".jsonl", ".json", ".ndjson"):
-        yield from _jsonl(path)
+        yield from read_json_lines(path)
     elif path.suffix == ".csv":
         yield from _csv(path)
     elif path.suffix == ".parquet":
@@ -193,7 +193,8 @@ def _csv(path: Path) -> Iterator[tuple[Any, str]]:
         ) from fault
 
 
-def _jsonl(path: Path) -> Iterator[tuple[Any, str]]:
+def read_json_lines(path: Path) -> Iterator[tuple[Any, str]]:
+    """Yield each value of a JSONL file with its file and line."""
     for number, line in enumerate(_text(path).split("\n"), 1):
         if not line.strip():
             continue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.shipped import shipped_suites
 from opdcl.data.nltk_tables import ensure_punkt
-from opdcl.data.rows import Row, load_rows
+from opdcl.data.rows import Row, load_rows, read_json_lines
 from opdcl.data.scoring import process_results
 from opdcl.errors import UsageError
 
@@ -53,12 +52,7 @@ class Suite:
 def load_suite(
     name: str, config: EvalConfig | None = None, read_rows: Callable[[str], list[Row]] = load_rows
 ) -> Suite:
-    """Load a suite.
-
-    Args:
-        name: A shipped suite, a task of lm-eval, or a key of `config.data`.
-        config: Names local data.
-        read_rows: Reads the rows of a file of questions.
+    """Load a shipped suite, a task of lm-eval, or a file of questions that `config.data` names.
 
     Raises:
         UsageError: There is no such suite, it is a group of tasks, or its data could not be loaded.
@@ -104,8 +98,7 @@ def _with_local_data(stock: Path, path: str) -> dict[str, Any]:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     def load(**kwargs: Any) -> dict[str, Any]:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-        return {"train": datasets.Dataset.from_list([json.loads(line) for line in lines if line.strip()])}
+        return {"train": datasets.Dataset.from_list([row for row, _ in read_json_lines(Path(path))])}
 
     # An inline task does not inherit the stock task of its name, so its settings are copied.
     settings = load_yaml(stock, resolve_func=True)

@@ -27,11 +27,8 @@ def describe(
 ) -> tuple[list[list[str]], dict[str, Any]]:
     """Return what a run would do, as table rows and as data, with steps, memory and disk. Writes nothing.
 
-    Args:
-        workflow: What to run.
-        run: Where it would be; it need not exist.
-        made_by: Fingerprint -> the earlier run whose result would be copied; this run's own are added.
-        sources: The data, if other runs share it.
+    In a sweep, `made_by` maps a fingerprint to the earlier run whose result would be copied; this run's
+    fingerprints are added.
     """
     sources = sources or Sources()
     workflow = sources.inherit(workflow)

@@ -38,14 +38,8 @@ def execute(
 ) -> dict[str, Any]:
     """Run what the plan says and write the report; return the report's summary.
 
-    Args:
-        workflow: What to run.
-        origins: Where each setting comes from, for `config.json`.
-        run: The run directory.
-        output: Receives progress and notes.
-        force: Redo stages whose settings or data have changed.
-        donors: Runs whose finished results are copied where settings and data are the same.
-        sources: The data, if other runs share it.
+    Results that a donor has finished with the same settings and data are copied. `force` redoes stages whose
+    settings or data have changed. `sources` is shared by the arms of a sweep.
 
     Raises:
         UsageError: The run directory holds other things, or was made with other settings.

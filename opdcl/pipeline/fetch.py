@@ -48,10 +48,7 @@ class Fetched:
 def fetch(workflow: Workflow, dry_run: bool, note: Callable[[str], None]) -> list[Fetched]:
     """Download and list the models, adapters, datasets and suites of a workflow and all its arms.
 
-    Args:
-        workflow: The workflow to prepare.
-        dry_run: Only ask for the sizes. A suite's size is unknown until it is loaded.
-        note: Receives what comes next.
+    A dry run only asks for the sizes; a suite's size is unknown until it is loaded. `note` receives progress.
 
     Raises:
         UsageError: Something is neither local nor on the Hub, or the Hub is unreachable.

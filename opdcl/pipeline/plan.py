@@ -1,4 +1,4 @@
-"""PURE: a workflow, its data's hashes and its run directory's records -> what to run, resume or skip, and why."""
+"""PURE: a workflow, its data's hashes and its run's records -> what to run, resume or skip, and why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAGE_NUMBERS = {"finetune": 1, "recover": 2}
 class Task:
     """One unit of work: a training stage, or one state measured on one suite.
 
-    `inputs` holds what a training stage's result depends on; `changed` names those that differ from its record.
+    `inputs` holds what a training stage's result depends on; `changed` names what has changed.
     """
 
     name: str
@@ -40,16 +40,15 @@ class Task:
 
 @dataclass(frozen=True)
 class StageRecord:
-    """A training stage on disk: its `stage.json`, the hash of its adapter, the name of its newest checkpoint."""
+    """A training stage on disk: its `stage.json`, its adapter's hash, its newest checkpoint's name."""
 
     state: Mapping[str, Any]
     weights: str | None = None
     checkpoint: str | None = None
 
     @property
-    def finished(self) -> str | None:
-        """The fingerprint, if the stage is done."""
-        return self.state["fingerprint"] if self.state.get("status") == "done" else None
+    def done(self) -> bool:
+        return self.state.get("status") == "done"
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,8 @@ class Records:
 
     def finished(self, stage: str) -> str | None:
         """Return the fingerprint of a stage that is done, or None."""
-        return self.stages[stage].finished if stage in self.stages else None
+        record = self.stages.get(stage)
+        return record.state["fingerprint"] if record and record.done else None
 
 
 def stage_folder(run: RunDir, name: str) -> StageDir:
@@ -95,15 +95,13 @@ def _stage_inputs(workflow: Workflow, hashes: dict[str, str], records: Records) 
             continue
         if name == "recover" and "finetune" not in inputs:
             origin, parent = "finetune stage", records.finished("finetune") or parent
-        contents = {
-            f"content of {key.removeprefix(f'{name}.')}": value
-            for key, value in hashes.items()
-            if key.startswith(f"{name}.")
-        }
+        inputs[name] = meaningful_settings(name, config.model_dump()) if config else {}
+        for key, value in hashes.items():
+            if key.startswith(f"{name}."):
+                inputs[name][f"content of {key.removeprefix(f'{name}.')}"] = value
         if starts_elsewhere:
-            contents["start"] = hashes["start"]
-        settings = meaningful_settings(name, config.model_dump()) if config else {}
-        inputs[name] = {**settings, **contents, origin: parent}
+            inputs[name]["start"] = hashes["start"]
+        inputs[name][origin] = parent
         origin, parent = f"{name} stage", hash_value(inputs[name])
     return inputs
 
@@ -117,7 +115,7 @@ def _training_task(name: str, record: StageRecord | None, inputs: dict[str, Any]
         changed = tuple(sorted(k for k in {*before, *inputs} if before.get(k) != inputs.get(k)))
         why = f"changed: {', '.join(changed)}"
         return Task(name, "stale", why, fingerprint, changed=changed, inputs=inputs)
-    if record.finished:
+    if record.done:
         if record.weights and record.weights == record.state.get("adapter_sha256"):
             return Task(name, "skip", "done", fingerprint, inputs=inputs)
         damage = "has changed" if record.weights else "is missing"

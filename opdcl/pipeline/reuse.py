@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from typing import Any
 
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.rundir.files import folder_appears_whole, now, read_json, write_atomic, write_json
-from opdcl.rundir.layout import STAGE_OF, RunDir, StageDir
+from opdcl.rundir.layout import STAGE_OF, RunDir
 
 
 def copy_finished(tasks: Sequence[Task], run: RunDir, donors: Sequence[RunDir]) -> list[tuple[Task, RunDir]]:
@@ -46,21 +45,25 @@ def outcomes(donor: RunDir) -> set[str]:
     return {fingerprint for record in records if (fingerprint := record.get("fingerprint"))}
 
 
-def take_start(place: str, stage: StageDir, record: dict[str, Any]) -> None:
+def take_start(place: str, run: RunDir, task: Task) -> None:
     """Copy the adapter that a run starts from into the run, as the outcome of a fine-tune done elsewhere."""
     from opdcl.model.adapters import find_adapter
     from opdcl.rundir.hashes import adapter_hash
 
-    with folder_appears_whole(stage.path) as temporary:
+    with folder_appears_whole(stage_folder(run, task.name).path) as temporary:
         shutil.copytree(find_adapter(place), temporary / "adapter")
-        done = {
+        record = {
+            "stage": task.name,
             "status": "done",
+            "fingerprint": task.fingerprint,
+            "config": {},
+            "inputs": task.inputs,
             "taken_from": place,
             "finished": now(),
             "cost": {},
             "adapter_sha256": adapter_hash(temporary / "adapter"),
         }
-        write_json(temporary / "stage.json", record | done)
+        write_json(temporary / "stage.json", record)
 
 
 def _copy_stage(donor: RunDir, run: RunDir, name: str) -> None:

@@ -28,14 +28,9 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """One worker's part of a run. The backbone is loaded once, by the first task that needs it.
+    """One worker's part of a run, in the run directory or the worker's copy of it.
 
-    Args:
-        workflow: What to run.
-        run: The run directory, or this worker's copy of it.
-        sources: The rows and suites.
-        output: Receives progress and notes.
-        tracked: The trackers, fed after each step.
+    The backbone is loaded once, by the first task that needs it.
     """
 
     def __init__(self, workflow: Workflow, run: RunDir, sources: Sources, output: Output, tracked: Tracking):
@@ -61,8 +56,10 @@ class Session:
                     self.output.note(f"{task.label}: skipped, {task.why}")
                 elif task.name == "eval":
                     self._measure(task)
-                elif getattr(self.workflow, task.name) is None:
-                    self._take_start(task)
+                elif task.name == "finetune" and self.workflow.finetune is None:
+                    self.output.note(f"{task.name}: taken from {self.workflow.start}")
+                    take_start(self.workflow.start, self.run, task)
+                    self._save_manifest()
                 else:
                     self._train(task)
         finally:
@@ -77,14 +74,6 @@ class Session:
             raise OpdclError(
                 "the base weights changed during the run", "this is a defect of opdcl: please report it"
             )
-
-    def _take_start(self, task: Task) -> None:
-        """Copy the adapter that the run starts from, in place of a fine-tune."""
-        start = self.workflow.start
-        self.output.note(f"{task.name}: taken from {start}")
-        record = {"stage": task.name, "fingerprint": task.fingerprint, "config": {}, "inputs": task.inputs}
-        take_start(start, stage_folder(self.run, task.name), record)
-        self._save_manifest()
 
     def _train(self, task: Task) -> None:
         from opdcl.training import peak_memory, reset_peak_memory
@@ -235,7 +224,7 @@ def _cost_of_determinism(device: str) -> str:
     if device == "cpu":
         return "deterministic: costs nothing here; on a CPU, runs repeat bit for bit anyway"
     return (
-        "deterministic: every step is slower, since sums keep their order and the fastest kernels are excluded. "
+        "deterministic: slower, since sums keep their order and the fastest kernels are left out. "
         "A kernel without a deterministic form ends the run with its name. "
         "Results repeat only on the same kind of GPU with the same versions"
     )

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Sources:
     """The data of a run, or of all arms of a sweep. Each file is parsed once, each suite is built once.
 
-    Local sources are identified by path, sources on the Hub by their pinned id. A file that is edited during a
-    run is not read again, so the rows are those that were hashed.
+    Local sources are identified by path, sources on the Hub by their pinned id. A file that is edited during
+    a run is not read again, so the rows are those that were hashed.
     """
 
     def __init__(self) -> None:
@@ -46,8 +46,7 @@ class Sources:
         """Return a loaded suite; `config` names its local data, if it has any."""
         from opdcl.data.suites import load_suite
 
-        config = config or EvalConfig()
-        path = config.data.get(name)
+        path = config.data.get(name) if config else None
         key = name, path, config.max_new_tokens if path else None
         if key not in self._suites:
             self._suites[key] = load_suite(name, config, self.rows)
@@ -92,19 +91,14 @@ class Sources:
         from opdcl.model.adapters import find_adapter
 
         recover, evaluation = workflow.recover, workflow.eval
-        fields: dict[str, str | None] = {}
-        if workflow.finetune:
-            fields["finetune.data"] = workflow.finetune.data
+        fields = {"finetune.data": workflow.finetune.data} if workflow.finetune else {}
         if recover:
-            fields |= {
-                "recover.general": recover.source("general"),
-                "recover.domain": recover.source("domain"),
-            }
+            fields |= {f"recover.{stream}": recover.source(stream) for stream in ("general", "domain")}
             fields |= {f"recover.teachers.{k}.prompts": t.prompts for k, t in recover.teachers.items()}
         if evaluation:
             fields |= {f"eval.data.{suite}": path for suite, path in evaluation.data.items()}
-        # A source on the Hub is identified by its pinned id.
         hashes = {
+            # A source on the Hub is identified by its pinned id.
             field: self._hash(source_files(source)) or pinned(source)
             for field, source in fields.items()
             if source
