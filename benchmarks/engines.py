@@ -105,6 +105,7 @@ def train(engine: str, options: argparse.Namespace) -> dict:
     """Recover from a random adapter in small steps; return whether base is unchanged and the mismatch share."""
     from opdcl.config.model import ModelConfig
     from opdcl.config.recover import RecoverConfig
+    from opdcl.distill.prompts import read_recovery_source
     from opdcl.model.adapters import ModelRef
     from opdcl.model.backbone import Backbone
     from opdcl.rundir.files import read_jsonl
@@ -131,7 +132,8 @@ def train(engine: str, options: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         out = StageDir(Path(folder) / "recover")
         save_adapter(backbone, Path(folder) / "tuned")
-        recover(config, backbone, ModelRef(model, Path(folder) / "tuned"), out, Silent())
+        source, tuned = read_recovery_source(config), ModelRef(model, Path(folder) / "tuned")
+        recover(config, source, backbone, tuned, out, Silent())
         steps = [r for r in read_jsonl(out.metrics) if "tokens" in r]
     tokens = sum(r["tokens"] for r in steps)
     row = {

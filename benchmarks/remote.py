@@ -32,7 +32,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.server import ServerSection
 from opdcl.distill.losses import token_losses
-from opdcl.distill.prompts import encode_stream
+from opdcl.distill.prompts import encode_stream, read_recovery_source
 from opdcl.distill.teachers import Teacher
 from opdcl.model.adapters import ModelRef
 from opdcl.model.backbone import Backbone
@@ -126,7 +126,8 @@ def main() -> None:
 
 
 def measure(backbone: Backbone, served: Served, options: argparse.Namespace, folder: Path) -> dict:
-    prompts = encode_stream(RecoverConfig(validation_prompts=options.prompts), "general", backbone)
+    held_out = RecoverConfig(validation_prompts=options.prompts)
+    prompts = encode_stream(held_out, read_recovery_source(held_out), "general", backbone)
     with backbone.merged("base") as model:
         how = {"max_new_tokens": 64, "eos_ids": backbone.eos_ids, "temperature": 1.0}
         texts = sample(model, prompts.held_out, seed=5, **how)
@@ -176,7 +177,12 @@ def measure(backbone: Backbone, served: Served, options: argparse.Namespace, fol
         began = time.monotonic()
         out = StageDir(folder / name.replace(" ", "-"))
         adapters[name] = recover(
-            config, backbone, ModelRef(ModelConfig(), options.adapter), out, told
+            config,
+            read_recovery_source(config),
+            backbone,
+            ModelRef(ModelConfig(), options.adapter),
+            out,
+            told,
         ).adapter
         seconds[name] = round(time.monotonic() - began, 1)
         outage["notes"] = [note for note in told.notes if "waiting" in note]
@@ -205,9 +211,9 @@ def throughput(backbone: Backbone, url: str, rollouts: list[Rollout], in_flight:
     """Time how long the server takes to grade completions with `in_flight` concurrent requests."""
     server = Server(ServerSection(url=url, concurrency=in_flight), backbone.causal_lm.config.vocab_size)
     try:
-        server.ask(rollouts[0].prompt_ids, rollouts[0].completion_ids[:1]).result()  # opens the connection
+        server.grade(rollouts[0].prompt_ids, rollouts[0].completion_ids[:1]).result()  # opens the connection
         began = time.monotonic()
-        for future in [server.ask(r.prompt_ids, r.completion_ids) for r in rollouts]:
+        for future in [server.grade(r.prompt_ids, r.completion_ids) for r in rollouts]:
             future.result()
         seconds = time.monotonic() - began
     finally:
@@ -226,7 +232,9 @@ def agreement(backbone: Backbone, url: str, rollouts: list[Rollout]) -> float:
     """Return the largest gap in nats between the server's and the local model's token log-probabilities."""
     server = Server(ServerSection(url=url), backbone.causal_lm.config.vocab_size)
     try:
-        theirs = torch.cat([server.ask(r.prompt_ids, r.completion_ids).result().logprob_N for r in rollouts])
+        theirs = torch.cat(
+            [server.grade(r.prompt_ids, r.completion_ids).result().logprob_N for r in rollouts]
+        )
     finally:
         server.close()
     ours = Teacher(backbone, "base").distribution(rollouts)

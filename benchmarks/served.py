@@ -28,8 +28,9 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.server import ServerSection
 from opdcl.config.workflow import Workflow
 from opdcl.data.suites import load_suite
-from opdcl.distill.prompts import encode_stream
-from opdcl.distill.teachers import ServedStudent, Teacher, reach_server
+from opdcl.distill.make_teacher import reach_server
+from opdcl.distill.prompts import encode_stream, read_recovery_source
+from opdcl.distill.teachers import ServedStudent, Teacher
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.environment import machine
 from opdcl.rundir.files import read_json, read_jsonl
@@ -121,7 +122,8 @@ def sampling(run: RunDir, backbone: Backbone, place: ServerSection, count: int, 
     adapter = list(run.adapters().values())[-1]
     backbone.drop_adapters()
     backbone.load_adapter(adapter, "student", trainable=True)
-    prompts = encode_stream(RecoverConfig(validation_prompts=count), "general", backbone).held_out
+    config = RecoverConfig(validation_prompts=count)
+    prompts = encode_stream(config, read_recovery_source(config), "general", backbone).held_out
     student = ServedStudent(backbone, reach_server(place, backbone, print), folder / "served")
     began = time.monotonic()
     rollouts = student.complete(prompts, RecoverConfig(), 64, seed=1)

@@ -21,8 +21,9 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.distill.losses import token_losses
-from opdcl.distill.prompts import encode_stream
-from opdcl.distill.teachers import EmaTeacher, RoutedTeacher, Teacher, TrustRegionTeacher, make_teacher
+from opdcl.distill.make_teacher import make_teacher
+from opdcl.distill.prompts import encode_stream, read_recovery_source
+from opdcl.distill.teachers import EmaTeacher, RoutedTeacher, Teacher, TrustRegionTeacher
 from opdcl.model.backbone import Backbone
 from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.sample import sample
@@ -62,11 +63,8 @@ def main() -> None:
 def measure(backbone: Backbone):
     """Yield one row per claim."""
     section = {"kind": "base", "context": CONTEXT}
-    prompts = encode_stream(
-        RecoverConfig(domain="handbook", domain_teacher=section, validation_prompts=PROMPTS),
-        "domain",
-        backbone,
-    )
+    config = RecoverConfig(domain="handbook", domain_teacher=section, validation_prompts=PROMPTS)
+    prompts = encode_stream(config, read_recovery_source(config), "domain", backbone)
     contexts = prompts.contexts[""]
     with backbone.merged("student") as model:
         rollouts = sample(

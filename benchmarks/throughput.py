@@ -239,17 +239,21 @@ def measure(arm: str, options: argparse.Namespace) -> dict:
 
 def row_padding(trainer, prompt_lengths: list[int], completion: list[int]) -> int:
     """Return the positions in our micro-batches, counting the shared prefix in every row as other arms do."""
-    from opdcl.distill.trainer import micro_batches
-    from opdcl.sampling.rollout import Rollout
+    from opdcl.distill.grading import micro_batches
 
-    rollouts = [Rollout([0] * p, [0] * c) for p, c in zip(prompt_lengths, completion, strict=True)]
-    batches = micro_batches(rollouts, trainer.micro_batch_tokens)
-    return sum(len(b) * max(len(r.prompt_ids) + len(r.completion_ids) for r in b) for b in batches)
+    lengths = {i: p + c for i, (p, c) in enumerate(zip(prompt_lengths, completion, strict=True))}
+    batches = micro_batches(lengths, trainer.grader.micro_batch_tokens)
+    return sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
 
 
 def ours(arm, options, folder, clock, lengths):
+    import torch
+
     from opdcl.config.recover import RecoverConfig
+    from opdcl.distill.grading import Grader
+    from opdcl.distill.rollout_queue import RolloutQueue
     from opdcl.distill.schedule import plan_steps
+    from opdcl.distill.selection import Selection
     from opdcl.distill.teachers import Teacher
     from opdcl.distill.trainer import RecoveryTrainer
     from opdcl.model.backbone import Backbone
@@ -262,27 +266,23 @@ def ours(arm, options, folder, clock, lengths):
     )
     prompts = {"general": prompt_ids(options, tokenizer), "domain": []}
     args = recovery_arguments(folder, options, half=model.dtype.itemsize == 2, steps=options.steps)
-    trainer = RecoveryTrainer(
-        backbone,
-        config,
-        plan_steps(config, options.prompts, 0),
-        prompts,
-        {"general": Teacher(backbone, "base")},
-        args,
-        [],
-    )
-    sample = trainer.sample
+    teachers = {"general": Teacher(backbone, "base")}
+    grader = Grader(backbone, config, teachers)
+    steps, student = plan_steps(config, options.prompts, 0), Teacher(backbone, "student")
+    queue = RolloutQueue(config, steps, prompts, student, teachers, Selection(config, grader))
+    trainer = RecoveryTrainer(queue, grader, args)
+    sample = queue.sample
 
     def kept(*args, **kwargs):
         rollouts = sample(*args, **kwargs)
         lengths.append([len(r.completion_ids) for r in rollouts])
         return rollouts
 
-    trainer.sample = kept
-    clock.wrap(trainer, "sample", "sample")
-    clock.wrap(trainer, "_opinion", "teacher")
-    clock.wrap(trainer, "grade", "student")
-    clock.wrap(trainer.accelerator, "backward", "backward")
+    queue.sample = kept
+    clock.wrap(queue, "sample", "sample")
+    clock.wrap(teachers["general"], "distribution", "teacher")
+    clock.wrap(grader, "learn", "student")
+    clock.wrap(torch.Tensor, "backward", "backward")
     return trainer, [len(p) for p in prompts["general"]]
 
 
@@ -385,15 +385,15 @@ def common(options, half: bool) -> dict:
 
 
 def recovery_arguments(folder: str, options, half: bool, steps: int):
-    from trl import DistillationConfig
+    from transformers import TrainingArguments
 
-    return DistillationConfig(
+    return TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=1,
         max_steps=steps,
         learning_rate=1e-5,
-        gradient_checkpointing=False,
         remove_unused_columns=False,
+        train_sampling_strategy="sequential",
         **common(options, half),
     )
 
@@ -477,7 +477,7 @@ def machine_rates(options) -> dict:
     """Measure the hardware's rates: matrix products of the model's shape, and memory reads."""
     import torch
 
-    from opdcl.model.forward import key_width
+    from opdcl.model.architecture import architecture
 
     cpu = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next((x.split(":")[1].strip() for x in cpu if x.startswith("model name")), platform.machine())
@@ -486,7 +486,7 @@ def machine_rates(options) -> dict:
     head = model.get_output_embeddings().weight
     c = model.config
     body = sum(p.numel() for p in model.parameters()) - head.numel() * (1 if c.tie_word_embeddings else 2)
-    kv = 2 * c.num_hidden_layers * key_width(c)
+    kv = 2 * c.num_hidden_layers * architecture(c).key_width
     x = torch.randn(1024 if device.type == "cpu" else 16384, c.hidden_size, device=device, dtype=dtype)
     w = torch.randn(c.intermediate_size, c.hidden_size, device=device, dtype=dtype)
     flops = 2 * x.shape[0] * w.numel() / _best(lambda: torch.nn.functional.linear(x, w))

@@ -12,8 +12,8 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.rows import Row
 from opdcl.distill.rollout_queue import FULL_BATCH
+from opdcl.model.architecture import architecture
 from opdcl.model.embedded import EMBEDDED
-from opdcl.model.forward import key_width
 from opdcl.model.load import model_source, pick_device, pick_dtype
 from opdcl.pipeline.plan import Task
 from opdcl.pipeline.preflight import checked_plan
@@ -147,7 +147,7 @@ def _shape(model: ModelConfig, device: str) -> _Shape:
         return _Shape(30, 576, 1536, 49152, 192, width, device)
     source, extra = model_source(model)
     c = AutoConfig.from_pretrained(source, revision=model.revision, **extra).get_text_config()
-    size = c.num_hidden_layers, c.hidden_size, c.intermediate_size, c.vocab_size, key_width(c)
+    size = c.num_hidden_layers, c.hidden_size, c.intermediate_size, c.vocab_size, architecture(c).key_width
     return _Shape(*size, width, device)
 
 

@@ -19,7 +19,7 @@ from opdcl import parallel
 from opdcl.config.evaluate import EvalConfig
 from opdcl.data.chat import render
 from opdcl.data.suites import Suite, cut_at, mean_score, quiet_lm_eval
-from opdcl.distill.teachers import reach_own_model
+from opdcl.distill.make_teacher import reach_own_model
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone, State
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json

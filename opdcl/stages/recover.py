@@ -15,12 +15,13 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.distill.grading import Grader
 from opdcl.distill.health import Health, check_turn_end
 from opdcl.distill.interpolate import interpolate
+from opdcl.distill.make_teacher import make_teacher, reach_own_model
 from opdcl.distill.prompts import Prompts, RecoverySource, encode_stream, teacher_section
 from opdcl.distill.reward import Reward
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import STREAMS, Stream, plan_steps
 from opdcl.distill.selection import Selection
-from opdcl.distill.teachers import RoutedTeacher, ServedStudent, Teacher, make_teacher, reach_own_model
+from opdcl.distill.teachers import RoutedTeacher, ServedStudent, Teacher
 from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.distill.validation import Validation
 from opdcl.errors import UsageError

@@ -330,7 +330,7 @@ def test_a_checkpoint_that_was_cut_off_falls_back_to_the_one_before(finished, pr
     os.truncate(weights, weights.stat().st_size // 2)
     again = opdcl("run", "tiny.yaml", "-o", "cut", cwd=project)
     assert again.returncode == 0, again.stderr
-    assert f"{last.name} is damaged and left out" in again.stderr
+    assert f"{last.name} is damaged and ignored" in again.stderr
     assert f"resuming from step {before.name.split('-')[1]} of 8" in again.stderr
     made, expected = (
         p / "stages" / "02-recover" / "adapter" / "adapter_model.safetensors"
