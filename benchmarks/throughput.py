@@ -546,9 +546,10 @@ def agreement(options) -> dict:
         options.prompts, options.steps = 8, 1
         trainer, _ = ours("opdcl", options, folder, Clock(), [])
         trainer.model.eval()
-        rollouts = trainer.sample(trainer.prompts["general"], "general", seed=1)
-        sums = trainer.grade(rollouts, "general", learn=False)
-        model = trainer.backbone.causal_lm
+        queue, grader = trainer.queue, trainer.grader
+        rollouts = queue.sample(queue.prompts["general"], "general", seed=1)
+        sums = grader.measure(rollouts, "general")
+        model = grader.backbone.causal_lm
         total, jsd, count = 0.0, 0.0, sum(len(r.completion_ids) for r in rollouts)
         weight = model.get_output_embeddings().weight
         with torch.no_grad():
@@ -556,7 +557,7 @@ def agreement(options) -> dict:
                 ids = torch.tensor([r.prompt_ids + r.completion_ids], device=model.device)
                 part = slice(len(r.prompt_ids) - 1, ids.shape[1] - 1)
                 student = model.base_model(ids).last_hidden_state[:, part]
-                with trainer.backbone.state("base") as base:
+                with grader.backbone.state("base") as base:
                     teacher = base.base_model(ids).last_hidden_state[:, part]
                 mask = torch.ones(student.shape[:2], dtype=torch.long, device=model.device)
                 loss, *_ = _chunked_divergence_loss(
