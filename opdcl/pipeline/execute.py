@@ -55,7 +55,7 @@ def execute(
     workflow = inherit(workflow)
     with interruptible(), contextlib.ExitStack() as held:
         tasks = parallel.by_first(lambda: _open(workflow, origins, run, output, force, donors, held))
-        mine = held.enter_context(parallel.own(run))
+        mine = held.enter_context(own(run))
         held.enter_context(quiet_libraries(mine.new_log()))
         left = any(t.action != "skip" for t in tasks)
         tracked = held.enter_context(

@@ -40,35 +40,15 @@ def test_planted_secrets_are_nowhere_and_determinism_changes_nothing_on_the_cpu(
         "DB_PASSWORD": "correct-horse",
         "X_CREDENTIALS": "pelican-feet",
     }
-    done = subprocess.run(
-        [
-            *OPDCL,
-            "run",
-            "tiny.yaml",
-            "--deterministic",
-            "-o",
-            str(tmp_path / "run"),
-            "--set",
-            "description=hf_Q7Q7 and pelican-feet",
-        ],
-        capture_output=True,
-        text=True,
-        env=ENV | planted,
-        cwd=project,
-    )
+    words = ["run", "tiny.yaml", "--deterministic", "-o", tmp_path / "run"]
+    description = "description=hf_Q7Q7 and pelican-feet"
+    done = opdcl(*words, "--set", description, env=planted, cwd=project)
     assert done.returncode == 2, "a secret in the configuration is refused"
-    words = ["run", "tiny.yaml", "--deterministic", "-o", str(tmp_path / "run")]
-    done = subprocess.run([*OPDCL, *words], capture_output=True, text=True, env=ENV | planted, cwd=project)
+    done = opdcl(*words, env=planted, cwd=project)
     assert done.returncode == 0, done.stderr
     assert "deterministic: costs nothing here" in done.stderr
-    place = "https://someone:swordfish@models.example/a"
-    bad = subprocess.run(
-        [*OPDCL, *words, "--set", f"model.id={place}"],
-        capture_output=True,
-        text=True,
-        env=ENV | planted,
-        cwd=project,
-    )
+    url = "https://someone:swordfish@models.example/a"
+    bad = opdcl(*words, "--set", f"model.id={url}", env=planted, cwd=project)
     assert bad.returncode == 2
     written = done.stdout + done.stderr + bad.stdout + bad.stderr
     written += "".join(p.read_text(errors="replace") for p in (tmp_path / "run").rglob("*") if p.is_file())

@@ -25,7 +25,17 @@ ROOT = Path(__file__).parents[2]
 OPDCL = [sys.executable, "-c", "import sys; sys.argv[0] = 'opdcl'; from opdcl.cli import main; main()"]
 ENV = {**os.environ, "TERM": "dumb", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 # Libraries read these when they are imported, so a change here would have no effect.
-READ_AT_IMPORT = ("HF_", "OMP_", "CUDA_", "PYTHON", "TENSORBOARD_", "MLFLOW_", "TRACKIO_", "WANDB_MODE")
+READ_AT_IMPORT = (
+    "HF_HOME",
+    "HF_HUB_",
+    "HF_ENDPOINT",
+    "OMP_",
+    "CUDA_",
+    "PYTHON",
+    "TENSORBOARD_",
+    "MLFLOW_",
+    "WANDB_",
+)
 
 
 def opdcl(
