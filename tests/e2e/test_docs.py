@@ -12,17 +12,16 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import textwrap
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from helpers import command as runner
 from typer.main import get_command
 
 import opdcl
 from opdcl import cli
-from opdcl.console import Output
 from opdcl.data.rows import load_rows
 
 ROOT = Path(__file__).parents[2]
@@ -134,14 +133,9 @@ def reader(tmp_path, tiny_cache, monkeypatch) -> Path:
 
 
 def run_here(words: list[str]) -> None:
-    """Run one command in this process: a process of its own would load torch anew for each."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", words)
-        patch.setattr(sys, "stdout", sys.stdout)  # the command line leads it to stderr for good
-        patch.setattr(cli, "output", Output())
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-    assert not left.value.code, f"{shlex.join(words)} ends with exit code {left.value.code}"
+    """Run one command in this process."""
+    done = runner.opdcl(*words[1:])
+    assert done.returncode == 0, f"{shlex.join(words)}: exit code {done.returncode}\n{done.stderr}"
 
 
 def small(words: list[str]) -> list[str]:

@@ -31,10 +31,9 @@ READ_AT_IMPORT = (
     "HF_ENDPOINT",
     "OMP_",
     "CUDA_",
-    "PYTHON",
     "TENSORBOARD_",
     "MLFLOW_",
-    "WANDB_",
+    "WANDB_MODE",
 )
 
 
