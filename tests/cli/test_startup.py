@@ -1,4 +1,4 @@
-"""What needs a process of its own: which libraries a command imports, how fast help answers, pipes, and tracebacks."""
+"""Tests that need new processes: which libraries a command imports, the speed of help, pipes, tracebacks."""
 
 import shlex
 import subprocess

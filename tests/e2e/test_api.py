@@ -1,4 +1,4 @@
-"""The verbs from Python: they give the same results as the command line, and display themselves in a notebook."""
+"""The verbs from Python: they do what the command line does, and display themselves in a notebook."""
 
 import subprocess
 import sys

@@ -12,8 +12,8 @@ WORKFLOW = """
 name: from-hub
 model: {id: someone/tiny, dtype: float32}
 start: someone/adapter
-recover: {general: "someone/prompts@COMMIT", domain: "someone/rows:rooms", steps: 2, rollouts: 2, teacher_first: 0,
-          max_new_tokens: 6, validate_every: 2, validation_prompts: 2, learning_rate: 1e-2}
+recover: {general: "someone/prompts@COMMIT", domain: "someone/rows:rooms", steps: 2, rollouts: 2,
+          teacher_first: 0, max_new_tokens: 6, validate_every: 2, validation_prompts: 2, learning_rate: 1e-2}
 """
 SUITE = """
 name: measured
@@ -171,7 +171,7 @@ def test_a_fetched_workflow_runs_offline_and_missing_data_are_named(hub, online,
         == f"someone/rows:rooms@{found['dataset someone/rows']['commit']}"
     )
 
-    # A pinned set stays, one that follows a branch does not: what was learned from it is no longer what it holds.
+    # A pinned data set stays. One that follows a branch has changed, so the adapter is stale.
     hub.commit("datasets/someone/rows", {"rooms/train.jsonl": b'{"question": "One?", "answer": "1"}\n'})
     again = opdcl_process(*run, "--offline", cwd=project, env=online)
     assert "everything is done already" in again.stderr, again.stderr

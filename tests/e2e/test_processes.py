@@ -1,4 +1,4 @@
-"""Two processes give the result of one: the same losses, adapter and answers; they stop, fail and resume together."""
+"""Two processes give the result of one: the same losses and answers; they stop, fail and resume together."""
 
 import json
 import os
@@ -14,8 +14,8 @@ import torch
 from helpers.command import ENV, OPDCL, opdcl, opdcl_process
 from safetensors.torch import load_file
 
-# Two steps on the frozen teacher's completions, then four on the student's. Adam divides by the size of the gradient, so it
-# blows up gradients that are rounding alone; a large epsilon prevents that.
+# Two steps on the frozen teacher's completions, then four on the student's. Adam divides by the size of the
+# gradient, so it blows up gradients that are rounding alone; a large epsilon prevents that.
 SETTINGS = [
     "--set",
     "recover.teacher_first=2",
@@ -68,7 +68,7 @@ def check_same_result(run: Path, alone: Path, scratch: Path) -> None:
                     row["step"],
                     name,
                 )
-    # Tuned adapters are the same up to rounding; recovered ones differ once a token has been drawn differently.
+    # Tuned adapters are the same up to rounding; recovered ones differ once a token is drawn differently.
     weights, reference = (
         load_file(folder / "stages/01-finetune/adapter/adapter_model.safetensors") for folder in (run, alone)
     )

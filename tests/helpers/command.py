@@ -1,7 +1,7 @@
 """The command line: `opdcl` runs it in this process, `opdcl_process` in a process of its own.
 
-A process imports torch and its like again, which takes seconds. Use one only for what needs it: signals, several workers,
-what is imported when, how long `--help` takes, pipes, and variables that libraries read when they are imported.
+A process imports torch and its like again, which takes seconds. Use one only for what needs it: signals, several
+workers, what is imported when, how long `--help` takes, pipes, and variables that libraries read at import.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def opdcl(
 ) -> subprocess.CompletedProcess[str]:
     """Run one command in this process and return its exit code, stdout and stderr.
 
-    The command leaves nothing behind in this process. Whatever `main` does not turn into an exit code is raised.
+    The command leaves nothing behind in this process. An exception that escapes `main` is raised.
     """
     words = ["opdcl", *map(str, arguments)]
     changes = {"TERM": "dumb", "OPDCL_DEBUG": "", **(env or {})}
@@ -150,7 +150,7 @@ def _restored_process() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restored_libraries() -> Iterator[None]:
-    """Put back the global settings of torch, transformers and datasets, and how many processes share a run."""
+    """Put back the global settings of torch, transformers and datasets, and the number of workers."""
     import datasets
     import numpy
     import torch

@@ -1,4 +1,4 @@
-"""A small Hugging Face hub on 127.0.0.1: repositories with commits, read and written over the hub's own HTTP interface."""
+"""A small Hugging Face hub on 127.0.0.1: repositories with commits, behind the hub's own HTTP interface."""
 
 from __future__ import annotations
 

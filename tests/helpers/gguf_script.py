@@ -1,4 +1,4 @@
-"""A converter for tests, called like llama.cpp's own: it knows Llama alone. SPOIL=1 makes it put a tensor into the wrong place."""
+"""A converter for tests, called like llama.cpp's; it supports only Llama. SPOIL=1 misplaces a tensor on purpose."""
 
 import argparse
 import json

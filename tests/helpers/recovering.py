@@ -23,7 +23,7 @@ class Silent:
 
 
 def train(backbone, folder, name, config, stop=None):
-    """Recover the adapter in `folder / "tuned"`, up to an interruption after step `stop` if one is given; return the stage."""
+    """Recover the adapter in `folder / "tuned"`, interrupted after step `stop` if given; return the stage."""
 
     class StopAt(Silent):
         def progress(self, done, total, **values):
@@ -42,7 +42,7 @@ def train(backbone, folder, name, config, stop=None):
 
 
 def whole_and_resumed(backbone, folder, config, stop):
-    """Return the stages of a recovery that went through and of one that was interrupted, after their adapters agree bit by bit."""
+    """Check that an interrupted recovery resumes to the bits of an uninterrupted one; return both stages."""
     whole = train(backbone, folder, "whole", config)
     train(backbone, folder, "cut", config, stop)
     resumed = train(backbone, folder, "cut", config)

@@ -1,4 +1,4 @@
-"""A server on 127.0.0.1 that speaks vLLM's dialect of the completions endpoint for a model at hand, and misbehaves on request."""
+"""A server on 127.0.0.1 that serves a local model as vLLM's completions endpoint does, with faults on request."""
 
 import contextlib
 import json
@@ -127,7 +127,7 @@ class ModelServer(ThreadingHTTPServer):
         return connection, address
 
     def hang_up(self):
-        """End also those connections that a client keeps."""
+        """Close the connections that clients keep open."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Run directories with results made up for the purpose, so that every number of a report is known beforehand."""
+"""Run directories with invented results, so that every number of a report is known in advance."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from opdcl.rundir.layout import RunDir
 N = 40
 METRIC = "accuracy"
 
-# Scores that compared runs have in common, as the numbers of the prompts that are passed.
+# Scores shared by the compared runs: the numbers of the prompts that pass.
 BASE = {"instructions": range(32), "handbook": range(4)}
 TUNED = {"instructions": range(8), "handbook": range(36)}
 

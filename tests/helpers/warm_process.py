@@ -1,4 +1,4 @@
-"""A process with its own environment that runs many commands, so that it imports torch and its like only once."""
+"""A process with its own environment that runs many commands, and imports torch and its like only once."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def few_resamples(monkeypatch):
 
 @pytest.fixture
 def make(tmp_path):
-    """Return a function that makes a run in which the first so many prompts of each suite are passed after recovery."""
+    """Return a function that makes a run; after recovery the first N prompts of each suite pass."""
 
     def made(name: str, retention: int | None, domain: int | None, tuned: dict = TUNED, **recover) -> RunDir:
         run = RunDir(tmp_path / name)
@@ -62,7 +62,7 @@ def three(make) -> list[RunDir]:
 
 @pytest.fixture
 def memory_for():
-    """Let a training pass of more than so many rows through a decoder layer end with a fault, as it does where memory ends."""
+    """Return a function that limits the rows of a training pass; more raise a fault, like exhausted memory."""
     import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer

@@ -1,4 +1,4 @@
-"""The structure of the package: an order without circles, and limits on lengths. `benchmarks/import_graph.py` prints it."""
+"""The structure of the package: an order without circles, and limits on lengths, see benchmarks/import_graph.py."""
 
 import importlib.util
 import subprocess
@@ -22,7 +22,7 @@ def graph():
 
 @pytest.fixture
 def package(tmp_path):
-    """Return a function that writes a package from file name -> source, and returns the folder that holds it."""
+    """Return a function that writes a package from file name -> source, and returns its folder."""
 
     def write(files: dict[str, str]):
         for name, text in {"__init__": "", **files}.items():
