@@ -4,7 +4,7 @@ Where two answers differ, both continuations were nearly equally likely: the gap
 two tokens' log-probabilities at the first position where the answers differ, in one plain forward pass.
 
     python benchmarks/engines.py --prompts 100             # agreement and speed
-    python benchmarks/engines.py --steps 200          # recover for 200 steps with each: base weights, mismatch
+    python benchmarks/engines.py --steps 200     # recover for 200 steps with each: base weights, mismatch
     python benchmarks/engines.py --steps 10 --dtype bfloat16 --out bf16.json
 """
 

@@ -2,9 +2,9 @@
 
     python benchmarks/import_graph.py
 
-An arrow is an import of one package by another, function-local imports included. The exit code is 1 if packages
-or modules form a circle, or if an arrow runs against the order below. tests/unit/test_structure.py checks the
-same and the lengths.
+An arrow is an import of one package by another, function-local imports included. The exit code is 1 if
+packages or modules form a circle, or if an arrow runs against the order below. tests/unit/test_structure.py
+checks the same, and the lengths.
 """
 
 from __future__ import annotations

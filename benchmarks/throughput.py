@@ -5,7 +5,7 @@ steps but the first of each process, which is the warm-up. Memory is the peak of
 GPU, if there is one).
 
     python benchmarks/throughput.py                        # embedded model, 32 prompts, up to 128 new tokens
-    python benchmarks/throughput.py --shape qwen3-0.6b --new-tokens 512 --prompts 64  # random weights, real shape
+    python benchmarks/throughput.py --shape qwen3-0.6b --new-tokens 512 --prompts 64  # random weights
     python benchmarks/throughput.py --agreement            # the loss of each trainer on identical completions
 """
 

@@ -1,7 +1,7 @@
-"""Every command, Python block and workflow fragment of the documentation, run page by page on a two-layer model.
+"""Every command, Python block and workflow of the documentation, run page by page on a two-layer model.
 
-The pages are used unchanged. To make them quick, the cache holds a tiny model under the embedded model's name, the
-reader's files are short, and further settings reduce the sizes. A dry run checks the page's own sizes.
+The pages are used unchanged. To make them quick, the cache holds a tiny model under the embedded one's name,
+the reader's files are short, and further settings reduce the sizes. A dry run checks the page's own sizes.
 """
 
 import functools
@@ -33,7 +33,7 @@ PAGES = [
 BLOCK = re.compile(r"^( *)```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^\1```$", re.M | re.S)
 INLINE = re.compile(r"`(opdcl [^`]+)`")
 
-# Commands that cannot run inside a test, by their first words, and why. The options of opdcl are still checked.
+# Commands that cannot run inside a test, by their first words, and why. Their options are still checked.
 CANNOT = {
     "make": "installs an environment, or runs all tests",
     "python3 -m venv": "makes an environment",

@@ -1,4 +1,4 @@
-"""Trackers: a real run writes to each installed one, and the test reads it back; a failing one does no harm."""
+"""Trackers: a real run writes to each installed one, the test reads it back; a failing one does no harm."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""A converter for tests, called like llama.cpp's; it supports only Llama. SPOIL=1 misplaces a tensor on purpose."""
+"""A converter for tests, called like llama.cpp's; it supports only Llama. SPOIL=1 misplaces a tensor."""
 
 import argparse
 import json

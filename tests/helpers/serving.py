@@ -1,4 +1,4 @@
-"""A server on 127.0.0.1 that serves a local model as vLLM's completions endpoint does, with faults on request."""
+"""A server on 127.0.0.1 that serves a local model like vLLM's completions endpoint, faults included."""
 
 import contextlib
 import json

@@ -22,7 +22,8 @@ recover:
   save_steps: 3
   learning_rate: 1e-2
 eval:
-  {{retention: [instructions], domain: [questions], data: {{questions: rows.jsonl}}, limit: 6, max_new_tokens: 12}}
+  {{retention: [instructions], domain: [questions], limit: 6, max_new_tokens: 12,
+   data: {{questions: rows.jsonl}}}}
 """
 
 

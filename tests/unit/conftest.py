@@ -62,7 +62,7 @@ def three(make) -> list[RunDir]:
 
 @pytest.fixture
 def memory_for():
-    """Return a function that limits the rows of a training pass; more raise a fault, like exhausted memory."""
+    """Return a limiter of the rows of a training pass; more raise a fault, as if out of memory."""
     import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer

@@ -1,4 +1,4 @@
-"""The helper that runs commands in this process: it reports what a process would, and leaves nothing behind."""
+"""The helper that runs commands in process: it reports what a process would, and leaves nothing behind."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""The container files match the project: they copy existing files, install the lock, drop root, run real commands."""
+"""The container files match the project: its files, the lock, the commands; and they drop root."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The structure of the package: an order without circles, and limits on lengths, see benchmarks/import_graph.py."""
+"""The structure of the package: an order without circles, and short files (benchmarks/import_graph.py)."""
 
 import importlib.util
 import subprocess
