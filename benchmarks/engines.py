@@ -4,7 +4,7 @@ Where two answers differ, both continuations were nearly equally likely: the gap
 two tokens' log-probabilities at the first position where the answers differ, in one plain forward pass.
 
     python benchmarks/engines.py --prompts 100             # agreement and speed
-    python benchmarks/engines.py --steps 200               # recover for 200 steps with each: base weights, mismatch
+    python benchmarks/engines.py --steps 200     # recover for 200 steps with each: base weights, mismatch
     python benchmarks/engines.py --steps 10 --dtype bfloat16 --out bf16.json
 """
 
@@ -102,7 +102,7 @@ class Silent:
 
 
 def train(engine: str, options: argparse.Namespace) -> dict:
-    """Recover from a random adapter in small steps; return whether base is unchanged and the mismatch share."""
+    """Recover a random adapter step by step; return whether base is unchanged, and the mismatch share."""
     from opdcl.config.model import ModelConfig
     from opdcl.config.recover import RecoverConfig
     from opdcl.distill.prompts import read_recovery_source

@@ -68,7 +68,8 @@ def main() -> None:
         for key in ("seconds", "peak_bytes")
     }
     print(
-        f"split by length against one batch: {ratio['seconds']} times the time, {ratio['peak_bytes']} times the memory"
+        f"split by length against one batch: {ratio['seconds']} times the time, "
+        f"{ratio['peak_bytes']} times the memory"
     )
     options.out.write_text(
         json.dumps(

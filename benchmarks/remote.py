@@ -1,6 +1,7 @@
 """Compare a teacher on a vLLM server with the same local teacher: speed, a recovery's result, an outage.
 
-    python benchmarks/remote.py ADAPTER --serve "vllm serve MODEL --dtype float32 --host 127.0.0.1 --port 8123 --served-model-name base"
+    python benchmarks/remote.py ADAPTER --serve \\
+        "vllm serve MODEL --dtype float32 --host 127.0.0.1 --port 8123 --served-model-name base"
 
 ADAPTER is a tuned adapter from a fine-tune on the handbook; MODEL is its base, as a folder that `vllm` can
 read. The command is started, killed with SIGKILL in the middle of a recovery, and started again. Both

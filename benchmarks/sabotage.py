@@ -32,7 +32,10 @@ from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.stages.recover import recover
 
-ANOTHER_TEMPLATE = "{% for m in messages %}{{ '### ' + m.role + ':\\n' + m.content + '\\n' }}{% endfor %}{% if add_generation_prompt %}### assistant:\n{% endif %}"
+ANOTHER_TEMPLATE = (
+    "{% for m in messages %}{{ '### ' + m.role + ':\\n' + m.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}### assistant:\n{% endif %}"
+)
 
 
 def nothing(backbone: Backbone) -> None:

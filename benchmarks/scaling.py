@@ -43,7 +43,7 @@ def main() -> None:
     for length in (32, 64, 128, 256):
         run("length", step, [length] * 8, length=length)
     even, straggler = [64] * 32, [58] * 31 + [64 * 32 - 58 * 31]
-    # With 3, long completions continue alongside the next ones; six steps, until the last has been learned from.
+    # With 3, long completions continue alongside the next ones; six steps, until the last is learned from.
     for ahead in (1, 3):
         run("straggler", step, even, 6, ahead, spread="even", longest=max(even), sample_ahead=ahead)
         run(
@@ -66,7 +66,8 @@ def main() -> None:
     fits = {kind: linear_fit(rows[kind]) for kind in ("batch", "length")}
     for ahead, ratio in ratios.items():
         print(
-            f"one straggler of {max(straggler)} tokens among {len(straggler)}, {ahead}: {ratio:.2f} times the even split"
+            f"one straggler of {max(straggler)} tokens among {len(straggler)}, {ahead}: "
+            f"{ratio:.2f} times the even split"
         )
     for kind, fit in fits.items():
         print(
@@ -107,7 +108,7 @@ class Step:
         self.prompts = shared.prompt_ids(options, tokenizer)
 
     def measure(self, lengths: list[int], steps: int, ahead: int, repeats: int) -> dict:
-        """Sample, grade and differentiate steps with completions of these lengths; return a step's median cost."""
+        """Sample, grade and differentiate steps with completions of these lengths; return the median cost."""
         from opdcl.config.recover import RecoverConfig
         from opdcl.distill.grading import Grader
         from opdcl.distill.rollout_queue import RolloutQueue

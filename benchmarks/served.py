@@ -1,6 +1,8 @@
 """Compare sampling and evaluation on a vLLM server that loads adapters at run time with local results.
 
-    python benchmarks/served.py RUN --serve "vllm serve MODEL --dtype float32 --port 8123 --served-model-name base --enable-lora --max-lora-rank 32"
+    python benchmarks/served.py RUN --serve \\
+        "vllm serve MODEL --dtype float32 --port 8123 --served-model-name base
+         --enable-lora --max-lora-rank 32"
 
 RUN is a finished run whose stored answers were decoded greedily on this machine; they are the local results.
 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True must be in the environment. Reports how many answers differ, how that

@@ -4,9 +4,9 @@ Every arm runs in its own process, and arms take turns, round by round. Each fig
 steps but the first of each process, which is the warm-up. Memory is the peak of the whole process (or of the
 GPU, if there is one).
 
-    python benchmarks/throughput.py                               # embedded model, 32 prompts, up to 128 new tokens
-    python benchmarks/throughput.py --shape qwen3-0.6b --new-tokens 512 --prompts 64      # random weights, real shape
-    python benchmarks/throughput.py --agreement                   # the loss of each trainer on identical completions
+    python benchmarks/throughput.py                        # embedded model, 32 prompts, up to 128 new tokens
+    python benchmarks/throughput.py --shape qwen3-0.6b --new-tokens 512 --prompts 64  # random weights
+    python benchmarks/throughput.py --agreement            # the loss of each trainer on identical completions
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def _print(rows: dict[str, dict]) -> None:
             f"{arm:<12}{r['step']:8.1f}"
             + "".join(f"{r[p]:9.1f}" for p in PARTS)
             + f"{r['completion_tokens']:8.0f}{r['completion_tokens'] / r['sample']:9.0f}{r['padding']:8.0%}"
-            f"{r['peak_bytes'] / 1e9:7.2f}{r.get('time_ratio', 0):6.2f}{r.get('time_per_token_ratio', 0):7.2f}"
+            f"{r['peak_bytes'] / 1e9:7.2f}{r.get('time_ratio', 0):6.2f}"
+            f"{r.get('time_per_token_ratio', 0):7.2f}"
             f"{r.get('memory_ratio', 0):7.2f}"
         )
 
