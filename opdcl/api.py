@@ -33,7 +33,7 @@ from opdcl.results.report import write as write_report
 from opdcl.results.summary import summarise
 from opdcl.results.tables import Table
 from opdcl.rundir.files import read_json
-from opdcl.rundir.layout import RunDir
+from opdcl.rundir.layout import RunDir, open_run
 from opdcl.rundir.verify import verify as verify_run
 
 PathLike = str | Path
@@ -192,7 +192,7 @@ def report(path: PathLike, update: bool = False, quiet: bool = False) -> Result:
 
     Example: opdcl.report("runs/mine").summary["status"]
     """
-    found = open_run(path)
+    found = open_run(Path(path))
     if update:
         for file in write_report(found):
             _output(quiet).note(f"wrote {file}")
@@ -213,7 +213,7 @@ def compare(
     """
     if out:
         refuse_folder(Path(out))
-    data = compare_runs([open_run(path) for path in _strings(paths)])
+    data = compare_runs([open_run(Path(path)) for path in _strings(paths)])
     for file in write(data, Path(out)) if out else ():
         _output(quiet).note(f"wrote {file}")
     return Comparison(data, Path(out) if out else None)
@@ -224,7 +224,7 @@ def verify(path: PathLike) -> Verification:
 
     Example: assert not opdcl.verify("runs/mine").failed
     """
-    return Verification(verify_run(open_run(path)))
+    return Verification(verify_run(open_run(Path(path))))
 
 
 def fetch(
@@ -315,20 +315,10 @@ def push(
 
     Example: opdcl.push("runs/mine", "me/my-adapter").data["url"]
     """
-    found = open_run(path)
+    found = open_run(Path(path))
     with quiet_libraries():
         done = push_adapter(found, state, repository, private, base)
     return Outcome(f"{done['state']} is at {done['url']}, commit {done['commit']}", [], done)
-
-
-def open_run(path: PathLike) -> RunDir:
-    """Return an existing run directory; raise a UsageError if the path is not one."""
-    run = RunDir(Path(path))
-    if not run.config.exists():
-        raise UsageError(
-            f"{path} is not a run directory", "create one with: opdcl finetune --data ROWS -o RUN"
-        )
-    return run
 
 
 def _settings(
@@ -370,7 +360,7 @@ def _execute(
     """Run a workflow from its sources or, without them, that of an existing run with one more stage."""
     given = _settings(settings, stage, arguments)
     if sources is None:
-        saved = read_json(open_run(out).config)
+        saved = read_json(open_run(Path(out)).config)
         flow, origins = load_tree(saved["workflow"], saved["origins"], *given, stage)
     else:
         flow, origins = load(sources, *given)

@@ -43,6 +43,7 @@ def attempt(place: Path, *arguments: str, prepare: Callable[[], None] | None = N
         if prepare:
             prepare()
         from opdcl import cli
+
         cli.main()
         code = 0
     except SystemExit as end:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from opdcl.cli import options as opt
 from opdcl.cli import screen
 from opdcl.cli.screen import start
-from opdcl.errors import UsageError
+from opdcl.errors import OpdclError, UsageError
 
 workflows_app = typer.Typer(help="List, show or copy the shipped recipes.", no_args_is_help=True)
 
@@ -55,9 +56,13 @@ def copy_workflow(name: opt.Recipe, to: opt.Target = Path(".")) -> None:
 def show_config(workflow: opt.Workflow, settings: opt.Settings = None, json: opt.Json = False) -> None:
     """Print every setting of a workflow, and where its value comes from."""
     from opdcl.config.load import flatten, load
+    from opdcl.pipeline.defaults import resolve_for_machine
 
     start(json)
     flow, origins = load(workflow, settings or ())
+    with contextlib.suppress(OpdclError):  # without the model at hand its automatic settings stay unknown
+        flow, automatic = resolve_for_machine(flow)
+        origins |= automatic
     values = flow.model_dump()
     rows = [[key, str(value), origins.get(key, "default")] for key, value in flatten(values).items()]
     screen.output.table("", ["key", "value", "origin"], rows, {"workflow": values, "origins": origins})

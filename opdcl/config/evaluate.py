@@ -6,34 +6,39 @@ import re
 
 from pydantic import field_validator
 
-from opdcl.config.section import Positive, Sampler, Section
+from opdcl.config.section import Auto, Names, Positive, Sampler, Section
 from opdcl.config.server import ServerSection
 
 
 class EvalConfig(Section):
-    """What is measured, on base, tuned and recovered alike."""
+    """What is measured on base, tuned and recovered."""
 
-    retention: list[str] = ["instructions"]
-    """Suites of what must not be lost: `instructions` (shipped), `ifeval`, or any generative lm-eval task."""
-    domain: list[str] = []
+    unused = (("sampler", lambda s: s.server is not None, "with server: the server decodes"),)
+
+    retention: Names = ["instructions"]
+    """Suites of abilities that must not be lost: `instructions` (shipped), `ifeval`, or any generative
+    lm-eval task."""
+    domain: Names = []
     """Suites of what was to be learned: `handbook` (shipped), or any generative lm-eval task."""
-    control: list[str] = []
-    """Suites shown beside them without a part in the verdict, such as `neighbours`."""
+    control: Names = []
+    """Suites that are reported but have no part in the verdict, such as `neighbours`."""
     data: dict[str, str] = {}
-    """A local file in place of a suite's hub dataset, such as `{ifeval: input_data.jsonl}`; or, under a new name, a
-    question-and-answer file that becomes a closed-book suite."""
+    """Local files: SUITE: PATH replaces a suite's Hub dataset, such as `{ifeval: input_data.jsonl}`. Under a
+    new name, a question-and-answer file becomes a closed-book suite."""
     limit: Positive | None = None
-    """First so many documents of each suite."""
+    """Evaluate only the first N documents of each suite."""
     max_new_tokens: Positive | None = None
-    """Longest answer in tokens, where a suite's own limit is not lower. Question files have 96 unless this says otherwise."""
-    batch_size: Positive = 320
-    """Answers decoded together."""
+    """Maximum answer length in tokens; a suite's own limit still applies where it is lower. Default for
+    question files: 96."""
+    batch_size: Positive | Auto = "auto"
+    """Number of answers decoded together. `auto`: 320 on CPU, 256 on CUDA."""
     sampler: Sampler = "auto"
-    """Engine that decodes: our own `slab`, or transformers' `generate` or `continuous` batching."""
+    """Decoding engine: our own `slab`, or transformers' `generate` or `continuous` batching."""
     server: ServerSection | None = None
-    """Where completions are decoded, if not in this process: a server that takes adapters and sees the run, as `opdcl serve RUN` is."""
+    """Server that decodes instead of this process. It must load adapters and read the run directory, as
+    `opdcl serve RUN` does."""
     seed: int = 0
-    """Resamples of the intervals."""
+    """Seed of the bootstrap for the confidence intervals."""
 
     @field_validator("retention", "domain", "control", "data")
     @classmethod
@@ -41,7 +46,7 @@ class EvalConfig(Section):
         # A suite's name is the name of its result files.
         if bad := [name for name in value if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name)]:
             raise ValueError(
-                f"{bad[0]!r} is no suite name: letters, digits, dots, hyphens and underscores only"
+                f"{bad[0]!r} is not a suite name: use letters, digits, dots, hyphens and underscores"
             )
         return value
 
@@ -51,9 +56,9 @@ class EvalConfig(Section):
 
 
 class Gates(Section):
-    """Scores that the run must reach; a miss ends `opdcl run` with exit code 3."""
+    """Minimum scores; if one is missed, `opdcl run` ends with exit code 3."""
 
     recovery: float | None = None
-    """Smallest R."""
+    """Minimum R."""
     domain_retention: float | None = None
-    """Smallest D."""
+    """Minimum D."""

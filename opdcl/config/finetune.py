@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from opdcl.config.loss import LossKind, LossSection
-from opdcl.config.section import Positive, Rate, Section
+from opdcl.config.section import Auto, Count, Positive, Rate, Section, Share
+from opdcl.config.trainer_fields import check_trainer
 
 
 class LoraSection(Section):
-    """The adapter. Recovery continues the same one."""
+    """The adapter. Recovery trains the same one further."""
 
     r: Positive = 32
     """Rank."""
@@ -20,13 +21,13 @@ class LoraSection(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input."""
     target_modules: str | list[str] = "all-linear"
-    """Which linear layers get an adapter; `lm_head` cannot."""
+    """Linear layers that get an adapter; `lm_head` is not allowed."""
 
     @field_validator("target_modules")
     @classmethod
     def _head_stays_frozen(cls, value: str | list[str]) -> str | list[str]:
         if "lm_head" in ([value] if isinstance(value, str) else value):
-            raise ValueError("lm_head cannot be a target: the distillation loss reads the base head")
+            raise ValueError("lm_head cannot be a target: the distillation loss reads the base model's head")
         return value
 
 
@@ -35,53 +36,76 @@ class SelfDistillLoss(LossSection):
 
 
 class SelfDistillSection(Section):
-    """Learning from oneself: the student answers, and a running mean of it that is shown the row's answer grades."""
+    """Self-distillation: the student answers; an EMA copy of it, shown the reference answer, grades the
+    result."""
 
     context: str = "{prompt}\n\nA good answer would be: {answer}\n\nAnswer in your own words."
-    """What the teacher sees in place of the last user message."""
-    rate: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """How far towards the student the teacher moves at each step; 0 leaves it at the model as it began."""
+    """Text that the teacher sees in place of the last user message."""
+    rate: Share = 0.05
+    """Fraction of the distance to the student that the teacher moves per step; 0 keeps it at the initial
+    model."""
     loss: SelfDistillLoss = SelfDistillLoss()
-    """The divergence, and its parameters."""
+    """Loss and its parameters."""
     max_new_tokens: Positive = 64
-    """Longest completion, in tokens."""
-    skip_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
-    """Leave out so many tokens at the start of each completion, where a teacher that knows the answer gives itself away."""
+    """Maximum completion length, in tokens."""
+    skip_tokens: Count = 0
+    """Number of tokens at the start of each completion to leave out of the loss, where a teacher that has
+    seen the answer tends to show it."""
 
     @model_validator(mode="after")
     def _can_teach(self) -> SelfDistillSection:
         if "{answer}" not in self.context or "{prompt}" not in self.context:
             raise ValueError("context needs {prompt} and {answer}")
         if self.skip_tokens >= self.max_new_tokens:
-            raise ValueError(f"skip_tokens leaves nothing of {self.max_new_tokens} tokens")
+            raise ValueError(f"skip_tokens must be less than max_new_tokens ({self.max_new_tokens})")
         return self
 
 
 class FinetuneConfig(Section):
     """Fine-tune of a LoRA adapter on the domain."""
 
+    unused = (
+        ("self_distill", lambda s: s.method == "sft", "unless finetune.method is self-distill"),
+        (
+            "max_length packing",
+            lambda s: s.method == "self-distill",
+            "with method self-distill, which samples",
+        ),
+    )
+
     method: Literal["sft", "self-distill"] = "sft"
-    """`sft`: imitate the rows' answers, the loss on these only. `self-distill`: sample, and be graded by oneself with the
-    answer at hand, which forgets less and needs a model that can learn from an example (arXiv 2601.19897)."""
+    """`sft`: imitate the rows' answers; only answer tokens count in the loss. `self-distill`: sample answers
+    and grade them by a copy of the model that sees the reference answer. This forgets less, but needs a model
+    that can learn from an example in its context (arXiv 2601.19897)."""
     data: str = Field(min_length=1)
-    """`handbook` (shipped), a JSONL, CSV or Parquet file, a folder of documents, or a hub dataset: `owner/name@revision`."""
+    """`handbook` (shipped), a JSONL, CSV or Parquet file, a folder of documents, or a Hub dataset:
+    `owner/name@revision`."""
     lora: LoraSection = LoraSection()
-    """The adapter's shape."""
-    learning_rate: Rate = 1e-3
-    """Peak rate. 1e-3 suits 135M parameters; about 2e-4 suits 1B to 8B."""
+    """Shape of the adapter."""
+    learning_rate: Rate | Auto = "auto"
+    """Peak learning rate. `auto`: 1e-3 * (576 / hidden size)^0.781 * 2 / (alpha / r), that is 1e-3 for the
+    embedded model and 2.2e-4 at hidden size 4096. Measured at 576; the exponent is the one published for LoRA
+    on Llama models (Schulman et al., "LoRA Without Regret", 2025)."""
     epochs: Annotated[float, Field(gt=0)] = 5
     """Passes over the data."""
-    batch_size: Positive = 16
-    """Rows per optimizer step."""
+    batch_size: Positive | Auto = "auto"
+    """Rows per optimizer step. `auto`: 16."""
     max_length: Positive = 1024
-    """Longest row in tokens; a longer one is refused, plain text is cut into pieces of this size."""
+    """Maximum row length in tokens. Longer rows are refused; plain text is split into pieces of this size."""
     packing: Literal["auto", "on", "off"] = "auto"
-    """Several rows per sequence. `auto`: where a flash-attention kernel keeps the rows apart."""
+    """Put several rows into one sequence. `auto`: only where a flash-attention kernel keeps the rows
+    apart."""
     save_steps: Positive = 50
     """Optimizer steps between checkpoints."""
     seed: int = 0
-    """Order of rows and start of the adapter."""
+    """Seed of the row order and of the adapter's initialization."""
     self_distill: SelfDistillSection = SelfDistillSection()
-    """Settings of `self-distill`."""
+    """Settings of method `self-distill`."""
     trainer: dict[str, Any] = {}
-    """Further fields of `trl.SFTConfig`, of `trl.DistillationConfig` for `self-distill`."""
+    """Fields of `transformers.TrainingArguments` for optimizer, schedule and checkpoints, such as
+    `weight_decay`."""
+
+    @model_validator(mode="after")
+    def _trainer_fields_act(self) -> FinetuneConfig:
+        check_trainer("finetune" if self.method == "sft" else "recover", self.trainer)
+        return self

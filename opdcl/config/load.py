@@ -1,12 +1,12 @@
-"""Read workflow files and `--set` overrides into a `Workflow`; every complaint names the file and line."""
+"""Read workflow files and `--set` overrides into a `Workflow`; every error names the file and line."""
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
+import functools
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from opdcl.config.reference import field_names
+from opdcl.config.explain import error_key, explain
 from opdcl.config.shipped import find_workflow
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
@@ -22,11 +22,12 @@ from opdcl.sanitize import redact
 
 MAX_BYTES = 1_000_000
 
-# Fields that may name a file; a relative one is meant from the workflow file's folder.
+# Names of shipped models and data, which are not file names.
 ALIASES = ("smollm2-135m", "handbook", "handbook/staff", "handbook/site", "everyday")
 
 FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".parquet", ".gguf", ".txt", ".md")
 
+# Settings that may name a file; relative paths start at the workflow file's folder.
 PATH_FIELDS = (
     "model.id",
     "start",
@@ -44,7 +45,7 @@ PATH_FIELDS = (
 
 def load(
     sources: list[str], overrides: Sequence[str] = (), flags: dict[str, Any] | None = None
-) -> tuple[Workflow, dict]:
+) -> tuple[Workflow, dict[str, str]]:
     """Return the workflow and the origin of each set value (`"recover.steps" -> "quickstart.yaml:31"`).
 
     Precedence: defaults < first file < further files < `--set a.b=c` < named flags.
@@ -54,11 +55,23 @@ def load(
     for source in sources:
         file = find_workflow(source)
         _merge(tree, origins, _read(file), file)
-    _override(tree, origins, overrides, flags or {})
-    return validate(tree, origins), origins
+    return _override(tree, origins, overrides, flags or {})
 
 
-def _override(tree: dict, origins: dict[str, str], overrides: Sequence[str], flags: dict[str, Any]) -> None:
+def load_tree(
+    tree: dict[str, Any], origins: dict[str, str], overrides: list[str], flags: dict[str, Any], stage: str
+) -> tuple[Workflow, dict[str, str]]:
+    """Return the workflow of an earlier command with one stage added, overridden as in `load`."""
+    tree = {k: v for k, v in tree.items() if v is not None}
+    tree[stage] = dict(tree.get(stage) or {})
+    return _override(tree, dict(origins), overrides, flags)
+
+
+def _override(
+    tree: dict[str, Any], origins: dict[str, str], overrides: Sequence[str], flags: dict[str, Any]
+) -> tuple[Workflow, dict[str, str]]:
+    """Apply overrides to a tree; settings below them that lose their effect return to their defaults."""
+    own = _keys_without_effect(tree)
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key.strip():
@@ -69,35 +82,53 @@ def _override(tree: dict, origins: dict[str, str], overrides: Sequence[str], fla
         if value is not None:
             _assign(tree, key.split("."), value, key)
             origins[key] = "flag"
+    own |= {key for key, origin in origins.items() if origin in ("--set", "flag")}
+    return validate(tree, origins, own), origins
 
 
-def validate(tree: dict, origins: dict[str, str] | None = None) -> Workflow:
-    """Check a plain mapping against the schema; all its faults are reported at once."""
+def validate(
+    tree: dict[str, Any], origins: dict[str, str] | None = None, own: Collection[str] | None = None
+) -> Workflow:
+    """Check a plain mapping against the schema; all errors are reported at once.
+
+    Args:
+        tree: The settings. Changed where an inherited setting returns to its default.
+        origins: Key -> file and line, for the error message.
+        own: Keys that are not inherited from a lower layer. An inherited setting without an effect returns to
+            its default; any other is an error. Default: all keys.
+    """
     for key, value in flatten(tree).items():
         if isinstance(value, str) and redact(value) != value:
             raise UsageError(
-                f"{key} holds what looks like a secret, and a run keeps its configuration on disk",
-                "keep it in the environment, HF_TOKEN for instance: that is never stored",
+                f"{key} looks like a secret, and a run stores its configuration on disk",
+                "put it into the environment, for instance as HF_TOKEN: that is never stored",
             )
+    while own is not None and (inherited := [k for k in _keys_without_effect(tree) if not _is_in(k, own)]):
+        for key in inherited:
+            *sections, name = key.split(".")
+            functools.reduce(lambda node, section: node[section], sections, tree).pop(name)
+            (origins or {}).pop(key, None)
     try:
         return Workflow.model_validate(tree)
     except ValidationError as fault:
-        raise _explain(fault, origins or {}) from fault
+        raise explain(fault, origins or {}) from fault
 
 
-def load_tree(
-    tree: dict[str, Any], origins: dict[str, str], overrides: list[str], flags: dict[str, Any], stage: str
-) -> tuple[Workflow, dict[str, str]]:
-    """Return the workflow of an earlier command with one stage added, overridden as in `load`."""
-    tree = {k: v for k, v in tree.items() if v is not None}
-    tree[stage] = dict(tree.get(stage) or {})
-    origins = dict(origins)
-    _override(tree, origins, overrides, flags)
-    return validate(tree, origins), origins
+def _keys_without_effect(tree: dict[str, Any]) -> set[str]:
+    try:
+        Workflow.model_validate(tree)
+    except ValidationError as fault:
+        return {error_key(error)[0] for error in fault.errors() if error["type"] == "no_effect"}
+    return set()
+
+
+def _is_in(key: str, own: Collection[str]) -> bool:
+    """Whether a key, its section or one of its parts is in a collection of dotted keys."""
+    return any(f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.") for other in own)
 
 
 def dump(workflow: Workflow) -> str:
-    """Return the workflow as YAML that `load` reads back, without what was left at None."""
+    """Return the workflow as YAML that `load` reads back; settings that are None are left out."""
     stream = io.StringIO()
     YAML(typ="safe", pure=True).dump(workflow.model_dump(exclude_none=True), stream)
     return stream.getvalue()
@@ -108,7 +139,7 @@ def _read(file: Path) -> dict:
         content = file.read_bytes()
     except OSError as fault:
         raise UsageError(
-            f"{file} cannot be read: {fault.strerror}", "check the path and its permissions"
+            f"could not read {file}: {fault.strerror}", "check the path and its permissions"
         ) from fault
     if len(content) > MAX_BYTES:
         raise UsageError(
@@ -143,15 +174,15 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _refuse_magic(text: str, where: str) -> None:
-    """Refuse what a workflow has no use for: anchors, which let a small file expand without bound, tags, directives."""
+    """Refuse anchors, which let a small file expand without bound, and tags and directives."""
     for event in YAML(typ="safe", pure=True).parse(io.StringIO(text)):
-        found = {
+        features = {
             "an anchor or alias": getattr(event, "anchor", None),
             "a tag": getattr(event, "tag", None),
             "a YAML directive": getattr(event, "version", None),
             "a merge key": getattr(event, "value", None) == "<<",
         }
-        if name := next((name for name, there in found.items() if there), None):
+        if name := next((name for name, present in features.items() if present), None):
             raise UsageError(f"{where}:{event.start_mark.line + 1} uses {name}", "write the values out")
 
 
@@ -159,7 +190,7 @@ def _parse_value(text: str, key: str) -> Any:
     try:
         return _plain(_parse(text, f"--set {key}")) if text.strip() else text
     except ValueError as fault:
-        raise UsageError(f"--set {key}: {fault}", "quotes make it text") from fault
+        raise UsageError(f"--set {key}: {fault}", "put it in quotes to make it text") from fault
 
 
 def _plain(value: Any) -> Any:
@@ -189,7 +220,9 @@ def _merge(tree: dict, origins: dict, new: Any, file: Path, prefix: str = "") ->
             try:
                 value = _plain(value)
             except ValueError as fault:
-                raise UsageError(f"{file}:{line}: {name}: {fault}", "quotes make it text") from fault
+                raise UsageError(
+                    f"{file}:{line}: {name}: {fault}", "put it in quotes to make it text"
+                ) from fault
             if isinstance(value, str) and _may_name_a_file(name.split(".")):
                 value = _from_folder(value, file.parent)
             tree[str(key)] = value
@@ -207,43 +240,20 @@ def _from_folder(value: str, folder: Path) -> str:
     if value in ALIASES:
         return value
     try:
-        path = folder / os.path.expanduser(value)  # unlike Path.expanduser it lets the home of nobody stand
+        path = folder / os.path.expanduser(value)  # Path.expanduser raises for unknown users
         is_file = value.startswith((".", "~", "/")) or path.suffix in FILE_ENDINGS or os.path.exists(path)
         return str(path.resolve()) if is_file else value
     except ValueError:
-        return value  # NUL, or half of a surrogate pair, is in no file's name
+        return value  # NUL and lone surrogates occur in no file name
 
 
-def _assign(tree: dict, keys: list[str], value: Any, shown: str) -> None:
+def _assign(tree: dict, keys: list[str], value: Any, full_key: str) -> None:
     for key in keys[:-1]:
         node = tree.setdefault(key, {})
         if not isinstance(node, dict):
-            raise UsageError(f"{shown}: {key} is a value, not a section", "opdcl config schema")
+            raise UsageError(f"{full_key}: {key} is a value, not a section", "opdcl config schema")
         tree = node
     tree[keys[-1]] = value
-
-
-def _explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
-    messages, hint = [], "opdcl config schema lists every key"
-    for error in fault.errors():
-        parts = [str(p) for p in error["loc"]]
-        key = ".".join(parts)
-        where = next(
-            (origins[k] for k in (".".join(parts[:n]) for n in range(len(parts), 0, -1)) if k in origins), ""
-        )
-        where = f", {where}" if where else ""
-        if error["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(parts[-1], field_names(parts[:-1]), 1, 0.5)
-            if near:
-                hint = f"did you mean {'.'.join([*parts[:-1], near[0]])}?"
-            messages.append(f"unknown key {key}{where}")
-        elif error["type"] == "missing":
-            messages.append(f"{key} is required{where}")
-        else:
-            shown = repr(error["input"])
-            shown = shown if len(shown) <= 60 else shown[:57] + "..."
-            messages.append(f"{key}: {error['msg']} (got {shown}{where})")
-    return UsageError("; ".join(messages), hint)
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

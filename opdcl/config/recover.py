@@ -1,8 +1,4 @@
-"""The schema of a workflow. A field's docstring is its help text, in `opdcl config schema` and in error messages.
-
-Own fields are few. Everything else that a trainer can do goes through its `trainer:` mapping, which is checked
-against the real fields of `trl.SFTConfig` and `trl.DistillationConfig` before anything is loaded.
-"""
+"""Settings of the recovery. A field's docstring is its help text in `opdcl config schema`."""
 
 from __future__ import annotations
 
@@ -11,210 +7,255 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from opdcl.config.loss import LossSection
-from opdcl.config.section import Positive, Rate, Sampler, Section
+from opdcl.config.section import Auto, Count, Positive, Rate, Sampler, Section, Share
 from opdcl.config.server import ServerSection
 from opdcl.config.teacher import TEACHER_NAME, NamedTeacher, TeacherSection
+from opdcl.config.trainer_fields import check_trainer
 
 
 class HealthSection(Section):
-    """Bounds whose crossing shows a recovery going wrong, whatever its loss says."""
+    """Limits whose crossing shows that a recovery is going wrong, whatever its loss says."""
+
+    unused = (
+        (
+            "patience student_entropy truncated_excess length_growth repetition adapter_growth grad_norm "
+            "overlap kl_growth",
+            lambda s: not s.watch,
+            "when watch is false",
+        ),
+    )
 
     watch: bool = True
-    """Whether steps are watched at all."""
+    """Watch every step. When false, only `teacher_entropy` is checked, at each validation."""
     patience: Positive = 3
-    """Steps of a stream in a row before the rate is halved, and as many again before the run halts."""
+    """Consecutive steps of a stream beyond a limit until the learning rate is halved; after as many more the
+    run halts."""
     teacher_entropy: Annotated[float, Field(gt=0)] = 6.0
-    """Nats. A healthy instruct model stays near 3 on its own ground; a broken one guesses."""
+    """Maximum teacher entropy, in nats. A healthy instruct model stays near 3 on its own text; a broken one
+    guesses."""
     student_entropy: Annotated[float, Field(ge=0)] = 0.02
-    """Nats, general prompts. Below it the student says one thing only."""
+    """Minimum student entropy on general prompts, in nats. Below it the student always says the same."""
     truncated_excess: Annotated[float, Field(gt=0)] = 0.5
-    """Share of cut general answers above that of base's own."""
+    """Maximum share of truncated general answers above the share for base's own answers."""
     length_growth: Annotated[float, Field(gt=1)] = 3.0
-    """Mean length of general answers over that of base's own."""
+    """Maximum ratio of the mean length of general answers to that of base's own answers."""
     repetition: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """Share of 4-grams that occurred before in the same answer."""
+    """Maximum share of 4-grams that occurred earlier in the same answer."""
     adapter_growth: Annotated[float, Field(gt=1)] = 3.0
-    """Norm of the adapter's weights over tuned's."""
+    """Maximum ratio of the adapter's weight norm to that of the tuned adapter."""
     grad_norm: Annotated[float, Field(gt=0)] = 1000.0
-    """Gradient norm before clipping."""
+    """Maximum gradient norm before clipping."""
     overlap: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of base's 16 likeliest tokens that are among the student's, on held-out general texts: below it, and below half of
-    where it began, the run halts at once, as the two no longer speak of the same words (arXiv 2604.13016)."""
+    """Minimum share of base's 16 likeliest tokens that are among the student's, on held-out general texts.
+    The run halts at once when the share is below this and below half of its first value: the two then no
+    longer use the same words (arXiv 2604.13016)."""
     kl_growth: Annotated[float, Field(gt=1)] = 1.5
-    """Held-out KL, both streams together, over what it was at the start: beyond it, and half a nat more, the run halts at once."""
+    """Maximum ratio of held-out KL, both streams added, to its first value. The run halts at once when KL is
+    above this and also more than 0.5 nats above its first value."""
 
 
 class UntilSection(Section):
-    """When recovery has done enough, by held-out KL. Without any of these it runs all its steps."""
+    """Early stopping by held-out KL. With none of these set, recovery runs all its steps."""
+
+    unused = (("domain_floor", lambda s: s.retention is None, "unless until.retention is set"),)
 
     retention: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Stop once so much of the general KL that tuned began with is gone ..."""
+    """Stop once this share of tuned's initial general KL is gone and the domain is at least at
+    `domain_floor`."""
     domain_floor: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """... while this share of the domain is kept, as each validation prints it: 1 is tuned, 0 is base."""
+    """Share of the domain that must be kept for `retention` to stop the run, as each validation prints it: 1
+    is tuned, 0 is base."""
     rollouts: Positive | None = None
-    """Stop after so many completions, both streams together."""
+    """Stop after this many completions, both streams together."""
     patience: Positive | None = None
-    """Stop after so many validations in a row without a better adapter."""
+    """Stop after this many consecutive validations without a better adapter."""
 
 
 class RewardSection(Section):
-    """A verifiable reward beside the teacher: how a suite's own scorer likes a completion, compared with the others on its prompt
-    (GRPO, arXiv 2402.03300). General prompts are then the suite's documents, and `general` plays no part."""
+    """A verifiable reward in addition to the teacher: a suite's own scorer rates each completion relative to
+    the others on the same prompt (GRPO, arXiv 2402.03300). The suite's documents then replace the general
+    prompts."""
+
+    unused = (("clip", lambda s: s.weight == 0, "when reward.weight is 0"),)
 
     suite: str = Field(min_length=1)
-    """Any generative suite. What it holds is learned from, so it says nothing about the model any more: measure on another."""
+    """Any generative suite. The model learns from its documents, so measure on another suite."""
     metric: str | None = None
-    """Which of the suite's scores. Default: its first."""
+    """Which of the suite's scores to use. Default: its first."""
     group: Annotated[int, Field(ge=2, strict=True)] = 8
-    """Completions per prompt, which are compared with each other."""
+    """Completions per prompt that are compared with each other."""
     teacher: Annotated[float, Field(ge=0)] = 0.1
-    """Weight of what the teacher says of the same tokens, as a dense signal."""
+    """Weight of the teacher's loss on the same tokens, as a dense signal."""
     weight: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of the comparison itself; 0 leaves the reward to choose what a teacher with `context` is shown."""
+    """Weight of the reward's loss. With 0 the reward only chooses what a teacher with `context` is shown."""
     clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """How far a token's probability may move, as a ratio, before the reward stops pushing it (arXiv 1707.06347)."""
+    """How far a token's probability ratio may move before the reward stops pushing it (PPO, arXiv
+    1707.06347)."""
+
+
+def _only_scales(recover: RecoverConfig) -> bool:
+    return recover.method == "interpolate"
 
 
 class RecoverConfig(Section):
-    """Recovery by on-policy distillation: the student samples, a teacher grades every token by reverse KL."""
+    """Recovery by on-policy distillation: the student samples, and a teacher grades every token."""
+
+    unused = (
+        ("warm_start lmbda steps trainer", _only_scales, "with method interpolate, which trains nothing"),
+        # With a teacher on a server the loss still says which log-probabilities are asked for.
+        (
+            "loss",
+            lambda s: _only_scales(s) and not any(t.server for t in s.all_teachers().values()),
+            "with method interpolate, which trains nothing",
+        ),
+        (
+            "alpha",
+            lambda s: not _only_scales(s),
+            "unless method is interpolate; to start nearer to base, use warm_start",
+        ),
+        (
+            "loss.kind lmbda",
+            lambda s: s.method == "replay",
+            "with method replay, which imitates the teachers' answers",
+        ),
+        (
+            "general_per_domain",
+            lambda s: s.method == "general",
+            "with method general, which has no domain steps",
+        ),
+        ("general", lambda s: s.reward is not None, "with reward, whose suite has the general prompts"),
+        ("sampler", lambda s: s.server is not None, "with server: the server samples"),
+    )
 
     method: Literal["alternating", "general", "replay", "interpolate"] = "alternating"
-    """`alternating` is ours. Its rivals: `general`, without domain steps; `replay`, imitation of the teachers' answers;
-    `interpolate`, the tuned adapter scaled by what held-out KL likes best, without training."""
+    """`alternating` is our method. Baselines: `general`, without domain steps; `replay`, imitation of the
+    teachers' answers; `interpolate`, the tuned adapter scaled by the factor with the lowest held-out KL,
+    without training."""
     alpha: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The scale of `interpolate`, where it is not to be chosen: a further point of the alpha-curve."""
+    """`interpolate`: use this scale instead of the one with the lowest held-out KL."""
     general: Annotated[str, Field(min_length=1)] | None = "everyday"
-    """Prompts on which base is the teacher: `everyday` (shipped) or your own file. None: domain steps only."""
+    """Prompts on which base is the teacher: `everyday` (shipped) or a file. None: domain steps only."""
     domain: str | None = None
     """Prompts on which tuned is the teacher. Default: the questions of the fine-tune's data."""
     general_teacher: TeacherSection = TeacherSection(kind="base")
-    """Who grades general prompts."""
+    """Teacher that grades general prompts."""
     domain_teacher: TeacherSection = TeacherSection(kind="tuned")
-    """Who grades domain prompts."""
+    """Teacher that grades domain prompts."""
     teachers: dict[Annotated[str, Field(pattern=TEACHER_NAME)], NamedTeacher] = {}
-    """Further teachers by name, such as specialists: each grades the prompts whose `teacher` field names it, and its own `prompts`."""
+    """Further teachers by name, such as specialists. Each grades its own `prompts` and those whose `teacher`
+    field names it."""
     reward: RewardSection | None = None
-    """What general completions are rewarded for, beyond what their teacher can teach."""
+    """Verifiable reward for general completions, in addition to the teacher."""
     steps: Positive = 72
     """Optimizer steps, both streams together."""
-    rollouts: Positive = 16
-    """Completions per optimizer step."""
+    rollouts: Positive | Auto = "auto"
+    """Completions per optimizer step. `auto`: 16 below hidden size 1536, 32 below 3072, 64 from there."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
-    """Sample so many times `rollouts`, and learn from those where student and teacher, or a group's rewards, differ most (2605.27115, 2503.14476)."""
+    """Sample this many times `rollouts`, and train on the completions where student and teacher differ most,
+    or on the groups whose rewards do (arXiv 2605.27115, 2503.14476)."""
     domain_rollouts: Positive | None = None
-    """Completions per domain step, where it should differ: domain answers are often short."""
-    general_per_domain: Annotated[int, Field(ge=0, strict=True)] = 1
-    """General steps before each domain step; the two are never mixed in one step. 0: domain steps only."""
-    lmbda: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of steps on the student's own completions; the others are on the teacher's."""
-    teacher_first: Annotated[int, Field(ge=0, strict=True)] = 9
-    """General steps at the start that are on base's answers: a student that says little learns little from itself."""
+    """Completions per domain step; domain answers are often short. Default: `rollouts`."""
+    general_per_domain: Count = 1
+    """General steps before each domain step; no step mixes the two. 0: domain steps only."""
+    lmbda: Share = 1.0
+    """Share of steps on the student's own completions; the other steps use the teacher's."""
+    teacher_first: Count = 9
+    """Number of general steps at the start that use the teacher's answers: a terse student learns little from
+    its own."""
     sample_ahead: Positive = 3
-    """Steps of a stream sampled at once. 1 is strictly on-policy; more fills the hardware, and lets long completions go on beside the next."""
+    """Steps of a stream sampled at once. 1 is strictly on-policy; more fills the hardware, and lets long
+    completions continue beside the next ones."""
     max_new_tokens: Positive = 128
-    """Longest general completion, in tokens."""
+    """Maximum length of general completions, in tokens."""
     domain_max_new_tokens: Positive | None = None
-    """Longest domain completion, where it should differ."""
+    """Maximum length of domain completions, in tokens. Default: `max_new_tokens`."""
     warm_start: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Scale of the tuned adapter from which recovery starts. Below 1 it starts nearer to base, at the domain's expense."""
+    """Factor by which the tuned adapter is scaled before the first step. Below 1 it starts nearer to base, at
+    the domain's expense."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature of the student."""
+    """Softmax temperature: of all sampling, and of student and teacher in the loss and in held-out KL."""
     sampler: Sampler = "auto"
-    """Engine that samples: our own `slab`, or transformers' `generate` or `continuous` batching."""
+    """Sampling engine: our own `slab`, or transformers' `generate` or `continuous` batching."""
     server: ServerSection | None = None
-    """Where completions are sampled, if not in this process: a server that takes adapters and sees the run, as `opdcl serve RUN` is."""
+    """Server that samples the student's completions instead of this process. It must load adapters and read
+    the run directory, as `opdcl serve RUN` does."""
     loss: LossSection = LossSection()
-    """The divergence, and its parameters."""
-    learning_rate: Rate = 3e-4
-    """Peak rate: reached over the first tenth of the steps, falling to zero at the last."""
-    micro_batch_tokens: Positive = 2048
-    """Tokens, padding included, per forward and backward pass. It bounds memory and changes nothing else."""
+    """Loss and its parameters."""
+    learning_rate: Rate | Auto = "auto"
+    """Peak learning rate, reached after the first tenth of the steps and falling to zero at the last. `auto`:
+    0.3 times the automatic rate of the fine-tune, that is 3e-4 for the embedded model and 6.5e-5 at hidden
+    size 4096."""
+    micro_batch_tokens: Positive | Auto = "auto"
+    """Maximum tokens per forward and backward pass, padding included. It bounds memory; results change only
+    by rounding, which training can amplify. `auto`: 2048 on CPU, 8192 on CUDA."""
     health: HealthSection = HealthSection()
-    """When to slow down, and when to stop."""
+    """When to lower the learning rate, and when to halt."""
     until: UntilSection = UntilSection()
     """When to stop before the last step."""
     validate_every: Positive = 12
-    """Steps between measurements on held-out prompts; the best adapter by these is the one kept."""
+    """Steps between measurements of held-out KL."""
     validation_prompts: Positive = 16
-    """Prompts per stream for that: general ones kept aside, and some of the domain's, all of which are practised."""
+    """Prompts per stream for held-out KL. General ones are set aside; domain ones are also trained on."""
     keep: Literal["best", "last"] = "best"
-    """Which adapter the stage ends with: the best by held-out KL, or the last that was measured."""
+    """Adapter that the stage returns: the best by held-out KL, or the last one measured."""
     save_steps: Positive = 12
-    """Steps between checkpoints."""
+    """Optimizer steps between checkpoints."""
     seed: int = 0
-    """Order of prompts and all sampling."""
+    """Seed of the prompt order and of all sampling."""
     trainer: dict[str, Any] = {}
-    """Further fields of `trl.DistillationConfig`."""
+    """Fields of `transformers.TrainingArguments` for optimizer, schedule and checkpoints, such as
+    `weight_decay`."""
 
     @model_validator(mode="after")
-    def _leads_somewhere(self) -> RecoverConfig:
+    def _can_learn(self) -> RecoverConfig:
+        check_trainer("recover", self.trainer)
         if self.general_teacher.begins_as_tuned:
-            raise ValueError(
-                "general_teacher is the student as it begins, so it leads nowhere: take base, or give it a context"
-            )
-        if self.alpha and self.method != "interpolate":
-            raise ValueError(
-                "alpha is the scale of method interpolate; where a recovery starts is warm_start"
-            )
+            raise ValueError("general_teacher equals the student at the start: use base, or set context")
         if self.general is None and not self.reward and (self.general_per_domain or self.method == "general"):
-            raise ValueError(
-                "without general prompts there are domain steps only: method alternating, general_per_domain 0"
-            )
-        domain = self.domain_max_new_tokens or self.max_new_tokens
-        for name, teacher in self.all_teachers().items():
-            length = self.max_new_tokens if name == "general_teacher" else domain
-            if teacher.skip_tokens >= length:
-                raise ValueError(f"{name}.skip_tokens leaves nothing of {length} tokens")
-            self._can_be_told(name, teacher)
-        return self
-
-    @model_validator(mode="after")
-    def _samples_at_temperature_one_elsewhere(self) -> RecoverConfig:
+            raise ValueError("without general prompts use method alternating and general_per_domain 0")
         if self.server and self.temperature != 1:
             raise ValueError(
-                "a server tells log-probabilities at temperature 1, so that is what it must sample at: leave temperature or server out"
+                "a server returns log-probabilities at temperature 1: remove temperature or server"
             )
+        for name, teacher in self.all_teachers().items():
+            self._check_teacher(name, teacher)
+        if self.reward:
+            self._check_reward(self.reward.group)
         return self
 
-    def _can_be_told(self, name: str, teacher: TeacherSection) -> None:
-        """Refuse a loss that would need more of a distribution than a server tells."""
+    def _check_teacher(self, name: str, teacher: TeacherSection) -> None:
+        domain = self.domain_max_new_tokens or self.max_new_tokens
+        length = self.max_new_tokens if name == "general_teacher" else domain
+        if teacher.skip_tokens >= length:
+            raise ValueError(f"{name}.skip_tokens must be less than the maximum completion length ({length})")
+        if teacher.reads_feedback and not (self.reward and name == "general_teacher"):
+            raise ValueError(
+                f"{name}.context: {{feedback}} needs reward, and only general_teacher receives it"
+            )
         if teacher.server is None:
             return
-        told = self.loss.kind == "policy_gradient" or (
-            self.loss.kind == "top_k" and self.loss.k <= teacher.server.top_k
-        )
-        if not told or self.temperature != 1:
+        k = teacher.server.top_k
+        known = self.loss.kind == "policy_gradient" or (self.loss.kind == "top_k" and self.loss.k <= k)
+        if not known or self.temperature != 1:
             raise ValueError(
-                f"a server tells the token's own log-probability and {teacher.server.top_k} likely ones, at temperature 1: with {name} take "
-                f"loss.kind policy_gradient, or top_k with k at most {teacher.server.top_k}"
+                f"{name} is on a server, which returns log-probabilities of the sampled token and the {k} "
+                f"likeliest at temperature 1: use loss.kind policy_gradient, or top_k with loss.k at most {k}"
             )
 
-    @model_validator(mode="after")
-    def _rewards_what_the_student_writes(self) -> RecoverConfig:
-        if unfed := [
-            name
-            for name, t in self.all_teachers().items()
-            if t.reads_feedback and not (self.reward and name == "general_teacher")
-        ]:
-            raise ValueError(
-                f"{unfed[0]}.context: {{feedback}} is known of rewarded completions only, whose teacher is general_teacher"
-            )
-        if self.reward is None:
-            return self
+    def _check_reward(self, group: int) -> None:
         if self.method not in ("alternating", "general") or self.loss.kind == "cross_entropy":
             raise ValueError(
-                "a reward needs method alternating or general, and a loss that compares with the teacher"
+                "reward needs method alternating or general, and a loss.kind other than cross_entropy"
             )
         if self.lmbda < 1 or self.teacher_first:
-            raise ValueError("a reward is for what the student itself writes: lmbda 1, teacher_first 0")
-        if self.rollouts % self.reward.group:
-            raise ValueError(f"rollouts must be a multiple of reward.group, {self.reward.group}")
+            raise ValueError("reward needs the student's own completions: set lmbda 1 and teacher_first 0")
+        if self.rollouts != "auto" and self.rollouts % group:
+            raise ValueError(f"rollouts must be a multiple of reward.group ({group})")
         if self.keep != "last":
-            raise ValueError("with a reward, held-out KL does not say which adapter is best: keep last")
-        return self
+            raise ValueError("reward needs keep last: held-out KL does not say which adapter is best")
 
     def source(self, stream: Literal["general", "domain"]) -> str | None:
-        """Return where a stream's prompts come from, if from a data source."""
+        """Return the data source of a stream's prompts, or None if there is none."""
         if stream == "domain":
             return self.domain
         return None if self.reward else self.general

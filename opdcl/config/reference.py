@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from collections.abc import Sequence
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -11,13 +12,14 @@ from opdcl.config.workflow import Workflow
 
 
 def describe_fields(
-    section: type[BaseModel] = Workflow, prefix: str = "", given: BaseModel | None = None
+    section: type[BaseModel] = Workflow, prefix: str = "", default_section: BaseModel | None = None
 ) -> list[list[str]]:
-    """Return key, default and meaning of every field; of a section that is `given` by default, what it then holds."""
+    """Return key, default and meaning of every field; defaults are those of `default_section` where there is
+    one."""
     rows = []
     for name, field in section.model_fields.items():
-        inner, default = section_of(field.annotation), getattr(given, name) if given else field.default
-        if inner:
+        default = getattr(default_section, name) if default_section else field.default
+        if inner := section_of(field.annotation):
             rows += describe_fields(
                 inner, f"{prefix}{name}.", default if isinstance(default, BaseModel) else None
             )
@@ -32,10 +34,22 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
-def field_names(path: list[str]) -> list[str]:
-    """Return the field names of the section at `path`."""
+def schema_path(path: Sequence[int | str]) -> tuple[list[str], list[str]]:
+    """Return the setting that an error's location names, and the field names of the innermost section.
+
+    Pydantic appends the tried types of a union, such as `literal['auto']`, which name no setting.
+    """
     section: type[BaseModel] | None = Workflow
-    for key in path:
-        field = section.model_fields.get(key) if section else None
-        section = section_of(field.annotation) if field else None
-    return list(section.model_fields) if section else []
+    keys: list[str] = []
+    parts = list(path)
+    while parts and section:
+        keys.append(str(parts.pop(0)))
+        field = section.model_fields.get(keys[-1])
+        if field is None:
+            break
+        is_mapping = get_origin(field.annotation) is dict
+        section = section_of(field.annotation)
+        if is_mapping and parts:
+            keys.append(str(parts.pop(0)))
+    keys += [str(part) for part in parts if isinstance(part, int)]
+    return keys, list(section.model_fields) if section else []

@@ -2,20 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 Sampler = Literal["auto", "slab", "generate", "continuous"]
+Auto = Literal["auto"]
+"""A number that `opdcl.pipeline.defaults` derives from the model and the device."""
 
 # Strict: `true` is not 1, and '3' is not 3.
 Positive = Annotated[int, Field(gt=0, strict=True)]
-
+Count = Annotated[int, Field(ge=0, strict=True)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 
 
+def as_list(value: Any) -> Any:
+    """Read a single name as a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+Names = Annotated[list[str], BeforeValidator(as_list)]
+
+
 class Section(BaseModel):
-    # Defaults are validated so that they are what a saved configuration is read as: 5 epochs would hash unlike 5.0.
+    # A validated default equals what a saved configuration is read as: 5 epochs would hash unlike 5.0.
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
     )
+
+    unused: ClassVar[tuple[tuple[str, Callable[[Any], bool], str], ...]] = ()
+    """Keys, when they have no effect, and why: then values other than the defaults are refused."""
+
+    @model_validator(mode="after")
+    def _refuse_settings_without_effect(self) -> Self:
+        for keys, has_no_effect, reason in self.unused:
+            for key in keys.split():
+                if has_no_effect(self) and self._differs(key):
+                    raise PydanticCustomError(
+                        "no_effect", "has no effect {reason}", {"key": key, "reason": reason}
+                    )
+        return self
+
+    def _differs(self, key: str) -> bool:
+        """Whether a dotted key differs from its default; stored runs name all keys."""
+        *path, name = key.split(".")
+        section: Any = functools.reduce(lambda node, part: getattr(node, part, None), path, self)  # type: ignore
+        if section is None:
+            return False
+        return bool(getattr(section, name) != type(section).model_fields[name].default)

@@ -10,17 +10,18 @@ from opdcl.config.section import Positive, Section
 
 
 class ServerSection(Section):
-    """A model on a server that tells log-probabilities of prompts, such as vLLM. `OPDCL_SERVER_KEY` in the environment is its key."""
+    """A model server that returns log-probabilities of prompt tokens, such as vLLM. Its API key is read from
+    the environment variable `OPDCL_SERVER_KEY`."""
 
     url: Annotated[str, Field(pattern=r"^https?://[^/@\s]+(/\S*)?$")]
-    """Its OpenAI-compatible endpoint: http://127.0.0.1:8000/v1"""
+    """OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1."""
     model: str | None = None
-    """Name under which it serves the model. Default: the only one there is."""
+    """Name of the model on the server. Default: the only one it serves."""
     top_k: Positive = 20
-    """How many likely tokens of each position it is asked for; vLLM allows 20 unless it is told otherwise."""
+    """Number of likeliest tokens to request per position. vLLM's default limit is 20."""
     concurrency: Positive = 16
-    """Requests in flight."""
+    """Maximum number of requests in flight."""
     timeout: Annotated[float, Field(gt=0)] = 300
-    """Seconds until a request counts as lost."""
+    """Request timeout, in seconds."""
     patience: Annotated[float, Field(gt=0)] = 600
-    """Seconds that a server which is gone is waited for."""
+    """How long to wait for an unreachable server, in seconds."""

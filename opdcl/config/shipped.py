@@ -1,4 +1,4 @@
-"""Where the shipped recipes and suites lie."""
+"""Locate the shipped recipes and suites."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from opdcl.errors import UsageError
 
 
 def package_folder(name: str) -> Path:
-    """Return the shipped folder `workflows` or `evals`: inside the installed package, or beside it in a checkout."""
+    """Return the shipped folder `workflows` or `evals`, in the installed package or in a checkout."""
     here = Path(__file__).parents[1]
     return here / name if (here / name).is_dir() else here.parent / name
 
@@ -20,13 +20,18 @@ def workflow_files() -> dict[str, Path]:
     return {p.stem: p for p in sorted(package_folder("workflows").glob("*.yaml"))}
 
 
+def shipped_suites() -> dict[str, Path]:
+    """Return the shipped suites, name -> file."""
+    return {p.stem: p for p in sorted(package_folder("evals").glob("*/*.yaml"))}
+
+
 def find_workflow(source: str) -> Path:
     path = Path(source)
-    if os.path.isfile(path):  # unlike Path.is_file it has no objection to a name that cannot be one
+    if os.path.isfile(path):  # Path.is_file raises on names that no file can have
         return path
     shipped = workflow_files()
     if source in shipped:
         return shipped[source]
     near = difflib.get_close_matches(source, shipped, 1)
-    hint = f"did you mean {near[0]}?" if near else f"a path, or one of: {', '.join(shipped)}"
+    hint = f"did you mean {near[0]}?" if near else f"name a file, or one of: {', '.join(shipped)}"
     raise UsageError(f"no workflow {source!r}", hint)

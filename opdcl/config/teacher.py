@@ -7,48 +7,54 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from opdcl.config.model import ModelConfig
-from opdcl.config.section import Positive, Section
+from opdcl.config.section import Count, Positive, Section, Share
 from opdcl.config.server import ServerSection
 
 TEACHER_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,31}$"
 
 
 class TeacherSection(Section):
-    """Who grades a stream. Only `kind`'s own parameters play a part."""
+    """Who grades a stream."""
+
+    unused = (
+        ("rate every", lambda s: s.kind != "ema", "unless kind is ema"),
+        ("reference mix", lambda s: s.kind != "trust_region", "unless kind is trust_region"),
+    )
 
     kind: Literal["base", "tuned", "adapter", "live", "ema", "trust_region", "model", "remote"]
-    """`base`, `tuned` and `adapter`, which another run made, are frozen; `live` is the student itself, `ema` a running mean of
-    it, `trust_region` lies between `reference` and the student; `model` is another one with the same tokenizer, `remote` one
-    on a server."""
+    """Frozen teachers: `base`, `tuned`, `adapter` (from another run), `model` (another model with the same
+    tokenizer) and `remote` (on a server). Moving ones: `live` is the student itself, `ema` a running mean of
+    it, and `trust_region` a mixture of `reference` and the student."""
     adapter: Annotated[str, Field(min_length=1)] | None = None
-    """`adapter`: a run directory, whose last adapter it is, an adapter's folder, or its hub id."""
-    rate: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """`ema`: how far towards the student it moves at a time."""
+    """`adapter`: a run directory (its last adapter is used), an adapter folder, or a Hub id."""
+    rate: Share = 0.05
+    """`ema`: fraction of the distance to the student that the teacher moves per update."""
     every: Positive = 1
-    """`ema`: steps from one move to the next."""
+    """`ema`: steps between updates."""
     reference: Literal["base", "tuned"] = "base"
-    """`trust_region`: the frozen end."""
-    mix: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """`trust_region`: the student's share."""
+    """`trust_region`: the frozen part of the mixture."""
+    mix: Share = 0.05
+    """`trust_region`: the student's share of the mixture."""
     model: ModelConfig | None = None
-    """`model`: which."""
+    """`model`: the teacher model."""
     server: ServerSection | None = None
-    """`remote`: where."""
+    """`remote`: the server that runs the teacher."""
     context: str | None = None
-    """What the teacher sees in place of the last user message, with `{prompt}` and `{answer}`: it knows, the student has to
-    find out. Rows need answers then. Under a reward the answer is the best one of the group, for those that did worse, and
-    `{feedback}` what the suite's scorer says of their own (arXiv 2601.20802)."""
-    skip_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
-    """Leave out so many tokens at the start of each completion, where a teacher with context gives itself away."""
+    """Text that the teacher sees in place of the last user message, with `{prompt}` and `{answer}`; rows then
+    need answers. With a reward, `{answer}` is the best completion of the group and only the worse ones are
+    graded with it; `{feedback}` is the scorer's comment on the graded completion (arXiv 2601.20802)."""
+    skip_tokens: Count = 0
+    """Number of tokens at the start of each completion to leave out of the loss, where a teacher with
+    `context` tends to show that it has seen the answer."""
 
     @property
     def reads_feedback(self) -> bool:
-        """Whether it is shown what a scorer says."""
+        """Whether the scorer's feedback is part of the context."""
         return "{feedback}" in (self.context or "")
 
     @property
     def begins_as_tuned(self) -> bool:
-        """Whether it is, at first, what the student is."""
+        """Whether the teacher equals the student before the first step."""
         tuned = self.kind in ("tuned", "ema") or (self.kind == "trust_region" and self.reference == "tuned")
         return tuned and self.context is None
 
@@ -56,16 +62,20 @@ class TeacherSection(Section):
     def _has_something_to_teach(self) -> TeacherSection:
         if self.context is not None and ("{answer}" not in self.context or "{prompt}" not in self.context):
             raise ValueError("context needs {prompt} and {answer}")
-        for kind, part in (("model", "model"), ("adapter", "adapter"), ("remote", "server")):
-            if (self.kind == kind) != (getattr(self, part) is not None):
-                raise ValueError(f"kind {kind} and {'an' if part == 'adapter' else 'a'} {part} go together")
+        for kind, key in (("model", "model"), ("adapter", "adapter"), ("remote", "server")):
+            if self.kind == kind and getattr(self, key) is None:
+                raise ValueError(f"kind {kind} needs {key}")
+            if self.kind != kind and getattr(self, key) is not None:
+                raise ValueError(f"{key} has no effect unless kind is {kind}")
         if self.kind == "live" and self.context is None:
-            raise ValueError("a live teacher without context is the student: there is nothing to learn")
+            raise ValueError(
+                "kind live without context is the student itself, which teaches nothing: set context"
+            )
         return self
 
 
 class NamedTeacher(TeacherSection):
-    """One teacher among several, who grades the prompts that name it."""
+    """One of several teachers. It grades the prompts that name it."""
 
     prompts: Annotated[str, Field(min_length=1)] | None = None
-    """Further domain prompts, all of which are its own."""
+    """Further domain prompts, all graded by this teacher."""

@@ -1,4 +1,4 @@
-"""Workflow files: what is accepted, which source wins, and complaints that name the file and line."""
+"""Workflow files: what is accepted, which source wins, and errors that name the file and line."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,8 @@ from opdcl.config.reference import describe_fields
 from opdcl.config.shipped import workflow_files
 from opdcl.data.rows import load_rows
 from opdcl.errors import UsageError
+
+SELF_DISTILL = {"data": "handbook", "method": "self-distill"}
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def complaint(*args, **kwargs) -> UsageError:
     with pytest.raises(UsageError) as caught:
         load(*args, **kwargs)
     assert caught.value.exit_code == 2
-    assert caught.value.hint, "every complaint says what to do next"
+    assert caught.value.hint, "every error says what to do next"
     return caught.value
 
 
@@ -73,18 +75,16 @@ def test_a_list_is_replaced_not_extended(write):
 @pytest.mark.parametrize("written", ["1e-4", "1.0e-4", "0.0001"])
 def test_a_number_with_an_exponent_is_a_float_in_a_file_and_in_set(write, written):
     file = write(f"recover:\n  trainer:\n    weight_decay: {written}\n")
-    flow, _ = load([file], [f"recover.trainer.other={written}"])
-    for value in (flow.recover.trainer["weight_decay"], flow.recover.trainer["other"]):
+    flow, _ = load([file], [f"recover.trainer.adam_epsilon={written}"])
+    for value in (flow.recover.trainer["weight_decay"], flow.recover.trainer["adam_epsilon"]):
         assert isinstance(value, float)
         assert value == 1e-4
 
 
 @pytest.mark.parametrize("word", ["on", "off", "yes", "no"])
 def test_on_and_off_are_words_not_truth_values(write, word):
-    flow, _ = load(
-        [write(f"finetune: {{data: d, trainer: {{x: {word}}}}}\n")], [f"finetune.trainer.y={word}"]
-    )
-    assert flow.finetune.trainer == {"x": word, "y": word}
+    flow, _ = load([write(f"eval: {{domain: {word}}}\n")], [f"eval.control={word}"])
+    assert (flow.eval.domain, flow.eval.control) == ([word], [word])
 
 
 def test_packing_on_needs_no_quotes(write):
@@ -125,6 +125,62 @@ def test_an_unknown_key_in_set_is_named_with_its_origin():
 
 
 @pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("lora.r=8", "did you mean finetune.lora.r?"),
+        ("lora={r: 8}", "did you mean finetune.lora.r?"),
+        ("teacher_first=3", "did you mean recover.teacher_first?"),
+        ("recover.epochs=3", "did you mean finetune.epochs?"),
+    ],
+)
+def test_a_key_of_another_section_is_suggested_in_full(override, meant):
+    assert complaint(["quickstart"], [override]).hint == meant
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("recover.learning_rate=abc", "must be a number or 'auto' (got 'abc', --set)"),
+        ("recover.learning_rate=2", "must be less than 1 or 'auto'"),
+        ("recover.rollouts=0", "must be greater than 0 or 'auto'"),
+        ("recover.lmbda=1.5", "must be at most 1"),
+        ("model.shard=perhaps", "must be true or false"),
+        ("recover.general_teacher.kind=none", "must be 'base', 'tuned', 'adapter', 'live'"),
+        ("recover.teachers.a.kind=none", "recover.teachers.a.kind: must be 'base', 'tuned'"),
+        ("finetune.lora.target_modules=3", "must be text or a list"),
+        ("recover.temperature=.inf", "must be a finite number"),
+        ("seeds=[1, -2]", "seeds.1: must be at least 0"),
+    ],
+)
+def test_a_wrong_value_is_explained_in_plain_words(override, words):
+    assert words in complaint(["quickstart"], [override]).message
+
+
+@pytest.mark.parametrize("section", ["recover.loss", "finetune.self_distill.loss"])
+@pytest.mark.parametrize("key", ["beta", "rescaled", "unsure_above", "discount", "cap"])
+def test_a_removed_key_names_its_replacement(section, key):
+    fault = complaint(["quickstart"], [f"{section}.{key}=0.5"])
+    assert f"unknown key {section}.{key}, --set: " in fault.message
+    assert any(word in fault.hint for word in ("reverse_kl", "policy_gradient", "max_grad_norm"))
+
+
+@pytest.mark.parametrize("kind", ["jsd", "entropy_switched"])
+def test_a_removed_loss_names_its_replacement(kind):
+    message = complaint(["quickstart"], [f"recover.loss.kind={kind}"]).message
+    assert f"{kind} was removed; use loss.kind reverse_kl or forward_kl" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "name"), [("eval.retention", "ifeval"), ("eval.domain", "handbook"), ("track", "tensorboard")]
+)
+def test_a_single_name_is_a_list_of_one(write, key, name):
+    section, _, last = f".{key}".rpartition(".")
+    tree = {last: name} if section == "" else {section.strip("."): {last: name}}
+    flow, _ = load([write(json.dumps(tree))])
+    assert (flow.eval.model_dump()[last] if section else flow.track) == [name]
+
+
+@pytest.mark.parametrize(
     ("text", "key", "line", "got"),
     [
         ("recover:\n  steps: many\n", "recover.steps", 2, "'many'"),
@@ -132,7 +188,7 @@ def test_an_unknown_key_in_set_is_named_with_its_origin():
         ("recover:\n  steps: 0\n", "recover.steps", 2, "0"),
         ("recover:\n  learning_rate: -1e-4\n", "recover.learning_rate", 2, "-0.0001"),
         ("name: x\nrecover: 5\n", "recover", 2, "5"),
-        ("eval:\n  retention: instructions\n", "eval.retention", 2, "'instructions'"),
+        ("eval:\n  retention: {a: b}\n", "eval.retention", 2, "{'a': 'b'}"),
         ("finetune:\n  data: d\n  packing: sometimes\n", "finetune.packing", 3, "'sometimes'"),
         (
             "finetune:\n  data: d\n  lora:\n    target_modules: [lm_head]\n",
@@ -157,9 +213,12 @@ def test_a_required_value_that_is_missing_is_named(write):
 
 
 def test_all_faults_are_reported_at_once(write):
-    message = complaint([write("recover:\n  stepz: 3\n  seed: x\n")]).message
-    assert "recover.stepz" in message
-    assert "recover.seed" in message
+    file = write("finetune: {data: d, epochs: x}\nrecover:\n  stepz: 3\n  seed: x\n")
+    assert complaint([file]).message.splitlines() == [
+        f"finetune.epochs: must be a number (got 'x', {file}:1)",
+        f"recover.seed: must be an integer (got 'x', {file}:4)",
+        f"unknown key recover.stepz, {file}:3",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +258,7 @@ def test_broken_yaml_is_refused_with_its_line(write):
     assert f"{file}:3:" in complaint([file]).message
 
 
-def test_nesting_without_end_is_refused(write):
+def test_very_deep_nesting_is_refused(write):
     assert complaint([write("[" * 5000)])
 
 
@@ -209,7 +268,7 @@ def test_an_empty_file_is_all_defaults(write):
     assert flow.finetune is None
 
 
-def test_relative_paths_are_meant_from_the_file_that_names_them(write, tmp_path, monkeypatch):
+def test_relative_paths_start_at_the_folder_of_the_workflow_file(write, tmp_path, monkeypatch):
     folder = tmp_path / "project"
     folder.mkdir()
     for name in ("rows.jsonl", "prompts.jsonl", "ifeval.jsonl"):
@@ -261,14 +320,14 @@ def test_set_reads_lists():
 @pytest.mark.parametrize(
     ("typed", "hint"), [("quikstart", "did you mean quickstart?"), ("zzz", "quickstart")]
 )
-def test_an_unknown_workflow_is_answered_with_those_there_are(typed, hint):
+def test_an_unknown_workflow_gets_a_suggestion(typed, hint):
     fault = complaint([typed])
     assert repr(typed) in fault.message
     assert hint in fault.hint
 
 
 @pytest.mark.parametrize("name", workflow_files())
-def test_every_shipped_workflow_loads_and_says_what_it_is_for(name):
+def test_every_shipped_workflow_loads_and_has_a_description(name):
     flow, _ = load([name])
     assert flow.name == name
     assert flow.description
@@ -305,13 +364,13 @@ def test_every_field_is_described_once():
         ("recover:\n  <<: {steps: 3}\n", ":2 uses a merge key"),
         ("recover: !odd {steps: 3}\n", ":1 uses a tag"),
         ("%YAML 1.1\n---\nname: x\n", "uses a YAML directive"),
-        ("finetune:\n  data: handbook\n  trainer: {a: 2026-01-02}\n", "write it in quotes"),
+        ("finetune:\n  data: 2026-01-02\n", "write it in quotes"),
         ("recover: {steps: true}\n", "recover.steps"),
         ("recover: {steps: '3'}\n", "recover.steps"),
         ("recover: {temperature: .inf}\n", "recover.temperature"),
     ],
 )
-def test_what_a_workflow_has_no_use_for_is_refused(write, text, said):
+def test_yaml_features_that_a_workflow_does_not_need_are_refused(write, text, said):
     assert said in complaint([write(text)]).message
 
 
@@ -332,36 +391,30 @@ def test_a_saved_workflow_reads_back_as_it_was(write):
 )
 @pytest.mark.parametrize("role", ["retention", "domain", "control"])
 def test_a_suite_name_cannot_leave_the_run_directory(name, role):
-    with pytest.raises(UsageError, match="no suite name"):
+    with pytest.raises(UsageError, match="not a suite name"):
         validate({"eval": {role: [name]}})
-    with pytest.raises(UsageError, match="no suite name"):
+    with pytest.raises(UsageError, match="not a suite name"):
         validate({"eval": {"data": {name: "rows.jsonl"}}})
 
 
 @pytest.mark.parametrize("value", ["~nobody-of-this-name/rows.jsonl", "~\ud800"])
-def test_a_home_that_there_is_not_is_an_error_with_words(tmp_path, value):
+def test_an_unknown_home_folder_is_an_error_with_a_message(tmp_path, value):
     (tmp_path / "flow.yaml").write_text(json.dumps({"finetune": {"data": value}}))
-    with pytest.raises(UsageError, match=r"does not exist|valid string"):
+    with pytest.raises(UsageError, match=r"does not exist|valid text"):
         load_rows(load([str(tmp_path / "flow.yaml")])[0].finetune.data)
 
 
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        (
-            {"recover": {"method": "general", "general": None, "general_per_domain": 0}},
-            "without general prompts",
-        ),
+        ({"recover": {"method": "general", "general": None}}, "without general prompts"),
         ({"recover": {"general": None}}, "without general prompts"),
         ({"recover": {"teachers": {"a": {"kind": "adapter", "adapter": ""}}}}, "adapter"),
-        ({"finetune": {"data": "handbook", "self_distill": {"skip_tokens": 64}}}, "finetune.self_distill"),
-        (
-            {"finetune": {"data": "handbook", "self_distill": {"context": "{prompt}"}}},
-            "finetune.self_distill",
-        ),
+        ({"finetune": SELF_DISTILL | {"self_distill": {"skip_tokens": 64}}}, "skip_tokens must be less"),
+        ({"finetune": SELF_DISTILL | {"self_distill": {"context": "{prompt}"}}}, "finetune.self_distill"),
         ({"start": ""}, "start"),
     ],
 )
-def test_settings_that_lead_nowhere_are_refused_by_name(section, said):
+def test_settings_that_cannot_work_are_refused_by_name(section, said):
     with pytest.raises(UsageError, match=said):
         validate(section)

@@ -1,0 +1,107 @@
+"""Pydantic's validation errors in plain words: the key, what is wrong, the file and line, and a hint."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic import ValidationError
+
+from opdcl.config.reference import describe_fields, schema_path
+from opdcl.errors import UsageError
+
+JSD = "use loss.kind reverse_kl or forward_kl"
+
+# Removed or renamed keys (their end) and values -> what does the job now, or why they went.
+REMOVED_KEYS = {
+    "loss.beta": f"the loss jsd was removed; {JSD}",
+    "loss.rescaled": f"the loss jsd was removed; {JSD}",
+    "loss.unsure_above": f"the loss entropy_switched was removed; {JSD}",
+    "loss.discount": "discounted advantages were removed; policy_gradient credits each token with its own",
+    "loss.cap": "use trainer.max_grad_norm or a lower learning_rate against outliers",
+}
+REMOVED_VALUES = {"jsd": JSD, "entropy_switched": JSD}
+
+# Pydantic's error type -> plain words, with the values of the error's context.
+WORDS = {
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "string_unicode": "valid text",
+    "string_too_short": "text that is not empty",
+    "string_pattern_mismatch": "text of the form {pattern}",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a section of settings",
+    "model_attributes_type": "a section of settings",
+    "greater_than": "greater than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "literal_error": "{expected}",
+}
+
+
+def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
+    """Return one error with a line for each wrong setting, in the order of the schema."""
+    lines: dict[str, str] = {}
+    expected: dict[str, list[str]] = {}
+    hint = "opdcl config schema lists every key"
+    for error in fault.errors():
+        key, siblings = error_key(error)
+        where = _origin(key, origins)
+        context = error.get("ctx", {})
+        if error["type"] == "extra_forbidden":
+            reason = next((why for end, why in REMOVED_KEYS.items() if key.endswith(end)), "")
+            hint = reason or _similar_key(key, error["input"], siblings) or hint
+            lines[key] = f"unknown key {key}{where}{': ' if reason else ''}{reason}"
+        elif error["type"] == "missing":
+            lines[key] = f"{key} is required{where}"
+        elif error["type"] in ("no_effect", "trainer"):
+            hint = context.get("hint") or "remove the setting"
+            lines[key] = f"{key} {error['msg']}{where}"
+        elif words := WORDS.get(error["type"]):
+            removed = REMOVED_VALUES.get(error["input"]) if isinstance(error["input"], str) else None
+            expected.setdefault(key, []).append(words.format(**context))
+            wanted = " or ".join(dict.fromkeys(expected[key]))
+            lines[key] = f"{key}: must be {wanted} (got {_brief(error['input'])}{where})"
+            lines[key] += f": {error['input']} was removed; {removed}" if removed else ""
+        else:
+            message = error["msg"].removeprefix("Value error, ")
+            got = "" if isinstance(error["input"], dict) else f"got {_brief(error['input'])}{where}"
+            lines[key] = f"{key}: {message}" + (
+                f" ({got or where.removeprefix(', ')})" if got or where else ""
+            )
+    return UsageError("\n".join(lines.values()), hint)
+
+
+def error_key(error: Any) -> tuple[str, list[str]]:
+    """Return the dotted key that an error is about, and the fields of its section."""
+    keys, siblings = schema_path(error["loc"])
+    return ".".join([*keys, *([error["ctx"]["key"]] if "key" in error.get("ctx", {}) else [])]), siblings
+
+
+def _origin(key: str, origins: dict[str, str]) -> str:
+    parts = key.split(".")
+    sections = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((f", {origins[name]}" for name in sections if name in origins), "")
+
+
+def _similar_key(key: str, value: Any, siblings: list[str]) -> str:
+    """Suggest the same key in another section, or the most similar one in the same section."""
+    section, _, name = key.rpartition(".")
+    typed = f"{name}.{next(iter(value))}" if isinstance(value, dict) and value else name
+    elsewhere = [k for k, *_ in describe_fields() if k.endswith(f".{typed}")]
+    near = [f"{section}.{n}".strip(".") for n in difflib.get_close_matches(name, siblings, 1, 0.5)]
+    return f"did you mean {' or '.join(elsewhere[:3] or near)}?" if elsewhere or near else ""
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

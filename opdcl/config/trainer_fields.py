@@ -1,0 +1,106 @@
+"""Fields of `transformers.TrainingArguments` that act in our training loops; settings that replace others.
+
+tests/unit/config/test_trainer_fields.py shows that each allowed field changes a run.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+# Optimizers that need no further package; schedules that need no evaluation during training.
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "rmsprop", "adagrad")
+SCHEDULES = (
+    *("linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "constant"),
+    *("constant_with_warmup", "inverse_sqrt", "warmup_stable_decay"),
+)
+NUMBER = (int, float)
+
+# Field -> its type, or its values.
+RECOVER: dict[str, Any] = {
+    "optim": OPTIMIZERS,
+    "optim_args": str,
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm"), NUMBER),
+    "lr_scheduler_type": SCHEDULES,
+    "lr_scheduler_kwargs": dict,
+    "warmup_steps": NUMBER,
+    "save_total_limit": int,
+}
+ALLOWED = {
+    "recover": RECOVER,
+    "finetune": RECOVER | {"neftune_noise_alpha": NUMBER, "dataloader_num_workers": int},
+}
+
+# Fields that only some optimizers read.
+NEEDS_OPTIMIZER = {
+    "optim_args": ("sgd", "rmsprop", "adagrad"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), ("adamw_torch", "adamw_torch_fused")),
+}
+
+# Setting, or reason -> the fields that it replaces.
+INSTEAD = {
+    "use {stage}.learning_rate": "learning_rate",
+    "use {stage}.seed": "seed data_seed shuffle_dataset",
+    "use {stage}.save_steps": "save_steps save_strategy",
+    "use finetune.epochs": "num_train_epochs",
+    "use recover.steps or finetune.epochs": "max_steps",
+    "use recover.rollouts or finetune.batch_size": "per_device_train_batch_size",
+    "use finetune.max_length": "max_length truncation_mode",
+    "use finetune.packing": "packing packing_strategy padding_free",
+    "use finetune.lora.target_modules": "optim_target_modules",
+    "use finetune.lora.dropout": "disable_dropout",
+    "use recover.temperature": "temperature",
+    "use recover.max_new_tokens": "max_completion_length",
+    "use recover.loss": "beta label_smoothing_factor",
+    "use recover.general_teacher": "teacher_model_name_or_path teacher_model_revision",
+    "use recover.server": "use_vllm",
+    "use -o": "output_dir",
+    "use track": "report_to",
+    "use model.dtype": "bf16 fp16",
+    "use model.device": "use_cpu",
+    "use model.deterministic": "full_determinism",
+    "use model.shard": "fsdp fsdp_config",
+    "use model.trust_remote_code": "trust_remote_code",
+    "the fine-tune's loss is cross-entropy on the answers; for recovery use recover.loss": "loss_type",
+    "only answer tokens count in the loss": "completion_only_loss assistant_only_loss",
+    "memory is bounded by recover.micro_batch_tokens and finetune.batch_size": "gradient_accumulation_steps "
+    "gradient_checkpointing activation_checkpointing auto_find_batch_size",
+    "metrics.jsonl always has every step": "logging_steps logging_strategy logging_first_step",
+    "our loops do not call the model's own forward pass": "torch_compile use_liger_kernel",
+    "rows of similar length already share a batch": "train_sampling_strategy group_by_length",
+    "resuming needs the whole checkpoint": "save_only_model",
+}
+
+
+def check_trainer(stage: str, given: dict[str, Any]) -> None:
+    """Refuse a trainer field without an effect in a stage, and a value of the wrong type.
+
+    Raises:
+        PydanticCustomError: Its context names the key, and holds a hint.
+    """
+    allowed = ALLOWED[stage]
+    for name, value in given.items():
+        if reason := _fault(stage, name, value, given):
+            near = [] if name in allowed else difflib.get_close_matches(name, allowed, 1, 0.75)
+            hint = f"did you mean trainer.{near[0]}?" if near else f"allowed: {', '.join(allowed)}"
+            context = {"key": f"trainer.{name}", "reason": reason, "hint": hint}
+            raise PydanticCustomError("trainer", "{reason}", context)
+
+
+def _fault(stage: str, name: str, value: Any, given: dict[str, Any]) -> str:
+    expected = ALLOWED[stage].get(name)
+    if expected is None:
+        name = "use_vllm" if name.startswith("vllm_") else name
+        instead = next((instead for instead, names in INSTEAD.items() if name in names.split()), None)
+        return f"has no effect: {(instead or 'the training loop does not read it').format(stage=stage)}"
+    optimizers = NEEDS_OPTIMIZER.get(name)
+    if optimizers and given.get("optim", OPTIMIZERS[0]) not in optimizers:
+        return f"has no effect unless optim is {' or '.join(optimizers)}"
+    if expected in (OPTIMIZERS, SCHEDULES):
+        return "" if value in expected else f"must be one of {', '.join(expected)}, got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, expected):
+        kind = {str: "text", int: "an integer", dict: "a mapping", NUMBER: "a number"}[expected]
+        return f"must be {kind}, got {value!r}"
+    return ""

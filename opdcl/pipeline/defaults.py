@@ -1,0 +1,119 @@
+"""Numbers for the settings that are left at `auto`, from the model's size and the device."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from opdcl.config.load import flatten
+from opdcl.config.workflow import Workflow
+from opdcl.errors import UsageError
+
+# Our own measurement, on SmolLM2-135M (benchmarks/defaults.json).
+HIDDEN, ALPHA_OVER_R = 576, 2.0
+FINETUNE_RATE, RECOVER_SHARE = 1e-3, 0.3
+
+# LoRA rates fall with this power of the hidden size in the rule that tinker-cookbook publishes for Llama
+# models. At a fixed alpha / r the best rate hardly depends on the rank (Schulman et al., "LoRA Without
+# Regret", 2025).
+EXPONENT = 0.781
+
+# Not measured: it only keeps the rate valid where alpha / r is extreme.
+HIGHEST_RATE = 0.1
+
+
+def resolve(
+    workflow: Workflow, hidden: int, alpha_over_r: float, device: str
+) -> tuple[Workflow, dict[str, str]]:
+    """Return the workflow with a number for every `auto`, and for each of these keys the number's origin.
+
+    Args:
+        workflow: The settings.
+        hidden: Hidden size of the base model.
+        alpha_over_r: Scale of the adapter.
+        device: `cpu`, `cuda` or `cuda:N`.
+    """
+    rate = FINETUNE_RATE * (HIDDEN / hidden) ** EXPONENT * ALPHA_OVER_R / alpha_over_r
+    size, adapter = f"hidden size {hidden}", f"hidden size {hidden}, alpha/r {alpha_over_r:g}"
+    rollouts = 16 if hidden < 1536 else 32 if hidden < 3072 else 64
+    reward = workflow.recover.reward if workflow.recover else None
+    group = reward.group if reward else 1  # rollouts are whole groups
+    on_cuda = device.startswith("cuda")
+    numbers: dict[str, dict[str, tuple[float, str]]] = {
+        "finetune": {"learning_rate": (_two_digits(rate), adapter), "batch_size": (16, "any model")},
+        "recover": {
+            "learning_rate": (_two_digits(RECOVER_SHARE * rate), adapter),
+            "rollouts": (math.ceil(rollouts / group) * group, size),
+            "micro_batch_tokens": (8192 if on_cuda else 2048, device),
+        },
+        "eval": {"batch_size": (256 if on_cuda else 320, device)},
+    }
+    origins: dict[str, str] = {}
+    sections: dict[str, Any] = {}
+    for stage, choices in numbers.items():
+        if section := getattr(workflow, stage):
+            open_choices = {k: v for k, v in choices.items() if getattr(section, k) == "auto"}
+            origins |= {f"{stage}.{key}": f"auto: {reason}" for key, (_, reason) in open_choices.items()}
+            update = {key: number for key, (number, _) in open_choices.items()}
+            sections[stage] = section.model_copy(update=update)
+    return workflow.model_copy(update=sections), origins
+
+
+def _two_digits(rate: float) -> float:
+    return float(f"{min(rate, HIGHEST_RATE):.1e}")
+
+
+def resolve_for_machine(workflow: Workflow) -> tuple[Workflow, dict[str, str]]:
+    """Return `resolve` for the workflow's model on this machine. If nothing is `auto`, it reads no model.
+
+    Raises:
+        UsageError: The model, or the adapter to start from, was not found.
+    """
+    _, open_keys = resolve(workflow, HIDDEN, ALPHA_OVER_R, "cpu")
+    if not open_keys:
+        return workflow, {}
+    from opdcl.model.load import pick_device
+
+    return resolve(
+        workflow, hidden_size(workflow), _alpha_over_r(workflow), pick_device(workflow.model.device)
+    )
+
+
+def describe_automatic(workflow: Workflow, origins: dict[str, str]) -> str:
+    """Return the automatic settings with their numbers and reasons, as one line."""
+    values = flatten(workflow.model_dump())
+    return "; ".join(f"{key} {values[key]:g} ({reason})" for key, reason in origins.items())
+
+
+def hidden_size(workflow: Workflow) -> int:
+    """Return the hidden size of the base model, from its config alone."""
+    from opdcl.model.embedded import EMBEDDED
+    from opdcl.model.load import model_source
+
+    model = workflow.model
+    if model.id == EMBEDDED:
+        return HIDDEN
+    from transformers import AutoConfig
+
+    source, extra = model_source(model)
+    options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code, **extra}
+    try:
+        return int(AutoConfig.from_pretrained(source, **options).get_text_config().hidden_size)
+    except (OSError, ValueError, KeyError, AttributeError) as fault:
+        reason = (str(fault).strip() or type(fault).__name__).splitlines()[0][:300]
+        raise UsageError(
+            f"model {model.id!r} cannot be loaded: {reason}",
+            "check the model's config.json, and HF_TOKEN if it is gated",
+        ) from fault
+
+
+def _alpha_over_r(workflow: Workflow) -> float:
+    if workflow.start:
+        from opdcl.model.adapters import find_adapter
+
+        config = json.loads(
+            (find_adapter(workflow.start) / "adapter_config.json").read_text(encoding="utf-8")
+        )
+        return float(config["lora_alpha"] / config["r"])
+    return workflow.finetune.lora.alpha / workflow.finetune.lora.r if workflow.finetune else ALPHA_OVER_R

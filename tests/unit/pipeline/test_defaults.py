@@ -1,0 +1,107 @@
+"""Settings at `auto` become numbers that follow the model and the device, and stay the same when a run continues."""
+
+import json
+
+import pytest
+
+from opdcl.config.load import load_tree, validate
+from opdcl.pipeline.defaults import describe_automatic, resolve, resolve_for_machine
+from opdcl.pipeline.plan import stage_inputs
+from opdcl.rundir.layout import RunDir
+
+AUTOMATIC = {
+    "finetune.learning_rate",
+    "finetune.batch_size",
+    "recover.learning_rate",
+    "recover.rollouts",
+    "recover.micro_batch_tokens",
+    "eval.batch_size",
+}
+
+
+def flow(**recover):
+    return validate({"finetune": {"data": "handbook"}, "recover": recover, "eval": {}})
+
+
+@pytest.mark.parametrize(
+    ("hidden", "finetune", "recover", "rollouts"),
+    [
+        (576, 1e-3, 3e-4, 16),
+        (1536, 4.6e-4, 1.4e-4, 32),
+        (2048, 3.7e-4, 1.1e-4, 32),
+        (4096, 2.2e-4, 6.5e-5, 64),
+    ],
+)
+def test_rates_and_rollouts_follow_the_hidden_size(hidden, finetune, recover, rollouts):
+    workflow, _ = resolve(flow(), hidden, 2.0, "cpu")
+    assert workflow.finetune.learning_rate == finetune
+    assert workflow.recover.learning_rate == recover
+    assert workflow.recover.rollouts == rollouts
+    assert workflow.finetune.batch_size == 16
+
+
+def test_a_larger_adapter_scale_lowers_the_rates():
+    workflow, _ = resolve(flow(), 576, 4.0, "cpu")
+    assert (workflow.finetune.learning_rate, workflow.recover.learning_rate) == (5e-4, 1.5e-4)
+
+
+def test_an_extreme_scale_still_gives_a_valid_rate():
+    workflow, _ = resolve(flow(), 48, 0.01, "cpu")
+    assert validate(workflow.model_dump()) == workflow
+
+
+@pytest.mark.parametrize(("device", "tokens", "batch"), [("cpu", 2048, 320), ("cuda:1", 8192, 256)])
+def test_batches_follow_the_device(device, tokens, batch):
+    workflow, origins = resolve(flow(), 576, 2.0, device)
+    assert (workflow.recover.micro_batch_tokens, workflow.eval.batch_size) == (tokens, batch)
+    assert origins["eval.batch_size"] == f"auto: {device}"
+
+
+def test_the_origins_say_why():
+    workflow, origins = resolve(flow(rollouts=4), 576, 2.0, "cpu")
+    assert {*origins} == AUTOMATIC - {"recover.rollouts"}
+    assert origins["finetune.learning_rate"] == "auto: hidden size 576, alpha/r 2"
+    assert "finetune.learning_rate 0.001 (auto: hidden size 576, alpha/r 2)" in describe_automatic(
+        workflow, origins
+    )
+
+
+def test_explicit_numbers_stay_and_need_no_model():
+    numbers = {"learning_rate": 5e-3, "rollouts": 3, "micro_batch_tokens": 99}
+    workflow = validate({"model": {"id": "no/such-model"}, "recover": numbers})
+    assert resolve_for_machine(workflow) == (workflow, {})
+
+
+def test_rollouts_are_whole_groups_of_a_reward():
+    reward = {"reward": {"suite": "s", "group": 6}, "keep": "last", "teacher_first": 0}
+    workflow, _ = resolve(flow(**reward), 576, 2.0, "cpu")
+    assert workflow.recover.rollouts == 18
+    assert validate(workflow.model_dump()) == workflow
+
+
+def test_the_hidden_size_is_that_of_the_model(tiny_model):
+    tree = {"model": {"id": str(tiny_model)}, "finetune": {"data": "handbook", "lora": {"r": 8, "alpha": 8}}}
+    _, origins = resolve_for_machine(validate(tree))
+    assert origins["finetune.learning_rate"] == "auto: hidden size 48, alpha/r 1"
+
+
+def test_the_scale_is_that_of_the_adapter_to_start_from(tmp_path):
+    (tmp_path / "adapter_model.safetensors").touch()
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": 32, "r": 8}))
+    _, origins = resolve_for_machine(validate({"start": str(tmp_path), "recover": {}}))
+    assert origins["recover.learning_rate"] == "auto: hidden size 576, alpha/r 4"
+
+
+def test_a_run_that_is_continued_has_the_same_inputs(tmp_path):
+    run, data = RunDir(tmp_path), {"finetune.data": "content"}
+    workflow = validate({"finetune": {"data": "handbook"}})
+    first, origins = resolve_for_machine(workflow)
+    again, _ = resolve_for_machine(workflow)
+    continued, kept = load_tree(json.loads(json.dumps(first.model_dump())), origins, [], {}, "recover")
+    continued, added = resolve_for_machine(continued)
+    inputs = [stage_inputs(flow, run, data)["finetune"] for flow in (first, again, continued)]
+    assert inputs[0] == inputs[1] == inputs[2]
+    assert inputs[0]["learning_rate"] == 1e-3
+    assert kept["finetune.learning_rate"] == "auto: hidden size 576, alpha/r 2"
+    assert "finetune.learning_rate" not in added
+    assert added["recover.learning_rate"] == "auto: hidden size 576, alpha/r 2"
