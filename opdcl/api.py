@@ -143,13 +143,8 @@ def recover(
     Returns: The run's results.
     Example: opdcl.recover("runs/mine", prompts="prompts.jsonl", steps=60)
     """
-    named = {
-        "prompts": prompts,
-        "domain": domain,
-        "steps": steps,
-        "learning_rate": learning_rate,
-        "seed": seed,
-    }
+    named = {"prompts": prompts, "domain": domain, "steps": steps}
+    named |= {"learning_rate": learning_rate, "seed": seed}
     return _execute("recover", named, path, **options)
 
 

@@ -74,8 +74,8 @@ class Comparison(Outcome):
             [c.replace(" ", "\n") if name == "status" else c for name, c in zip(names, row, strict=True)]
             for row in scores.rows
         ]
-        notes = [f"note: {note}" for note in data["notes"]]
-        super().__init__(page.lead, [Table(page.lead, names, rows, scores.caption), *others], data, notes)
+        notes = [page.lead, *(f"note: {note}" for note in data["notes"])]
+        super().__init__(page.lead, [Table("", names, rows, scores.caption), *others], data, notes)
 
 
 class Verification(Outcome):

@@ -65,8 +65,8 @@ def serve(
     json: opt.Json = False,
 ) -> None:
     """Serve base, tuned and recovered with vLLM, under these names. Arguments after -- are passed to vLLM."""
-    from opdcl.api import open_run
     from opdcl.deploy.serve import execute, serve_command
+    from opdcl.rundir.layout import open_run
 
     start(json)
     command = serve_command(open_run(run_dir), vllm, host, port, context.args)

@@ -41,7 +41,7 @@ def doctor(json: opt.Json = False) -> None:
     start(json)
     found = checks()
     rows = [
-        [c.name, "ok" if c.ok else "no" if c.needed else "-", c.finding, "" if c.ok else c.remedy]
+        [c.name, "ok" if c.ok else "missing" if c.needed else "note", c.finding, "" if c.ok else c.remedy]
         for c in found
     ]
     screen.output.table("", ["check", "", "finding", "remedy"], rows, [vars(c) for c in found])

@@ -32,10 +32,9 @@ def show(outcome: Outcome) -> None:
     if output.mode == "json":
         output.result("", outcome.data)
         return
-    titles = [table.title for table in outcome.tables]
     for number, table in enumerate(outcome.tables):
         output.table("\n" * (number > 0) + table.title, table.columns, table.rows, None)
-    if outcome.sentence and outcome.sentence not in titles:
+    if outcome.sentence not in ("", *(table.title for table in outcome.tables), *outcome.notes):
         output.result(outcome.sentence, None)
     for note in outcome.notes:
         output.note(note)
