@@ -1,12 +1,12 @@
-"""Token losses: divergences of the student p from the teacher q over the whole vocabulary, computed in chunks.
+"""Token losses: divergences of the student p from the teacher q over the vocabulary, computed in chunks.
 
 | loss | per token | source |
 | --- | --- | --- |
-| `reverse_kl` | KL(p, q): penalizes what the student says and the teacher would not | arXiv 2306.08543, 2306.13649 |
+| `reverse_kl` | KL(p, q): penalizes text that the teacher would not write | arXiv 2306.08543, 2306.13649 |
 | `forward_kl` | KL(q, p): asks the student to cover everything the teacher might say | arXiv 2306.13649 |
-| `top_k` | reverse KL over the teacher's k most likely tokens and one bucket for the rest | arXiv 2601.20802 |
-| `policy_gradient` | -(p / p_sampler) (log q - log p) of the sampled token only | REINFORCE, importance-sampled |
-| `clipped_gradient` | -min(r A, clip(r) A), r = p / p_sampler, A the group advantage | arXiv 1707.06347, 2402.03300 |
+| `top_k` | reverse KL over the teacher's top k tokens and one bucket for the rest | arXiv 2601.20802 |
+| `policy_gradient` | -(p / p_sampler) (log q - log p) of the sampled token | REINFORCE, importance-sampled |
+| `clipped_gradient` | -min(r A, clip(r) A), r = p / p_sampler, A: advantage | arXiv 1707.06347, 2402.03300 |
 | `cross_entropy` | -log p of the token itself: imitation of text that a teacher wrote | arXiv 1606.07947 |
 
 Near equality every divergence is half a squared distance, so one learning rate suits all of them.
@@ -36,7 +36,7 @@ class TokenLosses(NamedTuple):
 
     loss: torch.Tensor
     kl: torch.Tensor
-    """Reverse KL, whatever the loss: the measure of progress. For `TopTokens`, all unnamed tokens count as one."""
+    """Reverse KL for every loss: the measure of progress. In `TopTokens`, unnamed tokens count as one."""
     student_entropy: torch.Tensor
     teacher_entropy: torch.Tensor
     logprob: torch.Tensor
@@ -96,7 +96,7 @@ def clipped_gradient(
 
 
 def group_advantages(rewards: list[float], group: int) -> list[float]:
-    """Return each reward's distance from its group's mean in standard deviations; 0 in groups of equal rewards.
+    """Return each reward's distance from its group's mean in standard deviations; 0 in tied groups.
 
     `rewards` holds one group of size `group` after another.
     """
@@ -136,8 +136,8 @@ def top_k_overlap(student: HiddenStates, teacher: TeacherDistribution, k: int = 
 class _TokenLoss(torch.autograd.Function):
     """Per-token losses from hidden states, saving hidden-sized gradients instead of vocabulary-sized logits.
 
-    The head is frozen, so only the student's hidden state h needs a gradient. With g = dL/dlog p it is
-    (g - p sum(g)) / temperature @ W; for reverse KL, g - p sum(g) = p (log p - log q - KL), computed in place.
+    The head is frozen, so only the student's hidden state needs a gradient. With g = dL/dlog p it is
+    (g - p sum(g)) / temperature @ W. For reverse KL, g - p sum(g) = p (log p - log q - KL), done in place.
     """
 
     @staticmethod

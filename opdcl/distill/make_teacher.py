@@ -26,7 +26,8 @@ from opdcl.model.load import eos_ids, load_base, load_tokenizer
 from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.server import Server
 
-# Nats per token by which a model may differ from its copy on a server: far above rounding, far below another model.
+# Nats per token by which a model may differ from its copy on a server: far more than rounding does, far less
+# than another model does.
 SAME_MODEL = 0.3
 
 Notify = Callable[[str], None]
@@ -41,8 +42,8 @@ def make_teacher(
 ) -> Teacher:
     """Return the teacher that a configuration describes.
 
-    An `ema` or `adapter` teacher needs its adapter on the backbone already, as `state`. `notify` receives messages about
-    a server that does not answer.
+    An `ema` or `adapter` teacher needs its adapter on the backbone already, as `state`. `notify` receives
+    messages about a server that does not answer.
     """
     match config.kind:
         case "live":
@@ -108,14 +109,15 @@ def reach_own_model(config: ServerSection, backbone: Backbone, notify: Notify) -
 
 
 def _load_model(config: TeacherSection, backbone: Backbone) -> PreTrainedModel:
-    """Load another model as a teacher, on the student's device, if tokenizer and end-of-sequence ids agree."""
+    """Load another model on the student's device, if tokenizer and end-of-sequence ids agree."""
     model_config = config.model.model_copy(update={"device": str(backbone.device)})
     check_same_tokenizer(backbone.tokenizer, load_tokenizer(model_config), model_config.id)
     model, tokenizer = load_base(model_config)
     refuse_unsupported(model.config)
     if (teacher_eos_ids := eos_ids(model, tokenizer)) != backbone.eos_ids:
         raise UsageError(
-            f"teacher {config.model.id} ends answers with ids {teacher_eos_ids}, the student with {backbone.eos_ids}",
+            f"teacher {config.model.id} ends answers with ids {teacher_eos_ids}, "
+            f"the student with {backbone.eos_ids}",
             HINT,
         )
     return model.requires_grad_(False)

@@ -1,19 +1,19 @@
-"""Teachers: one interface; implementations differ in what the teacher sees and in whether it changes during training.
+"""Teachers: one interface; they differ in what they see and in whether they change during training.
 
 | kind | the teacher is | source |
 | --- | --- | --- |
 | `base` | the original checkpoint: recovery | |
 | `tuned` | the fine-tuned adapter: keeps the domain | |
 | `adapter` | an adapter from another run: a specialist, or the result of an earlier run | |
-| `live` | the student itself; useful only with a `context` that shows it more | arXiv 2601.19897, 2601.20802 |
+| `live` | the student itself; useful only with a `context` | arXiv 2601.19897, 2601.20802 |
 | `ema` | an exponential moving average of the student's adapter | arXiv 2601.19897 |
 | `trust_region` | a point between a frozen reference and the student | arXiv 2601.20802 |
 | `model` | another model of the same family: strong to weak | arXiv 2306.13649 |
 | `remote` | a model on a server, which returns the top tokens of each position | |
 
-All but the last two are adapter states of the student's own backbone, so they need no second model. A `context` shows the
-teacher what the student does not see: the answer, or a demonstration. With the answer in its prompt, base does not
-penalize facts that it does not know (arXiv 2606.00147).
+All but the last two are adapter states of the student's own backbone, so they need no second model. A
+`context` shows the teacher what the student does not see: the answer, or a demonstration. With the answer in
+its prompt, base does not penalize facts that it does not know (arXiv 2606.00147).
 
 `RoutedTeacher` gives each prompt a teacher of its own, so that several specialists can teach one student.
 """
@@ -60,7 +60,7 @@ class Teacher:
         self.backbone, self.state, self.contexts = backbone, state, contexts or {}
 
     def split(self, prompts: Sequence[Sequence[int]]) -> list[tuple[str, Teacher, list[int]]]:
-        """Return the teachers in charge of these prompts: name, teacher, indices. A single teacher is named ""."""
+        """Return name, teacher and prompt indices for each teacher in charge; a single one is named ""."""
         return [("", self, list(range(len(prompts))))]
 
     @property
@@ -75,7 +75,7 @@ class Teacher:
 
     @torch.no_grad()
     def states(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
-        """Return the last hidden state at each position that predicts a completion token, `(N, H)`, rollout by rollout."""
+        """Return the last hidden state before each completion token, `(N, H)`, rollout by rollout."""
         with self.backbone.state(self.state) as model:
             return answer_states(model, self._sequences(rollouts))
 
@@ -87,7 +87,7 @@ class Teacher:
         """Start to compute distributions that will be needed soon, where that happens elsewhere."""
 
     def frozen_copy(self, frozen: State) -> Teacher:
-        """Return the teacher that measures progress: this one, or state `frozen` with the same contexts if it is dynamic."""
+        """Return the teacher that measures progress: this one, or if it is dynamic, state `frozen`."""
         return Teacher(self.backbone, frozen, self.contexts) if self.is_dynamic else self
 
     def teacher_prompt(self, prompt_ids: list[int]) -> list[int]:
@@ -109,7 +109,7 @@ class Teacher:
         on_finished: Callable[[list[Rollout]], None] | None = None,
         **partial: Any,
     ) -> list[Rollout]:
-        """Complete each prompt, with its context in place; `partial` is `unfinished` and `max_unfinished` of `sample`."""
+        """Complete each prompt in its context; `partial` is `unfinished` and `max_unfinished` of `sample`."""
         options = {
             "max_new_tokens": max_new_tokens,
             "eos_ids": self.backbone.eos_ids,
@@ -146,7 +146,7 @@ class Teacher:
 
 
 class EmaTeacher(Teacher):
-    """An exponential moving average of the student's adapter: every `every` steps it moves by `rate` towards the student.
+    """An exponential moving average of the student's adapter, moved by `rate` every `every` steps.
 
     At rate 1 it is the student; at rate 0 it is the student at its start.
     """
@@ -193,7 +193,8 @@ class EmaTeacher(Teacher):
 class TrustRegionTeacher(Teacher):
     """Logits interpolated between a frozen reference (`mix` 0) and the student (`mix` 1).
 
-    Both share the output head, so interpolating hidden states interpolates logits. Completions come from the reference.
+    Both share the output head, so interpolating hidden states interpolates logits. Completions come from the
+    reference.
     """
 
     def __init__(self, backbone: Backbone, reference: State, mix: float, contexts: Contexts | None = None):
@@ -296,7 +297,8 @@ class ServedStudent(_ServerSampled):
 class RoutedTeacher:
     """Several teachers, each in charge of its own prompts, both for grading and for sampling.
 
-    Use it through `split`; it has no states of its own, because its teachers may be models of different widths.
+    Use it through `split`; it has no states of its own, because its teachers may be models of different
+    widths.
 
     Args:
         default: In charge of prompts without a route.

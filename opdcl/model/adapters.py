@@ -23,7 +23,7 @@ class ModelRef:
 
 
 def find_adapter(place: str) -> Path:
-    """Return the adapter folder that `place` names: a run's last adapter, the folder itself, or a Hub download.
+    """Return the adapter folder of `place`: a run's last adapter, the folder itself, or a Hub download.
 
     Raises:
         UsageError: There is no adapter.
@@ -37,13 +37,13 @@ def find_adapter(place: str) -> Path:
     if last_stage is None:
         raise UsageError(
             f"{place} holds no adapter",
-            "name the run directory of a finished training, an adapter folder, or a Hub id: owner/name[@revision]",
+            "name a finished run directory, an adapter folder, or a Hub id: owner/name[@revision]",
         )
     return last_stage.adapter
 
 
 def find_states(place: str) -> tuple[ModelConfig, dict[str, Path]]:
-    """Return the base and the adapters by state: those of a run directory, or a single one from a folder or the Hub."""
+    """Return the base and the adapters by state, of a run directory, an adapter folder or a Hub id."""
     run = RunDir(Path(place))
     if run.config.exists():
         return Workflow.model_validate(read_json(run.config)["workflow"]).model, run.adapters()

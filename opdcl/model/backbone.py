@@ -1,4 +1,4 @@
-"""One resident model with several adapter states: `base`, `tuned` and `student` without a second copy of the weights."""
+"""One resident model with several adapter states, without a second copy of the weights."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ State = str
 
 
 class Backbone:
-    """The base model with a trainable adapter `student` and, during recovery, `tuned` and the teachers' adapters.
+    """The base model with the trainable adapter `student`, and during recovery `tuned` and the teachers'.
 
-    The base weights are never written. `merged` puts base + adapter into storage of its own: merging and unmerging in
-    place would drift the base by rounding, and the base is the teacher.
+    The base weights are never written. `merged` puts base + adapter into storage of its own: merging and
+    unmerging in place would drift the base by rounding, and the base is the teacher.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
@@ -162,7 +162,8 @@ class Backbone:
     def merged(self, name: State) -> Iterator[PreTrainedModel]:
         """Run the model as `name` with the adapter folded into the weights, which makes sampling faster.
 
-        The sums live in storage of their own inside the block; the base's storage is swapped out and back, never written.
+        The sums live in storage of their own inside the block; the base's storage is swapped out and back,
+        never written.
         """
         layers = [] if name == "base" else self.adapted_layers(name)
         saved = []

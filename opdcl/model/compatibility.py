@@ -1,4 +1,4 @@
-"""Check that a teacher's grades will be right: the same tokens as the student, and logits that are states times the head."""
+"""Check that student and teacher share their tokens and that logits are states times the head."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HINT = "choose a teacher of the same family; for different tokenizers see TRL's 
 
 
 def differences(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> list[str]:
-    """Describe every difference between two tokenizers that matters to distillation; return [] if they agree."""
+    """Describe the differences between two tokenizers that matter to distillation."""
     pair = student, teacher
     reasons = []
     for probe in PROBES:
@@ -60,7 +60,7 @@ def check_same_tokenizer(
 
 
 def refuse_unsupported(config) -> None:
-    """Refuse models whose logits are more than hidden states times the head, because the loss would be wrong."""
+    """Refuse models whose logits are not hidden states times the head: the loss would be wrong."""
     config = config.get_text_config()
     for name in (
         "final_logit_softcapping",

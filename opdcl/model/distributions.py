@@ -1,4 +1,4 @@
-"""A teacher's next-token distribution at each of N graded positions: complete, or the top tokens that a server returns.
+"""A teacher's next-token distribution at N graded positions: complete, or a server's top tokens.
 
 Both kinds have the same methods, in which `part` selects n of the positions.
 """
@@ -45,11 +45,11 @@ class HiddenStates:
 
 @dataclass(frozen=True)
 class TopTokens:
-    """The K most likely tokens of each position and the token at that position: ids and log-probabilities, `(N, K)` and `(N,)`.
+    """Ids and log-probabilities of each position's K most likely tokens and of its own token.
 
-    The remaining mass is spread evenly over all other tokens. Losses of the token itself are therefore exact, and so are
-    losses of the top k and the rest together, for k up to K. Entropy and KL are lower bounds: no other token is assumed
-    likelier than the K-th, and all others count as one.
+    The remaining mass is spread evenly over all other tokens. Losses of the token itself are therefore exact,
+    and so are losses of the top k and the rest together, for k up to K. Entropy and KL are lower bounds: no
+    other token is assumed likelier than the K-th, and all others count as one.
     """
 
     token_N: torch.Tensor
@@ -89,7 +89,7 @@ TeacherDistribution = HiddenStates | TopTokens
 
 
 def rows_at_once(logits_NV: torch.Tensor) -> int:
-    """Return how many positions to process at once; on a CPU few enough that they stay in its cache between operations."""
+    """Return how many positions to process at once; on a CPU, as many as stay in its cache."""
     return 8 if logits_NV.device.type == "cpu" else max(1, len(logits_NV))
 
 

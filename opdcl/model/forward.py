@@ -1,8 +1,8 @@
-"""The training forward pass: hidden states of answer positions only, with the prompts' common prefix computed once.
+"""The training forward pass: hidden states of answers only, with the common prefix computed once.
 
-Chat prompts share a beginning (the template's system turn), often half of their length. The prefix runs through the
-model as one row, and every row attends to its keys and values. The gradient flows back through them, so the result is
-that of the plain pass up to rounding.
+Chat prompts share a beginning (the template's system turn), often half of their length. The prefix runs
+through the model as one row, and every row attends to its keys and values. The gradient flows back through
+them, so the result is that of the plain pass up to rounding.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def answer_states(causal_lm, sequences: Sequences, share_prefix: bool = True) ->
     Args:
         causal_lm: The model whose `base_model` gives hidden states.
         sequences: The rows.
-        share_prefix: Compute the common prefix once. Ignored for models that have other layers than full attention or
-            are sharded over processes.
+        share_prefix: Compute the common prefix once. Ignored for models that are sharded over processes or
+            have a layer without full attention.
     """
     device = causal_lm.device
     plain = architecture(causal_lm.config).full_attention

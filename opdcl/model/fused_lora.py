@@ -1,8 +1,8 @@
 """A LoRA layer as one autograd node: y = x W^T + s (x A^T) B^T (Hu et al., arXiv 2106.09685, eq. 3).
 
-PEFT computes the two terms separately, then scales and adds them: two more passes over the output and about eight nodes
-per layer, which is a large part of a step on small batches. Here the matrix product itself adds the second term, forward
-and backward. The result is PEFT's up to rounding.
+PEFT computes the two terms separately, then scales and adds them: two more passes over the output and about
+eight nodes per layer, which is a large part of a step on small batches. Here the matrix product itself adds
+the second term, forward and backward. The result is PEFT's up to rounding.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _fused_forward(layer: Linear, peft_forward):
 
 
 def _is_plain(layer: Linear, x: torch.Tensor) -> bool:
-    """Return whether exactly one simple adapter is active, without dropout, and `x` has the base's precision."""
+    """Return whether one simple adapter is active, without dropout, and `x` has the base's precision."""
     names = layer.active_adapters
     if layer.disable_adapters or layer.merged or len(names) != 1 or names[0] not in layer.lora_A:
         return False

@@ -17,7 +17,9 @@ from opdcl.model.embedded import EMBEDDED, embedded_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-HINT = f"--model {EMBEDDED} is embedded; or name a folder with safetensors, or, while online, opdcl fetch WORKFLOW"
+HINT = (
+    f"--model {EMBEDDED} is embedded; or name a folder with safetensors; or run opdcl fetch WORKFLOW online"
+)
 
 
 def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -27,8 +29,9 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
         UsageError: The model does not exist, has no chat template, or its weights are pickles.
         EnvironmentFault: The device is missing.
     """
-    # Huge pages for torch's large buffers on Linux: otherwise the logits of a big vocabulary cost a page fault per 4 KiB.
-    # torch reads this at its first large allocation, so it must be set before the model is loaded.
+    # Huge pages for torch's large buffers on Linux: otherwise the logits of a big vocabulary cost a page
+    # fault per 4 KiB. torch reads this at its first large allocation, so it must be set before the model is
+    # loaded.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig

@@ -1,8 +1,8 @@
 """Attention for the training pass on a CPU: a few matrix products, recomputed for the gradient.
 
-torch's own CPU kernel works in blocks made for long sequences. Completions are short, so the scores of a few rows fit
-into the cache whole. Query heads that share a key head become its queries (arXiv 2305.13245), so keys and values are
-never repeated.
+torch's own CPU kernel works in blocks made for long sequences. Completions are short, so the scores of a few
+rows fit into the cache whole. Query heads that share a key head become its queries (arXiv 2305.13245), so
+keys and values are never repeated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LONG = 4 * SCORES
 
 @contextlib.contextmanager
 def short_attention(causal_lm) -> Iterator[None]:
-    """Make the model attend with `ShortAttention` inside the block, if it is on a CPU and computes a gradient."""
+    """Attend with `ShortAttention` inside the block, if the model is on a CPU and needs a gradient."""
     config = causal_lm.config
     before = config._attn_implementation
     applies = causal_lm.device.type == "cpu" and torch.is_grad_enabled() and before == "sdpa"
@@ -89,7 +89,7 @@ def _attention_weights(
 
 
 def _attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-    """Implement transformers' attention interface; the mask is the same for all rows, as `answer_states` makes it."""
+    """Implement transformers' attention interface for one mask shared by all rows."""
     if dropout or query.shape[1] * attention_mask[0, 0].numel() > LONG:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

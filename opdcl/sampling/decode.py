@@ -1,10 +1,11 @@
-"""opdcl's own sampler: one decoding loop over transformers' forward pass, for large batches of short sequences.
+"""opdcl's own sampler: one decoding loop for large batches of short sequences.
 
-It is faster than `generate` for three reasons: keys and values go into preallocated slabs (no concatenation per token),
-finished sequences leave the batch, and the prefix that all prompts share (a system prompt, for example) is computed once.
+It is faster than `generate` for three reasons: keys and values go into preallocated slabs (no concatenation
+per token), finished sequences leave the batch, and the prefix that all prompts share (a system prompt, for
+example) is computed once.
 
-Randomness is one uniform number per sequence and token, drawn in advance, so a sequence's samples depend neither on its
-neighbours in the batch nor on when they finish.
+Randomness is one uniform number per sequence and token, drawn in advance, so a sequence's samples depend
+neither on its neighbours in the batch nor on when they finish.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from opdcl.sampling.llama_step import decoding_step
 if TYPE_CHECKING:
     from opdcl.sampling.rollout import Request, Rollout
 
-# Rows are dropped from the slabs once a fifth of them is finished: copying the rest then costs less than decoding the
-# finished ones.
+# Rows are dropped from the slabs once a fifth of them is finished: copying the rest then costs less than
+# decoding the finished ones.
 COMPACT_BELOW = 0.8
 
-# Completions are left unfinished only with more steps than this ahead; fewer do not justify reading the prompt again.
+# Completions are left unfinished only with more steps than this ahead.
 WORTH_LEAVING = 32
 
 # Prompts that run through the model together: enough to use the hardware, few enough to have similar lengths.
@@ -38,7 +39,7 @@ DRAW_BLOCK = 256
 
 
 class SlabLayer(CacheLayerMixin):
-    """Keys and values of one layer in preallocated `(rows, heads, capacity, dim)` slabs, filled from the left."""
+    """One layer's keys and values in preallocated `(rows, heads, capacity, dim)` slabs."""
 
     is_sliding = False
 
@@ -102,7 +103,7 @@ def decode(model, rollouts: list[Rollout], request: Request) -> None:
     """Complete the rollouts in place; every layer of `model` must be plain full attention."""
     uniform_NT = None
     if request.temperature:
-        # Drawn for all processes and then shared out, so that a sequence gets the same numbers in any of them.
+        # Drawn for all processes, so that a sequence gets the same numbers in any of them.
         generator = torch.Generator().manual_seed(request.seed)
         uniform_NT = parallel.share(torch.rand(request.total, request.max_new_tokens, generator=generator))
     # At least one id of each prompt stays outside the shared prefix.
@@ -137,7 +138,7 @@ def _decode_batch(
     logits_BV = _prefill(model, cache, prefix, tails, width)
     position_B = torch.tensor([len(prefix) + len(tail) - 1 for tail in tails], device=device)
     run_step = decoding_step(model)
-    # In 16 bits a finished row stays with the last one: the CPU's fast kernels need two rows. fp32 has them for one.
+    # In 16 bits the CPU's fast kernels need two rows, so a finished one stays with the last.
     min_rows = 2 if model.dtype.itemsize == 2 else 1
     done = [False] * len(batch)
     for step in range(max_new_tokens):
@@ -185,10 +186,10 @@ def _append(
 
 
 def _prefill(model, cache: Cache, prefix: list[int], tails: list[list[int]], width: int) -> torch.Tensor:
-    """Fill the slabs with all prompts, their tails ending at `prefix + width`; return the next-token logits, `(B, V)`.
+    """Fill the slabs with all prompts, which end at `prefix + width`; return next-token logits `(B, V)`.
 
-    The prefix runs once. Tails run a few rows at a time, and each of these batches is only as wide as its longest tail:
-    one long prompt would otherwise pad all the others.
+    The prefix runs once. Tails run a few rows at a time, and each of these batches is only as wide as its
+    longest tail: one long prompt would otherwise pad all the others.
     """
     device = model.device
     shared = Cache(layers=[SlabLayer(len(prefix)) for _ in cache.layers])
@@ -230,7 +231,7 @@ def _prefill(model, cache: Cache, prefix: list[int], tails: list[list[int]], wid
 
 
 def _draw(logits_BV: torch.Tensor, temperature: float, uniform_B: torch.Tensor | None):
-    """Draw a token per row by inverting the cumulative distribution; return ids and log-probabilities, both `(B,)`.
+    """Draw a token per row by inverting the cumulative distribution; return ids and logprobs, `(B,)`.
 
     Without uniform numbers the most likely token is taken, and its log-probability is not computed.
     """

@@ -1,11 +1,11 @@
-"""One decoding step of the Llama family, written out: the same numbers as transformers' forward pass at less cost.
+"""One decoding step of the Llama family: the same numbers as transformers' forward pass at less cost.
 
-With one token per sequence, the weights are the large operand of every product and the sequences the small one. Products
-are fastest with the large operand first, so activations stay transposed, `(features, rows)`, from the embedding to the
-logits. The rest of a step is a few operations per layer on existing buffers.
+With one token per sequence, the weights are the large operand of every product and the sequences the small
+one. Products are fastest with the large operand first, so activations stay transposed, `(features, rows)`,
+from the embedding to the logits. The rest of a step is a few operations per layer on existing buffers.
 
-Source: Touvron et al., arXiv 2302.13971, section 2.2 (RMSNorm, SwiGLU, rotary positions); Qwen2 adds biases to queries,
-keys and values, Qwen3 an RMSNorm to each head of queries and keys.
+Source: Touvron et al., arXiv 2302.13971, section 2.2 (RMSNorm, SwiGLU, rotary positions); Qwen2 adds biases
+to queries, keys and values, Qwen3 an RMSNorm to each head of queries and keys.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Cache"], torch.Tenso
 def decoding_step(model) -> Step:
     """Return the function that runs one token per row through `model`.
 
-    It takes token ids `(B,)`, their positions `(B,)`, the cached positions visible to each row, itself included,
-    `(B, S)`, and the cache, which it extends; it returns next-token logits `(B, V)`.
+    It takes token ids `(B,)`, their positions `(B,)`, the cached positions visible to each row, itself
+    included, `(B, S)`, and the cache, which it extends; it returns next-token logits `(B, V)`.
     """
     return LlamaStep(model) if is_llama(model) else lambda *inputs: _plain_step(model, *inputs)
 
@@ -103,7 +103,7 @@ class LlamaStep:
 
 
 def _rotated(x_NDB, norm, cos_DB, sin_DB) -> torch.Tensor:
-    """Return heads rotated by their rows' angles; the halves of a head are the two coordinates (as in GPT-NeoX)."""
+    """Return heads rotated by their rows' angles; a head's halves are its coordinates (as in GPT-NeoX)."""
     if norm is not None:
         x_NDB = _normed(x_NDB, norm)
     first, second = x_NDB.chunk(2, 1)

@@ -15,10 +15,10 @@ class Rollout:
     """One sampled completion.
 
     `completion_ids` ends with an end-of-sequence id if and only if `finished`; `logprobs` holds the sampler's
-    log-probability (nats, at the sampling temperature) of each of its tokens and is empty under greedy decoding.
-    `reward` is the suite scorer's, `advantage` its distance from the group's mean in standard deviations, `step_reward`
-    the mean over all completions sampled for the step, including discarded ones. `teacher_prompt_ids` is the prompt that
-    the teacher sees, where it is specific to this completion.
+    log-probability (nats, at the sampling temperature) of each of its tokens and is empty under greedy
+    decoding. `reward` is the suite scorer's, `advantage` its distance from the group's mean in standard
+    deviations, `step_reward` the mean over all completions sampled for the step, including discarded ones.
+    `teacher_prompt_ids` is the prompt that the teacher sees, where it is specific to this completion.
     """
 
     prompt_ids: list[int]
@@ -56,10 +56,11 @@ class Request:
 
 
 def cut(widths: Sequence[int], max_rows: int, weights: float) -> list[slice]:
-    """Cut sequences, sorted by width, into batches of at most `max_rows` that read the least per decoding step.
+    """Cut sequences, sorted by width, into the batches that read the least per decoding step.
 
-    Each batch reads the weights once, and for each sequence as many keys and values as its widest has. A few long prompts
-    among many short ones therefore run separately as soon as padding would cost more than reading the weights again.
+    Each batch reads the weights once, and for each sequence as many keys and values as its widest has. A few
+    long prompts among many short ones therefore run separately as soon as padding would cost more than
+    reading the weights again.
     """
     # By number of sequences: the least cost of cutting that many, and the start of their last batch.
     costs, starts = [0.0], [0]

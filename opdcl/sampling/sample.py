@@ -52,8 +52,8 @@ def sample(
 ) -> list[Rollout]:
     """Sample one completion per prompt, in the order of `prompts`; each process samples its share.
 
-    With `max_unfinished`, a batch does not wait for its last, long completions: they are returned as they are and resumed
-    by a later call (partial rollouts, arXiv 2501.12599).
+    With `max_unfinished`, a batch does not wait for its last, long completions: they are returned as they are
+    and resumed by a later call (partial rollouts, arXiv 2501.12599).
 
     Args:
         model: A causal language model.
@@ -61,8 +61,8 @@ def sample(
         max_new_tokens: Longest completion, in tokens.
         eos_ids: Every id that ends a completion.
         temperature: Softmax temperature; 0 is greedy decoding.
-        seed: The same seed, prompts and engine give the same completions; with `slab` for any batch size and any number
-            of processes.
+        seed: The same seed, prompts and engine give the same completions; with `slab` for any batch size and
+            any number of processes.
         batch_size: Maximum number of sequences decoded together: see `cut`.
         engine: The decoding loop.
         on_finished: Called with the completions that have ended since the last call.

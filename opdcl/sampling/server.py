@@ -1,8 +1,8 @@
-"""A model behind an OpenAI-compatible completions endpoint that returns log-probabilities of prompts, such as vLLM's.
+"""A client for a completions endpoint that returns log-probabilities of prompts, such as vLLM's.
 
-Ids are sent and ids come back, so every log-probability belongs to the intended token. An answer that is incomplete, has
-another length or other tokens, or contains invalid log-probabilities is requested again and never used. An unreachable
-server is waited for.
+Ids are sent and ids come back, so every log-probability belongs to the intended token. An answer that is
+incomplete, has another length or other tokens, or contains invalid log-probabilities is requested again and
+never used. An unreachable server is waited for.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Server:
         return self._request("tokenize", body, lambda answer: list(map(int, answer["tokens"])))
 
     def grade(self, prompt_ids: Ids, completion_ids: Ids) -> Future[TopTokens]:
-        """Request the distribution for a completion in the background; identical requests share one future."""
+        """Request the distribution of a completion in the background; identical requests share a future."""
         key = tuple(prompt_ids), tuple(completion_ids)
         with self._lock:
             future = self._graded.get(key)
@@ -125,7 +125,7 @@ class Server:
         model: str | None = None,
         on_finished: Callable[[list[Rollout]], None] | None = None,
     ) -> list[Rollout]:
-        """Complete the prompts with the served model or a loaded adapter; temperature 0 is greedy decoding."""
+        """Complete prompts with the served model or a loaded adapter; temperature 0 is greedy decoding."""
         options = {
             "model": model or self.model,
             "max_tokens": max_new_tokens,
@@ -160,7 +160,7 @@ class Server:
 
     @contextlib.contextmanager
     def adapter(self, folder: Path) -> Iterator[str]:
-        """Load an adapter on the server, which must be able to read the folder; yield its name for requests."""
+        """Load an adapter on the server, which must see its folder; yield its name for requests."""
         name = f"opdcl-{uuid.uuid4().hex[:12]}"
         self._adapters[name] = str(folder.resolve())
         self._load(name)
@@ -232,7 +232,8 @@ class Server:
         logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
         if len(ids) != len(logprobs) or not 0 < len(ids) <= max_new_tokens:
             raise _InvalidAnswer(
-                f"{len(ids)} tokens came with {len(logprobs)} log-probabilities; at most {max_new_tokens} were requested"
+                f"{len(ids)} tokens came with {len(logprobs)} log-probabilities, "
+                f"where at most {max_new_tokens} were requested"
             )
         self._check(ids, logprobs)
         finished = ids[-1] in eos_ids
@@ -260,7 +261,7 @@ class Server:
         return names[0]
 
     def _request(self, path: str, body: Json | None, read: Callable[[Json], Any] | None = None) -> Any:
-        """Send a request until `read` accepts the answer, the server stays unreachable, or its answers stay invalid."""
+        """Retry a request until `read` accepts the answer, or raise why it never did."""
         url = self.config.url
         give_up_waiting = tenacity.stop_after_delay(self.config.patience)
         invalid = 0
@@ -325,8 +326,8 @@ class Server:
 def check_access(config: ServerSection) -> None:
     """Request a server's models once, so that a refusal is known before anything is computed.
 
-    An unreachable server is accepted: it may be started before it is needed. So is 404, because nothing needs the list
-    of models if `server.model` is set.
+    An unreachable server is accepted: it may be started before it is needed. So is 404, because nothing needs
+    the list of models if `server.model` is set.
 
     Raises:
         UsageError: The server refuses the key.

@@ -1,4 +1,4 @@
-"""A server on 127.0.0.1 that answers like vLLM's completions endpoint for a local model, with faults on request."""
+"""A local server that answers like vLLM's completions endpoint, with faults on request."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The sampler: greedy decoding equals transformers', randomness is per sequence, stops and log-probabilities are right."""
+"""The sampler: greedy decoding, per-sequence randomness, stops and log-probabilities."""
 
 import itertools
 

@@ -222,7 +222,8 @@ def test_an_aborted_completion_is_requested_again(backbone, elsewhere):
 
 def test_a_process_exits_without_waiting_for_an_answer(elsewhere):
     script = (
-        "import sys, time\nfrom opdcl.config.server import ServerSection\nfrom opdcl.sampling.server import Server\n"
+        "import sys, time\nfrom opdcl.config.server import ServerSection\n"
+        "from opdcl.sampling.server import Server\n"
         f"server = Server(ServerSection(url=sys.argv[1], model='teacher', top_k={K}), 49152)\n"
         "server.grade([1, 2], [3])\ntime.sleep(1)\nserver.close()\nprint('closed', flush=True)\n"
     )
