@@ -49,15 +49,14 @@ def main() -> None:
 
 def agree(options: argparse.Namespace) -> dict[str, dict]:
     """Let every engine answer the same prompts greedily and compare the answers with the first engine's."""
-    from opdcl.config.evaluate import EvalConfig
     from opdcl.config.model import ModelConfig
     from opdcl.data.chat import render
-    from opdcl.data.suites import load_task
+    from opdcl.data.suites import load_suite
     from opdcl.model.backbone import Backbone
     from opdcl.sampling.sample import sample
 
     backbone = Backbone.load(ModelConfig(dtype=options.dtype))
-    (task,) = load_task("instructions", EvalConfig())["tasks"].values()
+    task = load_suite("instructions").task
     messages = [
         [{"role": "user", "content": task.doc_to_text(d)}] for d in list(task.test_docs())[: options.prompts]
     ]

@@ -27,6 +27,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.server import ServerSection
 from opdcl.config.workflow import Workflow
+from opdcl.data.suites import load_suite
 from opdcl.distill.make_teacher import reach_server
 from opdcl.distill.prompts import encode_stream, read_recovery_source
 from opdcl.distill.teachers import ServedStudent, Teacher
@@ -92,18 +93,10 @@ def compare(
     adapter = run.adapters().get(state)
     config = workflow.eval.model_copy(update={"server": place, "limit": options.limit})
     began = time.monotonic()
-    evaluate(
-        config,
-        backbone,
-        "base",
-        state,
-        suite,
-        "control",
-        RunDir(folder / "run"),
-        {"id": workflow.model.id},
-        Told(f"{suite} {state}"),
-        adapter,
-    )
+    record = {"role": "control", "model": {"id": workflow.model.id}}
+    report = Told(f"{suite} {state}")
+    out = RunDir(folder / "run")
+    evaluate(config, load_suite(suite, config), backbone, state, out, record, report, adapter)
     seconds = time.monotonic() - began
     rows = {r["doc_id"]: r for r in read_jsonl(RunDir(folder / "run").eval_samples(state, suite))}
     stored = {r["doc_id"]: r for r in read_jsonl(run.eval_samples(state, suite)) if r["doc_id"] in rows}

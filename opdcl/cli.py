@@ -102,7 +102,7 @@ def main() -> None:
                 sys.exit(2)
             output.error(UsageError(fault.format_message(), "opdcl --help"))
             sys.exit(2)
-        known = translate(fault, parallel.count())
+        known = translate(fault, parallel.worker_count())
         if parallel.rank():  # what befell this one alone, no other will say
             output.mode, known.message = "quiet", f"process {parallel.rank()}: {known.message}"
         output.error(known)

@@ -60,7 +60,7 @@ def rank() -> int:
     return _rank
 
 
-def count() -> int:
+def worker_count() -> int:
     """Return how many processes work on the run."""
     return _count
 
@@ -165,12 +165,12 @@ def join() -> None:
         del os.environ[name]
 
 
-def share(items: Sequence[T], of: int | None = None) -> Sequence[T]:
+def my_share(items: Sequence[T], of: int | None = None) -> Sequence[T]:
     """Return the items that are this process's to work on, or those of another one."""
     return items[_rank if of is None else of :: _count]
 
 
-def gather(mine: Sequence[T]) -> list[T]:
+def gather_shares(mine: Sequence[T]) -> list[T]:
     """Return what all processes made of their shares, in the order of the whole."""
     if _count == 1:
         return list(mine)
@@ -178,7 +178,7 @@ def gather(mine: Sequence[T]) -> list[T]:
     return [shares[i % _count][i // _count] for i in range(sum(map(len, shares)))]
 
 
-def total(mine: Mapping[str, float]) -> dict[str, float]:
+def sum_over_workers(mine: Mapping[str, float]) -> dict[str, float]:
     """Return the sums over all processes, by name; one that has no such figure adds nothing."""
     found: dict[str, float] = {}
     for figures in all_values(mine):
@@ -187,7 +187,7 @@ def total(mine: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def any_of(flag: bool) -> bool:
+def any_worker(flag: bool) -> bool:
     """Say whether the flag is up in any process."""
     return any(all_values(flag))
 
@@ -214,7 +214,7 @@ def add_gradients(model: torch.nn.Module) -> None:
         parameter.grad = gradient.view_as(parameter).clone()
 
 
-def by_first(work: Callable[[], T]) -> T:
+def on_first_worker(work: Callable[[], T]) -> T:
     """Let process 0 do something for all; everybody gets its result, or its error."""
     if _count == 1:
         return work()
@@ -233,7 +233,7 @@ def by_first(work: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def first_alone() -> Iterator[None]:
+def first_worker_first() -> Iterator[None]:
     """Let process 0 go through the block before the others do, which then find what it has left in the caches."""
     if _rank:
         all_values(None)
@@ -261,7 +261,7 @@ def shard(model: torch.nn.Module, device: str, wanted: bool) -> None:
 
 
 @contextlib.contextmanager
-def whole(model: torch.nn.Module) -> Iterator[None]:
+def unsharded(model: torch.nn.Module) -> Iterator[None]:
     """Hold all layers whole inside the block, where processes run them as often as each needs: sampling."""
     from torch.distributed.fsdp import FSDPModule
 

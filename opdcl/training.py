@@ -190,7 +190,7 @@ class StageCallback(TrainerCallback):
         self._step_started = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._stop = parallel.any_of(self._stop)
+        self._stop = parallel.any_worker(self._stop)
         if self._stop:
             control.should_training_stop = True
             control.should_save = True

@@ -144,7 +144,7 @@ def faults(place: Path, options) -> list[dict]:
             "a suite whose data cannot be loaded",
             "ifeval without a network",
             run(place, *command("middle", ["eval.retention=[instructions, ifeval]"])),
-            "cannot be had",
+            "could not load the data",
         )
     )
     return rows

@@ -105,7 +105,7 @@ class Grader:
             sums["loss"] += float(loss.detach())
             (loss / total).backward()
             _add(sums, batch, losses)
-        return defaultdict(float, parallel.total(sums), tokens=total)
+        return defaultdict(float, parallel.sum_over_workers(sums), tokens=total)
 
     @torch.no_grad()
     def measure(
@@ -133,7 +133,7 @@ class Grader:
             if overlap and not batch.filler:
                 sums["overlap"] += float(top_k_overlap(student, teacher).sum())
             _add(sums, batch, losses)
-        return defaultdict(float, parallel.total(sums), tokens=_count_tokens(rollouts))
+        return defaultdict(float, parallel.sum_over_workers(sums), tokens=_count_tokens(rollouts))
 
     def distributions(
         self, rollouts: list[Rollout], teacher: Teacher | RoutedTeacher
@@ -159,7 +159,7 @@ class Grader:
                 continue
             for i, q_N in zip(batch.positions, logprob_N.split(batch.lengths), strict=True):
                 gap_of[str(i)] = float((q_N - q_N.new_tensor(rollouts[i].logprobs)).abs().mean())
-        totals = parallel.total(gap_of)
+        totals = parallel.sum_over_workers(gap_of)
         return [totals[str(i)] for i in range(len(rollouts))]
 
     @property
@@ -211,9 +211,9 @@ class Grader:
             ordered = sorted(positions, key=length.__getitem__, reverse=True)
             shares = [
                 micro_batches(
-                    {i: length[i] for i in parallel.share(ordered, worker)}, self.micro_batch_tokens
+                    {i: length[i] for i in parallel.my_share(ordered, worker)}, self.micro_batch_tokens
                 )
-                for worker in range(parallel.count())
+                for worker in range(parallel.worker_count())
             ]
             own = shares[parallel.rank()]
             for batch in own:

@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from opdcl.config.evaluate import EvalConfig
 from opdcl.config.recover import RewardSection
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import Row
@@ -105,10 +104,9 @@ class Reward:
 
 def load_reward_task(suite: str) -> Any:
     """Return the lm-eval task of a suite."""
-    from opdcl.data.suites import load_task  # it loads `datasets` and lm-eval
+    from opdcl.data.suites import load_suite
 
-    (task,) = load_task(suite, EvalConfig())["tasks"].values()
-    return task
+    return load_suite(suite).task
 
 
 def reward_rows(config: RewardSection, task: Any) -> list[Row]:

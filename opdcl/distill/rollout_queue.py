@@ -103,7 +103,7 @@ class RolloutQueue:
         with several workers, whose unfinished completions would differ from those of a single one.
         """
         config = self.config
-        if len(batch) == 1 or config.oversample > 1 or config.server or parallel.count() > 1:
+        if len(batch) == 1 or config.oversample > 1 or config.server or parallel.worker_count() > 1:
             return 0
         sizes = [len(self.steps[i].prompts) for i in batch]
         return min(sum(sizes) // 16, min(sizes) - 1)

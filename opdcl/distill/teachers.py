@@ -230,7 +230,7 @@ class SecondModel(Teacher):
 
     @contextlib.contextmanager
     def as_sampler(self) -> Iterator[PreTrainedModel]:
-        with parallel.whole(self.model):
+        with parallel.unsharded(self.model):
             yield self.model
 
 
@@ -252,7 +252,7 @@ class _ServerSampled(Teacher):
             with self._served_name() as name:
                 return self.server.complete(prompts, model=name, **options)
 
-        return parallel.by_first(request)
+        return parallel.on_first_worker(request)
 
     def close(self) -> None:
         self.server.close()

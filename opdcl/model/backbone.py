@@ -167,7 +167,7 @@ class Backbone:
         """
         layers = [] if name == "base" else self.adapted_layers(name)
         saved = []
-        with parallel.whole(self.causal_lm):
+        with parallel.unsharded(self.causal_lm):
             try:
                 for layer in layers:
                     weight = layer.get_base_layer().weight

@@ -38,7 +38,7 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
 
     device = pick_device(config.device)
     dtype = getattr(torch, pick_dtype(config.dtype, device))
-    with parallel.first_alone():
+    with parallel.first_worker_first():
         source, options = _loading_options(config)
     tokenizer = load_tokenizer(config)
     if gguf := options.get("gguf_file"):

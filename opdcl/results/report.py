@@ -93,7 +93,7 @@ def pick_samples(suite: Suite | None) -> list[dict[str, Any]]:
     ]
 
 
-def write(run: RunDir) -> list[Path]:
+def write(run: RunDir, summary: dict[str, Any] | None = None) -> list[Path]:
     """Write `report.md`, `report.html` and the model card `README.md` into the run; return their paths.
 
     The same run gives the same bytes: nothing in them depends on when or where they are written.
@@ -103,7 +103,7 @@ def write(run: RunDir) -> list[Path]:
     from opdcl.results import plots
 
     suites = load_suites(run)
-    summary = summarise_suites(run, suites)
+    summary = summary or summarise_suites(run, suites)
     context = _context(run, summary, suites)
     figures = {
         "loss": plots.finetune_loss(_rows(run, "finetune")),

@@ -105,7 +105,7 @@ def decode(model, rollouts: list[Rollout], request: Request) -> None:
     if request.temperature:
         # Drawn for all processes, so that a sequence gets the same numbers in any of them.
         generator = torch.Generator().manual_seed(request.seed)
-        uniform_NT = parallel.share(torch.rand(request.total, request.max_new_tokens, generator=generator))
+        uniform_NT = parallel.my_share(torch.rand(request.total, request.max_new_tokens, generator=generator))
     # At least one id of each prompt stays outside the shared prefix.
     prefix = common_prefix([r.prompt_ids[:-1] for r in rollouts]) if len(rollouts) > 1 else []
     max_unfinished = request.max_unfinished

@@ -70,7 +70,7 @@ def sample(
         max_unfinished: Maximum completions per call that may be returned unfinished (`slab` only).
     """
     rollouts = [*unfinished, *(Rollout(list(p)) for p in prompts)]
-    own_rollouts = parallel.share(rollouts)
+    own_rollouts = parallel.my_share(rollouts)
     request = Request(
         max_new_tokens,
         eos_ids,
@@ -85,7 +85,7 @@ def sample(
     run = {"slab": decode, "generate": _generate, "continuous": _continuous}
     if own_rollouts:
         run[pick_engine(model)[0] if engine == "auto" else engine](model, own_rollouts, request)
-    return parallel.gather(own_rollouts)
+    return parallel.gather_shares(own_rollouts)
 
 
 def pick_engine(model) -> tuple[Engine, str]:

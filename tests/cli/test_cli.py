@@ -25,7 +25,6 @@ HEAVY_MODULES = (
     "model.distributions",
     "model.compatibility",
     "pipeline.dry_run",
-    "data.suites",
     "results.stats",
     "deploy.chat",
     "__main__",

@@ -16,7 +16,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.server import ServerSection
 from opdcl.config.teacher import TeacherSection
-from opdcl.data.suites import load_task
+from opdcl.data.suites import load_suite
 from opdcl.distill.losses import token_logprobs, token_losses, top_k_overlap
 from opdcl.distill.make_teacher import make_teacher, reach_own_model, reach_server
 from opdcl.distill.teachers import RemoteTeacher, ServedStudent, Teacher
@@ -505,7 +505,7 @@ def test_a_recovery_that_samples_on_a_server_has_no_mismatch(backbone, tuned, el
 @pytest.mark.parametrize("adapted", [False, True], ids=["base", "an adapter"])
 def test_an_evaluation_on_a_server_gives_the_local_answers(backbone, tuned, elsewhere, adapted):
     student_of(backbone, tuned)
-    (task,) = load_task("instructions", EvalConfig())["tasks"].values()
+    task = load_suite("instructions").task
     answers = []
     with serving(elsewhere) as server:
         for place in (None, {"url": server.url}):
