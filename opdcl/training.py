@@ -227,7 +227,7 @@ def reset_peak_memory() -> None:
 
 
 def peak_memory() -> int:
-    """Return peak memory in bytes since `reset_peak_memory`: the GPU's if there is one, else the process's."""
+    """Return peak memory in bytes since `reset_peak_memory`: of the GPU, or else of the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     with contextlib.suppress(OSError, StopIteration, ValueError):

@@ -6,7 +6,10 @@ from helpers.recovering import run
 from safetensors.torch import load_file
 
 from opdcl.config.recover import RecoverConfig
+from opdcl.data.rows import load_rows
+from opdcl.distill.prompts import read_recovery_source
 from opdcl.distill.schedule import plan_steps
+from opdcl.distill.validation import Measurements, kl_score
 
 
 def held_out(rows):
@@ -185,3 +188,32 @@ def test_a_recovery_that_stopped_early_does_not_resume(backbone, tuned):
     rows = run(backbone, tuned, **settings)
     assert [r["stopped"] for r in rows if "stopped" in r] == ["12 completions were graded"]
     assert run(backbone, tuned, **settings) == rows  # as after a crash before the stage was marked as done
+
+
+def test_the_data_of_a_recovery_is_read_once_per_source_and_split(tuned):
+    config = RecoverConfig(domain=str(tuned / "domain.jsonl"))
+    reads = []
+
+    def read_rows(source, split="train"):
+        reads.append((source, split))
+        return load_rows(source, split)
+
+    source = read_recovery_source(config, read_rows)
+    assert reads == [("everyday", "train"), ("everyday", "validation"), (config.domain, "train")]
+    assert len(source.rows["domain"]) == 8
+    assert set(source.held_out) == {"general"}
+
+
+def test_a_resumed_validation_remembers_the_best_score_and_how_long_ago_it_was():
+    def kl(general, domain):
+        return {"general_kl": general, "domain_kl": domain}
+
+    rows = [
+        {"step": 0, "validation": kl(4, 0), "base": kl(0, 3), "warm_start": {"alpha": 0.5, **kl(2, 1)}},
+        {"step": 1, "loss": 1.0},
+        {"step": 4, "validation": {**kl(1, 1), "best": True}},
+        {"step": 8, "validation": {**kl(1, 2), "best": False}},
+    ]
+    restored = Measurements.restore(rows, kl_score)
+    assert (restored.tuned, restored.base) == (kl(4, 0), kl(0, 3))
+    assert (restored.best_score, restored.since_best) == (2, 1)
