@@ -54,8 +54,6 @@ def execute(
         GateError: Everything ran, and a required score was missed.
     """
     workflow, automatic = resolve_for_machine(inherit(workflow))
-    if automatic:
-        output.note(describe_automatic(workflow, automatic))
     origins = origins | automatic
     with interruptible(), contextlib.ExitStack() as held:
         tasks = parallel.by_first(lambda: _open(workflow, origins, run, output, force, donors, held))
@@ -65,6 +63,8 @@ def execute(
         tracked = held.enter_context(
             tracking(workflow.track if left and not parallel.rank() else [], mine, output.note)
         )
+        if left and automatic:
+            output.note(describe_automatic(workflow, automatic))
         if left:
             Session(workflow, mine, output, tracked).do(tasks)
         else:
