@@ -24,7 +24,7 @@ help:
 	@echo "make quickstart   install, then fine-tune, recover, evaluate and report on the embedded model"
 	@echo "make test         install, then run all tests"
 	@echo "make install      create $(VENV) with all dependencies (options: TORCH=, TORCH_ARGS=, PYTHON=)"
-	@echo "make lint         run ruff and mypy"
+	@echo "make lint         run ruff (rules and format) and mypy"
 	@echo "make lint-image   run hadolint on the Dockerfile"
 	@echo "make docs         build the documentation site in site/"
 	@echo "make clean        remove $(VENV) and caches, keep runs/"
@@ -56,6 +56,7 @@ test: install
 
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # Not among the dev packages, because only changes to the Dockerfile need this linter.

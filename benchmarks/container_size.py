@@ -1,6 +1,7 @@
 """Compute the size of the image with torch's CUDA build from tables of contents, without downloading it.
 
-    python3.12 -m pip install --dry-run --ignore-installed --use-feature=fast-deps --report report.json -c constraints.txt torch==2.13.0
+    python3.12 -m pip install --dry-run --ignore-installed --use-feature=fast-deps --report report.json \\
+        -c constraints.txt torch==2.13.0
     python benchmarks/container_size.py report.json CPU_WHEEL
 
 `container.json`, which `benchmarks/container.py` writes beside this script, has the layers of an image with

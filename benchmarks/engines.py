@@ -4,7 +4,7 @@ Where two answers differ, both continuations were nearly equally likely: the gap
 two tokens' log-probabilities at the first position where the answers differ, in one plain forward pass.
 
     python benchmarks/engines.py --prompts 100             # agreement and speed
-    python benchmarks/engines.py --steps 200               # recover for 200 steps with each: base weights, mismatch
+    python benchmarks/engines.py --steps 200     # recover for 200 steps with each: base weights, mismatch
     python benchmarks/engines.py --steps 10 --dtype bfloat16 --out bf16.json
 """
 
@@ -49,15 +49,14 @@ def main() -> None:
 
 def agree(options: argparse.Namespace) -> dict[str, dict]:
     """Let every engine answer the same prompts greedily and compare the answers with the first engine's."""
-    from opdcl.config.evaluate import EvalConfig
     from opdcl.config.model import ModelConfig
     from opdcl.data.chat import render
-    from opdcl.data.suites import load_task
+    from opdcl.data.suites import load_suite
     from opdcl.model.backbone import Backbone
     from opdcl.sampling.sample import sample
 
     backbone = Backbone.load(ModelConfig(dtype=options.dtype))
-    (task,) = load_task("instructions", EvalConfig())["tasks"].values()
+    task = load_suite("instructions").task
     messages = [
         [{"role": "user", "content": task.doc_to_text(d)}] for d in list(task.test_docs())[: options.prompts]
     ]
@@ -103,9 +102,10 @@ class Silent:
 
 
 def train(engine: str, options: argparse.Namespace) -> dict:
-    """Recover from a random adapter in small steps; return whether base is unchanged and the mismatch share."""
+    """Recover a random adapter step by step; return whether base is unchanged, and the mismatch share."""
     from opdcl.config.model import ModelConfig
     from opdcl.config.recover import RecoverConfig
+    from opdcl.distill.prompts import read_recovery_source
     from opdcl.model.adapters import ModelRef
     from opdcl.model.backbone import Backbone
     from opdcl.rundir.files import read_jsonl
@@ -134,7 +134,8 @@ def train(engine: str, options: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         out = StageDir(Path(folder) / "recover")
         save_adapter(backbone, Path(folder) / "tuned")
-        recover(config, backbone, ModelRef(model, Path(folder) / "tuned"), out, Silent())
+        source, tuned = read_recovery_source(config), ModelRef(model, Path(folder) / "tuned")
+        recover(config, source, backbone, tuned, out, Silent())
         steps = [r for r in read_jsonl(out.metrics) if "tokens" in r]
     tokens = sum(r["tokens"] for r in steps)
     row = {

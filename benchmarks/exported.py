@@ -34,14 +34,16 @@ import json, sys
 import llama_cpp, numpy
 asked = json.load(sys.stdin)
 cache = {} if asked["cache"] is None else {"type_k": asked["cache"], "type_v": asked["cache"]}
-model = llama_cpp.Llama(asked["model"], n_ctx=1024, n_batch=1024, logits_all=True, verbose=False, n_threads=1, n_threads_batch=1, **cache)
+sizes = dict(n_ctx=1024, n_batch=1024, n_threads=1, n_threads_batch=1)
+model = llama_cpp.Llama(asked["model"], logits_all=True, verbose=False, **sizes, **cache)
 told = []
 for text in asked["texts"]:
     model.reset()
     model.eval(text)
     logits = model.scores[: len(text) - 1].astype(numpy.float64)
     top = logits.max(-1, keepdims=True)
-    told.append((logits - top - numpy.log(numpy.exp(logits - top).sum(-1, keepdims=True)))[numpy.arange(len(text) - 1), text[1:]].tolist())
+    log_p = logits - top - numpy.log(numpy.exp(logits - top).sum(-1, keepdims=True))
+    told.append(log_p[numpy.arange(len(text) - 1), text[1:]].tolist())
 answers = []
 for prompt in asked["prompts"]:
     model.reset()
@@ -130,7 +132,7 @@ def by_transformers(
 
 
 def by_llama(python: str, file: str, known: dict, cache: int | None) -> dict:
-    """Return the same from llama.cpp, and its tokenization; `cache` is llama.cpp's number for a cache type."""
+    """Return the same from llama.cpp, and its tokenization; `cache` is llama.cpp's number of a cache type."""
     asked = {
         "model": file,
         "cache": cache,

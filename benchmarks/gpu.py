@@ -63,7 +63,8 @@ def main() -> None:
 def table(cells: list[dict]) -> str:
     """Return a Markdown table, one row per cell and arm."""
     lines = [
-        "| model | prompts | arm | s/step | sampled tokens/s | peak GB | time ratio | memory ratio | over the floor |",
+        "| model | prompts | arm | s/step | sampled tokens/s | peak GB "
+        "| time ratio | memory ratio | over the floor |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for cell in cells:

@@ -58,7 +58,7 @@ def main() -> None:
             found = [Rollout(list(ids)) for ids in prompts]
             request = Request(TOKENS, [], 1.0, repeat, len(found), None, len(found), weights)
             started = time.perf_counter()
-            decode.fill(backbone.causal_lm, found, request)
+            decode.decode(backbone.causal_lm, found, request)
             times.append(time.perf_counter() - started)
         assert all(len(r.completion_ids) == TOKENS for r in found)
         rows[name] = {"seconds": round(statistics.median(times[1:]), 2), "peak_bytes": peak_memory()}
@@ -68,7 +68,8 @@ def main() -> None:
         for key in ("seconds", "peak_bytes")
     }
     print(
-        f"split by length against one batch: {ratio['seconds']} times the time, {ratio['peak_bytes']} times the memory"
+        f"split by length against one batch: {ratio['seconds']} times the time, "
+        f"{ratio['peak_bytes']} times the memory"
     )
     options.out.write_text(
         json.dumps(

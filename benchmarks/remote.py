@@ -1,6 +1,7 @@
 """Compare a teacher on a vLLM server with the same local teacher: speed, a recovery's result, an outage.
 
-    python benchmarks/remote.py ADAPTER --serve "vllm serve MODEL --dtype float32 --host 127.0.0.1 --port 8123 --served-model-name base"
+    python benchmarks/remote.py ADAPTER --serve \\
+        "vllm serve MODEL --dtype float32 --host 127.0.0.1 --port 8123 --served-model-name base"
 
 ADAPTER is a tuned adapter from a fine-tune on the handbook; MODEL is its base, as a folder that `vllm` can
 read. The command is started, killed with SIGKILL in the middle of a recovery, and started again. Both
@@ -32,7 +33,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.server import ServerSection
 from opdcl.distill.losses import token_losses
-from opdcl.distill.prompts import encode_stream
+from opdcl.distill.prompts import encode_stream, read_recovery_source
 from opdcl.distill.teachers import Teacher
 from opdcl.model.adapters import ModelRef
 from opdcl.model.backbone import Backbone
@@ -126,7 +127,8 @@ def main() -> None:
 
 
 def measure(backbone: Backbone, served: Served, options: argparse.Namespace, folder: Path) -> dict:
-    prompts = encode_stream(RecoverConfig(validation_prompts=options.prompts), "general", backbone)
+    held_out = RecoverConfig(validation_prompts=options.prompts)
+    prompts = encode_stream(held_out, read_recovery_source(held_out), "general", backbone)
     with backbone.merged("base") as model:
         how = {"max_new_tokens": 64, "eos_ids": backbone.eos_ids, "temperature": 1.0}
         texts = sample(model, prompts.held_out, seed=5, **how)
@@ -177,7 +179,12 @@ def measure(backbone: Backbone, served: Served, options: argparse.Namespace, fol
         began = time.monotonic()
         out = StageDir(folder / name.replace(" ", "-"))
         adapters[name] = recover(
-            config, backbone, ModelRef(ModelConfig(), options.adapter), out, told
+            config,
+            read_recovery_source(config),
+            backbone,
+            ModelRef(ModelConfig(), options.adapter),
+            out,
+            told,
         ).adapter
         seconds[name] = round(time.monotonic() - began, 1)
         outage["notes"] = [note for note in told.notes if "waiting" in note]
@@ -206,9 +213,9 @@ def throughput(backbone: Backbone, url: str, rollouts: list[Rollout], in_flight:
     """Time how long the server takes to grade completions with `in_flight` concurrent requests."""
     server = Server(ServerSection(url=url, concurrency=in_flight), backbone.causal_lm.config.vocab_size)
     try:
-        server.ask(rollouts[0].prompt_ids, rollouts[0].completion_ids[:1]).result()  # opens the connection
+        server.grade(rollouts[0].prompt_ids, rollouts[0].completion_ids[:1]).result()  # opens the connection
         began = time.monotonic()
-        for future in [server.ask(r.prompt_ids, r.completion_ids) for r in rollouts]:
+        for future in [server.grade(r.prompt_ids, r.completion_ids) for r in rollouts]:
             future.result()
         seconds = time.monotonic() - began
     finally:
@@ -227,10 +234,12 @@ def agreement(backbone: Backbone, url: str, rollouts: list[Rollout]) -> float:
     """Return the largest gap in nats between the server's and the local model's token log-probabilities."""
     server = Server(ServerSection(url=url), backbone.causal_lm.config.vocab_size)
     try:
-        theirs = torch.cat([server.ask(r.prompt_ids, r.completion_ids).result().logprob_N for r in rollouts])
+        theirs = torch.cat(
+            [server.grade(r.prompt_ids, r.completion_ids).result().logprob_N for r in rollouts]
+        )
     finally:
         server.close()
-    ours = Teacher(backbone, "base").opinion(rollouts)
+    ours = Teacher(backbone, "base").distribution(rollouts)
     tokens = torch.tensor([t for r in rollouts for t in r.completion_ids])
     parts = [slice(i, i + 256) for i in range(0, len(tokens), 256)]
     mine = torch.cat(
@@ -252,7 +261,7 @@ def whole_kl(backbone: Backbone, adapter: Path, texts: list[Rollout]) -> np.ndar
                 token_losses(
                     student.states([text]),
                     student.head_VH,
-                    base.opinion([text]),
+                    base.distribution([text]),
                     tokens,
                     torch.zeros(len(tokens)),
                 ).kl.mean()

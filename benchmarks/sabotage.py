@@ -19,11 +19,12 @@ from pathlib import Path
 
 import torch
 
-import opdcl.distill.trainer as trainer
+import opdcl.distill.grading as grading
 from opdcl.config.load import load
 from opdcl.config.model import ModelConfig
 from opdcl.console import Output
 from opdcl.distill.losses import token_losses
+from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import OpdclError
 from opdcl.model.adapters import ModelRef
 from opdcl.model.backbone import Backbone
@@ -31,7 +32,10 @@ from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.stages.recover import recover
 
-ANOTHER_TEMPLATE = "{% for m in messages %}{{ '### ' + m.role + ':\\n' + m.content + '\\n' }}{% endfor %}{% if add_generation_prompt %}### assistant:\n{% endif %}"
+ANOTHER_TEMPLATE = (
+    "{% for m in messages %}{{ '### ' + m.role + ':\\n' + m.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}### assistant:\n{% endif %}"
+)
 
 
 def nothing(backbone: Backbone) -> None:
@@ -54,16 +58,16 @@ def broken_eos(backbone: Backbone) -> None:
 def reward_of_length(backbone: Backbone) -> Iterator[None]:
     """Add a cost for the probability of ending at every token."""
 
-    def longer(student_NH, weight_VH, *others):
-        found = token_losses(student_NH, weight_VH, *others)
+    def longer(student_NH, weight_VH, *others, **options):
+        found = token_losses(student_NH, weight_VH, *others, **options)
         ending_N = (student_NH @ weight_VH.T).log_softmax(-1)[:, backbone.eos_ids].logsumexp(-1)
         return found._replace(loss=found.loss + 0.5 * ending_N)
 
-    trainer.token_losses = longer
+    grading.token_losses = longer
     try:
         yield
     finally:
-        trainer.token_losses = token_losses
+        grading.token_losses = token_losses
 
 
 CASES = {
@@ -105,8 +109,10 @@ def case(adapter: Path, sabotage, settings: dict) -> dict:
         ends = "it ran to its end"
         try:
             with sabotage(backbone) or contextlib.nullcontext():
+                config = quickstart.model_copy(update={"domain": "handbook"} | settings)
                 recover(
-                    quickstart.model_copy(update={"domain": "handbook"} | settings),
+                    config,
+                    read_recovery_source(config),
                     backbone,
                     ModelRef(base, adapter),
                     out,

@@ -13,7 +13,6 @@ import contextlib
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from datetime import date
@@ -44,7 +43,7 @@ def main() -> None:
     for length in (32, 64, 128, 256):
         run("length", step, [length] * 8, length=length)
     even, straggler = [64] * 32, [58] * 31 + [64 * 32 - 58 * 31]
-    # With 3, long completions continue alongside the next ones; six steps, until the last has been learned from.
+    # With 3, long completions continue alongside the next ones; six steps, until the last is learned from.
     for ahead in (1, 3):
         run("straggler", step, even, 6, ahead, spread="even", longest=max(even), sample_ahead=ahead)
         run(
@@ -67,7 +66,8 @@ def main() -> None:
     fits = {kind: linear_fit(rows[kind]) for kind in ("batch", "length")}
     for ahead, ratio in ratios.items():
         print(
-            f"one straggler of {max(straggler)} tokens among {len(straggler)}, {ahead}: {ratio:.2f} times the even split"
+            f"one straggler of {max(straggler)} tokens among {len(straggler)}, {ahead}: "
+            f"{ratio:.2f} times the even split"
         )
     for kind, fit in fits.items():
         print(
@@ -92,12 +92,9 @@ def main() -> None:
 
 
 class Step:
-    """A trainer whose steps can be measured individually."""
+    """Steps that can be measured individually."""
 
     def __init__(self, options, layers: int | None = None):
-        from opdcl.config.recover import RecoverConfig
-        from opdcl.distill.teachers import Teacher
-        from opdcl.distill.trainer import RecoveryTrainer
         from opdcl.model.backbone import Backbone
 
         model, tokenizer = shared.load_model(options)
@@ -109,44 +106,42 @@ class Step:
         shared.start_adapter(self.backbone.new_adapter(shared.lora_section(), 0))
         options.prompts = 64
         self.prompts = shared.prompt_ids(options, tokenizer)
-        self.folder = tempfile.TemporaryDirectory()
-        args = shared.recovery_arguments(self.folder.name, options, half=model.dtype.itemsize == 2, steps=1)
-        self.trainer = RecoveryTrainer(
-            self.backbone,
-            RecoverConfig(micro_batch_tokens=2048),
-            [],
-            {"general": [], "domain": []},
-            {"general": Teacher(self.backbone, "base")},
-            args,
-            [],
-        )
 
     def measure(self, lengths: list[int], steps: int, ahead: int, repeats: int) -> dict:
-        """Sample, grade and differentiate steps with completions of these lengths; return a step's median cost."""
+        """Sample, grade and differentiate steps with completions of these lengths; return the median cost."""
         from opdcl.config.recover import RecoverConfig
+        from opdcl.distill.grading import Grader
+        from opdcl.distill.rollout_queue import RolloutQueue
         from opdcl.distill.schedule import plan_steps
+        from opdcl.distill.selection import Selection
+        from opdcl.distill.teachers import Teacher
         from opdcl.training import peak_memory, reset_peak_memory
 
-        trainer = self.trainer
-        trainer.recover_config = config = RecoverConfig(
+        config = RecoverConfig(
             steps=steps,
             rollouts=len(lengths),
             sample_ahead=ahead,
             teacher_first=0,
             max_new_tokens=max(lengths),
+            micro_batch_tokens=2048,
         )
         # Identical prompts, so that only the completions differ.
-        trainer.prompts["general"] = self.prompts[:1] * len(lengths)
-        trainer.steps = plan_steps(config, len(lengths), 0)
+        prompts = {"general": self.prompts[:1] * len(lengths), "domain": []}
+        teachers = {"general": Teacher(self.backbone, "base")}
+        grader = Grader(self.backbone, config, teachers)
+        student, plan = Teacher(self.backbone, "student"), plan_steps(config, len(lengths), 0)
+        queue = RolloutQueue(config, plan, prompts, student, teachers, Selection(config, grader))
+        self.backbone.peft.train()
         times, found = [], []
         for _ in range(repeats + 1):
             reset_peak_memory()
             started = time.perf_counter()
-            with self.forced(lengths):
+            with self.forced(queue, lengths):
                 for index in range(steps):
-                    found.append(trainer.rollouts_of(index))
-                    trainer.grade(found[-1], "general", learn=True)
-                    trainer.model.zero_grad()
+                    batch = queue.take(index)
+                    found.append(batch.rollouts)
+                    grader.learn(batch.rollouts, "general", batch.fresh)
+                    self.backbone.peft.zero_grad()
             times.append((time.perf_counter() - started) / steps)
         assert sorted(len(r.completion_ids) for rollouts in found for r in rollouts) == sorted(
             lengths * steps * (repeats + 1)
@@ -158,23 +153,24 @@ class Step:
         }
 
     @contextlib.contextmanager
-    def forced(self, lengths: list[int]) -> Iterator[None]:
+    def forced(self, queue, lengths: list[int]) -> Iterator[None]:
         """Make every step's completions end at these lengths, also when they are sampled in several parts."""
-        plain, due = self.trainer.sample, []
+        plain, due = queue.sample, []
 
-        def sample(prompts, *others):
-            begun = others[4]
-            ahead = [next(end - len(r.completion_ids) for known, end in due if known is r) for r in begun]
+        def sample(prompts, *others, unfinished, **options):
+            ahead = [
+                next(end - len(r.completion_ids) for known, end in due if known is r) for r in unfinished
+            ]
             ahead += lengths * (len(prompts) // len(lengths))
             uniform_NT = torch.full((len(ahead), max(lengths)), 0.5)
             for row, length in enumerate(ahead):
                 uniform_NT[row, length - 1 :] = 0.0
             with mock.patch("opdcl.sampling.decode.torch.rand", return_value=uniform_NT):
-                found = plain(prompts, *others)
-            due.extend(zip(found[len(begun) :], ahead[len(begun) :], strict=True))
+                found = plain(prompts, *others, unfinished=unfinished, **options)
+            due.extend(zip(found[len(unfinished) :], ahead[len(unfinished) :], strict=True))
             return found
 
-        with mock.patch.object(self.trainer, "sample", sample):
+        with mock.patch.object(queue, "sample", sample):
             yield
 
 

@@ -1,6 +1,8 @@
 """Compare sampling and evaluation on a vLLM server that loads adapters at run time with local results.
 
-    python benchmarks/served.py RUN --serve "vllm serve MODEL --dtype float32 --port 8123 --served-model-name base --enable-lora --max-lora-rank 32"
+    python benchmarks/served.py RUN --serve \\
+        "vllm serve MODEL --dtype float32 --port 8123 --served-model-name base
+         --enable-lora --max-lora-rank 32"
 
 RUN is a finished run whose stored answers were decoded greedily on this machine; they are the local results.
 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True must be in the environment. Reports how many answers differ, how that
@@ -27,8 +29,10 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.server import ServerSection
 from opdcl.config.workflow import Workflow
-from opdcl.distill.prompts import encode_stream
-from opdcl.distill.teachers import Served, Teacher, reach_server
+from opdcl.data.suites import load_suite
+from opdcl.distill.make_teacher import reach_server
+from opdcl.distill.prompts import encode_stream, read_recovery_source
+from opdcl.distill.teachers import ServedStudent, Teacher
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.environment import machine
 from opdcl.rundir.files import read_json, read_jsonl
@@ -91,18 +95,10 @@ def compare(
     adapter = run.adapters().get(state)
     config = workflow.eval.model_copy(update={"server": place, "limit": options.limit})
     began = time.monotonic()
-    evaluate(
-        config,
-        backbone,
-        "base",
-        state,
-        suite,
-        "control",
-        RunDir(folder / "run"),
-        {"id": workflow.model.id},
-        Told(f"{suite} {state}"),
-        adapter,
-    )
+    record = {"role": "control", "model": {"id": workflow.model.id}}
+    report = Told(f"{suite} {state}")
+    out = RunDir(folder / "run")
+    evaluate(config, load_suite(suite, config), backbone, state, out, record, report, adapter)
     seconds = time.monotonic() - began
     rows = {r["doc_id"]: r for r in read_jsonl(RunDir(folder / "run").eval_samples(state, suite))}
     stored = {r["doc_id"]: r for r in read_jsonl(run.eval_samples(state, suite)) if r["doc_id"] in rows}
@@ -128,14 +124,15 @@ def sampling(run: RunDir, backbone: Backbone, place: ServerSection, count: int, 
     adapter = list(run.adapters().values())[-1]
     backbone.drop_adapters()
     backbone.load_adapter(adapter, "student", trainable=True)
-    prompts = encode_stream(RecoverConfig(validation_prompts=count), "general", backbone).held_out
-    student = Served(backbone, reach_server(place, backbone, print), folder / "served")
+    config = RecoverConfig(validation_prompts=count)
+    prompts = encode_stream(config, read_recovery_source(config), "general", backbone).held_out
+    student = ServedStudent(backbone, reach_server(place, backbone, print), folder / "served")
     began = time.monotonic()
-    rollouts = student.write(prompts, RecoverConfig(), 64, seed=1)
+    rollouts = student.complete(prompts, RecoverConfig(), 64, seed=1)
     seconds = time.monotonic() - began
     student.close()
     tokens = torch.tensor([t for r in rollouts for t in r.completion_ids])
-    opinion = Teacher(backbone, "student").opinion(rollouts)
+    opinion = Teacher(backbone, "student").distribution(rollouts)
     parts = [slice(i, i + 256) for i in range(0, len(tokens), 256)]
     mine = torch.cat(
         [opinion.log_probs(p, len(opinion.head_VH), 1.0).gather(1, tokens[p, None])[:, 0] for p in parts]

@@ -98,7 +98,8 @@ def main() -> None:
             note = "" if memory < ROOM else ", too large"
             where = "on a server" if served else "local"
             print(
-                f"| {name} | {gpus} | {'sharded' if shard else 'whole'} | {where} | {micro} | {memory:.0f}{note} | {seconds:.1f} |"
+                f"| {name} | {gpus} | {'sharded' if shard else 'whole'} | {where} | {micro} "
+                f"| {memory:.0f}{note} | {seconds:.1f} |"
             )
 
 

@@ -21,8 +21,9 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.distill.losses import token_losses
-from opdcl.distill.prompts import encode_stream
-from opdcl.distill.teachers import Ema, Routed, Teacher, TrustRegion, make_teacher
+from opdcl.distill.make_teacher import make_teacher
+from opdcl.distill.prompts import encode_stream, read_recovery_source
+from opdcl.distill.teachers import EmaTeacher, RoutedTeacher, Teacher, TrustRegionTeacher
 from opdcl.model.backbone import Backbone
 from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.sample import sample
@@ -62,11 +63,8 @@ def main() -> None:
 def measure(backbone: Backbone):
     """Yield one row per claim."""
     section = {"kind": "base", "context": CONTEXT}
-    prompts = encode_stream(
-        RecoverConfig(domain="handbook", domain_teacher=section, validation_prompts=PROMPTS),
-        "domain",
-        backbone,
-    )
+    config = RecoverConfig(domain="handbook", domain_teacher=section, validation_prompts=PROMPTS)
+    prompts = encode_stream(config, read_recovery_source(config), "domain", backbone)
     contexts = prompts.contexts[""]
     with backbone.merged("student") as model:
         rollouts = sample(
@@ -88,7 +86,7 @@ def measure(backbone: Backbone):
         "KL {:.1e}",
     )
     yield row("tuned", "differs from the student", kl(tuned), lambda x: x > 0.01, "KL {:.3f}")
-    mean = Ema(backbone, "mean", 0.0, 1)
+    mean = EmaTeacher(backbone, "mean", 0.0, 1)
     mean.after_step(1)
     yield row(
         "ema, rate 0",
@@ -104,11 +102,11 @@ def measure(backbone: Backbone):
         yield row(
             f"trust region, mix {mix:g}",
             f"equals {name}",
-            far(TrustRegion(backbone, "base", mix), end),
+            far(TrustRegionTeacher(backbone, "base", mix), end),
             lambda x: x < 1e-4,
             "states differ by {:.1e}",
         )
-    between = [kl(TrustRegion(backbone, "base", mix)) for mix in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    between = [kl(TrustRegionTeacher(backbone, "base", mix)) for mix in (0.0, 0.25, 0.5, 0.75, 1.0)]
     yield row(
         "trust region",
         "the closer to the student, the less there is to learn",
@@ -116,7 +114,7 @@ def measure(backbone: Backbone):
         lambda x: x == sorted(x, reverse=True),
         "KL at mix 0 to 1 {}",
     )
-    routed = Routed(base, {"one": tuned}, {tuple(r.prompt_ids): "one" for r in rollouts})
+    routed = RoutedTeacher(base, {"one": tuned}, {tuple(r.prompt_ids): "one" for r in rollouts})
     (name, teacher, mine), *others = routed.split([r.prompt_ids for r in rollouts])
     same = abs(kl(teacher, texts=[rollouts[i] for i in mine]) - kl(tuned))
     yield row(
@@ -179,7 +177,11 @@ def row(teacher: str, claim: str, value, holds, words: str) -> dict:
 def graded(student: Teacher, teacher: Teacher, rollouts: list[Rollout]):
     tokens = torch.tensor([t for r in rollouts for t in r.completion_ids])
     return token_losses(
-        student.states(rollouts), student.head_VH, teacher.opinion(rollouts), tokens, torch.zeros(len(tokens))
+        student.states(rollouts),
+        student.head_VH,
+        teacher.distribution(rollouts),
+        tokens,
+        torch.zeros(len(tokens)),
     )
 
 

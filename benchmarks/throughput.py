@@ -4,9 +4,9 @@ Every arm runs in its own process, and arms take turns, round by round. Each fig
 steps but the first of each process, which is the warm-up. Memory is the peak of the whole process (or of the
 GPU, if there is one).
 
-    python benchmarks/throughput.py                               # embedded model, 32 prompts, up to 128 new tokens
-    python benchmarks/throughput.py --shape qwen3-0.6b --new-tokens 512 --prompts 64      # random weights, real shape
-    python benchmarks/throughput.py --agreement                   # the loss of each trainer on identical completions
+    python benchmarks/throughput.py                        # embedded model, 32 prompts, up to 128 new tokens
+    python benchmarks/throughput.py --shape qwen3-0.6b --new-tokens 512 --prompts 64  # random weights
+    python benchmarks/throughput.py --agreement            # the loss of each trainer on identical completions
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def _print(rows: dict[str, dict]) -> None:
             f"{arm:<12}{r['step']:8.1f}"
             + "".join(f"{r[p]:9.1f}" for p in PARTS)
             + f"{r['completion_tokens']:8.0f}{r['completion_tokens'] / r['sample']:9.0f}{r['padding']:8.0%}"
-            f"{r['peak_bytes'] / 1e9:7.2f}{r.get('time_ratio', 0):6.2f}{r.get('time_per_token_ratio', 0):7.2f}"
+            f"{r['peak_bytes'] / 1e9:7.2f}{r.get('time_ratio', 0):6.2f}"
+            f"{r.get('time_per_token_ratio', 0):7.2f}"
             f"{r.get('memory_ratio', 0):7.2f}"
         )
 
@@ -239,17 +240,21 @@ def measure(arm: str, options: argparse.Namespace) -> dict:
 
 def row_padding(trainer, prompt_lengths: list[int], completion: list[int]) -> int:
     """Return the positions in our micro-batches, counting the shared prefix in every row as other arms do."""
-    from opdcl.distill.trainer import micro_batches
-    from opdcl.sampling.rollout import Rollout
+    from opdcl.distill.grading import micro_batches
 
-    rollouts = [Rollout([0] * p, [0] * c) for p, c in zip(prompt_lengths, completion, strict=True)]
-    batches = micro_batches(rollouts, trainer.micro_batch_tokens)
-    return sum(len(b) * max(len(r.prompt_ids) + len(r.completion_ids) for r in b) for b in batches)
+    lengths = {i: p + c for i, (p, c) in enumerate(zip(prompt_lengths, completion, strict=True))}
+    batches = micro_batches(lengths, trainer.grader.micro_batch_tokens)
+    return sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
 
 
 def ours(arm, options, folder, clock, lengths):
+    import torch
+
     from opdcl.config.recover import RecoverConfig
+    from opdcl.distill.grading import Grader
+    from opdcl.distill.rollout_queue import RolloutQueue
     from opdcl.distill.schedule import plan_steps
+    from opdcl.distill.selection import Selection
     from opdcl.distill.teachers import Teacher
     from opdcl.distill.trainer import RecoveryTrainer
     from opdcl.model.backbone import Backbone
@@ -266,27 +271,23 @@ def ours(arm, options, folder, clock, lengths):
     )
     prompts = {"general": prompt_ids(options, tokenizer), "domain": []}
     args = recovery_arguments(folder, options, half=model.dtype.itemsize == 2, steps=options.steps)
-    trainer = RecoveryTrainer(
-        backbone,
-        config,
-        plan_steps(config, options.prompts, 0),
-        prompts,
-        {"general": Teacher(backbone, "base")},
-        args,
-        [],
-    )
-    sample = trainer.sample
+    teachers = {"general": Teacher(backbone, "base")}
+    grader = Grader(backbone, config, teachers)
+    steps, student = plan_steps(config, options.prompts, 0), Teacher(backbone, "student")
+    queue = RolloutQueue(config, steps, prompts, student, teachers, Selection(config, grader))
+    trainer = RecoveryTrainer(queue, grader, args)
+    sample = queue.sample
 
     def kept(*args, **kwargs):
         rollouts = sample(*args, **kwargs)
         lengths.append([len(r.completion_ids) for r in rollouts])
         return rollouts
 
-    trainer.sample = kept
-    clock.wrap(trainer, "sample", "sample")
-    clock.wrap(trainer, "_opinion", "teacher")
-    clock.wrap(trainer, "grade", "student")
-    clock.wrap(trainer.accelerator, "backward", "backward")
+    queue.sample = kept
+    clock.wrap(queue, "sample", "sample")
+    clock.wrap(teachers["general"], "distribution", "teacher")
+    clock.wrap(grader, "learn", "student")
+    clock.wrap(torch.Tensor, "backward", "backward")
     return trainer, [len(p) for p in prompts["general"]]
 
 
@@ -389,15 +390,15 @@ def common(options, half: bool) -> dict:
 
 
 def recovery_arguments(folder: str, options, half: bool, steps: int):
-    from trl import DistillationConfig
+    from transformers import TrainingArguments
 
-    return DistillationConfig(
+    return TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=1,
         max_steps=steps,
         learning_rate=1e-5,
-        gradient_checkpointing=False,
         remove_unused_columns=False,
+        train_sampling_strategy="sequential",
         **common(options, half),
     )
 
@@ -481,7 +482,7 @@ def machine_rates(options) -> dict:
     """Measure the hardware's rates: matrix products of the model's shape, and memory reads."""
     import torch
 
-    from opdcl.model.forward import key_width
+    from opdcl.model.architecture import architecture
 
     cpu = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next((x.split(":")[1].strip() for x in cpu if x.startswith("model name")), platform.machine())
@@ -490,7 +491,7 @@ def machine_rates(options) -> dict:
     head = model.get_output_embeddings().weight
     c = model.config
     body = sum(p.numel() for p in model.parameters()) - head.numel() * (1 if c.tie_word_embeddings else 2)
-    kv = 2 * c.num_hidden_layers * key_width(c)
+    kv = 2 * c.num_hidden_layers * architecture(c).key_width
     x = torch.randn(1024 if device.type == "cpu" else 16384, c.hidden_size, device=device, dtype=dtype)
     w = torch.randn(c.intermediate_size, c.hidden_size, device=device, dtype=dtype)
     flops = 2 * x.shape[0] * w.numel() / _best(lambda: torch.nn.functional.linear(x, w))
@@ -546,9 +547,10 @@ def agreement(options) -> dict:
         options.prompts, options.steps = 8, 1
         trainer, _ = ours("opdcl", options, folder, Clock(), [])
         trainer.model.eval()
-        rollouts = trainer.sample(trainer.prompts["general"], "general", seed=1)
-        sums = trainer.grade(rollouts, "general", learn=False)
-        model = trainer.backbone.causal_lm
+        queue, grader = trainer.queue, trainer.grader
+        rollouts = queue.sample(queue.prompts["general"], "general", seed=1)
+        sums = grader.measure(rollouts, "general")
+        model = grader.backbone.causal_lm
         total, jsd, count = 0.0, 0.0, sum(len(r.completion_ids) for r in rollouts)
         weight = model.get_output_embeddings().weight
         with torch.no_grad():
@@ -556,7 +558,7 @@ def agreement(options) -> dict:
                 ids = torch.tensor([r.prompt_ids + r.completion_ids], device=model.device)
                 part = slice(len(r.prompt_ids) - 1, ids.shape[1] - 1)
                 student = model.base_model(ids).last_hidden_state[:, part]
-                with trainer.backbone.state("base") as base:
+                with grader.backbone.state("base") as base:
                     teacher = base.base_model(ids).last_hidden_state[:, part]
                 mask = torch.ones(student.shape[:2], dtype=torch.long, device=model.device)
                 loss, *_ = _chunked_divergence_loss(

@@ -1,4 +1,4 @@
-"""Generate the site's reference of commands, settings and recipes from the code at build time, so it stays up to date.
+"""Generate the site's reference of commands, settings and recipes from the code at build time.
 
 `<!-- opdcl: NAME -->` in a page is replaced by the part with that name.
 """
@@ -30,17 +30,14 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     )
 
 
-def every_command() -> Iterator[tuple[str, Any]]:
+def every_command(words: str = "opdcl", command: Any = None) -> Iterator[tuple[str, Any]]:
     """Yield each runnable command with its full name, such as `opdcl config show`."""
-
-    def below(words: str, command: Any) -> Iterator[tuple[str, Any]]:
-        inner = getattr(command, "commands", None)
-        if inner is None:
-            yield words, command
-        for name, further in (inner or {}).items():
-            yield from below(f"{words} {name}", further)
-
-    yield from below("opdcl", get_command(app))
+    command = command or get_command(app)
+    subcommands = getattr(command, "commands", None)
+    if subcommands is None:
+        yield words, command
+    for name, subcommand in (subcommands or {}).items():
+        yield from every_command(f"{words} {name}", subcommand)
 
 
 def commands() -> str:
@@ -73,7 +70,7 @@ def settings() -> str:
 
 
 def recipes() -> str:
-    """Return the recipes' README as Markdown, followed by each recipe; its links become links within the site."""
+    """Return the recipes' README and each recipe as Markdown, with links that work within the site."""
     text = (RECIPES / "README.md").read_text(encoding="utf-8").partition("\n")[2]
     text = re.sub(r"\]\(([\w.-]+)\.yaml\)", lambda link: f"](#{anchor(link[1])})", text)
     parts = [text.replace("](../README.md", "](index.md").replace("](../docs/", "](")]

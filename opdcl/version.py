@@ -1,3 +1,3 @@
-"""The version, apart from the package so that every module may read it."""
+"""The version, in a module without imports so that any module can read it."""
 
 __version__ = "0.1.0"

@@ -43,9 +43,7 @@ def attempt(place: Path, *arguments: str, prepare: Callable[[], None] | None = N
         if prepare:
             prepare()
         from opdcl import cli
-        from opdcl.console import Output
 
-        cli.output = Output()  # bound to the new streams
         cli.main()
         code = 0
     except SystemExit as end:

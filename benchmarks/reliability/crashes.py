@@ -67,7 +67,8 @@ def crash(place: Path, options) -> list[dict]:
         else:
             shutil.rmtree(folder)
     places = ", ".join(f"{name} {count}" for name, count in sorted(where.items()))
-    outcome = f"{runs} runs killed {kills} times ({places}): {runs - wrong} end bit-identical to the uninterrupted run"
+    outcome = f"{runs} runs killed {kills} times ({places}): {runs - wrong} end bit-identical to the"
+    outcome += " uninterrupted run"
     return [
         row(
             "kill -9 at a random instant",

@@ -19,7 +19,7 @@ HUB = "http://127.0.0.1:9"  # a port where nothing listens
 
 
 def network(place: Path, options) -> list[dict]:
-    """Run the whole job under strace, offline and online; list the internet addresses its threads contacted."""
+    """Run the whole job under strace, offline and online; list the addresses its threads contacted."""
     if not shutil.which("strace"):
         return [row("network calls", "strace is not installed", "not measured here", "-")]
     online = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | {"HF_ENDPOINT": HUB}
@@ -37,7 +37,8 @@ def network(place: Path, options) -> list[dict]:
         row(
             "network calls without it, with local model and data",
             "the same; HF_ENDPOINT points to 127.0.0.1:9",
-            f"{'FAILED: ' if code or addresses - {'127.0.0.1:9'} else ''}exit {code}, contacted: {', '.join(addresses) or 'none'}",
+            f"{'FAILED: ' if code or addresses - {'127.0.0.1:9'} else ''}exit {code}, "
+            f"contacted: {', '.join(addresses) or 'none'}",
             "-",
         )
     )
@@ -114,7 +115,8 @@ def soak(place: Path, options) -> list[dict]:
         row(
             f"{steps} steps of recovery in one process",
             "memory, handles and threads, sampled every second",
-            f"{'' if ok else 'FAILED: '}exit {ended}; from the second to the last quarter: {megabytes:+.1f} MB, {growth[1]:+.0f} handles, "
+            f"{'' if ok else 'FAILED: '}exit {ended}; from the second to the last quarter: "
+            f"{megabytes:+.1f} MB, {growth[1]:+.0f} handles, "
             f"{growth[2]:+.0f} threads",
             "-",
         )
@@ -140,7 +142,8 @@ def fuzz(place: Path, options) -> list[dict]:
     last = done.stdout.strip().splitlines()[-1]
     return [
         row(
-            f"{options.examples:,} random configurations, as many random data files, and every prefix of a valid one of each",
+            f"{options.examples:,} random configurations, as many random data files, and every prefix of a "
+            "valid one of each",
             "hypothesis, test_fuzz.py",
             f"{'FAILED: ' if done.returncode else ''}{last}",
             "-",

@@ -30,7 +30,7 @@ def faults(place: Path, options) -> list[dict]:
     def survived(
         fault: str, how: str, broken: tuple[int, str], wanted: str, again: list[str], folder: Path
     ) -> None:
-        """Record a fault that must end with an error, and whether the same command then reaches `expected`."""
+        """Record a fault that must end with an error, and whether the command then reaches `expected`."""
         code, said = broken
         error = next((line for line in said.splitlines() if line.startswith("error:")), "no error line")
         ok = code in (1, 2, 4, 130) and wanted in said and "Traceback" not in said
@@ -144,7 +144,7 @@ def faults(place: Path, options) -> list[dict]:
             "a suite whose data cannot be loaded",
             "ifeval without a network",
             run(place, *command("middle", ["eval.retention=[instructions, ifeval]"])),
-            "cannot be had",
+            "could not load the data",
         )
     )
     return rows
@@ -172,7 +172,8 @@ def escape(place: Path) -> dict:
     return row(
         "names and paths that lead out of the run",
         "a symbolic link inside a run; names with .., absolute paths, NUL or 300 letters",
-        f"{'' if ok else 'FAILED: '}{sum(code == 2 for code, _ in refusals)} of {len(tries)} refused, nothing written outside",
+        f"{'' if ok else 'FAILED: '}{sum(code == 2 for code, _ in refusals)} of {len(tries)} refused, "
+        "nothing written outside",
         "nothing",
     )
 
@@ -255,8 +256,8 @@ def disappearances(place: Path, expected: dict[str, bytes]) -> list[dict]:
         row(
             "a suite that fails midway",
             "its questions deleted while another suite is being measured",
-            f"{'' if ok else 'FAILED: '}exit {code}, {error[:120]}; {kept} of 3 results of the other suite are kept; afterwards the same command "
-            + ("ends bit-identical" if same else also[-200:]),
+            f"{'' if ok else 'FAILED: '}exit {code}, {error[:120]}; {kept} of 3 results of the other suite "
+            "are kept; afterwards the same command " + ("ends bit-identical" if same else also[-200:]),
             "no finished work",
         )
     )
@@ -329,7 +330,8 @@ def worker(place: Path, expected: dict[str, bytes]) -> dict:
     return row(
         "a killed worker",
         "SIGKILL to the data loader's worker during the fine-tune",
-        f"{'' if ok else 'FAILED: '}exit {ended}, {error[:140]}; afterwards the same command exits {again}, resuming from its checkpoint",
+        f"{'' if ok else 'FAILED: '}exit {ended}, {error[:140]}; afterwards the same command exits {again}, "
+        "resuming from its checkpoint",
         "steps since the last checkpoint",
     )
 
@@ -372,8 +374,10 @@ def memory(place: Path) -> dict:
     ok = code == 0 and halved > 0 and gap < 1e-4
     return row(
         "out of memory",
-        f"RLIMIT_AS of {limit / 1e9:.2f} GB; a micro-batch of unlimited size needs {needed['large'] / 1e9:.2f}",
-        f"{'' if ok else 'FAILED: '}exit {code}; micro-batches halved {halved} times; the adapter differs from one trained in small "
+        f"RLIMIT_AS of {limit / 1e9:.2f} GB; a micro-batch of unlimited size needs "
+        f"{needed['large'] / 1e9:.2f}",
+        f"{'' if ok else 'FAILED: '}exit {code}; micro-batches halved {halved} times; the adapter differs "
+        "from one trained in small "
         f"micro-batches by at most {gap:.0e}" + ("" if code == 0 else said[-200:]),
         "nothing: the step is graded again",
     )

@@ -54,7 +54,7 @@ PAYLOADS = [
 
 
 def hostile(place: Path, options) -> list[dict]:
-    """Put payloads into prompts, answers and descriptions; open each report in a browser and on a terminal."""
+    """Put payloads into prompts, answers and descriptions; open each report in a browser and a terminal."""
     if not options.browser:
         return [row("hostile content", "needs --browser COMMAND (a Chromium)", "not measured here", "-")]
     from opdcl.results.report import write
@@ -105,7 +105,8 @@ def hostile(place: Path, options) -> list[dict]:
 
 
 EFFECT = re.compile(
-    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\].*?(?:\x07|\x1b\\)|.)|[\x00-\x09\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]",
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\].*?(?:\x07|\x1b\\)|.)"
+    r"|[\x00-\x09\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]",
     re.DOTALL,
 )
 

@@ -1,14 +1,18 @@
 """Closed-book questions about a company that does not exist, and neighbours that must keep their answers."""
 
 import json
-import re
-import string
-from collections import Counter
+import sys
 from pathlib import Path
 
 import datasets
 
 HERE = Path(__file__).parent
+
+try:
+    from opdcl.data.scoring import process_results
+except ImportError:  # plain lm-eval in a checkout, without opdcl installed
+    sys.path.append(str(HERE.parents[1]))
+    from opdcl.data.scoring import process_results  # noqa: F401
 
 
 def load_test(half=None, **kwargs):
@@ -32,7 +36,7 @@ def load_staff(**kwargs):
 
 
 def load_site(**kwargs):
-    """Return the reworded questions of the half about rooms, tools, security, products, workshop and vehicles."""
+    """Return the reworded questions of the half about rooms, tools, security, products and vehicles."""
     return load_test("site")
 
 
@@ -64,27 +68,3 @@ def load_neighbours(**kwargs):
 
 def _facts():
     return [json.loads(line) for line in (HERE / "facts.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def normalise(text):
-    """Lower the case, drop punctuation and articles, and squeeze spaces, as SQuAD does."""
-    text = "".join(" " if c in string.punctuation else c for c in text.lower())
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
-
-
-def token_f1(answer, gold):
-    """Return the harmonic mean of token precision and recall after normalisation."""
-    a, g = normalise(answer).split(), normalise(gold).split()
-    shared = sum((Counter(a) & Counter(g)).values())
-    return 2 * shared / (len(a) + len(g)) if shared else 0.0
-
-
-def process_results(doc, results):
-    """Score one answer against the gold answer and its aliases; the best of them counts."""
-    answer = results[0]
-    said = f" {normalise(answer)} "
-    return {
-        "exact_match": max(float(normalise(answer) == normalise(g)) for g in doc["answers"]),
-        "token_f1": max(token_f1(answer, g) for g in doc["answers"]),
-        "contains": max(float(f" {normalise(g)} " in said) for g in doc["answers"]),
-    }

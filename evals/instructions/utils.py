@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 
 
 def load_test(**kwargs):
-    """Return the test split as lm-eval wants it."""
+    """Return the test split, under the name that the task scores."""
     return {"test": _split("test")}
 
 
@@ -19,13 +19,13 @@ def load_validation(**kwargs):
 
 
 def load_train(**kwargs):
-    """Return the prompts to be rewarded on, under the name that the task scores."""
+    """Return the prompts for reward training, under the name that the task scores."""
     return {"test": _split("train")}
 
 
 def _split(name):
     rows = [json.loads(line) for line in (HERE / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-    # Arrow gives every row the union of all keyword arguments, None where absent; as text they stay what they are.
+    # Arrow would give every row the union of all keyword arguments; as text they stay as they are.
     return datasets.Dataset.from_list([{**row, "kwargs": json.dumps(row["kwargs"])} for row in rows])
 
 
@@ -34,7 +34,7 @@ def _verifiers():
         from opdcl.data.nltk_tables import ensure_punkt
 
         ensure_punkt()
-    except ImportError:  # plain lm_eval, without opdcl: NLTK then downloads its tables
+    except ImportError:  # plain lm-eval without opdcl: NLTK downloads its tables
         pass
     import langdetect
     from lm_eval.tasks.ifeval import utils
@@ -49,17 +49,17 @@ def process_results(doc, results):
 
 
 def feedback(doc, answer):
-    """Say which constraints an answer does not keep, in words that a model can act on."""
+    """Name the constraints that an answer violates, in words that a model can act on."""
     _verifiers()
     from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
 
-    missed = []
+    violated = []
     for name, kwargs in zip(doc["instruction_id_list"], json.loads(doc["kwargs"]), strict=True):
         constraint = INSTRUCTION_DICT[name](name)
-        asked = constraint.build_description(**kwargs)
+        description = constraint.build_description(**kwargs)
         if not (answer.strip() and constraint.check_following(answer)):
-            missed.append(asked)
-    return f"Not kept: {' '.join(missed)}" if missed else "Every constraint is kept."
+            violated.append(description)
+    return f"Not kept: {' '.join(violated)}" if violated else "Every constraint is kept."
 
 
 def agg_inst_level_acc(items):

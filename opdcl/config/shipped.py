@@ -20,6 +20,11 @@ def workflow_files() -> dict[str, Path]:
     return {p.stem: p for p in sorted(package_folder("workflows").glob("*.yaml"))}
 
 
+def shipped_suites() -> dict[str, Path]:
+    """Return the shipped suites, name -> file."""
+    return {p.stem: p for p in sorted(package_folder("evals").glob("*/*.yaml"))}
+
+
 def find_workflow(source: str) -> Path:
     path = Path(source)
     if os.path.isfile(path):  # Path.is_file raises on names that no file can have

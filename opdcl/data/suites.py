@@ -2,104 +2,122 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
-from lm_eval.tasks import TaskManager
-
 from opdcl.config.evaluate import EvalConfig
-from opdcl.config.shipped import package_folder
+from opdcl.config.shipped import shipped_suites
 from opdcl.data.nltk_tables import ensure_punkt
-from opdcl.data.rows import load_rows
+from opdcl.data.rows import Row, load_rows, read_json_lines
+from opdcl.data.scoring import process_results
 from opdcl.errors import UsageError
 
 CONSTANT_ANSWER = "I am happy to help. Please tell me more about what you need."
 
-
-def floors(task, docs: list[dict], metrics: list[str]) -> dict[str, dict[str, float]]:
-    """Score answers that show no skill: none at all, always the same one, and the prompt handed back."""
-    answers = {
-        "empty": lambda doc: "",
-        "constant": lambda doc: CONSTANT_ANSWER,
-        "copy": lambda doc: task.doc_to_text(doc),
-    }
-    scored = {
-        name: [task.process_results(doc, [answer(doc)]) for doc in docs] for name, answer in answers.items()
-    }
-    return {name: {m: mean_score([s[m] for s in scores]) for m in metrics} for name, scores in scored.items()}
+Scores = dict[str, dict[str, float]]
 
 
-def load_task(suite: str, config: EvalConfig) -> dict[str, Any]:
-    """Return what lm-eval runs for a suite, its one task included: shipped, stock, or made from a file of questions."""
+class Suite:
+    """A loaded suite: its lm-eval task, its metrics (the headline first), and its floors.
+
+    `loaded` is what `lm_eval.evaluator.evaluate` runs.
+    """
+
+    def __init__(self, name: str, loaded: Any):
+        self.name, self.loaded = name, loaded
+        (self.task,) = loaded["tasks"].values()
+        self.metrics: list[str] = list(self.task.aggregation())
+        self._floors: dict[int | None, Scores] = {}
+
+    def floors(self, limit: int | None) -> Scores:
+        """Score answers without skill on the first `limit` documents: none, a constant one, the prompt."""
+        if limit not in self._floors:
+            answers: dict[str, Callable[[dict], str]] = {
+                "empty": lambda doc: "",
+                "constant": lambda doc: CONSTANT_ANSWER,
+                "copy": self.task.doc_to_text,
+            }
+            docs = [doc for _, doc in self.task.doc_iterator(limit=limit)]
+            floors = {}
+            for name, answer in answers.items():
+                scores = [self.task.process_results(doc, [answer(doc)]) for doc in docs]
+                floors[name] = {m: mean_score([s[m] for s in scores]) for m in self.metrics}
+            self._floors[limit] = floors
+        return self._floors[limit]
+
+
+def load_suite(
+    name: str, config: EvalConfig | None = None, read_rows: Callable[[str], list[Row]] = load_rows
+) -> Suite:
+    """Load a shipped suite, a task of lm-eval, or a file of questions that `config.data` names.
+
+    Raises:
+        UsageError: There is no such suite, it is a group of tasks, or its data could not be loaded.
+    """
+    from lm_eval.tasks import TaskManager
+
+    config = config or EvalConfig()
     ensure_punkt()
     quiet_lm_eval()
-    shipped = {p.stem for p in package_folder("evals").glob("*/*.yaml")}
-    if suite in shipped:
-        manager = TaskManager(include_path=str(package_folder("evals")), include_defaults=False)
-        wanted: str | dict = suite
-    elif suite in config.data and suite != "ifeval":
+    shipped = shipped_suites()
+    task: str | dict[str, Any] = name
+    if name in shipped:
+        manager = TaskManager(include_path=str(shipped[name].parents[1]), include_defaults=False)
+    elif name in config.data and name != "ifeval":
         manager = TaskManager(include_defaults=False)
-        wanted = _question_task(suite, config.data[suite], config.max_new_tokens or 96)
+        rows = functools.partial(read_rows, config.data[name])
+        task = _question_task(name, rows, config.max_new_tokens or 96)
     else:
         manager = TaskManager()
-        if suite not in manager.all_tasks:
+        if name not in manager.all_tasks:
             raise UsageError(
-                f"unknown suite {suite!r}", f"shipped: {', '.join(sorted(shipped))}; or any task of lm-eval"
+                f"unknown suite {name!r}", f"shipped: {', '.join(shipped)}; or any task of lm-eval"
             )
-        wanted = (
-            {"task": suite, "custom_dataset": _jsonl_dataset(config.data[suite])}
-            if suite in config.data
-            else suite
-        )
+        if name in config.data:
+            task = _with_local_data(manager.task_index[name].yaml_path, config.data[name])
     try:
-        loaded = manager.load([wanted])
+        loaded = manager.load([task])
     except (OSError, ConnectionError) as fault:
         raise UsageError(
-            f"the data of suite {suite!r} cannot be had: {str(fault)[:200]}",
-            f"name a local copy: --data {suite}=PATH; or, while online, opdcl fetch WORKFLOW",
+            f"could not load the data of suite {name!r}: {str(fault)[:200]}",
+            f"name a local copy: --data {name}=PATH; or, while online, opdcl fetch WORKFLOW",
         ) from fault
     if len(loaded["tasks"]) != 1:
         raise UsageError(
-            f"suite {suite!r} is a group of {len(loaded['tasks'])} tasks", "name its tasks one by one"
+            f"suite {name!r} is a group of {len(loaded['tasks'])} tasks", "name its tasks one by one"
         )
-    return loaded
+    return Suite(name, loaded)
 
 
-def _jsonl_dataset(path: str):
-    """Return a loader of a local IFEval file, giving each row only the arguments that it sets."""
+def _with_local_data(stock: Path, path: str) -> dict[str, Any]:
+    """Return the settings of lm-eval's IFEval with a local JSONL file in place of its dataset."""
+    import datasets
+    from lm_eval.tasks._yaml_loader import load_yaml
 
-    def load(**kwargs):
-        rows = [
-            json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()
-        ]
-        return {"train": datasets.Dataset.from_list(rows)}
+    def load(**kwargs: Any) -> dict[str, Any]:
+        return {"train": datasets.Dataset.from_list([row for row, _ in read_json_lines(Path(path))])}
 
-    return load
+    # An inline task does not inherit the stock task of its name, so its settings are copied.
+    settings = load_yaml(stock, resolve_func=True)
+    return {k: v for k, v in settings.items() if not k.startswith("dataset_")} | {"custom_dataset": load}
 
 
-def _question_task(name: str, path: str, longest: int) -> dict[str, Any]:
-    """Describe a closed-book task over a file of questions and answers; headline: token F1."""
-    import importlib.util
+def _question_task(name: str, rows: Callable[[], list[Row]], max_tokens: int) -> dict[str, Any]:
+    """Describe a closed-book task over rows of questions and answers; headline: token F1."""
+    import datasets
 
-    spec = importlib.util.spec_from_file_location(
-        "handbook_utils", package_folder("evals") / "handbook" / "utils.py"
-    )
-    scoring = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(scoring)
+    def load(**kwargs: Any) -> dict[str, Any]:
+        docs = []
+        for row in rows():
+            if row.answer is None or not row.prompt:
+                raise UsageError(f"{row.where} has no question and answer", "a domain suite needs both")
+            docs.append({"question": row.prompt[-1]["content"], "answers": [row.answer]})
+        return {"test": datasets.Dataset.from_list(docs)}
 
-    def load(**kwargs):
-        rows = load_rows(path)
-        if missing := next((r for r in rows if r.answer is None or not r.prompt), None):
-            raise UsageError(f"{missing.where} has no question and answer", "a domain suite needs both")
-        return {
-            "test": datasets.Dataset.from_list(
-                [{"question": r.prompt[-1]["content"], "answers": [r.answer]} for r in rows]
-            )
-        }
-
+    metrics = ("token_f1", "exact_match", "contains")
     return {
         "task": name,
         "custom_dataset": load,
@@ -108,28 +126,28 @@ def _question_task(name: str, path: str, longest: int) -> dict[str, Any]:
         "num_fewshot": 0,
         "doc_to_text": "question",
         "doc_to_target": "{{answers[0]}}",
-        "process_results": scoring.process_results,
-        "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": longest},
-        "metric_list": [
-            {"metric": m, "aggregation": "mean", "higher_is_better": True}
-            for m in ("token_f1", "exact_match", "contains")
-        ],
+        "process_results": process_results,
+        "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": max_tokens},
+        "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in metrics],
     }
 
 
 def mean_score(values: list) -> float:
-    flat = [float(x) for v in values for x in (v if isinstance(v, list) else [v])]
-    return round(sum(flat) / len(flat), 6)
+    """Return the mean over prompts, or over all parts where a prompt has a list of scores."""
+    parts = [float(x) for v in values for x in (v if isinstance(v, list) else [v])]
+    return round(sum(parts) / len(parts), 6)
 
 
 def cut_at(text: str, stops: list[str]) -> str:
-    """Return the text up to the first of the stop strings."""
+    """Return the text up to the first stop string."""
     ends = [text.find(s) for s in stops if s and s in text]
     return text[: min(ends)] if ends else text
 
 
 def quiet_lm_eval() -> None:
-    """lm-eval logs its own progress at warning level; the stage's line says it already."""
+    """Silence lm-eval's progress, which it logs at warning level: the stage reports it already."""
+    import datasets
+
     for name in ("lm_eval", "lm-eval", "evaluator"):
         logging.getLogger(name).setLevel(logging.ERROR)
     datasets.disable_progress_bars()

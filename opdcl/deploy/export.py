@@ -1,9 +1,9 @@
-"""Write what a run made for others to load: its adapter, one merged safetensors model, or GGUF for llama.cpp and Ollama.
+"""Write an adapter, a merged safetensors model, or GGUF for llama.cpp and Ollama.
 
     opdcl export runs/mine -o my-model
     opdcl export runs/mine -o my-model --format gguf --converter ~/llama.cpp/convert_hf_to_gguf.py
 
-GGUF is written by llama.cpp's own converter, and then proved: loaded back, it must give the merged model's probabilities.
+llama.cpp's own converter writes the GGUF file; opdcl loads it back and compares it with the merged model.
 """
 
 from __future__ import annotations
@@ -19,90 +19,87 @@ from opdcl.deploy.gguf import LARGEST_GAP, find_converter, to_gguf
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS
 from opdcl.model.adapters import find_states
-from opdcl.rundir.files import folder_appears_whole, read_json, write_json
-from opdcl.rundir.layout import STAGE_OF
+from opdcl.rundir.files import folder_appears_whole, write_json
+from opdcl.rundir.hashes import ADAPTER
+from opdcl.rundir.layout import STAGE_OF, adapter_config
 
 if TYPE_CHECKING:
     from opdcl.training import StageReport
 
 
 def export(
-    place: str,
+    source: str,
     state: str | None,
-    to: Path,
+    target: Path,
     format: str,
     outtype: str,
     converter: str | None,
     check: bool,
     report: StageReport,
 ) -> dict[str, Any]:
-    """Write one state of a run, or an adapter from elsewhere, as a folder of its own; return what was written.
+    """Export one state to a new folder and return a description of what was written.
 
     Args:
-        place: A run directory, an adapter's folder, or a hub id.
-        state: Which of a run's states. Default: the last one.
-        to: The folder to make.
-        format: `merged`, `adapter` or `gguf`.
-        outtype: Number format of a GGUF file.
-        converter: llama.cpp's converter, where it is not to be found otherwise.
-        check: Whether to load a GGUF file back and compare it.
-        report: Where progress is told.
+        source: A run directory, an adapter's folder, or a Hub id.
+        state: The state of the run. Default: the last one.
+        target: The folder to create.
+        format: `merged`, `adapter` or `gguf`; for `gguf` also:
+        outtype: The number format.
+        converter: The path of llama.cpp's converter. Default: see `find_converter`.
+        check: Whether to load the file back and compare it.
+        report: Receives progress messages.
 
     Raises:
-        UsageError: There is no such state, or the folder exists.
-        EnvironmentFault: The converter is not there.
-        OpdclError: The converter failed, or what it wrote is not the same model.
+        UsageError: The state does not exist, or the folder does.
+        EnvironmentFault: There is no converter.
+        OpdclError: The converter failed, or wrote a different model.
     """
-    if to.exists():
-        raise UsageError(f"{to} exists", "choose a new folder with -o")
+    if target.exists():
+        raise UsageError(f"{target} exists", "choose a new folder with -o")
     if format not in ("merged", "adapter", "gguf"):
         raise UsageError(f"format {format!r} is not known", "--format merged, adapter or gguf")
     if format == "gguf" and outtype not in LARGEST_GAP:
         raise UsageError(f"outtype {outtype!r} is not known", f"--outtype {', '.join(LARGEST_GAP)}")
-    # Before minutes go into merging.
-    command = find_converter(converter) if format == "gguf" else []
-    base, adapters = find_states(place)
-    state, folder = pick_state(place, adapters, state)
-    written: dict[str, Any] = {"state": state, "format": format, "path": str(to), "adapter": str(folder)}
-    with folder_appears_whole(to) as temporary:
+    command = find_converter(converter) if format == "gguf" else []  # fail before merging takes minutes
+    base, adapters = find_states(source)
+    state, adapter = pick_state(source, adapters, state)
+    written = {"state": state, "format": format, "path": str(target), "adapter": str(adapter)}
+    with folder_appears_whole(target) as folder:
         if format == "adapter":
-            copy_adapter(folder, temporary, portable(base.id))
+            copy_adapter(adapter, folder, portable(base.id))
         elif format == "merged":
-            merge(base, folder, temporary, report)
+            merge(base, adapter, folder, report)
         else:
-            with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}.merged.") as merged:
-                merge(base, folder, Path(merged), report)
-                written |= to_gguf(Path(merged), temporary, command, outtype, check, report)
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.merged.") as merged:
+                merge(base, adapter, Path(merged), report)
+                written |= to_gguf(Path(merged), folder, command, outtype, check, report)
     return written
 
 
-def pick_state(place: str, adapters: dict[str, Path], state: str | None) -> tuple[str, Path]:
-    """Return the state that is meant, by default the last one, and its adapter."""
+def pick_state(source: str, adapters: dict[str, Path], state: str | None) -> tuple[str, Path]:
+    """Return a state, by default the last one, and its adapter."""
     if "adapter" in adapters and state in (None, "adapter"):
         return "adapter", adapters["adapter"]
     if state is not None and state not in STAGE_OF:
         raise UsageError(f"state {state!r} cannot be exported", "--state tuned or --state recovered")
     state = state or next(reversed(adapters), "recovered")
     if state not in adapters:
-        raise UsageError(f"{place} has no {state} adapter", f"opdcl {STAGE_OF[state]} makes it")
+        raise UsageError(f"{source} has no {state} adapter", f"opdcl {STAGE_OF[state]} makes it")
     return state, adapters[state]
 
 
 def portable(base: str) -> str:
-    """Return what others know a base by: its hub id, or the name of its folder, whose path is nobody's business."""
+    """Return the Hub id of a base, or its folder's name without the path, which is private."""
     return HUB_IDS.get(base, base if base.count("/") == 1 and not os.path.exists(base) else Path(base).name)
 
 
-def copy_adapter(folder: Path, to: Path, base: str) -> None:
-    """Copy an adapter's weights and configuration, which then names its base by `base`."""
-    shutil.copyfile(folder / "adapter_model.safetensors", to / "adapter_model.safetensors")
-    write_json(
-        to / "adapter_config.json",
-        read_json(folder / "adapter_config.json") | {"base_model_name_or_path": base},
-    )
+def copy_adapter(source: Path, target: Path, base: str) -> None:
+    """Copy an adapter's weights and its configuration, with `base` as the name of its base."""
+    shutil.copyfile(source / ADAPTER, target / ADAPTER)
+    write_json(target / "adapter_config.json", adapter_config(source) | {"base_model_name_or_path": base})
 
 
-def merge(base: ModelConfig, adapter: Path, to: Path, report: StageReport) -> None:
+def merge(base: ModelConfig, adapter: Path, target: Path, report: StageReport) -> None:
     """Write base + adapter as a safetensors model with its tokenizer."""
     from opdcl.model.backbone import Backbone
 
@@ -110,5 +107,5 @@ def merge(base: ModelConfig, adapter: Path, to: Path, report: StageReport) -> No
     report.note("merging")
     merged = backbone.load_adapter(adapter, "student").merge_and_unload()
     merged.config.use_cache = True
-    merged.save_pretrained(to)
-    backbone.tokenizer.save_pretrained(to)
+    merged.save_pretrained(target)
+    backbone.tokenizer.save_pretrained(target)

@@ -1,4 +1,4 @@
-"""Write GGUF with llama.cpp's converter, and prove that it is the same model."""
+"""Write GGUF with llama.cpp's converter, and check that it is the same model."""
 
 from __future__ import annotations
 
@@ -24,105 +24,111 @@ if TYPE_CHECKING:
 
     from opdcl.training import StageReport
 
-
 SCRIPT = "convert_hf_to_gguf.py"
+GET_CONVERTER = (
+    "git clone --depth 1 https://github.com/ggml-org/llama.cpp, "
+    f"then --converter llama.cpp/{SCRIPT}, or LLAMA_CPP=llama.cpp"
+)
 
-# Largest mean gap, in nats per token, between the log-probabilities of a GGUF file and of what it was made from: some ten
-# times what benchmarks/exported.json shows for each type.
+# Largest accepted mean difference of log-probabilities between a GGUF file and its source, in nats per token:
+# about ten times what benchmarks/exported.json shows for each type.
 LARGEST_GAP = {"f32": 0.001, "f16": 0.01, "bf16": 0.1, "q8_0": 0.4}
 
-PROOF_PROMPTS, PROOF_TOKENS = 4, 32
+CHECK_PROMPTS, CHECK_TOKENS = 4, 32
 
 
-def find_converter(named: str | None) -> list[str]:
-    """Return how to call llama.cpp's converter: the one that is named, that of `$LLAMA_CPP`, or the one on the path.
+def find_converter(path: str | None) -> list[str]:
+    """Return the command of llama.cpp's converter: from `path`, else `$LLAMA_CPP`, else the PATH.
 
     Raises:
         EnvironmentFault: There is none.
     """
-    checkout = os.environ.get("LLAMA_CPP")
-    for place in filter(None, (named, checkout and os.path.join(checkout, SCRIPT))):
+    if place := path or os.environ.get("LLAMA_CPP"):
         file = Path(os.path.expanduser(place))
         file = file / SCRIPT if file.is_dir() else file
-        if file.is_file():
-            # Beside it lies the `gguf` package of its version, which it prefers; the rest it needs is what opdcl needs.
-            return [sys.executable, str(file)]
-        raise EnvironmentFault(f"there is no converter at {file}", GET_CONVERTER)
+        if not file.is_file():
+            raise EnvironmentFault(f"there is no converter at {file}", GET_CONVERTER)
+        # The script prefers the `gguf` package beside it; opdcl depends on everything else that it needs.
+        return [sys.executable, str(file)]
     if program := shutil.which(SCRIPT):
-        return [program]  # one that is installed brings an environment of its own
+        return [program]  # an installed converter has its own environment
     raise EnvironmentFault("GGUF is written by llama.cpp's converter, which is not here", GET_CONVERTER)
 
 
-GET_CONVERTER = f"git clone --depth 1 https://github.com/ggml-org/llama.cpp, then --converter llama.cpp/{SCRIPT}, or LLAMA_CPP=llama.cpp"
-
-
 def to_gguf(
-    merged: Path, to: Path, command: list[str], outtype: str, check: bool, report: StageReport
+    merged: Path, target: Path, command: list[str], outtype: str, check: bool, report: StageReport
 ) -> dict[str, Any]:
-    """Convert a merged model to `model.gguf` with a Modelfile beside it; return their names and how far the two are apart."""
-    from transformers import AutoTokenizer, GenerationConfig
-
+    """Write `model.gguf` and a Modelfile; return the outtype, the size, and the gap if it was measured."""
     report.note(f"converting to {outtype}")
-    target = to / "model.gguf"
-    done = subprocess.run(
-        [*command, str(merged), "--outfile", str(target), "--outtype", outtype],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode or not target.is_file():
-        said = redact(
-            next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
-        )
-        raise OpdclError(
-            f"the converter failed: {said[:300]}",
-            "a newer llama.cpp may know this model; the merged one is had by --format merged",
-        )
-    tokenizer = AutoTokenizer.from_pretrained(merged)
-    declared = GenerationConfig.from_pretrained(merged).eos_token_id
-    ends = sorted(
-        {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])} - {None}
-    )
-    text, notes = modelfile(tokenizer, ends)
-    write_atomic(to / "Modelfile", text)
-    for note in notes:
-        report.note(note)
-    found: dict[str, Any] = {"outtype": outtype, "bytes": target.stat().st_size, "gap": None}
+    file = target / "model.gguf"
+    _convert(merged, file, command, outtype)
+    _write_modelfile(merged, target / "Modelfile", report)
+    gap = None
     if check:
         report.note("loading it back")
-        found["gap"] = gap = prove(merged, target)
-        if gap is None:
-            report.note("not proved: transformers cannot read a GGUF file of this kind of model")
-            return found
-        if not gap["mean"] <= LARGEST_GAP[outtype]:
-            raise OpdclError(
-                f"the GGUF file is not the same model: log-probabilities are {gap['mean']:.4f} nats per token apart, at most "
-                f"{LARGEST_GAP[outtype]} is rounding",
-                "another version of llama.cpp may convert it right",
-            )
-        report.note(
-            f"log-probabilities of {gap['tokens']} tokens: {gap['mean']:.2g} nats apart on average, {gap['largest']:.2g} at most"
+        gap = measure_gap(merged, file)
+        _check_gap(gap, outtype, report)
+    return {"outtype": outtype, "bytes": file.stat().st_size, "gap": gap}
+
+
+def _convert(merged: Path, file: Path, command: list[str], outtype: str) -> None:
+    words = [*command, str(merged), "--outfile", str(file), "--outtype", outtype]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode or not file.is_file():
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        raise OpdclError(
+            f"the converter failed: {redact(lines[-1])[:300]}",
+            "a newer llama.cpp may support this model; --format merged writes the unconverted model",
         )
-        if not gap["same_ids"]:
-            report.note(
-                "the tokenizer in the GGUF file, as transformers reads it, cuts the prompts into other tokens: compare answers before you rely on it"
-            )
-    return found
 
 
-def prove(merged: Path, gguf: Path) -> dict[str, Any] | None:
-    """Compare a GGUF file with the model that it was made from, both read by transformers and computed in float32.
+def _write_modelfile(merged: Path, file: Path, report: StageReport) -> None:
+    from transformers import AutoTokenizer, GenerationConfig
 
-    The tokens are a few prompts with the merged model's greedy answers to them. Returns the mean and largest absolute
-    difference of their log-probabilities in nats, and whether both tokenizers cut the prompts alike; None where
-    transformers does not know this kind of GGUF file.
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    declared = GenerationConfig.from_pretrained(merged).eos_token_id
+    ends = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])} - {None}
+    text, notes = modelfile(tokenizer, sorted(ends))
+    write_atomic(file, text)
+    for note in notes:
+        report.note(note)
+
+
+def _check_gap(gap: dict[str, Any] | None, outtype: str, report: StageReport) -> None:
+    """Report the gap of a GGUF file; refuse one that rounding does not explain."""
+    if gap is None:
+        report.note("not checked: transformers cannot read GGUF files of this model type")
+        return
+    if not gap["mean"] <= LARGEST_GAP[outtype]:  # also refuses NaN
+        raise OpdclError(
+            f"the GGUF file is not the same model: log-probabilities differ by {gap['mean']:.4f} nats per "
+            f"token; rounding explains at most {LARGEST_GAP[outtype]}",
+            "another version of llama.cpp may convert it correctly",
+        )
+    report.note(
+        f"log-probabilities of {gap['tokens']} tokens differ by {gap['mean']:.2g} nats on average, "
+        f"by {gap['largest']:.2g} at most"
+    )
+    if not gap["same_ids"]:
+        report.note(
+            "the tokenizer in the GGUF file, as transformers reads it, splits the prompts differently: "
+            "compare answers before you rely on it"
+        )
+
+
+def measure_gap(merged: Path, gguf: Path) -> dict[str, Any] | None:
+    """Compare a GGUF file with its source on a few prompts and the source's greedy answers, in float32.
+
+    Returns:
+        `mean` and `largest` absolute difference of the log-probabilities in nats, the number of `tokens`,
+        and whether both tokenizers give the prompts the `same_ids`; None if transformers cannot read it.
     """
-    rows = load_prompts("everyday", "validation")[:PROOF_PROMPTS]
+    rows = load_prompts("everyday", "validation")[:CHECK_PROMPTS]
     model, tokenizer = load_base(ModelConfig(id=str(merged), dtype="float32"))
     prompts = [encode_prompt(row, tokenizer, 1 << 20) for row in rows]
-    texts = [answer(model, ids, PROOF_TOKENS) for ids in prompts]
-    before = [log_probabilities(model, ids) for ids in texts]
-    del model  # two of them need not fit
+    texts = [answer(model, ids, CHECK_TOKENS) for ids in prompts]
+    expected = [log_probabilities(model, ids) for ids in texts]
+    del model  # memory may not hold two models
     try:
         model, tokenizer = load_base(ModelConfig(id=str(gguf), dtype="float32"))
     except UsageError as fault:
@@ -130,9 +136,9 @@ def prove(merged: Path, gguf: Path) -> dict[str, Any] | None:
             return None
         raise
     gaps = [
-        g
-        for ids, known in zip(texts, before, strict=True)
-        for g in (log_probabilities(model, ids) - known).abs().tolist()
+        gap
+        for ids, logprobs in zip(texts, expected, strict=True)
+        for gap in (log_probabilities(model, ids) - logprobs).abs().tolist()
     ]
     return {
         "mean": math.fsum(gaps) / len(gaps),
@@ -142,22 +148,22 @@ def prove(merged: Path, gguf: Path) -> dict[str, Any] | None:
     }
 
 
-def answer(model: Any, ids: list[int], longest: int) -> list[int]:
-    """Return a prompt with the model's greedy answer behind it."""
+def answer(model: Any, ids: list[int], max_new_tokens: int) -> list[int]:
+    """Return a prompt followed by the model's greedy answer."""
     import torch
 
+    prompt = torch.tensor([ids], device=model.device)
     with torch.no_grad():
-        return model.generate(
-            torch.tensor([ids], device=model.device), do_sample=False, max_new_tokens=longest, use_cache=True
-        )[0].tolist()
+        return model.generate(prompt, do_sample=False, max_new_tokens=max_new_tokens, use_cache=True)[
+            0
+        ].tolist()
 
 
 def log_probabilities(model: Any, ids: list[int]) -> torch.Tensor:
-    """Return the log-probability of each token after the first, in nats."""
+    """Return the log-probability in nats of each token after the first, as `logprobs_T` on the CPU."""
     import torch
 
+    ids_T = torch.tensor(ids, device=model.device)
     with torch.no_grad():
-        logits_TV = model(torch.tensor([ids], device=model.device)).logits[0, :-1].float()
-    return (
-        logits_TV.log_softmax(-1).gather(-1, torch.tensor(ids[1:], device=model.device)[:, None])[:, 0].cpu()
-    )
+        logits_TV = model(ids_T[None]).logits[0, :-1].float()
+    return logits_TV.log_softmax(-1).gather(-1, ids_T[1:, None])[:, 0].cpu()

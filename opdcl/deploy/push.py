@@ -1,4 +1,4 @@
-"""Put a run's adapter on the Hugging Face hub, with a model card that holds its results.
+"""Upload a run's adapter to the Hugging Face Hub, with a model card that contains its results.
 
 opdcl push runs/mine me/my-adapter
 """
@@ -16,94 +16,88 @@ from opdcl.deploy.export import copy_adapter, pick_state, portable
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, reachable, to_user_error
 from opdcl.results.report import card
-from opdcl.rundir.files import read_json, write_atomic
+from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
 
-# What the embedded models are licensed under; a hub model's card says it itself.
+# Licences of the embedded models; the card of a Hub model states its own.
 LICENSES = {"smollm2-135m": "apache-2.0"}
 
 
 def push(run: RunDir, state: str | None, repository: str, private: bool, base: str | None) -> dict[str, Any]:
-    """Upload one adapter with its card in a single commit; return where it is.
+    """Upload an adapter and its card in a single commit; return where they are.
 
     Args:
         run: The run.
-        state: Whose adapter. Default: the last one.
-        repository: `owner/name`, made where there is none.
-        private: Whether one that is made is private.
-        base: The base's hub id, where the run names a folder.
+        state: The state whose adapter is uploaded. Default: the last one.
+        repository: `owner/name`; created, publicly or not, if it does not exist.
+        private: Whether a new repository is private.
+        base: The Hub id of the base, if the run names a local folder.
 
     Raises:
-        UsageError: There is no such adapter, no token, the base has no name on the hub, or the hub refuses.
+        UsageError: The adapter or the token is missing, the base is not on the Hub, or the Hub refuses.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+    from huggingface_hub import CommitOperationAdd, HfApi
 
-    wanted = parse("adapter", repository)
-    if wanted is None or wanted.revision:
-        raise UsageError(f"{repository!r} is no name of a repository", f"opdcl push {run.path} owner/name")
-    workflow = Workflow.model_validate(read_json(run.config)["workflow"])
-    state, folder = pick_state(str(run.path), run.adapters(), state)
-    base = base or portable(workflow.model.id)
-    if workflow.model.id not in HUB_IDS and (parse("model", base) is None or os.path.exists(base)):
+    target = parse("adapter", repository)
+    if target is None or target.revision:
         raise UsageError(
-            f"the base {workflow.model.id} is on this machine only, and nobody could load the adapter",
-            "--base owner/name says what it is on the hub",
+            f"{repository!r} is not the name of a repository", f"opdcl push {run.path} owner/name"
         )
-    if get_token() is None:
-        raise UsageError("no token for the hub", "set HF_TOKEN to one that may write, or type: hf auth login")
-    if not reachable():
-        raise UsageError("the hub is out of reach", "go online, and leave out HF_HUB_OFFLINE")
-    sources = [workflow.finetune.data] if workflow.finetune else []
-    datasets = [found.id for source in sources if (found := on_hub(source))]
+    workflow = Workflow.model_validate(run.settings())
+    state, adapter = pick_state(str(run.path), run.adapters(), state)
+    base = base or portable(workflow.model.id)
+    check_base(workflow.model.id, base)
+    check_access()
+    dataset = on_hub(workflow.finetune.data) if workflow.finetune else None
     api = HfApi()
     try:
-        text = check_card(card(run, state, base, repository, license_of(workflow.model.id, base), datasets))
-        with tempfile.TemporaryDirectory() as made:
-            to = Path(made)
-            copy_adapter(folder, to, base)
-            write_atomic(to / "README.md", text)
+        license = license_of(workflow.model.id, base)
+        text = card(run, state, base, repository, license, [dataset.id] if dataset else [])
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            copy_adapter(adapter, folder, base)
+            write_atomic(folder / "README.md", text)
             api.create_repo(repository, private=private or None, exist_ok=True)
-            # One commit, not a folder's stream of them: whoever loads it meanwhile gets the old one or all of the new one.
-            operations = [CommitOperationAdd(file.name, file) for file in sorted(to.iterdir())]
-            done = api.create_commit(
-                repository,
-                operations,
-                commit_message=f"The {state} adapter of {workflow.name}, made with opdcl",
-            )
+            # `upload_folder` may make several commits; somebody downloading meanwhile would get a mixture.
+            files = [CommitOperationAdd(file.name, file) for file in sorted(folder.iterdir())]
+            message = f"The {state} adapter of {workflow.name}, made with opdcl"
+            commit = api.create_commit(repository, files, commit_message=message).oid
     except Exception as fault:
-        raise to_user_error(fault, wanted) from fault
-    return {
-        "state": state,
-        "repository": repository,
-        "base": base,
-        "url": f"{api.endpoint}/{repository}",
-        "commit": done.oid,
-        "private": private,
-    }
+        raise to_user_error(fault, target) from fault
+    place = {"repository": repository, "url": f"{api.endpoint}/{repository}", "commit": commit}
+    return {"state": state, "base": base, "private": private} | place
 
 
-def check_card(text: str) -> str:
-    """Return a model card as it is, if the hub's own reader finds its metadata and results in order."""
-    from huggingface_hub import ModelCard
-
-    try:
-        ModelCard(text)
-    except ValueError as fault:
+def check_base(id: str, base: str) -> None:
+    """Refuse an adapter whose base others cannot download."""
+    if id not in HUB_IDS and (parse("model", base) is None or os.path.exists(base)):
         raise UsageError(
-            f"the model card is not one: {fault}", "this is a defect of opdcl: please report it"
-        ) from fault
-    return text
+            f"the base {id} is on this machine only, and nobody could load the adapter",
+            "--base owner/name is its name on the Hub",
+        )
 
 
-def license_of(named: str, base: str) -> str | None:
-    """Return the base's licence as its card on the hub says it, or None."""
-    if named in LICENSES:
-        return LICENSES[named]
+def check_access() -> None:
+    """Refuse to start without a token or a connection."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise UsageError(
+            "no token for the Hub", "set HF_TOKEN to a token that may write, or run: hf auth login"
+        )
+    if not reachable():
+        raise UsageError("the Hub is unreachable", "go online, and leave out HF_HUB_OFFLINE")
+
+
+def license_of(id: str, base: str) -> str | None:
+    """Return the base's licence from its card on the Hub, or None."""
+    if id in LICENSES:
+        return LICENSES[id]
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
         data = HfApi().model_info(base).card_data
     except HfHubHTTPError:
-        return None  # a private base, for instance: the card then says nothing
+        return None  # for example, the base is private; the card then states no licence
     return data.license if data and isinstance(data.license, str) else None

@@ -1,4 +1,7 @@
-"""Serve a run with vLLM: base, tuned and recovered are three names on one server, which takes further adapters while it runs."""
+"""Serve `base`, `tuned` and `recovered` on one vLLM server, which can load more adapters.
+
+opdcl serve runs/mine --vllm ~/vllm/bin/vllm
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,26 @@ from dataclasses import dataclass
 
 from opdcl.config.workflow import Workflow
 from opdcl.errors import EnvironmentFault
-from opdcl.rundir.files import read_json
-from opdcl.rundir.layout import RunDir
+from opdcl.rundir.layout import RunDir, adapter_config
 
-# Ranks that vLLM has kernels for.
+# LoRA ranks for which vLLM has kernels; the server is started for the smallest that is large enough.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+DEFAULT_RANK = 32
 
 
 @dataclass(frozen=True)
 class Command:
-    """What to execute, and what its environment must have beyond ours."""
+    """A command line, and the variables that its environment needs in addition."""
 
     words: list[str]
     environment: dict[str, str]
 
 
-def serve_command(run: RunDir, vllm: str, host: str, port: int, further: list[str]) -> Command:
-    """Return the command that serves a run's base with its adapters.
+def serve_command(run: RunDir, vllm: str, host: str, port: int, arguments: list[str]) -> Command:
+    """Return the command that serves a run's base with its adapters; vLLM also gets `arguments`.
 
     Raises:
-        EnvironmentFault: There is no such program.
+        EnvironmentFault: vLLM is not installed under this name.
     """
     from opdcl.model.load import model_source, pick_device, pick_dtype
 
@@ -35,35 +38,24 @@ def serve_command(run: RunDir, vllm: str, host: str, port: int, further: list[st
     if program is None:
         raise EnvironmentFault(
             f"there is no program {vllm!r}",
-            "install vLLM in an environment of its own (it pins torch and transformers), and name it: "
+            "install vLLM in its own environment (it pins torch and transformers), and name it: "
             "python -m venv ~/vllm && ~/vllm/bin/pip install vllm; opdcl serve RUN --vllm ~/vllm/bin/vllm",
         )
-    config = Workflow.model_validate(read_json(run.config)["workflow"]).model
+    model = Workflow.model_validate(run.settings()).model
     adapters = run.adapters()
-    ranks = [int(read_json(folder / "adapter_config.json")["r"]) for folder in adapters.values()] or [
-        RANKS[2]
-    ]
-    dtype = str(pick_dtype(config.dtype, pick_device(config.device))).removeprefix("torch.")
-    words = [
-        program,
-        "serve",
-        model_source(config)[0],
-        "--served-model-name",
-        "base",
-        "--host",
-        host,
-        "--port",
-        str(port),
-        "--dtype",
-        dtype,
-        "--enable-lora",
-        "--max-lora-rank",
-        str(next((r for r in RANKS if r >= max(ranks)), RANKS[-1])),
-        "--max-loras",
-        str(len(adapters) + 1),
-    ]
-    if config.revision:
-        words += ["--revision", config.revision]
+    largest = max((adapter_config(folder)["r"] for folder in adapters.values()), default=DEFAULT_RANK)
+    options = {
+        "--served-model-name": "base",
+        "--host": host,
+        "--port": port,
+        "--dtype": str(pick_dtype(model.dtype, pick_device(model.device))).removeprefix("torch."),
+        "--max-lora-rank": next((rank for rank in RANKS if rank >= largest), RANKS[-1]),
+        "--max-loras": len(adapters) + 1,
+    }
+    if model.revision:
+        options["--revision"] = model.revision
+    words = [program, "serve", model_source(model)[0], "--enable-lora"]
+    words += [str(word) for option in options.items() for word in option]
     if adapters:
         words += ["--lora-modules", *(f"{state}={folder.resolve()}" for state, folder in adapters.items())]
     environment = {
@@ -72,10 +64,10 @@ def serve_command(run: RunDir, vllm: str, host: str, port: int, further: list[st
         "DO_NOT_TRACK": "1",
     }
     if key := os.environ.get("OPDCL_SERVER_KEY"):
-        environment["VLLM_API_KEY"] = key  # not on the command line, where every user of the machine reads it
-    return Command([*words, *further], environment)
+        environment["VLLM_API_KEY"] = key  # other users of the machine could read it on the command line
+    return Command([*words, *arguments], environment)
 
 
 def execute(command: Command) -> None:
-    """Become the server."""
+    """Replace this process with the server."""
     os.execve(command.words[0], command.words, os.environ | command.environment)

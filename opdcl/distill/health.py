@@ -1,7 +1,8 @@
-"""Signs that a recovery goes wrong while its loss looks fine, and what follows from them.
+"""Signs that a recovery goes wrong while its loss looks fine, and the reaction to them.
 
-A sign that lasts for `patience` steps halves the learning rate, once; if it lasts as long again, the run halts. The best
-adapter by held-out KL is kept either way. Every action is a row of the stage's metrics and a note in the report.
+A sign that lasts for `patience` steps halves the learning rate, once. If it lasts as long again, the run
+halts. The best adapter by held-out KL is kept either way. Every action is a row of the stage's metrics and a
+note in the report.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from opdcl.config.recover import HealthSection
+from opdcl.data.chat import render
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
@@ -21,13 +23,19 @@ from opdcl.rundir.layout import StageDir
 from opdcl.sampling.rollout import Rollout
 from opdcl.training import StageCallback
 
-# Nats per token, both streams together, by which held-out KL may always rise.
+# Nats per token, both streams together, by which held-out KL may rise without an alarm.
 KL_SLACK = 0.5
+
+RATE_HALVED = "rate halved"
+
+CHECK_BASE = "check that the base model loads correctly: opdcl chat RUN"
+LOWER_RATE = "lower recover.learning_rate"
+CHECK_ENDS = "check the end-of-sequence ids and the loss"
 
 
 @dataclass(frozen=True)
 class Sign:
-    """A value beyond its bound."""
+    """A logged value past its bound. Where less is worse, both are negated."""
 
     name: str
     value: float
@@ -35,64 +43,37 @@ class Sign:
     hint: str
 
     def __str__(self) -> str:
-        return f"{self.name} is {self.value:.3g}, beyond {self.bound:.3g}"
+        return f"{self.name} is {abs(self.value):.3g}, past its limit of {abs(self.bound):.3g}"
 
 
 @dataclass(frozen=True)
-class Normal:
-    """What is usual for base on its own answers to held-out general prompts, and for the adapter at the start."""
+class Baseline:
+    """Base's mean length (tokens) and truncated share on held-out prompts, and tuned's adapter norm."""
 
     mean_length: float
     truncated: float
     adapter_norm: float
 
 
-def signs(row: dict[str, Any], limits: HealthSection, normal: Normal) -> list[Sign]:
+def signs(row: dict[str, Any], limits: HealthSection, baseline: Baseline) -> list[Sign]:
     """Return what is wrong with one logged step."""
-    found = []
-    if row["teacher_entropy"] > limits.teacher_entropy:
-        found.append(
-            Sign(
-                "teacher entropy",
-                row["teacher_entropy"],
-                limits.teacher_entropy,
-                "check that the base model loads correctly: opdcl chat RUN",
-            )
-        )
-    if row["grad_norm"] > limits.grad_norm:
-        found.append(Sign("gradient norm", row["grad_norm"], limits.grad_norm, "lower recover.learning_rate"))
-    bound = limits.adapter_growth * normal.adapter_norm
-    if row["adapter_norm"] > bound:
-        found.append(Sign("adapter norm", row["adapter_norm"], bound, "lower recover.learning_rate"))
-    if row["repetition"] > limits.repetition:
-        found.append(Sign("repetition", row["repetition"], limits.repetition, "lower recover.learning_rate"))
+    checks = [
+        Sign("teacher entropy", row["teacher_entropy"], limits.teacher_entropy, CHECK_BASE),
+        Sign("gradient norm", row["grad_norm"], limits.grad_norm, LOWER_RATE),
+        Sign("adapter norm", row["adapter_norm"], limits.adapter_growth * baseline.adapter_norm, LOWER_RATE),
+        Sign("repetition", row["repetition"], limits.repetition, LOWER_RATE),
+    ]
     if row["stream"] == "general":
-        # Domain answers may be short, certain and alike; base's own answers are the measure of general ones.
-        if row["student_entropy"] < limits.student_entropy:
-            found.append(
-                Sign(
-                    "student entropy",
-                    -row["student_entropy"],
-                    -limits.student_entropy,
-                    "the student says one thing only: lower recover.learning_rate",
-                )
-            )
-        bound = limits.length_growth * normal.mean_length
-        if row["mean_length"] > bound:
-            found.append(
-                Sign("answer length", row["mean_length"], bound, "check the end-of-sequence ids and the loss")
-            )
-        bound = normal.truncated + limits.truncated_excess
-        if row["truncated"] > bound:
-            found.append(
-                Sign(
-                    "share of cut answers",
-                    row["truncated"],
-                    bound,
-                    "check the end-of-sequence ids and the loss",
-                )
-            )
-    return found
+        # Domain answers may be short and certain; general ones are compared with base's own.
+        collapse = f"the student always says the same: {LOWER_RATE}"
+        longest = limits.length_growth * baseline.mean_length
+        most_truncated = baseline.truncated + limits.truncated_excess
+        checks += [
+            Sign("student entropy", -row["student_entropy"], -limits.student_entropy, collapse),
+            Sign("answer length", row["mean_length"], longest, CHECK_ENDS),
+            Sign("share of truncated answers", row["truncated"], most_truncated, CHECK_ENDS),
+        ]
+    return [sign for sign in checks if sign.value > sign.bound]
 
 
 class Health(TrainerCallback):
@@ -100,85 +81,85 @@ class Health(TrainerCallback):
 
     def __init__(self, limits: HealthSection, backbone: Backbone, out: StageDir, callback: StageCallback):
         self.limits, self.backbone, self.out, self.callback = limits, backbone, out, callback
-        self.normal: Normal | None = None
+        self.baseline: Baseline | None = None
         self._streaks: Counter[str] = Counter()
-        self._lowered = False
+        self._rate_halved = False
 
     def on_start(self, general: list[Rollout]) -> None:
-        """Note what is normal, and take up where an interrupted run left off."""
+        """Take base's held-out answers as the baseline, and resume the counts of an interrupted run."""
         lengths = [len(r.completion_ids) for r in general] or [1e9]
         truncated = sum(not r.finished for r in general) / len(lengths)
-        self.normal = Normal(sum(lengths) / len(lengths), truncated, self.backbone.adapter_norm("tuned"))
+        self.baseline = Baseline(sum(lengths) / len(lengths), truncated, self.backbone.adapter_norm("tuned"))
         for row in read_jsonl(self.out.metrics):
             if "adapter_norm" in row:
                 self._count(row)
-            self._lowered |= row.get("health", {}).get("action") == "rate halved"
+            self._rate_halved |= row.get("health", {}).get("action") == RATE_HALVED
 
     def _count(self, row: dict[str, Any]) -> list[Sign]:
         """Return the signs that have lasted for `patience` steps of their stream or more."""
-        found = {f"{row['stream']} {sign.name}": sign for sign in signs(row, self.limits, self.normal)}
-        for key in [k for k in self._streaks if k.startswith(row["stream"]) and k not in found]:
+        stream = row["stream"]
+        current = {f"{stream} {sign.name}": sign for sign in signs(row, self.limits, self.baseline)}
+        for key in [k for k in self._streaks if k.startswith(stream) and k not in current]:
             del self._streaks[key]
-        self._streaks.update(found.keys())
-        return [sign for key, sign in found.items() if self._streaks[key] >= self.limits.patience]
+        self._streaks.update(current.keys())
+        return [sign for key, sign in current.items() if self._streaks[key] >= self.limits.patience]
 
     def on_log(self, args, state, control, logs=None, lr_scheduler=None, **kwargs):
         if not self.limits.watch or not logs or "adapter_norm" not in logs:
             return
         for sign in self._count(logs):
-            if not self._lowered:
-                self._lowered = True
+            if not self._rate_halved:
+                self._rate_halved = True
                 self._streaks.clear()
                 lr_scheduler.base_lrs = [rate / 2 for rate in lr_scheduler.base_lrs]
-                self._tell(state.global_step, sign, "rate halved")
+                self._record(state.global_step, sign, RATE_HALVED)
                 return
-            self._tell(state.global_step, sign, "halted")
-            raise halted(state.global_step, str(sign), sign.hint, self.out)
+            self._record(state.global_step, sign, "halted")
+            raise halt_error(state.global_step, str(sign), sign.hint, self.out)
 
-    def _tell(self, step: int, sign: Sign, action: str) -> None:
+    def _record(self, step: int, sign: Sign, action: str) -> None:
+        value, bound = abs(sign.value), abs(sign.bound)
         self.callback.write(
-            {
-                "step": step,
-                "health": {
-                    "sign": sign.name,
-                    "value": abs(sign.value),
-                    "bound": abs(sign.bound),
-                    "action": action,
-                },
-            }
+            {"step": step, "health": {"sign": sign.name, "value": value, "bound": bound, "action": action}}
         )
         self.callback.report.note(f"step {step}: {sign}: {action}")
 
 
-def drifted(
+def drift(
     first: dict[str, float],
     now: dict[str, float],
     score: Callable[[dict[str, float]], float],
     limits: HealthSection,
 ) -> str:
-    """Say in what a measurement on held-out texts is beyond what may be, given the first one; empty where in nothing."""
-    started, reached = score(first), score(now)
-    # Where little was forgotten a small rise is no alarm.
-    if reached > max(limits.kl_growth * started, started + KL_SLACK):
-        return f"held-out KL rose from {started:.2f} to {reached:.2f} nats per token"
-    before, shared = (found.get("general_overlap", 1.0) for found in (first, now))
-    if shared < min(limits.overlap, before / 2):  # where little is shared at first, a little less is no alarm
-        return f"of the teacher's likeliest tokens the student shares {shared:.0%} on general texts, {before:.0%} at the start"
+    """Return which held-out metrics have drifted past their limits since the first measurement, or ""."""
+    before, after = score(first), score(now)
+    # Where little was forgotten, a small rise is no alarm.
+    if after > max(limits.kl_growth * before, before + KL_SLACK):
+        return f"held-out KL rose from {before:.2f} to {after:.2f} nats per token"
+    before, after = (kl.get("general_overlap", 1.0) for kl in (first, now))
+    # Where the overlap was small from the start, a little less is no alarm.
+    if after < min(limits.overlap, before / 2):
+        return (
+            f"on general texts the student shares {after:.0%} of the teacher's top tokens, "
+            f"{before:.0%} at the start"
+        )
     return ""
 
 
-def halted(step: int, why: str, hint: str, out: StageDir) -> OpdclError:
-    """Return the error that ends a recovery, saying where the best adapter is."""
+def halt_error(step: int, reason: str, hint: str, out: StageDir) -> OpdclError:
+    """Return the error that ends a recovery and names the best adapter so far."""
     return OpdclError(
-        f"recovery halted at step {step}: {why}",
+        f"recovery halted at step {step}: {reason}",
         f"{hint}; the best adapter so far is in {out.trainer / 'best'}",
     )
 
 
 def check_turn_end(backbone: Backbone) -> None:
-    """Refuse a chat template whose assistant turns end with no end-of-sequence id: such a model never learns to stop."""
-    from opdcl.data.chat import render
+    """Check that the chat template ends answers with an end-of-sequence id, so that stopping is learned.
 
+    Raises:
+        UsageError: It does not.
+    """
     tokenizer = backbone.tokenizer
     marker = "finis"
     turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": marker}]

@@ -10,35 +10,34 @@ from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import StageDir
 from opdcl.training import save_adapter
 
-# The scales that `interpolate` tries: the same for every layer, then rising or falling with depth.
-SCALES = [(i / 20, 0.0) for i in range(20, 0, -1)] + [
-    (i / 10, tilt) for tilt in (-1.0, -0.5, 0.5, 1.0) for i in range(8, 1, -1)
-]
+# From the tuned adapter down to a twentieth of it.
+SCALES = [i / 20 for i in range(20, 0, -1)]
 
 
 def interpolate(validation: Validation, backbone: Backbone, out: StageDir) -> None:
-    """Keep the point of the alpha-curve with the least held-out KL: what recovery must beat, as it costs no training.
+    """Keep the point of the alpha-curve with the least held-out KL, or the one that `recover.alpha` names.
 
-    Scaling the lower and the upper layers differently is the curve's stronger form (arXiv 2203.05482, 2212.04089 scale all
-    alike), so it is tried as well. Where `recover.alpha` says which point, it is that one.
+    It costs no training, so recovery must beat it (arXiv 2203.05482, 2212.04089).
     """
-    validation.write_texts()
-    curve, given = [], validation.config.alpha
-    scales = [(1.0, 0.0), (given, 0.0)] if given else SCALES
-    for done, (alpha, tilt) in enumerate(scales, 1):
-        with backbone.scaled(alpha, tilt):
-            curve.append({"alpha": alpha, "tilt": tilt, **validation.held_out_kl()})
+    validation.write_held_out()
+    alpha = validation.config.alpha
+    scales = [1.0, alpha] if alpha else SCALES
+    curve = []
+    for done, scale in enumerate(scales, 1):
+        with backbone.scaled(scale):
+            curve.append({"alpha": scale, **validation.held_out_kl()})
         validation.callback.report.progress(done, len(scales))
-    best = curve[-1] if given else min(curve, key=kl_score)
-    backbone.shrink(best["alpha"], best["tilt"])
+    chosen = curve[-1] if alpha else min(curve, key=kl_score)
+    backbone.shrink(chosen["alpha"])
     save_adapter(backbone, validation.best_adapter)
-    chosen = {"alpha": best["alpha"], "tilt": best["tilt"], "curve": curve}
     rows = [
-        {"step": 0, "validation": stream_kl(curve[0]), "interpolation": chosen},
-        {"step": 1, "validation": {**stream_kl(best), "best": True}},
+        {
+            "step": 0,
+            "validation": stream_kl(curve[0]),
+            "interpolation": {"alpha": chosen["alpha"], "curve": curve},
+        },
+        {"step": 1, "validation": {**stream_kl(chosen), "best": True}},
     ]
     write_atomic(out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-    slope = f", tilted by {best['tilt']:+g} with depth" if best["tilt"] else ""
-    validation.callback.report.note(
-        f"the adapter times {best['alpha']:g}{slope}{'' if given else ', where held-out KL is least'}: {describe_kl(best)}"
-    )
+    reason = "" if alpha else ", where held-out KL is least"
+    validation.callback.report.note(f"the adapter times {chosen['alpha']:g}{reason}: {describe_kl(chosen)}")

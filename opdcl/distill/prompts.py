@@ -1,15 +1,17 @@
-"""The prompts of a recovery, stream by stream: which of them are held out, who grades them, what that teacher is shown."""
+"""The data of a recovery: rows, read once; token ids per stream, with each prompt's teacher and context."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.data.chat import encode_prompt
-from opdcl.data.rows import Row, load_prompts
-from opdcl.distill.schedule import Stream
+from opdcl.data.rows import Row, load_rows
+from opdcl.distill.reward import load_reward_task, reward_rows
+from opdcl.distill.schedule import STREAMS, Stream
 from opdcl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,15 +19,25 @@ if TYPE_CHECKING:
     from opdcl.model.backbone import Backbone
 
 
-STREAMS: tuple[Stream, ...] = ("general", "domain")
+@dataclass(frozen=True)
+class RecoverySource:
+    """What a recovery reads: checked rows, and the loaded suite of its reward.
+
+    `rows` holds each stream's rows, `held_out` those of streams whose data brings a validation split of its
+    own, and `reward_task` the lm-eval task behind `recover.reward`, if there is one.
+    """
+
+    rows: dict[Stream, list[Row]]
+    held_out: dict[Stream, list[Row]]
+    reward_task: Any | None = None
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Token ids of one stream's prompts; by these ids also what is known of single prompts.
+    """Token ids of one stream's prompts, to train on and held out.
 
-    `routes` names the teacher of those that have one of their own, `contexts` holds per name what that teacher sees in
-    their place. The stream's own teacher has the name "".
+    `routes` maps a prompt to the name of its own teacher. `contexts` maps a teacher's name to what it sees in
+    place of a prompt; the stream's own teacher has the name "".
     """
 
     train: list[list[int]]
@@ -41,53 +53,85 @@ def teacher_section(config: RecoverConfig, stream: Stream, name: str) -> Teacher
     return config.general_teacher if stream == "general" else config.domain_teacher
 
 
-def stream_rows(config: RecoverConfig, stream: Stream) -> list[Row]:
-    """Load a stream's rows: those of its source, and for the domain those that single teachers bring along.
+def read_recovery_source(
+    config: RecoverConfig,
+    read_rows: Callable[..., list[Row]] = load_rows,
+    load_suite: Callable[[str], Any] = load_reward_task,
+) -> RecoverySource:
+    """Read and check all rows of a recovery.
+
+    Args:
+        config: Names the data.
+        read_rows: Returns the rows of a source; its second argument is the split.
+        load_suite: Returns the lm-eval task of a suite.
 
     Raises:
-        UsageError: A row names a teacher that there is not, or its teacher is to be shown an answer that it has not.
+        UsageError: A row is malformed, names an unknown teacher, or lacks the answer for its context.
     """
-    source = config.source(stream)
-    rows = load_prompts(source) if source else []
-    if stream == "general" and config.reward:
-        from opdcl.distill.reward import reward_rows
+    rows: dict[Stream, list[Row]] = {stream: [] for stream in STREAMS}
+    held_out: dict[Stream, list[Row]] = {}
+    for stream in STREAMS:
+        if source := config.source(stream):
+            rows[stream] = _with_prompts(read_rows(source))
+            if source == "everyday":
+                held_out[stream] = _with_prompts(read_rows(source, "validation"))
+    for name, teacher in config.teachers.items():
+        if teacher.prompts:
+            own = _with_prompts(read_rows(teacher.prompts))
+            rows["domain"] = rows["domain"] + [replace(row, teacher=name) for row in own]
+    for stream in STREAMS:
+        for row in rows[stream]:
+            _check_teacher(config, stream, row)
+    task = load_suite(config.reward.suite) if config.reward else None
+    if config.reward:
+        rows["general"] = reward_rows(config.reward, task)
+    return RecoverySource(rows, held_out, task)
 
-        rows = reward_rows(config.reward)
-    if stream == "domain":
-        for name, teacher in config.teachers.items():
-            rows += (
-                [replace(row, teacher=name) for row in load_prompts(teacher.prompts)]
-                if teacher.prompts
-                else []
-            )
+
+def _with_prompts(rows: list[Row]) -> list[Row]:
     for row in rows:
-        if row.teacher and row.teacher not in config.teachers:
-            known = (
-                f"recover.teachers has {', '.join(config.teachers)}"
-                if config.teachers
-                else "recover.teachers names them"
-            )
-            raise UsageError(f"{row.where}: no teacher {row.teacher!r}", known)
-        rewarded = stream == "general" and config.reward  # whose answers are still to be written
-        if (
-            row.answer is None
-            and not rewarded
-            and teacher_section(config, stream, row.teacher).context is not None
-        ):
+        if not row.prompt:
             raise UsageError(
-                f"{row.where}: no answer that the context of its teacher could show",
-                "give every row an answer",
+                f"{row.where}: plain text cannot be a prompt", "recovery needs prompt, question or messages"
             )
     return rows
 
 
-def encode_stream(config: RecoverConfig, stream: Stream, backbone: Backbone) -> Prompts:
-    """Load and encode a stream's prompts, and split off those that progress is measured on."""
-    rows = stream_rows(config, stream)
-    length = (config.domain_max_new_tokens if stream == "domain" else None) or config.max_new_tokens
-    room = backbone.causal_lm.config.max_position_embeddings - length
-    ids = [encode_prompt(row, backbone.tokenizer, room) for row in rows]
-    found = Prompts(*_split(config, stream, ids, room, backbone))
+def _check_teacher(config: RecoverConfig, stream: Stream, row: Row) -> None:
+    if row.teacher and row.teacher not in config.teachers:
+        known = ", ".join(config.teachers)
+        raise UsageError(
+            f"{row.where} names an unknown teacher {row.teacher!r}",
+            f"recover.teachers has {known}" if known else "define it in recover.teachers",
+        )
+    if row.answer is None and teacher_section(config, stream, row.teacher).context is not None:
+        raise UsageError(
+            f"{row.where} has no answer for its teacher's context", "give every row of that teacher an answer"
+        )
+
+
+def encode_stream(
+    config: RecoverConfig, source: RecoverySource, stream: Stream, backbone: Backbone
+) -> Prompts:
+    """Encode a stream's prompts, and split off the held-out ones.
+
+    Raises:
+        UsageError: The same prompt names two teachers, or a single prompt is all there is.
+    """
+    rows = source.rows[stream]
+    max_new_tokens = (config.domain_max_new_tokens if stream == "domain" else None) or config.max_new_tokens
+    room = backbone.causal_lm.config.max_position_embeddings - max_new_tokens
+
+    def encode(row: Row) -> list[int]:
+        return encode_prompt(row, backbone.tokenizer, room)
+
+    ids = [encode(row) for row in rows]
+    count = config.validation_prompts
+    if stream in source.held_out:
+        held_out = [encode(row) for row in source.held_out[stream]]
+        prompts = Prompts(ids, held_out[:: max(1, len(held_out) // count)][:count])
+    else:
+        prompts = Prompts(*_split(ids, stream, count))
     teacher_of: dict[tuple[int, ...], str] = {}
     for row, prompt in zip(rows, map(tuple, ids), strict=True):
         if teacher_of.setdefault(prompt, row.teacher) != row.teacher:
@@ -95,32 +139,24 @@ def encode_stream(config: RecoverConfig, stream: Stream, backbone: Backbone) -> 
                 f"{row.where}: the same prompt has another teacher above", "name one teacher per prompt"
             )
         if row.teacher:
-            found.routes[prompt] = row.teacher
+            prompts.routes[prompt] = row.teacher
         context = teacher_section(config, stream, row.teacher).context
         if context is not None and row.answer is not None:
-            shown = encode_prompt(row.with_context(context, row.answer), backbone.tokenizer, room)
-            found.contexts.setdefault(row.teacher, {}).setdefault(prompt, shown)
-    return found
+            in_context = encode(row.with_context(context, row.answer))
+            prompts.contexts.setdefault(row.teacher, {}).setdefault(prompt, in_context)
+    return prompts
 
 
-def _split(
-    config: RecoverConfig, stream: Stream, ids: list[list[int]], room: int, backbone: Backbone
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the prompts to train on and those held out."""
-    count = config.validation_prompts
-    if config.source(stream) == "everyday":
-        kept = [
-            encode_prompt(row, backbone.tokenizer, room) for row in load_prompts("everyday", "validation")
-        ]
-        return ids, kept[:: max(1, len(kept) // count)][:count]
+def _split(ids: list[list[int]], stream: Stream, count: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the prompts to train on and at most `count` held-out ones."""
     if len(ids) == 1:
         raise UsageError(
             f"the {stream} stream has one prompt; recovery needs some to sample on and some to hold out",
             "add prompts",
         )
-    # Evenly spread, so that a file sorted by topic is held out from all of its topics.
+    # Evenly spread, so that all topics of a file sorted by topic are held out.
     count = min(count, len(ids) // 2)
-    held = sorted({i * len(ids) // count for i in range(count)})
-    # A domain is held whole in the guard: what is not practised is not protected.
-    train = ids if stream == "domain" else [p for i, p in enumerate(ids) if i not in held]
-    return train, [ids[i] for i in held]
+    held_out = sorted({i * len(ids) // count for i in range(count)})
+    # Recovery practises the whole domain: what is not practised is not protected.
+    train = ids if stream == "domain" else [p for i, p in enumerate(ids) if i not in held_out]
+    return train, [ids[i] for i in held_out]

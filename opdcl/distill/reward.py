@@ -1,7 +1,7 @@
-"""A suite as a source of prompts and of reward: its documents are asked, its own scorer says what an answer is worth.
+"""A suite as a source of prompts and reward: its documents are asked, its scorer scores the completions.
 
-A scorer may also say it in words: where the module of a task's `process_results` has a function `feedback(doc, answer)`,
-that is what a teacher with `{feedback}` in its context reads; else it reads the scores.
+A scorer may also give feedback in words: if the module of a task's `process_results` has a function
+`feedback(doc, answer)`, its text fills `{feedback}` in a teacher's context; otherwise the scores do.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from opdcl.config.evaluate import EvalConfig
 from opdcl.config.recover import RewardSection
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import Row
@@ -22,29 +21,36 @@ if TYPE_CHECKING:
 
 
 class Reward:
-    """Score completions on a suite's documents, and show the best of a group to whoever teaches the others.
+    """Score completions on a suite's documents, and show the best of each group to the teacher of the others.
 
     Args:
-        config: Which suite and score.
-        backbone: Whose tokenizer reads and writes.
-        context: What the teacher sees of a better answer and of the scorer's words; None where it sees the bare prompt.
+        config: The suite's metric, and the size of a group.
+        task: The loaded lm-eval task of the suite.
+        rows: What `reward_rows` returned for it.
+        backbone: Its tokenizer encodes and decodes.
+        context: The teacher's template for the best answer and feedback; None if it sees the bare prompt.
     """
 
-    def __init__(self, config: RewardSection, backbone: Backbone, context: str | None = None):
-        self.config, self.context = config, context
+    def __init__(
+        self,
+        config: RewardSection,
+        task: Any,
+        rows: list[Row],
+        backbone: Backbone,
+        context: str | None = None,
+    ):
+        self.config, self.task, self.context = config, task, context
         self._tokenizer, self._room = backbone.tokenizer, backbone.causal_lm.config.max_position_embeddings
-        self._task = _task(config.suite)
-        self._known: dict[tuple[int, ...], tuple[Row, dict]] = {
-            tuple(self._encode(row)): (row, doc)
-            for row, doc in zip(reward_rows(config), self._task.eval_docs, strict=True)
+        self._sources: dict[tuple[int, ...], tuple[Row, dict]] = {
+            tuple(self._encode(row)): (row, doc) for row, doc in zip(rows, task.eval_docs, strict=True)
         }
 
     def __call__(self, rollouts: list[Rollout]) -> list[float]:
-        """Return the score of each completion, as the suite would give it."""
+        """Return the score of each completion, as an evaluation of the suite would score it."""
         return [self._score(r) for r in rollouts]
 
     def demonstrate(self, rollouts: list[Rollout]) -> None:
-        """Let the teacher of each scored completion see the best one of its group, if that is better (SDPO, arXiv 2601.20802)."""
+        """Show each completion's teacher the best one of its group, if better (SDPO, arXiv 2601.20802)."""
         if self.context is None:
             return
         for start in range(0, len(rollouts), self.config.group):
@@ -52,91 +58,82 @@ class Reward:
             best = max(group, key=lambda r: r.reward or 0.0)
             for rollout in group:
                 if (rollout.reward or 0.0) < (best.reward or 0.0):
-                    row, doc = self._known[tuple(rollout.prompt_ids)]
-                    said = self._feedback(doc, self._text(rollout)) if "{feedback}" in self.context else ""
-                    shown = self._encode(row.with_context(self.context, self._text(best), said))
-                    rollout.teacher_prompt_ids = (
-                        shown if len(shown) + len(rollout.completion_ids) <= self._room else None
+                    row, doc = self._sources[tuple(rollout.prompt_ids)]
+                    feedback = (
+                        self._feedback(doc, self._text(rollout)) if "{feedback}" in self.context else ""
                     )
+                    prompt = self._encode(row.with_context(self.context, self._text(best), feedback))
+                    fits = len(prompt) + len(rollout.completion_ids) <= self._room
+                    rollout.teacher_prompt_ids = prompt if fits else None
 
     def _score(self, rollout: Rollout) -> float:
-        _, doc = self._known[tuple(rollout.prompt_ids)]
-        value = self._task.process_results(doc, [self._filtered(self._text(rollout), doc)])[
-            self.config.metric or next(iter(self._task.aggregation()))
-        ]
+        _, doc = self._sources[tuple(rollout.prompt_ids)]
+        scores = self.task.process_results(doc, [self._filtered(self._text(rollout), doc)])
+        value = scores[_metric(self.config, self.task)]
         parts = value if isinstance(value, list) else [value]
         return sum(map(float, parts)) / max(1, len(parts))
 
     def _filtered(self, text: str, doc: dict) -> str:
-        """Return what the suite's first chain of filters makes of an answer, which is what an evaluation scores."""
+        """Return an answer after the suite's first chain of filters, which is what an evaluation scores."""
         from lm_eval.api.instance import Instance
 
-        if not self._task._filters:
+        if not self.task._filters:
             return text
         instance = Instance(request_type="generate_until", doc=doc, arguments=("", {}), idx=0, resps=[text])
-        chain = self._task._filters[0]
+        chain = self.task._filters[0]
         chain.apply([instance])
-        found = instance.filtered_resps[chain.name]
-        return found[0] if isinstance(found, list) else found
+        filtered = instance.filtered_resps[chain.name]
+        return filtered[0] if isinstance(filtered, list) else filtered
 
     def _feedback(self, doc: dict, answer: str) -> str:
-        scorer: Any = self._task.config.process_results
-        words: Callable[[dict, str], str] | None = getattr(scorer, "__globals__", {}).get("feedback")
-        return (
-            words(doc, answer)
-            if words
-            else ", ".join(f"{k} {v}" for k, v in self._task.process_results(doc, [answer]).items())
-        )
+        scorer: Any = self.task.config.process_results
+        in_words: Callable[[dict, str], str] | None = getattr(scorer, "__globals__", {}).get("feedback")
+        if in_words:
+            return in_words(doc, answer)
+        return ", ".join(f"{k} {v}" for k, v in self.task.process_results(doc, [answer]).items())
 
     def _text(self, rollout: Rollout) -> str:
-        from opdcl.data.suites import cut_at
+        from opdcl.data.suites import cut_at  # it loads `datasets`
 
-        stops = self._task.config.generation_kwargs.get("until") or []
+        stops = self.task.config.generation_kwargs.get("until") or []
         return cut_at(self._tokenizer.decode(rollout.completion_ids, skip_special_tokens=True), stops)
 
     def _encode(self, row: Row) -> list[int]:
         return encode_prompt(row, self._tokenizer, self._room)
 
 
-def reward_rows(config: RewardSection) -> list[Row]:
-    """Return the suite's documents as prompts, word for word as an evaluation asks them.
+def load_reward_task(suite: str) -> Any:
+    """Return the lm-eval task of a suite."""
+    from opdcl.data.suites import load_suite
+
+    return load_suite(suite).task
+
+
+def reward_rows(config: RewardSection, task: Any) -> list[Row]:
+    """Return a task's documents as prompts, word for word as an evaluation asks them.
 
     Raises:
-        UsageError: The suite is not one that answers are written for, or has no such score.
+        UsageError: The task is not generative, has no such metric or a metric where less is better, begins
+            the answer itself, or asks the same twice.
     """
-    task = _task(config.suite)
-    if task.OUTPUT_TYPE != "generate_until":
-        raise UsageError(
-            f"recover.reward.suite: {config.suite} has no answers to write", "choose a generative suite"
-        )
-    if config.metric and config.metric not in task.aggregation():
-        raise UsageError(
-            f"recover.reward.metric: {config.suite} has no score {config.metric!r}",
-            f"it has {', '.join(task.aggregation())}",
-        )
-    metric = config.metric or next(iter(task.aggregation()))
-    if not task.higher_is_better().get(metric, True):
-        raise UsageError(
-            f"recover.reward.metric: of {metric} less is better, so it is no reward",
-            f"{config.suite} has {', '.join(task.aggregation())}",
-        )
+    _check_task(config, task)
     rows: list[Row] = []
-    asked_before: dict[str, int] = {}
+    number_of: dict[str, int] = {}
     for number, doc in enumerate(task.eval_docs):
-        asked = task.fewshot_context(
+        conversation = task.fewshot_context(
             doc,
             task.config.num_fewshot or 0,
             apply_chat_template=True,
             chat_template=_as_json,
             gen_prefix=task.doc_to_prefix(doc),
         )
-        messages = json.loads(asked)
+        messages = json.loads(conversation)
         if messages[-1]["role"] != "user":
             raise UsageError(
                 f"recover.reward.suite: {config.suite} begins the answer itself",
                 "choose a suite that only asks",
             )
-        if (first := asked_before.setdefault(asked, number)) != number:
+        if (first := number_of.setdefault(conversation, number)) != number:
             raise UsageError(
                 f"recover.reward.suite: documents {first} and {number} of {config.suite} ask the same",
                 "keep one of them: an answer must have one score",
@@ -145,12 +142,22 @@ def reward_rows(config: RewardSection) -> list[Row]:
     return rows
 
 
+def _check_task(config: RewardSection, task: Any) -> None:
+    metrics = f"it has {', '.join(task.aggregation())}"
+    if task.OUTPUT_TYPE != "generate_until":
+        raise UsageError(
+            f"recover.reward.suite: {config.suite} has no answers to write", "choose a generative suite"
+        )
+    if config.metric and config.metric not in task.aggregation():
+        raise UsageError(f"recover.reward.metric: {config.suite} has no score {config.metric!r}", metrics)
+    metric = _metric(config, task)
+    if not task.higher_is_better().get(metric, True):
+        raise UsageError(f"recover.reward.metric: less {metric} is better, so it is no reward", metrics)
+
+
+def _metric(config: RewardSection, task: Any) -> str:
+    return config.metric or next(iter(task.aggregation()))
+
+
 def _as_json(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
     return json.dumps(messages)
-
-
-def _task(suite: str) -> Any:
-    from opdcl.data.suites import load_task
-
-    (task,) = load_task(suite, EvalConfig())["tasks"].values()
-    return task

@@ -1,4 +1,4 @@
-"""Which prompts come next: general and domain steps alternate, each stream in seeded order, epoch after epoch.
+"""The schedule: general and domain steps alternate, each stream in seeded order, epoch after epoch.
 
 The two streams never share a step: their gradients counteract in one batch (CaMOPD, arXiv 2605.27115).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,12 +15,15 @@ from opdcl.config.recover import RecoverConfig
 
 Stream = Literal["general", "domain"]
 
+STREAMS: tuple[Stream, ...] = ("general", "domain")
+
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: whose teacher grades it, which prompts of that stream it is about, and who answers them.
+    """One optimizer step.
 
-    Of the answers `keep` are learned from, those with the largest gap between student and teacher.
+    `prompts` are indices into the stream's prompts. The student completes them if `on_policy`, else the
+    teacher. `keep` completions are learned from.
     """
 
     stream: Stream
@@ -29,31 +33,31 @@ class Step:
 
 
 def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
-    """Lay out all steps beforehand, given how many prompts each stream has."""
+    """Return all steps of a recovery, given how many prompts each stream has."""
     draws = {"general": _endless(general, config.seed), "domain": _endless(domain, config.seed + 1)}
-    author = random.Random(config.seed + 2)
+    coin = random.Random(config.seed + 2)
     size = {"general": config.rollouts, "domain": config.domain_rollouts or config.rollouts}
+    period = config.general_per_domain + 1
+    general_steps = 0
     steps: list[Step] = []
     for index in range(config.steps):
-        stream: Stream = (
-            "domain"
-            if domain and index % (config.general_per_domain + 1) == config.general_per_domain
-            else "general"
-        )
-        on_policy = author.random() < config.lmbda
-        if stream == "general" and sum(s.stream == "general" for s in steps) < config.teacher_first:
-            on_policy = False
-        # Of what a teacher wrote there is nothing to choose from: it agrees with itself.
+        stream: Stream = "domain" if domain and index % period == period - 1 else "general"
+        on_policy = coin.random() < config.lmbda
+        group = 1
+        if stream == "general":
+            on_policy = on_policy and general_steps >= config.teacher_first
+            general_steps += 1
+            group = config.reward.group if config.reward else 1
+        # A teacher agrees with itself, so there is nothing to choose among its completions.
         count = math.ceil(size[stream] * (config.oversample if on_policy else 1))
-        alike = config.reward.group if config.reward and stream == "general" else 1
-        drawn = [next(draws[stream]) for _ in range(count // alike)]
-        prompts = tuple(prompt for prompt in drawn for _ in range(alike))
+        drawn = [next(draws[stream]) for _ in range(count // group)]
+        prompts = tuple(prompt for prompt in drawn for _ in range(group))
         steps.append(Step(stream, prompts, on_policy, size[stream]))
     return steps
 
 
-def _endless(count: int, seed: int):
-    """Yield indices below `count`, every one once per epoch, in an order that the seed fixes."""
+def _endless(count: int, seed: int) -> Iterator[int]:
+    """Yield indices below `count`, each once per epoch, in seeded order."""
     shuffle = random.Random(seed)
     while True:
         order = list(range(count))

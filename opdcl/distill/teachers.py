@@ -1,21 +1,21 @@
-"""Who grades: one interface, and the teachers that differ in what they know and in whether they move.
+"""Teachers: one interface; they differ in what they see and in whether they change during training.
 
 | kind | the teacher is | source |
 | --- | --- | --- |
 | `base` | the original checkpoint: recovery | |
-| `tuned` | the fine-tuned adapter: the domain's guard | |
-| `adapter` | an adapter that another run made: a specialist, or what an earlier run left | |
-| `live` | the student itself; it has something to teach only where its `context` shows it more | arXiv 2601.19897, 2601.20802 |
-| `ema` | a running mean of the student's adapter | arXiv 2601.19897 |
-| `trust_region` | between a frozen reference and the student | arXiv 2601.20802 |
-| `model` | another model of the family: strong to weak | arXiv 2306.13649 |
-| `remote` | a model on a server, which tells of each position's likeliest tokens | |
+| `tuned` | the fine-tuned adapter: keeps the domain | |
+| `adapter` | an adapter from another run: a specialist, or the result of an earlier run | |
+| `live` | the student itself; useful only with a `context` | arXiv 2601.19897, 2601.20802 |
+| `ema` | an exponential moving average of the student's adapter | arXiv 2601.19897 |
+| `trust_region` | a point between a frozen reference and the student | arXiv 2601.20802 |
+| `model` | another model of the same family: strong to weak | arXiv 2306.13649 |
+| `remote` | a model on a server, which returns the top tokens of each position | |
 
-All but the last two are adapter states of the student's own backbone, so they cost no second model. A `context` shows any of
-them what the student does not see: the answer, or a demonstration. Shown the answer, base does not fight what it does
-not know (arXiv 2606.00147).
+All but the last two are adapter states of the student's own backbone, so they need no second model. A
+`context` shows the teacher what the student does not see: the answer, or a demonstration. With the answer in
+its prompt, base does not penalize facts that it does not know (arXiv 2606.00147).
 
-`Routed` gives each prompt a teacher of its own, so that several specialists teach one student.
+`RoutedTeacher` gives each prompt a teacher of its own, so that several specialists can teach one student.
 """
 
 from __future__ import annotations
@@ -24,139 +24,131 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from peft import load_peft_weights, set_peft_model_state_dict
 from transformers import PreTrainedModel
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.server import ServerSection
-from opdcl.config.teacher import TeacherSection
-from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone, State
-from opdcl.model.compatibility import HINT, PROBES, check_same_tokenizer, refuse_unsupported
-from opdcl.model.distributions import Hidden, Likeliest, Opinion, join, shared_rows
+from opdcl.model.distributions import HiddenStates, TeacherDistribution, TopTokens, join
 from opdcl.model.forward import answer_states
-from opdcl.model.load import eos_ids, load_base, load_tokenizer
 from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.sample import sample
 from opdcl.sampling.server import Server
 from opdcl.training import save_adapter
 
-if TYPE_CHECKING:
-    from peft import PeftModel
-
-
-# Nats per token by which a model and its copy on a server may differ: far above rounding, far below another model.
-SAME_MODEL = 0.3
-
-# The prompt that the student sees -> the prompt that the teacher sees instead.
+# The student's prompt -> the prompt that the teacher sees instead.
 Contexts = dict[tuple[int, ...], list[int]]
 
 
 class Teacher:
-    """An adapter state of the backbone: frozen as `base` and `tuned`, or as it is right now as `student`.
+    """An adapter state of the backbone: frozen for `base` and `tuned`, the current weights for `student`.
 
     Args:
         backbone: The model that student and teacher share.
-        state: Whose weights.
-        contexts: Prompts that the teacher sees in place of the student's. Others it sees as they are.
+        state: The adapter state that grades.
+        contexts: Prompts that the teacher sees in place of the student's; it sees all others unchanged.
     """
 
-    # Tokens at the start of each completion that it does not grade.
+    # Tokens at the start of each completion that this teacher does not grade.
     skip_tokens = 0
 
     def __init__(self, backbone: Backbone, state: State, contexts: Contexts | None = None):
         self.backbone, self.state, self.contexts = backbone, state, contexts or {}
 
     def split(self, prompts: Sequence[Sequence[int]]) -> list[tuple[str, Teacher, list[int]]]:
-        """Return who is in charge of which of the prompts: name, teacher, indices. A single teacher has the name ""."""
+        """Return name, teacher and prompt indices for each teacher in charge; a single one is named ""."""
         return [("", self, list(range(len(prompts))))]
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether its opinion of the same text changes as the student learns."""
+        """Whether its distribution for a fixed text changes as the student learns."""
         return self.state == "student"
 
     @property
     def head_VH(self) -> torch.Tensor:
-        """The output embedding that turns its states into logits."""
-        return self.backbone.causal_lm.get_output_embeddings().weight
+        """The output embedding that turns its hidden states into logits."""
+        return self.backbone.head_VH
 
     @torch.no_grad()
     def states(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
-        """Return the last hidden state of each position that predicts a completion token, `(N, H)`, rollout after rollout."""
+        """Return the last hidden state before each completion token, `(N, H)`, rollout by rollout."""
         with self.backbone.state(self.state) as model:
-            return answer_states(model, [self._sequence(r) for r in rollouts])
+            return answer_states(model, self._sequences(rollouts))
 
-    def opinion(self, rollouts: Sequence[Rollout]) -> Opinion:
-        """Return what it thinks of each completion token, rollout after rollout."""
-        return Hidden(self.states(rollouts), self.head_VH)
+    def distribution(self, rollouts: Sequence[Rollout]) -> TeacherDistribution:
+        """Return the teacher's distribution for each completion token, rollout by rollout."""
+        return HiddenStates(self.states(rollouts), self.head_VH)
 
     def prefetch(self, rollouts: Sequence[Rollout]) -> None:
-        """Take notice of completions whose opinion will be asked for."""
+        """Start to compute distributions that will be needed soon, where that happens elsewhere."""
 
     def frozen_copy(self, frozen: State) -> Teacher:
-        """Return the teacher by which progress is measured: this one, or one that stays where it is and sees what it sees."""
+        """Return the teacher that measures progress: this one, or if it is dynamic, state `frozen`."""
         return Teacher(self.backbone, frozen, self.contexts) if self.is_dynamic else self
 
     def teacher_prompt(self, prompt_ids: list[int]) -> list[int]:
-        """Return what the teacher sees where the student sees this prompt."""
+        """Return the prompt that the teacher sees in place of the student's."""
         return self.contexts.get(tuple(prompt_ids), prompt_ids)
 
-    def _sequence(self, rollout: Rollout) -> tuple[list[int], list[bool]]:
-        return sequence(
-            rollout.teacher_prompt_ids or self.teacher_prompt(rollout.prompt_ids), rollout.completion_ids
-        )
+    def _prompt_of(self, rollout: Rollout) -> list[int]:
+        return rollout.teacher_prompt_ids or self.teacher_prompt(rollout.prompt_ids)
 
-    def write(
+    def _sequences(self, rollouts: Sequence[Rollout]) -> list[tuple[list[int], list[bool]]]:
+        return [sequence(self._prompt_of(r), r.completion_ids) for r in rollouts]
+
+    def complete(
         self,
         prompts: list[list[int]],
         config: RecoverConfig,
         max_new_tokens: int,
         seed: int,
         on_finished: Callable[[list[Rollout]], None] | None = None,
-        **unfinished: Any,
+        **partial: Any,
     ) -> list[Rollout]:
-        """Complete prompts, of which it sees what it is to see; `unfinished` is what `sample` knows of `begun` and `leave`."""
-        with self.writer() as model:
-            return sample(
-                model,
-                [self.teacher_prompt(p) for p in prompts],
-                max_new_tokens=max_new_tokens,
-                eos_ids=self.backbone.eos_ids,
-                temperature=config.temperature,
-                seed=seed,
-                engine=config.sampler,
-                on_finished=on_finished,
-                **unfinished,
-            )
+        """Complete each prompt in its context; `partial` is `unfinished` and `max_unfinished` of `sample`."""
+        options = {
+            "max_new_tokens": max_new_tokens,
+            "eos_ids": self.backbone.eos_ids,
+            "temperature": config.temperature,
+            "seed": seed,
+            "on_finished": on_finished,
+        }
+        return self._sample([self.teacher_prompt(p) for p in prompts], config, options | partial)
 
-    def writer(self) -> contextlib.AbstractContextManager[PreTrainedModel]:
-        """Return a context in which the teacher can write completions itself."""
+    def _sample(
+        self, prompts: list[list[int]], config: RecoverConfig, options: dict[str, Any]
+    ) -> list[Rollout]:
+        with self.as_sampler() as model:
+            return sample(model, prompts, engine=config.sampler, **options)
+
+    def as_sampler(self) -> contextlib.AbstractContextManager[PreTrainedModel]:
+        """Return a context that yields the model to sample this teacher's completions from."""
         return self.backbone.merged(self.state)
 
     def on_start(self) -> None:
-        """Take notice of the student as it starts."""
+        """Prepare for a training run that starts at its first step."""
 
     def after_step(self, step: int) -> None:
-        """Take notice of the student after optimizer step `step`."""
+        """Follow the student after optimizer step `step`."""
 
     def save(self, folder: Path) -> None:
-        """Write what of the teacher is not elsewhere into a checkpoint's folder."""
+        """Write the teacher's own state, if it has any, into a checkpoint's folder."""
 
     def restore(self, folder: Path) -> None:
-        """Take it back."""
+        """Read back what `save` wrote."""
 
     def close(self) -> None:
-        """Let go of what is not this process's own."""
+        """Release connections to other processes."""
 
 
-class Ema(Teacher):
-    """A running mean of the student's adapter weights: every `every` steps it moves by `rate` towards the student.
+class EmaTeacher(Teacher):
+    """An exponential moving average of the student's adapter, moved by `rate` every `every` steps.
 
-    At rate 1 it is the student, at rate 0 the student as it began.
+    At rate 1 it is the student; at rate 0 it is the student at its start.
     """
 
     def __init__(
@@ -170,21 +162,21 @@ class Ema(Teacher):
         return self.rate > 0
 
     def frozen_copy(self, frozen: State) -> Teacher:
-        # Also at rate 0: a warm start moves it once, before the first step.
+        # Needed at rate 0 too: a warm start moves it once, before the first step.
         return Teacher(self.backbone, frozen, self.contexts)
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
         if step % self.every == 0:
-            for mine, students in self._pairs():
-                mine.lerp_(students, self.rate)
+            for average, student in self._weight_pairs():
+                average.lerp_(student, self.rate)
 
     @torch.no_grad()
     def on_start(self) -> None:
-        for mine, students in self._pairs():
-            mine.copy_(students)
+        for average, student in self._weight_pairs():
+            average.copy_(student)
 
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _weight_pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for layer in self.backbone.adapted_layers(self.state):
             for part in (layer.lora_A, layer.lora_B):
                 yield part[self.state].weight, part["student"].weight
@@ -194,20 +186,15 @@ class Ema(Teacher):
 
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
-        from peft import load_peft_weights, set_peft_model_state_dict
-
-        peft: PeftModel = self.backbone.peft
-        set_peft_model_state_dict(
-            peft,
-            load_peft_weights(str(folder / self.state), device=str(self.backbone.device)),
-            adapter_name=self.state,
-        )
+        weights = load_peft_weights(str(folder / self.state), device=str(self.backbone.device))
+        set_peft_model_state_dict(self.backbone.peft, weights, adapter_name=self.state)
 
 
-class TrustRegion(Teacher):
-    """Logits on the straight line from a frozen reference to the student: at `mix` 0 the reference, at 1 the student.
+class TrustRegionTeacher(Teacher):
+    """Logits interpolated between a frozen reference (`mix` 0) and the student (`mix` 1).
 
-    Where it writes, the reference writes. Both share the output head, so a line between logits is a line between hidden states.
+    Both share the output head, so interpolating hidden states interpolates logits. Completions come from the
+    reference.
     """
 
     def __init__(self, backbone: Backbone, reference: State, mix: float, contexts: Contexts | None = None):
@@ -226,8 +213,8 @@ class TrustRegion(Teacher):
         return torch.lerp(super().states(rollouts), self._student.states(rollouts), self.mix)
 
 
-class Separate(Teacher):
-    """Another model, with the same tokenizer."""
+class SecondModel(Teacher):
+    """Another model with the same tokenizer."""
 
     def __init__(self, backbone: Backbone, model: PreTrainedModel, contexts: Contexts | None = None):
         super().__init__(backbone, "base", contexts)
@@ -239,131 +226,106 @@ class Separate(Teacher):
 
     @torch.no_grad()
     def states(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
-        return answer_states(self.model, [self._sequence(r) for r in rollouts])
+        return answer_states(self.model, self._sequences(rollouts))
 
     @contextlib.contextmanager
-    def writer(self) -> Iterator[PreTrainedModel]:
-        with parallel.whole(self.model):
+    def as_sampler(self) -> Iterator[PreTrainedModel]:
+        with parallel.unsharded(self.model):
             yield self.model
 
 
-class Remote(Teacher):
-    """A model on a server: what it thinks comes over the wire, asked for as soon as a completion is whole."""
+class _ServerSampled(Teacher):
+    """A teacher whose completions are sampled on a server."""
 
-    def __init__(self, backbone: Backbone, server: Server, contexts: Contexts | None = None):
-        super().__init__(backbone, "base", contexts)
+    def __init__(self, backbone: Backbone, state: State, server: Server, contexts: Contexts | None = None):
+        super().__init__(backbone, state, contexts)
         self.server = server
 
-    def opinion(self, rollouts: Sequence[Rollout]) -> Opinion:
-        found = join([asked.result() for asked in self._asked(rollouts)])
-        return found.to(self.backbone.device)
+    def _served_name(self) -> contextlib.AbstractContextManager[str | None]:
+        """Return a context that yields the name to sample under; None is the server's own model."""
+        return contextlib.nullcontext()
 
-    def prefetch(self, rollouts: Sequence[Rollout]) -> None:
-        self._asked(rollouts)
-
-    def _asked(self, rollouts: Sequence[Rollout]) -> list[Future[Likeliest]]:
-        return [
-            self.server.ask(
-                rollout.teacher_prompt_ids or self.teacher_prompt(rollout.prompt_ids), rollout.completion_ids
-            )
-            for rollout in rollouts
-        ]
-
-    def write(
-        self,
-        prompts: list[list[int]],
-        config: RecoverConfig,
-        max_new_tokens: int,
-        seed: int,
-        on_finished: Callable[[list[Rollout]], None] | None = None,
+    def _sample(
+        self, prompts: list[list[int]], config: RecoverConfig, options: dict[str, Any]
     ) -> list[Rollout]:
-        shown = [self.teacher_prompt(p) for p in prompts]
-        return parallel.by_first(
-            lambda: self.server.write(
-                shown,
-                max_new_tokens,
-                self.backbone.eos_ids,
-                config.temperature,
-                seed,
-                on_finished=on_finished,
-            )
-        )
+        def request() -> list[Rollout]:
+            with self._served_name() as name:
+                return self.server.complete(prompts, model=name, **options)
+
+        return parallel.on_first_worker(request)
 
     def close(self) -> None:
         self.server.close()
 
 
-class Served(Teacher):
-    """The student, where a server samples for it: each time with the adapter as it is now.
+class RemoteTeacher(_ServerSampled):
+    """A model on a server, which is asked for its distribution as soon as a completion is whole."""
+
+    def __init__(self, backbone: Backbone, server: Server, contexts: Contexts | None = None):
+        super().__init__(backbone, "base", server, contexts)
+
+    def distribution(self, rollouts: Sequence[Rollout]) -> TeacherDistribution:
+        return join([future.result() for future in self._requests(rollouts)]).to(self.backbone.device)
+
+    def prefetch(self, rollouts: Sequence[Rollout]) -> None:
+        self._requests(rollouts)
+
+    def _requests(self, rollouts: Sequence[Rollout]) -> list[Future[TopTokens]]:
+        return [self.server.grade(self._prompt_of(r), r.completion_ids) for r in rollouts]
+
+
+class ServedStudent(_ServerSampled):
+    """The student, sampled on a server that loads its current adapter for each call.
 
     Args:
         backbone: The model that is trained.
-        server: Who samples.
-        folder: Where the adapter is handed over; the server must see it.
+        server: The server that samples.
+        folder: Where the adapter is written; the server must be able to read it.
     """
 
     def __init__(self, backbone: Backbone, server: Server, folder: Path):
-        super().__init__(backbone, "student")
-        self.server, self.folder = server, folder
+        super().__init__(backbone, "student", server)
+        self.folder = folder
 
-    def write(
-        self,
-        prompts: list[list[int]],
-        config: RecoverConfig,
-        max_new_tokens: int,
-        seed: int,
-        on_finished: Callable[[list[Rollout]], None] | None = None,
-    ) -> list[Rollout]:
-        def ask() -> list[Rollout]:
-            save_adapter(self.backbone, self.folder)
-            with self.server.adapter(self.folder) as name:
-                return self.server.write(
-                    prompts,
-                    max_new_tokens,
-                    self.backbone.eos_ids,
-                    config.temperature,
-                    seed,
-                    name,
-                    on_finished,
-                )
-
-        return parallel.by_first(ask)
-
-    def close(self) -> None:
-        self.server.close()
+    @contextlib.contextmanager
+    def _served_name(self) -> Iterator[str]:
+        save_adapter(self.backbone, self.folder)
+        with self.server.adapter(self.folder) as name:
+            yield name
 
 
-class Routed:
-    """Several teachers: each grades, and writes where teachers write, on the prompts that are its own.
+class RoutedTeacher:
+    """Several teachers, each in charge of its own prompts, both for grading and for sampling.
 
-    It is asked through `split` alone, never for states: its teachers may be models of different widths.
+    Use it through `split`; it has no states of its own, because its teachers may be models of different
+    widths.
 
     Args:
-        others: In charge of prompts that have no route.
+        default: In charge of prompts without a route.
         named: The teachers that routes lead to.
         routes: Prompt -> name.
     """
 
-    def __init__(self, others: Teacher, named: dict[str, Teacher], routes: dict[tuple[int, ...], str]):
-        self.others, self.named, self.routes = others, named, routes
+    def __init__(self, default: Teacher, named: dict[str, Teacher], routes: dict[tuple[int, ...], str]):
+        self.default, self.named, self.routes = default, named, routes
 
     def split(self, prompts: Sequence[Sequence[int]]) -> list[tuple[str, Teacher, list[int]]]:
-        mine: dict[str, list[int]] = {}
+        indices: dict[str, list[int]] = {}
         for i, prompt in enumerate(prompts):
-            mine.setdefault(self.routes.get(tuple(prompt), ""), []).append(i)
-        return [(name, self.named[name] if name else self.others, mine[name]) for name in sorted(mine)]
+            indices.setdefault(self.routes.get(tuple(prompt), ""), []).append(i)
+        return [(name, self.named[name] if name else self.default, indices[name]) for name in sorted(indices)]
 
     @property
     def is_dynamic(self) -> bool:
         return any(teacher.is_dynamic for teacher in self._all())
 
-    def frozen_copy(self, frozen: State) -> Routed:
+    def frozen_copy(self, frozen: State) -> RoutedTeacher:
         named = {name: teacher.frozen_copy(frozen) for name, teacher in self.named.items()}
-        return Routed(self.others.frozen_copy(frozen), named, self.routes)
+        return RoutedTeacher(self.default.frozen_copy(frozen), named, self.routes)
 
     def prefetch(self, rollouts: Sequence[Rollout]) -> None:
-        for _, teacher, mine in self.split([r.prompt_ids for r in rollouts]):
-            teacher.prefetch([rollouts[i] for i in mine])
+        for _, teacher, indices in self.split([r.prompt_ids for r in rollouts]):
+            teacher.prefetch([rollouts[i] for i in indices])
 
     def on_start(self) -> None:
         for teacher in self._all():
@@ -386,96 +348,7 @@ class Routed:
             teacher.close()
 
     def _all(self) -> list[Teacher]:
-        return [self.others, *self.named.values()]
-
-
-def make_teacher(
-    config: TeacherSection,
-    backbone: Backbone,
-    contexts: Contexts | None = None,
-    state: State = "general",
-    tell: Callable[[str], None] = lambda text: None,
-) -> Teacher:
-    """Return the teacher that a configuration describes; an adapter of its own must be on the backbone already, as `state`.
-
-    `tell` is for sentences about a server that is waited for.
-    """
-    teacher = _make(config, backbone, contexts, state, tell)
-    teacher.skip_tokens = config.skip_tokens
-    return teacher
-
-
-def _make(
-    config: TeacherSection,
-    backbone: Backbone,
-    contexts: Contexts | None,
-    state: State,
-    tell: Callable[[str], None],
-) -> Teacher:
-    match config.kind:
-        case "live":
-            return Teacher(backbone, "student", contexts)
-        case "adapter":
-            return Teacher(backbone, state, contexts)
-        case "ema":
-            return Ema(backbone, state, config.rate, config.every, contexts)
-        case "trust_region":
-            return TrustRegion(backbone, config.reference, config.mix, contexts)
-        case "model":
-            return Separate(backbone, load_model(config, backbone), contexts)
-        case "remote":
-            return Remote(backbone, reach_server(config.server, backbone, tell), contexts)
-        case frozen:
-            return Teacher(backbone, frozen, contexts)
-
-
-def reach_server(config: ServerSection, backbone: Backbone, tell: Callable[[str], None]) -> Server:
-    """Find a server, after its tokenizer has been found to be the student's."""
-    server = Server(config, backbone.causal_lm.config.get_text_config().vocab_size, tell)
-    for probe in PROBES:
-        ours, theirs = backbone.tokenizer(probe, add_special_tokens=False)["input_ids"], server.encode(probe)
-        if ours != theirs:
-            server.close()
-            raise UsageError(
-                f"the server at {config.url} has another tokenizer: {probe!r} becomes {ours[:8]} and {theirs[:8]}",
-                HINT,
-            )
-    return server
-
-
-def reach_own_model(config: ServerSection, backbone: Backbone, tell: Callable[[str], None]) -> Server:
-    """Find a server that holds the student's own base: its tokenizer is the same, and so is what it thinks of a text."""
-    server = reach_server(config, backbone, tell)
-    ids = backbone.tokenizer(" ".join(PROBES[:6]), add_special_tokens=False)["input_ids"]
-    theirs = server.ask(ids[:1], ids[1:]).result()
-    ours = Teacher(backbone, "base").opinion([Rollout(ids[:1], ids[1:])])
-    rows = shared_rows(backbone.causal_lm.get_output_embeddings().weight, ours)
-    mine = ours.log_probs(slice(0, len(ids)), rows, 1.0).gather(
-        1, torch.tensor(ids[1:], device=backbone.device)[:, None]
-    )[:, 0]
-    gap = float((mine.detach().cpu() - theirs.logprob_N).abs().mean())
-    if gap > SAME_MODEL:
-        server.close()
-        raise UsageError(
-            f"the server at {config.url} serves another model as {server.model}: on a probe the two differ by {gap:.2f} nats per token",
-            "start it with `opdcl serve RUN`, and name the base: server.model",
-        )
-    return server
-
-
-def load_model(config: TeacherSection, backbone: Backbone) -> PreTrainedModel:
-    """Load another model as a teacher, after its tokenizer has been found to be the student's."""
-    # On the student's device, whatever the default: their states meet.
-    where = config.model.model_copy(update={"device": str(backbone.device)})
-    check_same_tokenizer(backbone.tokenizer, load_tokenizer(where), where.id)
-    model, tokenizer = load_base(where)
-    refuse_unsupported(model.config)
-    if (theirs := eos_ids(model, tokenizer)) != backbone.eos_ids:
-        raise UsageError(
-            f"teacher {config.model.id} ends answers with ids {theirs}, the student with {backbone.eos_ids}",
-            HINT,
-        )
-    return model.requires_grad_(False)
+        return [self.default, *self.named.values()]
 
 
 def sequence(prompt_ids: list[int], completion_ids: list[int]) -> tuple[list[int], list[bool]]:

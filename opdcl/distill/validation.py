@@ -1,220 +1,243 @@
-"""Measure held-out KL during recovery and keep the best adapter."""
+"""Measure held-out KL during recovery, keep the best adapter, and say when to stop."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from transformers import TrainerCallback
 
 from opdcl.config.recover import RecoverConfig
-from opdcl.distill.health import Health, drifted, halted
+from opdcl.distill.grading import Grader, kl_by_route
+from opdcl.distill.health import Health, drift, halt_error
+from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import Stream
-from opdcl.distill.trainer import RecoveryTrainer, by_teacher
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import State
-from opdcl.model.distributions import Opinion
+from opdcl.model.distributions import TeacherDistribution
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling.rollout import Rollout
 from opdcl.training import StageCallback, save_adapter
 
-SAMPLES_KEPT = 8
+SAMPLES_PER_MEASUREMENT = 8
 
-# What a held-out KL is worth: of tuned's general KL what is gone, and what is kept of the domain, where base's KL is none of it.
-SHARES = {"general_kl": "general_gone", "domain_kl": "domain_kept"}
+# A KL as a share: of tuned's general KL the part recovered, of the domain the part kept (base keeps none).
+SHARES = {"general_kl": "general_recovered", "domain_kl": "domain_kept"}
 
-# Nats per token below which there is nothing to have a share of.
+# Nats per token below which a KL is noise and a share of it says nothing.
 KL_NOISE = 1e-3
 
-# Who judges the held-out texts where the stream's own teacher is not the same from one step to the next.
+# Measures a stream's progress where its own teacher changes from step to step.
 FROZEN: dict[Stream, State] = {"general": "base", "domain": "tuned"}
+
+KL = dict[str, float]
+
+
+@dataclass
+class Measurements:
+    """What later decisions need to know of earlier measurements.
+
+    `tuned` and `base` are the held-out KL before the first step: of the tuned adapter, and of base.
+    """
+
+    tuned: KL = field(default_factory=dict)
+    base: KL = field(default_factory=dict)
+    best_score: float = math.inf
+    since_best: int = 0
+
+    @classmethod
+    def restore(cls, rows: list[dict], score: Callable[[KL], float]) -> Measurements:
+        """Read the rows of metrics.jsonl up to the checkpoint: a resumed run decides like a whole one."""
+        restored = cls()
+        for row in rows:
+            if row["step"] == 0 and "base" in row:
+                restored.tuned, restored.base = row["validation"], row["base"]
+                restored.best_score = score(row["warm_start"])
+            elif "validation" in row:
+                restored.add(score(row["validation"]), row["validation"]["best"])
+        return restored
+
+    def add(self, score: float, best: bool) -> None:
+        self.best_score = min(self.best_score, score)
+        self.since_best = 0 if best else self.since_best + 1
 
 
 class Validation(TrainerCallback):
-    """Measure held-out KL per stream every so many steps, and keep the adapter that is best by their sum.
+    """Measure held-out KL every `validate_every` steps, and keep the adapter with the lowest score.
 
-    The text is sampled once from each stream's teacher, so every measurement is on the same tokens: the general KL
-    says how far the student still is from base, the domain KL how far it has left tuned. Where a stream has another
-    teacher the KL is to that one, and if it moves, to base or tuned with what it is shown.
+    Each stream's teacher writes the held-out completions once, so all measurements are on the same tokens.
+    The general KL is the student's distance to base, the domain KL its distance to tuned. With another
+    teacher the KL is to that one; if it is dynamic, to base or tuned with the teacher's contexts. `prompts`
+    are the held-out ones by stream.
     """
 
     def __init__(
         self,
         config: RecoverConfig,
+        grader: Grader,
+        queue: RolloutQueue,
         prompts: dict[Stream, list[list[int]]],
         out: StageDir,
         callback: StageCallback,
         health: Health,
     ):
-        self.config, self.prompts, self.out, self.callback, self.health = (
-            config,
-            prompts,
-            out,
-            callback,
-            health,
-        )
-        self.trainer: RecoveryTrainer | None = None
+        self.config, self.grader, self.queue, self.prompts = config, grader, queue, prompts
+        self.out, self.callback, self.health = out, callback, health
         self.best_adapter = out.trainer / "best"
-        self._texts: dict[Stream, tuple[list[Rollout], dict[int, Opinion]]] = {}
+        self.measurements = Measurements()
+        self._held_out: dict[Stream, tuple[list[Rollout], dict[int, TeacherDistribution]]] = {}
 
-    def write_texts(self) -> None:
-        """Let each stream's teacher answer the held-out prompts."""
+    def write_held_out(self) -> None:
+        """Let each stream's teacher complete the held-out prompts."""
         for stream, prompts in self.prompts.items():
             if prompts:
-                judge = self.trainer.teachers[stream].frozen_copy(FROZEN[stream])
-                texts = self.trainer.sample(prompts, stream, seed=self.config.seed + 7, teacher=judge)
-                self._texts[stream] = texts, self.trainer.opinions(texts, judge)
+                teacher = self.grader.teachers[stream].frozen_copy(FROZEN[stream])
+                rollouts = self.queue.sample(prompts, stream, self.config.seed + 7, author=teacher)
+                self._held_out[stream] = rollouts, self.grader.distributions(rollouts, teacher)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.write_texts()
-        general, _ = self._texts.get("general", ([], []))
+        self.write_held_out()
+        general, _ = self._held_out.get("general", ([], []))
         self.health.on_start(general)
         if state.global_step == 0:
             self._warm_start()
+        else:
+            self.measurements = Measurements.restore(read_jsonl(self.out.metrics), self._score)
 
     def on_step_end(self, args, state, control, **kwargs):
-        for teacher in self.trainer.teachers.values():
-            teacher.after_step(state.global_step)
-        last = state.global_step == self.config.steps
-        if measured := state.global_step % self.config.validate_every == 0 or last:
-            self._measure(state.global_step)
-            self._keep_samples(state.global_step)
-        if not last and (why := self._enough(state.global_step, measured)):
-            self.callback.write({"step": state.global_step, "stopped": why})
-            self.callback.report.note(f"step {state.global_step}: stopping here: {why}")
+        step = state.global_step
+        for teacher in self.grader.teachers.values():
+            teacher.after_step(step)
+        last = step == self.config.steps
+        shares = None
+        if step % self.config.validate_every == 0 or last:
+            shares = self._measure(step)
+            self._keep_samples(step)
+        if not last and (reason := self._reason_to_stop(step, shares)):
+            self.callback.write({"step": step, "stopped": reason})
+            self.callback.report.note(f"step {step}: stopping early: {reason}")
             control.should_training_stop = True
 
-    def held_out_kl(self, overlap: bool = False) -> dict[str, float]:
-        """Return KL(student, teacher) per stream on the held-out texts, in nats per token; on request the top-k overlap too."""
+    def held_out_kl(self, overlap: bool = False) -> KL:
+        """Return KL(student, teacher) per stream, in nats per token; with `overlap`, shared top tokens too.
+
+        Raises:
+            OpdclError: A KL is not finite, or a teacher's distributions are close to uniform.
+        """
         kl = {}
-        for stream, (texts, opinions) in self._texts.items():
-            sums = self.trainer.grade(texts, stream, learn=False, opinions=opinions, overlap=overlap)
+        for stream, (rollouts, distributions) in self._held_out.items():
+            sums = self.grader.measure(rollouts, stream, distributions, overlap)
             if overlap:
                 kl[f"{stream}_overlap"] = sums["overlap"] / sums["tokens"]
             kl[f"{stream}_kl"] = sums["kl"] / sums["tokens"]
-            kl |= {f"{stream}_{key}": value for key, value in by_teacher(sums).items()}
+            kl |= {f"{stream}_{key}": value for key, value in kl_by_route(sums).items()}
             if not math.isfinite(kl[f"{stream}_kl"]):
                 raise OpdclError(
                     f"the held-out {stream} KL is not finite",
                     "the base model or the adapter holds NaN: opdcl verify RUN, or restore the model",
                 )
-            if sums["teacher_entropy"] / sums["tokens"] > self.config.health.teacher_entropy:
+            entropy = sums["teacher_entropy"] / sums["tokens"]
+            if entropy > self.config.health.teacher_entropy:
                 raise OpdclError(
-                    f"the {stream} teacher is close to uniform ({sums['teacher_entropy'] / sums['tokens']:.1f} nats)",
+                    f"the {stream} teacher is close to uniform ({entropy:.1f} nats)",
                     "check that the base model loads correctly: opdcl chat RUN",
                 )
         return kl
 
-    def _score(self, kl: dict[str, float]) -> float:
-        """Return what the kept adapter has least of.
+    def _score(self, kl: KL) -> float:
+        """Return what the best adapter has least of: the held-out KL.
 
-        Recovery without domain steps leaves the domain by design, so there the general stream alone counts.
+        Method `general` leaves the domain by design, so its general stream alone counts.
         """
         return kl["general_kl"] if self.config.method == "general" else kl_score(kl)
 
     def _warm_start(self) -> None:
-        """Take tuned's KL as the mark to beat and base's as the other end, then shrink the student to where it is to start from."""
-        backbone, alpha = self.trainer.backbone, self.config.warm_start
+        """Measure base and tuned for later comparisons, then scale the adapter to its start."""
+        backbone, alpha = self.grader.backbone, self.config.warm_start
         with backbone.scaled(0.0):
             base = self.held_out_kl()
         tuned = start = self.held_out_kl(overlap=True)
         if alpha < 1:
             backbone.shrink(alpha)
-            for teacher in self.trainer.teachers.values():
+            for teacher in self.grader.teachers.values():
                 teacher.on_start()
             start = self.held_out_kl()
+        self.measurements = Measurements(tuned, base)
         self._keep_if_best(0, self._score(start))
-        self.callback.write(
-            {
-                "step": 0,
-                "validation": {**tuned, "best": True},
-                "base": base,
-                "warm_start": {"alpha": alpha, **start},
-            }
-        )
+        row = {"validation": {**tuned, "best": True}, "base": base, "warm_start": {"alpha": alpha, **start}}
+        self.callback.write({"step": 0, **row})
         scaled = f"; starting from the adapter times {alpha:g}: {describe_kl(start)}" if alpha < 1 else ""
         self.callback.report.note(f"step 0: held-out {describe_kl(tuned)}{scaled}")
 
-    def _measure(self, step: int) -> None:
-        kl = self.held_out_kl(overlap=True)
+    def _measure(self, step: int) -> KL:
+        """Measure, log, keep the adapter if it is the best, and return the shares.
+
+        Raises:
+            OpdclError: The KL has drifted past the limits of `recover.health`.
+        """
+        kl, first = self.held_out_kl(overlap=True), self.measurements
         best = self._keep_if_best(step, self._score(kl))
-        began = next(r for r in read_jsonl(self.out.metrics) if r["step"] == 0)
-        whole = {"general_kl": began["validation"], "domain_kl": began["base"]}
+        whole = {"general_kl": first.tuned, "domain_kl": first.base}
         shares = {SHARES[k]: 1 - kl[k] / whole[k][k] for k in stream_kl(kl) if whole[k][k] > KL_NOISE}
-        row = {"step": step, "validation": {**kl, **shares, "best": best}}
-        if row not in read_jsonl(self.out.metrics):
-            self.callback.write(row)
+        self.callback.write({"step": step, "validation": {**kl, **shares, "best": best}})
         self.callback.report.note(
             f"step {step}: held-out {describe_kl(kl | shares)}{' (best so far)' if best else ''}"
         )
-        if self.config.health.watch and (
-            why := drifted(began["validation"], kl, self._score, self.config.health)
-        ):
-            raise halted(step, why, "lower recover.learning_rate", self.out)
+        limits = self.config.health
+        if limits.watch and (reason := drift(first.tuned, kl, self._score, limits)):
+            raise halt_error(step, reason, "lower recover.learning_rate", self.out)
+        return shares
 
-    def _enough(self, step: int, measured: bool) -> str:
-        """Say why recovery may end after this step, which may have been `measured`, or return nothing."""
+    def _reason_to_stop(self, step: int, shares: KL | None) -> str:
+        """Return why recovery may end after this step, or ""; `shares` if it was measured."""
         until = self.config.until
-        done = sum(s.keep for s in self.trainer.steps[:step])
-        if until.rollouts and done >= until.rollouts:
-            return f"{done} completions were graded"
-        if not measured:
+        graded = sum(s.keep for s in self.queue.steps[:step])
+        if until.rollouts and graded >= until.rollouts:
+            return f"{graded} completions were graded"
+        if shares is None:
             return ""
-        later = [
-            row["validation"] for row in read_jsonl(self.out.metrics) if row["step"] and "validation" in row
-        ]
-        if not later:
-            return ""
-        gone, kept = later[-1].get("general_gone", 0.0), later[-1].get("domain_kept", 1.0)
-        if until.retention and gone >= until.retention and kept >= until.domain_floor:
-            return f"{gone:.0%} of the general KL is gone, and {kept:.0%} of the domain is kept"
-        since = next((i for i, kl in enumerate(reversed(later)) if kl["best"]), len(later))
-        return (
-            f"no better adapter in {since} validations" if until.patience and since >= until.patience else ""
-        )
+        recovered, kept = shares.get("general_recovered", 0.0), shares.get("domain_kept", 1.0)
+        if until.retention and recovered >= until.retention and kept >= until.domain_floor:
+            return f"{recovered:.0%} of the general KL is recovered, and {kept:.0%} of the domain is kept"
+        since = self.measurements.since_best
+        if until.patience and since >= until.patience:
+            return f"no better adapter in {since} validations"
+        return ""
 
     def _keep_if_best(self, step: int, score: float) -> bool:
-        """Keep the adapter if no earlier step was better, or if the last one measured is wanted.
-
-        Judged by the metrics, which a resumed run has cut back to its checkpoint, and not by the adapter that lies there,
-        which may be of a later step: so a resumed run decides as the uninterrupted one does.
-        """
-        rows = [row for row in read_jsonl(self.out.metrics) if "validation" in row and row["step"] < step]
-        best = self.config.keep == "last" or all(
-            score < self._score(row.get("warm_start", row["validation"])) for row in rows
-        )
+        """Save the adapter if no earlier one scored as low, or with `keep: last`; return whether it did."""
+        best = self.config.keep == "last" or score < self.measurements.best_score
+        self.measurements.add(score, best)
         if best:
-            save_adapter(self.trainer.backbone, self.best_adapter)
+            save_adapter(self.grader.backbone, self.best_adapter)
             write_json(self.best_adapter / "validation.json", {"step": step, "score": score})
         return best
 
     def _keep_samples(self, step: int) -> None:
-        """Append a few completions that the student has just been trained on, so that a person can read how it changes."""
-        rollouts = self.trainer.latest.get("general") or self.trainer.latest["domain"]
-        decode = self.trainer.backbone.tokenizer.decode
+        """Append a few of the latest training completions, to show how the student changes."""
+        rollouts = self.queue.latest.get("general") or self.queue.latest["domain"]
+        decode = self.grader.backbone.tokenizer.decode
         rows = [row for row in read_jsonl(self.out.samples) if row["step"] < step]
-        rows += [
-            {
-                "step": step,
-                "prompt": decode(r.prompt_ids),
-                "completion": decode(r.completion_ids, skip_special_tokens=True),
-            }
-            for r in rollouts[:SAMPLES_KEPT]
-        ]
+        for rollout in rollouts[:SAMPLES_PER_MEASUREMENT]:
+            completion = decode(rollout.completion_ids, skip_special_tokens=True)
+            rows.append({"step": step, "prompt": decode(rollout.prompt_ids), "completion": completion})
         write_atomic(self.out.samples, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def stream_kl(row: dict[str, float]) -> dict[str, float]:
+def stream_kl(row: KL) -> KL:
+    """Return a measurement's KL per stream, without overlaps, shares and single teachers."""
     return {name: value for name, value in row.items() if name in SHARES}
 
 
-def kl_score(kl: dict[str, float]) -> float:
-    """Return held-out KL, both streams counting alike."""
+def kl_score(kl: KL) -> float:
+    """Return held-out KL, both streams with the same weight."""
     return sum(stream_kl(kl).values())
 
 
-def describe_kl(kl: dict[str, float]) -> str:
+def describe_kl(kl: KL) -> str:
     shares = {
         key: f" ({kl[share]:.0%} {share.split('_')[1]})" for key, share in SHARES.items() if share in kl
     }

@@ -10,48 +10,54 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, snapshot
-from opdcl.rundir.files import read_json
-from opdcl.rundir.layout import RunDir
+from opdcl.rundir.layout import RunDir, adapter_config
 
 
 @dataclass(frozen=True)
 class ModelRef:
-    """A model as stages hand it on: a base, and an adapter on disk unless it is the base itself."""
+    """A model as stages pass it on: a base, and an adapter on disk unless it is the base itself."""
 
     base: ModelConfig
     adapter: Path | None = None
 
 
 def find_adapter(place: str) -> Path:
-    """Return the folder of the adapter that a run directory ended with, of the one that lies right there, or of one on the hub.
+    """Return the adapter folder of `place`: a run's last adapter, the folder itself, or a Hub download.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There is no adapter.
     """
     path = Path(place)
-    hint = "name a run directory whose training has ended, an adapter's folder, or a hub id: owner/name, owner/name@revision"
-    if not os.path.exists(place) and (wanted := parse("adapter", place)):
-        path = snapshot(wanted)
+    if not os.path.exists(place) and (hub_ref := parse("adapter", place)):
+        path = snapshot(hub_ref)
     if (path / "adapter_model.safetensors").is_file():
         return path
-    last = RunDir(path).last_stage()
-    if last is None:
-        raise UsageError(f"{place} holds no adapter", hint)
-    return last.adapter
+    last_stage = RunDir(path).last_stage()
+    if last_stage is None and (path / "config.json").is_file() and not RunDir(path).is_run():
+        raise UsageError(
+            f"{place} is a model folder: it holds no adapter",
+            "--model names it as the base of a new run; transformers and vLLM load it as it is",
+        )
+    if last_stage is None:
+        raise UsageError(
+            f"{place} holds no adapter",
+            "name a finished run directory, an adapter folder, or a Hub id: owner/name[@revision]",
+        )
+    return last_stage.adapter
 
 
 def find_states(place: str) -> tuple[ModelConfig, dict[str, Path]]:
-    """Return the base and, by state, the adapters of a run directory; or those of a single adapter from a folder or the hub."""
+    """Return the base and the adapters by state, of a run directory, an adapter folder or a Hub id."""
     run = RunDir(Path(place))
-    if run.config.exists():
-        return Workflow.model_validate(read_json(run.config)["workflow"]).model, run.adapters()
+    if run.is_run():
+        return Workflow.model_validate(run.settings()).model, run.adapters()
     folder = find_adapter(place)
-    config = read_json(folder / "adapter_config.json")
-    named = config.get("base_model_name_or_path")
-    if not named:
+    config = adapter_config(folder)
+    base = config.get("base_model_name_or_path")
+    if not base:
         raise UsageError(
-            f"adapter {place} does not say what its base is",
-            "base_model_name_or_path in its adapter_config.json does",
+            f"adapter {place} does not name its base model",
+            "set base_model_name_or_path in its adapter_config.json",
         )
-    embedded = {hub: name for name, hub in HUB_IDS.items()}
-    return ModelConfig(id=embedded.get(named, named), revision=config.get("revision")), {"adapter": folder}
+    embedded = {hub_id: name for name, hub_id in HUB_IDS.items()}
+    return ModelConfig(id=embedded.get(base, base), revision=config.get("revision")), {"adapter": folder}

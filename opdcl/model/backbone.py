@@ -1,16 +1,17 @@
-"""One resident model, many adapter states: `base`, `tuned` and `student` without a second copy of the weights."""
+"""One resident model with several adapter states, without a second copy of the weights."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from opdcl import parallel
@@ -18,18 +19,17 @@ from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.model.fused_lora import fuse
-from opdcl.model.load import base_fingerprint, eos_ids, load_base
+from opdcl.model.load import eos_ids, load_base
 
-# `base`, `tuned`, `student`, or the name of a teacher whose adapter lies beside these.
+# `base`, `tuned`, `student`, or the name of a teacher that has an adapter of its own.
 State = str
 
 
 class Backbone:
-    """The base model with a trainable adapter `student` and, during recovery, others beside it: `tuned`, and those of
-    teachers that have one of their own.
+    """The base model with the trainable adapter `student`, and during recovery `tuned` and the teachers'.
 
-    The base weights are never written. `merged` puts base + adapter into storage of its own, because merging and
-    unmerging in place drifts the base by rounding, and the base is the teacher.
+    The base weights are never written. `merged` puts base + adapter into storage of its own: merging and
+    unmerging in place would drift the base by rounding, and the base is the teacher.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
@@ -41,7 +41,7 @@ class Backbone:
     @classmethod
     def load(cls, config: ModelConfig) -> Backbone:
         """Load the base model without an adapter."""
-        # Read by cuBLAS when it is first used.
+        # cuBLAS reads this when it is first used.
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.deterministic)
@@ -50,6 +50,11 @@ class Backbone:
     @property
     def device(self) -> torch.device:
         return self.causal_lm.device
+
+    @property
+    def head_VH(self) -> torch.Tensor:
+        """The output embedding that turns hidden states into logits."""
+        return self.causal_lm.get_output_embeddings().weight
 
     def new_adapter(self, lora: LoraSection, seed: int) -> PeftModel:
         """Attach a freshly initialised `student` adapter, which changes nothing yet."""
@@ -67,40 +72,49 @@ class Backbone:
         return self.peft
 
     def load_adapter(self, folder: Path, state: State, trainable: bool = False) -> PeftModel:
-        """Attach an adapter from disk as `state`."""
+        """Attach an adapter from disk as `state`.
+
+        Raises:
+            UsageError: The adapter does not fit the base model.
+        """
+        options = {"adapter_name": state, "is_trainable": trainable}
         try:
             if self.peft is None:
-                self.peft = PeftModel.from_pretrained(
-                    self.causal_lm, str(folder), adapter_name=state, is_trainable=trainable
-                )
+                self.peft = PeftModel.from_pretrained(self.causal_lm, str(folder), **options)
             else:
-                self.peft.load_adapter(str(folder), adapter_name=state, is_trainable=trainable)
-        except (OSError, ValueError, RuntimeError, KeyError) as fault:
+                self.peft.load_adapter(str(folder), **options)
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise UsageError(
-                f"adapter {folder} does not fit the base model: {str(fault)[:300]}",
+                f"adapter {folder} does not fit the base model: {str(error)[:300]}",
                 "use the base model that the adapter was trained on",
-            ) from fault
+            ) from error
         fuse(self.causal_lm)
         return self.peft
 
     def drop_adapters(self) -> None:
-        """Take all adapters off, leaving the base alone."""
+        """Remove all adapters and keep the base."""
         if self.peft is not None:
             self.causal_lm = self.peft.unload()
             self.peft = None
 
     def fingerprint(self) -> str:
-        """Return the hash of the base weights, to show that training left them alone."""
-        return base_fingerprint(self.causal_lm)
+        """Return the SHA-256 of the base weights' bits, which proves that training did not change them."""
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self.causal_lm.named_parameters()):
+            if "lora_" not in name:
+                weight = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                bits = weight.detach().cpu().contiguous().view(torch.uint8)
+                digest.update(memoryview(bits.flatten().numpy()))
+        return digest.hexdigest()
 
     def adapted_layers(self, name: State | None = None) -> list[BaseTunerLayer]:
-        """Return every layer that carries an adapter, or one that carries this adapter."""
+        """Return every layer that carries an adapter, or every layer that carries the adapter `name`."""
         layers = [m for m in self.causal_lm.modules() if isinstance(m, BaseTunerLayer)]
         return [m for m in layers if name is None or name in m.lora_A]
 
     @contextlib.contextmanager
     def state(self, name: State) -> Iterator[PreTrainedModel]:
-        """Run the model as `name` inside the block; outside it is the student, trainable as before."""
+        """Run the model as `name` inside the block; afterwards it is the trainable student again."""
         if name == "student" or self.peft is None:
             yield self.causal_lm
             return
@@ -120,71 +134,49 @@ class Backbone:
                     layer.set_adapter("student")
 
     @contextlib.contextmanager
-    def scaled(self, alpha: float, tilt: float = 0.0) -> Iterator[None]:
-        """Run the student with what its adapter adds times `alpha` inside the block: 0 is base, 1 the adapter.
-
-        With a `tilt` the factor rises in a line with depth, from alpha (1 - tilt) at the first layer to alpha (1 + tilt)
-        at the last.
-        """
+    def scaled(self, alpha: float) -> Iterator[None]:
+        """Scale the student adapter's contribution by `alpha` inside the block: 0 is base, 1 the adapter."""
         layers = self.adapted_layers("student")
         saved = [layer.scaling["student"] for layer in layers]
-        for layer, factor in zip(layers, self._factors(alpha, tilt), strict=True):
-            layer.scaling["student"] *= factor
+        for layer in layers:
+            layer.scaling["student"] *= alpha
         try:
             yield
         finally:
             for layer, scaling in zip(layers, saved, strict=True):
                 layer.scaling["student"] = scaling
 
-    def adapter_norm(self, state: State) -> float:
-        """Return the norm of all weights of an adapter."""
-        weights = [
-            w
-            for layer in self.adapted_layers(state)
-            for w in (layer.lora_A[state].weight, layer.lora_B[state].weight)
-        ]
-        return float(torch.stack([w.detach().float().norm() for w in weights]).norm())
-
-    def shrink(self, alpha: float, tilt: float = 0.0) -> None:
-        """Scale what the student's adapter adds to the base as `scaled` does, for good."""
+    def shrink(self, alpha: float) -> None:
+        """Scale the student adapter's contribution by `alpha` permanently."""
         with torch.no_grad():
-            for layer, factor in zip(self.adapted_layers("student"), self._factors(alpha, tilt), strict=True):
-                layer.lora_B["student"].weight.mul_(factor)
+            for layer in self.adapted_layers("student"):
+                layer.lora_B["student"].weight.mul_(alpha)
 
-    def _factors(self, alpha: float, tilt: float) -> list[float]:
-        """Return the factor of each layer of the student's adapter, in the order of `adapted_layers`."""
-        mine = set(self.adapted_layers("student"))
-        # The first number in a module's path is that of its decoder layer.
-        numbers = [
-            int(re.search(r"\.(\d+)\.", name)[1]) for name, m in self.causal_lm.named_modules() if m in mine
-        ]
-        last = max(1, *numbers)
-        return [alpha * (1 + tilt * (2 * n / last - 1)) for n in numbers]
+    def adapter_norm(self, state: State) -> float:
+        """Return the L2 norm of all weights of an adapter."""
+        layers = self.adapted_layers(state)
+        weights = [part[state].weight for layer in layers for part in (layer.lora_A, layer.lora_B)]
+        return float(torch.stack([w.detach().float().norm() for w in weights]).norm())
 
     @contextlib.contextmanager
     def merged(self, name: State) -> Iterator[PreTrainedModel]:
-        """Run the model as `name` with the adapter folded into the weights: faster, where many tokens are sampled.
+        """Run the model as `name` with the adapter folded into the weights, which makes sampling faster.
 
-        The sums live in storage of their own for the duration of the block; the base's storage is swapped out and
-        back in, never written.
+        The sums live in storage of their own inside the block; the base's storage is swapped out and back,
+        never written.
         """
-        with parallel.whole(self.causal_lm), self._folded(name), self.state("base") as model:
-            yield model
-
-    @contextlib.contextmanager
-    def _folded(self, name: State) -> Iterator[None]:
-        if name == "base" or self.peft is None:
-            yield
-            return
+        layers = [] if name == "base" else self.adapted_layers(name)
         saved = []
-        with torch.no_grad():
-            for layer in self.adapted_layers(name):
-                weight = layer.get_base_layer().weight
-                saved.append((weight, weight.data))
-                delta = layer.get_delta_weight(name)
-                weight.data = (weight.data.float() + delta.float()).to(weight.dtype)
-        try:
-            yield
-        finally:
-            for weight, original in saved:
-                weight.data = original
+        with parallel.unsharded(self.causal_lm):
+            try:
+                for layer in layers:
+                    weight = layer.get_base_layer().weight
+                    saved.append((weight, weight.data))
+                    with torch.no_grad():
+                        delta = layer.get_delta_weight(name)
+                        weight.data = (weight.data.float() + delta.float()).to(weight.dtype)
+                with self.state("base") as model:
+                    yield model
+            finally:
+                for weight, original in saved:
+                    weight.data = original

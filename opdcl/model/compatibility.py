@@ -1,4 +1,4 @@
-"""What models must have for their grades to be right: logits that are states times the head, and the same tokens."""
+"""Check that student and teacher share their tokens and that logits are states times the head."""
 
 from __future__ import annotations
 
@@ -27,46 +27,48 @@ PROBES = (
 HINT = "choose a teacher of the same family; for different tokenizers see TRL's GOLD trainer"
 
 
-def differences(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> list[str]:
-    """Return what differs between two tokenizers that matters to distillation, in words; nothing if they agree."""
-    found = []
+def differences(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> list[str]:
+    """Describe the differences between two tokenizers that matter to distillation."""
+    pair = student, teacher
+    reasons = []
     for probe in PROBES:
-        a, b = (t(probe, add_special_tokens=False)["input_ids"] for t in (ours, theirs))
+        a, b = (t(probe, add_special_tokens=False)["input_ids"] for t in pair)
         if a != b:
-            found.append(f"{probe!r} becomes {a[:8]} and {b[:8]}")
+            reasons.append(f"{probe!r} becomes {a[:8]} and {b[:8]}")
             break
-    # What pads is never graded.
+    # Padding is never graded, so its token may differ.
     for name in ("bos_token_id", "eos_token_id"):
-        a, b = getattr(ours, name), getattr(theirs, name)
+        a, b = (getattr(t, name) for t in pair)
         if a != b:
-            found.append(f"{name} is {a} and {b}")
-    added = [t.get_added_vocab() for t in (ours, theirs)]
-    if odd := sorted(k for k in {*added[0], *added[1]} if added[0].get(k) != added[1].get(k)):
-        found.append(f"added tokens differ: {', '.join(odd[:5])}")
+            reasons.append(f"{name} is {a} and {b}")
+    a, b = (t.get_added_vocab() for t in pair)
+    if differing := sorted(token for token in {*a, *b} if a.get(token) != b.get(token)):
+        reasons.append(f"added tokens differ: {', '.join(differing[:5])}")
     turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "It."}]
-    a, b = (render(t, turns, False, tokenize=False) if t.chat_template else None for t in (ours, theirs))
+    a, b = (render(t, turns, False, tokenize=False) if t.chat_template else None for t in pair)
     if a != b:
-        found.append(f"the chat template writes {a!r} and {b!r}"[:300])
-    return found
+        reasons.append(f"the chat template writes {a!r} and {b!r}"[:300])
+    return reasons
 
 
-def check_same_tokenizer(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, name: str) -> None:
+def check_same_tokenizer(
+    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, name: str
+) -> None:
     """Refuse a teacher whose tokens are not the student's."""
-    if found := differences(ours, theirs):
-        raise UsageError(f"teacher {name} has another tokenizer: {'; '.join(found)}", HINT)
+    if reasons := differences(student, teacher):
+        raise UsageError(f"teacher {name} has another tokenizer: {'; '.join(reasons)}", HINT)
 
 
 def refuse_unsupported(config) -> None:
-    """Refuse models whose logits are more than hidden states times the head: the loss would not be theirs."""
+    """Refuse models whose logits are not hidden states times the head: the loss would be wrong."""
     config = config.get_text_config()
-    names = (
+    for name in (
         "final_logit_softcapping",
         "logit_scale",
         "logits_scaling",
         "output_multiplier",
         "lm_head_multiplier",
-    )
-    for name in names:
+    ):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise UsageError(
                 f"models with {name} ({config.model_type}) cannot be recovered yet", "choose another model"

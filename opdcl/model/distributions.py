@@ -1,46 +1,29 @@
-"""What a teacher thinks of the next token at each graded position: its whole distribution, or what a server tells of it."""
+"""A teacher's next-token distribution at N graded positions: complete, or a server's top tokens.
+
+Both kinds have the same methods, in which `part` selects n of the positions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol, Self
 
 import torch
 
-# Mass that a server's rounding may leave for all tokens it did not name.
+# Probability assumed for all unnamed tokens together where a server's rounding leaves none.
 SMALLEST_TAIL = 1e-9
 
 
-class Opinion(Protocol):
-    """A distribution over the vocabulary for each of N positions."""
-
-    def log_probs(self, part: slice, rows: int, temperature: float) -> torch.Tensor:
-        """Return log-probabilities of the first `rows` tokens of the vocabulary at some positions, `(n, rows)` in fp32."""
-        ...
-
-    def entropy(self, part: slice, log_q: torch.Tensor) -> torch.Tensor:
-        """Return the entropy at some positions, given `log_probs` of these, `(n,)` in nats."""
-        ...
-
-    def kl(self, part: slice, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-        """Return KL(p, q) of a student's log-distributions to this one at some positions, `(n,)` in nats."""
-        ...
-
-    def split(self, lengths: Sequence[int]) -> list[Self]:
-        """Return the opinion sequence by sequence."""
-        ...
-
-
 @dataclass(frozen=True)
-class Hidden:
-    """The whole distribution, as last hidden states `(N, H)` and the output embedding `(V, H)` that turns them into logits."""
+class HiddenStates:
+    """The complete distribution, as last hidden states `(N, H)` and the output embedding `(V, H)`."""
 
     states_NH: torch.Tensor
     head_VH: torch.Tensor
 
     @torch.no_grad()
     def log_probs(self, part: slice, rows: int, temperature: float) -> torch.Tensor:
+        """Return log-probabilities of the vocabulary's first `rows` tokens, `(n, rows)` in fp32."""
         head_VH = self.head_VH[:rows]
         logits = (self.states_NH[part].to(head_VH.dtype) @ head_VH.T).float()
         for block in logits.split(rows_at_once(logits)):
@@ -48,22 +31,25 @@ class Hidden:
         return logits
 
     def entropy(self, part: slice, log_q: torch.Tensor) -> torch.Tensor:
+        """Return the entropy given the result of `log_probs`, `(n,)` in nats."""
         return -(log_q.exp() * log_q).sum(-1)
 
     def kl(self, part: slice, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+        """Return KL(p, q) from a student's log-distributions to this one, `(n,)` in nats."""
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
-    def split(self, lengths: Sequence[int]) -> list[Hidden]:
-        return [Hidden(states_NH, self.head_VH) for states_NH in self.states_NH.split(list(lengths))]
+    def split(self, lengths: Sequence[int]) -> list[HiddenStates]:
+        """Return one distribution per sequence."""
+        return [HiddenStates(states_NH, self.head_VH) for states_NH in self.states_NH.split(list(lengths))]
 
 
 @dataclass(frozen=True)
-class Likeliest:
-    """The K likeliest tokens of each position and the token that stands there: ids and log-probabilities, `(N, K)` and `(N,)`.
+class TopTokens:
+    """Ids and log-probabilities of each position's K most likely tokens and of its own token.
 
-    What is left of the mass is spread evenly over all other tokens. So what a loss says of the token itself is exact, and of
-    the k likeliest and the rest together for k up to K. Entropy and KL are the least that they can be: no other token is
-    likelier than the K-th, and all others count as one.
+    The remaining mass is spread evenly over all other tokens. Losses of the token itself are therefore exact,
+    and so are losses of the top k and the rest together, for k up to K. Entropy and KL are lower bounds: no
+    other token is assumed likelier than the K-th, and all others count as one.
     """
 
     token_N: torch.Tensor
@@ -73,51 +59,51 @@ class Likeliest:
 
     def log_probs(self, part: slice, rows: int, temperature: float) -> torch.Tensor:
         if temperature != 1:
-            raise ValueError("what is known of a distribution's likeliest tokens holds at temperature 1 only")
-        top, top_logprob, token, logprob = (
-            self.top_NK[part],
-            self.top_logprob_NK[part],
-            self.token_N[part],
-            self.logprob_N[part],
-        )
-        among = (top == token[:, None]).any(1)
-        named = top_logprob.exp().sum(1) + torch.where(among, 0.0, logprob.exp())
-        count = rows - top.shape[1] - (~among).long()
-        tail = ((1 - named).clamp(min=SMALLEST_TAIL) / count.clamp(min=1)).log()
-        found = tail[:, None].expand(-1, rows).scatter(1, top, top_logprob)
-        return found.scatter(1, token[:, None], logprob[:, None])
+            raise ValueError("top tokens from a server are only valid at temperature 1")
+        token, logprob, top, top_logprob = (getattr(self, field.name)[part] for field in fields(self))
+        in_top = (top == token[:, None]).any(1)
+        named_mass = top_logprob.exp().sum(1) + torch.where(in_top, 0.0, logprob.exp())
+        unnamed = rows - top.shape[1] - (~in_top).long()
+        tail = ((1 - named_mass).clamp(min=SMALLEST_TAIL) / unnamed.clamp(min=1)).log()
+        log_q = tail[:, None].expand(-1, rows).scatter(1, top, top_logprob)
+        return log_q.scatter(1, token[:, None], logprob[:, None])
 
     def entropy(self, part: slice, log_q: torch.Tensor) -> torch.Tensor:
         top = self.top_logprob_NK[part]
         return -(top.exp() * top).sum(1) - (1 - top.exp().sum(1)).clamp(min=0) * top[:, -1]
 
     def kl(self, part: slice, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-        p, q = log_p.exp().gather(1, self.top_NK[part]), self.top_logprob_NK[part].exp()
-        named = (p * (log_p.gather(1, self.top_NK[part]) - self.top_logprob_NK[part])).sum(1)
-        rest_p, rest_q = ((1 - x.sum(1)).clamp(min=SMALLEST_TAIL) for x in (p, q))
-        return named + rest_p * (rest_p / rest_q).log()
+        log_p, log_q = log_p.gather(1, self.top_NK[part]), self.top_logprob_NK[part]
+        rest_p, rest_q = ((1 - x.exp().sum(1)).clamp(min=SMALLEST_TAIL) for x in (log_p, log_q))
+        return (log_p.exp() * (log_p - log_q)).sum(1) + rest_p * (rest_p / rest_q).log()
 
-    def split(self, lengths: Sequence[int]) -> list[Likeliest]:
+    def split(self, lengths: Sequence[int]) -> list[TopTokens]:
         columns = (getattr(self, field.name).split(list(lengths)) for field in fields(self))
-        return [Likeliest(*parts) for parts in zip(*columns, strict=True)]
+        return [TopTokens(*parts) for parts in zip(*columns, strict=True)]
 
-    def to(self, device: torch.device) -> Likeliest:
-        return Likeliest(*(getattr(self, field.name).to(device) for field in fields(self)))
+    def to(self, device: torch.device) -> TopTokens:
+        return TopTokens(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+TeacherDistribution = HiddenStates | TopTokens
 
 
 def rows_at_once(logits_NV: torch.Tensor) -> int:
-    """Return how many positions to work on at once: on a processor, so few that they stay in its cache between operations."""
+    """Return how many positions to process at once; on a CPU, as many as stay in its cache."""
     return 8 if logits_NV.device.type == "cpu" else max(1, len(logits_NV))
 
 
-def shared_rows(weight_VH: torch.Tensor, teacher: Opinion) -> int:
-    """Return how many rows of the vocabulary stand for something: larger models of a family pad it to more."""
-    return min(len(weight_VH), len(teacher.head_VH)) if isinstance(teacher, Hidden) else len(weight_VH)
+def shared_rows(weight_VH: torch.Tensor, teacher: TeacherDistribution) -> int:
+    """Return how many rows of the vocabulary both models use: larger models of a family have more padding."""
+    if isinstance(teacher, HiddenStates):
+        return min(len(weight_VH), len(teacher.head_VH))
+    return len(weight_VH)
 
 
-def join(opinions: Sequence[Opinion]) -> Opinion:
-    """Return the opinions of one teacher on several sequences as one."""
-    first = opinions[0]
-    if isinstance(first, Hidden):
-        return Hidden(torch.cat([o.states_NH for o in opinions]), first.head_VH)
-    return Likeliest(*(torch.cat([getattr(o, field.name) for o in opinions]) for field in fields(Likeliest)))
+def join(distributions: Sequence[TeacherDistribution]) -> TeacherDistribution:
+    """Concatenate one teacher's distributions for several sequences."""
+    first = distributions[0]
+    if isinstance(first, HiddenStates):
+        return HiddenStates(torch.cat([d.states_NH for d in distributions]), first.head_VH)
+    columns = (torch.cat([getattr(d, field.name) for d in distributions]) for field in fields(TopTokens))
+    return TopTokens(*columns)

@@ -1,8 +1,8 @@
 """A LoRA layer as one autograd node: y = x W^T + s (x A^T) B^T (Hu et al., arXiv 2106.09685, eq. 3).
 
-PEFT computes the two terms apart, then scales and adds them: two more passes over the output and some eight nodes per
-layer, which on small batches is a good part of a step. Here the second term is added by the matrix product itself,
-forward and backward. The result is PEFT's up to rounding.
+PEFT computes the two terms separately, then scales and adds them: two more passes over the output and about
+eight nodes per layer, which is a large part of a step on small batches. Here the matrix product itself adds
+the second term, forward and backward. The result is PEFT's up to rounding.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_NK, bias_N, a_RK, b_NR, scaling):
         x_MK = x.reshape(-1, x.shape[-1])
-        kept = a_RK.dtype
-        a_RK, b_NR = (
-            a_RK.to(x.dtype),
-            b_NR.to(x.dtype),
-        )  # kept in fp32, multiplied in the base's precision, as autocast does
+        ctx.scaling, ctx.shape, ctx.adapter_dtype = scaling, x.shape, a_RK.dtype
+        # The adapter is stored in fp32 and multiplied in the base's precision, as autocast does.
+        a_RK, b_NR = a_RK.to(x.dtype), b_NR.to(x.dtype)
         low_MR = x_MK @ a_RK.T
         out_MN = torch.nn.functional.linear(x_MK, weight_NK, bias_N).addmm_(low_MR, b_NR.T, alpha=scaling)
         ctx.save_for_backward(x_MK, low_MR, weight_NK, a_RK, b_NR)
-        ctx.scaling, ctx.shape, ctx.kept = scaling, x.shape, kept
         return out_MN.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -36,15 +33,13 @@ class _LoraLinear(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = (grad_MN @ weight_NK).addmm_(grad_low_MR, a_RK).view(ctx.shape)
-        grad_a, grad_b = (
-            (grad_low_MR.T @ x_MK).to(ctx.kept),
-            (grad_MN.T @ low_MR).to(ctx.kept).mul_(ctx.scaling),
-        )
+        grad_a = (grad_low_MR.T @ x_MK).to(ctx.adapter_dtype)
+        grad_b = (grad_MN.T @ low_MR).to(ctx.adapter_dtype).mul_(ctx.scaling)
         return grad_x, None, None, grad_a, grad_b, None
 
 
 def fuse(model: torch.nn.Module) -> None:
-    """Let every plain LoRA layer of `model` run as one node wherever that computes the same."""
+    """Make every plain LoRA layer of `model` run as one node wherever the result is the same."""
     for layer in model.modules():
         if isinstance(layer, Linear) and "forward" not in vars(layer):
             layer.forward = _fused_forward(layer, layer.forward)
@@ -55,33 +50,23 @@ def _fused_forward(layer: Linear, peft_forward):
         if args or kwargs or not _is_plain(layer, x):
             return peft_forward(x, *args, **kwargs)
         (name,) = layer.active_adapters
-        base = layer.get_base_layer()
-        return _LoraLinear.apply(
-            x,
-            base.weight,
-            base.bias,
-            layer.lora_A[name].weight,
-            layer.lora_B[name].weight,
-            layer.scaling[name],
-        )
+        base, a_RK, b_NR = layer.get_base_layer(), layer.lora_A[name].weight, layer.lora_B[name].weight
+        return _LoraLinear.apply(x, base.weight, base.bias, a_RK, b_NR, layer.scaling[name])
 
     return forward
 
 
 def _is_plain(layer: Linear, x: torch.Tensor) -> bool:
-    """Say whether one adapter of the simple kind is active, without dropout, and the numbers have the base's precision."""
+    """Return whether one simple adapter is active, without dropout, and `x` has the base's precision."""
     names = layer.active_adapters
     if layer.disable_adapters or layer.merged or len(names) != 1 or names[0] not in layer.lora_A:
         return False
-    name = names[0]
-    dropout = layer.lora_dropout[name]
+    name, device = names[0], x.device.type
     return (
         not getattr(layer, "lora_variant", {}).get(name)
-        and (isinstance(dropout, torch.nn.Identity) or not layer.training)
+        and (isinstance(layer.lora_dropout[name], torch.nn.Identity) or not layer.training)
         and layer.lora_B[name].bias is None
         and x.dtype == layer.get_base_layer().weight.dtype
         and layer.lora_A[name].weight.dtype in (x.dtype, torch.float32)
-        and (
-            not torch.is_autocast_enabled(kind := x.device.type) or x.dtype == torch.get_autocast_dtype(kind)
-        )
+        and (not torch.is_autocast_enabled(device) or x.dtype == torch.get_autocast_dtype(device))
     )

@@ -1,9 +1,8 @@
-"""Find, load and check models: the embedded default, hub ids, and safetensors or GGUF on this machine."""
+"""Find, load and check models: the embedded default, Hub ids, and local safetensors or GGUF files."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +15,11 @@ from opdcl.hub import reachable
 from opdcl.model.embedded import EMBEDDED, embedded_folder
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+HINT = (
+    f"--model {EMBEDDED} is embedded; or name a folder with safetensors; or run opdcl fetch WORKFLOW online"
+)
 
 
 def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -27,27 +29,24 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
         UsageError: The model does not exist, has no chat template, or its weights are pickles.
         EnvironmentFault: The device is missing.
     """
-    # Huge pages for torch's large buffers on Linux: logits of a big vocabulary otherwise cost a page fault per 4 KiB. Read
-    # by torch at its first large allocation, so it has to be set before the model is loaded.
+    # Huge pages for torch's large buffers on Linux: otherwise the logits of a big vocabulary cost a page
+    # fault per 4 KiB. torch reads this at its first large allocation, so it must be set before the model is
+    # loaded.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, GgufConfig
 
     device = pick_device(config.device)
-    with parallel.first_alone():
-        source, extra = model_source(config)
-    options = {"revision": config.revision, "trust_remote_code": config.trust_remote_code, **extra}
-    with _worded(config):
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        if gguf := extra.get("gguf_file"):
-            from transformers import GgufConfig
-
-            options["quantization_config"] = GgufConfig(gguf_file=gguf, dequantize=True)
-        else:
-            options["use_safetensors"] = True
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, pick_dtype(config.dtype, device)), **options
-        )
+    dtype = getattr(torch, pick_dtype(config.dtype, device))
+    with parallel.first_worker_first():
+        source, options = _loading_options(config)
+    tokenizer = load_tokenizer(config)
+    if gguf := options.get("gguf_file"):
+        options["quantization_config"] = GgufConfig(gguf_file=gguf, dequantize=True)
+    else:
+        options["use_safetensors"] = True
+    with _to_user_error(config):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
     if not tokenizer.chat_template:
         raise UsageError(
             f"model {config.id!r} has no chat template: it is not an instruct model",
@@ -57,71 +56,83 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
         tokenizer.pad_token = tokenizer.eos_token
     model.config.use_cache = False
     if device == "cpu":
-        # Out of the file's small pages into memory with huge ones, where every pass over the weights is faster.
+        # Copied from the file's small pages to huge ones, where every pass over the weights is faster.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
-    parallel.shard(model, device, config.shard)  # layer by layer, so that the device never holds the whole
+    parallel.shard(
+        model, device, config.shard
+    )  # layer by layer, so that the device never holds the whole model
     return model.to(device).eval(), tokenizer
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer alone."""
+    """Load a model's tokenizer."""
     from transformers import AutoTokenizer
 
+    source, options = _loading_options(config)
+    with _to_user_error(config):
+        return AutoTokenizer.from_pretrained(source, **options)
+
+
+def _loading_options(config: ModelConfig) -> tuple[str, dict]:
     source, extra = model_source(config)
-    with _worded(config):
-        return AutoTokenizer.from_pretrained(
-            source, revision=config.revision, trust_remote_code=config.trust_remote_code, **extra
-        )
+    return source, {"revision": config.revision, "trust_remote_code": config.trust_remote_code, **extra}
 
 
 @contextlib.contextmanager
-def _worded(config: ModelConfig) -> Iterator[None]:
-    """Turn what the libraries raise while they load a model into one error with its fix."""
+def _to_user_error(config: ModelConfig) -> Iterator[None]:
+    """Translate the errors that the libraries raise while loading a model into one with a hint."""
     from huggingface_hub.errors import GatedRepoError
     from safetensors import SafetensorError
 
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as fault:
-        first = next((line.strip() for line in str(fault).splitlines() if line.strip()), type(fault).__name__)
-        chain: list[BaseException] = [fault]
-        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
-            chain.append(cause)
-        gated = any(isinstance(f, GatedRepoError) for f in chain)
-        hint = "accept its licence on the model's page, then set HF_TOKEN" if gated else _model_hint(config)
-        raise UsageError(f"model {config.id!r} cannot be loaded: {first[:300]}", hint) from fault
+    except (OSError, ValueError, SafetensorError) as error:
+        lines = (line.strip() for line in str(error).splitlines())
+        first = next(filter(None, lines), type(error).__name__)
+        causes: list[BaseException] = [error]
+        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+            causes.append(cause)
+        gated = any(isinstance(cause, GatedRepoError) for cause in causes)
+        hint = "accept its licence on the model's page, then set HF_TOKEN" if gated else HINT
+        raise UsageError(f"model {config.id!r} cannot be loaded: {first[:300]}", hint) from error
 
 
 def check_exists(config: ModelConfig) -> None:
-    """Refuse at once, and before anything is written, a model that cannot be found."""
+    """Refuse a model that cannot be found, before anything is written."""
     model_source(config, convert=False)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return every id that ends a turn: the tokenizer's, and all that the generation config names."""
+    """Return every id that ends a turn: the tokenizer's, and those in the generation config."""
     declared = model.generation_config.eos_token_id
     declared = declared if isinstance(declared, list) else [declared]
     return sorted({i for i in [tokenizer.eos_token_id, *declared] if i is not None})
 
 
 def pick_device(name: str = "auto") -> str:
-    """Return the device to use; one that was asked for and is missing is an `EnvironmentFault`."""
+    """Return the device to use.
+
+    Raises:
+        EnvironmentFault: The named device is missing.
+    """
     import torch
 
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as fault:
-        raise EnvironmentFault(f"device {name!r} is not available", "opdcl doctor shows what is") from fault
+    except (RuntimeError, AssertionError) as error:
+        raise EnvironmentFault(
+            f"device {name!r} is not available", "run opdcl doctor to list the devices"
+        ) from error
     return name
 
 
 def pick_dtype(name: str, device: str) -> str:
-    """Return `bfloat16` where the hardware multiplies in it, else `float32`, unless a dtype is named.
+    """Return the named dtype; for `auto`, `bfloat16` where the hardware multiplies in it, else `float32`.
 
-    A processor without AVX-512 BF16 or AMX emulates bfloat16 about eight times slower than it computes in float32.
+    A CPU without AVX-512 BF16 or AMX emulates bfloat16 about eight times slower than it computes in float32.
     """
     import torch
 
@@ -133,7 +144,11 @@ def pick_dtype(name: str, device: str) -> str:
 
 
 def model_source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:
-    """Return what `from_pretrained` is to load, and further options for it."""
+    """Return the first argument of `from_pretrained` for a model, and further options for it.
+
+    Raises:
+        UsageError: The model is neither a folder, nor a GGUF file, nor a Hub id that is cached or reachable.
+    """
     if config.id == EMBEDDED:
         return (str(embedded_folder()) if convert else EMBEDDED), {}
     path = Path(os.path.expanduser(config.id))
@@ -146,37 +161,11 @@ def model_source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:
             )
         return str(path), {}
     if path.is_absolute() or config.id.startswith((".", "~")) or config.id.count("/") != 1:
-        raise UsageError(f"model {config.id!r} is neither a folder nor a hub id", _model_hint(config))
-    _require_hub(config)
-    return config.id, {}
-
-
-def _require_hub(config: ModelConfig) -> None:
-    """Fail in seconds, not after a minute of retries, when a hub model is neither cached nor within reach."""
+        raise UsageError(f"model {config.id!r} is neither a folder nor a hub id", HINT)
     from huggingface_hub import try_to_load_from_cache
 
-    if isinstance(try_to_load_from_cache(config.id, "config.json", revision=config.revision), str):
-        return
-    if not reachable():
-        raise UsageError(
-            f"model {config.id!r} is not in the local cache and the hub is out of reach", _model_hint(config)
-        )
-
-
-def _model_hint(config: ModelConfig) -> str:
-    return f"--model {EMBEDDED} is embedded; or name a folder with safetensors, or, while online, opdcl fetch WORKFLOW"
-
-
-def base_fingerprint(model: torch.nn.Module) -> str:
-    """Return the SHA-256 over the bits of all base weights, adapters left out."""
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        if "lora_" in name:
-            continue
-        weight = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        bits = weight.detach().cpu().contiguous().view(torch.uint8)
-        digest.update(memoryview(bits.flatten().numpy()))
-    return digest.hexdigest()
+    cached = try_to_load_from_cache(config.id, "config.json", revision=config.revision)
+    # Fails in seconds, where the Hub's client would retry for a minute.
+    if not isinstance(cached, str) and not reachable():
+        raise UsageError(f"model {config.id!r} is not in the local cache and the hub is out of reach", HINT)
+    return config.id, {}

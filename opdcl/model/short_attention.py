@@ -1,8 +1,8 @@
-"""Attention for the training pass on a processor: a few matrix products, recomputed for the gradient.
+"""Attention for the training pass on a CPU: a few matrix products, recomputed for the gradient.
 
-torch's own kernel there works in blocks made for long sequences. Completions are short, so that the scores of a few rows
-fit into the cache as they are; and query heads that share a key head are its queries (arXiv 2305.13245), so that keys and
-values are never repeated.
+torch's own CPU kernel works in blocks made for long sequences. Completions are short, so the scores of a few
+rows fit into the cache whole. Query heads that share a key head become its queries (arXiv 2305.13245), so
+keys and values are never repeated.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 NAME = "opdcl_short"
 
-# Scores at once: 4 MB in fp32.
+# Scores computed at once: 4 MB in fp32.
 SCORES = 2**20
 
-# Scores of one row beyond which it is torch's kernel that attends: it never holds them all.
+# Scores per row above which torch's kernel is used, because it never holds them all.
 LONG = 4 * SCORES
 
 
 @contextlib.contextmanager
 def short_attention(causal_lm) -> Iterator[None]:
-    """Let the model attend by `ShortAttention` inside the block, on a processor and where a gradient is wanted."""
+    """Attend with `ShortAttention` inside the block, if the model is on a CPU and needs a gradient."""
     config = causal_lm.config
     before = config._attn_implementation
-    fits = causal_lm.device.type == "cpu" and torch.is_grad_enabled() and before == "sdpa"
-    config._attn_implementation = NAME if fits else before
+    applies = causal_lm.device.type == "cpu" and torch.is_grad_enabled() and before == "sdpa"
+    config._attn_implementation = NAME if applies else before
     try:
         yield
     finally:
@@ -37,7 +37,7 @@ def short_attention(causal_lm) -> Iterator[None]:
 
 
 class ShortAttention(torch.autograd.Function):
-    """softmax(scale q k^T + bias) v; of the forward pass only its operands are kept."""
+    """softmax(scale q k^T + bias) v; only the operands of the forward pass are saved."""
 
     @staticmethod
     def forward(ctx, query_BHTD, key_BKSD, value_BKSD, bias_TS, scale):
@@ -45,8 +45,8 @@ class ShortAttention(torch.autograd.Function):
         bias_QS = bias_TS.repeat(query_BKQD.shape[2] // len(bias_TS), 1)
         out_BKQD = torch.empty_like(query_BKQD)
         for rows in _parts(query_BKQD, key_BKSD):
-            shares = _shares(query_BKQD[rows], key_BKSD[rows], bias_QS, scale)
-            out_BKQD[rows] = (shares @ value_BKSD[rows].flatten(0, 1)).view_as(out_BKQD[rows])
+            weights = _attention_weights(query_BKQD[rows], key_BKSD[rows], bias_QS, scale)
+            out_BKQD[rows] = (weights @ value_BKSD[rows].flatten(0, 1)).view_as(out_BKQD[rows])
         ctx.save_for_backward(query_BKQD, key_BKSD, value_BKSD, bias_QS)
         ctx.scale = scale
         return out_BKQD.view(query_BHTD.shape)
@@ -55,23 +55,22 @@ class ShortAttention(torch.autograd.Function):
     def backward(ctx, grad_BHTD):
         query_BKQD, key_BKSD, value_BKSD, bias_QS = ctx.saved_tensors
         grad_BKQD = _grouped(grad_BHTD, key_BKSD.shape[1])
-        to_query, to_key, to_value = (torch.empty_like(x) for x in (query_BKQD, key_BKSD, value_BKSD))
+        grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query_BKQD, key_BKSD, value_BKSD))
         for rows in _parts(query_BKQD, key_BKSD):
             query, key, value, grad = (
                 x[rows].flatten(0, 1) for x in (query_BKQD, key_BKSD, value_BKSD, grad_BKQD)
             )
-            shares = _shares(query_BKQD[rows], key_BKSD[rows], bias_QS, ctx.scale)
-            to_value[rows] = (shares.mT @ grad).view_as(to_value[rows])
-            to_scores = torch.ops.aten._softmax_backward_data(grad @ value.mT, shares, -1, shares.dtype).mul_(
-                ctx.scale
-            )
-            to_query[rows] = (to_scores @ key).view_as(to_query[rows])
-            to_key[rows] = (to_scores.mT @ query).view_as(to_key[rows])
-        return to_query.view(grad_BHTD.shape), to_key, to_value, None, None
+            weights = _attention_weights(query_BKQD[rows], key_BKSD[rows], bias_QS, ctx.scale)
+            grad_value[rows] = (weights.mT @ grad).view_as(grad_value[rows])
+            grad_scores = torch.ops.aten._softmax_backward_data(grad @ value.mT, weights, -1, weights.dtype)
+            grad_scores = grad_scores.mul_(ctx.scale)
+            grad_query[rows] = (grad_scores @ key).view_as(grad_query[rows])
+            grad_key[rows] = (grad_scores.mT @ query).view_as(grad_key[rows])
+        return grad_query.view(grad_BHTD.shape), grad_key, grad_value, None, None
 
 
 def _grouped(x_BHTD: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return heads as the queries of the key head that they share, `(B, K, H / K * T, D)`."""
+    """Return heads as queries of the key head that they share, `(B, K, H / K * T, D)`."""
     rows, heads, width, dim = x_BHTD.shape
     return x_BHTD.reshape(rows, groups, heads // groups * width, dim)
 
@@ -82,13 +81,15 @@ def _parts(query_BKQD: torch.Tensor, key_BKSD: torch.Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, rows, size)]
 
 
-def _shares(query: torch.Tensor, key: torch.Tensor, bias_QS: torch.Tensor, scale: float) -> torch.Tensor:
+def _attention_weights(
+    query: torch.Tensor, key: torch.Tensor, bias_QS: torch.Tensor, scale: float
+) -> torch.Tensor:
     scores = torch.baddbmm(bias_QS, query.flatten(0, 1), key.flatten(0, 1).mT, alpha=scale)
     return scores.softmax(-1, dtype=torch.float32).to(query.dtype)
 
 
 def _attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-    """Attend as transformers asks for it; the mask is one for all rows, as `answer_states` makes it."""
+    """Implement transformers' attention interface for one mask shared by all rows."""
     if dropout or query.shape[1] * attention_mask[0, 0].numel() > LONG:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

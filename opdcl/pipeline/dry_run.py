@@ -1,158 +1,157 @@
-"""What a dry run says: which stages would run, and their size, from the model's config alone."""
+"""Describe what a run would do, and estimate its size from the model's config alone."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import AutoConfig
 
 from opdcl.config.model import ModelConfig
+from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
-from opdcl.data.rows import Row, load_rows
-from opdcl.distill.prompts import STREAMS, stream_rows
-from opdcl.distill.trainer import FULL_BATCH
+from opdcl.data.rows import Row
+from opdcl.distill.rollout_queue import FULL_BATCH
+from opdcl.model.architecture import architecture
 from opdcl.model.embedded import EMBEDDED
-from opdcl.model.forward import key_width
 from opdcl.model.load import model_source, pick_device, pick_dtype
 from opdcl.pipeline.defaults import resolve_for_machine
-from opdcl.pipeline.execute import plan_run
 from opdcl.pipeline.plan import Task
-from opdcl.pipeline.preflight import check_servers, check_tasks, refuse_foreign
-from opdcl.pipeline.session import label
-from opdcl.pipeline.sources import inherit
+from opdcl.pipeline.preflight import checked_plan
+from opdcl.pipeline.sources import Sources
 from opdcl.rundir.layout import RunDir
 from opdcl.stages.finetune import planned_steps
 
 
 def describe(
-    workflow: Workflow, run: RunDir, made: dict[str, str] | None = None
+    workflow: Workflow, run: RunDir, made_by: dict[str, str] | None = None, sources: Sources | None = None
 ) -> tuple[list[list[str]], dict[str, Any]]:
     """Return what a run would do, as table rows and as data, with steps, memory and disk. Writes nothing.
 
-    Args:
-        workflow: What is wanted.
-        run: Where it is to lie; it need not exist.
-        made: Fingerprint -> the run that has made it by then, from which it would be taken; this run's own are added.
+    In a sweep, `made_by` maps a fingerprint to the earlier run whose result would be copied; this run's
+    fingerprints are added.
     """
-    refuse_foreign(run)
-    workflow, _ = resolve_for_machine(inherit(workflow))
-    made = {} if made is None else made
+    sources = sources or Sources()
+    workflow, _ = resolve_for_machine(sources.inherit(workflow))
+    made_by = {} if made_by is None else made_by
     tasks = [
-        replace(t, action="take", why=f"from {made[t.fingerprint]}")
-        if t.action == "run" and t.fingerprint in made
+        replace(t, action="take", why=f"from {made_by[t.fingerprint]}")
+        if t.action == "run" and t.fingerprint in made_by
         else t
-        for t in plan_run(workflow, run)
+        for t in checked_plan(workflow, run, sources)
     ]
-    made |= {t.fingerprint: run.path.name for t in tasks if t.action != "take"}
-    check_tasks(workflow)
-    check_servers(workflow, tasks)
-    sizes = estimate(workflow, tasks)
+    made_by |= {t.fingerprint: run.path.name for t in tasks if t.action != "take"}
+    sizes = estimate(workflow, tasks, sources)
     rows = []
     for task in tasks:
-        todo = task.name in sizes["steps"] and task.action != "take"
-        steps = (
-            f"{sizes['steps'][task.name]} steps, about {sizes['memory_bytes'][task.name] / 2**30:.1f} GiB; "
-            if todo
-            else ""
-        )
-        rows.append([label(task), task.action, steps + task.why])
-    rows.append(
-        [
-            "machine",
-            sizes["device"],
-            f"{sizes['parameters'] / 1e6:,.0f}M parameters; about {sizes['disk_bytes'] / 2**20:,.0f} MiB of disk",
-        ]
+        size = ""
+        if task.name in sizes["steps"] and task.action != "take":
+            memory = sizes["memory_bytes"][task.name] / 2**30
+            size = f"{sizes['steps'][task.name]} steps, about {memory:.1f} GiB; "
+        rows.append([task.label, task.action, size + task.why])
+    totals = (
+        f"{sizes['parameters'] / 1e6:,.0f}M parameters; about {sizes['disk_bytes'] / 2**20:,.0f} MiB of disk"
     )
+    rows.append(["machine", sizes["device"], totals])
     plan = [
         {"stage": t.name, "state": t.state, "suite": t.suite, "action": t.action, "why": t.why} for t in tasks
     ]
     return rows, {"tasks": plan, **sizes}
 
 
-def estimate(workflow: Workflow, tasks: list[Task]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Shape:
+    """The dimensions of a model, the bytes of one of its numbers, and its device."""
+
+    layers: int
+    hidden: int
+    inner: int
+    vocabulary: int
+    keys: int
+    width: int
+    device: str
+
+    @property
+    def parameters(self) -> int:
+        per_layer = self.hidden * (2 * self.hidden + 2 * self.keys + 3 * self.inner)
+        return self.layers * per_layer + self.vocabulary * self.hidden
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights."""
+        return self.parameters * self.width
+
+    @property
+    def activations(self) -> int:
+        """Bytes per token of a micro-batch, at about 17 values per layer and hidden unit.
+
+        Korthikanti et al. (arXiv 2205.05198) count 34 bytes in 16 bits, with fused attention and without
+        tensor parallelism.
+        """
+        return self.layers * self.hidden * 17 * self.width
+
+    def adapter(self, rank: int) -> int:
+        """Return the number of parameters of an adapter on all linear layers."""
+        return self.layers * rank * (9 * self.hidden + 2 * self.keys + 3 * self.inner)
+
+
+def estimate(workflow: Workflow, tasks: list[Task], sources: Sources) -> dict[str, Any]:
     """Estimate steps, memory and disk for a dry run, from the model's config alone.
 
-    Memory: weights, their merged copy while sampling, adapter with gradient and two Adam moments in fp32, activations
-    of one micro-batch at about 17 values per token, layer and hidden unit (Korthikanti et al., arXiv 2205.05198, which
-    counts 34 bytes in 16 bits, without tensor parallelism and with fused attention), and the rollouts' key-value cache.
+    Memory counts the weights, their merged copy while sampling, the adapter with its gradient and two Adam
+    moments in fp32, the activations of one micro-batch, and the key-value cache of the rollouts.
     """
     device = pick_device(workflow.model.device)
-    width, shape = _width(workflow.model, device), _shape(workflow.model)
-    weights = _parameters(shape)
-    rank = workflow.finetune.lora.r if workflow.finetune else 32
-    adapter = (
-        shape["layers"]
-        * rank
-        * (7 * shape["hidden"] + 2 * shape["kv"] + 3 * shape["inner"] + 2 * shape["hidden"])
-    )
-    per_token = shape["layers"] * shape["hidden"] * 17 * width
-    fixed = 0 if device.startswith("cuda") else 900_000_000
+    shape = _shape(workflow.model, device)
+    finetune, recover = workflow.finetune, workflow.recover
+    adapter = shape.adapter(finetune.lora.r if finetune else 32)
+    fixed = shape.weights + (0 if device.startswith("cuda") else 900_000_000)
     memory: dict[str, int] = {}
     steps: dict[str, int] = {}
-    for task in tasks:
-        if task.name == "finetune" and workflow.finetune:
-            rows = load_rows(workflow.finetune.data)
-            steps["finetune"] = planned_steps(workflow.finetune, len(rows))
-            tokens = workflow.finetune.batch_size * min(
-                workflow.finetune.max_length, max(_tokens(r, r.text, r.answer) for r in rows)
-            )
-            memory["finetune"] = fixed + weights * width + adapter * 16 + tokens * per_token
-        if task.name == "recover" and workflow.recover:
-            r = workflow.recover
-            if r.method != "interpolate":  # which scales the adapter and trains nothing
-                steps["recover"] = r.steps
-            rows_at_once = max(r.rollouts * r.sample_ahead, FULL_BATCH)
-            cache = rows_at_once * (r.max_new_tokens + 128) * shape["layers"] * 2 * shape["kv"] * width
-            longest = max((_tokens(row) for stream in STREAMS for row in stream_rows(r, stream)), default=0)
-            step = (
-                max(r.micro_batch_tokens, longest + r.max_new_tokens) * per_token
-            )  # a micro-batch is one sequence at least
-            others = sum(
-                _parameters(_shape(m)) * _width(m, device)
-                for t in r.all_teachers().values()
-                if (m := t.model)
-            )
-            states = sum(t.kind in ("ema", "adapter") for t in r.all_teachers().values())
-            memory["recover"] = (
-                fixed
-                + weights * width
-                + others
-                + adapter * (20 + 4 * states)
-                + max(weights * width + cache, step)
-            )
+    names = {task.name for task in tasks}
+    if finetune and "finetune" in names:
+        rows = sources.rows(finetune.data)
+        steps["finetune"] = planned_steps(finetune, len(rows))
+        longest = max(_tokens(r, r.text, r.answer) for r in rows)
+        tokens = finetune.batch_size * min(finetune.max_length, longest)
+        memory["finetune"] = fixed + adapter * 16 + tokens * shape.activations
+    if recover and "recover" in names:
+        if recover.method != "interpolate":  # which scales the adapter and trains nothing
+            steps["recover"] = recover.steps
+        rows = [row for stream in sources.recovery(recover).rows.values() for row in stream]
+        memory["recover"] = fixed + _recovery_memory(recover, rows, shape, adapter)
     return {
         "device": device,
-        "parameters": weights,
+        "parameters": shape.parameters,
         "steps": steps,
         "memory_bytes": memory,
         "disk_bytes": (adapter * 4) * (2 + 2 * 3 * len(steps)),
     }
 
 
-def _shape(model: ModelConfig) -> dict[str, int]:
+def _recovery_memory(recover: RecoverConfig, rows: list[Row], shape: _Shape, adapter: int) -> int:
+    """Return the bytes that a recovery needs besides the base."""
+    teachers = recover.all_teachers().values()
+    other_models = sum(_shape(t.model, shape.device).weights for t in teachers if t.model)
+    copies = sum(t.kind in ("ema", "adapter") for t in teachers)
+    rows_at_once = max(recover.rollouts * recover.sample_ahead, FULL_BATCH)
+    cache = rows_at_once * (recover.max_new_tokens + 128) * shape.layers * 2 * shape.keys * shape.width
+    longest = max(map(_tokens, rows), default=0) + recover.max_new_tokens
+    # A micro-batch holds one sequence at least.
+    step = max(recover.micro_batch_tokens, longest) * shape.activations
+    return other_models + adapter * (20 + 4 * copies) + max(shape.weights + cache, step)
+
+
+def _shape(model: ModelConfig, device: str) -> _Shape:
+    width = {"float32": 4}.get(pick_dtype(model.dtype, device), 2)
     if model.id == EMBEDDED:
-        return {"layers": 30, "hidden": 576, "inner": 1536, "vocabulary": 49152, "kv": 192}
+        return _Shape(30, 576, 1536, 49152, 192, width, device)
     source, extra = model_source(model)
     c = AutoConfig.from_pretrained(source, revision=model.revision, **extra).get_text_config()
-    return {
-        "layers": c.num_hidden_layers,
-        "hidden": c.hidden_size,
-        "inner": c.intermediate_size,
-        "vocabulary": c.vocab_size,
-        "kv": key_width(c),
-    }
+    size = c.num_hidden_layers, c.hidden_size, c.intermediate_size, c.vocab_size, architecture(c).key_width
+    return _Shape(*size, width, device)
 
 
 def _tokens(row: Row, *answer: str | None) -> int:
-    """Guess a row's length in tokens without a tokenizer: about three characters to each, and the chat template's own."""
+    """Guess a row's length without a tokenizer: three characters per token, plus the chat template."""
     return sum(len(text or "") for text in (*(m["content"] for m in row.prompt), *answer)) // 3 + 32
-
-
-def _parameters(shape: dict[str, int]) -> int:
-    per_layer = shape["hidden"] * (2 * shape["hidden"] + 2 * shape["kv"] + 3 * shape["inner"])
-    return shape["layers"] * per_layer + shape["vocabulary"] * shape["hidden"]
-
-
-def _width(model: ModelConfig, device: str) -> int:
-    return {"float32": 4}.get(pick_dtype(model.dtype, device), 2)

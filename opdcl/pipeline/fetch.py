@@ -1,4 +1,4 @@
-"""Bring what a workflow needs from the hub into the local cache, so that it runs without network.
+"""Bring what a workflow needs from the Hub into the local cache, so that it runs without network.
 
 opdcl fetch mine.yaml
 opdcl run mine.yaml --offline
@@ -7,13 +7,12 @@ opdcl run mine.yaml --offline
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from opdcl.config.model import ModelConfig
-from opdcl.config.shipped import package_folder
+from opdcl.config.shipped import shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data.rows import on_hub
 from opdcl.errors import UsageError
@@ -25,7 +24,7 @@ from opdcl.pipeline.sweep import REFERENCE, expand
 
 @dataclass(frozen=True)
 class Fetched:
-    """One thing that a workflow needs: what it is, at which commit, its bytes, and how many of them were not cached."""
+    """One thing that a workflow needs: its kind, name, commit, bytes, and how many bytes were not cached."""
 
     what: str
     name: str
@@ -35,53 +34,35 @@ class Fetched:
     done: bool
 
     def row(self) -> list[str]:
-        """Return it as a table shows it."""
+        """Return it as a table row."""
         size = "unknown" if self.bytes is None else megabytes(self.bytes)
         if self.missing_bytes is None:
             state = "in the cache" if self.done else "not looked at"
+        elif self.missing_bytes:
+            state = f"{megabytes(self.missing_bytes)} {'fetched' if self.done else 'to fetch'}"
         else:
-            state = (
-                "was cached"
-                if not self.missing_bytes
-                else f"{megabytes(self.missing_bytes)} {'fetched' if self.done else 'to fetch'}"
-            )
+            state = "was cached"
         return [self.what, self.name, (self.commit or "")[:12], size, state]
 
 
 def fetch(workflow: Workflow, dry_run: bool, note: Callable[[str], None]) -> list[Fetched]:
-    """Download models, adapters, datasets and suites of a workflow, all arms included; return what they are.
+    """Download and list the models, adapters, datasets and suites of a workflow and all its arms.
 
-    Args:
-        workflow: What is to be run.
-        dry_run: Only ask for the sizes. A suite's is not known before it is loaded.
-        note: Where it is told what comes next.
+    A dry run only asks for the sizes; a suite's size is unknown until it is loaded. `note` receives progress.
 
     Raises:
-        UsageError: Something is neither here nor on the hub, or the hub is out of reach.
+        UsageError: Something is neither local nor on the Hub, or the Hub is unreachable.
     """
-    runs = expand(workflow, Path(workflow.name)).values()
-    found = []
-    for wanted, code in dict.fromkeys(pair for run in runs for pair in repositories(run)):
-        if not reachable():
-            raise UsageError(
-                "the hub is out of reach, so nothing can be fetched",
-                "go online, and leave out HF_HUB_OFFLINE",
-            )
-        listed = files(wanted, code)
-        missing = sum(f.file_size for f in listed if f.will_download)
-        if not dry_run:
-            note(f"{wanted.kind} {wanted}: {megabytes(missing)} to fetch")
-            snapshot(wanted, code)
-        commit = listed[0].commit_hash if listed else None
-        found.append(
-            Fetched(wanted.kind, str(wanted), commit, sum(f.file_size for f in listed), missing, not dry_run)
-        )
+    runs = list(expand(workflow, Path(workflow.name)).values())
+    fetched = [
+        _repository(repository, code, dry_run, note)
+        for repository, code in dict.fromkeys(pair for run in runs for pair in repositories(run))
+    ]
     if any(model.id == EMBEDDED for run in runs for model in models(run)):
         source, _ = model_source(ModelConfig(), convert=not dry_run)
         size = sum(f.stat().st_size for f in Path(source).iterdir()) if os.path.isdir(source) else None
-        found.append(Fetched("model", EMBEDDED, None, size, None, not dry_run))
-    found += [suite_data(run, suite, dry_run, note) for run, suite in suites(runs)]
-    return found
+        fetched.append(Fetched("model", EMBEDDED, None, size, None, not dry_run))
+    return fetched + [_suite_data(run, suite, dry_run, note) for suite, run in suites(runs).items()]
 
 
 def models(workflow: Workflow) -> list[ModelConfig]:
@@ -91,61 +72,71 @@ def models(workflow: Workflow) -> list[ModelConfig]:
 
 
 def repositories(workflow: Workflow) -> Iterator[tuple[Repository, bool]]:
-    """Yield what a workflow needs of the hub, and whether code of it is to be run."""
+    """Yield what a workflow needs from the Hub, and whether its code is needed too."""
     for model in models(workflow):
         if model.id != EMBEDDED and not os.path.exists(os.path.expanduser(model.id)):
-            wanted = parse("model", model.id)
-            if wanted is None:
-                check_exists(model)  # which says what is wrong with it
+            repository = parse("model", model.id)
+            if repository is None:
+                check_exists(model)  # raises an error that says what is wrong
             else:
-                yield Repository("model", wanted.id, model.revision), model.trust_remote_code
+                yield Repository("model", repository.id, model.revision), model.trust_remote_code
     for place in workflow.adapters().values():
-        if (
-            not place.startswith(REFERENCE)
-            and not os.path.exists(place)
-            and (adapter := parse("adapter", place))
-        ):
+        local = place.startswith(REFERENCE) or os.path.exists(place)
+        if not local and (adapter := parse("adapter", place)):
             yield adapter, False
-    recover = workflow.recover
-    sources = [workflow.finetune.data if workflow.finetune else None]
-    sources += (
-        [recover.source("general"), recover.source("domain"), *(t.prompts for t in recover.teachers.values())]
-        if recover
-        else []
-    )
-    for source in sources:
-        if source and (dataset := on_hub(source)):
+    sources = [workflow.finetune.data] if workflow.finetune else []
+    if recover := workflow.recover:
+        sources += [recover.source("general"), recover.source("domain")]
+        sources += [teacher.prompts for teacher in recover.teachers.values()]
+    for source in filter(None, sources):
+        if dataset := on_hub(source):
             yield Repository("dataset", dataset.id, dataset.revision), False
 
 
-def suites(runs: Any) -> list[tuple[Workflow, str]]:
-    """Return the suites whose data come from elsewhere, each with a workflow that names it."""
-    shipped = {p.stem for p in package_folder("evals").glob("*/*.yaml")}
-    found: dict[str, Workflow] = {}
+def suites(runs: Iterable[Workflow]) -> dict[str, Workflow]:
+    """Return the suites whose data is downloaded, each with a workflow that uses it."""
+    shipped = shipped_suites()
+    users: dict[str, Workflow] = {}
     for run in runs:
-        rewarding = [run.recover.reward.suite] if run.recover and run.recover.reward else []
+        names = [*run.eval.suites()] if run.eval else []
+        if run.recover and run.recover.reward:
+            names.append(run.recover.reward.suite)
         local = run.eval.data if run.eval else {}
-        for suite in [*(run.eval.suites() if run.eval else ()), *rewarding]:
+        for suite in names:
             if suite not in shipped and suite not in local:
-                found.setdefault(suite, run)
-    return [(run, suite) for suite, run in found.items()]
+                users.setdefault(suite, run)
+    return users
 
 
-def suite_data(run: Workflow, suite: str, dry_run: bool, note: Callable[[str], None]) -> Fetched:
-    """Let lm-eval load a suite, which leaves its data in the cache of `datasets`; its size is known afterwards only."""
+def _repository(repository: Repository, code: bool, dry_run: bool, note: Callable[[str], None]) -> Fetched:
+    if not reachable():
+        raise UsageError(
+            "the Hub is unreachable, so nothing can be fetched", "go online, and unset HF_HUB_OFFLINE"
+        )
+    listed = files(repository, code)
+    missing = sum(f.file_size for f in listed if f.will_download)
+    if not dry_run:
+        note(f"{repository.kind} {repository}: {megabytes(missing)} to fetch")
+        snapshot(repository, code)
+    commit = listed[0].commit_hash if listed else None
+    size = sum(f.file_size for f in listed)
+    return Fetched(repository.kind, str(repository), commit, size, missing, not dry_run)
+
+
+def _suite_data(run: Workflow, suite: str, dry_run: bool, note: Callable[[str], None]) -> Fetched:
+    """Load a suite with lm-eval, which caches its data; its size is unknown before."""
     if dry_run:
         return Fetched("suite", suite, None, None, None, False)
-    from opdcl.config.evaluate import EvalConfig
-    from opdcl.data.suites import load_task
+    from opdcl.data.suites import load_suite
 
     note(f"suite {suite}")
     try:
-        (task,) = load_task(suite, run.eval or EvalConfig())["tasks"].values()
+        task = load_suite(suite, run.eval).task
     except UsageError:
         raise
     except Exception as fault:  # datasets raises a dozen kinds
         raise UsageError(
-            f"the data of suite {suite!r} cannot be had: {str(fault)[:200]}", FETCH_HINT
+            f"could not load the data of suite {suite!r}: {str(fault)[:200]}", FETCH_HINT
         ) from fault
     sizes = [part.info.download_size or 0 for part in task.dataset.values() if getattr(part, "info", None)]
     return Fetched("suite", suite, None, max(sizes, default=0) or None, None, True)

@@ -1,25 +1,27 @@
-"""PURE: a workflow and what lies in its run directory -> which stages run, resume or are skipped, and why."""
+"""PURE: a workflow, its data's hashes and its run's records -> what to run, resume or skip, and why."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from opdcl.config.identity import MACHINE, meaningful_settings
 from opdcl.config.workflow import Workflow
-from opdcl.rundir.files import read_json
-from opdcl.rundir.hashes import ADAPTER, file_hash, hash_files, hash_value
-from opdcl.rundir.layout import RunDir, StageDir
+from opdcl.rundir.hashes import hash_value
+from opdcl.rundir.layout import STAGE_OF, RunDir, StageDir
 
 Action = Literal["run", "resume", "skip", "stale", "take"]
 
-STATES = ("base", "tuned", "recovered")
+STAGE_NUMBERS = {"finetune": 1, "recover": 2}
 
 
 @dataclass(frozen=True)
 class Task:
-    """One unit of work: a training stage, or one state measured on one suite."""
+    """One unit of work: a training stage, or one state measured on one suite.
+
+    `inputs` holds what a training stage's result depends on; `changed` names what has changed.
+    """
 
     name: str
     action: Action
@@ -29,111 +31,123 @@ class Task:
     suite: str = ""
     role: str = ""
     changed: tuple[str, ...] = ()
+    inputs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return f"eval {self.suite} {self.state}" if self.name == "eval" else self.name
 
 
-def source_hash(source: str | None, files: list[Path]) -> str:
-    """Return what identifies a data source: its content where it is on this machine, else its name."""
-    return hash_files(files) if files else str(source)
+@dataclass(frozen=True)
+class StageRecord:
+    """A training stage on disk: its `stage.json`, its adapter's hash, its newest checkpoint's name."""
+
+    state: Mapping[str, Any]
+    weights: str | None = None
+    checkpoint: str | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.state.get("status") == "done"
 
 
-def training_stages(run: RunDir, workflow: Workflow) -> dict[str, StageDir]:
-    """Return the folders of the workflow's training stages, in order."""
-    names = [
-        n for n in ("finetune", "recover") if getattr(workflow, n) or (n == "finetune" and workflow.start)
+@dataclass(frozen=True)
+class Records:
+    """What a run directory holds: stages by name, and fingerprints of results by state and suite."""
+
+    stages: Mapping[str, StageRecord] = field(default_factory=dict)
+    results: Mapping[tuple[str, str], str | None] = field(default_factory=dict)
+
+    def finished(self, stage: str) -> str | None:
+        """Return the fingerprint of a stage that is done, or None."""
+        record = self.stages.get(stage)
+        return record.state["fingerprint"] if record and record.done else None
+
+
+def stage_folder(run: RunDir, name: str) -> StageDir:
+    """Return the folder of a training stage."""
+    return run.stage(STAGE_NUMBERS[name], name)
+
+
+def make_plan(workflow: Workflow, hashes: dict[str, str], records: Records) -> list[Task]:
+    """Lay out all tasks in order.
+
+    Args:
+        workflow: What to run.
+        hashes: Hash of each data source, by the name of its field (`finetune.data`, `recover.general`, ...).
+        records: What the run directory holds.
+    """
+    training = [
+        _training_task(name, records.stages.get(name), inputs)
+        for name, inputs in _stage_inputs(workflow, hashes, records).items()
     ]
-    if names == ["recover"]:
-        return {"recover": run.stage(2, "recover")}
-    return {name: run.stage(i, name) for i, name in enumerate(names, 1)}
+    return training + _eval_tasks(workflow, hashes, records, {t.name: t.fingerprint for t in training})
 
 
-def stage_inputs(workflow: Workflow, run: RunDir, data: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Return, for each training stage, all that its result depends on; its hash is the stage's fingerprint."""
+def _stage_inputs(workflow: Workflow, hashes: dict[str, str], records: Records) -> dict[str, dict[str, Any]]:
+    """Return everything that each training stage's result depends on; its hash is the stage's fingerprint."""
     inputs: dict[str, dict[str, Any]] = {}
-    parent = hash_value(workflow.model.model_dump(exclude=MACHINE))
-    origin = "model"
-    for name in training_stages(run, workflow):
-        contents = {
-            f"content of {k.split('.', 1)[1]}": v for k, v in data.items() if k.startswith(f"{name}.")
-        }
+    origin, parent = "model", _model_hash(workflow)
+    for name in STAGE_NUMBERS:
+        config = getattr(workflow, name)
+        starts_elsewhere = name == "finetune" and workflow.start
+        if config is None and not starts_elsewhere:
+            continue
         if name == "recover" and "finetune" not in inputs:
-            origin, parent = "finetune stage", _finished_fingerprint(run, "finetune") or parent
-        if name == "finetune" and "start" in data:
-            contents["start"] = data["start"]
-        config = getattr(
-            workflow, name
-        )  # None where the fine-tune was done elsewhere, and its adapter is taken over
-        inputs[name] = {
-            **(meaningful_settings(config.model_dump()) if config else {}),
-            **contents,
-            origin: parent,
-        }
+            origin, parent = "finetune stage", records.finished("finetune") or parent
+        inputs[name] = meaningful_settings(config.model_dump()) if config else {}
+        for key, value in hashes.items():
+            if key.startswith(f"{name}."):
+                inputs[name][f"content of {key.removeprefix(f'{name}.')}"] = value
+        if starts_elsewhere:
+            inputs[name]["start"] = hashes["start"]
+        inputs[name][origin] = parent
         origin, parent = f"{name} stage", hash_value(inputs[name])
     return inputs
 
 
-def make_plan(workflow: Workflow, run: RunDir, data: dict[str, str]) -> list[Task]:
-    """Lay out all tasks in order.
-
-    Args:
-        workflow: What is wanted.
-        run: Where it is to lie; it need not exist.
-        data: Hash of each data source, by the name of its field (`finetune.data`, `recover.general`, ...).
-    """
-    stages = training_stages(run, workflow)
-    tasks = [
-        _training_task(name, stages[name], inputs)
-        for name, inputs in stage_inputs(workflow, run, data).items()
-    ]
-    return tasks + (_eval_tasks(workflow, run, data, tasks) if workflow.eval else [])
-
-
-def _finished_fingerprint(run: RunDir, name: str) -> str | None:
-    found = run.find_stage(name)
-    return found.state()["fingerprint"] if found and found.state().get("status") == "done" else None
-
-
-def _training_task(name: str, stage: StageDir, inputs: dict[str, Any]) -> Task:
+def _training_task(name: str, record: StageRecord | None, inputs: dict[str, Any]) -> Task:
     fingerprint = hash_value(inputs)
-    record = stage.state()
-    if not record:
-        return Task(name, "run", "not started", fingerprint)
-    if record["fingerprint"] != fingerprint:
-        before = record.get("inputs", {})
+    if record is None:
+        return Task(name, "run", "not started", fingerprint, inputs=inputs)
+    if record.state["fingerprint"] != fingerprint:
+        before = record.state.get("inputs", {})
         changed = tuple(sorted(k for k in {*before, *inputs} if before.get(k) != inputs.get(k)))
-        return Task(name, "stale", f"changed: {', '.join(changed)}", fingerprint, changed=changed)
-    if record["status"] == "done":
-        weights = stage.adapter / ADAPTER
-        if weights.is_file() and file_hash(weights) == record.get("adapter_sha256"):
-            return Task(name, "skip", "done", fingerprint)
-        what = "has changed" if weights.is_file() else "is missing"
-        return Task(name, "stale", f"was done, but its adapter {what}", fingerprint)
-    checkpoint = stage.last_checkpoint()
-    why = f"from {checkpoint.name}" if checkpoint else "stopped before its first checkpoint"
-    return Task(name, "resume", why, fingerprint)
+        why = f"changed: {', '.join(changed)}"
+        return Task(name, "stale", why, fingerprint, changed=changed, inputs=inputs)
+    if record.done:
+        if record.weights and record.weights == record.state.get("adapter_sha256"):
+            return Task(name, "skip", "done", fingerprint, inputs=inputs)
+        damage = "has changed" if record.weights else "is missing"
+        return Task(name, "stale", f"was done, but its adapter {damage}", fingerprint, inputs=inputs)
+    why = f"from {record.checkpoint}" if record.checkpoint else "stopped before its first checkpoint"
+    return Task(name, "resume", why, fingerprint, inputs=inputs)
 
 
-def _eval_tasks(workflow: Workflow, run: RunDir, data: dict[str, str], training: list[Task]) -> list[Task]:
+def _eval_tasks(
+    workflow: Workflow, hashes: dict[str, str], records: Records, training: dict[str, str]
+) -> list[Task]:
     config = workflow.eval
-    assert config is not None
-    by_name = {t.name: t for t in training}
-    # An adapter of an earlier command, where this workflow does not make it itself.
-    model = hash_value(workflow.model.model_dump(exclude=MACHINE))
-    states = {"base": model}
-    for state, stage in (("tuned", "finetune"), ("recovered", "recover")):
-        if stage in by_name:
-            states[state] = by_name[stage].fingerprint
-        elif done := _finished_fingerprint(run, stage):
-            states[state] = done
+    if config is None:
+        return []
+    states = {"base": _model_hash(workflow)}
+    for state, stage in STAGE_OF.items():
+        # An earlier command may have made the adapter that this workflow does not make itself.
+        if weights := training.get(stage) or records.finished(stage):
+            states[state] = weights
     tasks = []
     for suite, role in config.suites().items():
         for state, weights in states.items():
-            contents = [data.get(f"eval.data.{suite}"), data.get(f"eval.suite.{suite}")]
+            contents = [hashes.get(f"eval.data.{suite}"), hashes.get(f"eval.suite.{suite}")]
             fingerprint = hash_value([weights, suite, role, config.limit, config.max_new_tokens, *contents])
-            result = run.eval_result(state, suite)
             action: Action = "run"
             why = "not measured"
-            if result.exists():
-                same = read_json(result).get("fingerprint") == fingerprint
+            if (state, suite) in records.results:
+                same = records.results[state, suite] == fingerprint
                 action, why = ("skip", "done") if same else ("run", "the model or the suite has changed")
             tasks.append(Task("eval", action, why, fingerprint, state, suite, role))
     return tasks
+
+
+def _model_hash(workflow: Workflow) -> str:
+    return hash_value(workflow.model.model_dump(exclude=MACHINE))

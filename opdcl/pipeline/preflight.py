@@ -8,17 +8,28 @@ from pathlib import Path
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 from opdcl.pipeline.plan import Task
+from opdcl.pipeline.sources import Sources
 from opdcl.pipeline.trackers import check_trackers
 from opdcl.rundir.layout import RunDir
 
 
+def checked_plan(workflow: Workflow, run: RunDir, sources: Sources) -> list[Task]:
+    """Check the run directory, the data and what the tasks need; return the tasks. Writes nothing."""
+    refuse_foreign(run)
+    sources.check(workflow)
+    tasks = sources.plan(workflow, run)
+    check_tasks(workflow, sources)
+    check_servers(workflow, tasks)
+    return tasks
+
+
 def refuse_foreign(run: RunDir) -> None:
-    """Refuse a directory with content that is not a run's, or that leads elsewhere: nothing may be mistaken or overwritten."""
+    """Refuse a directory that is not a run's, or that links out of itself, so that nothing is overwritten."""
     if run.path.exists() and not run.path.is_dir():
         raise UsageError(f"{run.path} is a file", "choose another directory with -o")
     if (
         run.path.is_dir()
-        and not run.config.exists()
+        and not run.is_run()
         and any(p.name not in (".lock", "logs") for p in run.path.iterdir())
     ):
         raise UsageError(f"{run.path} exists and is not a run directory", "choose another directory with -o")
@@ -30,46 +41,33 @@ def refuse_foreign(run: RunDir) -> None:
             )
 
 
-def check_tasks(workflow: Workflow) -> None:
-    """Check what needs the libraries but no weights: trainer fields, the model's place, the suites."""
-    from trl import DistillationConfig, SFTConfig
-
+def check_tasks(workflow: Workflow, sources: Sources) -> None:
+    """Check what needs libraries but no weights: the models' locations, trackers, prompts, suites."""
     from opdcl.model.load import check_exists
-    from opdcl.training import check_trainer_fields
 
+    finetune, recover = workflow.finetune, workflow.recover
     check_exists(workflow.model)
     check_trackers(workflow.track)
-    if workflow.finetune:
-        if workflow.finetune.method == "self-distill":
-            from opdcl.distill.prompts import stream_rows
-            from opdcl.stages.finetune import as_distillation
+    if finetune and finetune.method == "self-distill":
+        from opdcl.stages.finetune import as_distillation
 
-            check_trainer_fields(DistillationConfig, "finetune", workflow.finetune.trainer)
-            stream_rows(as_distillation(workflow.finetune), "domain")
-        else:
-            check_trainer_fields(SFTConfig, "finetune", workflow.finetune.trainer)
-    if workflow.recover:
-        check_trainer_fields(DistillationConfig, "recover", workflow.recover.trainer)
-        for teacher in workflow.recover.all_teachers().values():
-            if teacher.model:
-                check_exists(teacher.model)
+        sources.recovery(as_distillation(finetune, len(sources.rows(finetune.data))))
+    for teacher in recover.all_teachers().values() if recover else ():
+        if teacher.model:
+            check_exists(teacher.model)
     if workflow.eval:
-        from opdcl.data.suites import load_task
-
         for suite in workflow.eval.suites():
-            load_task(suite, workflow.eval)
+            sources.suite(suite, workflow.eval)
 
 
 def check_servers(workflow: Workflow, tasks: list[Task]) -> None:
-    """Ask the servers that open tasks will need whether they let us in."""
+    """Check that each server which an unfinished task needs grants access."""
     from opdcl.sampling.server import check_access
 
     needed = {task.name for task in tasks if task.action != "skip"}
     servers = [workflow.eval.server] if workflow.eval and "eval" in needed else []
     if workflow.recover and "recover" in needed:
-        servers += [
-            workflow.recover.server,
-            *(teacher.server for teacher in workflow.recover.all_teachers().values()),
-        ]
+        teachers = workflow.recover.all_teachers().values()
+        servers += [workflow.recover.server, *(teacher.server for teacher in teachers)]
     for server in filter(None, servers):
         check_access(server)

@@ -1,63 +1,146 @@
-"""Read and hash the data of a workflow."""
+"""What a command reads before it trains: rows, suites, their hashes, and what a run directory holds."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from opdcl.config.shipped import package_folder
+from opdcl.config.evaluate import EvalConfig
+from opdcl.config.recover import RecoverConfig
+from opdcl.config.shipped import shipped_suites
 from opdcl.config.workflow import Workflow
+from opdcl.data import scoring
+from opdcl.data.rows import Row, load_rows, pinned, source_files
 from opdcl.errors import UsageError
-from opdcl.rundir.hashes import hash_files
+from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_plan, stage_folder
+from opdcl.rundir.files import read_json
+from opdcl.rundir.hashes import ADAPTER, file_hash, hash_files
+from opdcl.rundir.layout import RunDir
+
+if TYPE_CHECKING:
+    from opdcl.data.suites import Suite
+    from opdcl.distill.prompts import RecoverySource
 
 
-def data_hashes(workflow: Workflow) -> dict[str, str]:
-    """Check that every data source exists and is well-formed; return field -> hash of its content."""
-    from opdcl.data.rows import load_rows, pinned, source_files
-    from opdcl.distill.prompts import STREAMS, stream_rows
-    from opdcl.model.adapters import find_adapter
-    from opdcl.pipeline.plan import source_hash
+class Sources:
+    """The data of a run, or of all arms of a sweep. Each file is parsed once, each suite is built once.
 
-    sources: dict[str, str] = {}
-    if workflow.finetune:
-        sources["finetune.data"] = workflow.finetune.data
-        for row in load_rows(workflow.finetune.data):
-            if row.text is None and row.answer is None:
-                raise UsageError(
-                    f"{row.where} has no answer to learn", "fine-tune rows need completion, answer or text"
-                )
-    if workflow.recover:
-        prompts = {stream: workflow.recover.source(stream) for stream in STREAMS}
-        prompts |= {
-            f"teachers.{name}.prompts": teacher.prompts for name, teacher in workflow.recover.teachers.items()
-        }
-        sources |= {f"recover.{name}": source for name, source in prompts.items() if source}
-        for stream in STREAMS:
-            stream_rows(workflow.recover, stream)
-    if workflow.eval:
-        for suite, path in workflow.eval.data.items():
+    Local sources are identified by path, sources on the Hub by their pinned id. A file that is edited during
+    a run is not read again, so the rows are those that were hashed.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, str], list[Row]] = {}
+        self._suites: dict[tuple[str, str | None, int | None], Suite] = {}
+        self._hashes: dict[tuple[Path, ...], str] = {}
+
+    def rows(self, source: str, split: str = "train") -> list[Row]:
+        """Return the checked rows of a source; the list is the caller's own."""
+        key = pinned(source), split
+        if key not in self._rows:
+            self._rows[key] = load_rows(source, split)
+        return list(self._rows[key])
+
+    def suite(self, name: str, config: EvalConfig | None = None) -> Suite:
+        """Return a loaded suite; `config` names its local data, if it has any."""
+        from opdcl.data.suites import load_suite
+
+        path = config.data.get(name) if config else None
+        key = name, path, config.max_new_tokens if path else None
+        if key not in self._suites:
+            self._suites[key] = load_suite(name, config, self.rows)
+        return self._suites[key]
+
+    def inherit(self, workflow: Workflow) -> Workflow:
+        """Give the recovery the fine-tune's rows as its domain, if it has none and the rows have prompts."""
+        finetune, recover = workflow.finetune, workflow.recover
+        # Plain text has no question to sample on.
+        if finetune and recover and not recover.domain and all(r.prompt for r in self.rows(finetune.data)):
+            domain = recover.model_copy(update={"domain": finetune.data})
+            return workflow.model_copy(update={"recover": domain})
+        return workflow
+
+    def check(self, workflow: Workflow) -> None:
+        """Check that every row can be used where the workflow uses it.
+
+        Raises:
+            UsageError: A source is missing or malformed, or a row lacks what its stage needs.
+        """
+        if workflow.finetune:
+            for row in self.rows(workflow.finetune.data):
+                if row.text is None and row.answer is None:
+                    raise UsageError(
+                        f"{row.where} has no answer to learn",
+                        "fine-tune rows need completion, answer or text",
+                    )
+        if workflow.recover:
+            self.recovery(workflow.recover)
+        for suite, path in (workflow.eval.data if workflow.eval else {}).items():
             if not os.path.isfile(path):
                 raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
-            sources[f"eval.data.{suite}"] = path
-    hashes = {field: source_hash(pinned(source), source_files(source)) for field, source in sources.items()}
-    for field, place in workflow.adapters().items():
-        folder = find_adapter(place)
-        hashes[field] = hash_files([folder / "adapter_model.safetensors", folder / "adapter_config.json"])
-    suites = {f"eval.suite.{suite}": suite for suite in workflow.eval.suites()} if workflow.eval else {}
-    if workflow.recover and workflow.recover.reward:
-        suites["recover.reward.suite"] = workflow.recover.reward.suite
-    for field, suite in suites.items():
-        if files := sorted(package_folder("evals").glob(f"*/{suite}.yaml")):
-            hashes[field] = hash_files(sorted(p for p in files[0].parent.iterdir() if p.is_file()))
-    return hashes
+
+    def recovery(self, config: RecoverConfig) -> RecoverySource:
+        """Return the checked prompts of a recovery, and the suite of its reward."""
+        from opdcl.distill.prompts import read_recovery_source
+
+        return read_recovery_source(config, self.rows, lambda suite: self.suite(suite).task)
+
+    def hashes(self, workflow: Workflow) -> dict[str, str]:
+        """Return the hash of each source's content, by the name of its field."""
+        from opdcl.model.adapters import find_adapter
+
+        recover, evaluation = workflow.recover, workflow.eval
+        fields = {"finetune.data": workflow.finetune.data} if workflow.finetune else {}
+        if recover:
+            fields |= {f"recover.{stream}": recover.source(stream) for stream in ("general", "domain")}
+            fields |= {f"recover.teachers.{k}.prompts": t.prompts for k, t in recover.teachers.items()}
+        if evaluation:
+            fields |= {f"eval.data.{suite}": path for suite, path in evaluation.data.items()}
+        hashes = {
+            # A source on the Hub is identified by its pinned id.
+            field: self._hash(source_files(source)) or pinned(source)
+            for field, source in fields.items()
+            if source
+        }
+        for field, place in workflow.adapters().items():
+            folder = find_adapter(place)
+            hashes[field] = self._hash([folder / ADAPTER, folder / "adapter_config.json"])
+        suites = {f"eval.suite.{suite}": suite for suite in evaluation.suites()} if evaluation else {}
+        if recover and recover.reward:
+            suites["recover.reward.suite"] = recover.reward.suite
+        for field, suite in suites.items():
+            if shipped := shipped_suites().get(suite):
+                files = sorted(p for p in shipped.parent.iterdir() if p.is_file())
+                hashes[field] = self._hash([*files, Path(scoring.__file__)])
+        return hashes
+
+    def _hash(self, files: list[Path]) -> str:
+        """Return the hash of files' contents, read once; "" for no files."""
+        key = tuple(files)
+        if files and key not in self._hashes:
+            self._hashes[key] = hash_files(files)
+        return self._hashes.get(key, "")
+
+    def plan(self, workflow: Workflow, run: RunDir) -> list[Task]:
+        """Return what there is to do in a run directory, as it is now."""
+        return make_plan(workflow, self.hashes(workflow), read_records(run))
 
 
-def inherit(workflow: Workflow) -> Workflow:
-    """Fill in what one stage takes from another: recovery guards the data that the fine-tune learned."""
-    if workflow.finetune and workflow.recover and workflow.recover.domain is None:
-        from opdcl.data.rows import load_rows
-
-        # Plain text has no question to sample on, so there is no domain stream to be had from it.
-        if all(row.prompt for row in load_rows(workflow.finetune.data)):
-            domain = workflow.recover.model_copy(update={"domain": workflow.finetune.data})
-            return workflow.model_copy(update={"recover": domain})
-    return workflow
+def read_records(run: RunDir) -> Records:
+    """Read what a run directory holds: stage records with the hashes of their adapters, and results."""
+    stages = {}
+    for name in STAGE_NUMBERS:
+        stage = stage_folder(run, name)
+        if not (state := stage.state()):
+            continue
+        done = state.get("status") == "done"
+        weights = stage.adapter / ADAPTER
+        checkpoint = None if done else stage.last_checkpoint()
+        stages[name] = StageRecord(
+            state,
+            file_hash(weights) if done and weights.is_file() else None,
+            checkpoint.name if checkpoint else None,
+        )
+    files = run.evals.glob("*/*.json")
+    return Records(stages, {(f.parent.name, f.stem): read_json(f).get("fingerprint") for f in files})

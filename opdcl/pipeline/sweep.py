@@ -2,8 +2,9 @@
 
     opdcl run ablation
 
-What two runs have in common is made once (`opdcl.share`). An arm may go on from what an earlier one made, or be taught by
-it: `arm:NAME` in place of a path is the run of that arm with the same seed.
+What two runs have in common is made once (`pipeline.reuse`) and read once (`pipeline.sources`). An arm may
+continue an earlier arm's adapter, or learn from it: `arm:NAME` in place of a path is the run of that arm with
+the same seed.
 """
 
 from __future__ import annotations
@@ -17,27 +18,24 @@ from opdcl.config.workflow import Workflow
 from opdcl.console import Output
 from opdcl.errors import Interrupted, OpdclError, UsageError
 from opdcl.pipeline.reuse import outcomes
+from opdcl.pipeline.sources import Sources
 from opdcl.rundir.layout import RunDir
 
 REFERENCE = "arm:"
 
 
 def expand(flow: Workflow, out: Path) -> dict[str, Workflow]:
-    """Return run name -> workflow, the arms of one seed together, so that an early stop leaves whole comparisons.
+    """Return run name -> workflow, for runs that lie in `out`.
 
-    Args:
-        flow: The workflow with its arms and seeds.
-        out: The folder in which the runs are to lie.
+    The arms of one seed follow each other, so that an early stop leaves whole comparisons.
     """
     common = flow.model_dump(exclude={"arms", "seeds"})
     runs: dict[str, Workflow] = {}
-    arms = flow.arms or {flow.name: {}}
     for seed in flow.seeds or [None]:
-        names = {arm: arm if seed is None else f"{arm}-{seed}" for arm in arms}
         earlier: dict[str, str] = {}
-        for arm, settings in arms.items():
-            name = names[arm]
-            tree = _resolved(_merged(common, settings), earlier, arm)
+        for arm, settings in (flow.arms or {flow.name: {}}).items():
+            name = arm if seed is None else f"{arm}-{seed}"
+            tree = _resolve(_merge(common, settings), earlier, arm)
             earlier[arm] = str((out / name).resolve())
             for stage in ("finetune", "recover"):
                 if seed is not None and tree.get(stage):
@@ -49,11 +47,11 @@ def expand(flow: Workflow, out: Path) -> dict[str, Workflow]:
     return runs
 
 
-def _resolved(value: Any, earlier: dict[str, str], arm: str) -> Any:
-    """Return settings with each `arm:NAME`, where an adapter is named, replaced by that arm's run directory."""
+def _resolve(value: Any, earlier: dict[str, str], arm: str) -> Any:
+    """Replace each `arm:NAME` that stands for an adapter by that arm's run directory."""
     if isinstance(value, dict):
         return {
-            k: _resolved(v, earlier, arm) if isinstance(v, dict) or k in ("start", "adapter") else v
+            k: _resolve(v, earlier, arm) if isinstance(v, dict) or k in ("start", "adapter") else v
             for k, v in value.items()
         }
     if not (isinstance(value, str) and value.startswith(REFERENCE)):
@@ -64,46 +62,45 @@ def _resolved(value: Any, earlier: dict[str, str], arm: str) -> Any:
     return earlier[name]
 
 
-def needs(one: Workflow) -> list[Path]:
-    """Return the run directories and folders whose adapters a workflow starts from or is taught by."""
-    return [Path(place) for place in dict.fromkeys(one.adapters().values())]
-
-
-def _merged(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return the mapping with another's values laid over it, section by section."""
-    found = dict(tree)
+def _merge(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return the mapping overlaid with another one, section by section."""
+    merged = dict(tree)
     for key, value in other.items():
-        inner = found.get(key)
-        found[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    return found
+        section = merged.get(key)
+        both = isinstance(section, dict) and isinstance(value, dict)
+        merged[key] = _merge(section, value) if both else value
+    return merged
+
+
+def _needs(workflow: Workflow, out: Path) -> list[Path]:
+    """Return the run directories in `out` whose adapters a workflow starts from or learns from."""
+    places = [Path(place) for place in dict.fromkeys(workflow.adapters().values())]
+    return [path for path in places if path.parent == out.resolve()]
+
+
+def _other_runs(out: Path, runs: dict[str, Workflow]) -> list[RunDir]:
+    """Return the runs that other recipes have made in the same folder: their results can be reused too."""
+    return [RunDir(p) for p in sorted(out.glob("*")) if p.name not in runs and RunDir(p).is_run()]
 
 
 def describe_all(flow: Workflow, out: Path) -> tuple[list[list[str]], list[dict[str, Any]]]:
-    """Return what would be done in every run, as table rows and as data. Writes nothing."""
+    """Return what each run would do, as table rows and as data. Writes nothing."""
     from opdcl.pipeline.dry_run import describe
 
     rows, plans = [], []
-    runs = expand(flow, out)
-    made = {fingerprint: donor.path.name for donor in _others(out, runs) for fingerprint in outcomes(donor)}
-    for name, one in runs.items():
-        if waiting := [
-            p.name
-            for p in needs(one)
-            if p.parent == out.resolve() and p.name in runs and not RunDir(p).last_stage()
-        ]:
+    runs, sources = expand(flow, out), Sources()
+    made_by = {f: donor.path.name for donor in _other_runs(out, runs) for f in outcomes(donor)}
+    for name, workflow in runs.items():
+        needs = _needs(workflow, out)
+        if waiting := [p.name for p in needs if p.name in runs and not RunDir(p).last_stage()]:
             why = f"after {' and '.join(waiting)}"
             rows.append([name, "all stages", "run", why])
             plans.append({"run": name, "tasks": [], "why": why})
             continue
-        found, plan = describe(one, RunDir(out / name), made)
-        rows += [[name, *row] for row in found if row[0] != "machine"]
+        lines, plan = describe(workflow, RunDir(out / name), made_by, sources)
+        rows += [[name, *line] for line in lines if line[0] != "machine"]
         plans.append({"run": name, **plan})
     return rows, plans
-
-
-def _others(out: Path, runs: dict[str, Workflow]) -> list[RunDir]:
-    """Return the runs that another recipe has made in the same folder: what they have need not be made again either."""
-    return [RunDir(p) for p in sorted(out.glob("*")) if p.name not in runs and RunDir(p).config.exists()]
 
 
 def execute_all(
@@ -114,38 +111,35 @@ def execute_all(
     An arm that fails, because its health watch halted it for example, does not stop the others.
 
     Raises:
-        UsageError: An arm's settings do not hold, or a run directory was made with others.
-        Interrupted: The user stopped it; the same command goes on.
+        UsageError: An arm's settings are invalid, or its run directory was made with others.
+        Interrupted: The user stopped it; the same command resumes.
         OpdclError: Some arm failed; the others are compared.
     """
     from opdcl.pipeline.execute import execute
     from opdcl.results.compare import compare, refuse_folder, write
 
-    parallel.by_first(lambda: refuse_folder(out))
-    runs = expand(flow, out)
+    parallel.on_first_worker(lambda: refuse_folder(out))
+    runs, sources = expand(flow, out), Sources()
     finished: list[RunDir] = []
-    others = _others(out, runs)
-    failed: dict[str, OpdclError] = {}
-    for number, (name, one) in enumerate(runs.items(), 1):
+    others = _other_runs(out, runs)
+    failed: set[str] = set()
+    for number, (name, workflow) in enumerate(runs.items(), 1):
         run = RunDir(out / name)
         output.note(f"{name}: run {number} of {len(runs)}")
-        if lost := next((p.name for p in needs(one) if p.parent == out.resolve() and p.name in failed), None):
-            failed[name] = OpdclError(f"{name} needs {lost}, which failed")
-            output.error(failed[name])
-            continue
         try:
-            execute(one, origins, run, output, force, [*finished, *others])
+            if lost := next((p.name for p in _needs(workflow, out) if p.name in failed), None):
+                raise OpdclError(f"{name} needs {lost}, which failed")
+            execute(workflow, origins, run, output, force, [*finished, *others], sources)
             finished.append(run)
         except (UsageError, Interrupted):
             raise
         except OpdclError as fault:
             output.error(fault)
-            failed[name] = fault
-    found = parallel.by_first(lambda: compare(finished)) if len(finished) > 1 else {}
-    for file in parallel.by_first(lambda: list(write(found, out))) if found else ():
+            failed.add(name)
+    comparison = parallel.on_first_worker(lambda: compare(finished)) if len(finished) > 1 else {}
+    for file in parallel.on_first_worker(lambda: list(write(comparison, out))) if comparison else ():
         output.note(f"wrote {file}")
     if failed:
-        raise OpdclError(
-            f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}", f"the others are in {out}"
-        )
-    return found
+        names = ", ".join(name for name in runs if name in failed)
+        raise OpdclError(f"{len(failed)} of {len(runs)} runs failed: {names}", f"the others are in {out}")
+    return comparison

@@ -1,6 +1,8 @@
-"""Show a run in a tracker, through transformers' own integrations: its metrics as they are written, then scores and verdict.
+"""Send a run's metrics, scores and verdict to trackers, through transformers' integrations.
 
-The run's files stay the source of truth: a tracker is fed from them, and one that fails is left alone, not the run.
+Trackers are fed from the run's files, which hold all results. A tracker that fails is dropped and the run
+continues. With the trainers' `report_to` a failure would end the run, and a resume would send the steps after
+the last checkpoint twice.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl.errors import EnvironmentFault
@@ -21,200 +25,167 @@ from opdcl.rundir.layout import RunDir, StageDir
 if TYPE_CHECKING:
     from opdcl.training import StageReport
 
-
 logger = logging.getLogger(__name__)
-
-PLACES = (
-    "TENSORBOARD_LOGGING_DIR",
-    "WANDB_DIR",
-    "WANDB_SILENT",
-    "WANDB_CONSOLE",
-    "WANDB_RUN_ID",
-    "WANDB_RESUME",
-    "MLFLOW_RUN_ID",
-)
-
-# What the user chose, before a run of ours puts in its own; several may follow each other in one process.
-USERS = {key: os.environ.get(key) for key in PLACES}
 
 
 class Tracking:
-    """The trackers of one run; with none it does nothing.
+    """The open trackers of one run; without any, all methods do nothing. A failure is reported to `note`."""
 
-    Args:
-        names: Which, by their names in `transformers.TrainingArguments.report_to`.
-        run: Whose files feed them.
-        tell: Where a sentence goes when a tracker fails.
-    """
+    def __init__(self, names: list[str], run: RunDir, note: Callable[[str], None]):
+        self._note = note
+        self._file = run.path / "tracking.json"
+        # The id identifies this run in a tracker across interruptions; `sent` counts rows by stage.
+        self._record: dict[str, Any] = {"id": uuid.uuid4().hex[:8], "sent": {}}
+        self._record |= read_json(self._file) if self._file.exists() else {}
+        self._trackers: dict[str, Any] = {}
+        if names:
+            self._open(names, run.path.resolve().name, run.path / "tracking")
 
-    def __init__(self, names: list[str], run: RunDir, tell: Callable[[str], None]):
-        self.run, self.tell = run, tell
-        self._record = run.path / "tracking.json"
-        # Its name in a tracker is the run's own, however often it is interrupted, and nobody else's.
-        self._known: dict[str, Any] = {"id": uuid.uuid4().hex[:8], "sent": {}} | (
-            read_json(self._record) if self._record.exists() else {}
-        )
-        self._open: dict[str, Any] = {}
-        if not names:
-            return
+    def _open(self, names: list[str], name: str, folder: Path) -> None:
         from transformers import TrainerControl, TrainerState, TrainingArguments
+        from transformers.integrations import get_reporting_integration_callbacks
 
-        folder = run.path / "tracking"
         folder.mkdir(parents=True, exist_ok=True)
-        # Read when an integration is made. stdout is for results, so that nothing of wandb's may appear there.
-        ours = {
-            "TENSORBOARD_LOGGING_DIR": str(folder / "tensorboard"),
-            "WANDB_DIR": str(folder),
-            "WANDB_SILENT": "true",
-            "WANDB_CONSOLE": "off",
-            "WANDB_RUN_ID": self._known["id"],
-            "WANDB_RESUME": "allow",
-            "MLFLOW_RUN_ID": self._known.get("mlflow"),
-        }
-        for key, value in ours.items():
-            if (chosen := USERS[key] or value) is not None:
-                os.environ[key] = chosen
-            else:
-                os.environ.pop(key, None)
-        self._arguments = TrainingArguments(
+        arguments = TrainingArguments(
             output_dir=str(folder),
-            run_name=f"{run.path.resolve().name}-{self._known['id']}",
+            run_name=f"{name}-{self._record['id']}",
             project="opdcl",
             report_to=[],
             use_cpu=True,
             trackio_static_space_id=False,
         )
-        self._state, self._control = TrainerState(), TrainerControl()
-        for name in names:
-            self._open[name] = None
-            self._try(name, lambda _, name=name: self._open.update({name: _integration(name)}))
-            self._try(
-                name, lambda one: one.on_train_begin(self._arguments, self._state, self._control, model=None)
-            )
-        if "mlflow" in self._open:
-            self._try("mlflow", lambda one: self._known.update(mlflow=one._ml_flow.active_run().info.run_id))
-        write_json(self._record, self._known)
+        self._state = TrainerState()
+        self._context = (arguments, self._state, TrainerControl())
+        with _environment(folder, self._record):
+            for tracker in names:
+                with self._drop_if_it_fails(tracker):
+                    (integration,) = get_reporting_integration_callbacks([tracker])
+                    self._trackers[tracker] = integration()
+                    self._trackers[tracker].on_train_begin(*self._context, model=None)
+        with self._drop_if_it_fails("mlflow"):
+            if mlflow := self._trackers.get("mlflow"):
+                self._record["mlflow"] = mlflow._ml_flow.active_run().info.run_id
+        write_json(self._file, self._record)
 
     def follow(self, stage: StageDir, offset: int) -> None:
-        """Send what a stage has written since the last call; its steps begin at `offset`."""
-        if not self._open:
+        """Send the metrics that a stage has written since the last call; `offset` is added to its steps."""
+        if not self._trackers:
             return
         name = stage.path.name.split("-", 1)[1]
         rows = read_jsonl(stage.metrics)
-        sent = self._known["sent"]
-        if fresh := rows[min(sent.get(name, 0), len(rows)) :]:
+        if fresh := rows[self._record["sent"].get(name, 0) :]:
             for row in fresh:
                 self._log({f"{name}/{key}": value for key, value in _numbers(row)}, offset + row["step"])
-            sent[name] = len(rows)
-            write_json(self._record, self._known)
+            self._record["sent"][name] = len(rows)
+            write_json(self._file, self._record)
 
-    def finish(self, step: int, numbers: dict[str, float], texts: dict[str, str]) -> None:
-        """Send scores and words, and let go."""
-        if not self._open:
-            return
-        self._log({f"eval_{key}": value for key, value in numbers.items()}, step)
-        for name in list(self._open):
-            if name == "mlflow":  # its integration takes numbers only
-                self._try(
-                    name,
-                    lambda one: [one._ml_flow.log_text(text, f"{key}.md") for key, text in texts.items()],
-                )
-            else:
-                self._try(
-                    name,
-                    lambda one: one.on_log(
-                        self._arguments,
-                        self._state,
-                        self._control,
-                        logs={f"eval_{k}": v for k, v in texts.items()},
-                    ),
-                )
+    def finish(self, step: int, scores: dict[str, float], texts: dict[str, str]) -> None:
+        """Send scores and texts, and close the trackers."""
+        self._log({f"eval_{key}": value for key, value in scores.items()}, step)
+        with self._drop_if_it_fails("mlflow"):
+            if mlflow := self._trackers.get("mlflow"):  # its integration accepts numbers only
+                for key, text in texts.items():
+                    mlflow._ml_flow.log_text(text, f"{key}.md")
+                mlflow.on_train_end(*self._context)
+                del self._trackers["mlflow"]
+        self._log({f"eval_{key}": text for key, text in texts.items()}, step)
         self.close()
 
     def close(self) -> None:
-        """End all trackers' runs."""
-        for name in list(self._open):
-            self._try(
-                name, lambda one: one.on_train_end(self._arguments, self._state, self._control, model=None)
-            )
-        self._open.clear()
+        """Close all trackers."""
+        self._call("on_train_end")
+        self._trackers.clear()
 
-    def _log(self, values: dict[str, float], step: int) -> None:
-        self._state.global_step = step
-        for name in list(self._open):
-            self._try(
-                name,
-                lambda one: one.on_log(
-                    self._arguments, self._state, self._control, model=None, logs=dict(values)
-                ),
-            )
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        if self._trackers:
+            self._state.global_step = step
+            self._call("on_log", logs=values)
 
-    def _try(self, name: str, do: Callable[[Any], Any]) -> None:
-        if name not in self._open:
-            return
+    def _call(self, event: str, **values: Any) -> None:
+        for name, tracker in list(self._trackers.items()):
+            with self._drop_if_it_fails(name):
+                getattr(tracker, event)(*self._context, model=None, **values)
+
+    @contextmanager
+    def _drop_if_it_fails(self, name: str) -> Iterator[None]:
         try:
-            do(self._open[name])
-        except Exception as fault:  # whatever a tracker raises, the run goes on
+            yield
+        except Exception as fault:  # each tracker has exceptions of its own
             logger.exception("tracker %s", name)
-            self.tell(
-                f"tracker {name} failed and is left out from here: {type(fault).__name__}: {str(fault)[:200]}"
-            )
-            del self._open[name]
+            self._note(f"tracker {name} failed and is dropped: {type(fault).__name__}: {str(fault)[:200]}")
+            self._trackers.pop(name, None)
 
 
+@dataclass
 class Followed:
-    """A stage's line whose progress also feeds the trackers."""
+    """A stage's report that also sends the stage's metrics; `offset` is added to their steps."""
 
-    def __init__(self, line: StageReport, tracking: Tracking, stage: StageDir, offset: int):
-        self._line, self._tracking, self._stage, self._offset = line, tracking, stage, offset
+    report: StageReport
+    tracking: Tracking
+    stage: StageDir
+    offset: int
 
     def progress(self, done: int, total: int, **values: float | str) -> None:
-        self._line.progress(done, total, **values)
-        self._tracking.follow(self._stage, self._offset)
+        self.report.progress(done, total, **values)
+        self.tracking.follow(self.stage, self.offset)
 
     def note(self, text: str) -> None:
-        self._line.note(text)
+        self.report.note(text)
 
 
 @contextmanager
-def tracking(names: list[str], run: RunDir, tell: Callable[[str], None]) -> Iterator[Tracking]:
-    """Open a run's trackers, and let go of them whatever happens."""
-    opened = Tracking(names, run, tell)
+def tracking(names: list[str], run: RunDir, note: Callable[[str], None]) -> Iterator[Tracking]:
+    """Open a run's trackers, and close them at the end of the block."""
+    trackers = Tracking(names, run, note)
     try:
-        yield opened
+        yield trackers
     finally:
         with suppress(Exception):
-            opened.close()
+            trackers.close()
 
 
 def check_trackers(names: list[str]) -> None:
-    """Refuse a tracker whose package is not there."""
+    """Raise an `EnvironmentFault` if a tracker's package is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise EnvironmentFault(f"tracker {name} is not installed", f"pip install {name}")
 
 
 def scores(summary: dict[str, Any]) -> dict[str, float]:
-    """Return every score of a run's summary by suite and state, with R and D where they are known."""
-    found = {
+    """Return the scores of a run's summary by `suite/state`, and R and D if they are known."""
+    values = {
         f"{name}/{state}": suite[state]["value"]
         for name, suite in summary["suites"].items()
         for state in STATES
         if suite[state]
     }
-    return found | {key: summary[key]["value"] for key in ("recovery", "domain_retention") if summary[key]}
+    return values | {key: summary[key]["value"] for key in ("recovery", "domain_retention") if summary[key]}
 
 
-def _integration(name: str) -> Any:
-    from transformers.integrations import get_reporting_integration_callbacks
-
-    (made,) = get_reporting_integration_callbacks([name])
-    return made()
+@contextmanager
+def _environment(folder: Path, record: dict[str, Any]) -> Iterator[None]:
+    """Set variables that the user has not set, inside the block only: a process may do several runs."""
+    defaults = {
+        "TENSORBOARD_LOGGING_DIR": str(folder / "tensorboard"),
+        "WANDB_DIR": str(folder),
+        "WANDB_SILENT": "true",  # stdout is for results
+        "WANDB_CONSOLE": "off",
+        "WANDB_RUN_ID": record["id"],
+        "WANDB_RESUME": "allow",
+        "MLFLOW_RUN_ID": record.get("mlflow"),
+    }
+    added = {key: value for key, value in defaults.items() if value and not os.environ.get(key)}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            os.environ.pop(key, None)
 
 
 def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in row.items():
         if isinstance(value, dict) and key in ("validation", "warm_start"):
-            yield from ((f"{key}/{inner}", float(number)) for inner, number in value.items())
+            yield from ((f"{key}/{name}", float(number)) for name, number in value.items())
         elif isinstance(value, int | float) and key != "step":
             yield key, float(value)

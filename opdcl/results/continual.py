@@ -1,398 +1,262 @@
-"""Runs that build on one another, one domain after the other or several specialists into one: what each step left.
+"""Compare runs that build on one another: one domain after the other, or several specialists merged into one.
 
-    opdcl run continual-two-domains
+opdcl run continual-two-domains
 
-A step is a run; what it ends with is its recovered adapter, or its tuned one where it does not recover. Scores after each
-step make the matrix of continual learning. From it follow the average score at the end, forgetting, which is how far the
-end lies below the best that a suite had reached before the last step (Chaudhry et al., arXiv 1801.10112), and backward
-transfer, which is how far earlier domains have moved since they were learned (Lopez-Paz and Ranzato, arXiv 1706.08840).
-Retention suites count among what was known from the start.
+A step is a run; its end is the recovered adapter, or the tuned one if the run does not recover. Scores after
+each step form the matrix of continual learning. Three figures follow from it: the average score at the end;
+forgetting, the distance of the end below the best score of a suite before the last step (Chaudhry et al.,
+arXiv 1801.10112); and backward transfer, the movement of earlier domains since they were learned (Lopez-Paz
+and Ranzato, arXiv 1706.08840). For retention suites the best earlier score includes base's.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from opdcl.config.load import flatten
+import numpy as np
+
 from opdcl.errors import UsageError
-from opdcl.results.format import interval
-from opdcl.results.scores import Suite, load_suites, read_record
-from opdcl.results.tables import Figure, Table, View, measured_on, notes_on_seeds, points_cell, score_cell
+from opdcl.results import stats
+from opdcl.results.grouping import as_key, pool, seed_notes, split_seeds, training_seeds
+from opdcl.results.scores import Suite, load_suites, workflow_of
 from opdcl.rundir.layout import RunDir
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def build_on_one_another(runs: list[RunDir]) -> bool:
-    """Say whether one of the runs starts from another, or is taught by it."""
-    places = {run.path.resolve() for run in runs}
-    return any(places & _parents(run) for run in runs)
-
-
-def _parents(run: RunDir) -> set[Path]:
-    start, teachers = _start(run), _teachers(run)
-    return {start, *teachers.values()} if start else set(teachers.values())
+    """Return whether one of the runs starts from another, or has it as a teacher."""
+    paths = {run.path.resolve() for run in runs}
+    return any(paths & {_start(run), *_teachers(run).values()} for run in runs)
 
 
 def _start(run: RunDir) -> Path | None:
-    start = (read_record(run.config).get("workflow") or {}).get("start")
+    start = workflow_of(run).get("start")
     return Path(start).resolve() if start else None
 
 
 def _teachers(run: RunDir) -> dict[str, Path]:
-    """Return the places of the adapters that teach a run, by their names."""
-    recover = (read_record(run.config).get("workflow") or {}).get("recover") or {}
-    sections = {f"{s} teacher": recover.get(f"{s}_teacher") or {} for s in ("general", "domain")} | (
-        recover.get("teachers") or {}
-    )
-    return {
-        name: Path(section["adapter"]).resolve()
-        for name, section in sections.items()
-        if section.get("adapter")
+    """Return teacher name -> path, for the teachers that are adapters."""
+    recover = workflow_of(run).get("recover") or {}
+    teachers = {f"{stream} teacher": recover.get(f"{stream}_teacher") for stream in ("general", "domain")}
+    adapters = {
+        name: (teacher or {}).get("adapter")
+        for name, teacher in (teachers | (recover.get("teachers") or {})).items()
     }
+    return {name: Path(adapter).resolve() for name, adapter in adapters.items() if adapter}
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Runs that differ in nothing but their seeds, as one step of a chain."""
+    """One step of a chain: runs that differ only in their seeds."""
 
     name: str
     runs: list[RunDir]
 
     @cached_property
     def learned(self) -> str | None:
-        """The suite of the domain that this step learned: the first that its configuration names."""
-        workflow = read_record(self.runs[0].config).get("workflow") or {}
+        """The suite of the domain that this step learned: the first one in its configuration."""
+        workflow = workflow_of(self.runs[0])
         domains = (workflow.get("eval") or {}).get("domain") or [None]
         return domains[0] if workflow.get("finetune") else None
 
 
-class Results:
-    """What every run scored on every suite, where it answered the same prompts as the others, scored the same way."""
+class Scores:
+    """The scores of all runs, on suites with the same prompts and metric in every run."""
 
     def __init__(self, runs: list[RunDir]):
         self.suites: dict[str, Suite] = {}
-        self.unlike: list[str] = []
-        self._found: dict[tuple[RunDir, str], Suite] = {}
-        for run in runs:
-            for suite in load_suites(run):
-                if suite.rows:
-                    model = self.suites.setdefault(suite.name, suite)
-                    if (suite.metric, suite.prompts) == (model.metric, model.prompts):
-                        self._found[run, suite.name] = suite
-                    else:
-                        self.unlike.append(
-                            f"{run.path} answered other prompts of {suite.name}, or was scored otherwise, and is left out there."
-                        )
+        self.notes: list[str] = []
+        self._suite_of: dict[tuple[RunDir, str], Suite] = {}
+        for run, suite in ((r, s) for r in runs for s in load_suites(r) if s.rows):
+            model = self.suites.setdefault(suite.name, suite)
+            if (suite.metric, suite.prompts) == (model.metric, model.prompts):
+                self._suite_of[run, suite.name] = suite
+            else:
+                self.notes.append(
+                    f"{suite.name} is left out for {run.path}: it has other prompts of {suite.name}, or "
+                    "another metric."
+                )
 
-    def scores(self, runs: Sequence[RunDir], suite: str, base: bool = False) -> np.ndarray | None:
-        """Return `(runs, N)` scores of what each ended with, or of base; None unless all of them have some."""
-        import numpy as np
-
-        found = []
+    def of(self, runs: Sequence[RunDir], suite: str, base: bool = False) -> np.ndarray | None:
+        """Return `(runs, N)` scores at the end of each run, or of base; None unless all are measured."""
+        scores = []
         for run in runs:
             state = "base" if base else "recovered" if run.find_stage("recover") else "tuned"
-            rows = self._found[run, suite].rows if (run, suite) in self._found else {}
-            if state not in rows:
+            results = self._suite_of.get((run, suite))
+            if results is None or state not in results.rows:
                 return None
-            found.append(self._found[run, suite].values(state))
-        return np.stack(found) if found else None
+            scores.append(results.values(state))
+        return np.stack(scores) if scores else None
 
 
 class Chain(NamedTuple):
-    """Steps that follow one another; a line is one run of each, the next started from the one before."""
+    """Consecutive steps. A line is one run per step, each started from the one before."""
 
     steps: list[Step]
     lines: dict[str, list[RunDir]]
-    """The last run's seeds -> its line."""
+    """Seeds of the last run -> its line."""
 
-    def at(self, step: int, seeds: Sequence[str]) -> list[RunDir]:
-        return [self.lines[seed][step] for seed in seeds]
+    @property
+    def name(self) -> str:
+        return " \N{RIGHTWARDS ARROW} ".join(step.name for step in self.steps)
 
 
 def compare(runs: list[RunDir]) -> dict[str, Any]:
-    """Return scores after every step, what each chain of steps comes to, and how much of each teacher is kept."""
-    from opdcl.results import stats
-
-    results, steps = Results(runs), _steps(runs)
-    names = list(results.suites)
+    """Return the scores after every step, the figures of each chain, and the share kept from each teacher."""
+    scores, steps = Scores(runs), _steps(runs)
     chains = _chains(steps)
-    every = [_summarise(chain, list(chain.lines), results) for chain in chains]
-    base = {
-        n: [r for step in steps for r in step.runs if results.scores([r], n, base=True) is not None][:1]
-        for n in names
-    }
+    members = [run for step in steps for run in step.runs]
+    base = {n: [r for r in members if scores.of([r], n, base=True) is not None] for n in scores.suites}
     return {
         "suites": {
-            n: {"role": s.role, "metric": s.metric, "n": len(s.prompts)} for n, s in results.suites.items()
+            name: {"role": s.role, "metric": s.metric, "n": len(s.prompts)}
+            for name, s in scores.suites.items()
         },
         "base": {
-            n: stats.mean(results.scores(run, n, base=True)).as_dict() for n, run in base.items() if run
+            name: stats.mean(scores.of(measured[:1], name, base=True)).as_dict()
+            for name, measured in base.items()
+            if measured
         },
-        "steps": [
-            {
-                "name": step.name,
-                "seeds": len(step.runs),
-                "runs": [str(run.path) for run in step.runs],
-                "scores": {
-                    n: stats.mean(x).as_dict()
-                    for n in names
-                    if (x := results.scores(step.runs, n)) is not None
-                },
-            }
-            for step in steps
-        ],
-        "chains": [
-            {
-                "name": _name(chain),
-                "steps": [step.name for step in chain.steps],
-                "seeds": len(chain.lines),
-                **{
-                    figure: stats.mean_over(list(parts.values())).as_dict() if parts else None
-                    for figure, parts in found.items()
-                },
-            }
-            for chain, found in zip(chains, every, strict=True)
-        ],
-        "differences": [d for a, b in itertools.combinations(chains, 2) if (d := _difference(a, b, results))],
-        "kept": [kept for step in steps for kept in _kept(step, steps, results)],
-        "notes": _notes(steps, chains, results),
+        "steps": [_step_row(step, scores) for step in steps],
+        "chains": [_chain_row(chain, scores) for chain in chains],
+        "differences": [d for a, b in itertools.combinations(chains, 2) if (d := _difference(a, b, scores))],
+        "kept": [row for step in steps for row in _kept_rows(step, steps, scores)],
+        "notes": _notes(steps, chains, scores),
     }
 
 
-def _seeds(run: RunDir) -> str:
-    """Return the seeds of a run's stages, whichever stages it has: two of like seeds are a pair."""
-    from opdcl.results.arms import SEEDS
+def _step_row(step: Step, scores: Scores) -> dict[str, Any]:
+    measured = {name: x for name in scores.suites if (x := scores.of(step.runs, name)) is not None}
+    return {
+        "name": step.name,
+        "seeds": len(step.runs),
+        "runs": [str(run.path) for run in step.runs],
+        "scores": {name: stats.mean(x).as_dict() for name, x in measured.items()},
+    }
 
-    settings = flatten(read_record(run.config).get("workflow") or {})
-    return str(
-        sorted(
-            {
-                str(v)
-                for k, v in settings.items()
-                if k.rsplit(".", 1)[-1] in SEEDS and not k.startswith("eval.")
-            }
-        )
-    )
+
+def _chain_row(chain: Chain, scores: Scores) -> dict[str, Any]:
+    figures = _figures(chain, list(chain.lines), scores)
+    return {
+        "name": chain.name,
+        "steps": [step.name for step in chain.steps],
+        "seeds": len(chain.lines),
+        **{k: stats.mean_over(list(v.values())).as_dict() if v else None for k, v in figures.items()},
+    }
+
+
+def _seed_key(run: RunDir) -> str:
+    """Return the training seeds of a run with any stages; runs of two chains with equal seeds form a pair."""
+    return str(sorted({str(seed) for seed in training_seeds(split_seeds(run)[1]).values()}))
 
 
 def _steps(runs: list[RunDir]) -> list[Step]:
-    """Group runs by their settings and by what they build on.
+    """Group runs by their settings and by the runs that they build on.
 
     Raises:
         UsageError: A run builds on itself.
     """
-    from opdcl.config.identity import WITHOUT_MEANING
-    from opdcl.results.arms import IGNORED, SEEDS, common_name
-
     by_path = {run.path.resolve(): run for run in runs}
 
-    def key(run: RunDir, after: tuple[Path, ...] = ()) -> str:
-        here = run.path.resolve()
-        if here in after:
+    def key(run: RunDir, descendants: tuple[Path, ...] = ()) -> str:
+        path = run.path.resolve()
+        if path in descendants:
             raise UsageError(f"{run.path} builds on itself", "name another run as its start or teacher")
-        workflow = read_record(run.config).get("workflow") or {}
-        settings = flatten({k: v for k, v in workflow.items() if k not in {*IGNORED, "start"}})
-        kept = {
-            k: v
-            for k, v in settings.items()
-            if k.rsplit(".", 1)[-1] not in {*SEEDS, *WITHOUT_MEANING, "adapter"}
+        settings, _ = split_seeds(run)
+        own = {k: v for k, v in settings.items() if k != "start" and k.rsplit(".", 1)[-1] != "adapter"}
+        parents = {
+            name: key(by_path[parent], (*descendants, path)) if parent in by_path else str(parent)
+            for name, parent in {"start": _start(run), **_teachers(run)}.items()
+            if parent
         }
-        places = {"start": _start(run), **_teachers(run)}
-        return json.dumps(
-            [
-                kept,
-                {
-                    n: key(by_path[p], (*after, here)) if p in by_path else str(p)
-                    for n, p in places.items()
-                    if p
-                },
-            ],
-            sort_keys=True,
-        )
+        return as_key([own, parents])
 
-    alike: dict[str, list[RunDir]] = {}
-    for run in runs:
-        alike.setdefault(key(run), []).append(run)
-    groups: list[list[RunDir]] = []
-    for group in alike.values():
-        # The same seeds twice are one result seen twice.
-        groups += (
-            [sorted(group, key=_seeds)]
-            if len({_seeds(run) for run in group}) == len(group)
-            else [[run] for run in group]
-        )
-    names = [common_name(group) for group in groups]
-    return [
-        Step(name if name and names.count(name) == 1 else str(group[0].path), group)
-        for name, group in zip(names, groups, strict=True)
-    ]
+    groups = pool(runs, [key(run) for run in runs], [_seed_key(run) for run in runs])
+    return [Step(name, group) for name, group in groups.items()]
 
 
 def _chains(steps: list[Step]) -> list[Chain]:
-    """Return every chain from a first step to one that no other starts from, of two steps at least."""
+    """Return every chain of at least two steps, from a first step to one that no other starts from."""
     step_of = {run.path.resolve(): step for step in steps for run in step.runs}
     by_path = {run.path.resolve(): run for step in steps for run in step.runs}
     starts = {_start(run) for run in by_path.values()}
-    found: dict[tuple[int, ...], Chain] = {}
-    for place, run in by_path.items():
-        if place in starts:
+    chains: dict[tuple[int, ...], Chain] = {}
+    for path, run in by_path.items():
+        if path in starts:
             continue
         line = [run]
-        while (before := _start(line[0])) in by_path:
-            line.insert(0, by_path[before])
+        while (start := _start(line[0])) in by_path:
+            line.insert(0, by_path[start])
         chain = [step_of[r.path.resolve()] for r in line]
         if len(chain) > 1:
-            found.setdefault(tuple(map(id, chain)), Chain(chain, {})).lines[_seeds(run)] = line
-    return list(found.values())
+            chains.setdefault(tuple(map(id, chain)), Chain(chain, {})).lines[_seed_key(run)] = line
+    return list(chains.values())
 
 
-def _name(chain: Chain) -> str:
-    return " \N{RIGHTWARDS ARROW} ".join(step.name for step in chain.steps)
-
-
-def _summarise(chain: Chain, seeds: Sequence[str], results: Results) -> dict[str, dict[str, np.ndarray]]:
-    """Return what average, forgetting and backward transfer are the mean of: suite -> `(seeds, N)`; empty where not measured."""
-    *earlier, last = (chain.at(i, seeds) for i in range(len(chain.steps)))
-    learned = {step.learned: i for i, step in enumerate(chain.steps) if step.learned}
-    counted = [n for n, s in results.suites.items() if s.role == "retention" or n in learned]
-    ends = {n: x for n in counted if (x := results.scores(last, n)) is not None}
-    falls, moves = {}, {}
+def _figures(chain: Chain, seeds: Sequence[str], scores: Scores) -> dict[str, dict[str, np.ndarray]]:
+    """Return figure -> suite -> `(seeds, N)` values whose mean is the figure; empty if not measured."""
+    *earlier, last = ([chain.lines[seed][i] for seed in seeds] for i in range(len(chain.steps)))
+    learned_at = {step.learned: i for i, step in enumerate(chain.steps) if step.learned}
+    suites = [n for n, s in scores.suites.items() if s.role == "retention" or n in learned_at]
+    ends = {n: x for n in suites if (x := scores.of(last, n)) is not None}
+    forgetting, transfer = {}, {}
     for name, end in ends.items():
-        reached = [results.scores(runs, name) for runs in earlier[learned.get(name, 0) :]]
-        if name not in learned:
-            reached.insert(0, results.scores(last, name, base=True))
-        if reached and all(x is not None for x in reached):
-            falls[name] = max(reached, key=lambda x: x.mean()) - end
-            if name in learned:
-                moves[name] = end - reached[0]
-    return {
-        "average": ends if len(ends) == len(counted) else {},
-        "forgetting": falls,
-        "backward_transfer": moves,
-    }
+        before = [scores.of(runs, name) for runs in earlier[learned_at.get(name, 0) :]]
+        if name not in learned_at:
+            before.insert(0, scores.of(last, name, base=True))
+        measured = [x for x in before if x is not None]
+        if before and len(measured) == len(before):
+            forgetting[name] = max(measured, key=lambda x: x.mean()) - end
+            if name in learned_at:
+                transfer[name] = end - measured[0]
+    average = ends if len(ends) == len(suites) else {}
+    return {"average": average, "forgetting": forgetting, "backward_transfer": transfer}
 
 
-def _difference(one: Chain, other: Chain, results: Results) -> dict[str, Any] | None:
-    """Return how two chains that learned the same differ, paired by prompt and seed."""
-    from opdcl.results import stats
-
+def _difference(one: Chain, other: Chain, scores: Scores) -> dict[str, Any] | None:
+    """Return the differences between two chains that learned the same domains, paired by prompt and seed."""
     seeds = [seed for seed in one.lines if seed in other.lines]
     if [s.learned for s in one.steps] != [s.learned for s in other.steps] or not seeds:
         return None
-    mine, theirs = (_summarise(chain, seeds, results) for chain in (one, other))
-    found: dict[str, Any] = {"of": _name(one), "against": _name(other), "seeds": len(seeds)}
+    a, b = (_figures(chain, seeds, scores) for chain in (one, other))
+    row: dict[str, Any] = {"of": one.name, "against": other.name, "seeds": len(seeds)}
     for figure in ("average", "forgetting"):
-        alike = mine[figure].keys() == theirs[figure].keys() and mine[figure]
-        found[figure] = (
-            stats.mean_over([x - theirs[figure][n] for n, x in mine[figure].items()]).as_dict()
-            if alike
-            else None
-        )
-    return found
+        comparable = a[figure] and a[figure].keys() == b[figure].keys()
+        changes = [x - b[figure][name] for name, x in a[figure].items()] if comparable else []
+        row[figure] = stats.mean_over(changes).as_dict() if changes else None
+    return row
 
 
-def _kept(step: Step, steps: list[Step], results: Results) -> list[dict[str, Any]]:
-    """Return, for each adapter that taught a step, how much of its gain over base the step has, each seed by its own teacher."""
-    from opdcl.results import stats
-
+def _kept_rows(step: Step, steps: list[Step], scores: Scores) -> list[dict[str, Any]]:
+    """Return the share of each teacher's gain over base that a step has; each seed has its own teacher."""
     owner = {run.path.resolve(): (other, run) for other in steps for run in other.runs}
-    found = []
+    rows = []
     for name in _teachers(step.runs[0]):
-        pairs = [(run, *owner[place]) for run in step.runs if (place := _teachers(run).get(name)) in owner]
-        suite = pairs[0][1].learned if pairs else None
-        if suite is None or len(pairs) < len(step.runs):
+        owners = [owner[path] for run in step.runs if (path := _teachers(run).get(name)) in owner]
+        suite = owners[0][0].learned if owners else None
+        if suite is None or len(owners) < len(step.runs):
             continue
-        mine, theirs = [run for run, _, _ in pairs], [teacher for _, _, teacher in pairs]
-        three = (
-            results.scores(mine, suite, base=True),
-            results.scores(theirs, suite),
-            results.scores(mine, suite),
-        )
-        if all(x is not None for x in three):
-            kept = stats.domain_retention(*three)
-            found.append(
-                {"step": step.name, "teacher": name, "suite": suite, "kept": kept and kept.as_dict()}
-            )
-    return found
+        base, taught = scores.of(step.runs, suite, base=True), scores.of(step.runs, suite)
+        teacher = scores.of([run for _, run in owners], suite)
+        if base is not None and teacher is not None and taught is not None:
+            kept = stats.domain_retention(base, teacher, taught)
+            rows.append({"step": step.name, "teacher": name, "suite": suite, "kept": kept and kept.as_dict()})
+    return rows
 
 
-def _notes(steps: list[Step], chains: list[Chain], results: Results) -> list[str]:
-    notes = results.unlike + [
-        f"{step.name} is not measured on {', '.join(missing)}."
-        for step in steps
-        if (missing := [name for name in results.suites if results.scores(step.runs, name) is None])
-    ]
+def _notes(steps: list[Step], chains: list[Chain], scores: Scores) -> list[str]:
+    notes = list(scores.notes)
+    for step in steps:
+        if missing := [name for name in scores.suites if scores.of(step.runs, name) is None]:
+            notes.append(f"{step.name} is not measured on {', '.join(missing)}.")
     for chain in chains:
-        if left := max(len(step.runs) for step in chain.steps) - len(chain.lines):
+        if behind := max(len(step.runs) for step in chain.steps) - len(chain.lines):
+            have, are = ("seeds have", "are") if behind > 1 else ("seed has", "is")
             notes.append(
-                f"{_name(chain)}: {left} seed{'s have' if left > 1 else ' has'} not reached the last step, and so no part in the chain."
+                f"{chain.name}: {behind} {have} not reached the last step and {are} left out of the chain."
             )
-    return notes + notes_on_seeds(
-        {len(chain.lines) for chain in chains} or {len(step.runs) for step in steps}
-    )
-
-
-def view(found: dict[str, Any]) -> View:
-    """Return how steps that build on one another are shown."""
-    lead = f"{', '.join(step['name'] for step in found['steps'])}: steps that build on one another, measured on {measured_on(found)}."
-    figure = Figure(
-        "From step to step",
-        "steps",
-        "Each suite after each step. Bars are 95 % intervals; a line that falls is forgetting.",
-    )
-    return View(lead, _tables(found), [], figure)
-
-
-def _tables(found: dict[str, Any]) -> list[Table]:
-    """Return the matrix, the chains with their differences, and what is kept of each teacher."""
-    names = list(found["suites"])
-    rows = [["base", *(score_cell(found["base"].get(n)) for n in names)]]
-    rows += [
-        [
-            f"{s['name']}\n{s['seeds']} seed{'s' * (s['seeds'] > 1)}",
-            *(score_cell(s["scores"].get(n)) for n in names),
-        ]
-        for s in found["steps"]
-    ]
-    caption = "What the model scores after each step. Brackets are 95 % intervals: a bootstrap over prompts, and over seeds where there are several."
-    shown = [
-        Table(
-            "After each step", ["step", *(f"{n}\n{found['suites'][n]['role']}" for n in names)], rows, caption
-        )
-    ]
-    if found["chains"]:
-        rows = [
-            [c["name"], *(score_cell(c[k]) for k in ("average", "forgetting", "backward_transfer"))]
-            for c in found["chains"]
-        ]
-        rows += [
-            [f"{d['of']}\nminus {d['against']}", points_cell(d["average"]), points_cell(d["forgetting"]), ""]
-            for d in found["differences"]
-        ]
-        caption = (
-            "Average: all suites at the end. Forgetting: how far they lie below the best reached before the last step, "
-            "base's retention included. Backward transfer: how far earlier domains have moved since they were learned. "
-            "Differences are in points, paired by prompt and seed."
-        )
-        shown.append(Table("Chains", ["chain", "average", "forgetting", "backward transfer"], rows, caption))
-    if found["kept"]:
-        rows = [
-            [
-                k["step"],
-                k["teacher"],
-                k["suite"],
-                interval(k["kept"]).replace(" [", "\n[", 1) if k["kept"] else "",
-            ]
-            for k in found["kept"]
-        ]
-        caption = "The share of a teacher's gain over base that the step has, on the suite that the teacher learned."
-        shown.append(Table("Kept of each teacher", ["step", "teacher", "suite", "kept"], rows, caption))
-    return shown
+    return notes + seed_notes({len(c.lines) for c in chains} or {len(step.runs) for step in steps})

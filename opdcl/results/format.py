@@ -1,4 +1,4 @@
-"""Numbers and foreign text as they are shown: formatted the same everywhere, and unable to do harm."""
+"""Format numbers, and make text from outside harmless, the same way everywhere."""
 
 from __future__ import annotations
 
@@ -23,8 +23,18 @@ def span(estimate: dict) -> str:
     return f"[{100 * estimate['low']:.1f}, {100 * estimate['high']:.1f}]"
 
 
+def points(change: float) -> str:
+    """Format a difference of fractions in percentage points, with its sign, as `+4.2`."""
+    return f"{100 * change:+.1f}"
+
+
+def nats(kl: float | None) -> str:
+    """Format a KL divergence in nats; an en dash for a stream that was not trained."""
+    return "\N{EN DASH}" if kl is None else f"{kl:.3f}"
+
+
 def cut(text: str, limit: int) -> str:
-    """Shorten `text` at a space near `limit` and say how much is gone."""
+    """Shorten `text` at a space near `limit`, and say how many characters are left out."""
     if len(text) <= limit * 1.1:
         return text
     end = max(text.rfind(" ", 0, limit), text.rfind("\n", 0, limit))
@@ -33,31 +43,31 @@ def cut(text: str, limit: int) -> str:
 
 
 def markdown(text: str) -> str:
-    """Escape `text` so that Markdown shows it on one line and renders none of it."""
+    """Escape `text` so that Markdown shows it literally, on one line."""
     return re.sub(r"([\\`*_<>|~#$&!]|\](?=[(\[:]))", r"\\\1", " ".join(harmless(text).split()))
 
 
 def code(text: str) -> str:
-    """Return `text` as a Markdown code span that its own backticks and pipes cannot leave."""
+    """Return `text` as a Markdown code span that its own backticks and pipes cannot close."""
     line = " ".join(harmless(str(text)).split()).replace("|", "¦") or " "
     marks = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
     return f"{marks} {line} {marks}" if "`" in line else f"{marks}{line}{marks}"
 
 
 def fence(text: str) -> str:
-    """Return `text` as a Markdown block that its own fences cannot leave."""
+    """Return `text` as a fenced Markdown block that its own fences cannot close."""
     text = harmless(text)
     marks = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{marks}text\n{text}\n{marks}"
 
 
-def yaml(text: str) -> str:
-    """Return `text` as a double-quoted YAML scalar."""
+def quoted(text: str) -> str:
+    """Return `text` as a double-quoted Python string."""
     return json.dumps(harmless(str(text)), ensure_ascii=False)
 
 
 def score(value: float) -> str:
-    """Format a metric: a fraction as percent, anything else (a length, a count) as it is."""
+    """Format a metric: a fraction in percent, any other number (a length, a count) as it is."""
     return percent(value) if 0 <= value <= 1 else f"{value:,.1f}"
 
 

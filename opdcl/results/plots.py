@@ -1,4 +1,4 @@
-"""The report's plots as inline SVG: numbers in, text out. Colours are CSS variables, so light and dark both work."""
+"""Plot reports and comparisons as inline SVG. Colours are CSS variables, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -16,22 +16,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Matplotlib wants real colours: each of these stands for the CSS variable it is replaced by in the finished SVG.
-PAINT = {
-    name: f"#{10 + i:02x}fe{60 + i:02x}"
-    for i, name in enumerate(
-        ("ink", "muted", "rule", "paper", "base", "tuned", "recovered", "general", "domain")
-    )
-}
+# Matplotlib needs real colours. Each stands for one CSS variable, which replaces it in the finished SVG.
+VARIABLES = ("ink", "muted", "rule", "paper", "base", "tuned", "recovered", "general", "domain")
+PAINT = {name: f"#{10 + i:02x}fe{60 + i:02x}" for i, name in enumerate(VARIABLES)}
 
 SHAPES = {"base": "s", "tuned": "v", "recovered": "o"}
 
-# The arms of a comparison; the numbers of shapes and of colours have no common factor, so 28 arms look different.
+# For the arms of a comparison: 7 shapes and 4 colours have no common factor, so 28 arms look different.
 ARM_SHAPES = "oD^PX*p"
 
 ARM_COLOURS = ("recovered", "domain", "general", "ink")
 
-# Small on purpose: 324 points wide, so that 9-point text stays readable on a telephone.
+# 324 points wide, so that 9-point text stays readable on a phone.
 WIDTH, HEIGHT = 4.5, 3.3
 
 
@@ -44,28 +40,18 @@ def _figure(rows: int = 1, height: float = HEIGHT) -> Iterator[tuple[Figure, lis
         "svg.fonttype": "none",
         "svg.hashsalt": "opdcl",
         "font.size": 9,
-        "axes.edgecolor": PAINT["rule"],
-        "axes.labelcolor": PAINT["muted"],
-        "axes.titlecolor": PAINT["ink"],
         "axes.titlesize": 9,
         "axes.titlelocation": "left",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.spines.left": False,
-        "axes.grid": True,
         "axes.grid.axis": "y",
-        "axes.axisbelow": True,
-        "grid.color": PAINT["rule"],
         "grid.linewidth": 0.6,
-        "text.color": PAINT["ink"],
-        "xtick.color": PAINT["rule"],
-        "xtick.labelcolor": PAINT["muted"],
-        "ytick.labelcolor": PAINT["muted"],
-        "ytick.left": False,
         "lines.linewidth": 1.6,
         "lines.solid_capstyle": "round",
-        "figure.facecolor": "none",
-        "axes.facecolor": "none",
+        **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.spines.left", "ytick.left"), False),
+        **dict.fromkeys(("axes.titlecolor", "text.color"), PAINT["ink"]),
+        **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color"), PAINT["rule"]),
+        **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), PAINT["muted"]),
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
     }
     with mpl.rc_context(style):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -76,7 +62,7 @@ def _svg(figure: Figure, name: str, description: str) -> str:
     """Render as an `<svg>` element for HTML: no metadata, no namespace URLs, ids that no other plot uses."""
     out = io.StringIO()
     with warnings.catch_warnings():
-        # Matplotlib only measures the text; the browser draws it, with a font that has the glyph.
+        # Matplotlib only measures the text; the browser draws it, in a font that has the glyph.
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = out.getvalue()
@@ -86,7 +72,7 @@ def _svg(figure: Figure, name: str, description: str) -> str:
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
     for variable, colour in PAINT.items():
         svg = svg.replace(colour, f"var(--{variable})")
-    # The page's own typeface; it is narrower than the one that matplotlib measured, so nothing collides.
+    # The page's own font is narrower than the one that matplotlib measured, so nothing collides.
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
     return svg.replace("<svg", f'<svg role="img" aria-label="{description}"', 1)
 
@@ -99,7 +85,7 @@ def _whole_steps(axes: Axes) -> None:
 
 
 def finetune_loss(rows: list[dict]) -> str | None:
-    """Plot the fine-tune's loss over optimizer steps; None where there are fewer than two points."""
+    """Plot the fine-tune's loss over optimizer steps; None with fewer than two points."""
     points = [(r["step"], r["loss"]) for r in rows if "step" in r and r.get("loss") is not None]
     if len(points) < 2:
         return None
@@ -116,11 +102,11 @@ def finetune_loss(rows: list[dict]) -> str | None:
 
 
 def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> str | None:
-    """Plot KL(student, teacher) per stream, one panel each: faint in training, strong on held-out prompts.
+    """Plot KL(student, teacher) per stream, one panel each: faint for training, strong for held-out prompts.
 
     Args:
         rows: The stage's metrics.
-        teachers: What to call the teacher of each stream.
+        teachers: Stream -> name of its teacher.
     """
     training = [r for r in rows if r.get("stream") and r.get("kl") is not None]
     held_out = [r for r in rows if r.get("validation")]
@@ -131,27 +117,16 @@ def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> str | None:
         for axes, (stream, teacher) in zip(panels, teachers.items(), strict=True):
             colour = PAINT[stream]
             seen = [(r["step"], r["kl"]) for r in training if r["stream"] == stream]
-            checked = [
-                (r["step"], r["validation"][f"{stream}_kl"])
-                for r in held_out
-                if r["validation"].get(f"{stream}_kl") is not None
-            ]
+            values = ((r["step"], r["validation"].get(f"{stream}_kl")) for r in held_out)
+            checked = [(step, value) for step, value in values if value is not None]
             axes.plot(*_columns(seen), color=colour, alpha=0.35, linewidth=1.1, marker=".", markersize=4)
             axes.plot(*_columns(checked), color=colour, marker="o", markersize=4)
             for step, value in checked:
                 if step == best:
                     axes.plot(step, value, "o", markersize=10, markerfacecolor="none", color=PAINT["ink"])
             if checked:
-                step, value = checked[-1]
-                _label(
-                    axes,
-                    f"held-out {value:.2f}",
-                    (step, value),
-                    (0, 9),
-                    ha="right",
-                    va="bottom",
-                    color=colour,
-                )
+                text = f"held-out {checked[-1][1]:.2f}"
+                _label(axes, text, checked[-1], (0, 9), ha="right", va="bottom", color=colour)
             top = max((v for _, v in seen + checked), default=0.0) or 1.0
             axes.set_ylim(-0.04 * top, 1.12 * top)
             axes.set_title(f"{stream.capitalize()} prompts, teacher {teacher}: KL in nats per token")
@@ -173,25 +148,21 @@ def tradeoff(summary: dict[str, Any]) -> str | None:
         axes.grid(True, axis="both")
         centres = {s: [100 * e["value"] for e in both] for s, both in points.items()}
         for start, end in zip(list(centres)[:-1], list(centres)[1:], strict=True):
-            axes.annotate(
-                "",
-                centres[end],
-                centres[start],
-                arrowprops={
-                    "arrowstyle": "->",
-                    "color": PAINT["muted"],
-                    "linewidth": 0.8,
-                    "shrinkA": 7,
-                    "shrinkB": 7,
-                },
-            )
+            arrow = {
+                "arrowstyle": "->",
+                "color": PAINT["muted"],
+                "linewidth": 0.8,
+                "shrinkA": 7,
+                "shrinkB": 7,
+            }
+            axes.annotate("", centres[end], centres[start], arrowprops=arrow)
         for state, (x, y) in points.items():
             _cross(axes, x, y, fmt=SHAPES[state], color=PAINT[state])
         axes.margins(0.16)
         left, right = axes.get_xlim()
         lowest = min(centres, key=lambda state: centres[state][1])
         for state, (x, y) in centres.items():
-            # Towards the middle in x, so that no label leaves the plot; away from the arrows in y.
+            # Labels point to the middle in x, to stay inside the plot, and away from the arrows in y.
             side, ha = (-7, "right") if x > left + 0.6 * (right - left) else (7, "left")
             above, va = (-6, "top") if state == lowest else (6, "bottom")
             _label(axes, state, (x, y), (side, above), ha=ha, va=va, color=PAINT[state])
@@ -201,29 +172,26 @@ def tradeoff(summary: dict[str, Any]) -> str | None:
         return _svg(figure, "tradeoff", f"Retention against domain: {text}")
 
 
-def frontier(found: dict[str, Any]) -> str | None:
-    """Plot domain (x) against retention (y) of a comparison's base, tuned and arms, and the alpha-curve; None below two points."""
-    names = [found["headline"][role] for role in ("domain", "retention")]
-    rows = [row for row in (*found["references"], *found["arms"]) if row["domain"] and row["retention"]]
+def frontier(comparison: dict[str, Any]) -> str | None:
+    """Plot domain (x) against retention (y) of references, arms and alpha-curve; None below two points."""
+    names = [comparison["headline"][role] for role in ("domain", "retention")]
+    rows = [r for r in (*comparison["references"], *comparison["arms"]) if r["domain"] and r["retention"]]
     if None in names or len(rows) < 2:
         return None
-    # A legend leaves out what begins with an underscore.
+    # A legend omits labels that begin with an underscore.
     labels = [_plain(row["name"]).lstrip("_") for row in rows]
     columns = 2 if max(map(len, labels)) <= 20 else 1
-    arms = zip(itertools.cycle(ARM_SHAPES), itertools.cycle(ARM_COLOURS), strict=True)
-    curve = found["alpha_curve"]
-    lines = (
-        {"alpha-curve": ("-", curve), "its mixtures": ("--", [p for p in curve if p["edge"]])}
-        if curve
-        else {}
-    )
+    styles = _arm_styles()
+    curve = comparison["alpha_curve"]
+    edge = [point for point in curve if point["edge"]]
+    lines = {"alpha-curve": ("-", curve), "its mixtures": ("--", edge)} if curve else {}
     with _figure(height=HEIGHT + 0.2 * -(-(len(rows) + len(lines)) // columns)) as (figure, (axes,)):
         axes.grid(True, axis="both")
         for name, (line, points) in lines.items():
-            places = [(100 * point["domain"], 100 * point["retention"]) for point in points]
-            axes.plot(*_columns(places), color=PAINT["muted"], linestyle=line, linewidth=0.9, label=name)
+            centres = [(100 * point["domain"], 100 * point["retention"]) for point in points]
+            axes.plot(*_columns(centres), color=PAINT["muted"], linestyle=line, linewidth=0.9, label=name)
         for row, label in zip(rows, labels, strict=True):
-            shape, colour = (SHAPES[row["state"]], row["state"]) if "state" in row else next(arms)
+            shape, colour = (SHAPES[row["state"]], row["state"]) if "state" in row else next(styles)
             colour = "muted" if row.get("method") == "interpolate" else colour
             _cross(axes, row["domain"], row["retention"], fmt=shape, color=PAINT[colour], label=label)
         axes.margins(0.08)
@@ -237,63 +205,52 @@ def frontier(found: dict[str, Any]) -> str | None:
         return _svg(figure, "frontier", escape(f"Retention against domain: {text}"))
 
 
-def steps(found: dict[str, Any]) -> str | None:
-    """Plot every suite from base through the steps of each chain, one panel each; None without chains."""
-    scores = {step["name"]: step["scores"] for step in found["steps"]}
-    suites = [n for n in found["suites"] if n in found["base"]]
-    if not found["chains"] or not suites:
+def steps(comparison: dict[str, Any]) -> str | None:
+    """Plot each suite from base through the steps of each chain, in its own panel; None without chains."""
+    scores = {step["name"]: step["scores"] for step in comparison["steps"]}
+    base, chains = comparison["base"], comparison["chains"]
+    suites = [name for name in comparison["suites"] if name in base]
+    if not chains or not suites:
         return None
-    longest = max(len(chain["steps"]) for chain in found["chains"])
-    with _figure(rows=len(suites), height=0.55 * HEIGHT * len(suites) + 0.25 * len(found["chains"])) as (
-        figure,
-        panels,
-    ):
+    height = 0.55 * HEIGHT * len(suites) + 0.25 * len(chains)
+    with _figure(rows=len(suites), height=height) as (figure, panels):
         for axes, suite in zip(panels, suites, strict=True):
-            for i, (chain, shape, colour) in enumerate(
-                zip(found["chains"], itertools.cycle(ARM_SHAPES), itertools.cycle(ARM_COLOURS), strict=False)
-            ):
-                points = [(0, found["base"][suite])] + [
-                    (x, scores[n][suite]) for x, n in enumerate(chain["steps"], 1) if suite in scores[n]
-                ]
-                xs = [x + 0.06 * i for x, _ in points]
-                ys, lows, highs = ([100 * e[k] for _, e in points] for k in ("value", "low", "high"))
-                bars = [
-                    [y - low for y, low in zip(ys, lows, strict=True)],
-                    [high - y for y, high in zip(ys, highs, strict=True)],
-                ]
-                axes.errorbar(
-                    xs,
-                    ys,
-                    yerr=bars,
-                    fmt=f"{shape}-",
-                    color=PAINT[colour],
-                    markersize=5,
-                    linewidth=1.2,
-                    label=_plain(chain["steps"][-1]).lstrip("_"),
-                )
+            for i, (chain, (shape, colour)) in enumerate(zip(chains, _arm_styles(), strict=False)):
+                measured = [(x, scores[n]) for x, n in enumerate(chain["steps"], 1) if suite in scores[n]]
+                # Chains are shifted a little, so that their bars do not cover one another.
+                xs = [x + 0.06 * i for x in (0, *(x for x, _ in measured))]
+                ys, bars = _bars([base[suite], *(step[suite] for _, step in measured)])
+                style = {"fmt": f"{shape}-", "color": PAINT[colour], "markersize": 5, "linewidth": 1.2}
+                axes.errorbar(xs, ys, yerr=bars, label=_plain(chain["steps"][-1]).lstrip("_"), **style)
             axes.set_title(f"{_plain(suite)} (%)")
             axes.set_ylim(bottom=0)
+        longest = max(len(chain["steps"]) for chain in chains)
         panels[-1].set_xticks(range(longest + 1), ["base", *(f"step {i}" for i in range(1, longest + 1))])
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower left", ncols=1, frameon=False)
         return _svg(figure, "steps", "Score of every suite after each step")
 
 
+def _arm_styles() -> Iterator[tuple[str, str]]:
+    """Yield a shape and a colour for each arm."""
+    return zip(itertools.cycle(ARM_SHAPES), itertools.cycle(ARM_COLOURS), strict=True)
+
+
+def _bars(estimates: list[dict[str, float]]) -> tuple[list[float], list[list[float]]]:
+    """Return values and lengths of the error bars below and above them, in percent."""
+    below = [100 * (e["value"] - e["low"]) for e in estimates]
+    above = [100 * (e["high"] - e["value"]) for e in estimates]
+    return [100 * e["value"] for e in estimates], [below, above]
+
+
 def _cross(axes: Axes, x: dict[str, float], y: dict[str, float], **style: Any) -> None:
     """Mark the point of two estimates, in percent, with both intervals."""
-    axes.errorbar(
-        100 * x["value"],
-        100 * y["value"],
-        xerr=[[100 * (x["value"] - x["low"])], [100 * (x["high"] - x["value"])]],
-        yerr=[[100 * (y["value"] - y["low"])], [100 * (y["high"] - y["value"])]],
-        markersize=7,
-        linewidth=1.2,
-        **style,
-    )
+    (xs, xerr), (ys, yerr) = _bars([x]), _bars([y])
+    axes.errorbar(xs, ys, xerr=xerr, yerr=yerr, markersize=7, linewidth=1.2, **style)
 
 
 def _plain(name: str) -> str:
-    """Return a suite's name without `$`, which would start a formula, or characters that fonts and XML lack."""
+    """Return a name without `$`, which would start a formula, or characters that fonts or XML lack."""
     return "".join(c for c in name if c.isprintable() and c not in "$\\")[:40]
 
 

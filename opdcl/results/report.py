@@ -1,30 +1,18 @@
-"""The report: run directory -> numbers -> report.md, report.html and the model card. It loads no model.
+"""Write the report: run directory -> report.md, report.html and the model card. No model is loaded.
 
 opdcl report runs/quickstart
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl.hub import HUB_IDS
-from opdcl.results.format import (
-    clock,
-    code,
-    cut,
-    fence,
-    interval,
-    markdown,
-    memory,
-    percent,
-    score,
-    span,
-    yaml,
-)
-from opdcl.results.scores import STATES, Suite, load_suites, read_record, section
-from opdcl.results.summary import summarise, summarise_suites
+from opdcl.results import format
+from opdcl.results.samples import pick_samples
+from opdcl.results.scores import STATES, Suite, headline_of, load_suites, read_record, section
+from opdcl.results.summary import summarise
 from opdcl.results.verdict import why_no_domain_retention, why_no_recovery
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.rundir.layout import RunDir
@@ -33,154 +21,114 @@ from opdcl.sanitize import harmless
 if TYPE_CHECKING:
     import jinja2
 
-
-__all__ = ["harmless", "summarise", "write"]
-
-SAMPLES_PER_GROUP = 4
-
-LONGEST_PROMPT, LONGEST_ANSWER = 900, 700
+__all__ = ["card", "environment", "summarise", "write"]
 
 
-def pick_samples(suite: Suite | None) -> list[dict[str, Any]]:
-    """Pick prompts whose pass or fail the fine-tune changed, lowest numbers first, by what recovery made of them."""
-    if suite is None or not {"base", "tuned"} <= set(suite.rows):
-        return []
-    share = {state: [sum(p) / max(len(p), 1) for p in suite.parts(state)] for state in suite.rows}
-    whole = 1.0 if any(len(p) != 1 for p in suite.parts("base")) else 0.5
-    passed = {state: [s >= whole for s in shares] for state, shares in share.items()}
-    lost = suite.role == "retention"
-    changed = [
-        i
-        for i, (b, t) in enumerate(zip(passed["base"], passed["tuned"], strict=True))
-        if b == lost and t != b
-    ]
-    verb = "Lost by the fine-tune" if lost else "Learned by the fine-tune"
-    if "recovered" not in suite.rows:
-        groups = [(verb, changed)]
-    else:
-        after = passed["recovered"]
-        good, bad = ("back after recovery", "not back") if lost else ("kept by recovery", "lost again")
-        groups = [
-            (f"{verb}, {good}", [i for i in changed if after[i]]),
-            (f"{verb}, {bad}", [i for i in changed if not after[i]]),
-        ]
-
-    def answer(state: str, i: int) -> dict[str, Any]:
-        one = share[state][i]
-        mark = ("pass" if passed[state][i] else "fail") if one in (0, 1) else f"{100 * one:.0f} %"
-        text = cut(str(suite.rows[state][i].get("response") or ""), LONGEST_ANSWER)
-        return {"state": state, "text": text, "passed": passed[state][i], "mark": mark}
-
-    def sample(i: int) -> dict[str, Any]:
-        row = suite.rows["base"][i]
-        line = " ".join(str(row["prompt"]).split())
-        return {
-            "number": row["doc_id"],
-            "head": line if len(line) <= 90 else f"{line[:90]}…",
-            "prompt": cut(str(row["prompt"]), LONGEST_PROMPT),
-            "target": cut(str(row["target"]), LONGEST_ANSWER) if row.get("target") else None,
-            "answers": [answer(state, i) for state in suite.rows],
-        }
-
-    return [
-        {
-            "title": title,
-            "count": len(found),
-            "of": len(changed),
-            "samples": [sample(i) for i in found[:SAMPLES_PER_GROUP]],
-        }
-        for title, found in groups
-    ]
-
-
-def write(run: RunDir) -> list[Path]:
+def write(run: RunDir, summary: dict[str, Any] | None = None) -> list[Path]:
     """Write `report.md`, `report.html` and the model card `README.md` into the run; return their paths.
 
-    The same run gives the same bytes: nothing in them depends on when or where they are written.
+    The same run gives the same bytes: nothing depends on the time or place of writing.
+
+    Args:
+        run: The run.
+        summary: Its summary, if it is computed already.
     """
     from markupsafe import Markup
 
     from opdcl.results import plots
 
     suites = load_suites(run)
-    summary = summarise_suites(run, suites)
-    context = _context(run, summary, suites)
+    context = _context(run, summary or summarise(run, suites), suites)
     figures = {
-        "loss": plots.finetune_loss(_rows(run, "finetune")),
-        "kl": plots.recovery_kl(_rows(run, "recover"), _teachers(run)),
-        "tradeoff": plots.tradeoff(summary),
+        "loss": plots.finetune_loss(_metrics(run, "finetune")),
+        "kl": plots.recovery_kl(_metrics(run, "recover"), _teachers(run)),
+        "tradeoff": plots.tradeoff(context["summary"]),
     }
-
-    html, text = environment(harmless, escape=True), environment(markdown, escape=False)
-    files = {
-        "report.md": text.get_template("report.md.j2").render(context),
-        "report.html": html.get_template("report.html.j2").render(
-            context | {"figures": {name: svg and Markup(svg) for name, svg in figures.items()}}
-        ),
-        "README.md": text.get_template("card.md.j2").render(context),
+    pages = {
+        "report.md": environment("md").get_template("report.md.j2").render(context),
+        "report.html": environment("html")
+        .get_template("report.html.j2")
+        .render(context, figures={name: svg and Markup(svg) for name, svg in figures.items()}),
+        "README.md": _render_card(context, context["base_model"], context["base"]["license"], []),
     }
-    for name, content in files.items():
+    for name, content in pages.items():
         write_atomic(run.path / name, content)
-    return [run.path / name for name in files]
+    return [run.path / name for name in pages]
 
 
 def card(run: RunDir, state: str, base: str, place: str, license: str | None, datasets: list[str]) -> str:
-    """Return the model card of one adapter as the hub is to show it.
+    """Return the model card of one adapter for the Hugging Face Hub.
 
     Args:
-        run: The run that made it.
-        state: Whose adapter it is: its results are the card's.
-        base: The base's hub id.
-        place: The hub id under which the adapter will be.
+        run: The run that made the adapter.
+        state: The state whose adapter and results the card describes.
+        base: The base's Hub id.
+        place: The Hub id of the adapter.
         license: Its licence, if known.
-        datasets: Hub ids of what it learned from.
+        datasets: Hub ids of the training data.
     """
     suites = load_suites(run)
-    context = _context(run, summarise_suites(run, suites), suites)
-    # Of its machine and places a public card says no more than the run's own does; its command may name private files.
+    context = _context(run, summarise(run, suites), suites)
+    # The command and the paths may name private files, so a public card leaves them out.
     facts = {
         name: value
         for name, value in context["facts"].items()
         if name not in ("command", "base") and not name.startswith("adapter ")
     }
-    changed = {
-        "card_state": state,
-        "base_model": base,
-        "adapter_path": place,
-        "datasets": datasets,
-        "facts": facts,
-    }
-    return (
-        environment(markdown, escape=False)
-        .get_template("card.md.j2")
-        .render(context | changed | {"base": context["base"] | {"license": license}})
+    context |= {"card_state": state, "base_model": base, "adapter_path": place, "facts": facts}
+    return _render_card(context, base, license, datasets)
+
+
+def _render_card(context: dict[str, Any], base: str, license: str | None, datasets: list[str]) -> str:
+    """Render the model card; its metadata holds the scores of the state that it describes."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    state = context["card_state"]
+    scores = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=harmless(name),
+            dataset_name=harmless(name),
+            metric_type=harmless(suite["metric"]),
+            metric_value=suite[state]["value"],
+            metric_name=harmless(f"{suite['metric']}, {state}, n = {suite['n']}"),
+        )
+        for name, suite in context["summary"]["suites"].items()
+        if state and suite[state]
+    ]
+    metadata = ModelCardData(
+        base_model=harmless(base),
+        library_name="peft",
+        pipeline_tag="text-generation",
+        license=license and harmless(license),
+        datasets=[harmless(name) for name in datasets] or None,
+        tags=["lora", "peft", "opdcl", "on-policy-distillation"],
+        model_name=harmless(context["summary"]["name"]) if scores else None,
+        eval_results=scores or None,
+    )
+    return f"---\n{metadata.to_yaml()}\n---\n\n" + environment("md").get_template("card.md.j2").render(
+        context
     )
 
 
-def environment(show: Callable[[str], str], escape: bool) -> jinja2.Environment:
-    """Return the templates' environment: every string printed passes through `show`, unless a filter marked it ready."""
+def environment(kind: str) -> jinja2.Environment:
+    """Return the environment of `md` or `html` templates; it escapes strings unless they are `Markup`."""
     import jinja2
     from markupsafe import Markup
 
+    escape = harmless if kind == "html" else format.markdown
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=escape,
+        autoescape=kind == "html",
         undefined=jinja2.StrictUndefined,
-        finalize=lambda v: show(v) if isinstance(v, str) and not isinstance(v, Markup) else v,
+        finalize=lambda v: escape(v) if isinstance(v, str) and not isinstance(v, Markup) else v,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    ready = {
-        "percent": percent,
-        "interval": interval,
-        "span": span,
-        "score": score,
-        "clock": clock,
-        "memory": memory,
-    }
-    if not escape:
-        ready |= {"code": code, "fence": fence, "yaml": yaml}
-    made.filters |= {name: lambda v, f=f: Markup(f(v)) for name, f in ready.items()}
+    filters = [format.percent, format.interval, format.span, format.score, format.clock, format.memory]
+    if kind == "md":
+        filters += [format.code, format.fence, format.quoted, format.nats]
+    made.filters |= {f.__name__: lambda v, f=f: Markup(f(v)) for f in filters}
     return made
 
 
@@ -188,126 +136,115 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
     """Return everything that the three templates print."""
     from opdcl.results import stats
 
-    manifest = read_record(run.manifest)
-    base = {"id": None, "revision": None, "license": None}
-    base |= section(run, "model") | (manifest.get("base") or {})
-    named = str(base["id"] or "unknown")
-    headline = [next((s for s in suites if s.role == role), None) for role in ("retention", "domain")]
+    manifest = {"created": None, "device": None, "opdcl": None} | read_record(run.manifest)
+    base = dict.fromkeys(("id", "revision", "license")) | section(run, "model") | (manifest.get("base") or {})
+    name = str(base["id"] or "unknown")
     adapters = manifest.get("adapters") or {}
-    card_state = next((s for s in reversed(STATES[1:]) if any(s in suite.rows for suite in suites)), None)
-    values = {
-        s.name: {s.metric: {state: summary["suites"][s.name][state]["value"] for state in s.rows}}
-        | summary["suites"][s.name]["metrics"]
-        for s in suites
-        if s.rows
-    }
-    losses = [r["loss"] for r in _rows(run, "finetune") if r.get("loss") is not None]
-    validations = [r for r in _rows(run, "recover") if r.get("validation")]
+    headline = headline_of(suites)
+    losses = [row["loss"] for row in _metrics(run, "finetune") if row.get("loss") is not None]
+    validations = [row for row in _metrics(run, "recover") if row.get("validation")]
+    measured = [s for s in suites if s.rows]
     return {
         "summary": summary,
         "states": STATES,
-        "tables": values,
-        "lengths": {
-            s.name: {
-                state: sum(r.get("tokens") or 0 for r in rows) / len(rows) for state, rows in s.rows.items()
-            }
-            for s in suites
-        },
+        "tables": {s.name: _all_metrics(s, summary["suites"][s.name]) for s in measured},
+        "lengths": {s.name: _mean_lengths(s) for s in measured},
         "why_no_r": why_no_recovery(summary),
-        "why_no_d": why_no_domain_retention(headline[1]),
-        "differences": _differences(summary["tests"]),
-        "ceiling": {name: gap | _points(gap) for name, gap in summary["ceiling"].items()},
+        "why_no_d": why_no_domain_retention(headline.get("domain")),
+        "differences": _difference_rows(summary["tests"]),
+        "ceiling": {name: gap | _in_points(gap) for name, gap in summary["ceiling"].items()},
         "margin": f"{100 * stats.NON_INFERIORITY_MARGIN:g}",
-        "samples": {s.name: groups for s in headline if s and (groups := pick_samples(s))},
+        "samples": {s.name: groups for s in headline.values() if (groups := pick_samples(s))},
         "loss_ends": losses[:1] + losses[-1:],
         "validations": validations,
         "best_step": max((r["step"] for r in validations if r["validation"].get("best")), default=None),
-        "manifest": {"created": None, "device": None} | manifest,
+        "manifest": manifest,
         "base": base,
-        # A path on this machine says nothing to a reader of the card, and may tell more than its owner wants.
-        "base_model": HUB_IDS.get(named, Path(named).name if Path(named).is_absolute() else named),
-        "version": manifest.get("opdcl"),
+        # A local path means nothing to readers of the card, and may reveal more than its owner wants.
+        "base_model": HUB_IDS.get(name, Path(name).name if Path(name).is_absolute() else name),
         "facts": _facts(run, manifest, base, adapters),
-        "card_state": card_state,
-        "datasets": [],
-        "embedded": named in HUB_IDS,
+        "card_state": next(
+            (s for s in reversed(STATES[1:]) if any(s in suite.rows for suite in suites)), None
+        ),
+        "embedded": name in HUB_IDS,
         "adapter_path": next((adapters[s].get("path") for s in reversed(STATES) if s in adapters), None),
     }
 
 
+def _all_metrics(suite: Suite, estimates: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return metric -> state -> value, the headline metric first."""
+    return {suite.metric: {state: estimates[state]["value"] for state in suite.rows}} | estimates["metrics"]
+
+
+def _mean_lengths(suite: Suite) -> dict[str, float]:
+    """Return the mean answer length of each state, in tokens."""
+    return {s: sum(row.get("tokens") or 0 for row in rows) / len(rows) for s, rows in suite.rows.items()}
+
+
 def _facts(run: RunDir, manifest: dict, base: dict, adapters: dict) -> dict[str, str]:
-    """Return what is needed to repeat the run and to check that it is the same."""
-    versions = {"opdcl": manifest.get("opdcl"), **(manifest.get("versions") or {})}
+    """Return what a reader needs to repeat the run and to check that the result is the same."""
+    versions = {"opdcl": manifest["opdcl"], **(manifest.get("versions") or {})}
     before, after = base.get("fingerprint_before"), base.get("fingerprint_after")
-    verdict = (
-        "identical before and after"
-        if before == after
-        else f"CHANGED to {after}"
-        if after
-        else "not checked after"
-    )
+    check = f"CHANGED to {after}" if after else "not checked after"
     seeds = {stage: section(run, stage).get("seed") for stage in ("finetune", "recover", "eval")}
-    device = manifest.get("device") or {}
+    device = manifest["device"] or {}
+    cores, size = device.get("cores"), device.get("memory_bytes")
+    hardware = [
+        device.get("name"),
+        device.get("dtype"),
+        cores and f"{cores} cores",
+        size and format.memory(size),
+    ]
     facts = {
         "command": manifest.get("command"),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
-        "device": ", ".join(
-            shown
-            for shown in (
-                device.get("name"),
-                device.get("dtype"),
-                device.get("cores") and f"{device['cores']} cores",
-                device.get("memory_bytes") and memory(device["memory_bytes"]),
-            )
-            if shown
-        ),
+        "device": ", ".join(filter(None, hardware)),
         "seeds": ", ".join(f"{stage} {seed}" for stage, seed in seeds.items() if seed is not None),
         "base": " at ".join(str(base[k]) for k in ("id", "revision") if base[k]),
-        "base fingerprint": f"{before}, {verdict}" if before else "",
+        "base fingerprint": before
+        and f"{before}, {'identical before and after' if before == after else check}",
         **{
             f"adapter {state}": f"{a.get('path', '')} sha256 {a.get('sha256', 'unknown')}"
             for state, a in adapters.items()
         },
-        "whole run, min:s": clock(manifest["seconds"]) if manifest.get("seconds") else "",
+        "whole run, min:s": manifest.get("seconds") and format.clock(manifest["seconds"]),
     }
     return {name: value for name, value in facts.items() if value}
 
 
-def _differences(tests: dict) -> list[dict[str, str]]:
-    """Return the retention suite's paired differences, in points, as table rows."""
+def _difference_rows(tests: dict) -> list[dict[str, str]]:
+    """Return the paired differences on the retention suite, in points."""
     rows = []
     for pair, p in tests["mcnemar"].items():
         if change := tests[pair]:
-            later, earlier = pair.split("_minus_")
-            shown = "n/a" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
-            rows.append({"pair": f"{later} - {earlier}", **_points(change), "p": shown})
+            p_value = "n/a" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+            rows.append({"pair": pair.replace("_minus_", " - "), **_in_points(change), "p": p_value})
     return rows
 
 
-def _points(change: dict[str, float]) -> dict[str, str]:
-    """Return a difference in points, with its interval, as a table shows them."""
-    value, low, high = (f"{100 * change[k]:+.1f}" for k in ("value", "low", "high"))
-    return {"value": value, "span": f"{low} to {high}"}
+def _in_points(change: dict[str, float]) -> dict[str, str]:
+    low, high = format.points(change["low"]), format.points(change["high"])
+    return {"value": format.points(change["value"]), "span": f"{low} to {high}"}
 
 
 def _teachers(run: RunDir) -> dict[str, str]:
-    """Return what to call each stream's teacher: base and tuned, unless the recovery had others."""
+    """Return the names of each stream's teachers: base and tuned unless configured otherwise."""
     stage = run.find_stage("recover")
     config = stage.state().get("config", {}) if stage else {}
     kinds = {
-        stream: config.get(f"{stream}_teacher", {}).get("kind", usual)
-        for stream, usual in (("general", "base"), ("domain", "tuned"))
+        stream: config.get(f"{stream}_teacher", {}).get("kind", default)
+        for stream, default in (("general", "base"), ("domain", "tuned"))
     }
     if named := config.get("teachers"):
         kinds["domain"] = " and ".join([kinds["domain"], *named] if config.get("domain") else named)
     return kinds
 
 
-def _rows(run: RunDir, stage: str) -> list[dict]:
-    """Return a stage's metric rows by step; where a resumed run repeated a step, its last row counts."""
-    found = run.find_stage(stage)
+def _metrics(run: RunDir, stage: str) -> list[dict]:
+    """Return a stage's metric rows by step; if a resumed run repeated a step, its last row counts."""
+    directory = run.find_stage(stage)
     rows = {
-        (r.get("step", 0), "validation" in r, "loss" in r): r
-        for r in (read_jsonl(found.metrics) if found else [])
+        (row.get("step", 0), "validation" in row, "loss" in row): row
+        for row in (read_jsonl(directory.metrics) if directory else [])
     }
     return [rows[key] for key in sorted(rows)]

@@ -1,4 +1,4 @@
-"""Scores of a run: one suite's results, paired by prompt."""
+"""Load the scores of a run: one suite at a time, paired by prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ STATES = ("base", "tuned", "recovered")
 
 ROLES = ("retention", "domain", "control")
 
-# What a suite measures, where its name alone does not say it in a sentence.
+HEADLINE_ROLES = ("retention", "domain")
+
+# What a suite measures, if its name does not read well in a sentence.
 PLAIN_WORDS = {"instructions": "instruction following", "ifeval": "instruction following"}
 
 
@@ -30,11 +32,11 @@ class Suite:
     role: str
     metric: str | None
     results: dict[str, dict]
-    """State -> what `evals/<state>/<suite>.json` says."""
+    """State -> the content of `evals/<state>/<suite>.json`."""
     rows: dict[str, list[dict]]
-    """State -> the sample rows; row i is the same prompt in every state."""
+    """State -> sample rows; row i is the same prompt in every state."""
     unpaired: int
-    """Prompts left out because not every measured state answered them."""
+    """Number of prompts left out because a measured state did not answer them."""
 
     @property
     def complete(self) -> bool:
@@ -42,13 +44,13 @@ class Suite:
 
     @property
     def floor(self) -> float | None:
-        """Return the best headline score of the answers without content, or None where it is not known."""
-        kinds = [kind for result in self.results.values() for kind in (result.get("floor") or {}).values()]
-        return max((kind[self.metric] for kind in kinds if self.metric in kind), default=None)
+        """The best headline score of a content-free answer, or None if it was not measured."""
+        answers = [scores for r in self.results.values() for scores in (r.get("floor") or {}).values()]
+        return max((scores[self.metric] for scores in answers if self.metric in scores), default=None)
 
     @property
     def prompts(self) -> list[tuple]:
-        """Return what tells prompts apart, in the order of the rows."""
+        """What identifies each prompt, in the order of the rows."""
         return [(row["doc_id"], row["prompt"]) for row in next(iter(self.rows.values()))]
 
     @property
@@ -56,13 +58,13 @@ class Suite:
         return PLAIN_WORDS.get(self.name, self.name)
 
     def parts(self, state: str) -> list[list[float]]:
-        """Return the headline scores of each prompt; most metrics have one per prompt, instruction level several."""
+        """Return the headline scores of each prompt: usually one; several at IFEval's instruction level."""
         assert self.metric
         scores = [row["scores"][self.metric] for row in self.rows[state]]
         return [[float(x) for x in s] if isinstance(s, list) else [float(s)] for s in scores]
 
     def values(self, state: str) -> np.ndarray:
-        """Return one number per prompt whose mean is the metric: prompts with more parts weigh more."""
+        """Return `(N,)` numbers whose mean is the metric: prompts with more parts weigh more."""
         import numpy as np
 
         parts = self.parts(state)
@@ -70,13 +72,19 @@ class Suite:
 
 
 def load_suites(run: RunDir) -> list[Suite]:
-    """Load every suite that the config names or that was measured, in the order of the config."""
+    """Load every suite that is configured or measured, in the order of the configuration."""
     evaluation = section(run, "eval")
     roles = {suite: role for role in ROLES for suite in evaluation.get(role) or []}
     for path in sorted(run.evals.glob("*/*.json")):
         if path.parent.name in STATES:
             roles.setdefault(path.stem, str(read_json(path).get("role", "control")))
     return [_load_suite(run, name, role) for name, role in roles.items()]
+
+
+def headline_of(suites: list[Suite]) -> dict[str, Suite]:
+    """Return the first retention suite and the first domain suite, by role; the verdict depends on them."""
+    first = {suite.role: suite for suite in reversed(suites)}
+    return {role: first[role] for role in HEADLINE_ROLES if role in first}
 
 
 def _load_suite(run: RunDir, name: str, role: str) -> Suite:
@@ -91,11 +99,11 @@ def _load_suite(run: RunDir, name: str, role: str) -> Suite:
         ]
         if rows:
             results[state] = result
-            # The prompt is part of the key because each task of a group counts its documents from 0.
+            # Each task of a group counts its documents from 0, so the prompt is part of the key.
             answers[state] = {(row["doc_id"], row["prompt"]): row for row in rows}
     if not results:
         return Suite(name, role, None, {}, {}, 0)
-    shared = set.intersection(*(set(found) for found in answers.values()))
+    shared = set.intersection(*map(set, answers.values()))
     if not shared:
         raise UsageError(
             f"suite {name}: {' and '.join(results)} have no prompt in common, so they cannot be compared",
@@ -108,16 +116,21 @@ def _load_suite(run: RunDir, name: str, role: str) -> Suite:
         str(first.get("role", role)),
         first["metric"],
         results,
-        {state: [found[key] for key in order] for state, found in answers.items()},
-        len(set.union(*(set(found) for found in answers.values()))) - len(shared),
+        {state: [by_key[key] for key in order] for state, by_key in answers.items()},
+        len(set.union(*map(set, answers.values()))) - len(shared),
     )
 
 
 def read_record(path: Path) -> dict:
-    """Read a JSON record of the run, empty where it is not written yet."""
+    """Read a JSON record of the run; empty if it is not written yet."""
     return read_json(path) if path.exists() else {}
 
 
+def workflow_of(run: RunDir) -> dict:
+    """Return the workflow that a run was made with; empty if it is not written yet."""
+    return read_record(run.config).get("workflow") or {}
+
+
 def section(run: RunDir, name: str) -> dict:
-    """Return one section of the run's workflow, empty where the workflow leaves it out."""
-    return (read_record(run.config).get("workflow") or {}).get(name) or {}
+    """Return one section of the run's workflow; empty if the workflow leaves it out."""
+    return workflow_of(run).get(name) or {}

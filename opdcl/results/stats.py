@@ -1,12 +1,13 @@
-"""The statistics behind the verdict: paired throughout, because every model answers the same prompts.
+"""The statistics behind the verdict: always paired, because every model answers the same prompts.
 
-Scores are arrays of one value per prompt (0/1 for a pass or fail, or a fraction). Intervals are 95 % percentile
-bootstrap intervals over prompts. A prompt with several scored parts is one resampled unit, which clusters them.
+Scores are arrays of one value per prompt: 0 or 1 for fail or pass, or a fraction. Intervals are 95 %
+percentile bootstrap intervals over prompts. A prompt with several scored parts is resampled as one unit (a
+cluster).
 
-Scores of shape `(seeds, N)` are those of several training seeds on the same N prompts. The estimate is then the mean
-over seeds, and each resample draws seeds and, independently, prompts: one draw of prompts for all seeds (Owen 2007, the
-pigeonhole bootstrap), because a prompt that is hard is hard for every seed. One seed gives the interval over prompts;
-of the variance between S seeds the bootstrap sees (S - 1) / S.
+Scores of shape `(seeds, N)` come from several training seeds on the same N prompts. The estimate is the mean
+over seeds. Each resample draws seeds and, independently, prompts: one draw of prompts for all seeds (the
+pigeonhole bootstrap, Owen 2007), because a hard prompt is hard for every seed. With one seed, the interval
+covers prompts only. The bootstrap sees (S - 1) / S of the variance between S seeds.
 """
 
 from __future__ import annotations
@@ -14,23 +15,26 @@ from __future__ import annotations
 import itertools
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 RESAMPLES = 10_000
 
-# Below this many points of drop a ratio of differences is mostly noise, so no R is printed.
+# Below this drop a ratio of differences is mostly noise, so R is not computed.
 SMALLEST_DROP = 0.10
 
 # Standard errors between no difference and one that a two-sided 5 % test finds in 80 % of repetitions.
 DETECTABLE = 2.80
 
-# How far below base "recovered" may lie and still count as non-inferior, for one seed.
+# How far below base "recovered" may lie and still count as non-inferior.
 NON_INFERIORITY_MARGIN = 0.035
 
-# The domain and the retention scores of one model.
+# The domain scores and the retention scores of one model.
 Point = tuple[np.ndarray, np.ndarray]
+
+# The scores of base, tuned and recovered.
+States = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 Status = Literal["recovered", "partly recovered", "not shown", "no measurable forgetting", "not measured"]
 
@@ -47,32 +51,34 @@ class Estimate:
         return {k: round(v, 6) for k, v in asdict(self).items()}
 
 
-def _resamples(n: int, seed: int) -> np.ndarray:
-    """Return how often each of n prompts is drawn, per resample: shape `(RESAMPLES, n)`."""
-    return _draw_resamples(n, seed, RESAMPLES)
+@lru_cache(maxsize=16)
+def _resamples(n: int, seed: int, count: int) -> np.ndarray:
+    """Return how often each of n prompts is drawn: `(count, n)` bytes, small enough to cache many suites."""
+    return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=count).astype(np.uint8)
 
 
 @lru_cache(maxsize=2)
-def _draw_resamples(n: int, seed: int, count: int) -> np.ndarray:
-    return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=count).astype(np.float64)
+def _weights(n: int, seed: int, count: int) -> np.ndarray:
+    return _resamples(n, seed, count).astype(np.float64)
 
 
 def _means(scores: np.ndarray, seed: int, suite: int = 0) -> np.ndarray:
     """Return the mean of `(N,)` or `(seeds, N)` scores in each resample.
 
-    The prompts of another `suite` are drawn independently, the training seeds are not: they are the same ones.
+    Each `suite` index draws its prompts independently; the training seeds are shared by all suites.
     """
     rows = np.atleast_2d(scores)
     seeds, n = rows.shape
-    weights = _resamples(n, seed + 7919 * suite)
-    of_each = np.stack([weights @ row / n for row in rows], axis=1)
-    means: np.ndarray = of_each[:, 0]
+    weights = _weights(n, seed + 7919 * suite, RESAMPLES)
+    per_seed = np.stack([weights @ row / n for row in rows], axis=1)
+    means: np.ndarray = per_seed[:, 0]
     if seeds > 1:
-        # A stream of its own for each number of seeds, so that arms with different numbers are drawn independently.
-        drawn = np.random.default_rng((seed, seeds)).multinomial(
-            seeds, np.full(seeds, 1 / seeds), size=len(of_each)
+        # The number of seeds is part of the random state, so that arms with different numbers are drawn
+        # independently.
+        draws = np.random.default_rng((seed, seeds)).multinomial(
+            seeds, np.full(seeds, 1 / seeds), size=len(per_seed)
         )
-        means = (of_each * drawn).sum(1) / seeds
+        means = (per_seed * draws).sum(1) / seeds
     return means
 
 
@@ -86,7 +92,7 @@ def mean(scores: np.ndarray, seed: int = 0) -> Estimate:
     scores = np.asarray(scores, float)
     first, n = scores.flat[0], scores.shape[-1]
     if first in (0.0, 1.0) and (scores == first).all():
-        # Resampling all failures gives [0, 0]; Wilson's interval says what n prompts can exclude.
+        # Resampling nothing but failures gives [0, 0]; Wilson's interval says what n prompts can exclude.
         from scipy.stats import binomtest
 
         wilson = binomtest(int(first * n), n).proportion_ci(method="wilson")
@@ -95,24 +101,25 @@ def mean(scores: np.ndarray, seed: int = 0) -> Estimate:
 
 
 def mean_over(suites: list[np.ndarray], seed: int = 0) -> Estimate:
-    """Estimate the mean over suites of their means, each `(N,)` or `(seeds, N)`; every suite counts alike."""
-    found = [np.asarray(scores, float) for scores in suites]
-    draws = np.mean([_means(scores, seed, i) for i, scores in enumerate(found)], axis=0)
-    return _estimate(np.mean([scores.mean() for scores in found]), draws)
+    """Estimate the unweighted mean of the suites' means; their scores are `(N,)` or `(seeds, N)`."""
+    arrays = [np.asarray(scores, float) for scores in suites]
+    draws = np.mean([_means(scores, seed, i) for i, scores in enumerate(arrays)], axis=0)
+    return _estimate(np.mean([scores.mean() for scores in arrays]), draws)
 
 
 def clustered_mean(parts: list[list[float]], seed: int = 0) -> Estimate:
-    """Estimate the mean over all parts of all prompts, resampling whole prompts (IFEval's instruction level)."""
+    """Estimate the mean over all parts of all prompts (IFEval's instruction level), resampling prompts."""
     sums = np.array([float(np.sum(p)) for p in parts])
     sizes = np.array([len(p) for p in parts], float)
-    weights = _resamples(len(parts), seed)
+    weights = _weights(len(parts), seed, RESAMPLES)
     return _estimate(sums.sum() / sizes.sum(), (weights @ sums) / np.maximum(weights @ sizes, 1))
 
 
 def difference(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Estimate:
     """Estimate mean(a) - mean(b) on the same prompts.
 
-    With as many seeds on both sides, seed i of one is paired with seed i of the other; otherwise seeds are drawn apart.
+    If both sides have the same number of seeds, seed i is paired with seed i; otherwise seeds are drawn
+    separately.
     """
     a, b = np.asarray(a, float), np.asarray(b, float)
     if a.shape == b.shape:
@@ -122,11 +129,11 @@ def difference(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Estimate:
 
 
 def above_mixtures(arm: Point, rivals: list[Point], seed: int = 0) -> Estimate:
-    """Estimate how far an arm's retention lies above the best that the rivals give at its domain score.
+    """Estimate how far an arm lies above the best retention of the rivals' mixtures at its domain score.
 
-    Of any two rivals a third can be had for nothing, by answering each prompt with one or the other at random. So it is not the
-    rivals' points that count but the upper edge of all lines between them. An arm that keeps more of the domain than every
-    rival is held against the one that keeps the most.
+    Answering each prompt with one of two rivals at random costs nothing and gives every point on the line
+    between them. The reference is therefore the upper edge of all these lines, not the rivals' points alone.
+    An arm with a higher domain score than every rival is compared with the rival that has the highest.
     """
     points = _centres([arm, *rivals])
     draws = [(_means(domain, seed, suite=1), _means(retention, seed)) for domain, retention in (arm, *rivals)]
@@ -134,7 +141,7 @@ def above_mixtures(arm: Point, rivals: list[Point], seed: int = 0) -> Estimate:
 
 
 def upper_edge(rivals: list[Point]) -> set[int]:
-    """Return which of the rivals lie on the upper edge of all mixtures of them."""
+    """Return the indices of the rivals that lie on the upper edge of all their mixtures."""
     points = _centres(rivals)
     return {i for i, point in enumerate(points) if _above_edge(point, *points)[0] >= -1e-9}
 
@@ -144,7 +151,7 @@ def _centres(points: list[Point]) -> list[Point]:
 
 
 def _above_edge(arm: Point, *rivals: Point) -> np.ndarray:
-    """Return an arm's retention less that of the rivals' upper edge at its domain, element by element of the means' draws."""
+    """Return an arm's retention minus that of the rivals' upper edge at its domain score, per draw."""
     at = np.minimum(arm[0], np.max([domain for domain, _ in rivals], axis=0))
     edge = np.full_like(at, -np.inf)
     for (left, low), (right, high) in itertools.product(rivals, repeat=2):
@@ -156,16 +163,16 @@ def _above_edge(arm: Point, *rivals: Point) -> np.ndarray:
 
 
 def detectable_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the smallest true difference that a paired test on so many prompts finds four times in five.
+    """Return the smallest true difference that a paired test with this many prompts finds four times in five.
 
-    From the spread of the differences that were seen; over several seeds, from that of their mean.
+    It follows from the spread of the observed differences; over several seeds, from the spread of their mean.
     """
     change = np.atleast_2d(np.asarray(a, float) - np.asarray(b, float)).mean(0)
     return float(DETECTABLE * change.std(ddof=1) / np.sqrt(len(change))) if len(change) > 1 else float("nan")
 
 
 def mcnemar(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the two-sided p of the exact McNemar test: are a's passes and b's equally frequent?
+    """Return the two-sided p-value of the exact McNemar test of equal pass rates.
 
     McNemar (1947), with the binomial distribution in place of its large-sample approximation.
     """
@@ -177,9 +184,9 @@ def mcnemar(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def ratio(part: np.ndarray, whole: np.ndarray, seed: int = 0) -> Estimate:
-    """Estimate mean(part) / mean(whole) for per-prompt differences, as R and D are.
+    """Estimate mean(part) / mean(whole) of per-prompt differences; R and D are such ratios.
 
-    Resamples whose denominator is not positive have no meaningful ratio and are left out of the interval.
+    Resamples with a denominator of zero or below have no meaningful ratio and do not count for the interval.
     """
     part, whole = np.asarray(part, float), np.asarray(whole, float)
     below = _means(whole, seed)
@@ -189,7 +196,7 @@ def ratio(part: np.ndarray, whole: np.ndarray, seed: int = 0) -> Estimate:
 
 
 def recovery(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0) -> Estimate | None:
-    """Estimate R = (M2 - M1) / (M0 - M1); None unless the drop is significant and at least `SMALLEST_DROP`."""
+    """Estimate R = (M2 - M1) / (M0 - M1); None unless the forgetting is measurable."""
     base, tuned, recovered = (np.asarray(x, float) for x in (base, tuned, recovered))
     if not forgetting_is_measurable(base, tuned, seed):
         return None
@@ -197,38 +204,50 @@ def recovery(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: i
 
 
 def forgetting_is_measurable(base: np.ndarray, tuned: np.ndarray, seed: int = 0) -> bool:
-    """Say whether base -> tuned is a drop of at least `SMALLEST_DROP` whose interval excludes zero.
+    """Return whether scores drop by at least `SMALLEST_DROP` from base to tuned, with an interval above zero.
 
-    For pass or fail McNemar's test must exclude zero too, on every seed.
+    For pass-or-fail scores McNemar's test must reject too, on every seed.
     """
     drop = difference(base, tuned, seed)
     pairs = list(zip(np.atleast_2d(base), np.atleast_2d(tuned), strict=True))
-    passes = bool(np.isin([base, tuned], (0.0, 1.0)).all())
+    pass_or_fail = bool(np.isin([base, tuned], (0.0, 1.0)).all())
     return (
         drop.value >= SMALLEST_DROP
         and drop.low > 0
-        and (not passes or all(mcnemar(b, t) < 0.05 for b, t in pairs))
+        and (not pass_or_fail or all(mcnemar(b, t) < 0.05 for b, t in pairs))
     )
 
 
 def domain_retention(
     base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0
 ) -> Estimate | None:
-    """Estimate D = (M2 - M0) / (M1 - M0); None unless the domain gain is positive with its interval above zero."""
+    """Estimate D = (M2 - M0) / (M1 - M0); None unless the interval of the domain gain lies above zero."""
     base, tuned, recovered = (np.asarray(x, float) for x in (base, tuned, recovered))
     if difference(tuned, base, seed).low <= 0:
         return None
     return ratio(recovered - base, tuned - base, seed)
 
 
-def judge(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0) -> Status:
-    """Name the outcome on the retention suite.
+def status_of(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0) -> Status:
+    """Return the outcome on the retention suite.
 
-    `recovered` is non-inferiority: the interval of recovered - base lies above the margin. `partly recovered` is a
-    gain over tuned whose interval lies above zero. A large p-value alone never counts as recovered.
+    `recovered` means non-inferior: the interval of recovered - base lies above the negative margin. `partly
+    recovered` means that the interval of recovered - tuned lies above zero. A large p-value alone never
+    counts as recovered.
     """
     if not forgetting_is_measurable(base, tuned, seed):
         return "no measurable forgetting"
     if difference(recovered, base, seed).low > -NON_INFERIORITY_MARGIN:
         return "recovered"
     return "partly recovered" if difference(recovered, tuned, seed).low > 0 else "not shown"
+
+
+def outcome(retention: States | None, domain: States | None, seed: int = 0) -> dict[str, Any]:
+    """Return `status`, R as `recovery` and D as `domain_retention`."""
+    r = recovery(*retention, seed=seed) if retention else None
+    d = domain_retention(*domain, seed=seed) if domain else None
+    return {
+        "status": status_of(*retention, seed=seed) if retention else "not measured",
+        "recovery": r and r.as_dict(),
+        "domain_retention": d and d.as_dict(),
+    }

@@ -1,79 +1,62 @@
-"""What a run has shown: run directory -> scores, R, D, tests, cost and the verdict. It loads no model."""
+"""Summarise a run: run directory -> scores, R, D, tests, cost and the verdict. No model is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from opdcl.results.format import interval, percent, span
-from opdcl.results.scores import STATES, Suite, load_suites, read_record, section
+from opdcl.results.format import percent
+from opdcl.results.scores import STATES, Suite, headline_of, load_suites, read_record, section, workflow_of
+from opdcl.results.tables import ratio_cell, score_cell
 from opdcl.results.verdict import verdict
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
 
-# Whose results are the most that distillation can give.
+# The teacher whose results are the ceiling of distillation, per role of a suite.
 TEACHER_OF = {"retention": "base", "domain": "tuned", "control": "base"}
 
-
-def summarise(run: RunDir) -> dict[str, Any]:
-    """Return the results of a run, whole or partial, with the stable keys of `opdcl report RUN --json`."""
-    return summarise_suites(run, load_suites(run))
+PAIRS = (("tuned", "base"), ("recovered", "tuned"), ("recovered", "base"))
 
 
-def summarise_suites(run: RunDir, suites: list[Suite]) -> dict[str, Any]:
+def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
+    """Return the results of a finished or unfinished run, with the stable keys of `opdcl report RUN --json`.
+
+    Args:
+        run: The run.
+        suites: Its suites, if they are loaded already, or some of them.
+    """
     from opdcl.results import stats
 
+    suites = load_suites(run) if suites is None else suites
     seed = int(section(run, "eval").get("seed") or 0)
-    retention = next((s for s in suites if s.role == "retention"), None)
-    domain = next((s for s in suites if s.role == "domain"), None)
+    headline = headline_of(suites)
+    retention, domain = headline.get("retention"), headline.get("domain")
     estimates = {s.name: _summarise_suite(s, seed) for s in suites}
+    states = {role: tuple(s.values(state) for state in STATES) for role, s in headline.items() if s.complete}
     summary: dict[str, Any] = {
         "verdict": "",
-        "status": "not measured",
-        "name": read_record(run.config).get("workflow", {}).get("name") or run.path.name,
-        "headline": {
-            "retention": retention.name if retention else None,
-            "domain": domain.name if domain else None,
-        },
+        "name": workflow_of(run).get("name") or run.path.name,
+        "headline": {"retention": retention and retention.name, "domain": domain and domain.name},
         "suites": estimates,
-        "recovery": None,
-        "domain_retention": None,
-        "tests": {
-            "detectable_difference": None,
-            "mcnemar": _pairwise(retention, lambda a, b: stats.mcnemar(a, b), only_pass_or_fail=True),
-            **{
-                f"{prefix}{pair}": interval
-                for prefix, suite in (("", retention), ("domain_", domain))
-                for pair, interval in _pairwise(
-                    suite, lambda a, b: stats.difference(a, b, seed).as_dict()
-                ).items()
-            },
-        },
+        **stats.outcome(states.get("retention"), states.get("domain"), seed),
+        "tests": _tests(retention, domain, seed),
         "ceiling": _ceiling(suites, section(run, "recover"), seed),
         "cost": _cost(run, suites),
-        "notes": _notes(run, suites, estimates),
+        "notes": [*_base_notes(run), *_suite_notes(run, suites, estimates), *_recovery_notes(run)],
     }
-    if retention and retention.complete:
-        three = [retention.values(state) for state in STATES]
-        summary["status"] = stats.judge(*three, seed=seed)
-        estimate = stats.recovery(*three, seed=seed)
-        summary["recovery"] = estimate and estimate.as_dict()
-        summary["tests"]["detectable_difference"] = stats.detectable_difference(three[2], three[0])
-    if domain and domain.complete:
-        estimate = stats.domain_retention(*(domain.values(state) for state in STATES), seed=seed)
-        summary["domain_retention"] = estimate and estimate.as_dict()
     if retention and summary["status"] in ("partly recovered", "not shown"):
-        summary["notes"].append(on_detectable(retention, [summary["tests"]["detectable_difference"]]))
+        summary["notes"].append(resolution_note(retention, [summary["tests"]["detectable_difference"]]))
     summary["verdict"] = verdict(summary, retention, domain)
     return summary
 
 
-def on_detectable(suite: Suite, smallest: list[float]) -> str:
-    """Say which true differences between recovered and base the suite's prompts can show, given that of each run."""
+def resolution_note(suite: Suite, smallest: list[float]) -> str:
+    """Say which true differences to base the suite can find, given the smallest one of each run."""
     least, most = (f"{100 * difference:.1f}" for difference in (min(smallest), max(smallest)))
+    size = least if least == most else f"{least} to {most}"
     return (
-        f"{suite.name}: on {len(suite.prompts)} prompts a true difference of {least if least == most else f'{least} to {most}'} points "
-        "between recovered and base is found four times in five; a smaller one may go unseen."
+        f"{suite.name}: with {len(suite.prompts)} prompts a true difference of {size} points between "
+        "recovered and base is found four times in five; a smaller one may go unseen."
     )
 
 
@@ -83,11 +66,11 @@ def table_rows(summary: dict[str, Any]) -> list[list[str]]:
     for name, suite in summary["suites"].items():
         if suite["n"]:
             floor = "" if suite["floor"] is None else percent(suite["floor"])
-            scores = [f"{percent(suite[s]['value'])}\n{span(suite[s])}" if suite[s] else "" for s in STATES]
+            scores = [score_cell(suite[state]) for state in STATES]
             rows.append([f"{name}\n{suite['metric']}", str(suite["n"]), floor, *scores])
     for label, key in (("R", "recovery"), ("D", "domain_retention")):
         if summary[key]:
-            rows.append([label, "", "", "", "", interval(summary[key]).replace(" [", "\n[", 1)])
+            rows.append([label, "", "", "", "", ratio_cell(summary[key])])
     return rows
 
 
@@ -100,41 +83,58 @@ def _summarise_suite(suite: Suite, seed: int) -> dict[str, Any]:
             return stats.clustered_mean(parts, seed).as_dict()
         return stats.mean(suite.values(state), seed).as_dict()
 
-    further = dict.fromkeys(
-        m for result in suite.results.values() for m in result["metrics"] if m != suite.metric
-    )
+    metrics: dict[str, dict[str, float]] = {}
+    for state, result in suite.results.items():
+        for metric, value in result["metrics"].items():
+            if metric != suite.metric:
+                metrics.setdefault(metric, {})[state] = value
     return {
         "role": suite.role,
         "metric": suite.metric,
         "n": len(next(iter(suite.rows.values()), [])),
         "floor": suite.floor,
         **{state: estimate(state) if state in suite.rows else {} for state in STATES},
-        "metrics": {
-            m: {s: r["metrics"][m] for s, r in suite.results.items() if m in r["metrics"]} for m in further
-        },
+        "metrics": metrics,
     }
 
 
-def _pairwise(suite: Suite | None, compare: Callable, only_pass_or_fail: bool = False) -> dict[str, Any]:
-    """Apply `compare` to each pair of states, later minus earlier; None where it is not measured or not allowed."""
-    found: dict[str, Any] = {}
-    for later, earlier in (("tuned", "base"), ("recovered", "tuned"), ("recovered", "base")):
-        found[f"{later}_minus_{earlier}"] = None
-        if suite and later in suite.rows and earlier in suite.rows:
-            a, b = suite.values(later), suite.values(earlier)
-            if not only_pass_or_fail or {*a, *b} <= {0.0, 1.0}:
-                found[f"{later}_minus_{earlier}"] = compare(a, b)
-    return found
+def _tests(retention: Suite | None, domain: Suite | None, seed: int) -> dict[str, Any]:
+    """Return the paired tests of the headline suites; None for pairs that are not measured."""
+    from opdcl.results import stats
+
+    def pairwise(suite: Suite | None, test: Callable, pass_or_fail_only: bool = False) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        for later, earlier in PAIRS:
+            results[f"{later}_minus_{earlier}"] = None
+            if suite and later in suite.rows and earlier in suite.rows:
+                a, b = suite.values(later), suite.values(earlier)
+                if not pass_or_fail_only or {*a, *b} <= {0.0, 1.0}:
+                    results[f"{later}_minus_{earlier}"] = test(a, b)
+        return results
+
+    def difference(a: Any, b: Any) -> dict[str, float]:
+        return stats.difference(a, b, seed).as_dict()
+
+    resolution = None
+    if retention and retention.complete:
+        resolution = stats.detectable_difference(retention.values("recovered"), retention.values("base"))
+    return {
+        "detectable_difference": resolution,
+        "mcnemar": pairwise(retention, stats.mcnemar, pass_or_fail_only=True),
+        **pairwise(retention, difference),
+        **{f"domain_{pair}": change for pair, change in pairwise(domain, difference).items()},
+    }
 
 
 def _ceiling(suites: list[Suite], recover: dict[str, Any], seed: int) -> dict[str, dict]:
-    """Return student minus teacher per suite: near zero, distillation has given what it can, and only a reward goes further.
+    """Return student minus teacher per suite: near zero, only another teacher or a reward can improve it.
 
-    Other teachers than base on general and tuned on domain prompts are not measured, so of these nothing can be said.
+    Only base (as general teacher) and tuned (as domain teacher) are measured; with other teachers a suite is
+    left out.
     """
     from opdcl.results import stats
 
-    found = {}
+    ceiling = {}
     for suite in suites:
         teacher = TEACHER_OF[suite.role]
         stream = "domain" if teacher == "tuned" else "general"
@@ -144,102 +144,106 @@ def _ceiling(suites: list[Suite], recover: dict[str, Any], seed: int) -> dict[st
         if {teacher, "recovered"} <= set(suite.rows):
             gap = stats.difference(suite.values("recovered"), suite.values(teacher), seed).as_dict()
             place = "above" if gap["low"] > 0 else "below" if gap["high"] < 0 else "level"
-            found[suite.name] = {"teacher": teacher, **gap, "place": place}
-    return found
+            ceiling[suite.name] = {"teacher": teacher, **gap, "place": place}
+    return ceiling
 
 
 def _cost(run: RunDir, suites: list[Suite]) -> dict[str, dict]:
-    """Return seconds, tokens and peak memory per stage; empty where a stage has not ended."""
+    """Return seconds, tokens and peak memory per stage; empty if a stage is not finished."""
     keys = ("seconds", "tokens", "peak_memory_bytes")
     cost: dict[str, dict] = {}
     for name in ("finetune", "recover"):
         stage = run.find_stage(name)
         spent = stage.state().get("cost") if stage else None
         cost[name] = {k: spent.get(k, 0) for k in keys} if spent else {}
-    spent_each = [r["cost"] for s in suites for r in s.results.values() if r.get("cost")]
-    cost["eval"] = {
-        k: (max if k == "peak_memory_bytes" else sum)(c.get(k) or 0 for c in spent_each)
-        for k in keys
-        if spent_each
-    }
+    evals = [result["cost"] for s in suites for result in s.results.values() if result.get("cost")]
+    combine = {"seconds": sum, "tokens": sum, "peak_memory_bytes": max}
+    cost["eval"] = {k: combine[k](c.get(k) or 0 for c in evals) for k in keys} if evals else {}
     return cost
 
 
-def _notes(run: RunDir, suites: list[Suite], estimates: dict[str, dict]) -> list[str]:
-    """Return what a careful reader must know before believing the numbers."""
-    notes = []
-    manifest = read_record(run.manifest)
-    base = manifest.get("base") or {}
+def _base_notes(run: RunDir) -> list[str]:
+    base = read_record(run.manifest).get("base") or {}
     before, after = base.get("fingerprint_before"), base.get("fingerprint_after")
     if before and after and before != after:
-        notes.append(
-            "The base weights changed during the run: base is no longer a valid teacher or yardstick."
-        )
+        return ["The base weights changed during the run: base is no longer a valid teacher or reference."]
+    return []
+
+
+def _suite_notes(run: RunDir, suites: list[Suite], estimates: dict[str, dict]) -> list[str]:
+    notes = []
+    adapters = read_record(run.manifest).get("adapters") or {}
     for suite in suites:
         for state, result in suite.results.items():
             measured = (result.get("model") or {}).get("adapter_sha256")
-            present = ((manifest.get("adapters") or {}).get(state) or {}).get("sha256")
+            present = (adapters.get(state) or {}).get("sha256")
             if measured and present and measured != present:
                 notes.append(
                     f"{suite.name}: {state} was measured with another adapter than the one in this run."
                 )
         if suite.unpaired:
             notes.append(
-                f"{suite.name}: {suite.unpaired} prompts are left out because not every measured state answered them; "
-                "the further metrics still include them."
+                f"{suite.name}: {suite.unpaired} prompts are left out because not every measured state "
+                "answered them; the further metrics still include them."
             )
         base_low = estimates[suite.name]["base"].get("low")
         if suite.role == "retention" and None not in (suite.floor, base_low) and base_low <= suite.floor:
             notes.append(
-                f"{suite.name}: base is not measurably above the floor of {percent(suite.floor)} that an answer "
-                "without content reaches, so this suite can hardly show forgetting."
+                f"{suite.name}: base is not measurably above the floor of {percent(suite.floor)}, the score "
+                "of a content-free answer, so this suite can hardly show forgetting."
             )
-    return notes + _recovery_notes(run)
+    return notes
 
 
 def _recovery_notes(run: RunDir) -> list[str]:
-    """Return what the recovery's own metrics say against it."""
+    """Return the caveats that follow from the metrics of a finished recovery."""
     stage = run.find_stage("recover")
-    rows = read_jsonl(stage.metrics) if stage else []
     if stage is None or stage.state().get("status") != "done":
         return []
-    notes = []
-    for row in rows:
-        if health := row.get("health"):
-            notes.append(
-                f"Recovery, step {row['step']}: {health['sign']} was {health['value']:.3g}, beyond {health['bound']:.3g}; "
-                f"{health['action']}."
-            )
-    if rewards := [r["reward"] for r in rows if "reward" in r]:
+    rows = read_jsonl(stage.metrics)
+    notes = [
+        f"Recovery, step {row['step']}: {health['sign']} was {health['value']:.3g}, beyond its limit of "
+        f"{health['bound']:.3g}; {health['action']}."
+        for row in rows
+        if (health := row.get("health"))
+    ]
+    if rewards := [row["reward"] for row in rows if "reward" in row]:
         fifth = max(1, len(rewards) // 5)
-        suite = section(run, "recover")["reward"]["suite"]
         notes.append(
-            f"Beside its teachers, recovery was rewarded by {suite}: mean reward {sum(rewards[:fifth]) / fifth:.3f} over its first "
-            f"{fifth} steps on it, {sum(rewards[-fifth:]) / fifth:.3f} over its last."
+            f"Recovery also used the reward of {section(run, 'recover')['reward']['suite']}: its mean was "
+            f"{sum(rewards[:fifth]) / fifth:.3f} over the first {fifth} steps with a reward and "
+            f"{sum(rewards[-fifth:]) / fifth:.3f} over the last {fifth}."
         )
     notes += [f"Recovery stopped after step {r['step']}: {r['stopped']}." for r in rows if "stopped" in r]
-    measured = {r["step"]: r["validation"] for r in rows if "validation" in r}
-    best = max((step for step, kl in measured.items() if kl.get("best")), default=None)
-    for key in sorted({key for kl in measured.values() for key in kl if "_kl/" in key}):
-        stream, _, teacher = key.partition("_kl/")
-        notes.append(
-            f"Held-out KL to {teacher} on its {stream} prompts: from {measured[min(measured)][key]:.3f} to {measured[best][key]:.3f} nats per token."
-        )
-    scale = next((r[key] for r in rows for key in ("warm_start", "interpolation") if key in r), {"alpha": 1})
-    if best == 0 or any("interpolation" in r for r in rows):
-        notes.append(
-            f"Recovered is the tuned adapter times {scale['alpha']:g}"
-            + (f" on average, {scale['tilt']:+.0%} at the last layer: " if scale.get("tilt") else ": ")
-            + (
-                "no step of training came nearer to the teachers on held-out prompts."
-                if best == 0
-                else "no training was done."
-            )
-        )
-    seen = [(r["mismatch"] * r["tokens"], r["tokens"]) for r in rows if "mismatch" in r]
-    share = sum(m for m, _ in seen) / max(1, sum(n for _, n in seen))
+    notes += _validation_notes(rows)
+    tokens = [(row["mismatch"] * row["tokens"], row["tokens"]) for row in rows if "mismatch" in row]
+    share = sum(mismatched for mismatched, _ in tokens) / max(1, sum(total for _, total in tokens))
     if share > 0.001:
         notes.append(
-            f"Sampler and trainer disagreed by more than a factor of two about {share:.2%} of the fresh tokens."
+            f"For {share:.2%} of the fresh tokens, the probabilities of sampler and trainer differed by more "
+            "than a factor of two."
         )
+    return notes
+
+
+def _validation_notes(rows: list[dict]) -> list[str]:
+    """Describe the held-out KL to further teachers, and a recovered adapter that is the scaled tuned one."""
+    notes = []
+    validations = {row["step"]: row["validation"] for row in rows if "validation" in row}
+    best = max((step for step, validation in validations.items() if validation.get("best")), default=None)
+    for key in sorted({key for validation in validations.values() for key in validation if "_kl/" in key}):
+        stream, _, teacher = key.partition("_kl/")
+        start, end = validations[min(validations)][key], validations[best][key]
+        notes.append(
+            f"Held-out KL to {teacher} on its {stream} prompts: from {start:.3f} to {end:.3f} nats per token."
+        )
+    scale = next((r[key] for r in rows for key in ("warm_start", "interpolation") if key in r), {"alpha": 1})
+    if best == 0 or any("interpolation" in row for row in rows):
+        tilt = f" on average, {scale['tilt']:+.0%} at the last layer" if scale.get("tilt") else ""
+        reason = (
+            "no training step came nearer to the teachers on held-out prompts"
+            if best == 0
+            else "no training was done"
+        )
+        notes.append(f"Recovered is the tuned adapter times {scale['alpha']:g}{tilt}: {reason}.")
     return notes

@@ -1,16 +1,18 @@
-"""How several runs are shown side by side: words, tables and a picture; in the terminal, as Markdown and as one HTML page."""
+"""How comparisons are shown: cells, tables and one figure, for the terminal, Markdown and HTML."""
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
-from opdcl.results.format import percent, span
+from opdcl.results.format import interval, percent, points, span
+from opdcl.results.scores import STATES
 
 MISSING = "\N{EN DASH}"
 
 
 class Table(NamedTuple):
-    """What a table shows; a cell's second line is its interval, or another small addition."""
+    """A table; the second line of a cell is its interval or another small addition."""
 
     title: str
     columns: list[str]
@@ -19,7 +21,7 @@ class Table(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A picture: the function of `opdcl.plots` that draws it from the results, between a title and a caption."""
+    """A figure: `plot` names the function of `opdcl.results.plots` that draws it from the comparison."""
 
     title: str
     plot: str
@@ -27,45 +29,173 @@ class Figure(NamedTuple):
 
 
 class View(NamedTuple):
-    """All that is shown of a comparison, beside its notes."""
+    """Everything that is shown of a comparison except its notes."""
 
     lead: str
-    """What is compared, in one sentence."""
+    """One sentence that says what is compared."""
     tables: list[Table]
     details: list[Table]
-    """Further tables, which a terminal has no room for."""
+    """Further tables, for which a terminal has no room."""
     figure: Figure
 
 
+def view(comparison: dict[str, Any]) -> View:
+    """Return how a comparison is shown: arms side by side, or steps that build on one another."""
+    chains = "chains" in comparison
+    names = ", ".join(row["name"] for row in comparison["steps" if chains else "arms"])
+    if chains:
+        caption = "Each suite after each step. Bars are 95 % intervals; a falling line means forgetting."
+        lead = f"{names}: steps that build on one another, measured on {_suite_names(comparison)}."
+        return View(lead, _chain_tables(comparison), [], Figure("From step to step", "steps", caption))
+    caption = "Domain score against retention score. Bars are 95 % intervals; up and to the right is better."
+    lead = f"{names}: compared on {_suite_names(comparison)}."
+    figure = Figure("Frontier", "frontier", caption)
+    return View(lead, _arm_tables(comparison), [_runs_table(comparison)], figure)
+
+
 def score_cell(estimate: dict | None) -> str:
-    """Show a score in percent over its interval; nothing where there is none."""
+    """Format a score in percent over its interval; empty without an estimate."""
     return f"{percent(estimate['value'])}\n{span(estimate)}" if estimate else ""
 
 
-def points_cell(estimate: dict | None) -> str:
-    """Show a difference in points over its interval; nothing where there is none."""
+def ratio_cell(estimate: dict | None) -> str:
+    """Format R or D over its interval; empty without an estimate."""
+    return interval(estimate).replace(" [", "\n[", 1) if estimate else ""
+
+
+def _points_cell(estimate: dict | None) -> str:
     if not estimate:
         return ""
-    value, low, high = (f"{100 * estimate[k]:+.1f}" for k in ("value", "low", "high"))
-    return f"{value}\n[{low}, {high}]"
+    return f"{points(estimate['value'])}\n[{points(estimate['low'])}, {points(estimate['high'])}]"
 
 
-def measured_on(found: dict[str, Any]) -> str:
-    """Name the suites with their sizes."""
-    suites = [f"{name} ({suite['n']} prompts)" for name, suite in found["suites"].items()]
-    return " and ".join([*([", ".join(suites[:-1])] if suites[1:] else []), *suites[-1:]])
+def _setting_cell(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def notes_on_seeds(counts: set[int]) -> list[str]:
-    """Return what to know of intervals over so many seeds."""
-    notes = (
-        ["With one seed an interval covers the choice of prompts, not the training seed."]
-        if 1 in counts
-        else []
+def _seed_count(row: dict[str, Any]) -> str:
+    return f"{row['name']}\n{row['seeds']} seed{'s' * (row['seeds'] > 1)}"
+
+
+def _suite_names(comparison: dict[str, Any]) -> str:
+    """List the suites with their sizes."""
+    *rest, last = [f"{name} ({suite['n']} prompts)" for name, suite in comparison["suites"].items()] or [""]
+    return f"{', '.join(rest)} and {last}" if rest else last
+
+
+def _arm_tables(comparison: dict[str, Any]) -> list[Table]:
+    """Return the scores, the distance to the alpha-curve, further suites and the settings that differ."""
+    tables = [_scores_table(comparison)]
+    if any(row["above_alpha_curve"] for row in comparison["arms"]):
+        tables.append(_curve_table(comparison))
+    for suite in comparison["further"]:
+        rows = [
+            [arm["name"], *(score_cell(arm[state]) for state in STATES), ratio_cell(arm["domain_retention"])]
+            for arm in suite["arms"]
+        ]
+        caption = f"{suite['metric']} on {suite['n']} prompts. This suite does not affect the status."
+        tables.append(Table(f"{suite['name']}, {suite['role']}", ["arm", *STATES, "D"], rows, caption))
+    if comparison["differences"]:
+        names = [row["name"] for row in comparison["arms"]]
+        rows = [
+            [key, *(_setting_cell(values[name]) if name in values else MISSING for name in names)]
+            for key, values in comparison["differences"].items()
+        ]
+        caption = "Seeds, names and gates are left out."
+        tables.append(Table("Settings that differ", ["setting", *names], rows, caption))
+    return tables
+
+
+def _scores_table(comparison: dict[str, Any]) -> Table:
+    headline = comparison["headline"]
+    columns = ["arm", *(f"{role}\n{headline[role] or 'no suite'}" for role in ("retention", "domain"))]
+    rows = []
+    for row in comparison["references"]:
+        name = row["name"] + (f"\nmean of {row['results']}" if row["results"] > 1 else "")
+        rows.append([name, score_cell(row["retention"]), score_cell(row["domain"]), "", "", ""])
+    rows += [[_seed_count(row), *_headline_cells(row)] for row in comparison["arms"]]
+    caption = (
+        "Brackets are 95 % intervals: a bootstrap over prompts, and over seeds if an arm has several. R is "
+        "the share of the lost score that came back, D the share of the domain gain that was kept. A "
+        "missing R or D is not measured, or the loss or gain in its denominator is too small. The status "
+        "depends on retention alone."
     )
-    if few := sorted(n for n in counts if 1 < n < 5):
-        notes.append(
-            f"Over {' or '.join(map(str, few))} seeds an interval is too narrow: of the variance between n seeds the "
-            "bootstrap sees (n - 1) / n."
-        )
-    return notes
+    return Table("Scores", [*columns, "R", "D", "status"], rows, caption)
+
+
+def _headline_cells(row: dict[str, Any]) -> list[str]:
+    ratios = [ratio_cell(row["recovery"]), ratio_cell(row["domain_retention"])]
+    return [score_cell(row["retention"]), score_cell(row["domain"]), *ratios, row["status"]]
+
+
+def _curve_table(comparison: dict[str, Any]) -> Table:
+    rows = [
+        [
+            row["name"],
+            *(_points_cell(above[key]) for key in ("at_its_domain", "retention", "domain")),
+            above["arm"],
+        ]
+        for row in comparison["arms"]
+        if (above := row["above_alpha_curve"])
+    ]
+    caption = (
+        "The alpha-curve consists of straight lines from base, over the tuned adapter scaled without "
+        "training, to tuned: two models can be mixed by choosing between their answers at random. The first "
+        "column is the distance in retention from the curve at the arm's own domain score. The next two are "
+        "the differences, on the same prompts, to one point of the curve. If an interval contains zero, the "
+        "difference may be chance."
+    )
+    columns = ["arm", "retention\nat its domain", "retention\nto the point", "domain\nto the point", "point"]
+    return Table("Above the alpha-curve, in points", columns, rows, caption)
+
+
+def _runs_table(comparison: dict[str, Any]) -> Table:
+    rows = []
+    for row in comparison["arms"]:
+        for run in row["runs"]:
+            seeds = ", ".join(f"{key} {_setting_cell(value)}" for key, value in run["seeds"].items())
+            rows.append([f"{run['path']}\n{seeds}", row["name"], *_headline_cells(run)])
+    columns = ["run", "arm", "retention", "domain", "R", "D", "status"]
+    return Table("Runs", columns, rows, "Each run by itself, with the numbers of its own report.")
+
+
+def _chain_tables(comparison: dict[str, Any]) -> list[Table]:
+    """Return the matrix of scores, the chains with their differences, and what is kept from each teacher."""
+    suites, base = comparison["suites"], comparison["base"]
+    rows = [["base", *(score_cell(base.get(name)) for name in suites)]]
+    rows += [
+        [_seed_count(step), *(score_cell(step["scores"].get(name)) for name in suites)]
+        for step in comparison["steps"]
+    ]
+    caption = (
+        "The model's scores after each step. Brackets are 95 % intervals: a bootstrap over prompts, and "
+        "over seeds if there are several."
+    )
+    columns = ["step", *(f"{name}\n{suite['role']}" for name, suite in suites.items())]
+    tables = [Table("After each step", columns, rows, caption)]
+    if comparison["chains"]:
+        tables.append(_chains_table(comparison))
+    if comparison["kept"]:
+        rows = [[k["step"], k["teacher"], k["suite"], ratio_cell(k["kept"])] for k in comparison["kept"]]
+        caption = "The step's share of the teacher's gain over base, on the suite that the teacher learned."
+        tables.append(Table("Kept from each teacher", ["step", "teacher", "suite", "kept"], rows, caption))
+    return tables
+
+
+def _chains_table(comparison: dict[str, Any]) -> Table:
+    figures = ("average", "forgetting", "backward_transfer")
+    rows = [
+        [chain["name"], *(score_cell(chain[figure]) for figure in figures)] for chain in comparison["chains"]
+    ]
+    rows += [
+        [f"{d['of']}\nminus {d['against']}", _points_cell(d["average"]), _points_cell(d["forgetting"]), ""]
+        for d in comparison["differences"]
+    ]
+    caption = (
+        "Average: the mean of all suites at the end. Forgetting: how far they lie below their best score "
+        "before the last step, including base's retention. Backward transfer: how far earlier domains have "
+        "moved since they were learned. Differences are in points, paired by prompt and seed."
+    )
+    return Table("Chains", ["chain", "average", "forgetting", "backward transfer"], rows, caption)

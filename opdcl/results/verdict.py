@@ -5,55 +5,52 @@ from __future__ import annotations
 from opdcl.results.format import interval, percent
 from opdcl.results.scores import STATES, Suite
 
-# Below this share of the domain gain a verdict says "but only": recovery was paid for with the domain.
+# If a smaller share of the domain gain is kept, the verdict says "but only": the domain paid for the
+# recovery.
 MOST_OF_THE_GAIN = 0.9
 
 
 def verdict(summary: dict, retention: Suite | None, domain: Suite | None) -> str:
-    """Say the outcome in one plain sentence."""
+    """Return the outcome as one plain sentence."""
     if retention is None or not retention.rows:
         missing = f"suite {retention.name} has no results" if retention else "there is no retention suite"
         return f"Not measured yet: {missing}."
     scores = {s: percent(summary["suites"][retention.name][s]["value"]) for s in retention.rows}
-    what = retention.plain
+    name = retention.plain
     if not retention.complete:
         missing = " and ".join(s for s in STATES if s not in scores)
         known = ", ".join(f"{s} {score}" for s, score in scores.items())
-        return f"Not measured yet: {what} has no result for {missing} (so far: {known})."
+        return f"Not measured yet: {name} has no result for {missing} (so far: {known})."
     base, tuned, recovered = (scores[s] for s in STATES)
     tail = _domain_clause(summary["domain_retention"], domain)
     if summary["status"] == "no measurable forgetting":
         return (
-            f"No measurable forgetting: {what} is {base} for base, {tuned} for tuned and {recovered} for recovered, "
-            f"{why_no_recovery(summary)}, so no R is computed{tail}."
+            f"No measurable forgetting: {name} is {base} for base, {tuned} for tuned and {recovered} for "
+            f"recovered, {why_no_recovery(summary)}, so no R is computed{tail}."
         )
-    ratio = f"R = {interval(summary['recovery'])}"
-    match summary["status"]:
-        case "recovered":
-            return f"Recovered: {what} is back to {recovered} (base {base}, tuned {tuned}), {ratio}{tail}."
-        case "partly recovered":
-            return (
-                f"Partly recovered: {what} rose to {recovered} (base {base}, tuned {tuned}), {ratio}, "
-                f"which is measurably above tuned but not shown to be as good as base{tail}."
-            )
-    return (
-        f"Recovery is not shown: {what} is {recovered} (base {base}, tuned {tuned}), {ratio}, "
-        f"which is not measurably above tuned{tail}."
-    )
+    numbers = f"(base {base}, tuned {tuned}), R = {interval(summary['recovery'])}"
+    if summary["status"] == "recovered":
+        return f"Recovered: {name} is back to {recovered} {numbers}{tail}."
+    if summary["status"] == "partly recovered":
+        return (
+            f"Partly recovered: {name} rose to {recovered} {numbers}, which is measurably above tuned "
+            f"but not demonstrably as good as base{tail}."
+        )
+    return f"No recovery found: {name} is {recovered} {numbers}, which is not measurably above tuned{tail}."
 
 
-def _domain_clause(kept: dict | None, domain: Suite | None) -> str:
+def _domain_clause(estimate: dict | None, domain: Suite | None) -> str:
     if domain is None or not domain.complete:
-        return "; what is left of the domain gain is not measured"
-    if kept is None:
+        return "; the share of the domain gain that was kept is not measured"
+    if estimate is None:
         return f"; the fine-tune's gain on {domain.plain} is not measurable, so no D is computed"
-    word = "but only" if kept["value"] < MOST_OF_THE_GAIN else "and"
-    span = f"[{100 * kept['low']:.0f}, {100 * kept['high']:.0f}]"
-    return f", {word} {100 * kept['value']:.0f} % {span} of the domain gain is kept"
+    word = "but only" if estimate["value"] < MOST_OF_THE_GAIN else "and"
+    value, low, high = (f"{100 * estimate[k]:.0f}" for k in ("value", "low", "high"))
+    return f", {word} {value} % [{low}, {high}] of the domain gain is kept"
 
 
 def why_no_recovery(summary: dict) -> str:
-    """Say why no R is printed: the drop is too small, or it is not distinguishable from none."""
+    """Say why there is no R: a state is missing, the drop is too small, or it may be chance."""
     from opdcl.results import stats
 
     change = summary["tests"]["tuned_minus_base"]
@@ -61,9 +58,8 @@ def why_no_recovery(summary: dict) -> str:
         return "base and tuned are not both measured"
     if summary["status"] == "not measured":
         return "recovered is not measured"
-    value, low, high = (
-        round(-100 * change[k], 1) + 0.0 for k in ("value", "high", "low")
-    )  # + 0.0: never "-0.0"
+    # + 0.0 turns -0.0 into 0.0.
+    value, low, high = (round(-100 * change[k], 1) + 0.0 for k in ("value", "high", "low"))
     drop = f"a drop from base to tuned of {value} points [{low}, {high}]"
     if -change["value"] < stats.SMALLEST_DROP:
         return f"{drop}, less than the {100 * stats.SMALLEST_DROP:.0f} that a ratio needs"
@@ -71,7 +67,7 @@ def why_no_recovery(summary: dict) -> str:
 
 
 def why_no_domain_retention(domain: Suite | None) -> str:
-    """Say why no D is printed, where none is."""
+    """Say why there is no D."""
     if domain is None:
         return "there is no domain suite"
     if not domain.complete:

@@ -1,9 +1,10 @@
-"""What a run was made with: hashes of inputs, versions, machine."""
+"""Describe what a run was made with: package versions and the machine."""
 
 from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,26 +13,20 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "lm_eval", "acce
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of the packages that shape results."""
-    found = {"python": platform.python_version()}
+    """Return the installed versions of the packages that affect results."""
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+        with suppress(PackageNotFoundError):
+            installed[name] = version(name)
+    return installed
 
 
 def machine() -> dict[str, Any]:
-    """Describe the processor and memory, without anything that names the host."""
-    name = platform.machine()
-    try:
+    """Describe CPU and memory without identifying the host."""
+    name, memory = platform.machine(), 0
+    with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    try:
+    with suppress(OSError, ValueError):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        memory = 0
     return {"name": name, "cores": os.cpu_count(), "memory_bytes": memory}

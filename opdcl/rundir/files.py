@@ -1,4 +1,4 @@
-"""Read and write a run's files: each appears whole or not at all."""
+"""Read and write files so that each appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from opdcl.errors import UsageError
 
 
 def cache_home() -> Path:
-    """Return the folder for converted models and tables: `$OPDCL_CACHE`, else the user's cache folder."""
-    if named := os.environ.get("OPDCL_CACHE"):
-        return Path(os.path.expanduser(named))
+    """Return the folder for converted models and tables: `$OPDCL_CACHE`, else `opdcl` in the user's cache."""
+    if folder := os.environ.get("OPDCL_CACHE"):
+        return Path(os.path.expanduser(folder))
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME", "~/.cache"))) / "opdcl"
 
 
 def now() -> str:
-    """Return the time as ISO 8601 in UTC, to the second."""
+    """Return the current UTC time in ISO 8601, to the second."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write `content` so that `path` holds either the old text or all of the new one, also after a power cut."""
+    """Write a file that holds either the old or the complete new content, even after a power failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = content.encode() if isinstance(content, str) else content
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, 0o644 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -46,57 +45,66 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically. NaN and infinity are refused: they are not JSON."""
+    """Write indented JSON atomically; raise `ValueError` for NaN and infinity, which JSON does not have."""
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of the run; a missing or broken one is a `UsageError` that names it."""
+    """Read a JSON file; raise a `UsageError` naming the file if it is missing or invalid."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as fault:
         raise UsageError(
             f"{path} does not exist", "opdcl run WORKFLOW -o RUN makes a run directory"
         ) from fault
-    except json.JSONDecodeError as fault:
+    except ValueError as fault:
         raise UsageError(
-            f"{path} is not valid JSON: {fault}", "restore the file, or start the run anew"
+            f"{path} is not valid JSON: {fault}", "restore the file, or start a new run"
         ) from fault
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """Read a JSONL file; a last line cut off by a crash is left out, any other broken line is a `UsageError`."""
+    """Read a JSONL file; return no rows if it does not exist.
+
+    A crash can truncate the last line, which is then ignored.
+
+    Raises:
+        UsageError: Another line is invalid.
+    """
     if not path.exists():
         return []
     rows = []
-    # Bytes, because a crash can cut a character in two; and not splitlines(), which also splits at U+2028 and its
-    # like, which stand raw inside JSON strings.
+    # Read bytes, because a crash can split a character. `splitlines` would also split at U+2028 and similar
+    # separators, which JSON strings may contain.
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             rows.append(json.loads(line))
-        except (json.JSONDecodeError, UnicodeDecodeError) as fault:
+        except ValueError as fault:
             if number < len(lines):
                 raise UsageError(
-                    f"{path}:{number} is not valid JSON: {fault}", "restore the file, or run anew"
+                    f"{path}:{number} is not valid JSON: {fault}", "restore the file, or start a new run"
                 ) from fault
     return rows
 
 
 @contextlib.contextmanager
 def folder_appears_whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that takes the name `path` once the block has ended without an error."""
+    """Yield a temporary folder and rename it to `path` when the block succeeds, replacing an older folder.
+
+    Its files get the mode that the umask allows; libraries write some of them for their owner only.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         yield temporary
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                with open(file, "rb") as handle:
+        for entry in (temporary, *temporary.rglob("*")):
+            entry.chmod((0o755 if entry.is_dir() else 0o644) & ~_umask())
+            if entry.is_file():
+                with open(entry, "rb") as handle:
                     os.fsync(handle.fileno())
-        os.chmod(temporary, 0o755)
         old = temporary.with_name(f"{temporary.name}.old")
         if path.exists():
             os.replace(path, old)
@@ -105,3 +113,9 @@ def folder_appears_whole(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)  # the system has no call that only reads it
+    os.umask(mask)
+    return mask

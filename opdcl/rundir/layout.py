@@ -1,116 +1,108 @@
-"""Every path of a run, and how files get there: whole or not at all."""
+"""The paths of a run directory, and the lock that lets one process write to it."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from opdcl.errors import UsageError
 from opdcl.rundir.files import now, read_json
+from opdcl.rundir.seals import damage
 
-# Which stage's adapter a state stands for.
+# The stage that makes the adapter of each state, and the other way round.
 STAGE_OF = {"tuned": "finetune", "recovered": "recover"}
+STATE_OF = {stage: state for state, stage in STAGE_OF.items()}
+
+# Files by which other folders are recognized, so that an error can name them.
+OTHER_FOLDERS = {"config.json": "a model folder", "adapter_config.json": "an adapter folder"}
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class StageDir:
-    """The folder of one stage: `stage.json`, `metrics.jsonl`, `adapter/`, `trainer/checkpoint-N/`, `samples.jsonl`."""
+    """The folder of one training stage."""
 
     path: Path
 
-    @property
-    def record(self) -> Path:
-        return self.path / "stage.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def adapter(self) -> Path:
-        return self.path / "adapter"
-
-    @property
-    def trainer(self) -> Path:
-        return self.path / "trainer"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples.jsonl"
+    def __post_init__(self) -> None:
+        self.record = self.path / "stage.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.samples = self.path / "samples.jsonl"
+        self.adapter = self.path / "adapter"
+        self.trainer = self.path / "trainer"  # holds checkpoint-N/
 
     def state(self) -> dict:
-        """Return what `stage.json` says, or an empty dict before the stage has started."""
+        """Return the content of `stage.json`, or an empty dict before the stage has started."""
         return read_json(self.record) if self.record.exists() else {}
 
+    def is_done(self) -> bool:
+        return bool(self.state().get("status") == "done")
+
     def checkpoints(self) -> list[Path]:
-        """Return the folders of all trainer checkpoints, whole or not, newest first."""
-        found = [p for p in self.trainer.glob("checkpoint-*") if p.name.rsplit("-", 1)[1].isdecimal()]
-        return sorted(found, key=lambda p: int(p.name.rsplit("-", 1)[1]), reverse=True)
+        """Return the folders of all trainer checkpoints, newest first, including damaged ones."""
+        steps = {
+            int(step): folder
+            for folder in self.trainer.glob("checkpoint-*")
+            if (step := folder.name.removeprefix("checkpoint-")).isdecimal()
+        }
+        return [steps[step] for step in sorted(steps, reverse=True)]
 
     def last_checkpoint(self) -> Path | None:
-        """Return the newest checkpoint that is as it was written, or None."""
-        from opdcl.rundir.seals import damage
-
-        return next((p for p in self.checkpoints() if not damage(p)), None)
+        """Return the newest undamaged checkpoint, or None."""
+        return next((folder for folder in self.checkpoints() if not damage(folder)), None)
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class RunDir:
-    """A run directory. Nothing outside this module joins its paths."""
+    """A run directory. Other modules do not join its paths."""
 
     path: Path
 
-    @property
-    def workflow(self) -> Path:
-        return self.path / "workflow.yaml"
+    def __post_init__(self) -> None:
+        self.workflow = self.path / "workflow.yaml"
+        self.config = self.path / "config.json"
+        self.manifest = self.path / "manifest.json"
+        self.evals = self.path / "evals"
+        # The report as Markdown and as HTML, and the model card.
+        self.reports = self.path / "report.md", self.path / "report.html", self.path / "README.md"
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.json"
+    def is_run(self) -> bool:
+        """Return whether opdcl made this directory: a model's `config.json` has other keys."""
+        try:
+            config = read_json(self.config)
+        except UsageError:  # missing or damaged; in a damaged run the other file is still there
+            return self.config.exists() and self.workflow.exists()
+        return isinstance(config, dict) and {"workflow", "origins"} <= config.keys()
 
-    @property
-    def manifest(self) -> Path:
-        return self.path / "manifest.json"
-
-    @property
-    def reports(self) -> tuple[Path, Path, Path]:
-        """The report as Markdown, the report as a page, and the model card."""
-        return self.path / "report.md", self.path / "report.html", self.path / "README.md"
-
-    @property
-    def evals(self) -> Path:
-        return self.path / "evals"
+    def settings(self) -> dict[str, Any]:
+        """Return the workflow of the run as plain data, or an empty dict before the run has started."""
+        return (read_json(self.config).get("workflow") or {}) if self.config.exists() else {}
 
     def stage(self, index: int, name: str) -> StageDir:
         return StageDir(self.path / "stages" / f"{index:02d}-{name}")
 
     def stages(self) -> list[StageDir]:
-        return [StageDir(p) for p in sorted((self.path / "stages").glob("[0-9][0-9]-*"))]
+        return [StageDir(folder) for folder in sorted((self.path / "stages").glob("[0-9][0-9]-*"))]
 
     def find_stage(self, name: str) -> StageDir | None:
-        """Return the last stage of that name, or None."""
-        found = [s for s in self.stages() if s.path.name.split("-", 1)[1] == name]
-        return found[-1] if found else None
+        """Return the last stage with this name, or None."""
+        return next((s for s in reversed(self.stages()) if s.path.name.split("-", 1)[1] == name), None)
 
     def last_stage(self) -> StageDir | None:
         """Return the last training stage if it is done."""
-        stages = self.stages()
-        return stages[-1] if stages and stages[-1].state().get("status") == "done" else None
+        return next((stage for stage in self.stages()[-1:] if stage.is_done()), None)
 
     def adapters(self) -> dict[str, Path]:
-        """Return the folders of finished adapters by the state that they stand for."""
+        """Return the folders of finished adapters by state, `tuned` before `recovered`."""
         stages = {state: self.find_stage(name) for state, name in STAGE_OF.items()}
-        return {
-            state: stage.adapter
-            for state, stage in stages.items()
-            if stage and stage.state().get("status") == "done"
-        }
+        return {state: stage.adapter for state, stage in stages.items() if stage and stage.is_done()}
 
     def eval_result(self, state: str, suite: str) -> Path:
         return self.evals / state / f"{suite}.json"
@@ -120,59 +112,72 @@ class RunDir:
 
     def new_log(self) -> Path:
         """Return the path of the next attempt's log."""
-        return self.path / "logs" / f"attempt_{len(list((self.path / 'logs').glob('attempt_*.log'))) + 1}.log"
+        folder = self.path / "logs"
+        return folder / f"attempt_{len(list(folder.glob('attempt_*.log'))) + 1}.log"
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[dict | None]:
-        """Hold the run for this process: a second writer is refused, a dead owner's lock is taken over.
+        """Lock the run for this process and yield the previous owner if it died without unlocking, else None.
 
-        Yields:
-            The dead owner, if there was one.
+        The lock file stays: deleting it would let two processes lock two files of the same name. It contains
+        the owner, and is empty while nobody holds the lock.
+
+        Raises:
+            UsageError: Another process holds the lock, or the file system has no locks.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         file = self.path / ".lock"
-        me = {"pid": os.getpid(), "host": socket.gethostname(), "since": now()}
-        # The system holds the lock and drops it when its owner dies; the file says who that is, and stays, because
-        # removing it would let two processes hold locks on two files of one name. An owner that ended well leaves it empty.
-        handle = os.open(file, os.O_CREAT | os.O_RDWR, 0o644)
+        host = socket.gethostname()
         try:
+            held = FileLock(file, mode=0o644, fallback_to_soft=False).acquire(blocking=False)
+        except Timeout:
+            raise self._in_use(_lock_owner(file), "wait for it, or stop it") from None
+        except OSError as fault:
+            raise UsageError(
+                f"{self.path}: this file system cannot lock ({fault.strerror})", "choose a local disk with -o"
+            ) from fault
+        with held:
+            owner = _lock_owner(file)
+            if owner.get("host", host) != host:  # locks on a shared disk may not reach every machine
+                raise self._in_use(owner, f"wait for it, or remove {file} if that process is gone")
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                free = True
-            except BlockingIOError:
-                free = False
-            except OSError as fault:
-                raise UsageError(
-                    f"{self.path}: this file system cannot lock ({fault.strerror})",
-                    "choose a local disk with -o",
-                ) from fault
-            other = _lock_owner(file)
-            elsewhere = (
-                other.get("host", me["host"]) != me["host"]
-            )  # a shared disk's locks may not reach every machine
-            if not free or elsewhere:
-                raise UsageError(
-                    f"{self.path} is in use by process {other.get('pid')} on {other.get('host')} since {other.get('since')}",
-                    f"wait for it, or remove {file} if that process is gone"
-                    if elsewhere
-                    else "wait for it, or stop it",
-                )
-            os.truncate(handle, 0)
-            os.write(handle, json.dumps(me).encode())
-            try:
-                yield other or None
+                file.write_text(json.dumps({"pid": os.getpid(), "host": host, "since": now()}))
+                yield owner or None
             finally:
-                os.truncate(handle, 0)
-        finally:
-            os.close(handle)
+                file.write_text("")
+
+    def _in_use(self, owner: dict, hint: str) -> UsageError:
+        pid, host, since = (owner.get(key) for key in ("pid", "host", "since"))
+        return UsageError(f"{self.path} is in use by process {pid} on {host} since {since}", hint)
+
+
+def open_run(path: Path) -> RunDir:
+    """Return an existing run directory.
+
+    Raises:
+        UsageError: The path does not exist or is something else.
+    """
+    run = RunDir(path)
+    if not run.is_run():
+        raise UsageError(not_a_run(path), "opdcl finetune --data ROWS -o RUN makes a run directory")
+    return run
+
+
+def not_a_run(path: Path) -> str:
+    """Say that a path is not a run directory, and what it is if its files show that."""
+    kind = next((kind for file, kind in OTHER_FOLDERS.items() if (path / file).is_file()), None)
+    return f"{path} is {kind}, not a run directory" if kind else f"{path} is not a run directory"
+
+
+def adapter_config(folder: Path) -> dict[str, Any]:
+    """Return the content of an adapter's `adapter_config.json`."""
+    config: dict[str, Any] = read_json(folder / "adapter_config.json")
+    return config
 
 
 def _lock_owner(file: Path) -> dict:
     try:
-        owner: dict = json.loads(file.read_text())
+        owner = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
     return owner if isinstance(owner, dict) else {}
-
-
-STATE_OF = {stage: state for state, stage in STAGE_OF.items()}

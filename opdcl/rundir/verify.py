@@ -1,21 +1,23 @@
-"""Seals: the hashes of what was written, to tell later what is damaged, missing or changed.
+"""Check a finished run: are its files, adapters and results those that it recorded?
 
 opdcl verify runs/mine
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from opdcl.rundir.files import read_json, read_jsonl
-from opdcl.rundir.hashes import ADAPTER, file_hash
-from opdcl.rundir.layout import RunDir
-from opdcl.rundir.seals import SEAL, seal
+from opdcl.rundir.hashes import ADAPTER, adapter_hash
+from opdcl.rundir.layout import STATE_OF, RunDir
+from opdcl.rundir.seals import SEAL, check, seal
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one thing that the run recorded."""
+    """The outcome of one check."""
 
     what: str
     ok: bool
@@ -23,7 +25,7 @@ class Finding:
 
 
 def seal_run(run: RunDir) -> None:
-    """Record the hashes of a run's results and adapters, the report apart: it can be written anew at any time."""
+    """Record the hashes of a run's configuration, results and adapters; reports can be made again."""
     files = [p for p in sorted(run.evals.rglob("*.json*")) if not p.name.startswith(".")]
     for stage in run.stages():
         files += [p for p in (stage.record, stage.metrics, *sorted(stage.adapter.glob("*"))) if p.is_file()]
@@ -31,55 +33,50 @@ def seal_run(run: RunDir) -> None:
 
 
 def verify(run: RunDir) -> list[Finding]:
-    """Hash everything again, and compare it with what the run recorded when it was made."""
-    found = []
-    if (run.path / SEAL).exists():
-        for name, digest in sorted(read_json(run.path / SEAL).items()):
-            file = run.path / name
-            state = (
-                "missing" if not file.is_file() else "as recorded" if file_hash(file) == digest else "changed"
-            )
-            found.append(Finding(name, state == "as recorded", state))
-    else:
-        found.append(Finding(SEAL, False, "missing: the run is not finished, or older than seals"))
-    adapters = {}
+    """Compare a run with what it recorded about its files, adapters, results and base weights."""
+    return [*_check_files(run), *_check_adapters(run), *_check_results(run), *_check_base(run)]
+
+
+def _check_files(run: RunDir) -> Iterator[Finding]:
+    if not (run.path / SEAL).exists():
+        yield Finding(SEAL, False, "missing: the run is not finished, or a version without seals made it")
+        return
+    for name, digest in sorted(read_json(run.path / SEAL).items()):
+        problem = check(run.path / name, digest)
+        yield Finding(name, not problem, problem or "as recorded")
+
+
+def _check_adapters(run: RunDir) -> Iterator[Finding]:
     for stage in run.stages():
         record = stage.state()
-        weights = stage.adapter / ADAPTER
         if record.get("status") == "done":
-            digest = file_hash(weights) if weights.is_file() else None
-            adapters[stage.path.name.split("-", 1)[1]] = digest
-            ok = digest == record.get("adapter_sha256")
-            found.append(
-                Finding(
-                    f"adapter of {stage.path.name}",
-                    ok,
-                    "as its stage recorded" if ok else "not the one that the stage made",
-                )
-            )
-    owner = {"tuned": adapters.get("finetune"), "recovered": adapters.get("recover")}
-    for result in sorted(run.evals.glob("*/*.json")):
-        measured = read_json(result)
-        name, state = f"{result.parent.name}/{result.stem}", measured.get("state")
-        belongs = state not in owner or (measured.get("model") or {}).get("adapter_sha256") == owner[state]
-        found.append(
-            Finding(
-                f"result {name}",
-                belongs,
-                "measured on this adapter" if belongs else "measured on another adapter",
-            )
-        )
-        rows = len(read_jsonl(run.eval_samples(result.parent.name, result.stem)))
-        if rows != measured.get("n"):
-            found.append(Finding(f"answers {name}", False, f"{rows} answers for n = {measured.get('n')}"))
+            intact = _adapter_hash(stage.adapter) == record.get("adapter_sha256")
+            finding = "as its stage recorded" if intact else "not the adapter that its stage recorded"
+            yield Finding(f"adapter of {stage.path.name}", intact, finding)
+
+
+def _check_results(run: RunDir) -> Iterator[Finding]:
+    hashes = dict.fromkeys(STATE_OF.values()) | {
+        state: _adapter_hash(folder) for state, folder in run.adapters().items()
+    }
+    for file in sorted(run.evals.glob("*/*.json")):
+        result = read_json(file)
+        name, state = f"{file.parent.name}/{file.stem}", result.get("state")
+        measured = (result.get("model") or {}).get("adapter_sha256")
+        same = state not in hashes or measured == hashes[state]
+        yield Finding(f"result {name}", same, f"measured with {'this' if same else 'another'} adapter")
+        answers = len(read_jsonl(run.eval_samples(file.parent.name, file.stem)))
+        if answers != result.get("n"):
+            yield Finding(f"answers {name}", False, f"{answers} answers for n = {result.get('n')}")
+
+
+def _check_base(run: RunDir) -> Iterator[Finding]:
     base = (read_json(run.manifest) if run.manifest.exists() else {}).get("base") or {}
     before, after = base.get("fingerprint_before"), base.get("fingerprint_after")
     if before and after:
-        found.append(
-            Finding(
-                "base weights",
-                before == after,
-                "the same before and after" if before == after else "changed during the run",
-            )
-        )
-    return found
+        same = before == after
+        yield Finding("base weights", same, "unchanged" if same else "changed during the run")
+
+
+def _adapter_hash(folder: Path) -> str | None:
+    return adapter_hash(folder) if (folder / ADAPTER).is_file() else None

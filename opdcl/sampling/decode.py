@@ -1,46 +1,45 @@
-"""The sampler of our own: one decoding loop over transformers' forward pass, for large batches of short sequences.
+"""opdcl's own sampler: one decoding loop for large batches of short sequences.
 
-It is faster than `generate` there for three reasons: keys and values go into preallocated slabs (no concatenation per
-token), finished sequences leave the batch, and the prefix that all prompts share (a system prompt, say) is computed
-once.
+It is faster than `generate` for three reasons: keys and values go into preallocated slabs (no concatenation
+per token), finished sequences leave the batch, and the prefix that all prompts share (a system prompt, for
+example) is computed once.
 
-Randomness is one uniform number per sequence and token, drawn beforehand, so what a sequence samples depends neither
-on its neighbours in the batch nor on when they finish.
+Randomness is one uniform number per sequence and token, drawn in advance, so a sequence's samples depend
+neither on its neighbours in the batch nor on when they finish.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from opdcl import parallel
+from opdcl.model.architecture import architecture
 from opdcl.model.forward import common_prefix
 from opdcl.sampling.llama_step import decoding_step
 
 if TYPE_CHECKING:
     from opdcl.sampling.rollout import Request, Rollout
 
-
-# Rows are dropped from the slabs once a fifth of them is finished: copying the survivors then costs less than
+# Rows are dropped from the slabs once a fifth of them is finished: copying the rest then costs less than
 # decoding the finished ones.
 COMPACT_BELOW = 0.8
 
-# Steps that may be ahead of a completion that is left unfinished; for fewer it is not worth beginning again with its prompt.
+# Completions are left unfinished only with more steps than this ahead.
 WORTH_LEAVING = 32
 
-# Prompts that run through the model together: enough to fill it, few enough to be of like length.
+# Prompts that run through the model together: enough to use the hardware, few enough to have similar lengths.
 PREFILL_ROWS = 32
 
-# Tokens that a draw passes over at once.
+# Tokens per block of the cumulative sum from which a draw is made.
 DRAW_BLOCK = 256
 
 
 class SlabLayer(CacheLayerMixin):
-    """Keys and values of one layer in preallocated `(rows, heads, capacity, dim)` slabs, filled from the left."""
+    """One layer's keys and values in preallocated `(rows, heads, capacity, dim)` slabs."""
 
     is_sliding = False
 
@@ -66,15 +65,11 @@ class SlabLayer(CacheLayerMixin):
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def start_from(self, source: SlabLayer, rows: int) -> None:
-        """Begin with the single row of `source` (the shared prefix), repeated to `rows` rows."""
-        self._allocate(source.keys, source.values, rows)
-        self.keys[:, :, : source.length] = source.keys[:, :, : source.length]
-        self.values[:, :, : source.length] = source.values[:, :, : source.length]
-        self.length, self.is_initialized = source.length, True
+    def copy_part(self, source: SlabLayer, rows: slice, total: int, prefix: int, end: int) -> None:
+        """Copy the prefix of `source` to the left of `rows`, and its tail so that it ends at column `end`.
 
-    def take(self, source: SlabLayer, rows: slice, total: int, prefix: int, end: int) -> None:
-        """Copy a part's prefix to the left and its tail so that it ends at column `end`, into the given rows."""
+        The first call allocates `total` rows. A single source row is repeated.
+        """
         if not self.is_initialized:
             self._allocate(source.keys, source.values, total)
             # Padding is masked, but masked NaN is still NaN.
@@ -104,97 +99,97 @@ class SlabLayer(CacheLayerMixin):
         return self.capacity
 
 
-def fill(model, rollouts: list[Rollout], request: Request) -> None:
+def decode(model, rollouts: list[Rollout], request: Request) -> None:
     """Complete the rollouts in place; every layer of `model` must be plain full attention."""
-    generator = torch.Generator().manual_seed(request.seed)
     uniform_NT = None
     if request.temperature:
-        # Those of all processes are drawn, so that each sequence gets its own, whoever completes it.
-        uniform_NT = parallel.share(torch.rand(request.total, request.max_new_tokens, generator=generator))
-    prefix = _shared_prefix([r.prompt_ids for r in rollouts])
+        # Drawn for all processes, so that a sequence gets the same numbers in any of them.
+        generator = torch.Generator().manual_seed(request.seed)
+        uniform_NT = parallel.my_share(torch.rand(request.total, request.max_new_tokens, generator=generator))
+    # At least one id of each prompt stays outside the shared prefix.
+    prefix = common_prefix([r.prompt_ids[:-1] for r in rollouts]) if len(rollouts) > 1 else []
     max_unfinished = request.max_unfinished
-    for rows in request.batches(rollouts):
-        batch = [rollouts[i] for i in rows]
-        _decode(
-            model, batch, prefix, request, max_unfinished, None if uniform_NT is None else uniform_NT[rows]
-        )
-        max_unfinished -= sum(
-            not r.finished and len(r.completion_ids) < request.max_new_tokens for r in batch
-        )
-
-
-def _shared_prefix(prompts: Sequence[list[int]]) -> list[int]:
-    """Return the ids with which every prompt begins; at least one id of each prompt stays outside."""
-    return common_prefix([p[:-1] for p in prompts]) if len(prompts) > 1 else []
+    for indices in request.batches(rollouts):
+        batch = [rollouts[i] for i in indices]
+        uniform_BT = None if uniform_NT is None else uniform_NT[indices]
+        max_unfinished -= _decode_batch(model, batch, prefix, request, max_unfinished, uniform_BT)
 
 
 @torch.no_grad()
-def _decode(
+def _decode_batch(
     model,
-    rollouts: list[Rollout],
+    batch: list[Rollout],
     prefix: list[int],
     request: Request,
     max_unfinished: int,
     uniform_BT: torch.Tensor | None,
-) -> None:
-    device, max_new_tokens, eos_ids = model.device, request.max_new_tokens, set(request.eos_ids)
-    tails = [(r.prompt_ids + r.completion_ids)[len(prefix) :] for r in rollouts]
+) -> int:
+    """Complete a batch in place; return how many of its rollouts were left unfinished."""
+    device, max_new_tokens = model.device, request.max_new_tokens
+    tails = [(r.prompt_ids + r.completion_ids)[len(prefix) :] for r in batch]
     width = max(len(t) for t in tails)
     capacity = len(prefix) + width + max_new_tokens
-    cache = Cache(
-        layers=[SlabLayer(capacity) for _ in range(model.config.get_text_config().num_hidden_layers)]
-    )
-
+    cache = Cache(layers=[SlabLayer(capacity) for _ in range(architecture(model.config).layers)])
     # Layout of a row: shared prefix, left padding, its own tail, completion. Padding is masked everywhere.
-    visible_BC = torch.ones(len(tails), capacity, dtype=torch.bool)
+    visible_BC = torch.ones(len(batch), capacity, dtype=torch.bool)
     for row, tail in enumerate(tails):
         visible_BC[row, len(prefix) : len(prefix) + width - len(tail)] = False
     visible_BC = visible_BC.to(device)
     logits_BV = _prefill(model, cache, prefix, tails, width)
     position_B = torch.tensor([len(prefix) + len(tail) - 1 for tail in tails], device=device)
-    decode = decoding_step(model)
-    # In 16 bits a finished row keeps the last one company: a processor's fast kernels are not for a single one. fp32 has them.
-    fewest = 2 if model.dtype.itemsize == 2 else 1
-    live = list(range(len(rollouts)))  # row of the batch -> index of its rollout
-    done = [False] * len(rollouts)
+    run_step = decoding_step(model)
+    # In 16 bits the CPU's fast kernels need two rows, so a finished one stays with the last.
+    min_rows = 2 if model.dtype.itemsize == 2 else 1
+    done = [False] * len(batch)
     for step in range(max_new_tokens):
-        uniform_B = None if uniform_BT is None else uniform_BT[live, step].to(device)
+        uniform_B = None if uniform_BT is None else uniform_BT[:, step].to(device)
         token_B, logprob_B = _draw(logits_BV, request.temperature, uniform_B)
-        ended = []
-        for row, token in enumerate(token_B.tolist()):
-            if done[row]:
-                continue
-            rollout = rollouts[live[row]]
-            rollout.completion_ids.append(token)
-            rollout.finished = token in eos_ids
-            done[row] = rollout.finished or len(rollout.completion_ids) == max_new_tokens
-            ended += [rollout] * done[row]
-        if logprob_B is not None:
-            for row, logprob in enumerate(logprob_B.tolist()):
-                if len(rollouts[live[row]].logprobs) < len(rollouts[live[row]].completion_ids):
-                    rollouts[live[row]].logprobs.append(logprob)
-        if request.on_finished and ended:
-            request.on_finished(ended)
-        if all(done) or (done.count(False) <= max_unfinished and max_new_tokens - step > WORTH_LEAVING):
-            return
-        rows = max(done.count(False), fewest)
+        _append(batch, done, token_B, logprob_B, request)
+        running = done.count(False)
+        if not running or (running <= max_unfinished and max_new_tokens - step > WORTH_LEAVING):
+            break
+        rows = max(running, min_rows)
         if rows < COMPACT_BELOW * len(done):
-            kept = sorted(range(len(done)), key=done.__getitem__)[:rows]
-            live, done = [live[row] for row in kept], [done[row] for row in kept]
-            keep = torch.tensor(kept, device=device)
+            indices = sorted(range(len(done)), key=done.__getitem__)[:rows]
+            batch, done = [batch[row] for row in indices], [done[row] for row in indices]
+            uniform_BT = None if uniform_BT is None else uniform_BT[indices]
+            keep = torch.tensor(indices, device=device)
             for layer in cache.layers:
                 layer.keep(keep)
             token_B, position_B, visible_BC = token_B[keep], position_B[keep], visible_BC[keep]
         position_B = position_B + 1
-        filled = cache.get_seq_length() + 1
-        logits_BV = decode(token_B, position_B, visible_BC[:, :filled], cache)
+        logits_BV = run_step(token_B, position_B, visible_BC[:, : cache.get_seq_length() + 1], cache)
+    return done.count(False)
+
+
+def _append(
+    batch: list[Rollout],
+    done: list[bool],
+    token_B: torch.Tensor,
+    logprob_B: torch.Tensor | None,
+    request: Request,
+) -> None:
+    """Append the drawn tokens to the rows that are not done, and report the completions that have ended."""
+    ended = []
+    logprobs = [] if logprob_B is None else logprob_B.tolist()
+    for row, token in enumerate(token_B.tolist()):
+        if done[row]:
+            continue
+        rollout = batch[row]
+        rollout.completion_ids.append(token)
+        rollout.logprobs += logprobs[row : row + 1]
+        rollout.finished = token in request.eos_ids
+        done[row] = rollout.finished or len(rollout.completion_ids) == request.max_new_tokens
+        ended += [rollout] * done[row]
+    if request.on_finished and ended:
+        request.on_finished(ended)
 
 
 def _prefill(model, cache: Cache, prefix: list[int], tails: list[list[int]], width: int) -> torch.Tensor:
-    """Fill the slabs with all prompts, their tails ending at `prefix + width`; return the next-token logits, `(B, V)`.
+    """Fill the slabs with all prompts, which end at `prefix + width`; return next-token logits `(B, V)`.
 
-    The prefix runs once. Tails run some rows at a time, each such batch only as wide as its own longest, because one
-    long prompt would otherwise make padding of all the others.
+    The prefix runs once. Tails run a few rows at a time, and each of these batches is only as wide as its
+    longest tail: one long prompt would otherwise pad all the others.
     """
     device = model.device
     shared = Cache(layers=[SlabLayer(len(prefix)) for _ in cache.layers])
@@ -217,31 +212,33 @@ def _prefill(model, cache: Cache, prefix: list[int], tails: list[list[int]], wid
         part = Cache(layers=[SlabLayer(len(prefix) + local) for _ in cache.layers])
         for layer, source in zip(part.layers, shared.layers, strict=True):
             if prefix:
-                layer.start_from(source, len(batch))
+                layer.copy_part(source, slice(None), len(batch), len(prefix), len(prefix))
         logits.append(
             model(
                 input_ids=ids_BW.to(device),
                 attention_mask=torch.cat([prefix_BWP, tail_BWW], -1)[:, None],
                 position_ids=(len(prefix) + column_W - padding_B[:, None]).clamp(min=0),
                 past_key_values=part,
-                # An index, not a number: the copy that it makes spares one of the output head for every row.
+                # As an index tensor: the copy that it makes avoids one copy of the output head per row.
                 logits_to_keep=torch.tensor([local - 1], device=device),
             ).logits[:, -1]
         )
         for layer, source in zip(cache.layers, part.layers, strict=True):
-            layer.take(source, slice(start, start + len(batch)), len(tails), len(prefix), len(prefix) + width)
+            layer.copy_part(
+                source, slice(start, start + len(batch)), len(tails), len(prefix), len(prefix) + width
+            )
     return torch.cat(logits)
 
 
 def _draw(logits_BV: torch.Tensor, temperature: float, uniform_B: torch.Tensor | None):
-    """Draw a token per row by inverting the cumulative distribution; return ids and log-probabilities, both `(B,)`.
+    """Draw a token per row by inverting the cumulative distribution; return ids and logprobs, `(B,)`.
 
-    Without uniform numbers the likeliest token is taken, and its log-probability is not computed.
+    Without uniform numbers the most likely token is taken, and its log-probability is not computed.
     """
     if uniform_B is None:
         return logits_BV.argmax(-1), None
     rows, vocabulary = logits_BV.shape
-    # Only the block that a draw falls into is summed up token by token.
+    # Only the block that contains the draw is summed token by token.
     scaled_BV = logits_BV.new_full(
         (rows, math.ceil(vocabulary / DRAW_BLOCK) * DRAW_BLOCK), -torch.inf, dtype=torch.float32
     )
@@ -249,19 +246,19 @@ def _draw(logits_BV: torch.Tensor, temperature: float, uniform_B: torch.Tensor |
     if temperature != 1:
         scaled_BV /= temperature
     scaled_BV -= scaled_BV.amax(-1, keepdim=True)
-    # Probabilities, but for a factor that the draw is scaled by.
+    # Unnormalized probabilities; the draw is scaled by their total instead.
     weight_BNW = scaled_BV.exp().view(rows, -1, DRAW_BLOCK)
     block_BN = weight_BNW.sum(-1)
-    upto_BN = block_BN.cumsum(-1)
-    total_B1 = upto_BN[:, -1:]
-    # Rounding must carry no draw out of the blocks, or out of a block's tokens, that have a probability.
+    cumulative_BN = block_BN.cumsum(-1)
+    total_B1 = cumulative_BN[:, -1:]
+    # Rounding must not move a draw to a block, or to a token of its block, that has no probability.
     draw_B1 = torch.minimum(uniform_B[:, None], total_B1.new_tensor(1 - 1e-6)) * total_B1
-    # A broken model's NaN lies in no block and draws the last token: its log-probability tells.
-    block_B1 = torch.searchsorted(upto_BN, draw_B1, right=True).clamp_(max=upto_BN.shape[-1] - 1)
+    # NaN of a broken model lies in no block and draws the last token; its log-probability is NaN too.
+    block_B1 = torch.searchsorted(cumulative_BN, draw_B1, right=True).clamp_(max=cumulative_BN.shape[-1] - 1)
     inside_BW = weight_BNW[torch.arange(rows, device=logits_BV.device), block_B1[:, 0]].cumsum(-1)
-    left_B1 = draw_B1 - (upto_BN - block_BN).gather(-1, block_B1)
-    left_B1 = torch.minimum(left_B1.clamp_(min=0), inside_BW[:, -1:] * (1 - 1e-6))
-    token_B1 = (block_B1 * DRAW_BLOCK + torch.searchsorted(inside_BW, left_B1, right=True)).clamp_(
+    rest_B1 = draw_B1 - (cumulative_BN - block_BN).gather(-1, block_B1)
+    rest_B1 = torch.minimum(rest_B1.clamp_(min=0), inside_BW[:, -1:] * (1 - 1e-6))
+    token_B1 = (block_B1 * DRAW_BLOCK + torch.searchsorted(inside_BW, rest_B1, right=True)).clamp_(
         max=vocabulary - 1
     )
     return token_B1[:, 0], (scaled_BV.gather(-1, token_B1) - total_B1.log())[:, 0]

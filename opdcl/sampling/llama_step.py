@@ -1,11 +1,11 @@
-"""One decoding step of the Llama family, written out: the same numbers as transformers' forward pass, at less cost.
+"""One decoding step of the Llama family: the same numbers as transformers' forward pass at less cost.
 
-With one token per sequence the weights are the large operand of every product and the sequences the small one.
-Products run fastest with the large one first, so activations are kept transposed, `(features, rows)`, from the
-embedding to the logits; the rest of a step is then a few operations per layer, on buffers already in place.
+With one token per sequence, the weights are the large operand of every product and the sequences the small
+one. Products are fastest with the large operand first, so activations stay transposed, `(features, rows)`,
+from the embedding to the logits. The rest of a step is a few operations per layer on existing buffers.
 
-Source: Touvron et al., arXiv 2302.13971, section 2.2 (RMSNorm, SwiGLU, rotary positions); Qwen2 adds biases to queries,
-keys and values, Qwen3 an RMSNorm to each head of queries and keys.
+Source: Touvron et al., arXiv 2302.13971, section 2.2 (RMSNorm, SwiGLU, rotary positions); Qwen2 adds biases
+to queries, keys and values, Qwen3 an RMSNorm to each head of queries and keys.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+from opdcl.model.architecture import architecture
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
-
 
 FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
@@ -29,14 +30,14 @@ Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Cache"], torch.Tenso
 def decoding_step(model) -> Step:
     """Return the function that runs one token per row through `model`.
 
-    It takes token ids `(B,)`, their positions `(B,)`, which cached positions each row sees, itself included, `(B, S)`,
-    and the cache, which it extends; it returns next-token logits `(B, V)`.
+    It takes token ids `(B,)`, their positions `(B,)`, the cached positions visible to each row, itself
+    included, `(B, S)`, and the cache, which it extends; it returns next-token logits `(B, V)`.
     """
     return LlamaStep(model) if is_llama(model) else lambda *inputs: _plain_step(model, *inputs)
 
 
 def is_llama(model) -> bool:
-    """Say whether `LlamaStep` computes what the model does: a known class, and no adapter that is not merged."""
+    """Return whether `LlamaStep` computes the same as the model: a known class without unmerged adapters."""
     return (
         type(model).__name__ in FAMILY
         and model.config.hidden_act == "silu"
@@ -55,68 +56,62 @@ def _plain_step(model, token_B, position_B, visible_BS, cache) -> torch.Tensor:
 
 
 class LlamaStep:
-    """The step of one model; it holds references to the weights, and no copies."""
+    """The decoding step of one model; it refers to the model's weights without copying them."""
 
     def __init__(self, model):
-        self.model = model
-        config = model.config
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.model, self.shape = model, architecture(model.config)
 
     def __call__(self, token_B, position_B, visible_BS, cache) -> torch.Tensor:
         body = self.model.model
         h_HB = body.embed_tokens(token_B).T.contiguous()
-        cos_BD, sin_BD = body.rotary_emb(h_HB, position_B[:, None])
-        # Both halves of a head turn by the same angles.
-        cos_DB, sin_DB = (x[:, 0, : self.dim // 2].T.contiguous() for x in (cos_BD, sin_BD))
+        # Both halves of a head rotate by the same angles.
+        rotation = tuple(
+            x[:, 0, : self.shape.head_dim // 2].T.contiguous()
+            for x in body.rotary_emb(h_HB, position_B[:, None])
+        )
         bias_BS = torch.zeros_like(visible_BS, dtype=h_HB.dtype).masked_fill_(~visible_BS, -torch.inf)
+        bias_B11S = bias_BS[:, None, None]
         for layer, slots in zip(body.layers, cache.layers, strict=True):
-            self._attend(
-                layer.self_attn,
-                _normed(h_HB, layer.input_layernorm),
-                h_HB,
-                cos_DB,
-                sin_DB,
-                bias_BS[:, None, None],
-                slots,
-            )
+            x_HB = _normed(h_HB, layer.input_layernorm)
+            self._attend(layer.self_attn, x_HB, h_HB, rotation, bias_B11S, slots)
             mlp, x_HB = layer.mlp, _normed(h_HB, layer.post_attention_layernorm)
-            gate_IB = torch.nn.functional.silu(_times(mlp.gate_proj, x_HB), inplace=True).mul_(
-                _times(mlp.up_proj, x_HB)
-            )
+            gate_IB = silu(_times(mlp.gate_proj, x_HB), inplace=True).mul_(_times(mlp.up_proj, x_HB))
             _add_times(mlp.down_proj, gate_IB, h_HB)
         return _times(self.model.lm_head, _normed(h_HB, body.norm)).T
 
-    def _attend(self, attention, x_HB, h_HB, cos_DB, sin_DB, bias_B11S, slots) -> None:
-        rows = x_HB.shape[1]
+    def _attend(self, attention, x_HB, h_HB, rotation, bias_B11S, slots) -> None:
+        rows, shape = x_HB.shape[1], self.shape
         query, key = (
-            self._rotated(
-                _times(proj, x_HB).view(heads, self.dim, rows), getattr(attention, norm, None), cos_DB, sin_DB
+            _rotated(
+                _times(proj, x_HB).view(heads, shape.head_dim, rows),
+                getattr(attention, norm, None),
+                *rotation,
             )
             for proj, heads, norm in (
-                (attention.q_proj, self.heads, "q_norm"),
-                (attention.k_proj, self.kv_heads, "k_norm"),
+                (attention.q_proj, shape.heads, "q_norm"),
+                (attention.k_proj, shape.kv_heads, "k_norm"),
             )
         )
-        value = _times(attention.v_proj, x_HB).view(self.kv_heads, self.dim, rows)
+        value = _times(attention.v_proj, x_HB).view(shape.kv_heads, shape.head_dim, rows)
         keys, values = slots.update(key.permute(2, 0, 1)[:, :, None], value.permute(2, 0, 1)[:, :, None])
-        # The query heads that share a key head are its queries, so that keys are read once and never repeated.
-        query_BKGD = query.permute(2, 0, 1).contiguous().view(rows, self.kv_heads, -1, self.dim)
+        # Query heads that share a key head become its queries, so keys are read once and never repeated.
+        query_BKGD = query.permute(2, 0, 1).contiguous().view(rows, shape.kv_heads, -1, shape.head_dim)
         out = scaled_dot_product_attention(
             query_BKGD, keys, values, attn_mask=bias_B11S, scale=attention.scaling
         )
         _add_times(attention.o_proj, out.reshape(rows, -1).T, h_HB)
 
-    def _rotated(self, x_NDB, norm, cos_DB, sin_DB) -> torch.Tensor:
-        """Return heads turned by their rows' angles; halves of a head are the two coordinates (as in GPT-NeoX)."""
-        if norm is not None:
-            x_NDB = _normed(x_NDB, norm)
-        first, second = x_NDB.chunk(2, 1)
-        turned_NDB = torch.empty_like(x_NDB)
-        low, high = turned_NDB.chunk(2, 1)
-        torch.mul(first, cos_DB, out=low).addcmul_(second, sin_DB, value=-1)
-        torch.mul(second, cos_DB, out=high).addcmul_(first, sin_DB)
-        return turned_NDB
+
+def _rotated(x_NDB, norm, cos_DB, sin_DB) -> torch.Tensor:
+    """Return heads rotated by their rows' angles; a head's halves are its coordinates (as in GPT-NeoX)."""
+    if norm is not None:
+        x_NDB = _normed(x_NDB, norm)
+    first, second = x_NDB.chunk(2, 1)
+    rotated_NDB = torch.empty_like(x_NDB)
+    low, high = rotated_NDB.chunk(2, 1)
+    torch.mul(first, cos_DB, out=low).addcmul_(second, sin_DB, value=-1)
+    torch.mul(second, cos_DB, out=high).addcmul_(first, sin_DB)
+    return rotated_NDB
 
 
 def _weights(linear) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,10 +1,10 @@
-"""Sample completions from the resident model, for recovery and for evaluation alike, through one of three engines.
+"""Sample completions from the resident model, for recovery and evaluation, with one of three engines.
 
 | engine | what it is | when |
 | --- | --- | --- |
-| `slab` | our own loop (`opdcl.distill.slab`) | every layer is plain full attention |
+| `slab` | opdcl's own loop (`opdcl.sampling.decode`) | every layer is plain full attention |
 | `generate` | transformers' `generate` | any other model: sliding windows, state-space layers |
-| `continuous` | transformers' continuous batching, with CUDA graphs | asked for by name |
+| `continuous` | transformers' continuous batching, with CUDA graphs | only when named |
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Literal
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from opdcl import parallel
 from opdcl.errors import OpdclError
-from opdcl.model.forward import has_plain_attention, key_width
-from opdcl.sampling import decode
+from opdcl.model.architecture import architecture
+from opdcl.sampling.decode import decode
 from opdcl.sampling.rollout import Engine, Request, Rollout
 
 # Tokens per page of the continuous engine's cache.
@@ -29,9 +30,9 @@ PAGE = 256
 
 
 def weights_in_tokens(model) -> float:
-    """Return the number of the model's weights over that of keys and values in a cached token; infinite without attention."""
-    config = model.config.get_text_config()
-    cached = 2 * config.num_hidden_layers * key_width(config)
+    """Return how many cached tokens are as large as the model's weights; infinite without attention."""
+    shape = architecture(model.config)
+    cached = 2 * shape.layers * shape.key_width
     return sum(p.numel() for p in model.parameters()) / cached if cached else math.inf
 
 
@@ -51,8 +52,8 @@ def sample(
 ) -> list[Rollout]:
     """Sample one completion per prompt, in the order of `prompts`; each process samples its share.
 
-    What an earlier call has left unfinished may be gone on with: `unfinished`, which comes first in the result. So the last, long
-    completions of a batch need not be waited for one token at a time (partial rollouts, arXiv 2501.12599).
+    With `max_unfinished`, a batch does not wait for its last, long completions: they are returned as they are
+    and resumed by a later call (partial rollouts, arXiv 2501.12599).
 
     Args:
         model: A causal language model.
@@ -60,18 +61,16 @@ def sample(
         max_new_tokens: Longest completion, in tokens.
         eos_ids: Every id that ends a completion.
         temperature: Softmax temperature; 0 is greedy decoding.
-        seed: The same seed, prompts and engine give the same completions; under `slab` whatever the batch, and however
-            many processes share them.
-        batch_size: Sequences decoded together, at most: see `cut`.
-        engine: Which loop decodes.
+        seed: The same seed, prompts and engine give the same completions; with `slab` for any batch size and
+            any number of processes.
+        batch_size: Maximum number of sequences decoded together: see `cut`.
+        engine: The decoding loop.
         on_finished: Called with the completions that have ended since the last call.
-        unfinished: Completions to go on with.
-        max_unfinished: How many of a batch may be returned unfinished, where much would be left to do for them; of the engines `slab` does.
+        unfinished: Rollouts of an earlier call to resume; they come first in the result.
+        max_unfinished: Maximum completions per call that may be returned unfinished (`slab` only).
     """
     rollouts = [*unfinished, *(Rollout(list(p)) for p in prompts)]
-    mine = parallel.share(rollouts)
-    chosen = pick_engine(model)[0] if engine == "auto" else engine
-    weights = weights_in_tokens(model)
+    own_rollouts = parallel.my_share(rollouts)
     request = Request(
         max_new_tokens,
         eos_ids,
@@ -80,23 +79,24 @@ def sample(
         batch_size + len(unfinished),
         on_finished,
         len(rollouts),
-        weights,
+        weights_in_tokens(model),
         max_unfinished,
     )
-    if mine:
-        {"slab": decode.fill, "generate": _generate, "continuous": _continuous}[chosen](model, mine, request)
-    return parallel.gather(mine)
+    run = {"slab": decode, "generate": _generate, "continuous": _continuous}
+    if own_rollouts:
+        run[pick_engine(model)[0] if engine == "auto" else engine](model, own_rollouts, request)
+    return parallel.gather_shares(own_rollouts)
 
 
 def pick_engine(model) -> tuple[Engine, str]:
-    """Return the engine for a model, and why."""
-    if has_plain_attention(model.config):
+    """Return the engine for a model, and the reason."""
+    if architecture(model.config).full_attention:
         return "slab", "every layer is full attention: slab decoding, finished sequences leave the batch"
     return "generate", "some layers are not full attention, which only transformers' own cache serves"
 
 
-class _KeepLogprobs(LogitsProcessor):
-    """Note the log-probability of each drawn token, without keeping the logits of every position."""
+class _LogprobRecorder(LogitsProcessor):
+    """Record the log-probability of each sampled token, without keeping the logits of every position."""
 
     def __init__(self, temperature: float):
         self.temperature = temperature
@@ -105,54 +105,52 @@ class _KeepLogprobs(LogitsProcessor):
 
     def __call__(self, input_ids, scores):
         if self._last is not None:
-            self.note(input_ids[:, -1])
+            self.record(input_ids[:, -1])
         scaled = scores.float() / self.temperature
         self._last = scaled.log_softmax(-1)
         return scaled
 
-    def note(self, token_B: torch.Tensor) -> None:
+    def record(self, token_B: torch.Tensor) -> None:
         self.columns.append(self._last.gather(-1, token_B[:, None])[:, 0])
 
 
 @torch.no_grad()
 def _generate(model, rollouts: list[Rollout], request: Request) -> None:
-    """Transformers' `generate` on left-padded batches."""
+    """Complete the rollouts with transformers' `generate` on left-padded batches."""
     pad = request.eos_ids[0] if request.eos_ids else 0
-    config = _generation_config(model, request, temperature=1.0)  # the processor below divides by it
-    with _own_randomness(model, request.seed):
-        for rows in request.batches(rollouts):
-            batch = [rollouts[i] for i in rows]
+    config = _generation_config(model, request, temperature=1.0)  # the recorder divides by the temperature
+    with _seeded(model, request.seed):
+        for indices in request.batches(rollouts):
+            batch = [rollouts[i] for i in indices]
             width = max(len(r.prompt_ids) for r in batch)
             ids = [[pad] * (width - len(r.prompt_ids)) + r.prompt_ids for r in batch]
             mask = [[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in batch]
-            kept = _KeepLogprobs(request.temperature) if request.temperature else None
+            recorder = _LogprobRecorder(request.temperature) if request.temperature else None
             tokens_BT = model.generate(
                 torch.tensor(ids, device=model.device),
                 attention_mask=torch.tensor(mask, device=model.device),
                 generation_config=config,
-                logits_processor=LogitsProcessorList([kept] if kept else []),
+                logits_processor=LogitsProcessorList([recorder] if recorder else []),
             )[:, width:]
-            if kept:
-                kept.note(tokens_BT[:, -1])
-                logprobs = torch.stack(kept.columns, 1).tolist()
-            for row, (rollout, tokens) in enumerate(zip(batch, tokens_BT.tolist(), strict=True)):
-                _store(rollout, tokens, logprobs[row] if kept else [], request)
+            logprobs: list[list[float]] = [[] for _ in batch]
+            if recorder:
+                recorder.record(tokens_BT[:, -1])
+                logprobs = torch.stack(recorder.columns, 1).tolist()
+            for rollout, tokens, row in zip(batch, tokens_BT.tolist(), logprobs, strict=True):
+                _store(rollout, tokens, row, request)
             if request.on_finished:
                 request.on_finished(batch)
 
 
 @torch.no_grad()
 def _continuous(model, rollouts: list[Rollout], request: Request) -> None:
-    """Transformers' continuous batching: sequences join and leave a running batch over a paged cache."""
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
+    """Complete the rollouts with transformers' continuous batching over a paged cache."""
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     attention = model.config._attn_implementation
-    config = _generation_config(model, request, request.temperature or 1.0)
     running = min(len(rollouts), request.batch_size)
     pages = math.ceil((max(len(r.prompt_ids) for r in rollouts) + request.max_new_tokens) / PAGE)
     batching = ContinuousBatchingConfig(
-        # Left to itself it takes nine tenths of the memory, and training needs some too.
+        # Without these limits it takes nine tenths of the memory, and training needs some too.
         page_size=PAGE,
         num_blocks=running * pages,
         max_batch_tokens=max(running, PAGE),
@@ -161,34 +159,34 @@ def _continuous(model, rollouts: list[Rollout], request: Request) -> None:
         return_logprobs=bool(request.temperature),
     )
     try:
-        with _own_randomness(model, request.seed):
-            found = model.generate_batch(
+        with _seeded(model, request.seed):
+            results = model.generate_batch(
                 [r.prompt_ids for r in rollouts],
-                generation_config=config,
+                generation_config=_generation_config(model, request, request.temperature or 1.0),
                 continuous_batching_config=batching,
                 warmup=model.device.type == "cuda",
             )
     finally:
         # It switches the model to its paged attention; training and grading need the plain one.
         model.set_attn_implementation(attention)
-    if len(found) < len(rollouts) or any(result.error for result in found.values()):
+    if len(results) < len(rollouts) or any(result.error for result in results.values()):
         raise OpdclError("continuous batching lost a sequence", "set sampler: slab or sampler: generate")
-    for rollout, result in zip(rollouts, found.values(), strict=True):
+    for rollout, result in zip(rollouts, results.values(), strict=True):
         _store(rollout, list(result.generated_tokens), list(result.logprobs or []), request)
     if request.on_finished:
         request.on_finished(rollouts)
 
 
 @contextlib.contextmanager
-def _own_randomness(model, seed: int) -> Iterator[None]:
-    """Draw from generators seeded for the purpose, and leave the trainer's as they were."""
+def _seeded(model, seed: int) -> Iterator[None]:
+    """Sample from freshly seeded generators inside the block, and leave the trainer's unchanged."""
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed + parallel.rank())
         yield
 
 
 def _generation_config(model, request: Request, temperature: float) -> GenerationConfig:
-    """Return plain sampling, or greedy decoding, free of the checkpoint's own defaults."""
+    """Return plain sampling, or greedy decoding, without the checkpoint's own defaults."""
     eos_ids = list(request.eos_ids)
     return GenerationConfig(
         max_new_tokens=request.max_new_tokens,
@@ -203,7 +201,7 @@ def _generation_config(model, request: Request, temperature: float) -> Generatio
 
 
 def _store(rollout: Rollout, tokens: list[int], logprobs: list[float], request: Request) -> None:
-    """Cut what was generated after its first end of sequence, and store it."""
+    """Store the generated tokens up to the first end of sequence."""
     eos_ids = set(request.eos_ids)
     end = next((i + 1 for i, token in enumerate(tokens) if token in eos_ids), None)
     rollout.finished = end is not None

@@ -1,8 +1,8 @@
-"""A model behind an OpenAI-compatible completions endpoint that tells log-probabilities of prompts, such as vLLM's.
+"""A client for a completions endpoint that returns log-probabilities of prompts, such as vLLM's.
 
-Ids are sent and ids come back, so that every log-probability belongs to the token it is meant for; an answer that is not
-whole, has another length, other tokens, or numbers that are no log-probabilities, is asked for again and never used. A
-server that is gone is waited for.
+Ids are sent and ids come back, so every log-probability belongs to the intended token. An answer that is
+incomplete, has another length or other tokens, or contains invalid log-probabilities is requested again and
+never used. An unreachable server is waited for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import queue
 import threading
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import Any
@@ -25,95 +25,97 @@ import torch
 
 from opdcl.config.server import ServerSection
 from opdcl.errors import OpdclError, UsageError
-from opdcl.model.distributions import Likeliest
+from opdcl.model.distributions import TopTokens
 from opdcl.sampling.rollout import Rollout
 
 KEY = "OPDCL_SERVER_KEY"
 
-# Attempts at an answer that does not hold: once may be an accident, three times is how this server answers.
+# Attempts at a valid answer: one failure may be an accident, three are how this server answers.
 ATTEMPTS = 3
 
-# Opinions kept until they are asked for.
-KEPT = 4096
+# Distributions kept until they are needed.
+CACHE_SIZE = 4096
 
-# How far rounding may take probabilities above one.
-SLACK = 1e-3
+# How far rounding may take a probability above one.
+TOLERANCE = 1e-3
 
 Ids = Sequence[int]
+Json = dict[str, Any]
 
 
-class _Gone(Exception):
-    """The server cannot be reached, or says that it cannot answer now."""
+class _Unreachable(Exception):
+    """The server cannot be reached, or reports that it cannot answer now."""
 
 
-class _Garbled(Exception):
-    """The answer does not hold."""
+class _InvalidAnswer(Exception):
+    """The answer failed a check."""
 
 
 class Server:
-    """What a server says of token sequences, many requests in flight at once over connections that are kept.
+    """A client that keeps many requests in flight over persistent connections.
 
     Args:
-        config: Where it is, and how patient to be.
-        vocabulary: Number of token ids that there are.
-        tell: Called with a sentence when the server is waited for.
+        config: The address, and how long to wait.
+        vocabulary: Number of token ids.
+        notify: Called with a message when the server is unreachable.
     """
 
     def __init__(
-        self, config: ServerSection, vocabulary: int, tell: Callable[[str], None] = lambda text: None
+        self, config: ServerSection, vocabulary: int, notify: Callable[[str], None] = lambda text: None
     ):
-        self.config, self.vocabulary, self.tell = config, vocabulary, tell
+        self.config, self.vocabulary, self.notify = config, vocabulary, notify
         self._client = _client(config)
         self._closed = threading.Event()
-        self._work: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = queue.SimpleQueue()
-        # Daemons, not a pool: who leaves must not wait for an answer that may never come.
+        self._tasks: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = queue.SimpleQueue()
+        # Daemon threads, not a pool: the process must be able to exit while an answer is pending.
         for _ in range(config.concurrency):
             threading.Thread(target=self._worker, daemon=True, name="server").start()
-        self._asked: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], Future[Likeliest]] = OrderedDict()
+        self._graded: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], Future[TopTokens]] = OrderedDict()
         self._adapters: dict[str, str] = {}
-        self._waits = False
-        self._lock, self._loading = threading.Lock(), threading.Lock()
+        self._waiting = False
+        self._lock, self._adapter_lock = threading.Lock(), threading.Lock()
         self.model = config.model or self._only_model()
 
     def close(self) -> None:
-        """Give up what is still in flight."""
+        """Abandon all requests in flight."""
         self._closed.set()
         for _ in range(self.config.concurrency):
-            self._work.put(None)
+            self._tasks.put(None)
         self._client.close()
 
-    def _submit(self, do: Callable[..., Any], *given: Any) -> Future:
+    def _submit(self, function: Callable[..., Any], *args: Any) -> Future:
         future: Future = Future()
-        self._work.put((future, do, given))
+        self._tasks.put((future, function, args))
         return future
 
     def _worker(self) -> None:
-        while work := self._work.get():
-            future, do, given = work
+        while task := self._tasks.get():
+            future, function, args = task
             try:
                 if self._closed.is_set():
-                    raise OpdclError(f"the server at {self.config.url} is no longer asked")
-                future.set_result(do(*given))
-            except BaseException as fault:  # its asker is told
-                future.set_exception(fault)
+                    raise OpdclError(f"the connection to the server at {self.config.url} is closed")
+                future.set_result(function(*args))
+            except BaseException as error:  # raised again where the result is read
+                future.set_exception(error)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids that the server's tokenizer makes of a text, without special ones of its own."""
-        asked = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        return self._ask("tokenize", asked, lambda answer: list(map(int, answer["tokens"])))
+        """Return the server tokenizer's ids of a text, without added special tokens."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        return self._request("tokenize", body, lambda answer: list(map(int, answer["tokens"])))
 
-    def ask(self, prompt_ids: Ids, completion_ids: Ids) -> Future[Likeliest]:
-        """Ask what the model thinks of a completion, in the background; the same question is asked once."""
+    def grade(self, prompt_ids: Ids, completion_ids: Ids) -> Future[TopTokens]:
+        """Request the distribution of a completion in the background; identical requests share a future."""
         key = tuple(prompt_ids), tuple(completion_ids)
         with self._lock:
-            if (known := self._asked.get(key)) is None or (known.done() and known.exception()):
-                known = self._asked[key] = self._submit(self._grade, *key)
-            self._asked.move_to_end(key)
-            while len(self._asked) > KEPT:
-                self._asked.popitem(last=False)
-        return known
+            future = self._graded.get(key)
+            if future is None or (future.done() and future.exception()):
+                future = self._graded[key] = self._submit(self._grade, *key)
+            self._graded.move_to_end(key)
+            while len(self._graded) > CACHE_SIZE:
+                self._graded.popitem(last=False)
+        return future
 
-    def write(
+    def complete(
         self,
         prompts: Sequence[Ids],
         max_new_tokens: int,
@@ -123,43 +125,42 @@ class Server:
         model: str | None = None,
         on_finished: Callable[[list[Rollout]], None] | None = None,
     ) -> list[Rollout]:
-        """Let the model, or an adapter that was loaded under a name, complete prompts; temperature 0 is greedy decoding."""
+        """Complete prompts with the served model or a loaded adapter; temperature 0 is greedy decoding."""
+        options = {
+            "model": model or self.model,
+            "max_tokens": max_new_tokens,
+            "temperature": temperature,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "stop_token_ids": list(eos_ids),
+            "skip_special_tokens": False,
+            "add_special_tokens": False,
+            # Override the checkpoint's own defaults.
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+        }
 
-        def one(number: int) -> Rollout:
-            asked = {
-                "model": model or self.model,
-                "prompt": list(prompts[number]),
-                "max_tokens": max_new_tokens,
-                "temperature": temperature,
-                "seed": (seed * 1_000_003 + number) % 2**31,
-                "logprobs": 0,
-                "return_token_ids": True,
-                "stop_token_ids": list(eos_ids),
-                "skip_special_tokens": False,
-                "add_special_tokens": False,
-                # What a checkpoint's own defaults would change.
-                "top_p": 1.0,
-                "top_k": -1,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-            }
-            return self._ask(
-                "completions",
-                asked,
-                lambda answer: self._written(answer, prompts[number], eos_ids, max_new_tokens),
+        def complete_one(index: int) -> Rollout:
+            prompt_ids = list(prompts[index])
+            body = options | {"prompt": prompt_ids, "seed": (seed * 1_000_003 + index) % 2**31}
+            return self._request(
+                "v1/completions",
+                body,
+                lambda answer: self._rollout(answer, prompt_ids, eos_ids, max_new_tokens),
             )
 
-        asked = {self._submit(one, number): number for number in range(len(prompts))}
-        found: dict[int, Rollout] = {}
-        for future in as_completed(asked):
-            found[asked[future]] = future.result()
+        futures = [self._submit(complete_one, index) for index in range(len(prompts))]
+        for future in as_completed(futures):
+            rollout = future.result()
             if on_finished:
-                on_finished([found[asked[future]]])
-        return [found[number] for number in range(len(prompts))]
+                on_finished([rollout])
+        return [future.result() for future in futures]
 
     @contextlib.contextmanager
     def adapter(self, folder: Path) -> Iterator[str]:
-        """Have the server load an adapter from a folder that it sees too; yield the name under which it answers."""
+        """Load an adapter on the server, which must see its folder; yield its name for requests."""
         name = f"opdcl-{uuid.uuid4().hex[:12]}"
         self._adapters[name] = str(folder.resolve())
         self._load(name)
@@ -167,31 +168,27 @@ class Server:
             yield name
         finally:
             del self._adapters[name]
-            # One short attempt: a server that is gone holds no adapters.
+            # One short attempt: a server that is down holds no adapters.
             with contextlib.suppress(httpx2.TransportError, RuntimeError):
                 self._client.post("v1/unload_lora_adapter", json={"lora_name": name}, timeout=10)
 
     def _load(self, name: str) -> None:
+        body = {"lora_name": name, "lora_path": self._adapters[name]}
         try:
-            with self._loading:  # of many requests that miss it, one loads it
-                self._request(
-                    "v1/load_lora_adapter",
-                    {"lora_name": name, "lora_path": self._adapters[name]},
-                    lambda response: None,
-                )
-        except UsageError as fault:
-            if "already" in fault.message:
+            # Many requests may miss the adapter at once; one of them loads it.
+            with self._adapter_lock:
+                self._request("v1/load_lora_adapter", body)
+        except UsageError as error:
+            if "already" in error.message:
                 return
             raise UsageError(
-                fault.message,
-                "start it with `opdcl serve RUN`, or with --enable-lora, a --max-lora-rank that fits, and "
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, on a machine that sees the run's directory",
-            ) from fault
+                error.message,
+                "start it with `opdcl serve RUN`, or with --enable-lora, a sufficient --max-lora-rank, and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, on a machine that can read the run directory",
+            ) from error
 
-    # -- one question ------------------------------------------------------------------------------------------------
-
-    def _grade(self, prompt_ids: Ids, completion_ids: Ids) -> Likeliest:
-        asked = {
+    def _grade(self, prompt_ids: Ids, completion_ids: Ids) -> TopTokens:
+        body = {
             "model": self.model,
             "prompt": [*prompt_ids, *completion_ids],
             "max_tokens": 1,
@@ -200,62 +197,61 @@ class Server:
             "return_token_ids": True,
             "add_special_tokens": False,
         }
-        return self._ask(
-            "completions", asked, lambda answer: self._opinion(answer, prompt_ids, completion_ids)
+        return self._request(
+            "v1/completions", body, lambda answer: self._top_tokens(answer, prompt_ids, completion_ids)
         )
 
-    def _opinion(self, answer: dict[str, Any], prompt_ids: Ids, completion_ids: Ids) -> Likeliest:
-        """Return what an answer says of each completion token, after checking that it is said of these tokens."""
-        ids = [*prompt_ids, *completion_ids]
-        rows = _choice(answer)["prompt_logprobs"]
-        if len(rows) != len(ids):
-            raise _Garbled(f"log-probabilities of {len(rows)} tokens came back for {len(ids)}")
+    def _top_tokens(self, answer: Json, prompt_ids: Ids, completion_ids: Ids) -> TopTokens:
+        """Return the distribution of each completion token, after checking that it is about these tokens."""
+        (choice,) = answer["choices"]
+        rows = choice["prompt_logprobs"]
+        if len(rows) != (expected := len(prompt_ids) + len(completion_ids)):
+            raise _InvalidAnswer(f"log-probabilities of {len(rows)} tokens came back for {expected}")
         k = self.config.top_k
-        tokens, tops, values = [], [], []
+        token_logprobs, top_ids, top_logprobs = [], [], []
         for token, row in zip(completion_ids, rows[len(prompt_ids) :], strict=True):
-            named = {int(one): float(said["logprob"]) for one, said in row.items()}
-            if token not in named:
-                raise _Garbled(
-                    f"nothing is said of token {token}: the server reads other tokens than were sent"
-                )
-            if bad := [one for one in named if not 0 <= one < self.vocabulary]:
-                raise _Garbled(f"token {bad[0]} is none of {self.vocabulary}")
-            if bad := [value for value in named.values() if not math.isfinite(value) or value > SLACK]:
-                raise _Garbled(f"{bad[0]} is no log-probability")
-            likeliest = sorted(named, key=lambda one: named[one], reverse=True)[:k]
-            if len(likeliest) < k:
-                raise _Garbled(f"{len(likeliest)} tokens are named where {k} were asked for")
-            if (mass := sum(math.exp(named[one]) for one in likeliest)) > 1 + SLACK:
-                raise _Garbled(f"the likeliest tokens have a probability of {mass:.3f} together")
-            tokens.append(named[token])
-            tops.append(likeliest)
-            values.append([named[one] for one in likeliest])
-        return Likeliest(
-            torch.tensor(list(completion_ids)), torch.tensor(tokens), torch.tensor(tops), torch.tensor(values)
-        )
+            logprobs = {int(name): float(value["logprob"]) for name, value in row.items()}
+            if token not in logprobs:
+                raise _InvalidAnswer(f"no log-probability of token {token}: the server read other tokens")
+            self._check(logprobs, logprobs.values())
+            top = sorted(logprobs, key=lambda name: logprobs[name], reverse=True)[:k]
+            if len(top) < k:
+                raise _InvalidAnswer(f"{len(top)} tokens are named where {k} were requested")
+            if (mass := sum(math.exp(logprobs[name]) for name in top)) > 1 + TOLERANCE:
+                raise _InvalidAnswer(f"the top tokens have a probability of {mass:.3f} together")
+            token_logprobs.append(logprobs[token])
+            top_ids.append(top)
+            top_logprobs.append([logprobs[name] for name in top])
+        columns = list(completion_ids), token_logprobs, top_ids, top_logprobs
+        return TopTokens(*map(torch.tensor, columns))
 
-    def _written(self, answer: dict[str, Any], prompt_ids: Ids, eos_ids: Ids, longest: int) -> Rollout:
-        choice = _choice(answer)
-        ids, logprobs = (
-            list(map(int, choice["token_ids"])),
-            [float(x) for x in choice["logprobs"]["token_logprobs"]],
-        )
-        if len(ids) != len(logprobs) or not 0 < len(ids) <= longest:
-            raise _Garbled(
-                f"{len(ids)} tokens came with {len(logprobs)} log-probabilities, where at most {longest} were asked for"
+    def _rollout(self, answer: Json, prompt_ids: list[int], eos_ids: Ids, max_new_tokens: int) -> Rollout:
+        """Return the completion in an answer, after checking that it is complete."""
+        (choice,) = answer["choices"]
+        ids = [int(token) for token in choice["token_ids"]]
+        logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
+        if len(ids) != len(logprobs) or not 0 < len(ids) <= max_new_tokens:
+            raise _InvalidAnswer(
+                f"{len(ids)} tokens came with {len(logprobs)} log-probabilities, "
+                f"where at most {max_new_tokens} were requested"
             )
-        if bad := [x for x in logprobs if not math.isfinite(x) or x > SLACK]:
-            raise _Garbled(f"{bad[0]} is no log-probability")
-        if any(not 0 <= one < self.vocabulary for one in ids):
-            raise _Garbled(f"a token is none of {self.vocabulary}")
-        if ids[-1] not in eos_ids and len(ids) < longest:
-            raise _Garbled(f"a completion broke off after {len(ids)} of {longest} tokens")
-        return Rollout(list(prompt_ids), ids, logprobs, ids[-1] in eos_ids)
+        self._check(ids, logprobs)
+        finished = ids[-1] in eos_ids
+        if not finished and len(ids) < max_new_tokens:
+            raise _InvalidAnswer(f"a completion broke off after {len(ids)} of {max_new_tokens} tokens")
+        return Rollout(prompt_ids, ids, logprobs, finished)
+
+    def _check(self, ids: Iterable[int], logprobs: Iterable[float]) -> None:
+        if (token := next((i for i in ids if not 0 <= i < self.vocabulary), None)) is not None:
+            raise _InvalidAnswer(f"token {token} is none of {self.vocabulary}")
+        for value in logprobs:
+            if not math.isfinite(value) or value > TOLERANCE:
+                raise _InvalidAnswer(f"{value} is no log-probability")
 
     def _only_model(self) -> str:
-        # Adapters are listed too, each with the model that it is for.
-        names = self._ask(
-            "models", None, lambda answer: [str(one["id"]) for one in answer["data"] if not one.get("parent")]
+        # Adapters are listed too, with the model that they belong to as their parent.
+        names = self._request(
+            "v1/models", None, lambda answer: [str(m["id"]) for m in answer["data"] if not m.get("parent")]
         )
         if len(names) != 1:
             raise UsageError(
@@ -264,109 +260,98 @@ class Server:
             )
         return names[0]
 
-    def _ask(self, path: str, body: dict[str, Any] | None, read: Callable[[dict[str, Any]], Any]) -> Any:
-        return self._request(
-            path if path == "tokenize" else f"v1/{path}", body, lambda response: read(response.json())
-        )
+    def _request(self, path: str, body: Json | None, read: Callable[[Json], Any] | None = None) -> Any:
+        """Retry a request until `read` accepts the answer, or raise why it never did."""
+        url = self.config.url
+        give_up_waiting = tenacity.stop_after_delay(self.config.patience)
+        invalid = 0
 
-    def _request(self, path: str, body: dict[str, Any] | None, read: Callable[[httpx2.Response], Any]) -> Any:
-        """Ask until there is an answer that `read` accepts, or patience is at an end."""
-        config = self.config
-        waiting = tenacity.stop_after_delay(config.patience)
-        garbled = 0
+        def stop(state: tenacity.RetryCallState) -> bool:
+            nonlocal invalid
+            if self._closed.is_set():
+                return True
+            if state.outcome and isinstance(state.outcome.exception(), _InvalidAnswer):
+                invalid += 1
+                return invalid >= ATTEMPTS
+            return give_up_waiting(state)
 
-        def enough(state: tenacity.RetryCallState) -> bool:
-            nonlocal garbled
-            if is_garbled := bool(state.outcome) and isinstance(state.outcome.exception(), _Garbled):
-                garbled += 1
-            return self._closed.is_set() or (garbled >= ATTEMPTS if is_garbled else waiting(state))
-
-        def waits(state: tenacity.RetryCallState) -> None:
+        def notify_once(state: tenacity.RetryCallState) -> None:
             with self._lock:
-                first, self._waits = not self._waits, True
-            if first and state.outcome:  # once, however many requests are in flight
-                self.tell(f"waiting for the server at {config.url}: {state.outcome.exception()}")
+                first, self._waiting = not self._waiting, True
+            if first and state.outcome:
+                self.notify(f"waiting for the server at {url}: {state.outcome.exception()}")
 
         retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type((_Gone, _Garbled)),
-            stop=enough,
-            before_sleep=waits,
+            retry=tenacity.retry_if_exception_type((_Unreachable, _InvalidAnswer)),
+            stop=stop,
+            before_sleep=notify_once,
             reraise=True,
             wait=tenacity.wait_exponential_jitter(multiplier=0.2, max=10),
             sleep=self._closed.wait,
         )
         try:
-            return retrying(self._once, path, body, read)
-        except _Gone as fault:
+            return retrying(self._request_once, path, body, read)
+        except _Unreachable as error:
             raise OpdclError(
-                f"no answer from the server at {config.url}: {fault}",
-                "start it again; the same command goes on from the last checkpoint",
-            ) from fault
-        except _Garbled as fault:
+                f"no answer from the server at {url}: {error}",
+                "start it again, then run the same command again to resume from the last checkpoint",
+            ) from error
+        except _InvalidAnswer as error:
             raise OpdclError(
-                f"the server at {config.url} does not answer as it should: {fault}",
-                "it must serve the same tokens and tell prompt_logprobs, as vLLM does: see --max-logprobs",
-            ) from fault
+                f"the server at {url} does not answer as it should: {error}",
+                "it must serve the same tokens and return prompt_logprobs, as vLLM does: see --max-logprobs",
+            ) from error
 
-    def _once(self, path: str, body: dict[str, Any] | None, read: Callable[[httpx2.Response], Any]) -> Any:
+    def _request_once(self, path: str, body: Json | None, read: Callable[[Json], Any] | None) -> Any:
         try:
             response = self._client.post(path, json=body) if body is not None else self._client.get(path)
-        except (httpx2.TransportError, RuntimeError) as fault:  # RuntimeError: closed by us
-            raise _Gone(str(fault) or type(fault).__name__) from fault
+        except (httpx2.TransportError, RuntimeError) as error:  # RuntimeError: `close` was called
+            raise _Unreachable(str(error) or type(error).__name__) from error
         if response.status_code in (408, 425, 429) or response.status_code >= 500:
-            raise _Gone(f"status {response.status_code}")
+            raise _Unreachable(f"status {response.status_code}")
         if response.status_code == 404 and (name := (body or {}).get("model")) in self._adapters:
-            self._load(name)  # it has been started anew since
-            raise _Gone("it had lost an adapter, which is loaded again")
+            self._load(name)
+            raise _Unreachable("it was restarted without an adapter, which is loaded again")
         if response.status_code >= 400:
             raise _refused(self.config, response)
-        self._waits = False
+        self._waiting = False
         try:
-            return read(response)
-        except (ValueError, KeyError, TypeError, AttributeError) as fault:
-            raise _Garbled(f"the answer cannot be read: {type(fault).__name__} {fault}"[:200]) from fault
+            return read(response.json()) if read else None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _InvalidAnswer(
+                f"the answer cannot be read: {type(error).__name__} {error}"[:200]
+            ) from error
 
 
 def check_access(config: ServerSection) -> None:
-    """Ask a server for its models, once, so that one which refuses us is known before anything is computed.
+    """Request a server's models once, so that a refusal is known before anything is computed.
 
-    That it does not answer is no reason to stop: it may be started until it is needed.
+    An unreachable server is accepted: it may be started before it is needed. So is 404, because nothing needs
+    the list of models if `server.model` is set.
 
     Raises:
-        UsageError: It refuses.
+        UsageError: The server refuses the key.
     """
     with _client(config) as client, contextlib.suppress(httpx2.TransportError):
         response = client.get("v1/models", timeout=5)
-        if response.status_code in (
-            401,
-            403,
-        ):  # 404 is no refusal: where the model is named, nobody needs the list
+        if response.status_code in (401, 403):
             raise _refused(config, response)
 
 
 def _client(config: ServerSection) -> httpx2.Client:
     key = os.environ.get(KEY)
+    most = config.concurrency
     return httpx2.Client(
         base_url=config.url.rstrip("/").removesuffix("/v1") + "/",
         headers={"Authorization": f"Bearer {key}"} if key else {},
         timeout=httpx2.Timeout(config.timeout),
-        limits=httpx2.Limits(
-            max_connections=config.concurrency, max_keepalive_connections=config.concurrency
-        ),
+        limits=httpx2.Limits(max_connections=most, max_keepalive_connections=most),
     )
 
 
 def _refused(config: ServerSection, response: httpx2.Response) -> UsageError:
-    hint = (
-        f"set {KEY}"
-        if response.status_code in (401, 403)
-        else "check server.url, server.model and server.top_k"
-    )
+    status = response.status_code
     return UsageError(
-        f"the server at {config.url} refuses: status {response.status_code}, {response.text[:300]}", hint
+        f"the server at {config.url} refuses: status {status}, {response.text[:300]}",
+        f"set {KEY}" if status in (401, 403) else "check server.url, server.model and server.top_k",
     )
-
-
-def _choice(answer: dict[str, Any]) -> dict[str, Any]:
-    (choice,) = answer["choices"]
-    return dict(choice)

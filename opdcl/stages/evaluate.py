@@ -9,7 +9,6 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from lm_eval.evaluator import evaluate as lm_evaluate
 from opdcl import parallel
 from opdcl.config.evaluate import EvalConfig
 from opdcl.data.chat import render
-from opdcl.data.suites import cut_at, floors, load_task, mean_score, quiet_lm_eval
-from opdcl.distill.teachers import reach_own_model
+from opdcl.data.suites import Suite, cut_at, mean_score, quiet_lm_eval
+from opdcl.distill.make_teacher import reach_own_model
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone, State
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json
@@ -29,20 +28,21 @@ from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.sample import sample
 from opdcl.training import StageReport, peak_memory, reset_peak_memory
 
-
-@dataclass(frozen=True)
-class EvalResult:
-    """Scores of one state on one suite, as written to `evals/<state>/<suite>.json`."""
-
-    state: str
-    suite: str
-    metric: str
-    metrics: dict[str, float]
-    n: int
+# Completes a batch of prompts with at most so many tokens each, and reports completions as they finish.
+Decode = Callable[[list[list[int]], int, Callable[[list[Rollout]], None]], list[Rollout]]
 
 
 class BackboneLM(LM):
-    """lm-eval's view of one adapter state. Answers are kept on disk batch by batch, so an interrupt loses little."""
+    """lm-eval's view of one adapter state.
+
+    Args:
+        backbone: The resident model.
+        state: The adapter to answer with.
+        config: Batch size, sampler or server, and the longest answer.
+        partial: JSONL file that keeps answers batch by batch, so that an interrupt loses one batch at most.
+        report: Receives progress.
+        adapter: The state's adapter on disk, for a server to load.
+    """
 
     def __init__(
         self,
@@ -54,15 +54,9 @@ class BackboneLM(LM):
         adapter: Path | None = None,
     ):
         super().__init__()
-        self.adapter = adapter
-        self.backbone, self.state_name, self.config, self.partial, self.report = (
-            backbone,
-            state,
-            config,
-            partial,
-            report,
-        )
-        self.tokens = 0
+        self.backbone, self.state_name, self.adapter = backbone, state, adapter
+        self.config, self.partial, self.report = config, partial, report
+        self.lengths: list[int] = []
 
     @property
     def tokenizer_name(self) -> str:
@@ -77,74 +71,76 @@ class BackboneLM(LM):
         return render(self.backbone.tokenizer, chat_history, add_generation_prompt, tokenize=False)
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """Answer all requests greedily, cutting each answer at its task's stop strings."""
+        """Answer all requests greedily; cut each answer at its task's stop strings."""
         encode = self.backbone.tokenizer
         prompts = [encode(r.args[0], add_special_tokens=False)["input_ids"] for r in requests]
         answers = {row["request"]: row for row in read_jsonl(self.partial)}
-        # Written back, so that what follows is not appended to a line that a crash cut off.
-        write_atomic(
-            self.partial, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in answers.values())
-        )
-        # Long prompts last and together; a batch is the unit that survives an interrupt.
+        # Rewritten first, so that new answers do not follow a line that a crash cut off.
+        write_atomic(self.partial, _lines(answers.values()))
+        # Prompts of similar length share a batch.
         order = [i for i in sorted(range(len(requests)), key=lambda i: len(prompts[i])) if i not in answers]
-        room = self.backbone.causal_lm.config.max_position_embeddings
-        with self._writer() as write:
-            size = self.config.batch_size * parallel.count()
+        size = self.config.batch_size * parallel.worker_count()
+        with self._decoder() as decode:
             for start in range(0, len(order), size):
                 batch = order[start : start + size]
-                longest = min(
-                    int(requests[batch[0]].args[1].get("max_gen_toks", 256)),
-                    self.config.max_new_tokens or 1 << 30,
-                )
-                if len(prompts[batch[-1]]) + longest > room:
-                    raise UsageError(
-                        f"a prompt of {len(prompts[batch[-1]])} tokens leaves no room in a context of {room}",
-                        "set eval.max_new_tokens, or leave the suite out",
-                    )
-                began = len(answers)
-                rollouts = write(
-                    [prompts[i] for i in batch], longest, _counter(self.report, began, len(requests))
-                )
+                max_tokens = self._max_tokens(requests[batch[0]], longest=len(prompts[batch[-1]]))
+                progress = _progress(self.report, len(answers), len(requests))
+                rollouts = decode([prompts[i] for i in batch], max_tokens, progress)
+                rows = [
+                    {
+                        "request": i,
+                        "text": encode.decode(rollout.completion_ids, skip_special_tokens=True),
+                        "tokens": len(rollout.completion_ids),
+                    }
+                    for i, rollout in zip(batch, rollouts, strict=True)
+                ]
+                answers |= {row["request"]: row for row in rows}
                 with open(self.partial, "a", encoding="utf-8") as file:
-                    for i, rollout in zip(batch, rollouts, strict=True):
-                        text = encode.decode(rollout.completion_ids, skip_special_tokens=True)
-                        answers[i] = {"request": i, "text": text, "tokens": len(rollout.completion_ids)}
-                        file.write(json.dumps(answers[i], ensure_ascii=False) + "\n")
-        self.tokens += sum(row["tokens"] for row in answers.values())
-        self.lengths = [answers[i]["tokens"] for i in range(len(requests))]
-        return [
-            cut_at(answers[i]["text"], requests[i].args[1].get("until") or []) for i in range(len(requests))
-        ]
+                    file.write(_lines(rows))
+        in_order = [answers[i] for i in range(len(requests))]
+        self.lengths = [row["tokens"] for row in in_order]
+        stops = [request.args[1].get("until") or [] for request in requests]
+        return [cut_at(row["text"], until) for row, until in zip(in_order, stops, strict=True)]
+
+    def _max_tokens(self, request, longest: int) -> int:
+        """Return how many tokens the answers of a batch may have, given its longest prompt."""
+        max_tokens = int(request.args[1].get("max_gen_toks", 256))
+        if self.config.max_new_tokens:
+            max_tokens = min(max_tokens, self.config.max_new_tokens)
+        room = self.backbone.causal_lm.config.max_position_embeddings
+        if longest + max_tokens > room:
+            raise UsageError(
+                f"a prompt of {longest} tokens and an answer of {max_tokens} exceed the context of {room}",
+                "set eval.max_new_tokens, or leave the suite out",
+            )
+        return max_tokens
 
     @contextlib.contextmanager
-    def _writer(
-        self,
-    ) -> Iterator[Callable[[list[list[int]], int, Callable[[list[Rollout]], None]], list[Rollout]]]:
+    def _decoder(self) -> Iterator[Decode]:
         """Yield what completes prompts greedily: this process, or a server that has loaded the adapter."""
         eos_ids = self.backbone.eos_ids
-        if self.config.server:
-            server = reach_own_model(self.config.server, self.backbone, self.report.note)
-            try:
-                with server.adapter(self.adapter) if self.adapter else contextlib.nullcontext(None) as name:
-                    yield lambda prompts, longest, count: parallel.by_first(
-                        lambda: server.write(
-                            prompts, longest, eos_ids, temperature=0, model=name, on_finished=count
-                        )
-                    )
-            finally:
-                server.close()
-        else:
+        if not self.config.server:
             with self.backbone.merged(self.state_name) as model:
-                yield lambda prompts, longest, count: sample(
+                yield lambda prompts, max_tokens, progress: sample(
                     model,
                     prompts,
-                    max_new_tokens=longest,
+                    max_new_tokens=max_tokens,
                     eos_ids=eos_ids,
                     temperature=0,
                     batch_size=self.config.batch_size,
                     engine=self.config.sampler,
-                    on_finished=count,
+                    on_finished=progress,
                 )
+            return
+        with contextlib.ExitStack() as stack:
+            server = reach_own_model(self.config.server, self.backbone, self.report.note)
+            stack.callback(server.close)
+            name = stack.enter_context(server.adapter(self.adapter)) if self.adapter else None
+            yield lambda prompts, max_tokens, progress: parallel.on_first_worker(
+                lambda: server.complete(
+                    prompts, max_tokens, eos_ids, temperature=0, model=name, on_finished=progress
+                )
+            )
 
     def loglikelihood(self, requests, disable_tqdm: bool = False):
         raise UsageError(
@@ -156,82 +152,78 @@ class BackboneLM(LM):
 
 def evaluate(
     config: EvalConfig,
+    suite: Suite,
     backbone: Backbone,
-    state: State,
-    shown: str,
-    suite: str,
-    role: str,
+    state: str,
     run: RunDir,
-    model: dict[str, Any],
+    record: dict[str, Any],
     report: StageReport,
     adapter: Path | None = None,
-) -> EvalResult:
-    """Measure one state on one suite and write its result and samples.
+) -> dict[str, Any]:
+    """Measure one state on one suite; write samples and result, and return the result.
 
     Args:
-        config: What is measured, and where it is decoded.
+        config: How much is measured, and where it is decoded.
+        suite: The loaded suite.
         backbone: The model.
-        state: Which adapter of it.
-        shown: The state's name on disk.
-        suite: The suite.
-        role: What it stands for.
+        state: `base`, `tuned` or `recovered`: the name on disk.
         run: Where results are written.
-        model: What the result says of the model.
-        report: Where progress is told.
-        adapter: The state's adapter on disk, for a server to load.
+        record: What else the result says, such as `role`, `model` and `fingerprint`.
+        report: Receives progress.
+        adapter: The state's adapter on disk, which the backbone holds as its student; None for base.
     """
     started = time.perf_counter()
     reset_peak_memory()
-    loaded = load_task(suite, config)
-    (task,) = loaded["tasks"].values()
-    partial = run.evals / shown / f".{suite}.partial.jsonl"
-    lm = BackboneLM(backbone, state, config, partial, report, adapter)
+    partial = run.evals / state / f".{suite.name}.partial.jsonl"
+    lm = BackboneLM(backbone, "student" if adapter else "base", config, partial, report, adapter)
     quiet_lm_eval()
-    # Not simple_evaluate: it collects the whole environment after each call, which takes longer than a small suite.
+    # Unseeded, lm-eval would draw other few-shot examples for each state.
+    suite.task.set_fewshot_seed(0)
+    # `simple_evaluate` would collect the environment after each call, which takes longer than a small suite.
     results = lm_evaluate(
-        lm, loaded, apply_chat_template=True, log_samples=True, bootstrap_iters=0, limit=config.limit
+        lm, suite.loaded, apply_chat_template=True, log_samples=True, bootstrap_iters=0, limit=config.limit
     )
-    metrics = list(task.aggregation())
-    rows = sorted(next(iter(results["samples"].values())), key=lambda s: s["doc_id"])
-    samples = [
+    samples = _samples(suite, next(iter(results["samples"].values())), lm.lengths)
+    write_atomic(run.eval_samples(state, suite.name), _lines(samples))
+    result = record | {
+        "state": state,
+        "suite": suite.name,
+        "metric": suite.metrics[0],
+        "n": len(samples),
+        "metrics": {m: mean_score([s["scores"][m] for s in samples]) for m in suite.metrics},
+        "floor": suite.floors(config.limit),
+        "cost": {
+            "seconds": round(time.perf_counter() - started, 1),
+            "tokens": sum(lm.lengths),
+            "peak_memory_bytes": peak_memory(),
+        },
+    }
+    write_json(run.eval_result(state, suite.name), result)
+    partial.unlink(missing_ok=True)
+    return result
+
+
+def _samples(suite: Suite, rows: list[dict[str, Any]], lengths: list[int]) -> list[dict[str, Any]]:
+    """Return the stored records of lm-eval's samples, in the order of the documents."""
+    return [
         {
             "doc_id": row["doc_id"],
-            "prompt": task.doc_to_text(row["doc"]),
+            "prompt": suite.task.doc_to_text(row["doc"]),
             "response": row["filtered_resps"][0],
             "target": row["target"] or None,
-            "scores": {m: row[m] for m in metrics},
+            "scores": {m: row[m] for m in suite.metrics},
             "tokens": tokens,
         }
-        for row, tokens in zip(rows, lm.lengths, strict=True)
+        for row, tokens in zip(sorted(rows, key=lambda row: row["doc_id"]), lengths, strict=True)
     ]
-    means = {m: mean_score([s["scores"][m] for s in samples]) for m in metrics}
-    write_atomic(
-        run.eval_samples(shown, suite), "".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples)
-    )
-    write_json(
-        run.eval_result(shown, suite),
-        {
-            "state": shown,
-            "suite": suite,
-            "role": role,
-            "metric": metrics[0],
-            "n": len(samples),
-            "metrics": means,
-            "floor": floors(task, [row["doc"] for row in rows], metrics),
-            "model": model | ({"decoded": "on a server"} if config.server else {}),
-            "cost": {
-                "seconds": round(time.perf_counter() - started, 1),
-                "tokens": lm.tokens,
-                "peak_memory_bytes": peak_memory(),
-            },
-        },
-    )
-    partial.unlink(missing_ok=True)
-    return EvalResult(shown, suite, metrics[0], means, len(samples))
 
 
-def _counter(report: StageReport, began: int, total: int):
-    done = began
+def _lines(rows) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _progress(report: StageReport, done: int, total: int) -> Callable[[list[Rollout]], None]:
+    """Return a callback that counts finished rollouts on top of `done`."""
 
     def count(finished: list[Rollout]) -> None:
         nonlocal done

@@ -1,4 +1,4 @@
-"""Learn the domain: supervised fine-tune of a LoRA adapter with TRL's SFTTrainer.
+"""Learn the domain: supervised fine-tuning of a LoRA adapter with TRL's SFTTrainer.
 
 opdcl finetune --data rows.jsonl -o runs/mine
 """
@@ -17,8 +17,9 @@ from opdcl import parallel
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
-from opdcl.data.chat import Encoded, encode_example
-from opdcl.data.rows import load_rows
+from opdcl.data.chat import encode_example
+from opdcl.data.rows import Row
+from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import OpdclError
 from opdcl.model.adapters import ModelRef
 from opdcl.model.backbone import Backbone
@@ -38,74 +39,84 @@ logger = logging.getLogger(__name__)
 
 
 def finetune(
-    config: FinetuneConfig, backbone: Backbone, parent: ModelRef, out: StageDir, report: StageReport
+    config: FinetuneConfig,
+    rows: list[Row],
+    backbone: Backbone,
+    parent: ModelRef,
+    out: StageDir,
+    report: StageReport,
 ) -> ModelRef:
-    """Train an adapter on the domain's answers, a new one or the parent's, resuming from the stage's last checkpoint."""
+    """Train an adapter on the rows' answers, resuming from the stage's last checkpoint.
+
+    The adapter is the parent's if it has one, else a new one.
+    """
     if config.method == "self-distill":
-        return self_distill(config, backbone, parent, out, report)
-    rows = encode(config, backbone)
+        return self_distill(config, rows, backbone, parent, out, report)
+    encoded = [e for row in rows for e in encode_example(row, backbone.tokenizer, config.max_length)]
     if parent.adapter:
         backbone.drop_adapters()
         model = backbone.load_adapter(parent.adapter, "student", trainable=True)
-        report.note(f"going on with the adapter of {parent.adapter}; its shape stays")
+        report.note(f"continuing the adapter of {parent.adapter}, which keeps its shape")
     else:
         model = backbone.new_adapter(config.lora, config.seed)
-    steps = planned_steps(config, len(rows))
-    arguments = trainer_arguments(SFTConfig, "finetune", config.trainer, backbone, out) | {
-        "per_device_train_batch_size": config.batch_size,
-        "learning_rate": config.learning_rate,
-        "max_steps": steps,
-        "save_steps": config.save_steps,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": math.ceil(steps * 0.05),
-        "seed": config.seed,
-        "max_length": config.max_length,
-        "packing": _packs(config, backbone),
-        "completion_only_loss": True,
-        "train_sampling_strategy": "sequential",  # the rows are laid out beforehand
-        **config.trainer,
-    }
-    dataset = Dataset.from_list(
-        [{"input_ids": r.input_ids, "completion_mask": r.completion_mask} for r in rows]
+    lengths = [len(e.input_ids) for e in encoded]
+    steps = planned_steps(config, len(encoded))
+    arguments = trainer_arguments(
+        config,
+        backbone,
+        out,
+        steps,
+        per_device_train_batch_size=config.batch_size,
+        lr_scheduler_type="cosine",
+        warmup_steps=math.ceil(steps * 0.05),
+        max_length=config.max_length,
+        packing=_packs(config, backbone),
+        completion_only_loss=True,
     )
-    order = lay_out([len(r.input_ids) for r in rows], config.batch_size, steps, config.seed)
+    dataset = Dataset.from_list([vars(e) for e in encoded])
+    callback = StageCallback(report, steps, backbone)
+    callback.tokens_per_step = round(sum(lengths) / len(lengths) * config.batch_size)
     trainer = AnswerTrainer(
         model=model,
         args=SFTConfig(**arguments),
-        train_dataset=dataset.select(order),
+        train_dataset=dataset.select(lay_out(lengths, config.batch_size, steps, config.seed)),
         processing_class=backbone.tokenizer,
-        callbacks=[callback := StageCallback(report, steps, backbone)],
+        callbacks=[callback],
     )
-    tokens = sum(len(r.input_ids) for r in rows) / len(rows)
-    callback.tokens_per_step = round(tokens * config.batch_size)
     callback.run(trainer, out)
     save_adapter(backbone, out.adapter)
     return ModelRef(parent.base, out.adapter)
 
 
 def self_distill(
-    config: FinetuneConfig, backbone: Backbone, parent: ModelRef, out: StageDir, report: StageReport
+    config: FinetuneConfig,
+    rows: list[Row],
+    backbone: Backbone,
+    parent: ModelRef,
+    out: StageDir,
+    report: StageReport,
 ) -> ModelRef:
-    """Learn the domain on the student's own completions, graded by a running mean of itself that is shown the answer.
+    """Train on the student's own completions, graded by an EMA copy of it that sees the reference answer.
 
-    The same loop as recovery, with another teacher (SDFT, arXiv 2601.19897, algorithm 1).
+    This is the recovery loop with another teacher (SDFT, arXiv 2601.19897, algorithm 1).
     """
     start = parent.adapter or out.path / "start"
     if not start.exists():
         backbone.new_adapter(config.lora, config.seed)
         save_adapter(backbone, start)
-    return recover(as_distillation(config), backbone, ModelRef(parent.base, start), out, report)
+    recovery = as_distillation(config, len(rows))
+    source = read_recovery_source(recovery, lambda *_: rows)
+    return recover(recovery, source, backbone, ModelRef(parent.base, start), out, report)
 
 
-def as_distillation(config: FinetuneConfig) -> RecoverConfig:
-    """Return self-distillation as the settings of a recovery: domain steps only, the student's own mean the teacher."""
-    steps = planned_steps(config, len(load_rows(config.data)))
+def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
+    """Return self-distillation as a recovery: domain steps only, an EMA copy as teacher."""
     own = config.self_distill
     return RecoverConfig(
         general=None,
         general_per_domain=0,
         domain=config.data,
-        steps=steps,
+        steps=planned_steps(config, rows),
         rollouts=config.batch_size,
         micro_batch_tokens=2048,
         max_new_tokens=own.max_new_tokens,
@@ -122,38 +133,26 @@ def as_distillation(config: FinetuneConfig) -> RecoverConfig:
     )
 
 
-def encode(config: FinetuneConfig, backbone: Backbone) -> list[Encoded]:
-    """Load and encode the training rows."""
-    return [
-        e
-        for row in load_rows(config.data)
-        for e in encode_example(row, backbone.tokenizer, config.max_length)
-    ]
-
-
 def planned_steps(config: FinetuneConfig, rows: int) -> int:
-    """Return the number of optimizer steps for so many rows."""
+    """Return the number of optimizer steps for a number of rows."""
     return max(1, math.ceil(rows * config.epochs / config.batch_size))
 
 
 def lay_out(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[int]:
-    """Return the row of every place in every batch, epoch after epoch, rows of like length sharing a batch.
+    """Return the row for each place in each batch, epoch after epoch; rows of similar length share a batch.
 
-    Without the grouping half of a batch of short rows is padding. Laid out beforehand, so that a resumed run draws
-    what the uninterrupted one would have drawn, whatever the state of any random generator.
+    Without the grouping, half of a batch of short rows is padding. The order is fixed beforehand, so that a
+    resumed run draws the same rows as an uninterrupted one, whatever the state of the random generators.
     """
     shuffle = random.Random(seed)
     order: list[int] = []
+    # Sorted within stretches of fifty batches, as in transformers: similar, not identical, each epoch.
+    stretch = 50 * batch_size
     while len(order) < steps * batch_size:
         rows = list(range(len(lengths)))
         shuffle.shuffle(rows)
-        # Sorted within stretches of fifty batches, as transformers' own grouping does: like, but not the same, each epoch.
-        stretch = 50 * batch_size
-        rows = [
-            r
-            for i in range(0, len(rows), stretch)
-            for r in sorted(rows[i : i + stretch], key=lambda r: lengths[r])
-        ]
+        starts = range(0, len(rows), stretch)
+        rows = [r for i in starts for r in sorted(rows[i : i + stretch], key=lambda r: lengths[r])]
         batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
         shuffle.shuffle(batches)
         order += [row for batch in batches for row in batch]
@@ -161,40 +160,41 @@ def lay_out(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[
 
 
 def _packs(config: FinetuneConfig, backbone: Backbone) -> bool:
-    """Pack only where a flash-attention kernel keeps packed rows from seeing one another."""
+    """Return whether to pack rows: by default only where a flash-attention kernel keeps them apart."""
     if config.packing == "auto":
         return "flash" in (backbone.causal_lm.config._attn_implementation or "")
     return config.packing == "on"
 
 
 class AnswerTrainer(SFTTrainer):
-    """SFTTrainer that computes what the rows of a batch share once, and projects answer positions only."""
+    """SFTTrainer that computes the rows' shared prefix once and projects answer positions only."""
 
     pieces = 1
-    """Into how many micro-batches a batch is cut; doubled whenever memory runs out."""
+    """Number of micro-batches that a batch is cut into; doubled whenever memory runs out."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         tokens = (inputs["labels"] != -100).sum() if num_items_in_batch is None else num_items_in_batch
-        mine = _my_rows(inputs)
+        batch = _local_rows(inputs)
         while True:
             try:
-                # Every piece divides by the tokens of the whole batch, so that the gradients of all pieces, and of all
-                # processes, add up to its own.
+                # Each piece divides by the tokens of the whole batch, so that the gradients of all pieces
+                # and workers add up to the batch's.
                 losses = [
                     super(AnswerTrainer, self).training_step(model, piece, tokens)
-                    for piece in _cut(mine, self.pieces)
+                    for piece in _cut(batch, self.pieces)
                 ]
                 break
             except (RuntimeError, MemoryError) as fault:
-                if (
-                    not is_out_of_memory(fault) or parallel.sharded()
-                ):  # where all run the base together, none may start anew
+                # The workers of a sharded base run it together: one of them cannot repeat a step alone.
+                if not is_out_of_memory(fault) or parallel.sharded():
                     raise
                 model.zero_grad()
-                self._cut_finer(mine)
+                self._cut_finer(batch)
         parallel.add_gradients(model)
         loss = torch.stack(losses).sum()
-        return finite_or_skipped(self, model, loss.new_tensor(parallel.total({"loss": float(loss)})["loss"]))
+        return finite_or_skipped(
+            self, model, loss.new_tensor(parallel.sum_over_workers({"loss": float(loss)})["loss"])
+        )
 
     def _cut_finer(self, inputs: dict[str, torch.Tensor]) -> None:
         if "position_ids" in inputs:
@@ -210,19 +210,17 @@ class AnswerTrainer(SFTTrainer):
         self.pieces *= 2
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        logger.warning("out of memory: going on with batches cut into %d", self.pieces)
+        logger.warning("out of memory: continuing with batches cut into %d", self.pieces)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the mean cross-entropy over the answer tokens of the optimizer step."""
-        packed = "position_ids" in inputs
-        if packed or return_outputs:
+        if "position_ids" in inputs or return_outputs:  # packed rows have position ids
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         causal_lm = model.get_base_model()
+        lengths = inputs["attention_mask"].sum(1).tolist()
         sequences = [
             (ids[:length].tolist(), (labels[:length] != -100).tolist())
-            for ids, labels, length in zip(
-                inputs["input_ids"], inputs["labels"], inputs["attention_mask"].sum(1).tolist(), strict=True
-            )
+            for ids, labels, length in zip(inputs["input_ids"], inputs["labels"], lengths, strict=True)
         ]
         with self.compute_loss_context_manager():
             states_NH = answer_states(causal_lm, sequences)
@@ -232,16 +230,15 @@ class AnswerTrainer(SFTTrainer):
         return total / (len(targets_N) if num_items_in_batch is None else num_items_in_batch)
 
 
-def _my_rows(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return this process's rows of a batch; if there are too few for it, one whose answer does not count."""
-    if parallel.count() == 1:
+def _local_rows(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return this worker's rows of a batch; if there are none, the first row with its answer masked."""
+    if parallel.worker_count() == 1:
         return inputs
-    mine = {name: parallel.share(rows) for name, rows in inputs.items()}
-    if len(mine["input_ids"]):
-        return mine
-    return {
-        name: rows[:1] if name != "labels" else torch.full_like(rows[:1], -100)
-        for name, rows in inputs.items()
+    rows = {name: parallel.my_share(values) for name, values in inputs.items()}
+    if len(rows["input_ids"]):
+        return rows
+    return {name: v[:1] for name, v in inputs.items()} | {
+        "labels": torch.full_like(inputs["labels"][:1], -100)
     }
 
 
@@ -250,7 +247,5 @@ def _cut(inputs: dict[str, torch.Tensor], pieces: int) -> list[dict[str, torch.T
     if pieces == 1:
         return [inputs]
     size = math.ceil(len(inputs["input_ids"]) / pieces)
-    return [
-        dict(zip(inputs, rows, strict=True))
-        for rows in zip(*(value.split(size) for value in inputs.values()), strict=True)
-    ]
+    groups = zip(*(values.split(size) for values in inputs.values()), strict=True)
+    return [dict(zip(inputs, group, strict=True)) for group in groups]

@@ -5,18 +5,23 @@ opdcl recover runs/mine --prompts prompts.jsonl
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 
-from trl import DistillationConfig
+from transformers import TrainingArguments
 
 from opdcl.config.recover import RecoverConfig
+from opdcl.distill.grading import Grader
 from opdcl.distill.health import Health, check_turn_end
 from opdcl.distill.interpolate import interpolate
-from opdcl.distill.prompts import STREAMS, Prompts, encode_stream, teacher_section
+from opdcl.distill.make_teacher import make_teacher, reach_own_model
+from opdcl.distill.prompts import Prompts, RecoverySource, encode_stream, teacher_section
 from opdcl.distill.reward import Reward
-from opdcl.distill.schedule import Stream, plan_steps
-from opdcl.distill.teachers import Routed, Served, Teacher, make_teacher, reach_own_model
+from opdcl.distill.rollout_queue import RolloutQueue
+from opdcl.distill.schedule import STREAMS, Stream, plan_steps
+from opdcl.distill.selection import Selection
+from opdcl.distill.teachers import RoutedTeacher, ServedStudent, Teacher
 from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.distill.validation import Validation
 from opdcl.errors import UsageError
@@ -29,100 +34,109 @@ from opdcl.training import StageCallback, StageReport, trainer_arguments
 
 
 def recover(
-    config: RecoverConfig, backbone: Backbone, parent: ModelRef, out: StageDir, report: StageReport
+    config: RecoverConfig,
+    source: RecoverySource,
+    backbone: Backbone,
+    parent: ModelRef,
+    out: StageDir,
+    report: StageReport,
 ) -> ModelRef:
-    """Continue the tuned adapter towards base on general prompts, held to tuned on domain prompts.
+    """Train the tuned adapter towards base on general prompts, held to tuned on domain prompts.
 
     Resumes from the stage's last checkpoint if there is one.
     """
     if config.method == "replay":
-        config = config.model_copy(
-            update={"lmbda": 0.0, "loss": config.loss.model_copy(update={"kind": "cross_entropy"})}
-        )
+        imitation = config.loss.model_copy(update={"kind": "cross_entropy"})
+        config = config.model_copy(update={"lmbda": 0.0, "loss": imitation})
     check_turn_end(backbone)
-    streams = {stream: encode_stream(config, stream, backbone) for stream in STREAMS}
-    train = {
-        stream: [] if (config.method, stream) == ("general", "domain") else prompts.train
-        for stream, prompts in streams.items()
-    }
+    streams = {stream: encode_stream(config, source, stream, backbone) for stream in STREAMS}
+    train = {stream: prompts.train for stream, prompts in streams.items()}
+    if config.method == "general":
+        train["domain"] = []
     if not any(train.values()):
         raise UsageError("recovery has no prompts", "set recover.general")
     backbone.drop_adapters()
     backbone.load_adapter(parent.adapter, "student", trainable=True)
     backbone.load_adapter(parent.adapter, "tuned")
-    teachers = {
-        stream: _teachers(config, stream, prompts, backbone, parent, report)
-        for stream, prompts in streams.items()
-    }
-    student = Teacher(backbone, "student")
-    if config.server:
-        student = Served(
-            backbone, reach_own_model(config.server, backbone, report.note), out.trainer / "served"
-        )
-    elif config.sampler == "auto":
-        report.note("sampler {}: {}".format(*pick_engine(backbone.causal_lm)))
-    steps = plan_steps(config, len(train["general"]), len(train["domain"]))
-    callback = StageCallback(report, config.steps, backbone)
-    health = Health(config.health, backbone, out, callback)
-    validation = Validation(
-        config, {stream: prompts.held_out for stream, prompts in streams.items()}, out, callback, health
-    )
-    arguments = trainer_arguments(DistillationConfig, "recover", config.trainer, backbone, out) | {
-        "per_device_train_batch_size": 1,  # one row of the schedule is one optimizer step
-        "shuffle_dataset": False,
-        "max_steps": config.steps,
-        "learning_rate": config.learning_rate,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": math.ceil(config.steps * 0.1),
-        "save_steps": config.save_steps,
-        "seed": config.seed,
-        "temperature": config.temperature,
-        "max_completion_length": config.max_new_tokens,
-        "remove_unused_columns": False,
-        **config.trainer,
-    }
-    trainer = RecoveryTrainer(
-        backbone,
-        config,
-        steps,
-        train,
-        teachers,
-        DistillationConfig(**arguments),
-        [validation, callback, health],
-        Reward(config.reward, backbone, config.general_teacher.context) if config.reward else None,
-        student,
-    )
-    validation.trainer = trainer
-    try:
-        if config.method == "interpolate":
-            interpolate(validation, backbone, out)
-        else:
-            if checkpoint := out.last_checkpoint():
-                trainer.restore(checkpoint)
-            callback.run(trainer, out)
-    finally:
-        for party in (student, *teachers.values()):
-            party.close()
+    with contextlib.ExitStack() as stack:
+        teachers: dict[Stream, Teacher | RoutedTeacher] = {}
+        for stream, prompts in streams.items():
+            teachers[stream] = _teacher(config, stream, prompts, backbone, parent, report)
+            stack.callback(teachers[stream].close)
+        student = _student(config, backbone, out, report)
+        stack.callback(student.close)
+        grader = Grader(backbone, config, teachers)
+        reward = None
+        if config.reward:
+            context, rows = config.general_teacher.context, source.rows["general"]
+            reward = Reward(config.reward, source.reward_task, rows, backbone, context)
+        steps = plan_steps(config, len(train["general"]), len(train["domain"]))
+        selection = Selection(config, grader, reward)
+        queue = RolloutQueue(config, steps, train, student, teachers, selection)
+        _train(config, grader, queue, {s: p.held_out for s, p in streams.items()}, out, report)
     with folder_appears_whole(out.adapter) as folder:
-        shutil.copytree(validation.best_adapter, folder, dirs_exist_ok=True)
+        shutil.copytree(out.trainer / "best", folder, dirs_exist_ok=True)
     return ModelRef(parent.base, out.adapter)
 
 
-def _teachers(
+def _train(
+    config: RecoverConfig,
+    grader: Grader,
+    queue: RolloutQueue,
+    held_out: dict[Stream, list[list[int]]],
+    out: StageDir,
+    report: StageReport,
+) -> None:
+    """Leave the best adapter in the stage's trainer folder."""
+    backbone = grader.backbone
+    callback = StageCallback(report, config.steps, backbone)
+    health = Health(config.health, backbone, out, callback)
+    validation = Validation(config, grader, queue, held_out, out, callback, health)
+    if config.method == "interpolate":
+        interpolate(validation, backbone, out)
+        return
+    arguments = trainer_arguments(
+        config,
+        backbone,
+        out,
+        config.steps,
+        per_device_train_batch_size=1,  # one row of the schedule is one optimizer step
+        lr_scheduler_type="linear",
+        warmup_steps=math.ceil(config.steps * 0.1),
+        remove_unused_columns=False,
+    )
+    trainer = RecoveryTrainer(queue, grader, TrainingArguments(**arguments), [validation, callback, health])
+    if checkpoint := out.last_checkpoint():
+        trainer.restore(checkpoint)
+    callback.run(trainer, out)
+
+
+def _student(config: RecoverConfig, backbone: Backbone, out: StageDir, report: StageReport) -> Teacher:
+    """Return what samples on-policy steps: this process, or a server with the student's adapter."""
+    if config.server:
+        server = reach_own_model(config.server, backbone, report.note)
+        return ServedStudent(backbone, server, out.trainer / "served")
+    if config.sampler == "auto":
+        report.note("sampler {}: {}".format(*pick_engine(backbone.causal_lm)))
+    return Teacher(backbone, "student")
+
+
+def _teacher(
     config: RecoverConfig,
     stream: Stream,
     prompts: Prompts,
     backbone: Backbone,
     parent: ModelRef,
     report: StageReport,
-) -> Teacher | Routed:
-    """Return a stream's teacher, with the adapters that it needs put onto the backbone."""
+) -> Teacher | RoutedTeacher:
+    """Return a stream's teacher, and put the adapters that it needs onto the backbone."""
 
-    def one(name: str) -> Teacher:
+    def single(name: str) -> Teacher:
         section, state = teacher_section(config, stream, name), f"{stream}_{name}" if name else stream
         if section.kind in ("ema", "adapter"):
-            backbone.load_adapter(find_adapter(section.adapter) if section.adapter else parent.adapter, state)
+            adapter = find_adapter(section.adapter) if section.adapter else parent.adapter
+            backbone.load_adapter(adapter, state)
         return make_teacher(section, backbone, prompts.contexts.get(name), state, report.note)
 
-    own, named = one(""), {name: one(name) for name in dict.fromkeys(prompts.routes.values())}
-    return Routed(own, named, prompts.routes) if named else own
+    own, named = single(""), {name: single(name) for name in dict.fromkeys(prompts.routes.values())}
+    return RoutedTeacher(own, named, prompts.routes) if named else own

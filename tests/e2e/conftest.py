@@ -1,4 +1,4 @@
-"""One finished run for all that only look at one, or go on from it."""
+"""One finished run, shared by the tests that read it or continue from it."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def project(tiny_model, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(project) -> Path:
-    """A run that went through without interruption."""
+    """A run that was not interrupted."""
     done = opdcl("run", "tiny.yaml", "-o", "whole", "--json", cwd=project)
     assert done.returncode == 0, done.stderr
     (project / "summary.json").write_text(done.stdout)

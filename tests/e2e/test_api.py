@@ -1,36 +1,15 @@
-"""The verbs from Python: they make what the command line makes, and a notebook can show it."""
+"""The verbs from Python: they do what the command line does, and display themselves in a notebook."""
 
-import json
-import os
 import subprocess
 import sys
 
 import pytest
-from helpers.command import opdcl
+from helpers.command import ENV, opdcl
 
-SCRIPT = """
-import json, sys
-import opdcl
-assert not {"torch", "transformers", "scipy"} & set(sys.modules), "import opdcl must cost nothing"
+import opdcl as api
+from opdcl.errors import OpdclError
 
-small = {"model.id": MODEL, "model.dtype": "float32", "finetune.lora.r": 4, "finetune.batch_size": 4}
-tuned = opdcl.finetune("rows.jsonl", out="mine", settings=small | {"finetune.epochs": 1}, quiet=True)
-recovered = opdcl.recover("mine", prompts="prompts.jsonl", settings={
-    "recover.steps": 4, "recover.rollouts": 4, "recover.max_new_tokens": 6, "recover.validation_prompts": 2}, quiet=True)
-measured = opdcl.evaluate("mine", retention=["instructions"], domain=["questions.jsonl"], settings={"eval.limit": 6, "eval.max_new_tokens": 12}, quiet=True)
-again = opdcl.evaluate("mine", quiet=True)
-both = opdcl.compare(["mine", "whole"], out="side")
-whole = opdcl.run("tiny.yaml", out="whole", quiet=True)
-print(json.dumps({
-    "repr": repr(measured), "html": measured._repr_html_(), "verdict": measured.summary["verdict"], "same": again.summary == measured.summary,
-    "adapters": sorted(measured.adapters), "report": measured.report.name, "exists": measured.report.exists(), "read": opdcl.report("mine").summary == measured.summary,
-    "whole": repr(whole), "compared": both._repr_html_(), "folder": str(both.path),
-}))
-try:
-    opdcl.recover("nowhere")
-except opdcl.errors.OpdclError as fault:
-    print(fault.hint)
-"""
+LIGHT = "import sys, opdcl; assert not {'torch', 'transformers', 'scipy'} & set(sys.modules)"
 
 
 @pytest.fixture(scope="module")
@@ -40,31 +19,42 @@ def folder(finished):
     return folder
 
 
-def test_the_verbs_go_on_from_one_another_and_show_themselves(folder, tiny_model):
-    script = SCRIPT.replace("MODEL", repr(str(tiny_model)))
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=folder,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def test_importing_the_package_loads_no_heavy_library(tmp_path):
+    done = subprocess.run([sys.executable, "-c", LIGHT], cwd=tmp_path, env=ENV, stderr=subprocess.PIPE)
     assert done.returncode == 0, done.stderr
-    text, hint = done.stdout.strip().splitlines()
-    found = json.loads(text)
-    assert found["repr"] == f"<opdcl: {found['verdict']}>"
-    assert f"<strong>{found['verdict']}" in found["html"].replace("&#x27;", "'")
-    assert "<th>recovered</th>" in found["html"]
-    assert found["same"]
-    assert found["read"]
-    assert found["adapters"] == ["recovered", "tuned"]
-    assert found["report"] == "report.html"
-    assert found["exists"]
-    assert found["whole"].startswith("<opdcl: ")
-    assert "<table>" in found["compared"]
+
+
+def test_each_verb_continues_the_run_and_displays_itself(folder, tiny_model, monkeypatch):
+    monkeypatch.chdir(folder)
+    tuned = {"model.id": str(tiny_model), "model.dtype": "float32", "finetune.lora.r": 4}
+    tuned |= {"finetune.batch_size": 4, "finetune.epochs": 1}
+    api.finetune("rows.jsonl", out="mine", settings=tuned, quiet=True)
+    recovered = {"recover.steps": 4, "recover.rollouts": 4, "recover.max_new_tokens": 6}
+    recovered |= {"recover.validation_prompts": 2}
+    api.recover("mine", prompts="prompts.jsonl", settings=recovered, quiet=True)
+    suites = {"retention": ["instructions"], "domain": ["questions.jsonl"]}
+    limits = {"eval.limit": 6, "eval.max_new_tokens": 12}
+    measured = api.evaluate("mine", **suites, settings=limits, quiet=True)
+    again = api.evaluate("mine", quiet=True)
+    compared = api.compare(["mine", "whole"], out="side")
+    whole = api.run("tiny.yaml", out="whole", quiet=True)
+
+    verdict = measured.summary["verdict"]
+    assert repr(measured) == f"<opdcl: {verdict}>"
+    html = measured._repr_html_()
+    assert f"<strong>{verdict}" in html.replace("&#x27;", "'")
+    assert "<th>recovered</th>" in html
+    assert again.summary == measured.summary
+    assert api.report("mine").summary == measured.summary
+    assert sorted(measured.adapters) == ["recovered", "tuned"]
+    assert measured.report.name == "report.html"
+    assert measured.report.exists()
+    assert repr(whole).startswith("<opdcl: ")
+    assert "<table>" in compared._repr_html_()
     assert (folder / "side" / "compare.html").exists()
-    assert "opdcl finetune" in hint
-    # The same run for the command line: nothing is left to do.
-    again = opdcl("eval", "mine", cwd=folder)
-    assert "everything is done already" in again.stderr
+    with pytest.raises(OpdclError) as refused:
+        api.recover("nowhere")
+    assert "opdcl finetune" in refused.value.hint
+    # The command line finds nothing left to do in the same run.
+    done = opdcl("eval", "mine", cwd=folder)
+    assert "everything is done already" in done.stderr

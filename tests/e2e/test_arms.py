@@ -1,4 +1,4 @@
-"""One workflow as several runs: what they share is made once, each is resumed by itself, and all are compared."""
+"""One workflow as several runs: shared stages run once, each run resumes by itself, and all are compared."""
 
 import json
 
@@ -22,20 +22,20 @@ def family(tiny_model, tmp_path_factory):
     return folder
 
 
-def test_all_arms_run_over_all_seeds_and_share_what_they_can(family):
+def test_all_arms_run_over_all_seeds_and_share_stages(family):
     planned = opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", "--dry-run", "--json", cwd=family)
     assert planned.returncode == 0, planned.stderr
     plans = {p["run"]: p["tasks"] for p in json.loads(planned.stdout)}
     assert list(plans) == ["ours-1", "general-only-1", "ours-2", "general-only-2"]
-    foreseen = [
+    planned_copies = [
         (t["stage"], t["state"], t["why"]) for tasks in plans.values() for t in tasks if t["action"] == "take"
     ]
     assert not (family / "all").exists()
 
     done = opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", cwd=family)
     assert done.returncode == 0, done.stderr
-    found = json.loads((family / "all" / "compare.json").read_text())
-    assert [(arm["name"], arm["seeds"]) for arm in found["arms"]] == [("ours", 2), ("general-only", 2)]
+    compared = json.loads((family / "all" / "compare.json").read_text())
+    assert [(arm["name"], arm["seeds"]) for arm in compared["arms"]] == [("ours", 2), ("general-only", 2)]
     assert (family / "all" / "compare.html").exists()
 
     def adapter(run, stage):
@@ -46,36 +46,36 @@ def test_all_arms_run_over_all_seeds_and_share_what_they_can(family):
     assert adapter("ours-1", "01-finetune") == adapter("general-only-1", "01-finetune")
     assert adapter("ours-1", "01-finetune") != adapter("ours-2", "01-finetune")
     assert adapter("ours-1", "02-recover") != adapter("general-only-1", "02-recover")
-    # Base is measured once in all, tuned once a seed, and only what is new is trained.
+    # Base is measured once overall, tuned once per seed, and no stage is trained twice.
     assert done.stderr.count("eval instructions base: taken from") == 3
     assert done.stderr.count("finetune: taken from") == 2
     assert done.stderr.count("eval instructions tuned: taken from") == 2
     assert "recover: taken from" not in done.stderr
-    # As the dry run had said.
-    assert len(foreseen) == done.stderr.count(": taken from ")
-    assert [why for stage, _, why in foreseen if stage == "finetune"] == ["from ours-1", "from ours-2"]
+    # The dry run predicted this.
+    assert len(planned_copies) == done.stderr.count(": taken from ")
+    assert [why for stage, _, why in planned_copies if stage == "finetune"] == ["from ours-1", "from ours-2"]
 
     made = (family / "all" / "ours-2" / "stages" / "02-recover" / "stage.json").stat().st_mtime
     again = opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", "--json", cwd=family)
     assert again.returncode == 0
-    assert json.loads(again.stdout) == found
+    assert json.loads(again.stdout) == compared
     assert (family / "all" / "ours-2" / "stages" / "02-recover" / "stage.json").stat().st_mtime == made
 
 
-def test_a_recipe_takes_what_another_made_in_the_same_folder(family):
+def test_a_recipe_reuses_stages_of_another_one_in_the_same_folder(family):
     (family / "other.yaml").write_text("arms:\n  imitation: {}\n  shorter: {recover: {steps: 2}}\n")
     assert opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", cwd=family).returncode == 0
     seeds = ["--set", "finetune.seed=1", "--set", "recover.seed=1"]
     planned = opdcl("run", "tiny.yaml", "other.yaml", "-o", "all", *seeds, "--dry-run", "--json", cwd=family)
-    foreseen = [
+    planned_copies = [
         (t["stage"], t["why"])
         for p in json.loads(planned.stdout)
         for t in p["tasks"]
         if t["action"] == "take"
     ]
-    assert ("recover", "from ours-1") in foreseen
+    assert ("recover", "from ours-1") in planned_copies
     done = opdcl("run", "tiny.yaml", "other.yaml", "-o", "all", *seeds, cwd=family)
-    assert len(foreseen) == done.stderr.count(": taken from ")
+    assert len(planned_copies) == done.stderr.count(": taken from ")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("recover: taken from ours-1") == 1
     assert done.stderr.count("finetune: taken from") == 2
@@ -85,9 +85,10 @@ def test_a_recipe_takes_what_another_made_in_the_same_folder(family):
     ]
 
 
-def test_an_arm_that_halts_stops_those_that_need_it_and_no_others(family):
+def test_an_arm_that_halts_stops_only_the_arms_that_need_it(family):
     (family / "halting.yaml").write_text(
-        "arms:\n  bad: {recover: {health: {teacher_entropy: 0.001}}}\n  next: {start: 'arm:bad'}\n  good: {description: 'arm:bad'}\n"
+        "arms:\n  bad: {recover: {health: {teacher_entropy: 0.001}}}\n"
+        "  next: {start: 'arm:bad'}\n  good: {description: 'arm:bad'}\n"
     )
     done = opdcl("run", "tiny.yaml", "halting.yaml", "-o", "halting", cwd=family)
     assert done.returncode == 1
@@ -98,14 +99,14 @@ def test_an_arm_that_halts_stops_those_that_need_it_and_no_others(family):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("arms:\n  ours: {recover: {step: 3}}\n", "arms.ours: unknown key recover.step"),
         ("arms:\n  ../ours: {}\n", "arms"),
         ("seeds: [1, 1]\n", "named twice"),
     ],
 )
-def test_arms_that_do_not_hold_are_refused_before_anything_runs(family, text, said):
+def test_invalid_arms_are_refused_before_anything_runs(family, text, message):
     (family / "wrong.yaml").write_text(text)
     for command in (
         ["run", "tiny.yaml", "wrong.yaml", "-o", "wrong"],
@@ -113,5 +114,5 @@ def test_arms_that_do_not_hold_are_refused_before_anything_runs(family, text, sa
     ):
         done = opdcl(*command, cwd=family)
         assert done.returncode == 2
-        assert said in done.stderr
+        assert message in done.stderr
     assert not (family / "wrong").exists()

@@ -1,7 +1,7 @@
-"""Every command, Python block and workflow fragment that a page shows, run page by page in reading order on a two-layer model.
+"""Every command, Python block and workflow of the documentation, run page by page on a two-layer model.
 
-A page stays as its reader sees it. What makes it small lies around it: the cache holds a tiny model under the embedded one's
-name, the reader's own files are short, and sizes are set smaller after what the page itself sets, which is checked by itself.
+The pages are used unchanged. To make them quick, the cache holds a tiny model under the embedded one's name,
+the reader's files are short, and further settings reduce the sizes. A dry run checks the page's own sizes.
 """
 
 import functools
@@ -12,17 +12,16 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import textwrap
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from helpers import command as runner
 from typer.main import get_command
 
 import opdcl
 from opdcl import cli
-from opdcl.console import Output
 from opdcl.data.rows import load_rows
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +33,7 @@ PAGES = [
 BLOCK = re.compile(r"^( *)```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^\1```$", re.M | re.S)
 INLINE = re.compile(r"`(opdcl [^`]+)`")
 
-# What cannot run inside a test, by how it begins, and why. Those of opdcl are held against its options all the same.
+# Commands that cannot run inside a test, by their first words, and why. Their options are still checked.
 CANNOT = {
     "make": "installs an environment, or runs all tests",
     "python3 -m venv": "makes an environment",
@@ -43,24 +42,24 @@ CANNOT = {
     "docker": "needs docker",
     "git clone": "fetches from the network",
     "ollama": "needs Ollama",
-    "accelerate launch": "takes a GPU for each process; tests/e2e/test_processes.py launches its configurations",
+    "accelerate launch": "takes a GPU per process; tests/e2e/test_processes.py launches its configurations",
     "opdcl run qwen3": "takes GPUs and a model from the hub",
     "opdcl push": "needs the hub; tests/e2e/test_hub.py has one of its own",
     "opdcl export runs/mine -o gguf": "needs llama.cpp's converter; tests/unit/test_export.py",
     "opdcl --install-completion": "edits the files of the shell that started it",
     "opdcl --show-completion": "asks which shell started it",
 }
-# What would take too long, or end this process: run with --dry-run.
+# Commands that would take too long, or replace this process: run with --dry-run.
 DRY = {
     "opdcl serve": "becomes the server",
-    "opdcl run quickstart arms.yaml": "six runs; tests/e2e/test_arms.py does such",
+    "opdcl run quickstart arms.yaml": "six runs; tests/e2e/test_arms.py does so",
     "opdcl run ablation": "thirty runs",
-    "opdcl run self-distillation": "six runs; tests/e2e/test_recipes.py does such",
-    "opdcl run quickstart --num-processes": "each process loads torch anew; tests/e2e/test_processes.py does such",
-    "opdcl recover runs/mine --num-processes": "likewise",
+    "opdcl run self-distillation": "six runs; tests/e2e/test_recipes.py does so",
+    "opdcl run quickstart --num-processes": "starts processes; tests/e2e/test_processes.py does so",
+    "opdcl recover runs/mine --num-processes": "starts processes",
 }
 
-# What the reader of a page has done before.
+# Commands that the reader of a page has run before.
 BEFORE = {
     "docs/processes.md": ["opdcl finetune --data rows.jsonl -o runs/mine"],
     "docs/export.md": [
@@ -105,7 +104,7 @@ def tiny_cache(tiny_model, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def reader(tmp_path, tiny_cache, monkeypatch) -> Path:
-    """A folder with what a reader brings along: rows, prompts, documents, and vLLM in a place of its own."""
+    """A folder with the reader's own files: rows, prompts, documents, and vLLM in another environment."""
     rows = [{"question": f"What is the code of room {i}?", "answer": f"Code {i * 7}"} for i in range(12)]
     for name in ("all-rows", "rows", "test-rows", "my-rows", "my-test-rows"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -115,7 +114,8 @@ def reader(tmp_path, tiny_cache, monkeypatch) -> Path:
     for folder in ("faq", "documents"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "leave.md").write_text(
-            "# Leave\n\n## Who approves leave?\n\nPerpetua does.\n\n## How long is it?\n\nSix days.\nNot more.\n"
+            "# Leave\n\n## Who approves leave?\n\nPerpetua does.\n\n"
+            "## How long is it?\n\nSix days.\nNot more.\n"
         )
     program = tmp_path / "vllm" / "bin" / "vllm"
     program.parent.mkdir(parents=True)
@@ -129,19 +129,14 @@ def reader(tmp_path, tiny_cache, monkeypatch) -> Path:
     }.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.chdir(tmp_path)
-    gc.freeze()  # each training collects garbage, and what the session has loaded by now is none
+    gc.freeze()  # each training collects garbage; skip what the session has loaded already
     return tmp_path
 
 
 def run_here(words: list[str]) -> None:
-    """Run one command in this process: a process of its own would load torch anew for each."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", words)
-        patch.setattr(sys, "stdout", sys.stdout)  # the command line leads it to stderr for good
-        patch.setattr(cli, "output", Output())
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-    assert not left.value.code, f"{shlex.join(words)} ends with exit code {left.value.code}"
+    """Run one command in this process."""
+    done = runner.opdcl(*words[1:])
+    assert done.returncode == 0, f"{shlex.join(words)}: exit code {done.returncode}\n{done.stderr}"
 
 
 def small(words: list[str]) -> list[str]:
@@ -206,6 +201,9 @@ def small_verb(verb):
 
     @functools.wraps(verb)
     def smaller(*given, settings=None, **named):
+        if isinstance(settings, list):  # from the command line, whose sizes are small already
+            return verb(*given, settings=settings, **named)
+        named |= {name: min(named[name], FLAGS[f"--{name}"]) for name in named if f"--{name}" in FLAGS}
         return verb(*given, settings=(settings or {}) | typed, **named)
 
     return smaller
@@ -213,7 +211,7 @@ def small_verb(verb):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_shows_works_in_reading_order(page, reader, monkeypatch):
+def test_every_block_of_a_page_works_in_reading_order(page, reader, monkeypatch):
     for verb in ("run", "finetune", "recover", "evaluate"):
         monkeypatch.setattr(opdcl, verb, small_verb(getattr(opdcl, verb)))
     for line in BEFORE.get(page, ()):
@@ -244,10 +242,10 @@ def test_what_a_page_shows_works_in_reading_order(page, reader, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_within_sentences_exist(page):
-    shown = INLINE.findall((ROOT / page).read_text(encoding="utf-8"))
+    commands = INLINE.findall((ROOT / page).read_text(encoding="utf-8"))
     assert {
         command: bad
-        for command in shown
+        for command in commands
         if "COMMAND" not in command and (bad := unknown_words(shlex.split(command)))
     } == {}
 
@@ -262,7 +260,7 @@ def test_commands_within_sentences_exist(page):
         "opdcl serve x --prot 1 -- --y",
     ],
 )
-def test_what_does_not_exist_is_noticed(line, reader):
+def test_an_unknown_command_or_option_is_noticed(line, reader):
     assert unknown_words(shlex.split(line))
     with pytest.raises(AssertionError):
         run_line(line, reader)
@@ -275,7 +273,7 @@ def test_a_command_that_fails_is_noticed(reader):
         run_line("head -n 1 nowhere.jsonl", reader)
 
 
-def test_nothing_is_excused_that_no_page_shows():
+def test_every_exception_matches_a_command_on_a_page():
     lines = [
         line.strip()
         for page in PAGES

@@ -1,18 +1,19 @@
-"""The hub over real HTTP: push an adapter, load it and datasets by id, fetch a workflow, run it without network."""
+"""The hub over real HTTP: push an adapter, load it and datasets by id, fetch a workflow, run it offline."""
 
 import json
 import re
 
 import pytest
-from helpers.command import opdcl
+from helpers.command import opdcl, opdcl_process
 from helpers.fake_hub import TOKEN, Hub
+from helpers.warm_process import WarmProcess
 
 WORKFLOW = """
 name: from-hub
 model: {id: someone/tiny, dtype: float32}
 start: someone/adapter
-recover: {general: "someone/prompts@COMMIT", domain: "someone/rows:rooms", steps: 2, rollouts: 2, teacher_first: 0, max_new_tokens: 6, validate_every: 2,
-          validation_prompts: 2, learning_rate: 1e-2}
+recover: {general: "someone/prompts@COMMIT", domain: "someone/rows:rooms", steps: 2, rollouts: 2,
+          teacher_first: 0, max_new_tokens: 6, validate_every: 2, validation_prompts: 2, learning_rate: 1e-2}
 """
 SUITE = """
 name: measured
@@ -24,12 +25,17 @@ IFEVAL = {
     "instruction_id_list": ["punctuation:no_comma"],
     "kwargs": [{}],
 }
-SUBSETS = b"---\nconfigs:\n- {config_name: rooms, data_files: rooms/*.jsonl}\n- {config_name: roofs, data_files: roofs/*.jsonl}\n---\n"
+SUBSETS = b"""---
+configs:
+- {config_name: rooms, data_files: rooms/*.jsonl}
+- {config_name: roofs, data_files: roofs/*.jsonl}
+---
+"""
 
 
 @pytest.fixture(scope="module")
 def hub(project, tiny_model):
-    """A hub that has the tiny model, rows and prompts; of the prompts also a later version, which is broken."""
+    """A hub with the tiny model, rows, and prompts, whose later version is broken."""
     hub = Hub()
     hub.add_folder("models/someone/tiny", tiny_model)
     hub.commit("models/someone/tiny", {"pytorch_model.bin": b"pickled"})
@@ -63,18 +69,22 @@ def online(hub, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pushed(hub, online, finished):
-    done = opdcl(
-        "push", finished, "someone/adapter", "--base", "someone/tiny", "--private", "--json", env=online
-    )
+def connected(online):
+    """Return a function that runs one command on such a machine."""
+    with WarmProcess(online) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def pushed(connected, finished):
+    words = ("someone/adapter", "--base", "someone/tiny", "--private", "--json")
+    done = connected("push", finished, *words)
     assert done.returncode == 0, done.stderr
     assert TOKEN not in done.stdout + done.stderr
     return json.loads(done.stdout)
 
 
-def test_a_pushed_adapter_is_whole_and_its_card_is_read_by_the_hub_s_own_parser(
-    hub, pushed, finished, project
-):
+def test_a_pushed_adapter_is_complete_and_the_hub_can_read_its_card(hub, pushed, finished, project):
     from huggingface_hub import ModelCard
 
     assert hub.private["models/someone/adapter"]
@@ -100,35 +110,39 @@ def test_a_pushed_adapter_is_whole_and_its_card_is_read_by_the_hub_s_own_parser(
     assert all("recovered" in r.metric_name for r in data.eval_results)
 
 
-def test_a_push_says_what_it_lacks(hub, online, finished):
+def test_a_push_says_what_is_missing(hub, online, connected, finished):
     before = {name: list(commits) for name, commits in hub.repositories.items()}
-    for words, changed, said in (
+    for words, changed, message in (
         (["someone/new", "--base", "someone/tiny"], {"HF_TOKEN": ""}, "set HF_TOKEN"),
         (["someone/new", "--base", "someone/tiny"], {"HF_TOKEN": "hf_" + "w" * 30}, "check HF_TOKEN"),
         (["someone/new"], {}, "--base owner/name"),
         (["new", "--base", "someone/tiny"], {}, "owner/name"),
         (["someone/new", "--base", "someone/tiny"], {"HF_HUB_OFFLINE": "1"}, "leave out HF_HUB_OFFLINE"),
     ):
-        done = opdcl("push", finished, *words, env=online | changed)
+        if "HF_HUB_OFFLINE" in changed:
+            done = opdcl_process("push", finished, *words, env=online | changed)
+        else:
+            done = connected("push", finished, *words, env=changed)
         assert done.returncode in (1, 2), done.stderr
-        assert said in done.stderr
+        assert message in done.stderr
         assert "w" * 30 not in done.stderr
     assert {name: list(commits) for name, commits in hub.repositories.items()} == before
 
 
 @pytest.mark.slow
-def test_what_was_fetched_runs_offline_and_what_was_not_is_named(hub, online, pushed, project):
+def test_a_fetched_workflow_runs_offline_and_missing_data_are_named(hub, online, connected, pushed, project):
     file = project / "from-hub.yaml"
     file.write_text(WORKFLOW.replace("COMMIT", hub.prompts))
-    offline = opdcl("run", file, "-o", "from-hub", "--offline", cwd=project, env=online)
+    run = ("run", file, "-o", "from-hub")
+    offline = opdcl_process(*run, "--offline", cwd=project, env=online)
     assert offline.returncode == 2
     assert "not in the local cache" in offline.stderr
     assert "opdcl fetch" in offline.stderr
 
     words = ["fetch", file, "--json"]
-    dry = json.loads(opdcl(*words, "--dry-run", env=online).stdout)
+    dry = json.loads(connected(*words, "--dry-run").stdout)
     assert all(one["missing_bytes"] == one["bytes"] > 0 for one in dry)
-    fetched = opdcl(*words, env=online)
+    fetched = connected(*words)
     assert fetched.returncode == 0, fetched.stderr
     found = {one["what"] + " " + one["name"]: one for one in json.loads(fetched.stdout)}
     assert set(found) == {
@@ -144,13 +158,11 @@ def test_what_was_fetched_runs_offline_and_what_was_not_is_named(hub, online, pu
     assert not any("pytorch_model.bin" in line for line in hub.asked), (
         "weights in another format are left on the hub"
     )
-    assert [one["missing_bytes"] for one in json.loads(opdcl(*words, "--dry-run", env=online).stdout)] == [
-        0
-    ] * 4
+    assert [one["missing_bytes"] for one in json.loads(connected(*words, "--dry-run").stdout)] == [0] * 4
 
     hub.asked.clear()
-    run = opdcl("run", file, "-o", "from-hub", "--offline", cwd=project, env=online)
-    assert run.returncode == 0, run.stderr
+    done = opdcl_process(*run, "--offline", cwd=project, env=online)
+    assert done.returncode == 0, done.stderr
     assert hub.asked == [], "offline means that nobody is asked"
     record = json.loads((project / "from-hub/stages/02-recover/stage.json").read_text())
     assert record["inputs"]["content of general"] == f"someone/prompts@{hub.prompts}"
@@ -159,66 +171,57 @@ def test_what_was_fetched_runs_offline_and_what_was_not_is_named(hub, online, pu
         == f"someone/rows:rooms@{found['dataset someone/rows']['commit']}"
     )
 
-    # A pinned set stays, one that follows a branch does not: what was learned from it is no longer what it holds.
+    # A pinned data set stays. One that follows a branch has changed, so the adapter is stale.
     hub.commit("datasets/someone/rows", {"rooms/train.jsonl": b'{"question": "One?", "answer": "1"}\n'})
-    again = opdcl("run", file, "-o", "from-hub", "--offline", cwd=project, env=online)
+    again = opdcl_process(*run, "--offline", cwd=project, env=online)
     assert "everything is done already" in again.stderr, again.stderr
-    moved = opdcl("run", file, "-o", "from-hub", cwd=project, env=online)
+    moved = connected(*run, cwd=project)
     assert moved.returncode == 2
     assert "changed: content of domain" in moved.stderr
 
 
 @pytest.mark.slow
-def test_a_stock_suite_s_data_are_fetched_too(hub, online, project):
+def test_the_data_of_a_stock_suite_are_fetched_too(hub, online, connected, project):
     file = project / "measured.yaml"
     file.write_text(SUITE)
     words = ["run", file, "--dry-run", "--offline", "--json"]
-    assert opdcl("fetch", project / "measured.yaml", "--dry-run", env=online).returncode == 0
-    without = opdcl(*words, env=online)
+    assert connected("fetch", project / "measured.yaml", "--dry-run").returncode == 0
+    without = opdcl_process(*words, env=online)
     assert without.returncode == 2
     assert "opdcl fetch" in without.stderr
-    fetched = opdcl("fetch", file, "--json", env=online)
+    fetched = connected("fetch", file, "--json")
     assert fetched.returncode == 0, fetched.stderr
     assert [one["bytes"] for one in json.loads(fetched.stdout) if one["what"] == "suite"] == [len(hub.ifeval)]
     hub.asked.clear()
-    done = opdcl(*words, env=online)
+    done = opdcl_process(*words, env=online)
     assert done.returncode == 0, done.stderr
     assert [task["suite"] for task in json.loads(done.stdout)["tasks"]] == ["ifeval"]
     assert hub.asked == []
 
 
-def test_an_adapter_on_the_hub_is_talked_to_and_exported(hub, online, pushed, finished, project):
-    asked = opdcl("chat", "someone/adapter", "Hello", "--json", "--max-new-tokens", "4", env=online)
+def test_an_adapter_on_the_hub_can_chat_and_be_exported(connected, pushed, finished, project):
+    asked = connected("chat", "someone/adapter", "Hello", "--json", "--max-new-tokens", "4")
     assert asked.returncode == 0, asked.stderr
-    said = json.loads(asked.stdout)["answers"]
+    answers = json.loads(asked.stdout)["answers"]
     own = json.loads(opdcl("chat", finished, "Hello", "--json", "--max-new-tokens", "4").stdout)["answers"]
-    assert said == {"base": own["base"], "adapter": own["recovered"]}
-    done = opdcl(
-        "export",
-        f"someone/adapter@{pushed['commit']}",
-        "-o",
-        "again",
-        "--format",
-        "adapter",
-        cwd=project,
-        env=online,
-    )
+    assert answers == {"base": own["base"], "adapter": own["recovered"]}
+    place = f"someone/adapter@{pushed['commit']}"
+    done = connected("export", place, "-o", "again", "--format", "adapter", cwd=project)
     assert done.returncode == 0, done.stderr
     assert (project / "again/adapter_model.safetensors").read_bytes() == (
         finished / "stages/02-recover/adapter/adapter_model.safetensors"
     ).read_bytes()
 
 
-def test_what_is_not_on_the_hub_is_said(online, pushed):
-    for place, said in (
-        ("someone/nothing", "is not on the hub, or is private"),
+def test_what_the_hub_lacks_is_named(online, connected, pushed):
+    for place, message in (
+        ("someone/nothing", "was found neither locally nor on the Hub"),
         ("someone/adapter@v7", "no such revision"),
     ):
-        done = opdcl("chat", place, "Hello", env=online)
+        done = connected("chat", place, "Hello")
         assert done.returncode == 2, done.stderr
-        assert said in done.stderr
-    # A server that is gone: said at once, not after a minute of trying.
-    gone = opdcl(
-        "chat", "someone/nothing", "Hello", env=online | {"HF_ENDPOINT": "http://127.0.0.1:9"}, timeout=60
-    )
-    assert "the hub is out of reach" in gone.stderr
+        assert message in done.stderr
+    # An unreachable hub is reported at once, not after a minute of retries.
+    unreachable = online | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    gone = opdcl_process("chat", "someone/nothing", "Hello", env=unreachable, timeout=60)
+    assert "the Hub is unreachable" in gone.stderr

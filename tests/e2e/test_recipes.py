@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 SMOKE = """
 model: {{id: {model}, dtype: float32}}
 finetune: {{epochs: 0.05, batch_size: 4, learning_rate: 1e-2, lora: {{r: 4, alpha: 8}}}}
-recover: {{general: {folder}/prompts.jsonl, steps: 4, rollouts: 4, domain_rollouts: 4, teacher_first: 1, warm_start: 0.6, max_new_tokens: 8, domain_max_new_tokens: 4,
-          validate_every: 2, validation_prompts: 2, learning_rate: 1e-2, health: {{watch: false}}}}
+recover: {{general: {folder}/prompts.jsonl, steps: 4, rollouts: 4, domain_rollouts: 4, teacher_first: 1,
+          warm_start: 0.6, max_new_tokens: 8, domain_max_new_tokens: 4, validate_every: 2,
+          validation_prompts: 2, learning_rate: 1e-2, health: {{watch: false}}}}
 eval: {{limit: 6, max_new_tokens: 8}}
 seeds: [1, 2]
 """
@@ -65,7 +66,7 @@ def test_two_domains_in_a_row(folder):
     assert "After each step" in page
     assert "<svg" in page
 
-    # Each went on from what the step before it ended with.
+    # Each step started from the result of the step before.
     staff = json.loads((folder / "two" / "then-site-2" / "config.json").read_text())["workflow"]
     assert staff["start"].endswith("two/staff-2")
     assert adapter(folder / "two", "then-site-1", "01-finetune") != adapter(
@@ -73,7 +74,7 @@ def test_two_domains_in_a_row(folder):
     )
     again = opdcl("run", "continual-two-domains", "smoke.yaml", "-o", "two", "--json", cwd=folder)
     assert json.loads(again.stdout) == found
-    assert again.stderr.count("everything is done already") == 0  # --json keeps still
+    assert again.stderr.count("everything is done already") == 0  # --json prints no notes
     beside = opdcl(
         "compare", *(f"two/{s['name']}-{n}" for s in found["steps"] for n in (1, 2)), "--json", cwd=folder
     )
@@ -107,7 +108,7 @@ def test_two_specialists_into_one(folder):
     page = (folder / "special" / "one-1" / "report.md").read_text()
     assert "Held-out KL to site on its domain prompts" in page
 
-    # Another adapter where the run began from is noticed before anything is touched, and --force begins anew from it.
+    # A changed starting adapter is noticed before anything is written; --force restarts from it.
     other = (
         folder / "special" / "staff-1" / "stages" / "01-finetune" / "adapter" / "adapter_model.safetensors"
     )
@@ -118,8 +119,8 @@ def test_two_specialists_into_one(folder):
     assert changed.returncode == 2
     assert "finetune changed: start" in changed.stderr
     assert (folder / "special" / "one-1" / "config.json").read_bytes() == before
-    anew = opdcl(*again, "--force", cwd=folder)
-    assert anew.returncode == 0, anew.stderr
+    restarted = opdcl(*again, "--force", cwd=folder)
+    assert restarted.returncode == 0, restarted.stderr
     assert adapter(folder / "special", "one-1", "01-finetune") == adapter(
         folder / "special", "site-1", "01-finetune"
     )
@@ -225,17 +226,17 @@ def test_a_stronger_model_teaches_a_weaker_one(folder, tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("arms", "said"),
+    ("arms", "message"),
     [
         ("one: {start: 'arm:two'}\n  two: {}", "arms.one: arm:two names no earlier arm"),
         ("one: {start: nowhere}", "nowhere holds no adapter"),
     ],
 )
-def test_what_leads_nowhere_is_refused(folder, arms, said):
+def test_a_start_that_does_not_exist_is_refused(folder, arms, message):
     (folder / "wrong.yaml").write_text(f"arms:\n  {arms}\nseeds: []\n")
     done = opdcl("run", "tiny.yaml", "wrong.yaml", "-o", "wrong", cwd=folder)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert not any((folder / "wrong").rglob("stage.json"))
 
 

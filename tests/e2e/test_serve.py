@@ -1,10 +1,10 @@
-"""`opdcl serve`: what it would start, and that it becomes that."""
+"""`opdcl serve`: the command that it prints, and the program that it becomes."""
 
 import json
 import stat
 
 import pytest
-from helpers.command import opdcl
+from helpers.command import opdcl, opdcl_process
 
 
 @pytest.fixture(scope="module")
@@ -19,23 +19,11 @@ def folder(finished):
 
 
 def test_the_command_names_base_and_both_adapters(folder, tiny_model):
-    done = opdcl(
-        "serve",
-        "whole",
-        "--vllm",
-        "./vllm",
-        "--port",
-        "8123",
-        "--dry-run",
-        "--json",
-        "--",
-        "--max-model-len",
-        "512",
-        cwd=folder,
-    )
+    words = "serve whole --vllm ./vllm --port 8123 --dry-run --json -- --max-model-len 512"
+    done = opdcl(*words.split(), cwd=folder)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    words = found["command"]
+    result = json.loads(done.stdout)
+    words = result["command"]
     assert words[1:3] == ["serve", str(tiny_model)]
     after = {
         flag: words[words.index(flag) + 1]
@@ -53,11 +41,12 @@ def test_the_command_names_base_and_both_adapters(folder, tiny_model):
     assert [n.split("=")[0] for n in names] == ["tuned", "recovered"]
     assert names[1].endswith("whole/stages/02-recover/adapter")
     assert words[-2:] == ["--max-model-len", "512"]
-    assert found["url"] == "http://127.0.0.1:8123/v1"
+    assert result["url"] == "http://127.0.0.1:8123/v1"
 
 
-def test_it_becomes_the_server_and_hands_the_key_over_in_the_environment(folder):
-    done = opdcl("serve", "whole", "--vllm", "./vllm", cwd=folder, env={"OPDCL_SERVER_KEY": "s3cret-word"})
+def test_the_process_becomes_the_server_and_passes_the_key_in_the_environment(folder):
+    key = {"OPDCL_SERVER_KEY": "s3cret-word"}
+    done = opdcl_process("serve", "whole", "--vllm", "./vllm", cwd=folder, env=key)
     assert done.returncode == 0, done.stderr
     *words, last = done.stdout.splitlines()
     assert words[0] == "serve"
@@ -65,7 +54,7 @@ def test_it_becomes_the_server_and_hands_the_key_over_in_the_environment(folder)
     assert "s3cret" not in "".join(words)
 
 
-def test_without_vllm_it_says_where_to_get_it(folder):
+def test_without_vllm_the_error_says_how_to_install_it(folder):
     done = opdcl("serve", "whole", "--vllm", "no-such-program", cwd=folder)
     assert done.returncode == 4
     assert "there is no program 'no-such-program'" in done.stderr

@@ -1,4 +1,4 @@
-"""Trackers: each is written by a real run and read back; one that fails costs nothing. Those not installed are left out here."""
+"""Trackers: a real run writes to each installed one, the test reads it back; a failing one does no harm."""
 
 import importlib.util
 import json
@@ -6,7 +6,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from helpers.command import opdcl
+from helpers.command import opdcl, opdcl_process
 from helpers.tiny import make_project
 
 SMALL = ("--set", "recover.steps=3", "--set", "finetune.epochs=1", "--set", "recover.validate_every=3")
@@ -24,9 +24,8 @@ def installed(name):
 
 
 def run(folder, name, **env):
-    done = opdcl(
-        "run", "tiny.yaml", *SMALL, "--set", f"track=[{name}]", "-o", name, "--json", cwd=folder, env=env
-    )
+    words = ("run", "tiny.yaml", *SMALL, "--set", f"track=[{name}]", "-o", name, "--json")
+    done = opdcl_process(*words, cwd=folder, env=env)
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stderr
     return json.loads(done.stdout)
@@ -40,25 +39,12 @@ def losses(folder, name, stage):
 
 @pytest.fixture(scope="module")
 def family(folder):
-    """Two runs by one process, tracked by TensorBoard; what is done already is asked for again."""
+    """Two runs by one command, tracked by TensorBoard; the command is repeated when all is done."""
     (folder / "arms.yaml").write_text("arms:\n  one: {recover: {steps: 2}}\n  two: {recover: {steps: 3}}\n")
     for _ in range(2):
-        done = opdcl(
-            "run",
-            "tiny.yaml",
-            "arms.yaml",
-            "--set",
-            "finetune.epochs=1",
-            "--set",
-            "recover.validate_every=2",
-            "--set",
-            "eval.limit=2",
-            "--set",
-            "track=[tensorboard]",
-            "-o",
-            "family",
-            cwd=folder,
-        )
+        sets = ("finetune.epochs=1", "recover.validate_every=2", "eval.limit=2", "track=[tensorboard]")
+        words = [word for pair in sets for word in ("--set", pair)]
+        done = opdcl("run", "tiny.yaml", "arms.yaml", *words, "-o", "family", cwd=folder)
         assert done.returncode == 0, done.stderr
     return folder / "family"
 
@@ -71,7 +57,7 @@ def events(run):
     return found
 
 
-def test_tensorboard_has_both_stages_the_scores_and_the_verdict(family):
+def test_tensorboard_holds_both_stages_the_scores_and_the_verdict(family):
     found, summary = events(family / "one"), json.loads(opdcl("report", "one", "--json", cwd=family).stdout)
     tuned, recovered = (found.Scalars(f"train/{stage}/loss") for stage in ("finetune", "recover"))
     assert [round(e.value, 4) for e in tuned] == [round(x, 4) for x in losses(family, "one", "finetune")]
@@ -89,13 +75,13 @@ def test_tensorboard_has_both_stages_the_scores_and_the_verdict(family):
     assert "train/recover/validation/general_kl" in found.Tags()["scalars"]
 
 
-def test_each_run_is_sent_once_and_to_its_own_place(family):
+def test_each_run_is_logged_once_to_its_own_folder(family):
     for name, steps in (("one", 2), ("two", 3)):
         assert len(events(family / name).Scalars("train/recover/loss")) == steps
 
 
 @installed("trackio")
-def test_trackio_has_them_on_this_machine(folder):
+def test_trackio_stores_them_on_this_machine(folder):
     summary = run(folder, "trackio", TRACKIO_DIR=str(folder / "kept"))
     (file,) = [f for f in (folder / "kept").rglob("*.db") if f.stat().st_size]
     rows = [
@@ -109,13 +95,12 @@ def test_trackio_has_them_on_this_machine(folder):
 
 
 @installed("mlflow")
-def test_mlflow_has_them_in_its_own_store(folder, monkeypatch):
+def test_mlflow_stores_them_in_its_own_folder(folder, monkeypatch):
     summary = run(
         folder, "mlflow", MLFLOW_TRACKING_URI=f"file:{folder}/store", MLFLOW_ALLOW_FILE_STORE="true"
     )
-    monkeypatch.setenv(
-        "MLFLOW_ALLOW_FILE_STORE", "true"
-    )  # the full package has databases; the slim one has not
+    # The full package has databases; the slim one has not.
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     import mlflow
 
     mlflow.set_tracking_uri(f"file:{folder}/store")
@@ -135,30 +120,18 @@ def test_wandb_writes_its_offline_run(folder):
     assert list((folder / "wandb").rglob("*.wandb"))
 
 
-def test_a_tracker_that_fails_is_named_and_the_run_goes_on(folder):
+def test_a_failing_tracker_is_named_and_the_run_continues(folder):
     (folder / "blocked").mkdir()
     (folder / "blocked" / "here").write_text("a file where a folder should be")
-    done = opdcl(
-        "run",
-        "tiny.yaml",
-        *SMALL,
-        "--set",
-        "recover=null",
-        "--set",
-        "eval=null",
-        "--set",
-        "track=[tensorboard]",
-        "-o",
-        "failing",
-        cwd=folder,
-        env={"TENSORBOARD_LOGGING_DIR": str(folder / "blocked" / "here" / "inside")},
-    )
+    sets = ("--set", "recover=null", "--set", "eval=null", "--set", "track=[tensorboard]")
+    blocked = {"TENSORBOARD_LOGGING_DIR": str(folder / "blocked" / "here" / "inside")}
+    done = opdcl_process("run", "tiny.yaml", *SMALL, *sets, "-o", "failing", cwd=folder, env=blocked)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("tracker tensorboard failed") == 1
     assert (folder / "failing" / "report.md").exists()
 
 
-def test_a_tracker_that_is_not_there_is_refused_before_anything_runs(folder, tmp_path):
+def test_an_unavailable_tracker_is_refused_before_anything_runs(folder, tmp_path):
     missing = [name for name in ("trackio", "wandb", "mlflow") if importlib.util.find_spec(name) is None]
     if missing:
         done = opdcl("run", "tiny.yaml", "--set", f"track=[{missing[0]}]", "-o", "missing", cwd=folder)

@@ -1,4 +1,4 @@
-"""The whole job through the real command line, on a two-layer model: run, repeat, interrupt, resume, refuse."""
+"""The whole job through the command line, on a two-layer model: run, repeat, interrupt, resume, refuse."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from helpers.command import ENV, OPDCL, opdcl
 
 
-def test_a_run_leaves_all_that_the_layout_promises(finished, project):
+def test_a_run_writes_every_file_of_the_layout(finished, project):
     summary = json.loads((project / "summary.json").read_text())
     assert set(summary["suites"]) == {"instructions", "questions"}
     for suite in summary["suites"].values():
@@ -33,42 +33,22 @@ def test_a_run_leaves_all_that_the_layout_promises(finished, project):
     assert len(samples) == 6
 
 
-def test_planted_secrets_are_nowhere_and_determinism_changes_nothing_on_the_cpu(finished, project, tmp_path):
+def test_secrets_are_never_written_and_determinism_changes_nothing_on_the_cpu(finished, project, tmp_path):
     planted = {
         "HF_TOKEN": "hf_" + "Q7" * 17,
         "WANDB_API_KEY": "wandb-3f9a1c77",
         "DB_PASSWORD": "correct-horse",
         "X_CREDENTIALS": "pelican-feet",
     }
-    done = subprocess.run(
-        [
-            *OPDCL,
-            "run",
-            "tiny.yaml",
-            "--deterministic",
-            "-o",
-            str(tmp_path / "run"),
-            "--set",
-            "description=hf_Q7Q7 and pelican-feet",
-        ],
-        capture_output=True,
-        text=True,
-        env=ENV | planted,
-        cwd=project,
-    )
+    words = ["run", "tiny.yaml", "--deterministic", "-o", tmp_path / "run"]
+    description = "description=hf_Q7Q7 and pelican-feet"
+    done = opdcl(*words, "--set", description, env=planted, cwd=project)
     assert done.returncode == 2, "a secret in the configuration is refused"
-    words = ["run", "tiny.yaml", "--deterministic", "-o", str(tmp_path / "run")]
-    done = subprocess.run([*OPDCL, *words], capture_output=True, text=True, env=ENV | planted, cwd=project)
+    done = opdcl(*words, env=planted, cwd=project)
     assert done.returncode == 0, done.stderr
     assert "deterministic: costs nothing here" in done.stderr
-    place = "https://someone:swordfish@models.example/a"
-    bad = subprocess.run(
-        [*OPDCL, *words, "--set", f"model.id={place}"],
-        capture_output=True,
-        text=True,
-        env=ENV | planted,
-        cwd=project,
-    )
+    url = "https://someone:swordfish@models.example/a"
+    bad = opdcl(*words, "--set", f"model.id={url}", env=planted, cwd=project)
     assert bad.returncode == 2
     written = done.stdout + done.stderr + bad.stdout + bad.stderr
     written += "".join(p.read_text(errors="replace") for p in (tmp_path / "run").rglob("*") if p.is_file())
@@ -77,7 +57,7 @@ def test_planted_secrets_are_nowhere_and_determinism_changes_nothing_on_the_cpu(
     assert (tmp_path / "run" / adapter).read_bytes() == (finished / adapter).read_bytes()
 
 
-def test_a_link_out_of_the_run_is_refused(finished, tmp_path):
+def test_a_link_that_leaves_the_run_is_refused(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "evals")
     (tmp_path / "elsewhere").mkdir()
@@ -233,8 +213,8 @@ def test_each_verb_works_alone(project, tiny_model):
     for arguments in steps:
         done = opdcl(*arguments, cwd=project)
         assert done.returncode == 0, done.stderr
-    told = json.loads(opdcl("report", out, "--json", cwd=project).stdout)
-    assert set(told["suites"]) == {"instructions", "rows"}
+    summary = json.loads(opdcl("report", out, "--json", cwd=project).stdout)
+    assert set(summary["suites"]) == {"instructions", "rows"}
     asked = opdcl("chat", out, "Hello", "--json", "--max-new-tokens", "4", cwd=project)
     assert set(json.loads(asked.stdout)["answers"]) == {"base", "tuned", "recovered"}
 
@@ -297,7 +277,7 @@ def test_a_model_without_a_chat_template_is_refused(project, tiny_model):
     assert "chat template" in refused.stderr
 
 
-def test_verify_finds_what_was_changed(finished, project):
+def test_verify_finds_changed_files(finished, project):
     clean = opdcl("verify", "whole", "--json", cwd=project)
     assert clean.returncode == 0, clean.stderr
     assert all(check["ok"] for check in json.loads(clean.stdout))
@@ -319,7 +299,7 @@ def test_verify_finds_what_was_changed(finished, project):
     assert not any(what.startswith(("evals/base", "evals/tuned", "stages/01")) for what in bad)
 
 
-def test_a_checkpoint_that_was_cut_off_falls_back_to_the_one_before(finished, project):
+def test_a_truncated_checkpoint_falls_back_to_the_one_before(finished, project):
     shutil.copytree(finished, project / "cut")
     stage = project / "cut" / "stages" / "02-recover"
     shutil.rmtree(stage / "adapter")
@@ -330,7 +310,7 @@ def test_a_checkpoint_that_was_cut_off_falls_back_to_the_one_before(finished, pr
     os.truncate(weights, weights.stat().st_size // 2)
     again = opdcl("run", "tiny.yaml", "-o", "cut", cwd=project)
     assert again.returncode == 0, again.stderr
-    assert f"{last.name} is damaged and left out" in again.stderr
+    assert f"{last.name} is damaged and ignored" in again.stderr
     assert f"resuming from step {before.name.split('-')[1]} of 8" in again.stderr
     made, expected = (
         p / "stages" / "02-recover" / "adapter" / "adapter_model.safetensors"

@@ -1,4 +1,4 @@
-"""A small Hugging Face hub on 127.0.0.1: repositories with commits, read and written over the hub's own HTTP interface."""
+"""A small Hugging Face Hub on 127.0.0.1: repositories with commits behind the Hub's HTTP interface."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Hub:
         self.server.server_close()
 
     def commit(self, repository: str, files: dict[str, bytes]) -> str:
-        """Put files on top of a repository's last commit; return the new one's name."""
+        """Add files to a repository's last commit; return the hash of the new commit."""
         commits = self.repositories.setdefault(repository, {})
         tree = {**(list(commits.values())[-1] if commits else {}), **files}
         name = hashlib.sha1(
@@ -76,17 +76,17 @@ class Hub:
         return self.commit(repository, {f.name: f.read_bytes() for f in folder.iterdir() if f.is_file()})
 
     def read(self, path: str, recursive: bool = False) -> tuple[int, bytes, dict[str, str]]:
-        if found := re.fullmatch(
+        if match := re.fullmatch(
             r"/api/((?:models|datasets)/[^/]+/[^/]+)(?:/(revision|tree)/([^/]+)/?(.*))?", path
         ):
-            repository, asked, revision, folder = found.groups()
+            repository, view, revision, folder = match.groups()
             if (commit := self.find(repository, revision)) is None:
                 return self.missing(repository)
             files = self.repositories[repository][commit]
-            if asked == "tree":
+            if view == "tree":
                 return self.listing(files, f"{folder}/" if folder else "", recursive)
             name = repository.partition("/")[2]
-            return document(
+            return json_answer(
                 {
                     "id": name,
                     "sha": commit,
@@ -95,11 +95,11 @@ class Hub:
                     "tags": [],
                 }
             )
-        if found := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-            repository = (found[1] or "models/") + found[2]
-            if (commit := self.find(repository, found[3])) is None:
+        if match := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            repository = (match[1] or "models/") + match[2]
+            if (commit := self.find(repository, match[3])) is None:
                 return self.missing(repository)
-            if (content := self.repositories[repository][commit].get(found[4])) is None:
+            if (content := self.repositories[repository][commit].get(match[4])) is None:
                 return 404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}
             return 200, content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit}
         return 404, b"", {}
@@ -116,23 +116,23 @@ class Hub:
             for p in sorted(folders)
             if not recursive
         ]
-        return document(
-            entries + [described(p, files[p]) for p in inside if recursive or "/" not in p[len(folder) :]]
+        return json_answer(
+            entries + [entry(p, files[p]) for p in inside if recursive or "/" not in p[len(folder) :]]
         )
 
     def write(self, path: str, body: bytes, authorization: str | None) -> tuple[int, bytes, dict[str, str]]:
         if authorization != f"Bearer {TOKEN}":
             return 401, b'{"error": "Invalid credentials"}', {}
         if path == "/api/repos/create":
-            asked = json.loads(body)
-            repository = f"models/{asked['organization']}/{asked['name']}"
-            self.private[repository] = asked.get("visibility") == "private"
+            settings = json.loads(body)
+            repository = f"models/{settings['organization']}/{settings['name']}"
+            self.private[repository] = settings.get("visibility") == "private"
             self.repositories.setdefault(repository, {})
-            return document({"url": f"{self.url}/{asked['organization']}/{asked['name']}"})
+            return json_answer({"url": f"{self.url}/{settings['organization']}/{settings['name']}"})
         if path == "/api/validate-yaml":
-            return document({"errors": [], "warnings": []})
+            return json_answer({"errors": [], "warnings": []})
         if re.search(r"/preupload/main$", path):
-            return document(
+            return json_answer(
                 {
                     "files": [
                         {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
@@ -140,28 +140,24 @@ class Hub:
                     ]
                 }
             )
-        if found := re.fullmatch(r"/api/(models/[^/]+/[^/]+)/commit/main", path):
+        if match := re.fullmatch(r"/api/(models/[^/]+/[^/]+)/commit/main", path):
             lines = [json.loads(line) for line in body.decode().splitlines()]
             files = {
                 line["value"]["path"]: base64.b64decode(line["value"]["content"])
                 for line in lines
                 if line["key"] == "file"
             }
-            commit = self.commit(found[1], files)
-            return document(
-                {"success": True, "commitOid": commit, "commitUrl": f"{self.url}/{found[1]}/commit/{commit}"}
+            commit = self.commit(match[1], files)
+            return json_answer(
+                {"success": True, "commitOid": commit, "commitUrl": f"{self.url}/{match[1]}/commit/{commit}"}
             )
         return 404, b"", {}
 
     def find(self, repository: str, revision: str | None) -> str | None:
         commits = self.repositories.get(repository) or {}
-        return (
-            list(commits)[-1]
-            if commits and revision in (None, "main")
-            else revision
-            if revision in commits
-            else None
-        )
+        if revision in (None, "main"):
+            return next(reversed(commits), None)
+        return revision if revision in commits else None
 
     def missing(self, repository: str) -> tuple[int, bytes, dict[str, str]]:
         return (
@@ -171,9 +167,9 @@ class Hub:
         )
 
 
-def described(path: str, content: bytes) -> dict[str, object]:
+def entry(path: str, content: bytes) -> dict[str, object]:
     return {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
 
 
-def document(value: object) -> tuple[int, bytes, dict[str, str]]:
+def json_answer(value: object) -> tuple[int, bytes, dict[str, str]]:
     return 200, json.dumps(value).encode(), {"Content-Type": "application/json"}

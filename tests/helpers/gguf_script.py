@@ -1,4 +1,4 @@
-"""A converter for tests, called like llama.cpp's own: it knows Llama alone. SPOIL=1 makes it put a tensor into the wrong place."""
+"""A converter with llama.cpp's arguments for Llama only. SPOIL=1 makes it skip a permutation of weights."""
 
 import argparse
 import json
@@ -28,11 +28,11 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--outfile", required=True)
     parser.add_argument("--outtype", required=True)
-    given = parser.parse_args()
-    config = json.loads((given.model / "config.json").read_text())
+    arguments = parser.parse_args()
+    config = json.loads((arguments.model / "config.json").read_text())
     if config["architectures"] != ["LlamaForCausalLM"]:
-        sys.exit(f"no model of mine: {config['architectures']}")
-    writer = gguf.GGUFWriter(given.outfile, "llama")
+        sys.exit(f"not supported: {config['architectures']}")
+    writer = gguf.GGUFWriter(arguments.outfile, "llama")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -44,7 +44,7 @@ def main() -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    tokenizer = json.loads((given.model / "tokenizer.json").read_text())
+    tokenizer = json.loads((arguments.model / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"] | {t["content"]: t["id"] for t in tokenizer["added_tokens"]}
     special = {t["id"] for t in tokenizer["added_tokens"] if t["special"]}
     writer.add_tokenizer_model("gpt2")
@@ -57,9 +57,9 @@ def main() -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(False)
-    writer.add_chat_template((given.model / "chat_template.jinja").read_text())
-    dtype = {"f32": torch.float32, "f16": torch.float16}[given.outtype]
-    for name, tensor in load_file(given.model / "model.safetensors").items():
+    writer.add_chat_template((arguments.model / "chat_template.jinja").read_text())
+    dtype = {"f32": torch.float32, "f16": torch.float16}[arguments.outtype]
+    for name, tensor in load_file(arguments.model / "model.safetensors").items():
         if name in ("model.embed_tokens.weight", "model.norm.weight"):
             target = "token_embd.weight" if "embed" in name else "output_norm.weight"
         else:

@@ -1,10 +1,10 @@
-"""What a test can see of a written page."""
+"""Read a written HTML page."""
 
 from html.parser import HTMLParser
 
 
 class Page(HTMLParser):
-    """What a browser would see: elements, attributes and text."""
+    """A page as a browser sees it: elements, attributes and text."""
 
     def __init__(self, html: str):
         super().__init__()

@@ -1,10 +1,14 @@
 """A recovery of the two-layer model from the `tuned` fixture."""
 
-from trl import DistillationConfig
+from transformers import TrainingArguments
 
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
+from opdcl.distill.grading import Grader
+from opdcl.distill.prompts import read_recovery_source
+from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import plan_steps
+from opdcl.distill.selection import Selection
 from opdcl.distill.teachers import Teacher
 from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.model.adapters import ModelRef
@@ -23,7 +27,7 @@ class Silent:
 
 
 def train(backbone, folder, name, config, stop=None):
-    """Recover the adapter in `folder / "tuned"`, up to an interruption after step `stop` if one is given; return the stage."""
+    """Recover the adapter in `folder / "tuned"`, interrupted after step `stop` if given; return the stage."""
 
     class StopAt(Silent):
         def progress(self, done, total, **values):
@@ -33,7 +37,8 @@ def train(backbone, folder, name, config, stop=None):
     out = StageDir(folder / name)
     fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
     try:
-        recover(config, fresh, ModelRef(ModelConfig(), folder / "tuned"), out, StopAt())
+        source = read_recovery_source(config)
+        recover(config, source, fresh, ModelRef(ModelConfig(), folder / "tuned"), out, StopAt())
     except KeyboardInterrupt:
         assert stop
     finally:
@@ -42,16 +47,17 @@ def train(backbone, folder, name, config, stop=None):
 
 
 def whole_and_resumed(backbone, folder, config, stop):
-    """Return the stages of a recovery that went through and of one that was interrupted, after their adapters agree bit by bit."""
+    """Recover uninterrupted and resumed; return both stages, whose adapters must be bit-identical."""
     whole = train(backbone, folder, "whole", config)
-    train(backbone, folder, "cut", config, stop)
-    resumed = train(backbone, folder, "cut", config)
-    one, other = ((s.adapter / "adapter_model.safetensors").read_bytes() for s in (whole, resumed))
-    assert one == other
+    train(backbone, folder, "resumed", config, stop)
+    resumed = train(backbone, folder, "resumed", config)
+    expected, actual = ((s.adapter / "adapter_model.safetensors").read_bytes() for s in (whole, resumed))
+    assert actual == expected
     return whole, resumed
 
 
 def run(backbone, folder, **settings):
+    """Recover the adapter in `folder / "tuned"` in a few small steps; return the rows of its metrics."""
     config = RecoverConfig(
         general=str(folder / "general.jsonl"),
         domain=str(folder / "domain.jsonl"),
@@ -69,36 +75,38 @@ def run(backbone, folder, **settings):
     )
     out = StageDir(folder / "out")
     before = backbone.fingerprint()
-    found = recover(config, backbone, ModelRef(ModelConfig(), folder / "tuned"), out, Silent())
+    source = read_recovery_source(config)
+    recovered = recover(config, source, backbone, ModelRef(ModelConfig(), folder / "tuned"), out, Silent())
     backbone.drop_adapters()
     assert backbone.fingerprint() == before
-    assert (found.adapter / "adapter_model.safetensors").exists()
+    assert (recovered.adapter / "adapter_model.safetensors").exists()
     return read_jsonl(out.metrics)
 
 
 def make_trainer(backbone, folder, **settings):
-    config = RecoverConfig(
-        **{
-            "steps": 4,
-            "teacher_first": 0,
-            "rollouts": 2,
-            "max_new_tokens": 6,
-            "general_per_domain": 3,
-            "micro_batch_tokens": 2048,
-            **settings,
-        }
-    )
-    args = DistillationConfig(
+    """Return a trainer of four short steps: base teaches general prompts, `tuned` domain prompts."""
+    short = {
+        "steps": 4,
+        "teacher_first": 0,
+        "rollouts": 2,
+        "max_new_tokens": 6,
+        "general_per_domain": 3,
+        "micro_batch_tokens": 2048,
+    }
+    config = RecoverConfig(**short | settings)
+    args = TrainingArguments(
         output_dir=str(folder / "t"),
         per_device_train_batch_size=1,
         max_steps=4,
-        bf16=False,
         use_cpu=True,
         report_to="none",
         remove_unused_columns=False,
-        gradient_checkpointing=False,
+        train_sampling_strategy="sequential",
         disable_tqdm=True,
     )
     prompts = {"general": [[*PROMPT, 9]] * 3, "domain": [[*PROMPT, 8]] * 3}
     teachers = {"general": Teacher(backbone, "base"), "domain": Teacher(backbone, "tuned")}
-    return RecoveryTrainer(backbone, config, plan_steps(config, 3, 3), prompts, teachers, args, [])
+    grader = Grader(backbone, config, teachers)
+    steps, student = plan_steps(config, 3, 3), Teacher(backbone, "student")
+    queue = RolloutQueue(config, steps, prompts, student, teachers, Selection(config, grader))
+    return RecoveryTrainer(queue, grader, args)

@@ -1,4 +1,4 @@
-"""A server on 127.0.0.1 that speaks vLLM's dialect of the completions endpoint for a model at hand, and misbehaves on request."""
+"""A local server that answers like vLLM's completions endpoint, with faults on request."""
 
 import contextlib
 import json
@@ -53,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send({"error": {"message": f"this is a {fault}"}}, fault)
             return
         with self.server.one_at_a_time:
-            answer = self.server.graded(body) if body.get("prompt_logprobs") else self.server.written(body)
+            answer = self.server.graded(body) if body.get("prompt_logprobs") else self.server.completed(body)
         choice = answer["choices"][0]
         rows = choice.get("prompt_logprobs")
         match fault:
@@ -85,9 +85,9 @@ class Handler(BaseHTTPRequestHandler):
             self._send(f"Success: {name} removed")
         elif self.server.takes_adapters:
             with self.server.one_at_a_time:
-                known = name in self.server.adapters
+                loaded = name in self.server.adapters
                 self.server.adapters[name] = body["lora_path"]
-            if known:  # as vLLM answers
+            if loaded:  # vLLM's answer
                 self._send({"error": {"message": f"The lora adapter '{name}' has already been loaded."}}, 400)
             else:
                 self._send(f"Success: {name} added")
@@ -117,7 +117,7 @@ class ModelServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.backbone, self.model = backbone, backbone.causal_lm
         self.names, self.faults, self.seen, self.extra_ids, self.slow = ["teacher"], [], [], [], 1.0
-        self.adapters, self.takes_adapters, self._holds = {}, True, None
+        self.adapters, self.takes_adapters, self._loaded = {}, True, None
         self.one_at_a_time = threading.Lock()
         self._connections = []
 
@@ -127,7 +127,7 @@ class ModelServer(ThreadingHTTPServer):
         return connection, address
 
     def hang_up(self):
-        """End also those connections that a client keeps."""
+        """Close the connections that clients keep open."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -139,10 +139,10 @@ class ModelServer(ThreadingHTTPServer):
     @torch.no_grad()
     def _log_probs(self, ids, name="teacher"):
         folder = self.adapters.get(name)
-        if folder and self._holds != name:
+        if folder and self._loaded != name:
             self.backbone.drop_adapters()
             self.backbone.load_adapter(Path(folder), "student")
-            self._holds = name
+            self._loaded = name
         with self.backbone.state("student" if folder else "base") as model:
             return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
 
@@ -157,8 +157,8 @@ class ModelServer(ThreadingHTTPServer):
             rows.append({str(i): {"logprob": v, "rank": n} for n, (i, v) in enumerate(named.items(), 1)})
         return {"choices": [{"prompt_logprobs": rows, "prompt_token_ids": ids}]}
 
-    def written(self, body):
-        ids, found, logprobs = list(body["prompt"]), [], []
+    def completed(self, body):
+        ids, completion, logprobs = list(body["prompt"]), [], []
         generator = torch.Generator().manual_seed(body["seed"])
         for _ in range(body["max_tokens"]):
             row = self._log_probs(ids, body["model"])[-1]
@@ -168,13 +168,13 @@ class ModelServer(ThreadingHTTPServer):
                 else int(row.argmax())
             )
             ids.append(token)
-            found.append(token)
+            completion.append(token)
             logprobs.append(float(row[token]))
             if token in body["stop_token_ids"]:
                 break
         return {
             "choices": [
-                {"token_ids": found, "logprobs": {"token_logprobs": logprobs}, "finish_reason": "stop"}
+                {"token_ids": completion, "logprobs": {"token_logprobs": logprobs}, "finish_reason": "stop"}
             ]
         }
 

@@ -1,14 +1,16 @@
-"""Run directories with results made up for the purpose, so that every number of a report is known beforehand."""
+"""Synthetic run directories: every number of their reports is known beforehand."""
 
 import json
 from pathlib import Path
 
+from opdcl.results import report
 from opdcl.rundir.layout import RunDir
 
 N = 40
 METRIC = "accuracy"
+STRICT = "prompt_level_strict_acc"
 
-# Scores that compared runs have in common, as the numbers of the prompts that are passed.
+# The prompts that base and tuned pass in the compared runs.
 BASE = {"instructions": range(32), "handbook": range(4)}
 TUNED = {"instructions": range(8), "handbook": range(36)}
 
@@ -23,7 +25,7 @@ def write(path: Path, value) -> None:
 def measure(
     run: RunDir, state: str, passes: dict, n: int = N, prompt: str = "Prompt", metric: str = METRIC
 ) -> None:
-    """Write evaluations in which the prompts with these numbers are passed; suite name -> numbers."""
+    """Write the evaluations of a state; `passes` is suite name -> numbers of the passed prompts."""
     for suite, passed in passes.items():
         role = "domain" if suite in ("handbook", "manual") else "retention"
         rows = [
@@ -53,6 +55,48 @@ def workflow(**recover) -> dict:
 
 
 def change(run: RunDir, section: str, **values) -> None:
+    """Change settings in one section of the run's workflow."""
     config = json.loads(run.config.read_text())
     config["workflow"][section] = config["workflow"][section] | values
     write(run.config, config)
+
+
+def measure_fully(
+    run: RunDir, state: str, suite: str, role: str, passes: set[int], n: int = N, **more
+) -> None:
+    """Write one evaluation with answers, metrics, floors and cost; `passes` numbers the passed prompts."""
+    rows = [
+        {
+            "doc_id": i,
+            "prompt": more.get("prompt", f"Prompt number {i} of {suite}"),
+            "response": more.get("response", f"{state} answers {i}"),
+            "target": None,
+            "scores": {STRICT: i in passes, "inst_level_strict_acc": [True, i in passes]},
+            "tokens": 50,
+        }
+        for i in range(n)
+    ]
+    mean = len(passes) / n
+    result = {
+        "state": state,
+        "suite": suite,
+        "role": role,
+        "metric": STRICT,
+        "n": n,
+        "metrics": {
+            STRICT: mean,
+            "inst_level_strict_acc": (1 + mean) / 2,
+            "prompt_level_loose_acc": mean + 0.01,
+            "inst_level_loose_acc": (1 + mean) / 2 + 0.01,
+        },
+        "floor": {"empty": {STRICT: 0.0}, "constant": {STRICT: 0.05}, "copy": {STRICT: 0.025}},
+        "model": {"id": "smollm2-135m", "adapter_sha256": None if state == "base" else f"{state}-hash"},
+        "cost": {"seconds": 10.0, "tokens": 1000, "peak_memory_bytes": 2 * 2**30},
+    }
+    write(run.eval_result(state, suite), result)
+    write(run.eval_samples(state, suite), rows)
+
+
+def pages(run: RunDir) -> dict[str, str]:
+    """Write the report; return file name -> text."""
+    return {path.name: path.read_text(encoding="utf-8") for path in report.write(run)}

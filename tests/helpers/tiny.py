@@ -8,7 +8,8 @@ from pathlib import Path
 SETTINGS = """
 name: tiny
 model: {{id: {model}, dtype: float32}}
-finetune: {{data: rows.jsonl, epochs: 4, batch_size: 4, learning_rate: 1e-2, save_steps: 3, lora: {{r: 4, alpha: 8}}}}
+finetune:
+  {{data: rows.jsonl, epochs: 4, batch_size: 4, learning_rate: 1e-2, save_steps: 3, lora: {{r: 4, alpha: 8}}}}
 recover:
   general: prompts.jsonl
   steps: 8
@@ -20,12 +21,14 @@ recover:
   validation_prompts: 2
   save_steps: 3
   learning_rate: 1e-2
-eval: {{retention: [instructions], domain: [questions], data: {{questions: rows.jsonl}}, limit: 6, max_new_tokens: 12}}
+eval:
+  {{retention: [instructions], domain: [questions], limit: 6, max_new_tokens: 12,
+   data: {{questions: rows.jsonl}}}}
 """
 
 
 def make_model(folder: Path, intermediate_size: int = 96) -> Path:
-    """Save a Llama with two layers and random weights, with the embedded model's tokenizer and chat template."""
+    """Save a Llama with two layers, random weights, and the embedded model's tokenizer and chat template."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

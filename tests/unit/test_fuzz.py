@@ -1,4 +1,4 @@
-"""Random configurations and data files: an answer or an error with words, never a traceback, never a hang.
+"""Random configurations and data files: a result or an error with a message, never a traceback, never a hang.
 
 `OPDCL_FUZZ_EXAMPLES=10000` makes the search longer than the suite's.
 """
@@ -59,13 +59,13 @@ values = st.recursive(
 
 
 def answered(action, *arguments):
-    """Return the result, or None after an error that says something; anything else is a failure of the test."""
+    """Return the result, or None after an error with a message; any other exception fails the test."""
     try:
         return action(*arguments)
     except OpdclError as fault:
-        said = fault
-    assert said.message.strip()
-    assert said.exit_code in (1, 2, 4)
+        error = fault
+    assert error.message.strip()
+    assert error.exit_code in (1, 2, 4)
     return None
 
 
@@ -93,15 +93,13 @@ def test_random_settings(file, pairs, extra):
                 else {}
             )
         node[last] = value
-    file.write_text(
-        json.dumps(tree), encoding="utf-8", errors="replace"
-    )  # JSON is YAML, and Python's NaN is not JSON
-    found = answered(load, [str(file)])
-    if found:
-        file.write_text(dump(found[0]), encoding="utf-8", errors="replace")
-        assert isinstance(
-            load([str(file)])[0], Workflow
-        )  # what was accepted is written as something that is accepted
+    # JSON is YAML, except for Python's NaN.
+    file.write_text(json.dumps(tree), encoding="utf-8", errors="replace")
+    result = answered(load, [str(file)])
+    if result:
+        # An accepted workflow is dumped as an acceptable one.
+        file.write_text(dump(result[0]), encoding="utf-8", errors="replace")
+        assert isinstance(load([str(file)])[0], Workflow)
 
 
 @search
@@ -145,8 +143,8 @@ lines = st.one_of(rows.map(json.dumps), values.map(json.dumps), words)
 def test_random_rows(file, lines, ending):
     path = file.with_suffix(ending)
     path.write_text("\n".join(lines), encoding="utf-8", errors="replace")
-    found = answered(load_rows, str(path))
-    assert found is None or (found and all(isinstance(row, Row) for row in found))
+    result = answered(load_rows, str(path))
+    assert result is None or (result and all(isinstance(row, Row) for row in result))
 
 
 @search

@@ -1,4 +1,4 @@
-"""The documentation site: what it says of the code is so, and it builds without a warning."""
+"""The documentation site: its statements about the code are true, and it builds without a warning."""
 
 import ast
 import importlib.util
@@ -25,8 +25,8 @@ def hooks():
     return module
 
 
-def said(node: ast.AST) -> str:
-    """Return a string of the source with … for what is put into it."""
+def literal(node: ast.AST) -> str:
+    """Return a string literal of the source, with … in place of each value."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     return "".join(
@@ -38,39 +38,39 @@ def said(node: ast.AST) -> str:
 @pytest.fixture(scope="module")
 def strings() -> list[str]:
     """All strings of the package."""
-    found = []
+    literals = []
     for file in (ROOT / "opdcl").rglob("*.py"):
         nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        found += [
-            said(n)
+        literals += [
+            literal(n)
             for n in nodes
             if isinstance(n, ast.JoinedStr) or (isinstance(n, ast.Constant) and isinstance(n.value, str))
         ]
-    return found
+    return literals
 
 
 def messages() -> list[str]:
     return re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.M)
 
 
-def test_the_page_of_messages_has_been_read():
+def test_the_page_of_messages_is_parsed():
     assert len(messages()) > 60
     assert len(set(messages())) == len(messages())
 
 
 @pytest.mark.parametrize("message", messages())
-def test_each_message_that_has_a_remedy_is_one_that_the_code_says(message, strings):
+def test_each_listed_message_occurs_in_the_code(message, strings):
     assert any(message in string for string in strings)
 
 
-def test_a_message_that_nobody_says_is_noticed(strings):
+def test_a_message_that_is_not_in_the_code_is_noticed(strings):
     assert not any("the disk or quota is fool: …" in string for string in strings)
 
 
 def test_the_reference_names_every_command_option_and_setting(hooks):
-    shown = hooks.commands()
+    page = hooks.commands()
     for words, command in hooks.every_command():
-        part = shown.partition(f"### {words}\n")[2].partition("\n### ")[0]
+        part = page.partition(f"### {words}\n")[2].partition("\n### ")[0]
         assert command.help in part
         assert [
             name
@@ -84,14 +84,14 @@ def test_the_reference_names_every_command_option_and_setting(hooks):
     assert [key for key, *_ in describe_fields() if f"| `{key}` |" not in hooks.settings()] == []
 
 
-def test_each_recipe_is_shown_and_linked(hooks):
+def test_each_recipe_is_printed_and_linked(hooks):
     page = hooks.recipes()
     for name, file in workflow_files().items():
         assert file.read_text(encoding="utf-8").rstrip() in page
         assert f"](#{hooks.anchor(name)})" in page
 
 
-def test_nothing_is_loaded_from_elsewhere():
+def test_nothing_is_loaded_from_other_sites():
     pictures = (DOCS / "images").glob("*.svg")
     for file in (ROOT / "mkdocs.yml", *DOCS.glob("*.md"), *DOCS.glob("*.css"), *pictures):
         text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")

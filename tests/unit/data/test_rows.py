@@ -43,8 +43,8 @@ def complaint(source: str, read=load_rows) -> str:
     ],
 )
 def test_each_shape_of_row_is_read(tmp_path, row, prompt, answer, text):
-    [found] = load_rows(jsonl(tmp_path / "rows.jsonl", row))
-    assert (found.prompt, found.answer, found.text) == (prompt, answer, text)
+    [checked] = load_rows(jsonl(tmp_path / "rows.jsonl", row))
+    assert (checked.prompt, checked.answer, checked.text) == (prompt, answer, text)
 
 
 def test_a_row_knows_its_line_also_after_blank_ones(tmp_path):

@@ -1,4 +1,4 @@
-"""What the shipped data promises: facts asked in words of their own, and instructions that can be verified."""
+"""What the shipped data promises: questions that are worded apart, and instructions that can be verified."""
 
 import importlib.util
 import json
@@ -9,17 +9,19 @@ from types import ModuleType
 import pytest
 
 from opdcl.config.shipped import package_folder
+from opdcl.data.scoring import token_f1
 
 EVALS = package_folder("evals")
 
 # Words that carry grammar, or the form of a question, and not what it is about.
 GRAMMAR = """
-    a an the this that these those there here it its he him his she her hers they them their we us our you your i me my
-    who whom whose what which when where why how if whether then than as so not no nor or and but only just also too
-    of in on at to from for by with about into onto out up down off over under per during before after until between
-    is are was were be been being am do does did done has have had having can could will would shall should may might
-    must need let s t re ve ll d one any some all each every both much many more most such own
-    tell say know name named names called far long old often please
+    a an the this that these those there here it its he him his she her hers they them their we us our you
+    your i me my who whom whose what which when where why how if whether then than as so not no nor or and
+    but only just also too of in on at to from for by with about into onto out up down off over under per
+    during before after until between is are was were be been being am do does did done has have had
+    having can could will would shall should may might must need let s t re ve ll d one any some all each
+    every both much many more most such own tell say know name named names called far long old often
+    please
 """
 STOP_WORDS = frozenset(GRAMMAR.split())
 
@@ -70,12 +72,12 @@ def shared_wording(fact: dict) -> set[str]:
 
 def runs(text: str, length: int = 8) -> set[tuple[str, ...]]:
     """Return all runs of `length` consecutive words."""
-    found = words(text)
-    return {tuple(found[i : i + length]) for i in range(len(found) - length + 1)}
+    tokens = words(text)
+    return {tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)}
 
 
 def task_of(prompt: str) -> str:
-    """Return the first sentence of a prompt: what is asked, without the constraints that follow in stock wording."""
+    """Return the first sentence of a prompt: the request without the constraints that follow it."""
     return re.split(r"(?<=[.?!])\s", prompt)[0]
 
 
@@ -105,7 +107,7 @@ def test_every_fact_has_enough_phrasings_and_none_is_asked_twice():
 
 
 def test_test_phrasings_share_no_wording_with_training_phrasings():
-    assert {fact["id"]: found for fact in FACTS if (found := shared_wording(fact))} == {}
+    assert {fact["id"]: shared for fact in FACTS if (shared := shared_wording(fact))} == {}
 
 
 def test_every_phrasing_names_its_subject_and_none_gives_the_answer_away():
@@ -300,7 +302,7 @@ def test_handbook_answers_are_scored_as_worked_out_by_hand(answer, exact, f1, co
 
 def test_repeating_a_word_does_not_raise_f1():
     # one shared token; precision 1/3, recall 1/2
-    assert module("handbook").token_f1("oak oak oak", "oak tree") == pytest.approx(0.4)
+    assert token_f1("oak oak oak", "oak tree") == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Exports: what is written is the same model, a wrong one is refused, and Ollama is told the same chat template."""
+"""Exports: the written model is the same, another one is refused, Ollama gets the same chat template."""
 
 import json
 import os
@@ -20,15 +20,22 @@ ZEPHYR = """{% for m in messages %}{{ '<|' + m['role'] + '|>
 ' + m['content'] + eos_token + '
 ' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>
 ' }}{% endif %}"""
-WITH_FIRST_TOKEN = "{{ bos_token }}{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] | trim + '[end]' }}{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
-NO_SYSTEM = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}<model>"
+WITH_FIRST_TOKEN = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '[' + m['role'] + ']' + m['content'] | trim + '[end]' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}<model>"
+)
 NUMBERED = (
     "{% for m in messages %}{{ loop.index ~ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant: "
 )
 
 
 class Report:
-    """Keeps what a stage says."""
+    """Collects the notes of a stage."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -42,7 +49,7 @@ class Report:
 
 @pytest.fixture
 def converter(tmp_path, monkeypatch):
-    """A checkout with a converter for Llama under the name of llama.cpp's."""
+    """A folder like llama.cpp's checkout, with a converter that supports Llama."""
     (tmp_path / "llama.cpp").mkdir()
     (tmp_path / "llama.cpp" / SCRIPT).write_text(Path(gguf_script.__file__).read_text())
     monkeypatch.delenv("LLAMA_CPP", raising=False)
@@ -69,17 +76,15 @@ def test_a_gguf_file_is_the_merged_model(tuned, converter):
     export(str(tuned / "tuned"), None, tuned / "merged", "merged", "f16", None, True, report)
     ids = torch.tensor([[1, 520, 9690, 198, 28]])
     with torch.no_grad():
-        merged, read = (
+        merged, loaded = (
             load_base(ModelConfig(id=str(tuned / place), dtype="float32"))[0](ids).logits
             for place in ("merged", "out/model.gguf")
         )
-    torch.testing.assert_close(merged, read, atol=1e-3, rtol=1e-3)
-    assert not [p.name for p in tuned.iterdir() if p.name.startswith(".")], (
-        "nothing in between is left behind"
-    )
+    torch.testing.assert_close(merged, loaded, atol=1e-3, rtol=1e-3)
+    assert not [p.name for p in tuned.iterdir() if p.name.startswith(".")], "no temporary folder stays"
 
 
-def test_a_gguf_file_that_is_another_model_is_refused(tuned, converter, monkeypatch):
+def test_a_gguf_file_with_other_weights_is_refused(tuned, converter, monkeypatch):
     monkeypatch.setenv("SPOIL", "1")
     with pytest.raises(OpdclError, match="is not the same model"):
         export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f32", converter, True, Report())
@@ -88,7 +93,7 @@ def test_a_gguf_file_that_is_another_model_is_refused(tuned, converter, monkeypa
     assert (tuned / "out/model.gguf").exists()
 
 
-def test_a_converter_that_fails_is_quoted(tuned, converter):
+def test_the_message_of_a_failing_converter_is_quoted(tuned, converter):
     (Path(converter) / SCRIPT).write_text("import sys; sys.exit('Model TinyForCausalLM is not supported')")
     with pytest.raises(OpdclError, match="TinyForCausalLM is not supported"):
         export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f16", converter, True, Report())
@@ -102,7 +107,7 @@ def test_llama_cpp_s_own_converter_writes_the_same_model(tuned, outtype):
     assert written["gap"]["same_ids"]
 
 
-def test_the_converter_is_found_where_it_is_named(converter, tmp_path, monkeypatch):
+def test_the_converter_is_found_by_option_variable_and_path(converter, tmp_path, monkeypatch):
     script = str(Path(converter) / SCRIPT)
     assert find_converter(converter)[-1] == script
     assert find_converter(script)[-1] == script
@@ -121,28 +126,41 @@ def test_the_converter_is_found_where_it_is_named(converter, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("change", "message"),
     [
         ({"format": "onnx"}, "format 'onnx' is not known"),
         ({"outtype": "q4_k_m"}, "outtype 'q4_k_m' is not known"),
         ({"state": "base"}, "state 'base' cannot be exported"),
         ({"state": "tuned"}, "has no tuned adapter"),
-        ({"place": "nowhere"}, "nowhere holds no adapter"),
+        ({"source": "nowhere"}, "nowhere holds no adapter"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_before_anything_is_written(tuned, converter, changed, said):
-    given = {
-        "place": str(tuned / "tuned"),
+def test_a_wrong_argument_is_refused_before_anything_is_written(tuned, converter, change, message):
+    arguments = {
+        "source": str(tuned / "tuned"),
         "state": None,
-        "to": tuned / "out",
+        "target": tuned / "out",
         "format": "gguf",
         "outtype": "f16",
         "converter": converter,
         "check": True,
     }
-    with pytest.raises(UsageError, match=said):
-        export(**given | changed, report=Report())
+    with pytest.raises(UsageError, match=message):
+        export(**arguments | change, report=Report())
     assert not (tuned / "out").exists()
+
+
+def test_other_users_can_read_every_exported_file(tuned):
+    export(str(tuned / "tuned"), None, tuned / "out", "merged", "f16", None, True, Report())
+    unreadable = [p.name for p in (tuned / "out").iterdir() if p.stat().st_mode & 0o044 != 0o044]
+    assert not unreadable
+
+
+def test_a_model_folder_is_not_exported_again(tiny_model, tmp_path):
+    with pytest.raises(UsageError, match="is a model folder: it holds no adapter") as caught:
+        export(str(tiny_model), None, tmp_path / "out", "merged", "f16", None, True, Report())
+    assert "--model" in caught.value.hint
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_exported_adapter_names_no_path_of_this_machine(tuned, tiny_model):
@@ -155,7 +173,7 @@ def test_an_exported_adapter_names_no_path_of_this_machine(tuned, tiny_model):
 
 
 def as_ollama(text: str, messages: list[dict[str, str]]) -> str:
-    """Run a Modelfile's template as Ollama does: the SYSTEM line is a first message where there is none."""
+    """Render a Modelfile's template as Ollama does: SYSTEM is the default of the first message."""
     template = re.search(r'TEMPLATE """(.*?)"""', text, re.DOTALL)[1]
     default = re.search(r'SYSTEM """(.*?)"""', text, re.DOTALL)
     if default and messages[0]["role"] != "system":
@@ -168,7 +186,7 @@ def as_ollama(text: str, messages: list[dict[str, str]]) -> str:
 
 
 @pytest.mark.parametrize("template", [None, ZEPHYR, WITH_FIRST_TOKEN])
-def test_ollama_is_told_the_same_chat_template(tokenizer, template):
+def test_ollama_renders_the_same_chat_template(tokenizer, template):
     tokenizer.chat_template = template or tokenizer.chat_template
     first = ""
     if template == WITH_FIRST_TOKEN:
@@ -180,22 +198,20 @@ def test_ollama_is_told_the_same_chat_template(tokenizer, template):
     assert notes == []
     assert text.startswith("FROM ./model.gguf\n")
     assert 'PARAMETER stop "<|im_end|>"' in text
-    asked, said = (
-        {"role": "user", "content": "What is {this}?\nAnd that?"},
-        {"role": "assistant", "content": "An answer."},
-    )
+    question = {"role": "user", "content": "What is {this}?\nAnd that?"}
+    answer = {"role": "assistant", "content": "An answer."}
     for messages in (
-        [asked],
-        [asked, said, asked],
-        [{"role": "system", "content": "Be brief."}, asked],
-        [{"role": "system", "content": "Hm"}, asked, said, asked],
+        [question],
+        [question, answer, question],
+        [{"role": "system", "content": "Be brief."}, question],
+        [{"role": "system", "content": "Hm"}, question, answer, question],
     ):
         expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert first + as_ollama(text, messages) == expected
 
 
 @pytest.mark.parametrize("template", [NO_SYSTEM, NUMBERED, ZEPHYR.replace("<|", "{{ '{{' }}")])
-def test_a_template_that_ollama_cannot_be_told_is_left_out_and_said(tokenizer, template):
+def test_a_template_that_ollama_cannot_express_is_omitted_with_a_note(tokenizer, template):
     tokenizer.chat_template = template
     assert go_template(tokenizer) is None
     text, notes = modelfile(tokenizer, [2])

@@ -7,13 +7,13 @@ import torch
 from helpers.recovering import Silent, run
 
 from opdcl.config.recover import HealthSection
-from opdcl.distill.health import Health, Normal, check_turn_end, drifted, signs
+from opdcl.distill.health import Baseline, Health, check_turn_end, drift, signs
 from opdcl.errors import OpdclError, UsageError
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling.rollout import Rollout, repetition
 
-NORMAL = Normal(mean_length=40.0, truncated=0.2, adapter_norm=10.0)
+BASELINE = Baseline(mean_length=40.0, truncated=0.2, adapter_norm=10.0)
 WELL = {
     "stream": "general",
     "teacher_entropy": 3.0,
@@ -31,25 +31,25 @@ WRONG = {
     "adapter_norm": (31.0, "adapter norm"),
     "repetition": (0.8, "repetition"),
     "mean_length": (130.0, "answer length"),
-    "truncated": (0.9, "share of cut answers"),
+    "truncated": (0.9, "share of truncated answers"),
 }
 
 
 def test_a_healthy_step_shows_no_sign():
-    assert signs(WELL, HealthSection(), NORMAL) == []
+    assert signs(WELL, HealthSection(), BASELINE) == []
 
 
 @pytest.mark.parametrize("field", WRONG)
 def test_each_bound_has_its_sign(field):
     value, name = WRONG[field]
-    (sign,) = signs({**WELL, field: value}, HealthSection(), NORMAL)
+    (sign,) = signs({**WELL, field: value}, HealthSection(), BASELINE)
     assert sign.name == name
     assert sign.hint
 
 
 @pytest.mark.parametrize("field", ["student_entropy", "mean_length", "truncated"])
 def test_domain_answers_may_be_short_and_certain(field):
-    assert signs({**WELL, "stream": "domain", field: WRONG[field][0]}, HealthSection(), NORMAL) == []
+    assert signs({**WELL, "stream": "domain", field: WRONG[field][0]}, HealthSection(), BASELINE) == []
 
 
 class Notes(Silent):
@@ -67,7 +67,7 @@ def watch(tmp_path, rows, limits=None):
     written = []
     callback = SimpleNamespace(write=written.append, report=Notes())
     health = Health(limits or HealthSection(), None, out, callback)
-    health.normal = NORMAL
+    health.baseline = BASELINE
     scheduler = SimpleNamespace(base_lrs=[1.0])
     for step, row in enumerate(rows, 1):
         health.on_log(None, SimpleNamespace(global_step=step), None, logs=row, lr_scheduler=scheduler)
@@ -88,7 +88,9 @@ def test_a_sign_that_lasts_halves_the_rate_once(tmp_path):
 
 
 def test_a_sign_that_lasts_as_long_again_halts(tmp_path):
-    with pytest.raises(OpdclError, match=r"share of cut answers is 1, beyond 0\.7") as caught:
+    with pytest.raises(
+        OpdclError, match=r"share of truncated answers is 1, past its limit of 0\.7"
+    ) as caught:
         watch(tmp_path, [BAD] * 6)
     assert "best" in caught.value.hint
 
@@ -98,7 +100,7 @@ def test_streams_are_counted_apart(tmp_path):
     assert watch(tmp_path, [BAD, domain] * 3)[0] == [0.5]
 
 
-def test_it_can_be_switched_off(tmp_path):
+def test_the_watch_can_be_switched_off(tmp_path):
     assert watch(tmp_path, [BAD] * 20, HealthSection(watch=False)) == ([1.0], [])
 
 
@@ -143,35 +145,33 @@ def test_a_template_of_another_model_is_refused(backbone):
 def test_a_reward_of_length_is_noticed(tmp_path):
     """Answers that grow step by step until none of them ends."""
     rows = [{**WELL, "mean_length": 40.0 + 15 * i, "truncated": min(1.0, 0.2 + 0.1 * i)} for i in range(12)]
-    with pytest.raises(OpdclError, match=r"share of cut answers|answer length"):
+    with pytest.raises(OpdclError, match=r"share of truncated answers|answer length"):
         watch(tmp_path, rows)
 
 
-def test_normal_is_measured_on_what_base_writes(backbone, tuned):
+def test_the_baseline_is_measured_on_base_s_answers(backbone, tuned):
     backbone.load_adapter(tuned / "tuned", "student", trainable=True)
     backbone.load_adapter(tuned / "tuned", "tuned")
     health = Health(HealthSection(), backbone, StageDir(tuned / "none"), None)
     health.on_start([Rollout([1], [5, 6], [], True), Rollout([1], [5, 6, 7, 8], [], False)])
-    assert (health.normal.mean_length, health.normal.truncated) == (3.0, 0.5)
-    assert health.normal.adapter_norm == pytest.approx(backbone.adapter_norm("student"))
+    assert (health.baseline.mean_length, health.baseline.truncated) == (3.0, 0.5)
+    assert health.baseline.adapter_norm == pytest.approx(backbone.adapter_norm("student"))
 
 
 def test_where_little_was_forgotten_a_small_rise_of_kl_is_no_alarm():
-    def said(start, now):
-        return drifted(
-            {"general_kl": start}, {"general_kl": now}, lambda kl: kl["general_kl"], HealthSection()
-        )
+    def reason(start, now):
+        return drift({"general_kl": start}, {"general_kl": now}, lambda kl: kl["general_kl"], HealthSection())
 
-    assert said(0.05, 0.54) == ""
-    assert "from 0.05 to 0.56" in said(0.05, 0.56)
-    assert said(4.0, 5.9) == ""
-    assert "from 4.00 to 6.10" in said(4.0, 6.1)
+    assert reason(0.05, 0.54) == ""
+    assert "from 0.05 to 0.56" in reason(0.05, 0.56)
+    assert reason(4.0, 5.9) == ""
+    assert "from 4.00 to 6.10" in reason(4.0, 6.1)
 
 
-def test_likeliest_tokens_that_are_no_longer_shared_halt_it_unless_it_began_so():
-    def said(start, now):
-        return drifted({"general_overlap": start}, {"general_overlap": now}, lambda kl: 0.0, HealthSection())
+def test_lost_overlap_of_top_tokens_is_an_alarm_unless_it_was_small_from_the_start():
+    def reason(start, now):
+        return drift({"general_overlap": start}, {"general_overlap": now}, lambda kl: 0.0, HealthSection())
 
-    assert said(0.5, 0.2) == ""
-    assert "shares 5% on general texts, 50% at the start" in said(0.5, 0.05)
-    assert said(0.04, 0.05) == said(0.08, 0.07) == ""
+    assert reason(0.5, 0.2) == ""
+    assert "shares 5% of the teacher's top tokens, 50% at the start" in reason(0.5, 0.05)
+    assert reason(0.04, 0.05) == reason(0.08, 0.07) == ""

@@ -1,6 +1,5 @@
-"""A reward on sampled completions: its mathematics against TRL's, its scores against the evaluation's, and that it is learned from."""
+"""A reward on completions: loss as in TRL, scores as in the evaluation, and the student learns from it."""
 
-import json
 import statistics
 
 import pytest
@@ -13,12 +12,13 @@ from opdcl.config.evaluate import EvalConfig
 from opdcl.config.loss import LossSection
 from opdcl.config.recover import RecoverConfig, RewardSection
 from opdcl.config.workflow import Workflow
-from opdcl.data.suites import load_task
 from opdcl.distill.losses import clipped_gradient, group_advantages, token_losses
-from opdcl.distill.reward import Reward, reward_rows
+from opdcl.distill.prompts import read_recovery_source
+from opdcl.distill.reward import Reward, load_reward_task, reward_rows
+from opdcl.distill.schedule import plan_steps
 from opdcl.distill.teachers import Teacher
 from opdcl.errors import UsageError
-from opdcl.model.distributions import Hidden
+from opdcl.model.distributions import HiddenStates
 from opdcl.rundir.files import read_jsonl
 from opdcl.sampling.rollout import Rollout
 from opdcl.stages.evaluate import BackboneLM
@@ -28,14 +28,20 @@ REWARDED = {"suite": "instructions_train", "metric": "inst_level_strict_acc", "g
 SETTINGS = {"teacher_first": 0, "keep": "last", "rollouts": 8, "reward": REWARDED}
 
 
+def make_reward(backbone, context=None, kind=Reward, **settings):
+    config = RewardSection(**REWARDED | settings)
+    task = load_reward_task(config.suite)
+    return kind(config, task, reward_rows(config, task), backbone, context)
+
+
 def test_an_advantage_is_the_distance_from_the_groups_mean_in_deviations():
     rewards = [0.0, 1.0, 1.0, 0.5, 0.25, 0.25, 0.25, 0.25]
     mean, deviation = statistics.mean(rewards[:4]), statistics.stdev(rewards[:4])
-    found = group_advantages(rewards, GROUP)
-    assert found[:4] == pytest.approx([(r - mean) / (deviation + 1e-4) for r in rewards[:4]])
-    assert found[4:] == [0, 0, 0, 0]  # who all did alike learns nothing
-    assert sum(found[:4]) == pytest.approx(0, abs=1e-12)
-    assert group_advantages([10 * r + 3 for r in rewards], GROUP) == pytest.approx(found, rel=1e-3)
+    advantages = group_advantages(rewards, GROUP)
+    assert advantages[:4] == pytest.approx([(r - mean) / (deviation + 1e-4) for r in rewards[:4]])
+    assert advantages[4:] == [0, 0, 0, 0]  # equal rewards teach nothing
+    assert sum(advantages[:4]) == pytest.approx(0, abs=1e-12)
+    assert group_advantages([10 * r + 3 for r in rewards], GROUP) == pytest.approx(advantages, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -62,15 +68,15 @@ def test_equal_rewards_are_exactly_no_advantage_whatever_their_rounding():
 def test_answers_pass_the_suites_filters_before_they_are_scored(backbone):
     from lm_eval.filters import build_filter_ensemble
 
-    reward = Reward(RewardSection(**REWARDED | {"metric": "prompt_level_strict_acc"}), backbone)
+    reward = make_reward(backbone, metric="prompt_level_strict_acc")
     prompt = next(
         ids
-        for ids, (row, doc) in reward._known.items()
+        for ids, (row, doc) in reward._sources.items()
         if doc["instruction_id_list"] == ["detectable_format:title"]
     )
     written = backbone.tokenizer("No title here.", add_special_tokens=False)["input_ids"]
     assert reward([Rollout(list(prompt), written, [], True)]) == [0.0]
-    reward._task._filters = [
+    reward.task._filters = [
         build_filter_ensemble(
             "none", [["regex", {"regex_pattern": "(title)", "fallback": "?"}], ["take_first", None]]
         )
@@ -110,7 +116,7 @@ def rewarded_trainer(backbone, tuned, max_new_tokens=6, **reward):
 def gradient(trainer, rollouts):
     trainer.model.zero_grad()
     trainer.model.train()
-    sums = trainer.grade(rollouts, "general", learn=True)
+    sums = trainer.grader.learn(rollouts, "general", fresh=False)
     return sums["loss"] / sums["tokens"], {
         n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None
     }
@@ -191,7 +197,7 @@ def test_the_teacher_weighs_in_beside_the_reward():
         states = student.clone().requires_grad_()
         reward = RewardSection(suite="x", teacher=weight)
         found = token_losses(
-            states, head, Hidden(teacher, head), token, sampler, 1.0, LossSection(), None, reward, advantage
+            states, head, HiddenStates(teacher, head), token, sampler, 1.0, LossSection(), reward, advantage
         ).loss
         found.sum().backward()
         return found.detach(), states.grad
@@ -201,28 +207,29 @@ def test_the_teacher_weighs_in_beside_the_reward():
     both, both_slope = loss(0.3, advantage)
     torch.testing.assert_close(both, alone + 0.3 * dense)
     torch.testing.assert_close(both_slope, slope + 0.3 * dense_slope, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(dense, token_losses(student, head, Hidden(teacher, head), token, sampler).loss)
+    torch.testing.assert_close(
+        dense, token_losses(student, head, HiddenStates(teacher, head), token, sampler).loss
+    )
 
 
-def test_a_completion_gets_what_the_evaluation_would_give_it(backbone, tmp_path):
-    config = RewardSection(**REWARDED)
-    reward = Reward(config, backbone)
-    (task,) = load_task(config.suite, EvalConfig())["tasks"].values()
+def test_a_completion_is_scored_as_the_evaluation_scores_it(backbone, tmp_path):
+    reward = make_reward(backbone)
+    task = load_reward_task(REWARDED["suite"])
     lm = BackboneLM(backbone, "base", EvalConfig(batch_size=320), tmp_path / "partial", Silent())
     task.build_all_requests(limit=40, apply_chat_template=True, chat_template=lm.apply_chat_template)
-    rows = reward_rows(config)
+    rows = reward_rows(reward.config, task)
     assert len(rows) == len(list(task.eval_docs))
     answers = ["<<Title>>\n\nOne. Two. Three. Four. Five. Six.\n\nP.S. More.", "no", "*a* and *b* [c] [d]"]
-    graded = []
+    scores = set()
     for instance in task.instances:
         prompt = backbone.tokenizer(instance.args[0], add_special_tokens=False)["input_ids"]
         for answer in answers:
             written = backbone.tokenizer(answer, add_special_tokens=False)["input_ids"]
-            (got,) = reward([Rollout(prompt, [*written, backbone.eos_ids[0]], [], True)])
+            (score,) = reward([Rollout(prompt, [*written, backbone.eos_ids[0]], [], True)])
             parts = task.process_results(instance.doc, [answer])["inst_level_strict_acc"]
-            assert got == sum(parts) / len(parts)
-            graded.append(got)
-    assert {0.0, 1.0} < {*graded}  # and halves, where one of two constraints is kept
+            assert score == sum(parts) / len(parts)
+            scores.add(score)
+    assert {0.0, 1.0} < scores  # and halves, where an answer keeps one of two constraints
 
 
 class LikesCommonTokens(Reward):
@@ -232,18 +239,19 @@ class LikesCommonTokens(Reward):
 
 def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
     trainer = rewarded_trainer(backbone, tuned, max_new_tokens=2, teacher=0.0)
-    trainer.reward = LikesCommonTokens(RewardSection(**REWARDED), backbone)
+    selection = trainer.queue.selection
+    selection.reward = make_reward(backbone, kind=LikesCommonTokens)
     prompts = [[1, 520, 9690, 198, 60 + i // GROUP] for i in range(48)]
     optimizer = torch.optim.AdamW(
         [p for p in trainer.model.parameters() if p.requires_grad], lr=5e-2, weight_decay=0
     )
     means = []
     for step in range(20):
-        written = trainer.sample(prompts, "general", seed=step)
-        trainer._most_divided(written, len(written))
+        written = trainer.queue.sample(prompts, "general", seed=step)
+        selection._most_divided(written, len(written))
         means.append(sum(r.reward for r in written) / len(written))
         trainer.model.zero_grad()
-        trainer.grade(written, "general", learn=True)
+        trainer.grader.learn(written, "general", fresh=True)
         optimizer.step()
     assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.15, means
 
@@ -269,12 +277,12 @@ def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned, extra):
         **SETTINGS,
         **extra,
     )
-    whole, cut = whole_and_resumed(backbone, tuned, config, stop=3)
+    whole, resumed = whole_and_resumed(backbone, tuned, config, stop=3)
     rows = [r for r in read_jsonl(whole.metrics) if "loss" in r]
     assert [("reward" in r) == (r["stream"] == "general") for r in rows] == [True] * 6
     assert all(0 <= r["reward"] <= 1 and 0 <= r["reward_tied"] <= 1 for r in rows if "reward" in r)
     assert [r["reward"] for r in rows if "reward" in r] == [
-        r["reward"] for r in read_jsonl(cut.metrics) if "reward" in r
+        r["reward"] for r in read_jsonl(resumed.metrics) if "reward" in r
     ]
 
 
@@ -283,12 +291,12 @@ CONTEXT = (
 )
 
 
-def test_who_did_worse_is_taught_by_the_best_of_the_group_and_by_the_checkers_words(backbone):
-    """SDPO's contexts: the sibling that succeeded and the environment's feedback reach the teacher, and it alone."""
-    reward = Reward(RewardSection(**REWARDED), backbone, CONTEXT)
+def test_the_teacher_of_a_worse_completion_sees_the_best_of_the_group_and_the_feedback(backbone):
+    """SDPO's contexts: only the teacher sees the successful sibling and the environment's feedback."""
+    reward = make_reward(backbone, CONTEXT)
     decode = backbone.tokenizer.decode
     prompt, (row, _) = next(
-        (ids, known) for ids, known in reward._known.items() if "title" in known[0].prompt[-1]["content"]
+        (ids, source) for ids, source in reward._sources.items() if "title" in source[0].prompt[-1]["content"]
     )
     answers = ["<<Bread>>\n\nIt rose.", "no", "nothing", "<<Bread>>\n\nIt fell."]
     group = [
@@ -299,11 +307,11 @@ def test_who_did_worse_is_taught_by_the_best_of_the_group_and_by_the_checkers_wo
     ]
     reward.demonstrate(group)
     assert [r.teacher_prompt_ids is not None for r in group] == [False, True, True, False]
-    shown = decode(group[1].teacher_prompt_ids)
-    assert row.prompt[-1]["content"] in shown
-    assert "This answer did well: <<Bread>>\n\nIt rose." in shown
-    assert "Not kept:" in shown
-    assert "<<" in shown.split("checker says:")[1]  # what was asked for, in the checker's own words
+    teacher_prompt = decode(group[1].teacher_prompt_ids)
+    assert row.prompt[-1]["content"] in teacher_prompt
+    assert "This answer did well: <<Bread>>\n\nIt rose." in teacher_prompt
+    assert "Not kept:" in teacher_prompt
+    assert "<<" in teacher_prompt.split("checker says:")[1]  # the checker's own words name the constraint
     assert "did well" not in decode(group[1].prompt_ids)
 
     equal = [Rollout(list(prompt), [5], [], True, reward=0.5) for _ in range(GROUP)]
@@ -311,9 +319,9 @@ def test_who_did_worse_is_taught_by_the_best_of_the_group_and_by_the_checkers_wo
     assert all(r.teacher_prompt_ids is None for r in equal)
 
 
-def test_a_live_teacher_moves_only_those_who_have_something_to_see(backbone, tuned):
+def test_a_live_teacher_changes_only_completions_with_a_context(backbone, tuned):
     trainer = rewarded_trainer(backbone, tuned, weight=0.0, teacher=1.0)
-    trainer.teachers["general"] = Teacher(backbone, "student")
+    trainer.grader.teachers["general"] = Teacher(backbone, "student")
     rollouts = with_logprobs(
         trainer,
         [Rollout([1, 520, 9690, 198, 40], [7, 9, 11], [], False, reward=float(i == 0)) for i in range(GROUP)],
@@ -344,12 +352,12 @@ def test_a_live_teacher_moves_only_those_who_have_something_to_see(backbone, tun
         ({"method": "replay"}, "method alternating or general"),
     ],
 )
-def test_settings_that_a_reward_cannot_go_with_are_refused(settings, said):
+def test_settings_that_conflict_with_a_reward_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         RecoverConfig(**SETTINGS | settings)
 
 
-def test_what_was_rewarded_is_not_measured():
+def test_a_suite_that_recovery_learns_from_cannot_be_measured():
     with pytest.raises(ValueError, match="learns from instructions_train"):
         Workflow(recover=SETTINGS, eval={"control": ["instructions_train"]})
 
@@ -358,35 +366,33 @@ def test_what_was_rewarded_is_not_measured():
     ("reward", "said"),
     [({"suite": "nothing_known"}, "unknown suite"), ({"metric": "beauty"}, "has no score 'beauty'")],
 )
-def test_a_reward_that_there_is_not_is_refused_before_anything_runs(reward, said):
+def test_an_unknown_suite_or_metric_is_refused_before_anything_runs(reward, said):
     with pytest.raises(UsageError, match=said):
-        reward_rows(RewardSection(**REWARDED | reward))
+        read_recovery_source(RecoverConfig(**SETTINGS | {"reward": REWARDED | reward}))
 
 
 def test_two_documents_that_ask_the_same_are_refused(monkeypatch):
-    (task,) = load_task("instructions_train", EvalConfig())["tasks"].values()
+    task = load_reward_task("instructions_train")
     documents = task.eval_docs.select([0, 1, 0])
     monkeypatch.setattr(type(task), "eval_docs", property(lambda self: documents))
     with pytest.raises(UsageError, match="documents 0 and 2 of instructions_train ask the same"):
-        reward_rows(RewardSection(**REWARDED))
+        reward_rows(RewardSection(**REWARDED), task)
 
 
-def test_of_more_groups_than_are_learned_from_those_that_differ_stay(backbone, tuned):
+def test_of_more_groups_than_a_step_keeps_the_divided_ones_are_kept(backbone, tuned):
     trainer = rewarded_trainer(backbone, tuned)
-    given = [1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 1]
-    trainer.reward = type("Given", (Reward,), {"__call__": lambda self, rollouts: [float(x) for x in given]})(
-        RewardSection(**REWARDED), backbone
-    )
+    rewards = [1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 1]
+    selection = trainer.queue.selection
+    fixed = type("Fixed", (Reward,), {"__call__": lambda self, rollouts: [float(x) for x in rewards]})
+    selection.reward = make_reward(backbone, kind=fixed)
     rollouts = [Rollout([1, 520, 9690, 198, 60 + i // GROUP], [5], [-1.0]) for i in range(4 * GROUP)]
-    kept = trainer._most_divided(rollouts, 2 * GROUP)
-    assert kept == rollouts[GROUP : 2 * GROUP] + rollouts[3 * GROUP :]
-    assert {r.step_reward for r in kept} == {sum(given) / len(given)}  # the mean that is shown is of all
-    assert all(r.advantage for r in kept)
+    selected = selection._most_divided(rollouts, 2 * GROUP)
+    assert selected == rollouts[GROUP : 2 * GROUP] + rollouts[3 * GROUP :]
+    assert {r.step_reward for r in selected} == {sum(rewards) / len(rewards)}  # the logged mean is over all
+    assert all(r.advantage for r in selected)
 
 
 def test_the_group_stands_together_in_the_schedule():
-    from opdcl.distill.schedule import plan_steps
-
     steps = plan_steps(RecoverConfig(steps=6, domain_rollouts=3, **SETTINGS), 5, 4)
     for step in steps:
         if step.stream == "general":
@@ -398,8 +404,7 @@ def test_the_group_stands_together_in_the_schedule():
 
 
 def test_the_metric_by_default_is_the_suites_first(backbone):
-    first = Reward(RewardSection(suite="instructions_train"), backbone)
-    rows = reward_rows(first.config)
-    assert json.loads(json.dumps(rows[0].prompt))[-1]["role"] == "user"
-    prompt = next(iter(first._known))
-    assert first([Rollout(list(prompt), [2], [], True)]) in ([0.0], [1.0])
+    reward = make_reward(backbone, metric=None)
+    prompt, (row, _) = next(iter(reward._sources.items()))
+    assert row.prompt[-1]["role"] == "user"
+    assert reward([Rollout(list(prompt), [2], [], True)]) in ([0.0], [1.0])

@@ -1,4 +1,4 @@
-"""Each teacher does what theory says of it, shown by a number, on a two-layer model."""
+"""Each teacher has the properties that theory predicts, measured on a two-layer model."""
 
 import json
 
@@ -11,12 +11,14 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.distill.losses import token_losses
-from opdcl.distill.prompts import encode_stream
-from opdcl.distill.teachers import Ema, Routed, Teacher, TrustRegion, make_teacher
+from opdcl.distill.make_teacher import make_teacher
+from opdcl.distill.prompts import encode_stream, read_recovery_source
+from opdcl.distill.teachers import EmaTeacher, RoutedTeacher, Teacher, TrustRegionTeacher, sequence
 from opdcl.errors import UsageError
 from opdcl.model.adapters import ModelRef
 from opdcl.model.compatibility import check_same_tokenizer, differences
-from opdcl.model.distributions import Hidden
+from opdcl.model.distributions import HiddenStates
+from opdcl.model.forward import answer_states
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling.rollout import Rollout
@@ -30,7 +32,7 @@ SHOWN = {"context": "{prompt} (The answer is: {answer})"}
 
 @pytest.fixture
 def adapted(backbone, tuned):
-    """A backbone with a student that has moved away from tuned, and a running mean that has not."""
+    """A backbone with a student that has moved away from tuned, and an EMA that has not."""
     backbone.load_adapter(tuned / "tuned", "student", trainable=True)
     backbone.load_adapter(tuned / "tuned", "tuned")
     backbone.load_adapter(tuned / "tuned", "general")
@@ -45,23 +47,27 @@ def move(backbone, by=0.05):
             layer.lora_B["student"].weight.add_(by * torch.randn_like(layer.lora_B["student"].weight))
 
 
+def encode(config, stream, backbone):
+    return encode_stream(config, read_recovery_source(config), stream, backbone)
+
+
 def states(teacher):
     return teacher.states(ROLLOUTS)
 
 
-def test_an_ema_of_rate_one_is_the_student_and_of_rate_zero_stays(adapted):
+def test_an_ema_of_rate_one_is_the_student_and_of_rate_zero_is_frozen(adapted):
     live, frozen = states(Teacher(adapted, "student")), states(Teacher(adapted, "tuned"))
-    still = Ema(adapted, "general", 0.0, 1)
-    still.after_step(1)
-    assert torch.equal(states(still), frozen)
-    assert not still.is_dynamic
-    Ema(adapted, "general", 1.0, 1).after_step(1)
+    fixed = EmaTeacher(adapted, "general", 0.0, 1)
+    fixed.after_step(1)
+    assert torch.equal(states(fixed), frozen)
+    assert not fixed.is_dynamic
+    EmaTeacher(adapted, "general", 1.0, 1).after_step(1)
     torch.testing.assert_close(states(Teacher(adapted, "general")), live, atol=1e-5, rtol=1e-5)
     assert float((live - frozen).abs().max()) > 0.01
 
 
-def test_an_ema_is_the_mean_by_hand_and_moves_at_its_interval(adapted):
-    ema = Ema(adapted, "general", 0.25, 2)
+def test_an_ema_equals_the_mean_by_hand_and_moves_at_its_interval(adapted):
+    ema = EmaTeacher(adapted, "general", 0.25, 2)
     layer = adapted.adapted_layers()[0]
     before, student = (layer.lora_B[name].weight.clone() for name in ("general", "student"))
     ema.after_step(1)
@@ -73,28 +79,28 @@ def test_an_ema_is_the_mean_by_hand_and_moves_at_its_interval(adapted):
     assert torch.equal(layer.lora_B["general"].weight, student)
 
 
-def test_an_ema_comes_back_from_a_checkpoint_exactly(adapted, tmp_path):
-    ema = Ema(adapted, "general", 0.3, 1)
+def test_an_ema_is_restored_from_a_checkpoint_exactly(adapted, tmp_path):
+    ema = EmaTeacher(adapted, "general", 0.3, 1)
     ema.after_step(1)
-    kept = states(ema)
+    saved = states(ema)
     ema.save(tmp_path / "checkpoint")
     ema.after_step(2)
-    assert not torch.equal(states(ema), kept)
+    assert not torch.equal(states(ema), saved)
     ema.restore(tmp_path / "checkpoint")
-    assert torch.equal(states(ema), kept)
+    assert torch.equal(states(ema), saved)
 
 
 @pytest.mark.parametrize("mix", [0.0, 0.3, 1.0])
 def test_a_trust_region_lies_between_reference_and_student(adapted, mix):
-    ours = TrustRegion(adapted, "base", mix)
-    head = ours.head_VH
+    teacher = TrustRegionTeacher(adapted, "base", mix)
+    head = teacher.head_VH
     reference, student = (states(Teacher(adapted, name)) @ head.T for name in ("base", "student"))
     torch.testing.assert_close(
-        states(ours) @ head.T, (1 - mix) * reference + mix * student, atol=1e-4, rtol=1e-4
+        states(teacher) @ head.T, (1 - mix) * reference + mix * student, atol=1e-4, rtol=1e-4
     )
 
 
-def test_a_separate_model_equal_to_base_is_the_adapter_off_teacher(adapted, tiny_model):
+def test_a_second_model_equal_to_base_gives_the_states_of_base(adapted, tiny_model):
     other = make_teacher(
         TeacherSection(kind="model", model={"id": str(tiny_model), "dtype": "float32"}), adapted
     )
@@ -104,7 +110,7 @@ def test_a_separate_model_equal_to_base_is_the_adapter_off_teacher(adapted, tiny
     assert not any(p.requires_grad for p in other.model.parameters())
 
 
-def test_a_wider_model_grades_as_its_own_logits_say(adapted, tmp_path):
+def test_a_wider_model_grades_with_its_own_logits(adapted, tmp_path):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(adapted.tokenizer),
@@ -125,8 +131,8 @@ def test_a_wider_model_grades_as_its_own_logits_say(adapted, tmp_path):
     )
     student = Teacher(adapted, "student")
     tokens = torch.tensor([t for r in ROLLOUTS for t in r.completion_ids])
-    found = token_losses(
-        states(student), student.head_VH, wide.opinion(ROLLOUTS), tokens, torch.zeros(len(tokens))
+    result = token_losses(
+        states(student), student.head_VH, wide.distribution(ROLLOUTS), tokens, torch.zeros(len(tokens))
     )
     expected = []
     for r in ROLLOUTS:
@@ -137,16 +143,57 @@ def test_a_wider_model_grades_as_its_own_logits_say(adapted, tmp_path):
                 for m in (adapted.causal_lm, wide.model)
             )
         expected.append((log_p.exp() * (log_p - log_q)).sum(-1))
-    torch.testing.assert_close(found.kl, torch.cat(expected), atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(result.kl, torch.cat(expected), atol=1e-3, rtol=1e-4)
 
 
 def test_a_live_teacher_without_context_has_nothing_to_teach(adapted):
     with pytest.raises(ValueError, match="teaches nothing"):
         TeacherSection(kind="live")
     student = states(Teacher(adapted, "student"))
-    assert torch.equal(
-        states(make_teacher(TeacherSection(kind="live", **SHOWN), adapted)), student
-    )  # it is shown nothing yet
+    # Without contexts for these prompts it sees what the student sees.
+    assert torch.equal(states(make_teacher(TeacherSection(kind="live", **SHOWN), adapted)), student)
+
+
+CONTEXTS = {tuple(r.prompt_ids): [*r.prompt_ids, 77, 78] for r in ROLLOUTS}
+
+
+@pytest.mark.parametrize(
+    ("section", "frozen", "expected"),
+    [
+        ({"kind": "live", **SHOWN}, "tuned", "tuned"),
+        ({"kind": "ema", "rate": 0.5}, "tuned", "tuned"),
+        ({"kind": "trust_region", "mix": 0.5}, "tuned", "base"),
+        ({"kind": "base"}, "tuned", "base"),
+    ],
+    ids=lambda x: x.get("kind") if isinstance(x, dict) else x,
+)
+def test_a_frozen_copy_keeps_its_context(adapted, section, frozen, expected):
+    teacher = make_teacher(TeacherSection(**section), adapted, CONTEXTS)
+    copy = teacher.frozen_copy(frozen)
+    assert not copy.is_dynamic
+    assert torch.equal(states(copy), states(Teacher(adapted, expected, CONTEXTS)))
+    assert not torch.allclose(states(copy), states(Teacher(adapted, expected)), atol=1e-3)
+
+
+@pytest.mark.parametrize("contexts", [None, CONTEXTS], ids=["same prompt", "context"])
+def test_skipped_tokens_add_neither_loss_nor_gradient(adapted, tmp_path, contexts):
+    teacher = make_teacher(TeacherSection(kind="tuned", skip_tokens=2), adapted, contexts)
+    sums, gradient = graded(adapted, tmp_path, teacher)
+    tokens = torch.tensor([t for r in ROLLOUTS for t in r.completion_ids])
+    counted = torch.cat([torch.arange(len(r.completion_ids)) >= 2 for r in ROLLOUTS])
+    sequences = [sequence(r.prompt_ids, r.completion_ids) for r in ROLLOUTS]
+    adapted.peft.zero_grad()
+    losses = token_losses(
+        answer_states(adapted.causal_lm, sequences),
+        adapted.head_VH,
+        teacher.distribution(ROLLOUTS),
+        tokens,
+        torch.zeros(len(tokens)),
+    )
+    (losses.loss[counted].sum() / len(tokens)).backward()
+    expected = torch.cat([p.grad.flatten() for p in adapted.peft.parameters() if p.grad is not None])
+    assert sums["loss"] == pytest.approx(float(losses.loss[counted].sum()), rel=1e-4)
+    torch.testing.assert_close(gradient, expected, atol=5e-6, rtol=1e-3)
 
 
 @pytest.fixture
@@ -158,20 +205,20 @@ def answered(tuned):
     return tuned
 
 
-def test_the_answer_is_shown_to_the_teacher_alone(backbone, answered):
+def test_only_the_teacher_sees_the_answer(backbone, answered):
     config = RecoverConfig(domain=str(answered / "domain.jsonl"), domain_teacher={"kind": "base", **SHOWN})
-    contexts = encode_stream(config, "domain", backbone).contexts[""]
+    contexts = encode(config, "domain", backbone).contexts[""]
     assert len(contexts) == 8
     decode = backbone.tokenizer.decode
-    for i, (seen, shown) in enumerate(contexts.items()):
-        assert f"Code {i}" not in decode(list(seen))
-        assert f"room {i}? (The answer is: Code {i})" in decode(shown)
+    for i, (student_prompt, teacher_prompt) in enumerate(contexts.items()):
+        assert f"Code {i}" not in decode(list(student_prompt))
+        assert f"room {i}? (The answer is: Code {i})" in decode(teacher_prompt)
 
 
-def test_a_row_without_an_answer_cannot_be_shown(backbone, tuned):
+def test_a_context_refuses_a_row_without_an_answer(backbone, tuned):
     config = RecoverConfig(domain=str(tuned / "domain.jsonl"), domain_teacher={"kind": "base", **SHOWN})
-    with pytest.raises(UsageError, match=r"domain\.jsonl:1: no answer"):
-        encode_stream(config, "domain", backbone)
+    with pytest.raises(UsageError, match=r"domain\.jsonl:1 has no answer"):
+        encode(config, "domain", backbone)
 
 
 @pytest.mark.parametrize("context", ["{prompt}", "{answer}", ""])
@@ -181,7 +228,7 @@ def test_a_context_needs_prompt_and_answer(context):
 
 
 def specialist(folder, name):
-    """Write questions that are one teacher's own; return their file."""
+    """Write the questions of one teacher; return their file."""
     rows = [
         json.dumps({"question": f"What does {name} say of room {i}?", "answer": f"{name} {i}"})
         for i in range(4)
@@ -248,8 +295,8 @@ def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, t
     assert {r["stream"] for r in read_jsonl(whole.metrics) if "stream" in r} == {"general", "domain"}
 
 
-def test_two_running_means_keep_to_themselves(backbone, answered):
-    """Each stream has its own: of two that move at different rates one stays behind the other."""
+def test_two_emas_are_independent(backbone, answered):
+    """Each stream has its own: at rate 1 it follows the student, at rate 0 it stays."""
     mean = {"kind": "ema", **SHOWN}
     config = RecoverConfig(
         general=str(answered / "domain.jsonl"),
@@ -265,9 +312,8 @@ def test_two_running_means_keep_to_themselves(backbone, answered):
         learning_rate=5e-3,
         micro_batch_tokens=2048,
     )
-    recover(
-        config, backbone, ModelRef(ModelConfig(), answered / "tuned"), StageDir(answered / "two"), Silent()
-    )
+    source, tuned = read_recovery_source(config), ModelRef(ModelConfig(), answered / "tuned")
+    recover(config, source, backbone, tuned, StageDir(answered / "two"), Silent())
     layer = backbone.adapted_layers()[0]
     student, general, domain, fixed = (
         layer.lora_B[n].weight for n in ("student", "general", "domain", "tuned")
@@ -285,18 +331,19 @@ def test_a_general_teacher_that_is_the_student_is_refused(teacher):
         RecoverConfig(general_teacher=teacher)
 
 
-def test_skipping_all_there_is_is_refused():
+def test_skipping_every_token_is_refused():
     with pytest.raises(ValueError, match="less than the maximum completion length"):
         RecoverConfig(domain_max_new_tokens=12, domain_teacher={"kind": "base", **SHOWN, "skip_tokens": 12})
 
 
-def test_a_head_with_more_rows_grades_by_those_that_both_have():
+def test_rows_beyond_the_shared_vocabulary_do_not_count():
     torch.manual_seed(1)
     student, teacher, weight = torch.randn(5, 6), torch.randn(5, 6), torch.randn(9, 6)
     tokens = torch.randint(9, (5,))
     padded = torch.cat([weight, torch.randn(3, 6)])
     same, other = (
-        token_losses(student, weight, Hidden(teacher, w), tokens, torch.zeros(5)).kl for w in (weight, padded)
+        token_losses(student, weight, HiddenStates(teacher, w), tokens, torch.zeros(5)).kl
+        for w in (weight, padded)
     )
     torch.testing.assert_close(same, other)
 
@@ -306,7 +353,7 @@ def test_the_same_tokenizer_agrees_with_itself(backbone):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda t: t.add_tokens(["<new>"]), "added tokens differ: <new>"),
         (lambda t: setattr(t, "eos_token", "<|endoftext|>"), "eos_token_id is 2 and 0"),
@@ -322,18 +369,18 @@ def test_the_same_tokenizer_agrees_with_itself(backbone):
         ),
     ],
 )
-def test_another_tokenizer_is_refused_with_what_differs(backbone, change, said):
+def test_another_tokenizer_is_refused_with_its_differences(backbone, change, message):
     import copy
 
     other = copy.deepcopy(backbone.tokenizer)
     change(other)
-    with pytest.raises(UsageError, match="teacher big has another tokenizer") as found:
+    with pytest.raises(UsageError, match="teacher big has another tokenizer") as caught:
         check_same_tokenizer(backbone.tokenizer, other, "big")
-    assert said in found.value.message
-    assert "GOLD" in found.value.hint
+    assert message in caught.value.message
+    assert "GOLD" in caught.value.hint
 
 
-def test_a_teacher_that_ends_answers_otherwise_is_refused(adapted, tiny_model, tmp_path):
+def test_a_teacher_with_other_end_of_sequence_ids_is_refused(adapted, tiny_model, tmp_path):
     import shutil
 
     shutil.copytree(tiny_model, tmp_path / "other")
@@ -351,17 +398,17 @@ def routes(*indices):
 def graded(backbone, folder, teacher):
     """Grade and learn from all rollouts; return the sums and the gradient."""
     trainer = make_trainer(backbone, folder)
-    trainer.teachers["domain"] = teacher
+    trainer.grader.teachers["domain"] = teacher
     trainer.model.zero_grad()
-    sums = trainer.grade(ROLLOUTS, "domain", learn=True)
+    sums = trainer.grader.learn(ROLLOUTS, "domain", fresh=False)
     return sums, torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
 
 
-def test_routed_with_one_teacher_is_that_teacher(adapted, tmp_path):
+def test_a_route_to_one_teacher_is_that_teacher(adapted, tmp_path):
     alone, gradient = graded(adapted, tmp_path, Teacher(adapted, "tuned"))
     for routed in (
-        Routed(Teacher(adapted, "tuned"), {}, {}),
-        Routed(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(0, 1, 2, 3)),
+        RoutedTeacher(Teacher(adapted, "tuned"), {}, {}),
+        RoutedTeacher(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(0, 1, 2, 3)),
     ):
         sums, same = graded(adapted, tmp_path, routed)
         assert {k: v for k, v in sums.items() if "/" not in k} == alone
@@ -369,18 +416,20 @@ def test_routed_with_one_teacher_is_that_teacher(adapted, tmp_path):
 
 
 def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model):
-    """The sums are those of the parts, each graded by its teacher alone, one of which is a model with a head of its own."""
+    """The sums equal those of the parts, each graded by its own teacher; one of these is a second model."""
     other = make_teacher(
         TeacherSection(kind="model", model={"id": str(tiny_model), "dtype": "float32"}), adapted
     )
-    sums, gradient = graded(adapted, tmp_path, Routed(Teacher(adapted, "tuned"), {"a": other}, routes(1, 3)))
+    sums, gradient = graded(
+        adapted, tmp_path, RoutedTeacher(Teacher(adapted, "tuned"), {"a": other}, routes(1, 3))
+    )
     parts = {"a": (other, [1, 3]), "": (Teacher(adapted, "tuned"), [0, 2])}
     expected, slope, tokens = {}, 0, sum(len(r.completion_ids) for r in ROLLOUTS)
-    for name, (teacher, mine) in parts.items():
+    for name, (teacher, indices) in parts.items():
         trainer = make_trainer(adapted, tmp_path)
-        trainer.teachers["domain"] = teacher
+        trainer.grader.teachers["domain"] = teacher
         trainer.model.zero_grad()
-        part = trainer.grade([ROLLOUTS[i] for i in mine], "domain", learn=True)
+        part = trainer.grader.learn([ROLLOUTS[i] for i in indices], "domain", fresh=False)
         expected[name] = part["kl"]
         slope = (
             slope
@@ -393,16 +442,19 @@ def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model)
     torch.testing.assert_close(gradient, slope, atol=5e-6, rtol=1e-4)
 
 
-def test_where_teachers_write_each_answers_its_own_prompts(adapted, tmp_path):
+def test_each_teacher_completes_its_own_prompts(adapted, tmp_path):
     trainer = make_trainer(adapted, tmp_path, temperature=1e-4)
     prompts = [r.prompt_ids for r in ROLLOUTS]
     by = {
-        state: [r.completion_ids for r in trainer.sample(prompts, "domain", 1, Teacher(adapted, state))]
+        state: [r.completion_ids for r in trainer.queue.sample(prompts, "domain", 1, Teacher(adapted, state))]
         for state in ("base", "tuned")
     }
     assert by["base"] != by["tuned"]
-    routed = trainer.sample(
-        prompts, "domain", 1, Routed(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(1, 3))
+    routed = trainer.queue.sample(
+        prompts,
+        "domain",
+        1,
+        RoutedTeacher(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(1, 3)),
     )
     assert [r.completion_ids for r in routed] == [
         by["base"][0],
@@ -413,7 +465,7 @@ def test_where_teachers_write_each_answers_its_own_prompts(adapted, tmp_path):
     assert [r.prompt_ids for r in routed] == prompts
 
 
-def test_a_row_names_its_teacher_and_a_teacher_brings_its_own_prompts(backbone, answered):
+def test_rows_name_teachers_and_teachers_add_prompts(backbone, answered):
     rows = [
         {"prompt": "Where is room 1?", "teacher": "a"},
         {"prompt": "Where is room 2?"},
@@ -425,29 +477,29 @@ def test_a_row_names_its_teacher_and_a_teacher_brings_its_own_prompts(backbone, 
         "b": {"kind": "base", **SHOWN, "prompts": str(specialist(answered, "b"))},
     }
     config = RecoverConfig(domain=str(answered / "mixed.jsonl"), teachers=teachers)
-    found = encode_stream(config, "domain", backbone)
+    found = encode(config, "domain", backbone)
     assert [found.routes.get(tuple(p), "") for p in found.train] == ["a", "", "", "b", "b", "b", "b"]
     assert {name: len(shown) for name, shown in found.contexts.items()} == {"b": 4}
-    with pytest.raises(UsageError, match=r"mixed\.jsonl:1: no teacher 'a'"):
-        encode_stream(RecoverConfig(domain=str(answered / "mixed.jsonl")), "domain", backbone)
+    with pytest.raises(UsageError, match=r"mixed\.jsonl:1 names an unknown teacher 'a'"):
+        encode(RecoverConfig(domain=str(answered / "mixed.jsonl")), "domain", backbone)
     (answered / "mixed.jsonl").write_text("\n".join(json.dumps({**rows[0], "teacher": t}) for t in "ab"))
-    with pytest.raises(UsageError, match=r"mixed\.jsonl:2: no answer"):
-        encode_stream(config, "domain", backbone)
+    with pytest.raises(UsageError, match=r"mixed\.jsonl:2 has no answer"):
+        encode(config, "domain", backbone)
     (answered / "mixed.jsonl").write_text(
         "\n".join(json.dumps({**rows[0], "teacher": t, "completion": "There"}) for t in "ab")
     )
     with pytest.raises(UsageError, match=r"mixed\.jsonl:2: the same prompt has another teacher"):
-        encode_stream(config, "domain", backbone)
+        encode(config, "domain", backbone)
 
 
-def test_specialists_teach_one_student_and_each_ones_distance_is_told(backbone, answered):
-    """Two that know different things: the held-out KL to both falls, and is reported for each."""
+def test_one_student_learns_from_two_specialists_and_its_distance_to_each_is_reported(backbone, answered):
+    """Forward KL on the specialists' own completions: its success does not hang on what the student samples."""
     for name, seed in (("left", 1), ("right", 2)):
         backbone.load_adapter(answered / "tuned", "student", trainable=True)
         torch.manual_seed(seed)
         with torch.no_grad():
             for layer in backbone.adapted_layers():
-                layer.lora_B["student"].weight.copy_(0.2 * torch.randn_like(layer.lora_B["student"].weight))
+                layer.lora_B["student"].weight.copy_(0.05 * torch.randn_like(layer.lora_B["student"].weight))
         save_adapter(backbone, answered / name)
         backbone.drop_adapters()
     teachers = {
@@ -457,27 +509,49 @@ def test_specialists_teach_one_student_and_each_ones_distance_is_told(backbone, 
     config = RecoverConfig(
         teachers=teachers,
         general_per_domain=0,
+        lmbda=0.0,
+        loss={"kind": "forward_kl"},
         steps=40,
         rollouts=8,
-        sample_ahead=1,
         max_new_tokens=6,
         validate_every=20,
         validation_prompts=4,
-        learning_rate=2e-2,
+        learning_rate=5e-3,
         micro_batch_tokens=2048,
         health={"watch": False},
     )
     out = StageDir(answered / "one")
-    recover(config, backbone, ModelRef(ModelConfig(), answered / "left"), out, Silent())
-    measured = [r["validation"] for r in read_jsonl(out.metrics) if "validation" in r]
-    assert {k for k in measured[0] if "domain_kl" in k} == {"domain_kl", "domain_kl/left", "domain_kl/right"}
-    assert measured[0]["domain_kl/left"] == pytest.approx(0, abs=1e-6)
-    assert measured[0]["domain_kl/right"] > 0.05
-    assert measured[-1]["domain_kl/right"] < 0.8 * measured[0]["domain_kl/right"]
+    source = read_recovery_source(config)
+    recover(config, source, backbone, ModelRef(ModelConfig(), answered / "left"), out, Silent())
+    first, *_, last = (r["validation"] for r in read_jsonl(out.metrics) if "validation" in r)
+    assert {k for k in first if "domain_kl" in k} == {"domain_kl", "domain_kl/left", "domain_kl/right"}
+    assert first["domain_kl/left"] < 1e-4 * first["domain_kl/right"]
+    assert last["domain_kl/right"] < 0.7 * first["domain_kl/right"]
+    assert last["domain_kl"] < 0.85 * first["domain_kl"]
     assert any("kl/left" in r for r in read_jsonl(out.metrics))
+    backbone.drop_adapters()
+    backbone.load_adapter(answered / "left", "student")
+    backbone.load_adapter(answered / "right", "right")
+    assert first["domain_kl/right"] == pytest.approx(plain_kl(backbone, config, "right"), rel=1e-3)
 
 
-def test_every_source_has_its_share_of_the_held_out_prompts(backbone, answered):
+def plain_kl(backbone, config, name):
+    """Return the mean KL per token from the student to a specialist on its completions of held-out prompts."""
+    prompts = encode(config, "domain", backbone)
+    own = [p for p in prompts.held_out if prompts.routes[tuple(p)] == name]
+    written = Teacher(backbone, name).complete(own, config, config.max_new_tokens, config.seed + 7)
+    kl = []
+    for rollout in written:
+        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+        with torch.no_grad():
+            log_p = backbone.causal_lm(ids).logits[0].log_softmax(-1)
+            with backbone.state(name) as model:
+                log_q = model(ids).logits[0].log_softmax(-1)
+        kl.append((log_p.exp() * (log_p - log_q)).sum(-1)[len(rollout.prompt_ids) - 1 : -1])
+    return float(torch.cat(kl).mean())
+
+
+def test_held_out_prompts_come_from_every_source(backbone, answered):
     rows = [json.dumps({"prompt": f"Where is room {i}?"}) for i in range(31)]
     (answered / "many.jsonl").write_text("\n".join(rows))
     teachers = {"a": {"kind": "base", "prompts": str(specialist(answered, "a"))}}
@@ -487,10 +561,10 @@ def test_every_source_has_its_share_of_the_held_out_prompts(backbone, answered):
         teachers=teachers,
         validation_prompts=16,
     )
-    found = encode_stream(config, "domain", backbone)
+    found = encode(config, "domain", backbone)
     assert len(found.held_out) == 16
     assert 1 <= sum(tuple(p) in found.routes for p in found.held_out) <= 3
-    general = encode_stream(config, "general", backbone)
+    general = encode(config, "general", backbone)
     assert len(general.train) + len(general.held_out) == 8
 
 
@@ -498,4 +572,4 @@ def test_the_same_prompt_with_and_without_a_teacher_of_its_own_is_refused(backbo
     teachers = {"a": {"kind": "base", "prompts": str(specialist(answered, "a"))}}
     config = RecoverConfig(domain=str(answered / "a.jsonl"), teachers=teachers)
     with pytest.raises(UsageError, match="the same prompt has another teacher"):
-        encode_stream(config, "domain", backbone)
+        encode(config, "domain", backbone)

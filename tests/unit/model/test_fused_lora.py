@@ -65,7 +65,7 @@ def test_equals_the_formula():
     torch.testing.assert_close(layer(x), x @ (layer.base_layer.weight + 3 * b @ a).T)
 
 
-def test_disabled_and_rescaled_adapters_are_honoured():
+def test_disabled_and_scaled_adapters_equal_peft():
     plain, fused = adapted()
     x = torch.randn(4, 7, dtype=torch.double)
     with fused.disable_adapter():
@@ -85,7 +85,7 @@ def test_dropout_is_left_to_peft():
     torch.testing.assert_close(fused(x)[0], fused(x)[1])
 
 
-def test_a_half_precision_base_keeps_its_adapter_in_full():
+def test_a_half_precision_base_keeps_its_adapter_in_fp32():
     plain, fused = adapted()
     plain.float()
     fused.float()
@@ -105,7 +105,7 @@ def test_a_half_precision_base_keeps_its_adapter_in_full():
         assert torch.cosine_similarity(grads_f[name].flatten(), grads[name].flatten(), 0) > 0.999
 
 
-def test_outside_autocast_what_is_not_in_the_bases_precision_is_left_to_peft():
+def test_outside_autocast_other_precisions_than_the_bases_are_left_to_peft():
     plain, fused = adapted()
     plain.float()
     fused.float()

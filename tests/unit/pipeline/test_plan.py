@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from opdcl.config.workflow import Workflow
-from opdcl.pipeline.plan import Task, make_plan, stage_inputs, training_stages
+from opdcl.pipeline.plan import Task, make_plan, stage_folder
+from opdcl.pipeline.sources import read_records
 from opdcl.rundir.files import write_json
-from opdcl.rundir.hashes import ADAPTER, file_hash, hash_value
+from opdcl.rundir.hashes import ADAPTER, file_hash
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.seals import seal
 
@@ -28,9 +29,8 @@ def flow(tree: dict) -> Workflow:
 
 def plan(tree: dict, run: RunDir, data: dict[str, str] = DATA) -> dict[str, Task]:
     """Return the tasks by name; an evaluation is `state/suite`."""
-    return {
-        t.name if t.name != "eval" else f"{t.state}/{t.suite}": t for t in make_plan(flow(tree), run, data)
-    }
+    tasks = make_plan(flow(tree), data, read_records(run))
+    return {t.name if t.name != "eval" else f"{t.state}/{t.suite}": t for t in tasks}
 
 
 def actions(tasks: dict[str, Task]) -> dict[str, str]:
@@ -39,23 +39,15 @@ def actions(tasks: dict[str, Task]) -> dict[str, str]:
 
 def finish(tree: dict, run: RunDir, data: dict[str, str] = DATA, status: str = "done") -> None:
     """Write what the stages and evaluations of a workflow would have left behind."""
-    inputs = stage_inputs(flow(tree), run, data)
-    for task in make_plan(flow(tree), run, data):
+    for task in plan(tree, run, data).values():
         if task.name == "eval":
             write_json(run.eval_result(task.state, task.suite), {"fingerprint": task.fingerprint})
         else:
-            stage = training_stages(run, flow(tree))[task.name]
+            stage = stage_folder(run, task.name)
             stage.adapter.mkdir(parents=True, exist_ok=True)
             (stage.adapter / ADAPTER).write_bytes(task.name.encode())
-            write_json(
-                stage.record,
-                {
-                    "status": status,
-                    "fingerprint": task.fingerprint,
-                    "inputs": inputs[task.name],
-                    "adapter_sha256": file_hash(stage.adapter / ADAPTER),
-                },
-            )
+            record = {"status": status, "fingerprint": task.fingerprint, "inputs": task.inputs}
+            write_json(stage.record, record | {"adapter_sha256": file_hash(stage.adapter / ADAPTER)})
 
 
 @pytest.fixture
@@ -75,7 +67,7 @@ def changed(section: str, **values: object) -> dict:
 
 
 def test_what_the_defaults_made_is_done_when_the_saved_configuration_is_read_again(done):
-    """`opdcl recover RUN` reads config.json: a rate or a number of epochs must not change its kind of number on the way."""
+    """`opdcl recover RUN` reads config.json, which must not turn a float into an int or the reverse."""
     saved = json.loads(json.dumps(flow(FULL).model_dump()))
     assert set(actions(plan(saved, done)).values()) == {"skip"}
 
@@ -190,7 +182,7 @@ def test_recovery_alone_continues_a_finished_finetune(run):
     tasks = plan({"recover": RECOVER, "eval": FULL["eval"]}, run)
     assert tasks["recover"].action == "run"
     assert {"base/handbook", "tuned/handbook", "recovered/handbook"} <= {*tasks}
-    assert training_stages(run, flow({"recover": RECOVER}))["recover"].path.name == "02-recover"
+    assert stage_folder(run, "recover").path.name == "02-recover"
 
 
 def test_recovery_alone_is_the_same_stage_as_in_the_whole_workflow(done):
@@ -216,22 +208,22 @@ def test_an_unfinished_finetune_is_not_evaluated(run):
     assert [*plan({"eval": {"retention": ["instructions"]}}, run)] == ["base/instructions"]
 
 
-def test_another_model_is_measured_anew_and_says_why(done):
+def test_another_model_is_measured_again_and_says_why(done):
     tasks = plan(changed("model", id="another"), done)
     assert {tasks[f"{s}/handbook"].action for s in ("base", "tuned", "recovered")} == {"run"}
     assert "changed" in tasks["base/handbook"].why
 
 
 @pytest.mark.parametrize("values", [{"limit": 5}, {"max_new_tokens": 5}])
-def test_a_measurement_of_other_extent_is_done_anew(done, values):
+def test_a_measurement_of_another_extent_is_repeated(done, values):
     assert actions(plan(changed("eval", **values), done))["base/handbook"] == "run"
 
 
-def test_a_changed_local_suite_is_measured_anew_and_the_others_are_not(run):
-    tree = changed("eval", domain=["mine"], data={"mine": "mine.jsonl"})
-    finish(tree, run, {**DATA, "eval.data.mine": "one"})
-    tasks = actions(plan(tree, run, {**DATA, "eval.data.mine": "two"}))
-    assert tasks["base/mine"] == "run"
+def test_only_a_changed_local_suite_is_measured_again(run):
+    tree = changed("eval", domain=["own"], data={"own": "own.jsonl"})
+    finish(tree, run, {**DATA, "eval.data.own": "one"})
+    tasks = actions(plan(tree, run, {**DATA, "eval.data.own": "two"}))
+    assert tasks["base/own"] == "run"
     assert tasks["base/instructions"] == "skip"
 
 
@@ -248,7 +240,7 @@ def test_where_a_server_is_does_not_matter_but_that_there_is_one_does(run):
     def fingerprint(**server):
         teacher = {"kind": "remote", "server": {"url": "http://one:8000/v1", **server}}
         recover = RECOVER | {"general_teacher": teacher, "loss": {"kind": "policy_gradient"}}
-        return hash_value(stage_inputs(flow({**FULL, "recover": recover}), run, DATA)["recover"])
+        return plan({**FULL, "recover": recover}, run)["recover"].fingerprint
 
     assert fingerprint() == fingerprint(url="http://two:9000/v1", patience=9, concurrency=3)
     assert fingerprint() != fingerprint(top_k=5)

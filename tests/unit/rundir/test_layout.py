@@ -1,5 +1,7 @@
-"""The run directory: files appear whole or not at all, one writer at a time, and a crash costs little."""
+"""The run directory: complete files, one writer at a time, crashes cost little, other folders are refused."""
 
+import errno
+import fcntl
 import json
 import os
 import resource
@@ -9,10 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.command import opdcl
 
 from opdcl.errors import UsageError
 from opdcl.rundir.files import folder_appears_whole, read_json, read_jsonl, write_atomic, write_json
-from opdcl.rundir.layout import RunDir, StageDir
+from opdcl.rundir.layout import RunDir, StageDir, open_run
 from opdcl.rundir.seals import seal
 
 
@@ -20,7 +23,7 @@ def files(folder: Path) -> set[str]:
     return {str(p.relative_to(folder)) for p in folder.rglob("*")}
 
 
-def test_write_atomic_makes_the_folder_and_replaces_what_was_there(tmp_path):
+def test_write_atomic_creates_the_folder_and_replaces_an_old_file(tmp_path):
     path = tmp_path / "a" / "b.txt"
     write_atomic(path, "old")
     write_atomic(path, "né")
@@ -28,7 +31,7 @@ def test_write_atomic_makes_the_folder_and_replaces_what_was_there(tmp_path):
     assert files(tmp_path) == {"a", "a/b.txt"}
 
 
-def test_a_write_that_the_system_cuts_off_leaves_the_old_file(tmp_path):
+def test_a_write_that_the_system_interrupts_leaves_the_old_file(tmp_path):
     path = tmp_path / "state.json"
     path.write_text("old")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -43,7 +46,7 @@ def test_a_write_that_the_system_cuts_off_leaves_the_old_file(tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {"a": [float("-inf")]}])
-def test_what_is_not_json_is_refused_and_leaves_the_old_file(tmp_path, value):
+def test_values_that_json_lacks_are_refused_and_the_old_file_stays(tmp_path, value):
     path = tmp_path / "metrics.json"
     write_json(path, {"loss": 1.5})
     with pytest.raises(ValueError, match="JSON"):
@@ -52,7 +55,7 @@ def test_what_is_not_json_is_refused_and_leaves_the_old_file(tmp_path, value):
     assert files(tmp_path) == {"metrics.json"}
 
 
-def test_a_folder_appears_with_all_its_files(tmp_path):
+def test_a_folder_appears_only_when_it_is_complete(tmp_path):
     target = tmp_path / "adapter"
     with folder_appears_whole(target) as folder:
         (folder / "inner").mkdir()
@@ -61,7 +64,7 @@ def test_a_folder_appears_with_all_its_files(tmp_path):
     assert files(tmp_path) == {"adapter", "adapter/inner", "adapter/inner/weights"}
 
 
-def test_a_failure_inside_leaves_the_old_folder_and_no_trace_of_the_new(tmp_path):
+def test_a_failure_keeps_the_old_folder_and_removes_the_new_one(tmp_path):
     target = tmp_path / "adapter"
     target.mkdir()
     (target / "weights").write_text("old")
@@ -77,16 +80,33 @@ def test_a_failure_inside_leaves_the_old_folder_and_no_trace_of_the_new(tmp_path
     assert files(tmp_path) == {"adapter", "adapter/weights"}
 
 
-def test_a_folder_replaces_the_old_one_entirely(tmp_path):
+def test_a_new_folder_replaces_the_old_one_which_does_not_stay_under_another_name(tmp_path):
     target = tmp_path / "adapter"
     target.mkdir()
-    (target / "left-over").write_text("old")
+    (target / "old-weights").write_text("old")
     with folder_appears_whole(target) as folder:
         (folder / "weights").write_text("new")
-    assert files(target) == {"weights"}
+    assert files(tmp_path) == {"adapter", "adapter/weights"}
 
 
-def test_a_missing_or_broken_file_is_named(tmp_path):
+@pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
+def test_files_get_the_mode_that_the_umask_allows_whoever_wrote_them(tmp_path, umask, file, folder):
+    target = tmp_path / "model"
+    previous = os.umask(umask)
+    try:
+        with folder_appears_whole(target) as temporary:
+            (temporary / "inner").mkdir(mode=0o700)
+            # safetensors writes its files like this, for their owner only
+            os.close(os.open(temporary / "inner" / "model.safetensors", os.O_CREAT, 0o600))
+        write_atomic(tmp_path / "config.json", "{}")
+        assert os.umask(umask) == umask, "the umask of the process stays"
+    finally:
+        os.umask(previous)
+    modes = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "config.json", target, *target.rglob("*"))}
+    assert modes == {"config.json": file, "model": folder, "inner": folder, "model.safetensors": file}
+
+
+def test_the_error_names_a_missing_or_broken_file(tmp_path):
     with pytest.raises(UsageError, match=r"config\.json does not exist"):
         read_json(tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{")
@@ -94,19 +114,23 @@ def test_a_missing_or_broken_file_is_named(tmp_path):
         read_json(tmp_path / "config.json")
 
 
-def test_a_second_owner_is_refused_while_the_first_lives(tmp_path):
+def test_a_second_writer_is_refused_and_learns_who_holds_the_lock(tmp_path):
     run = RunDir(tmp_path / "run")
-    with run.lock(), pytest.raises(UsageError, match=f"in use by process {os.getpid()} "), run.lock():
+    holder = f"in use by process {os.getpid()} on {socket.gethostname()} since 20"
+    with run.lock(), pytest.raises(UsageError, match=holder) as caught, run.lock():
         pass
+    assert "wait" in caught.value.hint
     assert (run.path / ".lock").read_text() == ""
 
 
-def test_a_refused_owner_leaves_the_lock_to_its_holder(tmp_path):
+def test_a_refused_writer_does_not_touch_the_lock(tmp_path):
     run = RunDir(tmp_path)
     with run.lock():
         with pytest.raises(UsageError), run.lock():
             pass
-        assert (tmp_path / ".lock").exists()
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+        with pytest.raises(UsageError), run.lock():
+            pass
 
 
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
@@ -125,13 +149,24 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
         assert dead is None
 
 
-def test_the_lock_of_another_machine_is_respected(tmp_path):
+def test_the_lock_of_another_machine_is_respected_even_if_this_one_cannot_see_its_process(tmp_path):
     (tmp_path / ".lock").write_text(
         json.dumps({"pid": 2**22, "host": f"not-{socket.gethostname()}", "since": "long ago"})
     )
     with pytest.raises(UsageError, match="in use") as caught, RunDir(tmp_path).lock():
         pass
     assert str(tmp_path / ".lock") in caught.value.hint
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, code):
+    def flock(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UsageError, match="this file system cannot lock") as caught, RunDir(tmp_path).lock():
+        pass
+    assert "local disk" in caught.value.hint
 
 
 def test_the_lock_is_released_when_the_work_fails(tmp_path):
@@ -142,7 +177,7 @@ def test_the_lock_is_released_when_the_work_fails(tmp_path):
         pass
 
 
-def test_a_torn_last_line_is_left_out(tmp_path):
+def test_a_truncated_last_line_is_ignored(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
     assert read_jsonl(path) == [{"step": 1}, {"step": 2}]
@@ -163,11 +198,11 @@ def test_a_separator_inside_a_string_does_not_end_the_line(tmp_path, separator):
     assert read_jsonl(path) == rows
 
 
-def test_a_file_that_is_not_there_yet_has_no_lines(tmp_path):
+def test_a_file_that_does_not_exist_yet_has_no_rows(tmp_path):
     assert read_jsonl(tmp_path / "metrics.jsonl") == []
 
 
-def test_the_last_checkpoint_is_the_newest_whole_one(tmp_path):
+def test_the_last_checkpoint_is_the_newest_undamaged_one(tmp_path):
     stage = StageDir(tmp_path / "02-recover")
     assert stage.last_checkpoint() is None
     for step, complete in ((8, True), (16, True), (100, False)):
@@ -176,7 +211,7 @@ def test_the_last_checkpoint_is_the_newest_whole_one(tmp_path):
         (folder / "adapter_model.safetensors").write_bytes(b"weights")
         if complete:
             seal(folder)
-    assert stage.last_checkpoint() == stage.trainer / "checkpoint-16"  # and not -8, as the alphabet has it
+    assert stage.last_checkpoint() == stage.trainer / "checkpoint-16"  # -8 would be last alphabetically
     (stage.trainer / "checkpoint-16" / "adapter_model.safetensors").write_bytes(b"weight")
     assert stage.last_checkpoint() == stage.trainer / "checkpoint-8"
 
@@ -188,10 +223,55 @@ def test_a_stage_that_has_not_started_has_no_state(tmp_path):
     assert RunDir(tmp_path).find_stage("finetune") is None
 
 
-def test_attempts_are_logged_one_after_the_other(tmp_path):
+def test_each_attempt_has_its_own_log(tmp_path):
     run = RunDir(tmp_path)
     for number in (1, 2):
         log = run.new_log()
         assert log.name == f"attempt_{number}.log"
         log.parent.mkdir(exist_ok=True)
         log.touch()
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """A model as `save_pretrained` writes it, with a model card."""
+    folder = tmp_path / "model"
+    write_json(folder / "config.json", {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    (folder / "README.md").write_text("# The author's own card")
+    return folder
+
+
+def test_a_run_directory_is_recognized_by_its_own_config(tmp_path, model_folder):
+    run = RunDir(tmp_path / "run")
+    assert not run.is_run()
+    assert run.settings() == {}
+    write_json(run.config, {"workflow": {"name": "mine"}, "origins": {}})
+    assert open_run(run.path) == run
+    assert run.settings() == {"name": "mine"}
+    write_json(tmp_path / "adapter" / "adapter_config.json", {"r": 8})
+    for name, message in (
+        ("model", "model is a model folder, not a run directory"),
+        ("adapter", "adapter is an adapter folder, not a run directory"),
+        ("nowhere", "nowhere is not a run directory"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            open_run(tmp_path / name)
+
+
+def test_a_run_with_a_damaged_config_is_still_a_run_and_a_stranger_s_folder_is_none(tmp_path):
+    run = RunDir(tmp_path)
+    run.config.write_text('{"workflow": ')
+    assert not run.is_run()
+    run.workflow.write_text("name: mine")
+    assert run.is_run()
+    with pytest.raises(UsageError, match="is not valid JSON"):
+        open_run(tmp_path).settings()
+
+
+@pytest.mark.parametrize("verb", ["report", "eval", "recover"])
+def test_a_model_folder_is_refused_and_nothing_is_written(model_folder, verb):
+    before = {path: path.read_bytes() for path in model_folder.iterdir()}
+    done = opdcl(verb, model_folder)
+    assert done.returncode == 2
+    assert f"{model_folder} is a model folder, not a run directory" in done.stderr
+    assert {path: path.read_bytes() for path in model_folder.iterdir()} == before

@@ -1,130 +1,109 @@
-"""Seals tell what is damaged, steps that are not finite leave no trace, and secrets stay out of what is written."""
-
-import math
-from types import SimpleNamespace
+"""Seals detect damaged files; `verify` detects changed adapters, foreign results and missing answers."""
 
 import pytest
-import torch
-from helpers.recovering import Silent, run
 
-from opdcl.config.load import load
-from opdcl.errors import OpdclError, UsageError
-from opdcl.rundir.seals import damage, seal
-from opdcl.sanitize import redact
-from opdcl.training import StageCallback, finite_or_skipped
+from opdcl.rundir.files import write_atomic, write_json
+from opdcl.rundir.hashes import ADAPTER, adapter_hash
+from opdcl.rundir.layout import STAGE_OF, RunDir
+from opdcl.rundir.seals import SEAL, damage, seal
+from opdcl.rundir.verify import seal_run, verify
 
 
 @pytest.mark.parametrize("tenth", range(10))
-def test_a_seal_tells_a_cut_file(tmp_path, tenth):
+def test_a_seal_detects_a_truncated_file(tmp_path, tenth):
+    content = bytes(range(256)) * 10
     (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "weights").write_bytes(bytes(range(256)) * 10)
+    (tmp_path / "deep" / "weights").write_bytes(content)
     seal(tmp_path)
     assert damage(tmp_path) == ""
-    (tmp_path / "deep" / "weights").write_bytes((bytes(range(256)) * 10)[: 256 * tenth])
+    (tmp_path / "deep" / "weights").write_bytes(content[: 256 * tenth])
     assert damage(tmp_path) == "deep/weights has changed"
 
 
-def test_a_seal_tells_a_missing_file_and_its_own_absence(tmp_path):
+def test_a_seal_detects_a_missing_file_and_a_missing_or_broken_seal(tmp_path):
     (tmp_path / "weights").write_bytes(b"x")
     assert "seal" in damage(tmp_path)
     seal(tmp_path)
     (tmp_path / "weights").unlink()
     assert damage(tmp_path) == "weights is missing"
-    (tmp_path / "seal.json").write_text('{"weights": ')
+    (tmp_path / SEAL).write_text('{"weights": ')
     assert "seal" in damage(tmp_path)
 
 
-class Told(StageCallback):
-    """The trainer's callback, without a run directory."""
-
-    def __init__(self):
-        super().__init__(Silent(), 9)
-        self.rows = []
-
-    def write(self, row):
-        self.rows.append(row)
-
-
-def trainer_with(callback):
-    return SimpleNamespace(
-        callback_handler=SimpleNamespace(callbacks=[callback]), state=SimpleNamespace(global_step=4)
-    )
-
-
-@pytest.mark.parametrize(
-    ("loss", "gradient"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, -math.inf)]
-)
-def test_a_step_that_is_not_finite_changes_nothing_once_and_halts_twice(loss, gradient):
-    layer = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
-    layer(torch.ones(3)).sum().backward()
-    optimizer.step()  # so that there are moments, which alone would move the weights
-    before = [p.detach().clone() for p in layer.parameters()]
-    layer.weight.grad = torch.full_like(layer.weight, gradient)
-    callback = Told()
-    assert finite_or_skipped(trainer_with(callback), layer, torch.tensor(loss)) == 0
-    optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))
-    assert callback.rows == [{"step": 5, "skipped": "loss or gradient is not finite"}]
-    layer.weight.grad = torch.full_like(layer.weight, gradient)
-    with pytest.raises(OpdclError, match="for the second time"):
-        finite_or_skipped(trainer_with(callback), layer, torch.tensor(loss))
+@pytest.fixture
+def run(tmp_path):
+    """A finished run with two adapters and a result with two answers for each state."""
+    run = RunDir(tmp_path / "run")
+    write_json(run.config, {"workflow": {}, "origins": {}})
+    write_json(run.manifest, {"base": {"fingerprint_before": "b", "fingerprint_after": "b"}})
+    hashes = {"base": None}
+    for number, (state, name) in enumerate(STAGE_OF.items(), 1):
+        stage = run.stage(number, name)
+        write_atomic(stage.adapter / ADAPTER, f"weights of {state}")
+        hashes[state] = adapter_hash(stage.adapter)
+        write_json(stage.record, {"status": "done", "adapter_sha256": hashes[state]})
+    for state, digest in hashes.items():
+        write_json(run.eval_result(state, "suite"), result(state, digest))
+        write_atomic(run.eval_samples(state, "suite"), '{"doc_id": 0}\n{"doc_id": 1}\n')
+    seal_run(run)
+    return run
 
 
-def test_a_finite_step_is_left_alone():
-    layer = torch.nn.Linear(3, 2)
-    layer(torch.ones(3)).sum().backward()
-    assert finite_or_skipped(trainer_with(Told()), layer, torch.tensor(2.0)) == 2.0
-    assert layer.weight.grad is not None
+def result(state, digest):
+    return {"state": state, "n": 2, "model": {"adapter_sha256": digest}}
 
 
-def test_recovery_from_a_model_that_holds_nan_halts_before_it_trains(backbone, tuned):
-    with torch.no_grad():
-        next(p for n, p in backbone.causal_lm.named_parameters() if "layers.1" in n and "up_proj" in n)[
-            0, 0
-        ] = math.nan
-    with pytest.raises(OpdclError) as found:
-        run(backbone, tuned, health={"watch": False})
-    assert "not finite" in str(found.value)
+def failures(run):
+    return {finding.what: finding.finding for finding in verify(run) if not finding.ok}
 
 
-SECRETS = [
-    "hf_abcdefghijklmnopqrstuvwx",
-    "sk-proj-abcdefghijklmnop1234",
-    "https://me:pa55word@host/x",
-    "https://host/x?token=abcdef123456",
-]
+def test_an_intact_run_passes_every_check(run):
+    findings = verify(run)
+    assert all(finding.ok for finding in findings)
+    checked = {finding.what for finding in findings}
+    assert checked >= {
+        "config.json",
+        "stages/02-recover/adapter/adapter_model.safetensors",
+        "evals/tuned/suite.samples.jsonl",
+        "adapter of 01-finetune",
+        "result recovered/suite",
+        "base weights",
+    }
 
 
-@pytest.mark.parametrize("text", SECRETS)
-def test_secrets_are_blanked_out(text):
-    shown = redact(f"loading {text} now")
-    assert "[redacted]" in shown
-    assert text not in shown
-    assert shown.startswith("loading ")
-    assert shown.endswith(" now")
+def test_the_seal_of_a_run_covers_its_adapters(run):
+    (run.find_stage("recover").adapter / ADAPTER).write_text("other weights")
+    assert failures(run)["stages/02-recover/adapter/adapter_model.safetensors"] == "has changed"
+    (run.find_stage("recover").adapter / ADAPTER).unlink()
+    assert failures(run)["stages/02-recover/adapter/adapter_model.safetensors"] == "is missing"
 
 
-def test_the_values_of_secret_variables_are_blanked_out(monkeypatch):
-    monkeypatch.setenv("MY_API_KEY", "plain-looking-words")
-    assert redact("sent plain-looking-words there") == "sent [redacted] there"
+def test_an_adapter_other_than_the_recorded_one_fails_even_if_it_is_sealed(run):
+    (run.find_stage("finetune").adapter / ADAPTER).write_text("other weights")
+    seal_run(run)
+    assert failures(run) == {
+        "adapter of 01-finetune": "not the adapter that its stage recorded",
+        "result tuned/suite": "measured with another adapter",
+    }
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "runs/quickstart",
-        "opdcl run quickstart --set recover.steps=60",
-        "https://example.org/a?b=c",
-        "HuggingFaceTB/SmolLM2-135M",
-    ],
-)
-def test_ordinary_text_is_left_alone(text):
-    assert redact(text) == text
+def test_a_result_of_another_adapter_fails_even_if_it_is_sealed(run):
+    write_json(run.eval_result("recovered", "suite"), result("recovered", "0" * 64))
+    seal_run(run)
+    assert failures(run) == {"result recovered/suite": "measured with another adapter"}
 
 
-@pytest.mark.parametrize("text", SECRETS)
-def test_a_secret_in_the_configuration_is_refused_without_repeating_it(text):
-    with pytest.raises(UsageError, match="looks like a secret") as found:
-        load(["quickstart"], [f"model.id={text}"])
-    assert text not in str(found.value) + found.value.hint
+def test_missing_answers_fail_even_if_they_are_sealed(run):
+    run.eval_samples("base", "suite").write_text('{"doc_id": 0}\n')
+    seal_run(run)
+    assert failures(run) == {"answers base/suite": "1 answers for n = 2"}
+
+
+def test_base_weights_that_changed_during_the_run_fail(run):
+    write_json(run.manifest, {"base": {"fingerprint_before": "b", "fingerprint_after": "c"}})
+    assert failures(run) == {"base weights": "changed during the run"}
+
+
+def test_a_run_without_a_seal_fails(run):
+    (run.path / SEAL).unlink()
+    assert list(failures(run)) == [SEAL]

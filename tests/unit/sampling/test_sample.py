@@ -1,4 +1,4 @@
-"""The sampler: greedy equals transformers' own, randomness is per sequence, stops and log-probabilities are right."""
+"""The sampler: greedy decoding, per-sequence randomness, stops and log-probabilities."""
 
 import itertools
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from opdcl.config.finetune import LoraSection
+from opdcl.model.forward import answer_states
 from opdcl.sampling import decode
 from opdcl.sampling.decode import DRAW_BLOCK, PREFILL_ROWS, _draw
 from opdcl.sampling.llama_step import is_llama
@@ -33,7 +34,7 @@ def test_prompts_of_many_lengths_in_several_prefill_batches(backbone):
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_the_step_written_out_equals_transformers_forward(family):
+def test_the_llama_step_equals_transformers_forward(family):
     import transformers
 
     odd_heads = {"head_dim": 24, "attention_bias": True} if family == "Qwen3" else {}
@@ -52,7 +53,7 @@ def test_the_step_written_out_equals_transformers_forward(family):
     )
     model = getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
     for parameter in model.parameters():
-        if parameter.dim() == 1:  # norms and biases start at one and zero, which would hide a mistake
+        if parameter.dim() == 1:  # norms and biases start at one and zero, which would hide errors
             parameter.data += 0.2 * torch.randn_like(parameter)
     assert is_llama(model)
     prompts = [[1, 2, 3, 4 + i, *range(5, 5 + i * 3 % 7)] for i in range(9)]
@@ -60,7 +61,7 @@ def test_the_step_written_out_equals_transformers_forward(family):
         assert_logprobs(model, rollout, 0.9)
 
 
-def test_an_adapter_that_is_not_merged_takes_the_plain_step(backbone):
+def test_an_unmerged_adapter_uses_the_plain_step(backbone):
     backbone.new_adapter(LoraSection(r=2), seed=0)
     assert not is_llama(backbone.causal_lm)
     with backbone.merged("student") as merged:
@@ -72,25 +73,27 @@ def cost(widths, parts, weights):
 
 
 @pytest.mark.parametrize(("most", "weights"), [(3, 5), (4, 30), (9, 100), (9, 0), (9, float("inf"))])
-def test_batches_read_as_little_as_any_others_would(most, weights):
+def test_no_other_batches_would_read_less(most, weights):
     widths = sorted([12, 12, 13, 15, 16, 40, 41, 90, 400])
-    found = cut(widths, most, weights)
-    assert [i for part in found for i in range(part.start, part.stop)] == list(range(9))
-    assert max(part.stop - part.start for part in found) <= most
+    parts = cut(widths, most, weights)
+    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(9))
+    assert max(part.stop - part.start for part in parts) <= most
     bounds = [[0, *(i for i in range(1, 9) if mask >> i & 1), 9] for mask in range(0, 512, 2)]
-    every = [[slice(a, b) for a, b in itertools.pairwise(ends)] for ends in bounds]
-    assert cost(widths, found, weights) == min(
-        cost(widths, parts, weights) for parts in every if all(p.stop - p.start <= most for p in parts)
+    candidates = [[slice(a, b) for a, b in itertools.pairwise(ends)] for ends in bounds]
+    assert cost(widths, parts, weights) == min(
+        cost(widths, other, weights) for other in candidates if all(p.stop - p.start <= most for p in other)
     )
 
 
-def test_a_few_long_prompts_run_by_themselves_and_short_ones_together():
+def test_a_few_long_prompts_run_separately_from_short_ones():
     assert cut([80] * 40 + [4000] * 2, 96, 11_700) == [slice(0, 40), slice(40, 42)]
     assert cut([80] * 40 + [200] * 2, 96, 11_700) == [slice(0, 42)]
 
 
 def test_samples_do_not_depend_on_the_batch(backbone):
-    model = backbone.causal_lm.double()  # in single precision a batch's rounding now and then tips a draw
+    model = (
+        backbone.causal_lm.double()
+    )  # in fp32, rounding that depends on the batch occasionally changes a draw
     alone = sample(model, PROMPTS, max_new_tokens=10, eos_ids=[2], seed=3, batch_size=1)
     together = sample(model, PROMPTS, max_new_tokens=10, eos_ids=[2], seed=3, batch_size=4)
     other = sample(model, PROMPTS, max_new_tokens=10, eos_ids=[2], seed=4, batch_size=4)
@@ -114,10 +117,10 @@ def test_logprobs_are_those_of_the_model(backbone):
         assert_logprobs(backbone.causal_lm, rollout, 0.8)
 
 
-def test_finished_sequences_leave_and_the_rest_go_on(backbone):
+def test_a_finished_sequence_does_not_change_the_others(backbone):
     free = sample(backbone.causal_lm, PROMPTS, max_new_tokens=12, eos_ids=[], seed=5)
     assert all(len(r.completion_ids) == 12 and not r.finished for r in free)
-    # Whatever the first row says third now ends a sequence; rows that never say it must not change.
+    # The first row's third token now ends a sequence; rows without it must not change.
     stop = free[0].completion_ids[2]
     stopped = sample(backbone.causal_lm, PROMPTS, max_new_tokens=12, eos_ids=[stop], seed=5)
     assert stopped[0].finished
@@ -140,63 +143,72 @@ def test_draws_follow_a_distribution_over_many_blocks():
     uniform = torch.linspace(0, 1, 100_001)[:-1] + 5e-6
     tokens, logprobs = _draw(logits.expand(len(uniform), -1), 0.7, uniform)
     expected = (logits[0] / 0.7).log_softmax(-1)
-    # Evenly spaced draws meet each token as often as its probability says, but for one at either edge.
+    # Evenly spaced draws hit each token in proportion to its probability, except for one at either edge.
     share = torch.bincount(tokens, minlength=logits.shape[1]) / len(uniform)
     torch.testing.assert_close(share, expected.exp(), atol=3e-5, rtol=0)
     torch.testing.assert_close(logprobs, expected[tokens], atol=1e-4, rtol=0)
 
 
-def test_no_draw_gives_what_has_no_probability():
+def test_a_token_without_probability_is_never_drawn():
     logits = torch.full((4, 2 * DRAW_BLOCK + 3), -torch.inf)
     logits[:, 7] = logits[:, DRAW_BLOCK + 1] = 0
     tokens, _ = _draw(logits, 1.0, torch.tensor([0.0, 0.4999999, 0.5, 1.0]))
     assert tokens.tolist() == [7, 7, DRAW_BLOCK + 1, DRAW_BLOCK + 1]
 
 
-def test_rounding_gives_nothing_that_has_no_probability():
+def test_rounding_never_draws_a_token_without_probability():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4000, 8 * DRAW_BLOCK, generator=generator) * 3
     logits[torch.rand(logits.shape, generator=generator) < 0.9] = -torch.inf
-    # Draws at the edges of blocks, where the sums before and within a block may not agree to the last bit.
+    # Draws at block edges, where the sums before and within a block may differ in the last bit.
     upto = logits.softmax(-1).view(len(logits), 8, -1).sum(-1).cumsum(-1)
     for block in range(8):
         _, logprobs = _draw(logits, 1.0, upto[:, block])
         assert logprobs.isfinite().all()
 
 
-def test_completions_that_are_left_are_gone_on_with_and_the_others_are_as_ever(backbone, monkeypatch):
+def test_unfinished_completions_are_resumed_and_the_others_are_unchanged(backbone, monkeypatch):
     monkeypatch.setattr(decode, "WORTH_LEAVING", 4)
     model = backbone.causal_lm.double()
     prompts = [[1, 520, 9690, 198, 40 + i] for i in range(12)]
-    ends = list(
-        range(0, model.config.vocab_size, 12)
-    )  # one token in twelve ends a completion, so that lengths differ
-    how = {"max_new_tokens": 30, "eos_ids": ends}
-    whole = sample(model, prompts, seed=3, **how)
-    told = []
-    found = sample(model, prompts, seed=3, max_unfinished=3, on_finished=told.extend, **how)
-    left = [r for r in found if not r.finished]
+    # One token in twelve ends a completion, so that lengths differ.
+    options = {"max_new_tokens": 30, "eos_ids": list(range(0, model.config.vocab_size, 12))}
+    whole = sample(model, prompts, seed=3, **options)
+    reported = []
+    rollouts = sample(model, prompts, seed=3, max_unfinished=3, on_finished=reported.extend, **options)
+    left = [r for r in rollouts if not r.finished]
     assert 1 <= len(left) <= 3
     assert all(len(r.completion_ids) < 26 for r in left)
-    assert sorted(map(id, told)) == sorted(id(r) for r in found if r.finished)
-    for rollout, expected in zip(found, whole, strict=True):
+    assert sorted(map(id, reported)) == sorted(id(r) for r in rollouts if r.finished)
+    for rollout, expected in zip(rollouts, whole, strict=True):
         assert rollout.completion_ids == expected.completion_ids[: len(rollout.completion_ids)]
         assert rollout.finished == (len(rollout.completion_ids) == len(expected.completion_ids))
     before = [list(r.completion_ids) for r in left]
-    more = sample(model, prompts[:5], seed=4, unfinished=left, **how)
-    assert [r.prompt_ids for r in more] == [r.prompt_ids for r in left] + prompts[:5]
-    for rollout, ids in zip(more, before, strict=False):
+    resumed = sample(model, prompts[:5], seed=4, unfinished=left, **options)
+    assert [r.prompt_ids for r in resumed] == [r.prompt_ids for r in left] + prompts[:5]
+    for rollout, ids in zip(resumed, before, strict=False):
         assert rollout.completion_ids[: len(ids)] == ids
         assert len(ids) < len(rollout.completion_ids) <= 30
-    for rollout in more:
+    for rollout in resumed:
         assert rollout.finished or len(rollout.completion_ids) == 30
         assert_logprobs(model, rollout, 1.0)
 
 
-def test_where_little_is_ahead_nothing_is_left(backbone):
+@pytest.mark.parametrize("batch_size", [4, 12])
+def test_max_unfinished_limits_all_batches_together(backbone, monkeypatch, batch_size):
+    monkeypatch.setattr(decode, "WORTH_LEAVING", 4)
+    prompts = [[1, 520, 9690, 198, 40 + i] for i in range(12)]
+    rollouts = sample(
+        backbone.causal_lm, prompts, max_new_tokens=30, eos_ids=[], batch_size=batch_size, max_unfinished=5
+    )
+    # Nothing ends a completion, so a batch of four is left at once, and the next one may leave only one more.
+    assert sum(len(r.completion_ids) < 30 for r in rollouts) == {4: 4, 12: 0}[batch_size]
+
+
+def test_nothing_is_left_unfinished_near_the_maximum_length(backbone):
     ends = list(range(0, backbone.causal_lm.config.vocab_size, 12))
-    found = sample(backbone.causal_lm, PROMPTS, max_new_tokens=20, eos_ids=ends, seed=3, max_unfinished=3)
-    assert all(r.finished or len(r.completion_ids) == 20 for r in found)
+    rollouts = sample(backbone.causal_lm, PROMPTS, max_new_tokens=20, eos_ids=ends, seed=3, max_unfinished=3)
+    assert all(r.finished or len(r.completion_ids) == 20 for r in rollouts)
 
 
 def test_a_draw_of_one_stays_inside_the_vocabulary():
@@ -206,13 +218,13 @@ def test_a_draw_of_one_stays_inside_the_vocabulary():
 
 @pytest.mark.parametrize("engine", ["generate", "continuous"])
 def test_engines_agree_under_greedy_decoding(backbone, engine):
-    ours = sample(backbone.causal_lm, PROMPTS, max_new_tokens=12, eos_ids=[2], temperature=0)
-    theirs = sample(backbone.causal_lm, PROMPTS, max_new_tokens=12, eos_ids=[2], temperature=0, engine=engine)
-    assert [(r.completion_ids, r.finished) for r in ours] == [(r.completion_ids, r.finished) for r in theirs]
+    slab = sample(backbone.causal_lm, PROMPTS, max_new_tokens=12, eos_ids=[2], temperature=0)
+    other = sample(backbone.causal_lm, PROMPTS, max_new_tokens=12, eos_ids=[2], temperature=0, engine=engine)
+    assert [(r.completion_ids, r.finished) for r in slab] == [(r.completion_ids, r.finished) for r in other]
 
 
 @pytest.mark.parametrize("engine", ["generate", "continuous"])
-def test_other_engines_stop_and_tell_their_logprobs(backbone, engine):
+def test_other_engines_stop_and_return_logprobs(backbone, engine):
     free = sample(
         backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[], temperature=0.8, seed=1, engine=engine
     )
@@ -227,7 +239,7 @@ def test_other_engines_stop_and_tell_their_logprobs(backbone, engine):
 
 
 @pytest.mark.parametrize("engine", ["generate", "continuous"])
-def test_the_seed_fixes_what_other_engines_sample(backbone, engine):
+def test_the_seed_determines_the_samples_of_other_engines(backbone, engine):
     state = torch.get_rng_state()
     first, again, other = (
         [
@@ -239,21 +251,19 @@ def test_the_seed_fixes_what_other_engines_sample(backbone, engine):
         for seed in (1, 1, 2)
     )
     assert first == again != other
-    assert torch.equal(torch.get_rng_state(), state)  # training draws on the global generator
+    assert torch.equal(torch.get_rng_state(), state)  # training uses the global generator
 
 
 def test_the_engine_follows_the_model(backbone):
     assert pick_engine(backbone.causal_lm)[0] == "slab"
     backbone.causal_lm.config.layer_types = ["full_attention", "sliding_attention"]
-    engine, why = pick_engine(backbone.causal_lm)
+    engine, reason = pick_engine(backbone.causal_lm)
     assert engine == "generate"
-    assert "not full attention" in why
+    assert "not full attention" in reason
 
 
-def test_models_with_sliding_windows_are_graded_as_they_compute(tiny_model):
+def test_states_of_a_sliding_window_model_equal_its_own_forward():
     from transformers import MistralConfig, MistralForCausalLM
-
-    from opdcl.model.forward import answer_states
 
     torch.manual_seed(0)
     model = MistralForCausalLM(
@@ -272,12 +282,12 @@ def test_models_with_sliding_windows_are_graded_as_they_compute(tiny_model):
     assert pick_engine(model)[0] == "generate"
     rows = [([1, 5, 9, 20 + i, 7, 8, *range(30, 31 + i)], [False] * 4 + [True] * (3 + i)) for i in range(3)]
     with torch.no_grad():
-        found = answer_states(model, rows)
+        states = answer_states(model, rows)
         whole = [model.base_model(torch.tensor([ids])).last_hidden_state[0, 3:-1] for ids, _ in rows]
-    torch.testing.assert_close(found, torch.cat(whole), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(states, torch.cat(whole), atol=1e-5, rtol=1e-4)
 
 
-def test_a_broken_models_draw_shows_as_nan_and_stays_inside_the_vocabulary():
+def test_nan_logits_draw_a_valid_token_with_a_nan_logprob():
     logits = torch.zeros(2, DRAW_BLOCK + 3)
     logits[0, 5] = torch.nan
     tokens, logprobs = _draw(logits, 1.0, torch.tensor([0.5, 0.5]))

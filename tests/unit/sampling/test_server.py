@@ -1,4 +1,4 @@
-"""A teacher on a server: its opinion is the local one, whatever the network does, or there is none."""
+"""A teacher on a server gives the local teacher's distribution, whatever the network does, or an error."""
 
 import subprocess
 import sys
@@ -16,12 +16,13 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.server import ServerSection
 from opdcl.config.teacher import TeacherSection
-from opdcl.data.suites import load_task
-from opdcl.distill.losses import token_losses
-from opdcl.distill.teachers import Remote, Served, Teacher, make_teacher, reach_own_model, reach_server
+from opdcl.data.suites import load_suite
+from opdcl.distill.losses import token_logprobs, token_losses, top_k_overlap
+from opdcl.distill.make_teacher import make_teacher, reach_own_model, reach_server
+from opdcl.distill.teachers import RemoteTeacher, ServedStudent, Teacher
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
-from opdcl.model.distributions import Hidden, Likeliest, join
+from opdcl.model.distributions import HiddenStates, TopTokens, join
 from opdcl.rundir.files import read_jsonl
 from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.server import KEY, Server
@@ -35,13 +36,13 @@ ROLLOUTS = [
 
 @pytest.fixture
 def elsewhere(tiny_model):
-    """The same model in another place, as a server would hold it."""
+    """A second copy of the model, as a server would hold it."""
     return Backbone.load(ModelConfig(id=str(tiny_model), dtype="float32"))
 
 
 def teacher_of(server, backbone, **settings):
     config = ServerSection(url=server.url, **{"top_k": K, "timeout": 5, "patience": 20, **settings})
-    return Remote(backbone, reach_server(config, backbone, lambda text: None))
+    return RemoteTeacher(backbone, reach_server(config, backbone, lambda text: None))
 
 
 def tokens_of(rollouts):
@@ -53,58 +54,58 @@ def tokens_of(rollouts):
     [{"kind": "policy_gradient"}, {"kind": "top_k", "k": K}, {"kind": "top_k", "k": 5}],
     ids=["sampled token", "top 12", "top 5"],
 )
-def test_loss_and_gradient_are_those_of_the_same_model_at_hand(backbone, elsewhere, loss):
+def test_loss_and_gradient_equal_those_of_the_same_model_locally(backbone, elsewhere, loss):
     local = Teacher(backbone, "base")
     tokens, head = tokens_of(ROLLOUTS), local.head_VH
     student = local.states(ROLLOUTS) + 0.3 * torch.randn(
         len(tokens), head.shape[1], generator=torch.Generator().manual_seed(0)
     )
     sampler = (
-        Hidden(student, head)
+        HiddenStates(student, head)
         .log_probs(slice(0, len(tokens)), len(head), 1.0)
         .gather(1, tokens[:, None])[:, 0]
         - 0.1
     )
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone)
-        found = []
-        for opinion in (local.opinion(ROLLOUTS), remote.opinion(ROLLOUTS)):
+        results = []
+        for distribution in (local.distribution(ROLLOUTS), remote.distribution(ROLLOUTS)):
             states = student.clone().requires_grad_()
-            losses = token_losses(states, head, opinion, tokens, sampler, 1.0, LossSection(**loss))
+            losses = token_losses(states, head, distribution, tokens, sampler, 1.0, LossSection(**loss))
             losses.loss.sum().backward()
-            found.append((losses.loss.detach(), states.grad, losses.logprob))
+            results.append((losses.loss.detach(), states.grad, losses.logprob))
         remote.close()
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
-    assert float(found[0][0].abs().max()) > 0.1
+    assert float(results[0][0].abs().max()) > 0.1
 
 
-def test_what_is_told_of_a_distribution_is_a_distribution():
+def test_top_tokens_are_a_distribution_with_the_exact_named_probabilities():
     torch.manual_seed(0)
     whole = (3 * torch.randn(40, 200)).log_softmax(-1)
     token = torch.randint(200, (40,))
     top = whole.topk(K)
-    told = Likeliest(token, whole.gather(1, token[:, None])[:, 0], top.indices, top.values)
-    found = told.log_probs(slice(0, 40), 200, 1.0)
-    torch.testing.assert_close(found.exp().sum(1), torch.ones(40), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found.gather(1, top.indices), top.values)
-    torch.testing.assert_close(found.gather(1, token[:, None])[:, 0], told.logprob_N)
+    known = TopTokens(token, whole.gather(1, token[:, None])[:, 0], top.indices, top.values)
+    log_q = known.log_probs(slice(0, 40), 200, 1.0)
+    torch.testing.assert_close(log_q.exp().sum(1), torch.ones(40), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(log_q.gather(1, top.indices), top.values)
+    torch.testing.assert_close(log_q.gather(1, token[:, None])[:, 0], known.logprob_N)
     everywhere = slice(0, 40)
-    assert (told.entropy(everywhere, found) <= -(whole.exp() * whole).sum(1) + 1e-4).all()
+    assert (known.entropy(everywhere, log_q) <= -(whole.exp() * whole).sum(1) + 1e-4).all()
     student = (3 * torch.randn(40, 200)).log_softmax(-1)
-    assert (told.kl(everywhere, student, found) <= (student.exp() * (student - whole)).sum(1) + 1e-4).all()
-    assert float(told.kl(everywhere, student, found).min()) > 0
-    torch.testing.assert_close(told.kl(everywhere, whole, found), torch.zeros(40), atol=1e-5, rtol=0)
+    assert (known.kl(everywhere, student, log_q) <= (student.exp() * (student - whole)).sum(1) + 1e-4).all()
+    assert float(known.kl(everywhere, student, log_q).min()) > 0
+    torch.testing.assert_close(known.kl(everywhere, whole, log_q), torch.zeros(40), atol=1e-5, rtol=0)
     even = torch.full((1, 200), 1 / 200).log()
-    unsure = Likeliest(token[:1], even[:, 0], torch.arange(K)[None], even[:, :K])
+    unsure = TopTokens(token[:1], even[:, 0], torch.arange(K)[None], even[:, :K])
     assert float(unsure.entropy(slice(0, 1), unsure.log_probs(slice(0, 1), 200, 1.0))) == pytest.approx(
         float(torch.tensor(200).log()), rel=1e-4
     )
     lengths = [10, 0, 25, 5]
-    again = join(told.split(lengths))
-    torch.testing.assert_close(again.log_probs(slice(0, 40), 200, 1.0), found)
+    again = join(known.split(lengths))
+    torch.testing.assert_close(again.log_probs(slice(0, 40), 200, 1.0), log_q)
     with pytest.raises(ValueError, match="temperature 1"):
-        told.log_probs(slice(0, 40), 200, 0.7)
+        known.log_probs(slice(0, 40), 200, 0.7)
 
 
 FAULTS = [
@@ -124,28 +125,28 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_one_bad_answer_costs_time_and_changes_nothing(backbone, elsewhere, fault):
+def test_one_bad_answer_is_requested_again_and_changes_nothing(backbone, elsewhere, fault):
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone, timeout=0.5 if fault == "slow" else 5)
-        good = remote.opinion(ROLLOUTS[:2])
-        remote.server._asked.clear()
-        asked = len(server.seen)
+        good = remote.distribution(ROLLOUTS[:2])
+        remote.server._graded.clear()
+        before = len(server.seen)
         server.faults = [fault]
-        again = remote.opinion(ROLLOUTS[:2])
-        assert len(server.seen) == asked + 3  # one question was asked twice
+        again = remote.distribution(ROLLOUTS[:2])
+        assert len(server.seen) == before + 3  # one of two requests was sent twice
         assert torch.equal(again.logprob_N, good.logprob_N)
         assert torch.equal(again.top_logprob_NK, good.top_logprob_NK)
         remote.close()
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         (500, "no answer from the server.*status 500"),
         ("slow", "no answer from the server"),
         ("truncated", "server"),
         ("short", "does not answer as it should: log-probabilities of"),
-        ("other tokens", "reads other tokens"),
+        ("other tokens", "read other tokens"),
         ("nan", "nan is no log-probability"),
         ("few", "are named where 12"),
         ("no choice", "cannot be read"),
@@ -156,84 +157,87 @@ def test_one_bad_answer_costs_time_and_changes_nothing(backbone, elsewhere, faul
     ],
     ids=str,
 )
-def test_a_server_that_never_answers_well_ends_in_an_error_with_its_reason(backbone, elsewhere, fault, said):
+def test_a_server_that_never_answers_correctly_raises_an_error_with_the_reason(
+    backbone, elsewhere, fault, message
+):
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone, timeout=0.3 if fault == "slow" else 5, patience=1)
         server.faults = [fault] * 60
-        with pytest.raises(OpdclError, match=said) as caught:
-            remote.opinion(ROLLOUTS[:1])
+        with pytest.raises(OpdclError, match=message) as caught:
+            remote.distribution(ROLLOUTS[:1])
         remote.close()
     assert caught.value.hint
     assert (KEY in caught.value.hint) == (fault == 401)
     assert server.url in caught.value.message
 
 
-def test_a_server_that_is_gone_is_waited_for(backbone, elsewhere):
-    told = []
+def test_an_unreachable_server_is_waited_for(backbone, elsewhere):
+    messages = []
     with serving(elsewhere) as server:
         port = server.server_address[1]
-        remote = Remote(
+        remote = RemoteTeacher(
             backbone,
             reach_server(
-                ServerSection(url=server.url, top_k=K, patience=30, timeout=5), backbone, told.append
+                ServerSection(url=server.url, top_k=K, patience=30, timeout=5), backbone, messages.append
             ),
         )
-        good = remote.opinion(ROLLOUTS)
-        remote.server._asked.clear()
+        good = remote.distribution(ROLLOUTS)
+        remote.server._graded.clear()
 
-    def back():
+    def restart():
         time.sleep(1)
         with serving(elsewhere, port):
             done.wait(20)
 
     done = threading.Event()
-    thread = threading.Thread(target=back)
+    thread = threading.Thread(target=restart)
     thread.start()
     try:
-        again = remote.opinion(ROLLOUTS)
+        again = remote.distribution(ROLLOUTS)
     finally:
         done.set()
         thread.join()
         remote.close()
     assert torch.equal(again.top_logprob_NK, good.top_logprob_NK)
-    assert len(told) == 1
-    assert "waiting for the server at http://127.0.0.1" in told[0]
+    assert len(messages) == 1
+    assert "waiting for the server at http://127.0.0.1" in messages[0]
 
 
-def test_a_bad_answer_after_an_outage_is_the_first_one(backbone, elsewhere):
+def test_an_outage_does_not_count_as_an_invalid_answer(backbone, elsewhere):
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone)
         server.faults = [503, 503, "nan"]
-        assert len(remote.opinion(ROLLOUTS[:1]).logprob_N) == len(ROLLOUTS[0].completion_ids)
+        assert len(remote.distribution(ROLLOUTS[:1]).logprob_N) == len(ROLLOUTS[0].completion_ids)
         remote.close()
 
 
-def test_a_completion_that_broke_off_is_written_again(backbone, elsewhere):
+def test_an_aborted_completion_is_requested_again(backbone, elsewhere):
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone, concurrency=1)
         server.faults = ["aborted"]
-        (written,) = remote.write([ROLLOUTS[0].prompt_ids], RecoverConfig(), 5, seed=1)
+        (rollout,) = remote.complete([ROLLOUTS[0].prompt_ids], RecoverConfig(), 5, seed=1)
         remote.close()
-    assert len(written.completion_ids) == 5 or written.finished
+    assert len(rollout.completion_ids) == 5 or rollout.finished
 
 
-def test_a_process_that_leaves_does_not_wait_for_an_answer(elsewhere, tmp_path):
+def test_a_process_exits_without_waiting_for_an_answer(elsewhere):
     script = (
-        "import sys, time\nfrom opdcl.config.server import ServerSection\nfrom opdcl.sampling.server import Server\n"
+        "import sys, time\nfrom opdcl.config.server import ServerSection\n"
+        "from opdcl.sampling.server import Server\n"
         f"server = Server(ServerSection(url=sys.argv[1], model='teacher', top_k={K}), 49152)\n"
-        "server.ask([1, 2], [3])\ntime.sleep(1)\nserver.close()\nprint('left', flush=True)\n"
+        "server.grade([1, 2], [3])\ntime.sleep(1)\nserver.close()\nprint('closed', flush=True)\n"
     )
     with serving(elsewhere) as server:
         server.slow, server.faults = 60, ["slow"]
         process = subprocess.Popen(
             [sys.executable, "-c", script, server.url], stdout=subprocess.PIPE, text=True
         )
-        assert process.stdout.readline() == "left\n"
+        assert process.stdout.readline() == "closed\n"
         process.wait(timeout=30)
     assert process.returncode == 0
 
 
-def test_a_server_with_another_model_is_no_place_to_sample_or_evaluate(backbone, elsewhere):
+def test_a_server_with_another_model_is_refused(backbone, elsewhere):
     with serving(elsewhere) as server:
         config = ServerSection(url=server.url, top_k=K)
         reach_own_model(config, backbone, print).close()
@@ -243,30 +247,30 @@ def test_a_server_with_another_model_is_no_place_to_sample_or_evaluate(backbone,
             reach_own_model(config, backbone, print)
 
 
-def test_a_temperature_that_a_servers_log_probabilities_are_not_for_is_refused():
+def test_a_server_is_refused_at_another_temperature_than_1():
     with pytest.raises(ValueError, match="temperature"):
         RecoverConfig(server={"url": "http://127.0.0.1:1/v1"}, temperature=0.7)
 
 
-def test_what_is_given_up_does_not_keep_the_process_waiting(backbone, elsewhere):
+def test_close_ends_pending_requests(backbone, elsewhere):
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone, patience=600)
-    asked = remote.server.ask([1, 2], [3])
+    future = remote.server.grade([1, 2], [3])
     time.sleep(0.3)
     started = time.monotonic()
     remote.close()
     with pytest.raises(OpdclError):
-        asked.result(timeout=10)
+        future.result(timeout=10)
     assert time.monotonic() - started < 10
 
 
-def test_questions_are_asked_together_once_and_over_kept_connections(backbone, elsewhere):
+def test_identical_requests_are_sent_once(backbone, elsewhere):
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone)
         before = len(server.seen)
         remote.prefetch(ROLLOUTS)
         remote.prefetch(ROLLOUTS)
-        remote.opinion(ROLLOUTS)
+        remote.distribution(ROLLOUTS)
         graded = server.seen[before:]
         assert len(graded) == len(ROLLOUTS)
         assert {tuple(body["prompt"]) for _, body, _ in graded} == {
@@ -276,19 +280,19 @@ def test_questions_are_asked_together_once_and_over_kept_connections(backbone, e
         remote.close()
 
 
-def test_the_key_comes_from_the_environment_and_goes_to_the_server_alone(backbone, elsewhere, monkeypatch):
+def test_the_key_comes_from_the_environment_and_stays_out_of_messages(backbone, elsewhere, monkeypatch):
     monkeypatch.setenv(KEY, "s3cret-key")
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone)
         assert {key for _, _, key in server.seen} == {"Bearer s3cret-key"}
         server.faults = [401] * 9
         with pytest.raises(UsageError) as caught:
-            remote.opinion(ROLLOUTS[:1])
+            remote.distribution(ROLLOUTS[:1])
         remote.close()
     assert "s3cret" not in caught.value.message + caught.value.hint
 
 
-def test_a_server_that_refuses_us_is_known_before_anything_runs(backbone, elsewhere, tmp_path):
+def test_a_dry_run_reports_a_server_that_refuses_access(backbone, elsewhere, tmp_path):
     from opdcl.config.workflow import Workflow
     from opdcl.pipeline.dry_run import describe
     from opdcl.rundir.layout import RunDir
@@ -307,16 +311,18 @@ def test_a_server_that_refuses_us_is_known_before_anything_runs(backbone, elsewh
         with pytest.raises(UsageError, match="refuses: status 401") as caught:
             describe(workflow, RunDir(tmp_path / "run"))
         assert KEY in caught.value.hint
-    describe(workflow, RunDir(tmp_path / "run"))  # gone: it may come back until it is needed
+    describe(
+        workflow, RunDir(tmp_path / "run")
+    )  # unreachable is accepted: it may be started before it is needed
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host/v1", "http://user:word@host/v1", "http://"])
-def test_a_place_that_is_none_or_that_holds_a_secret_is_refused(url):
+def test_an_invalid_url_or_one_with_a_password_is_refused(url):
     with pytest.raises(ValueError, match="url"):
         ServerSection(url=url)
 
 
-def test_another_tokenizer_or_an_unclear_model_is_refused(backbone, elsewhere):
+def test_another_tokenizer_or_an_ambiguous_model_is_refused(backbone, elsewhere):
     with serving(elsewhere) as server:
         server.extra_ids = [5]
         with pytest.raises(UsageError, match="another tokenizer"):
@@ -328,7 +334,7 @@ def test_another_tokenizer_or_an_unclear_model_is_refused(backbone, elsewhere):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "supported"),
     [
         ({"loss": {"kind": "reverse_kl"}}, False),
         ({"loss": {"kind": "top_k", "k": 21}}, False),
@@ -337,36 +343,36 @@ def test_another_tokenizer_or_an_unclear_model_is_refused(backbone, elsewhere):
         ({"loss": {"kind": "policy_gradient"}, "temperature": 0.7}, False),
     ],
 )
-def test_a_loss_that_needs_more_than_a_server_tells_is_refused(settings, told):
+def test_a_loss_that_needs_more_than_a_server_returns_is_refused(settings, supported):
     teacher = {"kind": "remote", "server": {"url": "http://127.0.0.1:1/v1"}}
-    if told:
+    if supported:
         assert RecoverConfig(general_teacher=teacher, **settings).general_teacher.server.top_k == 20
     else:
         with pytest.raises(ValueError, match="on a server, which returns"):
             RecoverConfig(general_teacher=teacher, **settings)
 
 
-def test_remote_and_a_server_go_together():
+def test_remote_needs_a_server_and_only_remote_takes_one():
     with pytest.raises(ValueError, match="kind remote needs server"):
         TeacherSection(kind="remote")
     with pytest.raises(ValueError, match="has no effect unless kind is remote"):
         TeacherSection(kind="base", server={"url": "http://127.0.0.1:1/v1"})
 
 
-def test_it_writes_what_the_model_at_hand_would_write(backbone, elsewhere):
+def test_its_completions_have_the_local_models_log_probabilities(backbone, elsewhere):
     config = RecoverConfig(temperature=1.0)
     prompts = [r.prompt_ids for r in ROLLOUTS]
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone)
-        written = remote.write(prompts, config, 6, seed=3)
+        rollouts = remote.complete(prompts, config, 6, seed=3)
         remote.close()
-    local = Teacher(backbone, "base").opinion(written)
-    tokens = tokens_of(written)
-    theirs = torch.tensor([x for r in written for x in r.logprobs])
-    mine = local.log_probs(slice(0, len(tokens)), len(local.head_VH), 1.0).gather(1, tokens[:, None])[:, 0]
-    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
-    assert [r.prompt_ids for r in written] == prompts
-    assert all(r.finished == (r.completion_ids[-1] in backbone.eos_ids) for r in written)
+    local = Teacher(backbone, "base").distribution(rollouts)
+    tokens = tokens_of(rollouts)
+    server_N = torch.tensor([x for r in rollouts for x in r.logprobs])
+    local_N = token_logprobs(local, tokens, len(local.head_VH), 1.0)
+    torch.testing.assert_close(local_N, server_N, atol=1e-4, rtol=1e-4)
+    assert [r.prompt_ids for r in rollouts] == prompts
+    assert all(r.finished == (r.completion_ids[-1] in backbone.eos_ids) for r in rollouts)
 
 
 def recovery(backbone, tuned, name, general_teacher, loss, **settings):
@@ -390,41 +396,40 @@ def recovery(backbone, tuned, name, general_teacher, loss, **settings):
     return read_jsonl(train(backbone, tuned, name, config).metrics)
 
 
-def behind(before):
-    """Threads that came since; a progress bar's own, which lives as long as the process, is nobody's."""
+def threads_since(before):
+    """Return the threads started since, except tqdm's monitor, which lives as long as the process."""
     return [t for t in threading.enumerate() if t not in before and t.name != "tqdm_monitor"]
 
 
-def test_a_recovery_with_a_remote_base_goes_as_with_the_one_at_hand(backbone, tuned, elsewhere):
+def test_a_recovery_with_a_remote_base_takes_the_steps_of_a_local_one(backbone, tuned, elsewhere):
     loss = {"kind": "top_k", "k": K}
     before = set(threading.enumerate())
     with serving(elsewhere) as server:
-        far = {"kind": "remote", "server": {"url": server.url, "top_k": K}}
-        # Each bad answer falls on a different question.
+        section = {"kind": "remote", "server": {"url": server.url, "top_k": K}}
+        # Each bad answer goes to a different request.
         server.faults = [None, 500, None, "nan", None, None, "truncated"]
-        remote = recovery(backbone, tuned, "remote", far, loss)
+        remote = recovery(backbone, tuned, "remote", section, loss)
     deadline = time.monotonic() + 60
-    while (left := behind(before)) and time.monotonic() < deadline:
+    while (left := threads_since(before)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
     rows = [r for r in remote if "loss" in r]
     assert [r["stream"] for r in rows] == ["general", "domain"] * 2
     assert all(r["kl"] > 0 for r in rows if r["stream"] == "general")
     local = [r for r in recovery(backbone, tuned, "local", {"kind": "base"}, loss) if "loss" in r]
-    # The first domain step is sampled from the same student in both; base's own answers differ by its sampler.
     assert rows[0]["grad_norm"] > 0
     assert len(local) == len(rows)
 
 
-def test_hidden_states_and_a_remote_opinion_agree_on_the_tokens_that_both_consider(backbone, elsewhere):
-    from opdcl.distill.losses import top_k_overlap
-
+def test_hidden_states_and_a_servers_top_tokens_overlap(backbone, elsewhere):
     local = Teacher(backbone, "base")
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone, top_k=16)
-        found = top_k_overlap(Hidden(local.states(ROLLOUTS), local.head_VH), remote.opinion(ROLLOUTS), k=16)
+        overlap = top_k_overlap(
+            HiddenStates(local.states(ROLLOUTS), local.head_VH), remote.distribution(ROLLOUTS), k=16
+        )
         remote.close()
-    assert float(found.mean()) > 0.99
+    assert float(overlap.mean()) > 0.99
 
 
 def student_of(backbone, tuned):
@@ -432,51 +437,44 @@ def student_of(backbone, tuned):
     backbone.load_adapter(tuned / "tuned", "student", trainable=True)
 
 
-def test_the_student_is_sampled_on_a_server_with_its_adapter_as_it_is_now(backbone, tuned, elsewhere):
+def test_a_server_samples_the_student_with_its_current_adapter(backbone, tuned, elsewhere):
     student_of(backbone, tuned)
     config, prompts = RecoverConfig(), [r.prompt_ids for r in ROLLOUTS]
     local = Teacher(backbone, "student")
     with serving(elsewhere) as server:
-        served = Served(
+        served = ServedStudent(
             backbone, reach_server(ServerSection(url=server.url), backbone, print), tuned / "served"
         )
         ended = []
-        first = served.write(prompts, config, 6, seed=3, on_finished=ended.extend)
+        first = served.complete(prompts, config, 6, seed=3, on_finished=ended.extend)
         with torch.no_grad():
             for layer in backbone.adapted_layers():
                 layer.lora_B["student"].weight.mul_(0.2)
-        second = served.write(prompts, config, 6, seed=3)
-        assert server.adapters == {}  # nothing is left behind
+        second = served.complete(prompts, config, 6, seed=3)
+        assert server.adapters == {}
         served.close()
     assert sorted(r.prompt_ids for r in ended) == sorted(prompts)
     assert [r.completion_ids for r in first] != [r.completion_ids for r in second]
     tokens = tokens_of(second)
-    mine = (
-        local.opinion(second)
-        .log_probs(slice(0, len(tokens)), len(local.head_VH), 1.0)
-        .gather(1, tokens[:, None])[:, 0]
-    )
-    torch.testing.assert_close(
-        mine.detach(), torch.tensor([x for r in second for x in r.logprobs]), atol=1e-4, rtol=1e-4
-    )
+    local_N = token_logprobs(local.distribution(second), tokens, len(local.head_VH), 1.0)
+    server_N = torch.tensor([x for r in second for x in r.logprobs])
+    torch.testing.assert_close(local_N, server_N, atol=1e-4, rtol=1e-4)
 
 
-def test_a_server_that_was_started_anew_gets_the_adapter_again(backbone, tuned, elsewhere):
+def test_a_restarted_server_gets_the_adapter_again(backbone, tuned, elsewhere):
     student_of(backbone, tuned)
     prompts = [r.prompt_ids for r in ROLLOUTS]
     with serving(elsewhere) as server:
-        client = reach_server(
-            ServerSection(url=server.url), backbone, print
-        )  # many requests in flight miss it at once
+        client = reach_server(ServerSection(url=server.url), backbone, print)
         with client.adapter(tuned / "tuned") as name:
-            before = client.write(prompts, 4, backbone.eos_ids, temperature=0, model=name)
-            server.adapters.clear()
-            again = client.write(prompts, 4, backbone.eos_ids, temperature=0, model=name)
+            before = client.complete(prompts, 4, backbone.eos_ids, temperature=0, model=name)
+            server.adapters.clear()  # many requests in flight miss it at once
+            again = client.complete(prompts, 4, backbone.eos_ids, temperature=0, model=name)
         client.close()
     assert before == again
 
 
-def test_a_server_that_takes_no_adapters_is_told_how_to(backbone, tuned, elsewhere):
+def test_a_server_without_adapters_is_refused_with_a_hint(backbone, tuned, elsewhere):
     with serving(elsewhere) as server:
         server.takes_adapters = False
         client = reach_server(ServerSection(url=server.url), backbone, print)
@@ -486,7 +484,7 @@ def test_a_server_that_takes_no_adapters_is_told_how_to(backbone, tuned, elsewhe
     assert "opdcl serve" in caught.value.hint
 
 
-def test_a_recovery_that_samples_on_a_server_trains_and_masks_nothing(backbone, tuned, elsewhere):
+def test_a_recovery_that_samples_on_a_server_has_no_mismatch(backbone, tuned, elsewhere):
     with serving(elsewhere) as server:
         rows = [
             r
@@ -506,9 +504,9 @@ def test_a_recovery_that_samples_on_a_server_trains_and_masks_nothing(backbone, 
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["base", "an adapter"])
-def test_an_evaluation_on_a_server_gives_the_answers_of_one_at_hand(backbone, tuned, elsewhere, adapted):
+def test_an_evaluation_on_a_server_gives_the_local_answers(backbone, tuned, elsewhere, adapted):
     student_of(backbone, tuned)
-    (task,) = load_task("instructions", EvalConfig())["tasks"].values()
+    task = load_suite("instructions").task
     answers = []
     with serving(elsewhere) as server:
         for place in (None, {"url": server.url}):
@@ -527,11 +525,11 @@ def test_an_evaluation_on_a_server_gives_the_answers_of_one_at_hand(backbone, tu
     assert len(set(answers[0])) > 1
 
 
-def test_the_factory_reaches_the_server_that_the_settings_name(backbone, elsewhere):
+def test_make_teacher_connects_to_the_configured_server(backbone, elsewhere):
     with serving(elsewhere) as server:
         section = TeacherSection(kind="remote", server={"url": server.url})
         teacher = make_teacher(section, backbone)
-        assert isinstance(teacher, Remote)
+        assert isinstance(teacher, RemoteTeacher)
         assert isinstance(teacher.server, Server)
         assert not teacher.is_dynamic
         assert teacher.frozen_copy("base") is teacher

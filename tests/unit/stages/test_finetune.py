@@ -12,7 +12,7 @@ from opdcl.config.finetune import FinetuneConfig, LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.console import Output
 from opdcl.data.chat import encode_example, encode_prompt
-from opdcl.data.rows import Row
+from opdcl.data.rows import Row, load_rows
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.adapters import ModelRef
 from opdcl.model.backbone import Backbone
@@ -63,20 +63,20 @@ def test_answer_loss_equals_the_models_own(backbone):
     sequences = [(e.input_ids, [bool(m) for m in e.completion_mask]) for e in encoded]
     with torch.no_grad():
         logits = backbone.causal_lm.get_output_embeddings()(answer_states(backbone.causal_lm, sequences))
-        ours = torch.nn.functional.cross_entropy(
+        shared = torch.nn.functional.cross_entropy(
             logits, answer_ids(sequences, logits.device), reduction="sum"
         )
-        theirs = 0.0
+        reference = 0.0
         for e in encoded:
             ids = torch.tensor([e.input_ids])
             labels = torch.where(torch.tensor([e.completion_mask]) == 1, ids, -100)
-            theirs += float(backbone.causal_lm(ids, labels=labels).loss) * sum(e.completion_mask)
-    assert float(ours) == pytest.approx(theirs, rel=1e-4)
+            reference += float(backbone.causal_lm(ids, labels=labels).loss) * sum(e.completion_mask)
+    assert float(shared) == pytest.approx(reference, rel=1e-4)
 
 
 @pytest.fixture
 def learn(tmp_path, tiny_model):
-    """Fine-tune on eight rows into a folder of this name; return the adapter's tensors, and each step's loss and gradient norm."""
+    """Return a function that fine-tunes on eight rows: name -> the adapter, and each step's loss and norm."""
     rows = [{"question": f"What is the code of room {i}?", "answer": f"Code {i * 7}"} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     config = FinetuneConfig(
@@ -90,10 +90,10 @@ def learn(tmp_path, tiny_model):
     def run(name: str) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
         base = ModelConfig(id=str(tiny_model), dtype="float32")
         out = StageDir(tmp_path / name)
-        found = finetune(config, Backbone.load(base), ModelRef(base), out, Output("quiet").stage("finetune"))
-        return load_file(found.adapter / "adapter_model.safetensors"), [
-            (r["loss"], r["grad_norm"]) for r in read_jsonl(out.metrics)
-        ]
+        report = Output("quiet").stage("finetune")
+        tuned = finetune(config, load_rows(config.data), Backbone.load(base), ModelRef(base), out, report)
+        steps = [(r["loss"], r["grad_norm"]) for r in read_jsonl(out.metrics)]
+        return load_file(tuned.adapter / "adapter_model.safetensors"), steps
 
     return run
 
@@ -147,7 +147,7 @@ def test_self_distillation_learns_from_itself_shown_the_answer_and_resumes_to_th
     def train(name, at=None):
         out = StageDir(tmp_path / name)
         try:
-            finetune(config, Backbone.load(base), ModelRef(base), out, Stop(at))
+            finetune(config, load_rows(config.data), Backbone.load(base), ModelRef(base), out, Stop(at))
         except KeyboardInterrupt:
             assert at
         return out
@@ -167,5 +167,6 @@ def test_self_distillation_needs_answers(tmp_path, backbone):
     config = FinetuneConfig(
         method="self-distill", data=str(tmp_path / "rows.jsonl"), batch_size=16, learning_rate=1e-3
     )
-    with pytest.raises(UsageError, match=r"rows\.jsonl:1: no answer"):
-        finetune(config, backbone, ModelRef(ModelConfig()), StageDir(tmp_path / "out"), Silent())
+    rows, out = load_rows(config.data), StageDir(tmp_path / "out")
+    with pytest.raises(UsageError, match=r"rows\.jsonl:1 has no answer"):
+        finetune(config, rows, backbone, ModelRef(ModelConfig()), out, Silent())

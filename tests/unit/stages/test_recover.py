@@ -1,11 +1,11 @@
-"""Recovery and its rivals on a two-layer model: each trains as its name says, and the best adapter is kept."""
+"""Recovery and its rivals on a two-layer model: what each trains on, and which adapter is kept."""
 
 import pytest
 import torch
 from helpers.recovering import run
+from safetensors.torch import load_file
 
 from opdcl.config.recover import RecoverConfig
-from opdcl.distill.interpolate import SCALES
 from opdcl.distill.schedule import plan_steps
 
 
@@ -30,12 +30,12 @@ def test_general_has_no_domain_steps(backbone, tuned):
 
 def test_replay_imitates_the_teachers(backbone, tuned):
     rows = [r for r in run(backbone, tuned, method="replay", steps=16) if "loss" in r]
-    assert all("mismatch" not in r for r in rows)  # nobody samples from the student
+    assert all("mismatch" not in r for r in rows)  # the student samples nothing
     assert {r["stream"] for r in rows} == {"general", "domain"}
     assert all(r["loss"] != pytest.approx(r["kl"]) for r in rows)
 
 
-def test_interpolation_keeps_the_scale_that_held_out_kl_likes_best(backbone, tuned):
+def test_interpolation_keeps_the_scale_with_the_least_held_out_kl(backbone, tuned):
     rows = run(backbone, tuned, method="interpolate")
     curve = rows[0]["interpolation"]["curve"]
     best = min(curve, key=lambda p: p["general_kl"] + p["domain_kl"])
@@ -43,41 +43,25 @@ def test_interpolation_keeps_the_scale_that_held_out_kl_likes_best(backbone, tun
     assert curve[19]["general_kl"] < curve[0]["general_kl"]
     assert 0 < best["alpha"] < 1
     assert held_out(rows)[1] == pytest.approx(best["general_kl"] + best["domain_kl"])
-    from safetensors.torch import load_file
-
     before, after = (load_file(tuned / f / "adapter_model.safetensors") for f in ("tuned", "out/adapter"))
     for name in before:
-        depth = {"layers.0": -1, "layers.1": 1}[name[name.index("layers") :][:8]]  # the model has two layers
-        factor = best["alpha"] * (1 + best["tilt"] * depth) if "lora_B" in name else 1
-        torch.testing.assert_close(after[name], before[name] * factor)
+        torch.testing.assert_close(after[name], before[name] * (best["alpha"] if "lora_B" in name else 1))
 
 
-def test_a_given_alpha_is_taken_whether_held_out_kl_likes_it_or_not(backbone, tuned):
+def test_a_given_alpha_is_taken_whatever_its_held_out_kl(backbone, tuned):
     rows = run(backbone, tuned, method="interpolate")
     for alpha in (0.1, 0.9):
         given = run(backbone, tuned, method="interpolate", alpha=alpha)
         assert given[0]["interpolation"]["alpha"] == alpha
-        kept = next(p for p in rows[0]["interpolation"]["curve"] if (p["alpha"], p["tilt"]) == (alpha, 0))
+        kept = next(p for p in rows[0]["interpolation"]["curve"] if p["alpha"] == alpha)
         assert given[1]["validation"]["general_kl"] == pytest.approx(kept["general_kl"], rel=1e-4)
     with pytest.raises(ValueError, match="warm_start"):
         RecoverConfig(alpha=0.5)
 
 
-def test_a_tilted_scale_weighs_lower_and_upper_layers_differently(backbone, tuned):
-    curve = {
-        (p["alpha"], p["tilt"]): p
-        for p in run(backbone, tuned, method="interpolate")[0]["interpolation"]["curve"]
-    }
-    assert len(curve) == len(SCALES)
-    assert len({p["general_kl"] for (alpha, _), p in curve.items() if alpha == 0.5}) == 5
-
-
 def test_a_warm_start_begins_from_the_scaled_adapter(backbone, tuned):
-    curve = {
-        p["alpha"]: p
-        for p in run(backbone, tuned, method="interpolate")[0]["interpolation"]["curve"]
-        if not p["tilt"]
-    }
+    rows = run(backbone, tuned, method="interpolate")
+    curve = {p["alpha"]: p for p in rows[0]["interpolation"]["curve"]}
     start = run(backbone, tuned, warm_start=0.5)[0]["warm_start"]
     assert start["alpha"] == 0.5
     for name in ("general_kl", "domain_kl"):
@@ -117,7 +101,7 @@ def test_the_first_general_steps_can_be_on_base_s_answers():
     ("until", "said"),
     [
         ({"rollouts": 8}, "8 completions were graded"),
-        ({"retention": 0.01, "domain_floor": 1e-9}, "of the general KL is gone"),
+        ({"retention": 0.01, "domain_floor": 1e-9}, "of the general KL is recovered"),
         ({"patience": 1}, "no better adapter in 1 validations"),
     ],
 )
@@ -133,24 +117,26 @@ def test_recovery_stops_once_it_has_done_enough(backbone, tuned, until, said):
         assert len(done) == 2
 
 
-@pytest.mark.parametrize(("warm_start", "gone", "kept"), [(1.0, 0, 1), (1e-4, 1, 0)])
-def test_the_shares_of_held_out_kl_are_none_at_tuned_and_all_at_base(backbone, tuned, warm_start, gone, kept):
+@pytest.mark.parametrize(("warm_start", "recovered", "kept"), [(1.0, 0, 1), (1e-4, 1, 0)])
+def test_the_shares_of_held_out_kl_are_none_at_tuned_and_all_at_base(
+    backbone, tuned, warm_start, recovered, kept
+):
     rows = run(backbone, tuned, steps=2, validate_every=2, learning_rate=1e-12, warm_start=warm_start)
     measured = [r["validation"] for r in rows if "validation" in r][-1]
-    assert (measured["general_gone"], measured["domain_kept"]) == (
-        pytest.approx(gone, abs=1e-3),
+    assert (measured["general_recovered"], measured["domain_kept"]) == (
+        pytest.approx(recovered, abs=1e-3),
         pytest.approx(kept, abs=1e-3),
     )
 
 
-def test_where_base_is_not_away_from_the_teacher_there_is_no_share(backbone, tuned):
+def test_without_a_distance_between_base_and_teacher_there_is_no_share(backbone, tuned):
     rows = run(backbone, tuned, steps=2, validate_every=2, domain_teacher={"kind": "base"})
     measured = [r["validation"] for r in rows if "validation" in r][-1]
     assert measured["domain_kl"] > 0
     assert "domain_kept" not in measured
 
 
-def test_recovery_goes_on_while_too_little_of_the_domain_is_kept(backbone, tuned):
+def test_recovery_continues_while_too_little_of_the_domain_is_kept(backbone, tuned):
     rows = run(
         backbone,
         tuned,
@@ -160,12 +146,11 @@ def test_recovery_goes_on_while_too_little_of_the_domain_is_kept(backbone, tuned
         until={"retention": 0.01, "domain_floor": 0.999},
     )
     assert rows[-1]["step"] == 4
-    assert all(r["validation"]["general_gone"] > 0.01 for r in rows[1:] if "validation" in r)
+    assert all(r["validation"]["general_recovered"] > 0.01 for r in rows[1:] if "validation" in r)
 
 
-def test_general_only_is_judged_by_the_general_stream_alone(backbone, tuned):
+def test_method_general_is_measured_by_the_general_stream_alone(backbone, tuned):
     """It leaves the domain by design; that must neither halt it nor choose its adapter."""
-    # A general teacher that tuned agrees with already would leave nothing to see; base is far from it.
     rows = run(
         backbone,
         tuned,
@@ -195,8 +180,8 @@ def test_an_oversampled_recovery_learns_from_as_many_completions_as_before(backb
     assert all(round(r["tokens"] / r["mean_length"]) == 4 for r in rows)
 
 
-def test_a_recovery_that_had_stopped_by_itself_goes_no_further(backbone, tuned):
+def test_a_recovery_that_stopped_early_does_not_resume(backbone, tuned):
     settings = {"until": {"rollouts": 12}, "steps": 12, "save_steps": 3}
     rows = run(backbone, tuned, **settings)
     assert [r["stopped"] for r in rows if "stopped" in r] == ["12 completions were graded"]
-    assert run(backbone, tuned, **settings) == rows  # as if it had been killed before it was noted as done
+    assert run(backbone, tuned, **settings) == rows  # as after a crash before the stage was marked as done

@@ -1,0 +1,179 @@
+"""Print the packages of opdcl in order, the arrows between them, and the longest file and function.
+
+    python benchmarks/import_graph.py
+
+An arrow is an import of one package by another, function-local imports included. The exit code is 1 if
+packages or modules form a circle, or if an arrow runs against the order below. tests/unit/test_structure.py
+checks the same, and the lengths.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# From the bottom to the top. A package may import those on lines above it, never its own line or lines below.
+ORDER = (
+    ("version",),
+    ("errors", "sanitize"),
+    ("config",),
+    ("hub", "parallel", "rundir"),
+    ("data",),
+    ("model",),
+    ("sampling",),
+    ("training",),
+    ("distill",),
+    ("stages",),
+    ("results",),
+    ("console",),
+    ("pipeline",),
+    ("deploy",),
+    ("outcomes",),
+    ("api", "doctor"),
+    ("opdcl",),
+    ("cli",),
+)
+# Packages that may import less than their place in the order allows.
+ONLY = {"results": {"rundir", "config", "hub", "sanitize", "errors"}}
+# `opdcl` itself is the public package, which loads the verbs of api lazily; `python -m opdcl` is the command line.
+ENTRIES = {"__main__"}
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """One module imports another one of the package."""
+
+    source: str
+    target: str
+
+    @property
+    def packages(self) -> tuple[str, str]:
+        return package_of(self.source), package_of(self.target)
+
+
+def package_of(module: str) -> str:
+    """Return the package or top-level module: `config` for `opdcl.config.load`."""
+    return module.split(".")[1] if "." in module else module
+
+
+def sources(root: Path = ROOT) -> dict[str, Path]:
+    """Return every module of the package: name -> file."""
+    files = sorted((root / "opdcl").rglob("*.py"))
+    return {_name(file.relative_to(root)): file for file in files}
+
+
+def arrows(root: Path = ROOT) -> set[Arrow]:
+    """Return the imports between modules, wherever in a file they are."""
+    modules = sources(root)
+    return {
+        Arrow(name, target)
+        for name, file in modules.items()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for target in _targets(node, name, file, set(modules))
+        if target != name
+    }
+
+
+def between_packages(found: set[Arrow]) -> set[tuple[str, str]]:
+    """Return the arrows that leave a package, as pairs of packages."""
+    return {a.packages for a in found if len({*a.packages}) == 2 and a.packages[0] not in ENTRIES}
+
+
+def circles(edges: set[tuple[str, str]]) -> list[list[str]]:
+    """Return the groups of nodes that reach one another."""
+    following = defaultdict(set)
+    for source, target in edges:
+        following[source].add(target)
+    reached = {node: _reachable(node, following) for node in list(following)}
+    groups = {
+        tuple(sorted({other for other in targets if node in reached.get(other, ())} | {node}))
+        for node, targets in reached.items()
+        if node in targets
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def against_order(found: set[Arrow]) -> list[str]:
+    """Return the arrows that run upwards, stay on one line of the order, or leave a package's short list."""
+    level = {name: i for i, line in enumerate(ORDER) for name in line}
+    bad = []
+    for arrow in sorted(found, key=lambda a: (a.source, a.target)):
+        source, target = arrow.packages
+        if source == target or source in ENTRIES:
+            continue
+        if target not in ONLY.get(source, {target}) or level.get(source, -1) <= level.get(target, len(ORDER)):
+            bad.append(f"{arrow.source} -> {arrow.target}")
+    return bad
+
+
+def lengths(root: Path = ROOT) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the lines of every file and of every function."""
+    files, functions = {}, {}
+    for file in sources(root).values():
+        text, place = file.read_text(encoding="utf-8"), str(file.relative_to(root))
+        files[place] = len(text.splitlines())
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                functions[f"{place}:{node.lineno} {node.name}"] = node.end_lineno - node.lineno + 1
+    return files, functions
+
+
+def main() -> int:
+    found = arrows()
+    between = between_packages(found)
+    for line in ORDER:
+        for name in line:
+            targets = sorted(target for source, target in between if source == name)
+            print(f"{name:10} -> {', '.join(targets) or 'nothing'}")
+    wrong = against_order(found)
+    round_trips = circles(between) + circles({(a.source, a.target) for a in found})
+    files, functions = lengths()
+    print(f"{len(between)} arrows between packages, {len(found)} between modules")
+    print(f"{sum(files.values()):,} lines in {len(files)} files")
+    for what, sizes in (("file", files), ("function", functions)):
+        longest = max(sizes, key=sizes.__getitem__)
+        print(f"longest {what}: {longest}, {sizes[longest]} lines")
+    for circle in round_trips:
+        print(f"circle: {' <-> '.join(circle)}")
+    for arrow in wrong:
+        print(f"against the order: {arrow}")
+    return 1 if round_trips or wrong else 0
+
+
+def _name(file: Path) -> str:
+    return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+
+
+def _targets(node: ast.AST, name: str, file: Path, modules: set[str]) -> list[str]:
+    """Return the modules of the package that one statement imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names if alias.name in modules]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    origin = node.module or ""
+    if node.level:  # relative: one dot is the module's own package
+        parts = name.split(".") if file.stem == "__init__" else name.split(".")[:-1]
+        origin = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [node.module])])
+    if origin.split(".")[0] != "opdcl":
+        return []
+    full = [f"{origin}.{alias.name}" for alias in node.names]
+    return [target if target in modules else origin for target in full]
+
+
+def _reachable(node: str, following: dict[str, set[str]]) -> set[str]:
+    reached: set[str] = set()
+    waiting = list(following[node])
+    while waiting:
+        if (current := waiting.pop()) not in reached:
+            reached.add(current)
+            waiting += following.get(current, ())
+    return reached
+
+
+if __name__ == "__main__":
+    sys.exit(main())

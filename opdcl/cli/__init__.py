@@ -1,0 +1,90 @@
+"""The command line. Each command parses its options, calls a verb of `opdcl.api`, and prints the outcome.
+
+Nothing heavy is imported before a command needs it, so that `opdcl --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from opdcl import parallel
+from opdcl.cli import deploy, results, screen, stages
+from opdcl.cli.config import config_app, workflows_app
+from opdcl.errors import Interrupted, OpdclError, UsageError, translate
+from opdcl.version import __version__
+
+app = typer.Typer(
+    help="Fine-tune a model on a domain, recover what it forgot, and measure both.",
+    epilog="Start with `opdcl run quickstart`; `opdcl COMMAND --help` lists the options of a command.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (stages.run, stages.finetune, stages.recover):
+    app.command()(command)
+app.command(name="eval")(stages.evaluate)
+for command in (results.report, results.compare, deploy.chat, deploy.export, deploy.push, stages.fetch):
+    app.command()(command)
+# What follows -- belongs to vLLM.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(deploy.serve)
+for command in (results.doctor, results.verify):
+    app.command()(command)
+app.add_typer(workflows_app, name="workflows")
+app.add_typer(config_app, name="config")
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line. A failure prints a message and a hint, not a traceback, and has an exit code."""
+    screen.reset()
+    stdout = sys.stdout
+    try:
+        # In this mode Typer returns the code of `typer.Exit` instead of exiting.
+        code = app(prog_name="opdcl", standalone_mode=False)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
+        code = 0
+    except (KeyboardInterrupt, typer.Abort):
+        code = _fail(Interrupted("interrupted"))
+    except OpdclError as fault:
+        code = _fail(fault)
+    except Exception as fault:
+        code = _fail_unexpectedly(fault)
+    finally:
+        sys.stdout = stdout
+    sys.exit(code)
+
+
+def _fail(fault: OpdclError) -> int:
+    screen.output.error(fault)
+    return fault.exit_code
+
+
+def _fail_unexpectedly(fault: Exception) -> int:
+    """Report an exception that is not opdcl's own: a wrong option, or a failure of machine or library."""
+    if os.environ.get("OPDCL_DEBUG"):
+        raise fault
+    if type(fault).__name__ == "NoArgsIsHelpError":
+        print(fault.format_message())
+        return UsageError.exit_code
+    if hasattr(fault, "format_message"):  # Typer's complaint about an argument or an option
+        context = getattr(fault, "ctx", None)
+        return _fail(
+            UsageError(fault.format_message(), f"{context.command_path if context else 'opdcl'} --help")
+        )
+    known = translate(fault, parallel.worker_count())
+    if parallel.rank():  # the failure of one worker, which no other worker reports
+        known.message = f"worker {parallel.rank()}: {known.message}"
+    screen.output.error(known, from_any_worker=True)
+    return known.exit_code

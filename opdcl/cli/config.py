@@ -1,0 +1,91 @@
+"""The commands about recipes and settings: opdcl workflows ..., opdcl config ..."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import typer
+
+from opdcl.cli import options as opt
+from opdcl.cli import screen
+from opdcl.cli.screen import start
+from opdcl.errors import OpdclError, UsageError
+
+workflows_app = typer.Typer(help="List, show or copy the shipped recipes.", no_args_is_help=True)
+
+config_app = typer.Typer(help="Show or check settings, and list every key.", no_args_is_help=True)
+
+
+@workflows_app.command("ls")
+def list_workflows(json: opt.Json = False) -> None:
+    """List the shipped recipes."""
+    from opdcl.config.load import load
+    from opdcl.config.shipped import workflow_files
+
+    start(json)
+    rows = [[name, load([str(file)])[0].description] for name, file in workflow_files().items()]
+    data = [{"name": name, "description": description} for name, description in rows]
+    screen.output.table("", ["name", "what it does"], rows, data)
+
+
+@workflows_app.command("show")
+def show_workflow(name: opt.Recipe) -> None:
+    """Print a recipe."""
+    from opdcl.config.shipped import find_workflow
+
+    screen.output.result(find_workflow(name).read_text(encoding="utf-8").rstrip(), None)
+
+
+@workflows_app.command("cp")
+def copy_workflow(name: opt.Recipe, to: opt.Target = Path(".")) -> None:
+    """Copy a recipe, to edit it."""
+    from opdcl.config.shipped import find_workflow
+
+    source = find_workflow(name)
+    target = to / source.name if to.is_dir() else to
+    if not target.parent.is_dir():
+        raise UsageError(f"folder {target.parent} does not exist", f"mkdir -p {target.parent}")
+    if target.exists():
+        raise UsageError(f"{target} exists", f"opdcl workflows cp {name} another-name.yaml")
+    target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    screen.output.result(f"wrote {target}", None)
+
+
+@config_app.command("show")
+def show_config(workflow: opt.Workflow, settings: opt.Settings = None, json: opt.Json = False) -> None:
+    """Print every setting of a workflow, and where its value comes from."""
+    from opdcl.config.load import flatten, load
+    from opdcl.pipeline.defaults import resolve_for_machine
+
+    start(json)
+    flow, origins = load(workflow, settings or ())
+    with contextlib.suppress(OpdclError):  # without the model at hand its automatic settings stay unknown
+        flow, automatic = resolve_for_machine(flow)
+        origins |= automatic
+    values = flow.model_dump()
+    rows = [[key, str(value), origins.get(key, "default")] for key, value in flatten(values).items()]
+    screen.output.table("", ["key", "value", "origin"], rows, {"workflow": values, "origins": origins})
+
+
+@config_app.command("validate")
+def validate_config(workflow: opt.Workflow, settings: opt.Settings = None, json: opt.Json = False) -> None:
+    """Check the keys and values of a workflow. Reads no data and no model."""
+    from opdcl.config.load import load
+    from opdcl.pipeline.sweep import expand
+
+    start(json)
+    flow, _ = load(workflow, settings or ())
+    expand(flow, Path("runs") / flow.name)
+    screen.output.result(f"{flow.name}: valid", {"name": flow.name, "valid": True})
+
+
+@config_app.command("schema")
+def print_schema(json: opt.Json = False) -> None:
+    """List every key with its default and meaning. With --json, print a JSON schema for editors."""
+    from opdcl.config.reference import describe_fields
+    from opdcl.config.workflow import Workflow
+
+    start(json)
+    rows = describe_fields()
+    screen.output.table("", ["key", "default", "meaning"], rows, Workflow.model_json_schema())

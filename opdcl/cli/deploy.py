@@ -1,0 +1,77 @@
+"""The commands that use a finished model: chat, export, push, serve."""
+
+from __future__ import annotations
+
+import shlex
+
+import typer
+
+import opdcl
+from opdcl.cli import options as opt
+from opdcl.cli import screen
+from opdcl.cli.screen import show, start
+
+
+def chat(
+    source: opt.Source,
+    prompt: opt.Prompt = None,
+    max_new_tokens: opt.MaxNewTokens = 200,
+    offline: opt.Offline = False,
+    json: opt.Json = False,
+) -> None:
+    """Ask base, tuned and recovered the same prompt, side by side."""
+    start(json)
+    lines = [" ".join(prompt)] if prompt else (line.strip() for line in iter(screen.output.ask, ""))
+    for outcome in opdcl.chat(source, (line for line in lines if line), max_new_tokens):
+        show(outcome)
+
+
+def export(
+    source: opt.Source,
+    out: opt.Folder,
+    state: opt.State = None,
+    format: opt.Format = "merged",
+    outtype: opt.OutType = "f16",
+    converter: opt.Converter = None,
+    check: opt.Check = True,
+    offline: opt.Offline = False,
+    json: opt.Json = False,
+) -> None:
+    """Write the merged model, or its adapter, for other programs."""
+    start(json)
+    show(opdcl.export(source, out, state, format, outtype, converter, check, quiet=json))
+
+
+def push(
+    run_dir: opt.RunDir,
+    repository: opt.Repository,
+    state: opt.State = None,
+    private: opt.Private = False,
+    base: opt.Base = None,
+    json: opt.Json = False,
+) -> None:
+    """Upload an adapter and its results to the Hugging Face Hub. Needs HF_TOKEN."""
+    start(json)
+    show(opdcl.push(run_dir, repository, state, private, base))
+
+
+def serve(
+    context: typer.Context,
+    run_dir: opt.RunDir,
+    host: opt.Host = "127.0.0.1",
+    port: opt.Port = 8000,
+    vllm: opt.Vllm = "vllm",
+    dry_run: opt.PrintOnly = False,
+    json: opt.Json = False,
+) -> None:
+    """Serve base, tuned and recovered with vLLM, under these names. Arguments after -- are passed to vLLM."""
+    from opdcl.deploy.serve import execute, serve_command
+    from opdcl.rundir.layout import open_run
+
+    start(json)
+    command = serve_command(open_run(run_dir), vllm, host, port, context.args)
+    if not dry_run:
+        execute(command)
+        return
+    words = [f"{k}={v}" for k, v in command.environment.items() if k != "VLLM_API_KEY"] + command.words
+    screen.output.result(shlex.join(words), {"command": command.words, "url": f"http://{host}:{port}/v1"})

@@ -1,0 +1,95 @@
+"""The arguments and options of the commands, each declared once."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+
+def _go_offline(offline: bool) -> None:
+    if offline:  # huggingface_hub reads it on import, which comes later
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+# Arguments.
+RunDir = Annotated[Path, Argument(metavar="RUN", help="Run directory.")]
+Source = Annotated[
+    str, Argument(metavar="RUN", help="Run directory, adapter folder, or Hub id of an adapter.")
+]
+Runs = Annotated[
+    list[Path],
+    Argument(metavar="RUN", help="Two or more run directories. Runs that differ only in seeds are pooled."),
+]
+Workflow = Annotated[list[str], Argument(help="Recipe or YAML files, merged left to right.")]
+Recipe = Annotated[str, Argument(help="Name of a recipe.")]
+Target = Annotated[Path, Argument(help="File or folder to write to.")]
+Prompt = Annotated[list[str] | None, Argument(help="Prompt to answer. Default: read prompts line by line.")]
+Repository = Annotated[str, Argument(metavar="OWNER/NAME", help="Repository; created if it does not exist.")]
+
+# Options that several commands share.
+Out = Annotated[Path | None, Option("-o", "--out", metavar="RUN", help="Run directory. Default: runs/NAME.")]
+Folder = Annotated[Path, Option("-o", "--out", metavar="FOLDER", help="Folder to write.")]
+Model = Annotated[str | None, Option(help="Base model: smollm2-135m (embedded), a Hub id, or a path.")]
+Seed = Annotated[int | None, Option(help="Random seed of the stage.")]
+LearningRate = Annotated[float | None, Option(help="Peak learning rate.")]
+Settings = Annotated[
+    list[str] | None,
+    Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. recover.steps=60. Repeatable."),
+]
+DryRun = Annotated[bool, Option("--dry-run", help="Print what the command would do, and write nothing.")]
+Force = Annotated[bool, Option("--force", help="Repeat stages whose settings or data have changed.")]
+Workers = Annotated[int, Option(min=1, help="Number of worker processes: one per GPU, or several on CPU.")]
+Offline = Annotated[
+    bool, Option("--offline", callback=_go_offline, help="Use cached files only; see `opdcl fetch`.")
+]
+Json = Annotated[bool, Option("--json", help="Print one JSON document.")]
+Quiet = Annotated[bool, Option("-q", "--quiet", help="Print errors only.")]
+State = Annotated[str | None, Option(help="Adapter: tuned or recovered. Default: the last one of the run.")]
+
+# run and finetune.
+Deterministic = Annotated[bool, Option("--deterministic", help="Use only kernels that repeat bit for bit.")]
+Rows = Annotated[
+    str, Option("--data", help="Training rows: handbook (shipped), a file, a folder, or a Hub id.")
+]
+Epochs = Annotated[float | None, Option(help="Passes over the data.")]
+
+# recover.
+Prompts = Annotated[str | None, Option(help="General prompts: everyday (shipped), a file, or a Hub id.")]
+DomainPrompts = Annotated[str | None, Option(help="Domain prompts. Default: the data of the fine-tune.")]
+Steps = Annotated[int | None, Option(help="Optimizer steps.")]
+
+# eval.
+Limit = Annotated[int | None, Option(help="Evaluate only the first N documents of each suite.")]
+Retention = Annotated[
+    list[str] | None, Option(metavar="SUITE", help="Suite that measures forgetting. Repeatable.")
+]
+DomainSuites = Annotated[
+    list[str] | None,
+    Option(metavar="SUITE", help="Domain suite, or a file of questions and answers. Repeatable."),
+]
+SuiteFiles = Annotated[
+    list[str] | None, Option(metavar="SUITE=PATH", help="Local file with a suite's data. Repeatable.")
+]
+
+# compare, chat, export, push and serve.
+CompareOut = Annotated[
+    Path | None,
+    Option("-o", "--out", metavar="FOLDER", help="Folder for compare.md, compare.html and compare.json."),
+]
+MaxNewTokens = Annotated[int, Option(help="Longest answer, in tokens.")]
+Format = Annotated[
+    str, Option(help="merged (safetensors that any loader reads), adapter, or gguf (llama.cpp, Ollama).")
+]
+OutType = Annotated[str, Option(help="Number format of a GGUF file: f32, f16, bf16 or q8_0.")]
+Converter = Annotated[
+    str | None,
+    Option(help="llama.cpp's convert_hf_to_gguf.py. Default: the one in $LLAMA_CPP, or on the path."),
+]
+Check = Annotated[bool, Option(help="Load a GGUF file back and compare it with the merged model.")]
+Private = Annotated[bool, Option("--private", help="If the repository is created, make it private.")]
+Base = Annotated[str | None, Option(help="Hub id of the base model, needed if the run used a local folder.")]
+Host = Annotated[str, Option(help="Address to listen on.")]
+Port = Annotated[int, Option(help="Port to listen on.")]
+Vllm = Annotated[str, Option(help="The vllm program, if it is in another environment.")]
+PrintOnly = Annotated[bool, Option("--dry-run", help="Print the vLLM command instead of running it.")]

@@ -1,0 +1,40 @@
+"""The terminal of the command line: how it is set up, and how a result is printed."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from opdcl import parallel
+from opdcl.console import Output
+
+if TYPE_CHECKING:
+    from opdcl.outcomes import Outcome
+
+output = Output()
+
+
+def reset() -> None:
+    """Print to the standard streams as they are now."""
+    global output
+    output = Output()
+
+
+def start(json: bool, quiet: bool = False, workers: int = 1) -> None:
+    """Choose what is printed, and how many workers run. From here on nothing but `output` reaches stdout."""
+    parallel.request_workers(workers)
+    output.mode = "json" if json else "quiet" if quiet else "human"
+    sys.stdout = sys.stderr
+
+
+def show(outcome: Outcome) -> None:
+    """Print a result: tables, its sentence and notes, or one JSON document."""
+    if output.mode == "json":
+        output.result("", outcome.data)
+        return
+    for number, table in enumerate(outcome.tables):
+        output.table("\n" * (number > 0) + table.title, table.columns, table.rows, None)
+    if outcome.sentence not in ("", *(table.title for table in outcome.tables), *outcome.notes):
+        output.result(outcome.sentence, None)
+    for note in outcome.notes:
+        output.note(note)

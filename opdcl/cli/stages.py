@@ -1,0 +1,112 @@
+"""The commands that run stages: run, finetune, recover and eval; and fetch, which prepares a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import opdcl
+from opdcl.cli import options as opt
+from opdcl.cli.screen import show, start
+from opdcl.errors import UsageError
+
+
+def run(
+    workflow: opt.Workflow,
+    out: opt.Out = None,
+    model: opt.Model = None,
+    deterministic: opt.Deterministic = False,
+    settings: opt.Settings = None,
+    dry_run: opt.DryRun = False,
+    force: opt.Force = False,
+    offline: opt.Offline = False,
+    num_processes: opt.Workers = 1,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Run a workflow: fine-tune, recover, evaluate, report. Run it again to resume where it stopped."""
+    start(json, quiet, num_processes)
+    shared = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
+    show(opdcl.run(workflow, out, model, deterministic, **shared))
+
+
+def finetune(
+    data: opt.Rows,
+    out: opt.Out = Path("runs/finetune"),
+    model: opt.Model = None,
+    epochs: opt.Epochs = None,
+    learning_rate: opt.LearningRate = None,
+    seed: opt.Seed = None,
+    settings: opt.Settings = None,
+    dry_run: opt.DryRun = False,
+    force: opt.Force = False,
+    offline: opt.Offline = False,
+    num_processes: opt.Workers = 1,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Learn a domain: train a LoRA adapter on your rows."""
+    start(json, quiet, num_processes)
+    shared = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
+    show(opdcl.finetune(data, out, model, epochs, learning_rate, seed, **shared))
+
+
+def recover(
+    run_dir: opt.RunDir,
+    prompts: opt.Prompts = None,
+    domain: opt.DomainPrompts = None,
+    steps: opt.Steps = None,
+    learning_rate: opt.LearningRate = None,
+    seed: opt.Seed = None,
+    settings: opt.Settings = None,
+    dry_run: opt.DryRun = False,
+    force: opt.Force = False,
+    offline: opt.Offline = False,
+    num_processes: opt.Workers = 1,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Recover what the fine-tune forgot, by on-policy distillation. The teacher is the original model."""
+    start(json, quiet, num_processes)
+    shared = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
+    show(opdcl.recover(run_dir, prompts, domain, steps, learning_rate, seed, **shared))
+
+
+def evaluate(
+    run_dir: opt.RunDir,
+    retention: opt.Retention = None,
+    domain: opt.DomainSuites = None,
+    data: opt.SuiteFiles = None,
+    limit: opt.Limit = None,
+    settings: opt.Settings = None,
+    dry_run: opt.DryRun = False,
+    force: opt.Force = False,
+    offline: opt.Offline = False,
+    num_processes: opt.Workers = 1,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Score base, tuned and recovered on the same prompts. Writes the report."""
+    start(json, quiet, num_processes)
+    shared = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
+    files = dict(map(_suite_and_file, data or ()))
+    show(opdcl.evaluate(run_dir, retention or (), domain or (), files, limit, **shared))
+
+
+def fetch(
+    workflow: opt.Workflow,
+    model: opt.Model = None,
+    settings: opt.Settings = None,
+    dry_run: opt.DryRun = False,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Download what a workflow needs from the Hub into the cache. The workflow then runs with --offline."""
+    start(json, quiet)
+    show(opdcl.fetch(workflow, model, settings, dry_run, quiet or json))
+
+
+def _suite_and_file(text: str) -> tuple[str, str]:
+    suite, separator, path = text.partition("=")
+    if not separator:
+        raise UsageError(f"--data {text!r} is not SUITE=PATH", "--data ifeval=input_data.jsonl")
+    return suite, path

@@ -1,0 +1,269 @@
+"""Grade completions in micro-batches: teacher distributions, token losses, and sums over all workers."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from opdcl import parallel
+from opdcl.config.recover import RecoverConfig
+from opdcl.distill.losses import TokenLosses, token_logprobs, token_losses, top_k_overlap
+from opdcl.distill.schedule import Stream
+from opdcl.distill.teachers import RoutedTeacher, Teacher, sequence
+from opdcl.errors import OpdclError
+from opdcl.model.backbone import Backbone
+from opdcl.model.compatibility import refuse_unsupported
+from opdcl.model.distributions import HiddenStates, TeacherDistribution, join, shared_rows
+from opdcl.model.forward import answer_ids, answer_states
+from opdcl.sampling.rollout import Rollout
+from opdcl.training import is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+# A token is left out where sampler and trainer differ about its probability by more than this factor.
+MISMATCH_RATIO = 2
+
+# Sums by name over all completion tokens: `loss`, `kl`, `tokens`, ...; 0 where nothing was added.
+Sums = dict[str, float]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Completions that go through the models together and share one teacher.
+
+    `positions` are their indices in the list that is graded. `route` is the teacher's name, "" for the
+    stream's own teacher. A `filler` counts for nothing: it keeps workers in step where the base is sharded.
+    """
+
+    route: str
+    teacher: Teacher
+    positions: list[int]
+    rollouts: list[Rollout]
+    filler: bool = False
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(r.completion_ids) for r in self.rollouts]
+
+
+class Grader:
+    """Compare the student with each completion's teacher, token by token.
+
+    Each worker grades its share. Sums are those of all workers; a gradient is the worker's own part.
+    """
+
+    def __init__(
+        self, backbone: Backbone, config: RecoverConfig, teachers: dict[Stream, Teacher | RoutedTeacher]
+    ):
+        refuse_unsupported(backbone.causal_lm.config)
+        self.backbone, self.config, self.teachers = backbone, config, teachers
+        self.micro_batch_tokens = config.micro_batch_tokens
+
+    def learn(self, rollouts: list[Rollout], stream: Stream, fresh: bool) -> Sums:
+        """Accumulate the gradient of the mean loss per token; return the sums.
+
+        When memory runs out, the step starts over without a gradient, in micro-batches of half the size.
+
+        Args:
+            rollouts: The completions to learn from.
+            stream: The stream whose teacher grades.
+            fresh: Whether the current weights sampled every token. Then a token whose probability differs
+                between sampler and trainer by more than `MISMATCH_RATIO` is left out and counted as
+                `mismatched`.
+
+        Raises:
+            OpdclError: One sequence alone does not fit into memory.
+        """
+        while True:
+            try:
+                return self._accumulate(rollouts, stream, fresh)
+            except (RuntimeError, MemoryError) as fault:
+                # Workers with a sharded base run in step, so none may start over alone.
+                if not is_out_of_memory(fault) or parallel.sharded():
+                    raise
+            self.backbone.peft.zero_grad()
+            self._halve_micro_batches(rollouts)
+
+    def _accumulate(self, rollouts: list[Rollout], stream: Stream, fresh: bool) -> Sums:
+        total = _count_tokens(rollouts)
+        sums: Sums = defaultdict(float)
+        for batch in self._micro_batches(rollouts, self.teachers[stream]):
+            _, losses, sampler_N = self._compare(
+                batch, batch.teacher.distribution(batch.rollouts), learn=True
+            )
+            weight_N = self._weights(batch)
+            if fresh and len(sampler_N):
+                mismatch_N = (losses.logprob - sampler_N).abs() > math.log(MISMATCH_RATIO)
+                weight_N = weight_N * ~mismatch_N
+                sums["mismatched"] += 0 if batch.filler else int(mismatch_N.sum())
+            loss = (losses.loss * weight_N).sum()
+            sums["loss"] += float(loss.detach())
+            (loss / total).backward()
+            _add(sums, batch, losses)
+        return defaultdict(float, parallel.sum_over_workers(sums), tokens=total)
+
+    @torch.no_grad()
+    def measure(
+        self,
+        rollouts: list[Rollout],
+        stream: Stream,
+        distributions: Mapping[int, TeacherDistribution] | None = None,
+        overlap: bool = False,
+    ) -> Sums:
+        """Return the sums without learning.
+
+        Args:
+            rollouts: The completions to grade.
+            stream: The stream whose teacher grades.
+            distributions: What `distributions` returned, if the same completions are graded repeatedly.
+            overlap: Whether to sum `top_k_overlap` as well.
+        """
+        sums: Sums = defaultdict(float)
+        for batch in self._micro_batches(rollouts, self.teachers[stream]):
+            if distributions is None:
+                teacher = batch.teacher.distribution(batch.rollouts)
+            else:
+                teacher = join([distributions[i] for i in batch.positions])
+            student, losses, _ = self._compare(batch, teacher, learn=False)
+            if overlap and not batch.filler:
+                sums["overlap"] += float(top_k_overlap(student, teacher).sum())
+            _add(sums, batch, losses)
+        return defaultdict(float, parallel.sum_over_workers(sums), tokens=_count_tokens(rollouts))
+
+    def distributions(
+        self, rollouts: list[Rollout], teacher: Teacher | RoutedTeacher
+    ) -> dict[int, TeacherDistribution]:
+        """Return the teacher's distributions over the completions of this worker's share, by position."""
+        by_position = {}
+        for batch in self._micro_batches(rollouts, teacher):
+            parts = batch.teacher.distribution(batch.rollouts).split(batch.lengths)
+            by_position |= dict(zip(batch.positions, parts, strict=True))
+        return by_position
+
+    def gaps(self, rollouts: list[Rollout], stream: Stream) -> list[float]:
+        """Return each completion's mean |log q - log p| per token, q the teacher and p the sampler."""
+        gap_of: dict[str, float] = {}
+        for batch in self._micro_batches(rollouts, self.teachers[stream]):
+            token_N = torch.tensor([t for r in batch.rollouts for t in r.completion_ids])
+            teacher = batch.teacher.distribution(batch.rollouts)
+            rows = shared_rows(self._head_VH, teacher)
+            logprob_N = token_logprobs(
+                teacher, token_N.to(self.backbone.device), rows, self.config.temperature
+            )
+            if batch.filler:
+                continue
+            for i, q_N in zip(batch.positions, logprob_N.split(batch.lengths), strict=True):
+                gap_of[str(i)] = float((q_N - q_N.new_tensor(rollouts[i].logprobs)).abs().mean())
+        totals = parallel.sum_over_workers(gap_of)
+        return [totals[str(i)] for i in range(len(rollouts))]
+
+    @property
+    def _head_VH(self) -> torch.Tensor:
+        return self.backbone.causal_lm.get_output_embeddings().weight
+
+    def _compare(
+        self, batch: MicroBatch, teacher: TeacherDistribution, learn: bool
+    ) -> tuple[HiddenStates, TokenLosses, torch.Tensor]:
+        """Return the student's states, the token losses, and the sampler's log-probabilities."""
+        sequences = [sequence(r.prompt_ids, r.completion_ids) for r in batch.rollouts]
+        student = HiddenStates(answer_states(self.backbone.causal_lm, sequences), self._head_VH)
+        device = student.states_NH.device
+        sampler_N = torch.tensor([x for r in batch.rollouts for x in r.logprobs], device=device)
+        advantage_N = None
+        if learn and batch.rollouts[0].reward is not None:
+            advantage_N = sampler_N.new_tensor(
+                [r.advantage for r in batch.rollouts for _ in r.completion_ids]
+            )
+        losses = token_losses(
+            student.states_NH,
+            student.head_VH,
+            teacher,
+            answer_ids(sequences, device),
+            sampler_N,
+            self.config.temperature,
+            self.config.loss,
+            reward=self.config.reward,
+            advantage_N=advantage_N,
+        )
+        return student, losses, sampler_N
+
+    def _weights(self, batch: MicroBatch) -> torch.Tensor:
+        """Return each token's weight, `(N,)`: 0 for `skip_tokens`, `loss.unfinished` if truncated, else 1."""
+        weights = [
+            float(i >= batch.teacher.skip_tokens) * (1.0 if r.finished else self.config.loss.unfinished)
+            for r in batch.rollouts
+            for i in range(len(r.completion_ids))
+        ]
+        return torch.tensor(weights, device=self.backbone.device) * (not batch.filler)
+
+    def _micro_batches(
+        self, rollouts: list[Rollout], teacher: Teacher | RoutedTeacher
+    ) -> Iterator[MicroBatch]:
+        """Yield this worker's micro-batches; if the base is sharded, then fillers up to the busiest's."""
+        for route, single, positions in teacher.split([r.prompt_ids for r in rollouts]):
+            length = {i: len(rollouts[i].prompt_ids) + len(rollouts[i].completion_ids) for i in positions}
+            # Dealt out longest first, so that all shares cost about the same.
+            ordered = sorted(positions, key=length.__getitem__, reverse=True)
+            shares = [
+                micro_batches(
+                    {i: length[i] for i in parallel.my_share(ordered, worker)}, self.micro_batch_tokens
+                )
+                for worker in range(parallel.worker_count())
+            ]
+            own = shares[parallel.rank()]
+            for batch in own:
+                yield MicroBatch(route, single, batch, [rollouts[i] for i in batch])
+            for _ in range(max(map(len, shares)) - len(own) if parallel.sharded() else 0):
+                yield MicroBatch(route, single, ordered[-1:], [rollouts[ordered[-1]]], filler=True)
+
+    def _halve_micro_batches(self, rollouts: list[Rollout]) -> None:
+        if self.micro_batch_tokens <= max(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts):
+            raise OpdclError(
+                "one sequence alone does not fit into memory",
+                "lower recover.max_new_tokens, or choose a smaller model",
+            )
+        self.micro_batch_tokens //= 2
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        logger.warning("out of memory: continuing with micro-batches of %d tokens", self.micro_batch_tokens)
+
+
+def kl_by_route(sums: Sums) -> dict[str, float]:
+    """Return the KL per token to each named teacher."""
+    return {key: sums[key] / sums[f"tokens/{key[3:]}"] for key in sums if key.startswith("kl/")}
+
+
+def micro_batches(lengths: Mapping[int, int], tokens: int) -> list[list[int]]:
+    """Split sequences, given as position -> length, into batches of at most `tokens` ids, padding included.
+
+    Sequences of similar length share a batch, and none is more than half padding: a single long one has its
+    own.
+    """
+    batches: list[list[int]] = []
+    width = 0
+    for i in sorted(lengths, key=lengths.__getitem__, reverse=True):
+        if not batches or (len(batches[-1]) + 1) * width > tokens or 2 * lengths[i] < width:
+            batches.append([])
+            width = lengths[i]
+        batches[-1].append(i)
+    return batches
+
+
+def _add(sums: Sums, batch: MicroBatch, losses: TokenLosses) -> None:
+    """Add a micro-batch's KL and entropies to the sums."""
+    if batch.filler:
+        return
+    for name in ("kl", "student_entropy", "teacher_entropy"):
+        sums[name] += float(getattr(losses, name).sum())
+    if batch.route:
+        sums[f"kl/{batch.route}"] += float(losses.kl.sum())
+        sums[f"tokens/{batch.route}"] += len(losses.kl)
+
+
+def _count_tokens(rollouts: list[Rollout]) -> int:
+    return sum(len(r.completion_ids) for r in rollouts)

@@ -1,0 +1,123 @@
+"""Build teachers from a configuration, after checking that their tokens mean the same as the student's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedModel
+
+from opdcl.config.server import ServerSection
+from opdcl.config.teacher import TeacherSection
+from opdcl.distill.losses import token_logprobs
+from opdcl.distill.teachers import (
+    Contexts,
+    EmaTeacher,
+    RemoteTeacher,
+    SecondModel,
+    Teacher,
+    TrustRegionTeacher,
+)
+from opdcl.errors import UsageError
+from opdcl.model.architecture import architecture
+from opdcl.model.backbone import Backbone, State
+from opdcl.model.compatibility import HINT, PROBES, check_same_tokenizer, refuse_unsupported
+from opdcl.model.load import eos_ids, load_base, load_tokenizer
+from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.server import Server
+
+# Nats per token by which a model may differ from its copy on a server: far more than rounding does, far less
+# than another model does.
+SAME_MODEL = 0.3
+
+Notify = Callable[[str], None]
+
+
+def make_teacher(
+    config: TeacherSection,
+    backbone: Backbone,
+    contexts: Contexts | None = None,
+    state: State = "general",
+    notify: Notify = lambda text: None,
+) -> Teacher:
+    """Return the teacher that a configuration describes.
+
+    An `ema` or `adapter` teacher needs its adapter on the backbone already, as `state`. `notify` receives
+    messages about a server that does not answer.
+    """
+    match config.kind:
+        case "live":
+            teacher = Teacher(backbone, "student", contexts)
+        case "adapter":
+            teacher = Teacher(backbone, state, contexts)
+        case "ema":
+            teacher = EmaTeacher(backbone, state, config.rate, config.every, contexts)
+        case "trust_region":
+            teacher = TrustRegionTeacher(backbone, config.reference, config.mix, contexts)
+        case "model":
+            teacher = SecondModel(backbone, _load_model(config, backbone), contexts)
+        case "remote":
+            teacher = RemoteTeacher(backbone, reach_server(config.server, backbone, notify), contexts)
+        case frozen:
+            teacher = Teacher(backbone, frozen, contexts)
+    teacher.skip_tokens = config.skip_tokens
+    return teacher
+
+
+def reach_server(config: ServerSection, backbone: Backbone, notify: Notify) -> Server:
+    """Connect to a server whose tokenizer agrees with the student's.
+
+    Raises:
+        UsageError: The tokenizers differ.
+    """
+    server = Server(config, architecture(backbone.causal_lm.config).vocabulary, notify)
+    for probe in PROBES:
+        local_ids = backbone.tokenizer(probe, add_special_tokens=False)["input_ids"]
+        server_ids = server.encode(probe)
+        if local_ids != server_ids:
+            server.close()
+            raise UsageError(
+                f"the server at {config.url} has another tokenizer: "
+                f"it encodes {probe!r} as {server_ids[:8]}, the student as {local_ids[:8]}",
+                HINT,
+            )
+    return server
+
+
+def reach_own_model(config: ServerSection, backbone: Backbone, notify: Notify) -> Server:
+    """Connect to a server that serves the student's own base, compared by tokenizer and by log-probabilities.
+
+    Raises:
+        UsageError: The server has another tokenizer or another model.
+    """
+    server = reach_server(config, backbone, notify)
+    ids = backbone.tokenizer(" ".join(PROBES[:6]), add_special_tokens=False)["input_ids"]
+    prompt_ids, completion_ids = ids[:1], ids[1:]
+    server_N = server.grade(prompt_ids, completion_ids).result().logprob_N
+    base = Teacher(backbone, "base").distribution([Rollout(prompt_ids, completion_ids)])
+    token_N = torch.tensor(completion_ids, device=backbone.device)
+    base_N = token_logprobs(base, token_N, len(backbone.head_VH), 1.0)
+    gap = float((base_N.cpu() - server_N).abs().mean())
+    if gap > SAME_MODEL:
+        server.close()
+        raise UsageError(
+            f"the server at {config.url} serves another model as {server.model}: "
+            f"on a probe the two differ by {gap:.2f} nats per token",
+            "start it with `opdcl serve RUN`, and set server.model to the name of the base",
+        )
+    return server
+
+
+def _load_model(config: TeacherSection, backbone: Backbone) -> PreTrainedModel:
+    """Load another model on the student's device, if tokenizer and end-of-sequence ids agree."""
+    model_config = config.model.model_copy(update={"device": str(backbone.device)})
+    check_same_tokenizer(backbone.tokenizer, load_tokenizer(model_config), model_config.id)
+    model, tokenizer = load_base(model_config)
+    refuse_unsupported(model.config)
+    if (teacher_eos_ids := eos_ids(model, tokenizer)) != backbone.eos_ids:
+        raise UsageError(
+            f"teacher {config.model.id} ends answers with ids {teacher_eos_ids}, "
+            f"the student with {backbone.eos_ids}",
+            HINT,
+        )
+    return model.requires_grad_(False)

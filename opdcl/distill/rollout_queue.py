@@ -1,0 +1,174 @@
+"""Sample completions ahead of the steps that learn from them, and hand them out step by step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from opdcl import parallel
+from opdcl.config.recover import RecoverConfig
+from opdcl.distill.schedule import Step, Stream
+from opdcl.distill.selection import Selection
+from opdcl.distill.teachers import RoutedTeacher, Teacher
+from opdcl.errors import UsageError
+from opdcl.rundir.files import write_atomic
+from opdcl.sampling.rollout import Rollout
+
+# A batch of this many sequences leaves little of the hardware idle.
+FULL_BATCH = 96
+
+
+@dataclass(frozen=True)
+class StepRollouts:
+    """The completions of one step; `fresh` if the current weights sampled every token of them."""
+
+    rollouts: list[Rollout]
+    fresh: bool
+
+
+class RolloutQueue:
+    """Completions for the steps to come.
+
+    Steps of one stream are sampled together. The student's completions go stale as it learns, so at most
+    `recover.sample_ahead` steps; a frozen teacher's never do. The last, long completions of such a batch may
+    stay unfinished: they resume with the stream's next batch and are learned from then (partial rollouts,
+    arXiv 2501.12599). The student completes the prompts of on-policy steps, the stream's teacher those of the
+    others.
+    """
+
+    def __init__(
+        self,
+        config: RecoverConfig,
+        steps: list[Step],
+        prompts: dict[Stream, list[list[int]]],
+        student: Teacher,
+        teachers: dict[Stream, Teacher | RoutedTeacher],
+        selection: Selection,
+    ):
+        self.config, self.steps, self.prompts = config, steps, prompts
+        self.student, self.teachers, self.selection = student, teachers, selection
+        self.latest: dict[Stream, list[Rollout]] = {}
+        """The completions handed out last, by stream."""
+        self._ahead: dict[int, list[Rollout]] = {}
+        self._unfinished: dict[Stream, list[Rollout]] = {}
+
+    def take(self, index: int) -> StepRollouts:
+        """Return the completions of step `index`, sampling them first if they are not there yet."""
+        step = self.steps[index]
+        fresh = index not in self._ahead and self._sample_from(index) and step.on_policy
+        self.latest[step.stream] = rollouts = self._ahead.pop(index)
+        return StepRollouts(rollouts, fresh)
+
+    def _sample_from(self, index: int) -> bool:
+        """Sample step `index` and the next ones of its kind; return whether all of its tokens are new."""
+        step = self.steps[index]
+        stream, teacher = step.stream, self.teachers[step.stream]
+        same_kind = [
+            i
+            for i, later in enumerate(self.steps)
+            if i >= index and (later.stream, later.on_policy) == (stream, step.on_policy)
+        ]
+        ahead = self.config.sample_ahead
+        if not step.on_policy and not teacher.is_dynamic:
+            ahead = max(ahead, FULL_BATCH // len(step.prompts))
+        batch = same_kind[:ahead]
+        rewarded = self.selection.is_rewarded(stream)
+        may_resume = step.on_policy and len(batch) < len(same_kind) and not rewarded
+        resumed = self._unfinished.pop(stream, []) if step.on_policy else []
+        rollouts = self.sample(
+            [self.prompts[stream][p] for i in batch for p in self.steps[i].prompts],
+            stream,
+            seed=self.config.seed * 1_000_003 + index,
+            author=None if step.on_policy else teacher,
+            # A remote teacher grades finished completions while the others are still being sampled.
+            on_finished=None if rewarded else teacher.prefetch,
+            unfinished=resumed,
+            max_unfinished=self._max_unfinished(batch) if may_resume else 0,
+        )
+        if unfinished := [r for r in rollouts if not self._is_done(r, stream)]:
+            self._unfinished[stream] = unfinished
+        resumed, new = rollouts[: len(resumed)], iter(rollouts[len(resumed) :])
+        for i in batch:
+            of_step = [next(new) for _ in self.steps[i].prompts] + (resumed if i == batch[-1] else [])
+            done = [r for r in of_step if self._is_done(r, stream)]
+            self._ahead[i] = self.selection.choose(done, self.steps[i])
+        return not (resumed and batch == [index])
+
+    def _max_unfinished(self, batch: list[int]) -> int:
+        """Return how many completions of these steps may stay unfinished: a sixteenth, never all of a step.
+
+        None if each step is strictly on-policy, if steps choose among completions, if a server samples, and
+        with several workers, whose unfinished completions would differ from those of a single one.
+        """
+        config = self.config
+        if len(batch) == 1 or config.oversample > 1 or config.server or parallel.worker_count() > 1:
+            return 0
+        sizes = [len(self.steps[i].prompts) for i in batch]
+        return min(sum(sizes) // 16, min(sizes) - 1)
+
+    def _is_done(self, rollout: Rollout, stream: Stream) -> bool:
+        return rollout.finished or len(rollout.completion_ids) >= self._max_new_tokens(stream)
+
+    def _max_new_tokens(self, stream: Stream) -> int:
+        domain = self.config.domain_max_new_tokens if stream == "domain" else None
+        return domain or self.config.max_new_tokens
+
+    def sample(
+        self,
+        prompts: list[list[int]],
+        stream: Stream,
+        seed: int,
+        author: Teacher | RoutedTeacher | None = None,
+        on_finished: Callable[[list[Rollout]], None] | None = None,
+        unfinished: Sequence[Rollout] = (),
+        max_unfinished: int = 0,
+    ) -> list[Rollout]:
+        """Sample one completion per prompt from the student, or from `author` with its own contexts.
+
+        The student alone can resume completions: those in `unfinished` come first in the result.
+        """
+        max_new_tokens = self._max_new_tokens(stream)
+        if unfinished or max_unfinished:
+            return self.student.complete(
+                prompts,
+                self.config,
+                max_new_tokens,
+                seed,
+                on_finished,
+                unfinished=unfinished,
+                max_unfinished=max_unfinished,
+            )
+        by_position: dict[int, Rollout] = {}
+        for _, single, positions in (author or self.student).split(prompts):
+            own = [prompts[i] for i in positions]
+            rollouts = single.complete(own, self.config, max_new_tokens, seed, on_finished)
+            for i, rollout in zip(positions, rollouts, strict=True):
+                rollout.prompt_ids = prompts[i]  # the student does not see the teacher's context
+                by_position[i] = rollout
+        return [by_position[i] for i in range(len(prompts))]
+
+    def save(self, folder: Path) -> None:
+        """Write the completions that are not yet learned from into a checkpoint."""
+        content = {"ahead": self._ahead, "unfinished": self._unfinished}
+        write_atomic(folder / "rollouts.json", json.dumps(content, default=asdict))
+
+    def restore(self, folder: Path) -> None:
+        """Take back what `save` wrote.
+
+        Raises:
+            UsageError: Another version of opdcl wrote it, in another format.
+        """
+        content = json.loads((folder / "rollouts.json").read_text())
+        if set(content) != {"ahead", "unfinished"}:
+            raise UsageError(
+                f"another version of opdcl wrote {folder}",
+                "remove that folder: the run resumes from the checkpoint before it, or starts over",
+            )
+        ahead, unfinished = (
+            {key: [Rollout(**r) for r in rollouts] for key, rollouts in content[part].items()}
+            for part in ("ahead", "unfinished")
+        )
+        self._ahead = {int(index): rollouts for index, rollouts in ahead.items()}
+        self._unfinished = unfinished

@@ -1,0 +1,91 @@
+"""What the verbs of `opdcl.api` return: the command line prints it, a notebook shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from opdcl.results.compare import view
+from opdcl.results.scores import STATES
+from opdcl.results.summary import table_rows
+from opdcl.results.tables import Table
+from opdcl.rundir.layout import RunDir
+from opdcl.rundir.verify import Finding
+from opdcl.sanitize import harmless
+
+
+class Outcome:
+    """What a verb returns: a sentence, tables, notes, and plain data. A notebook shows it as HTML."""
+
+    def __init__(self, sentence: str, tables: Sequence[Table], data: Any, notes: Sequence[str] = ()):
+        self.sentence, self.tables, self.data, self.notes = sentence, tables, data, notes
+
+    def __repr__(self) -> str:
+        return f"<opdcl: {self.sentence}>"
+
+    def _repr_html_(self) -> str:
+        def row(cells: Sequence[str], tag: str) -> str:
+            texts = (escape(harmless(cell)).replace("\n", "<br>") for cell in cells)
+            return f"<tr>{''.join(f'<{tag}>{text}</{tag}>' for text in texts)}</tr>"
+
+        page = f"<p><strong>{escape(harmless(self.sentence))}</strong></p>"
+        for table in self.tables:
+            body = "".join(row(cells, "td") for cells in table.rows)
+            page += f"<table><thead>{row(table.columns, 'th')}</thead><tbody>{body}</tbody></table>"
+        return page
+
+
+class Plan(Outcome):
+    """What a run would do; `data` has the keys of `--dry-run --json`."""
+
+
+class Result(Outcome):
+    """The results so far of the run in `path`; `summary` has the keys of `opdcl report RUN --json`."""
+
+    def __init__(self, path: Path, summary: dict[str, Any]):
+        self.path, self.summary = path, summary
+        rows = table_rows(summary)
+        tables = [Table("", ["suite", "n", "floor", *STATES], rows, "")] if rows else []
+        super().__init__(summary["verdict"], tables, summary, [f"report: {self.report}"])
+
+    @property
+    def report(self) -> Path:
+        """The path of report.html."""
+        return RunDir(self.path).reports[1]
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The adapters' folders by state: `tuned`, `recovered`."""
+        return RunDir(self.path).adapters()
+
+
+class Comparison(Outcome):
+    """Runs side by side; `data` has the keys of compare.json, and `path` is the folder it is in, if any."""
+
+    def __init__(self, data: dict[str, Any], path: Path | None = None):
+        self.path = path
+        page = view(data)
+        scores, *others = page.tables
+        # A status takes several lines, so that the table fits a terminal of 80 columns.
+        names = scores.columns
+        rows = [
+            [c.replace(" ", "\n") if name == "status" else c for name, c in zip(names, row, strict=True)]
+            for row in scores.rows
+        ]
+        notes = [page.lead, *(f"note: {note}" for note in data["notes"])]
+        super().__init__(page.lead, [Table("", names, rows, scores.caption), *others], data, notes)
+
+
+class Verification(Outcome):
+    """The checks of a run's files; `failed` names those that do not hold."""
+
+    def __init__(self, findings: Sequence[Finding]):
+        self.failed = [f.what for f in findings if not f.ok]
+        rows = [[f.what, "ok" if f.ok else "BAD", f.finding] for f in findings]
+        bad, total = len(self.failed), len(findings)
+        sentence = f"{bad} of {total} checks failed" if bad else f"all {total} checks hold"
+        super().__init__(
+            sentence, [Table("", ["what", "", "finding"], rows, "")], [vars(f) for f in findings]
+        )

@@ -1,0 +1,265 @@
+"""Compare arms: their scores, their distance to the alpha-curve and the settings that differ.
+
+opdcl compare runs/ours runs/general runs/interpolate
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from opdcl.results import stats
+from opdcl.results.arms import Arm, Member, first_measured, load_arms, mismatch
+from opdcl.results.grouping import as_key, seed_notes
+from opdcl.results.scores import HEADLINE_ROLES, STATES, section
+from opdcl.results.summary import resolution_note
+from opdcl.rundir.layout import RunDir
+
+# Arm name -> indices of the different results of a state that its runs have.
+ResultIds = dict[str, tuple[int, ...]]
+
+
+def compare(runs: list[RunDir]) -> dict[str, Any]:
+    """Return the comparison of runs that do not build on one another, pooled over seeds into arms."""
+    arms = load_arms(runs)
+    members = [member for arm in arms for member in arm.members]
+    seed = int(section(runs[0], "eval").get("seed") or 0)
+    (base, _), (tuned, tuned_ids) = (_references(state, arms, seed) for state in ("base", "tuned"))
+    rows = [_arm_row(arm, seed) for arm in arms]
+    _add_curve_distances(arms, rows, tuned_ids, seed)
+    suites = {
+        role: s for role in HEADLINE_ROLES if (s := first_measured(members, role).suites.get(role)) and s.rows
+    }
+    differences = _differences(arms)
+    return {
+        "headline": {role: s.name if (s := members[0].suites.get(role)) else None for role in HEADLINE_ROLES},
+        "suites": {
+            s.name: {"role": role, "metric": s.metric, "n": len(s.prompts)} for role, s in suites.items()
+        },
+        "references": base + tuned,
+        "arms": rows,
+        "further": _further(arms, seed),
+        "alpha_curve": _alpha_curve(arms, tuned_ids),
+        "differences": differences,
+        "notes": [
+            *_reference_notes(rows, base, tuned),
+            *_setting_notes(arms, differences),
+            *_unfinished_notes(arms),
+            *_run_notes(members),
+            *seed_notes({row["seeds"] for row in rows}),
+        ],
+    }
+
+
+def _references(state: str, arms: list[Arm], seed: int) -> tuple[list[dict[str, Any]], ResultIds]:
+    """Return one row per different result of base or tuned, and which results each arm has.
+
+    Runs share a result if every prompt has the same score. An arm over several fine-tunes has several results
+    of tuned.
+    """
+    results: list[dict[str, np.ndarray]] = []
+    ids: ResultIds = {}
+    for arm in arms:
+        indices = set()
+        for scores in filter(None, (m.scores(state) for m in arm.pooled)):
+            same = (i for i, known in enumerate(results) if _equal(known, scores))
+            if (index := next(same, len(results))) == len(results):
+                results.append({})
+            results[index] |= scores
+            indices.add(index)
+        ids[arm.name] = tuple(sorted(indices))
+    groups = list(dict.fromkeys(filter(None, ids.values())))
+    rows = []
+    for group in groups:
+        names = [name for name, indices in ids.items() if indices == group]
+        row: dict[str, Any] = {
+            "state": state,
+            "name": f"{state} of {', '.join(names)}" if len(groups) > 1 else state,
+            "arms": names,
+            "results": len(group),
+        }
+        for role in HEADLINE_ROLES:
+            scores = [results[i][role] for i in group if role in results[i]]
+            row[role] = stats.mean(np.stack(scores), seed).as_dict() if scores else {}
+        rows.append(row)
+    return rows, ids
+
+
+def _equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    """Return whether two results give every prompt the same score, on the suites that both have."""
+    return all((a[role] == b[role]).all() for role in a.keys() & b.keys())
+
+
+def _arm_row(arm: Arm, seed: int) -> dict[str, Any]:
+    """Return an arm's numbers; an estimate that is not measured is empty, a ratio without meaning is None."""
+    return {
+        "name": arm.name,
+        "method": arm.settings.get("recover.method"),
+        "seeds": len(arm.pooled),
+        **{
+            role: {} if (s := arm.scores(role)) is None else stats.mean(s, seed).as_dict()
+            for role in HEADLINE_ROLES
+        },
+        **stats.outcome(arm.states("retention"), arm.states("domain"), seed),
+        "above_alpha_curve": None,
+        "runs": [_run_row(member) for member in arm.members],
+    }
+
+
+def _run_row(member: Member) -> dict[str, Any]:
+    estimates = member.summary["suites"]
+    scores = {role: estimates[suite.name]["recovered"] for role, suite in member.suites.items()}
+    return {
+        "path": str(member.run.path),
+        "seeds": member.seeds,
+        **{role: scores.get(role, {}) for role in HEADLINE_ROLES},
+        **{key: member.summary[key] for key in ("recovery", "domain_retention", "status")},
+        "missing": member.missing,
+    }
+
+
+def _further(arms: list[Arm], seed: int) -> list[dict[str, Any]]:
+    """Return the arms' scores on each further suite that all finished runs answered on the same prompts."""
+    finished = [arm for arm in arms if not any(m.missing for m in arm.pooled)]
+    members = [member for arm in finished for member in arm.pooled]
+    tables = []
+    for name, suite in members[0].further.items() if members else ():
+        others = [m.further.get(name) for m in members]
+        if not all(s and s.complete and not mismatch(suite.role, s, suite) for s in others):
+            continue
+        rows = []
+        for arm in finished:
+            scores = [np.stack([m.further[name].values(state) for m in arm.pooled]) for state in STATES]
+            row: dict[str, Any] = {
+                state: stats.mean(x, seed).as_dict() for state, x in zip(STATES, scores, strict=True)
+            }
+            kept = stats.domain_retention(*scores, seed=seed) if suite.role == "domain" else None
+            rows.append({"name": arm.name, **row, "domain_retention": kept and kept.as_dict()})
+        tables.append(
+            {"name": name, "role": suite.role, "metric": suite.metric, "n": len(suite.prompts), "arms": rows}
+        )
+    return tables
+
+
+def _add_curve_distances(arms: list[Arm], rows: list[dict], tuned_ids: ResultIds, seed: int) -> None:
+    """Add to each row its paired difference to a point of the alpha-curve and its height above the curve.
+
+    The point is the first arm that scales the same tuned adapter. The curve runs from base over all such arms
+    to tuned.
+    """
+    curve = [arm for arm in arms if arm.scales_only]
+    for arm, row in zip(arms, rows, strict=True):
+        rivals = [rival for rival in curve if tuned_ids[rival.name] == tuned_ids[arm.name]]
+        rivals = rivals or (curve if len(curve) == 1 else [])
+        if arm in curve or not rivals:
+            continue
+        above: dict[str, Any] = {"arm": rivals[0].name, "retention": {}, "domain": {}, "at_its_domain": {}}
+        for role in HEADLINE_ROLES:
+            a, b = arm.scores(role), rivals[0].scores(role)
+            if a is not None and b is not None:
+                above[role] = stats.difference(a, b, seed).as_dict()
+                row["above_alpha_curve"] = above
+        points = [arm.point("base"), arm.point("tuned"), *(rival.point() for rival in rivals)]
+        measured = [point for point in points if point]
+        if (own := arm.point()) and len(measured) == len(points):
+            above["at_its_domain"] = stats.above_mixtures(own, measured, seed).as_dict()
+
+
+def _alpha_curve(arms: list[Arm], tuned_ids: ResultIds) -> list[dict[str, Any]]:
+    """Return base, the scaled adapters and tuned by ascending domain score.
+
+    `edge` marks the upper edge of their mixtures. The list is empty without scaled adapters, or with several
+    tuned models.
+    """
+    curve = [arm for arm in arms if arm.scales_only]
+    if not curve or len(set(filter(None, tuned_ids.values()))) > 1:
+        return []
+    candidates = [arms[0].point("base"), arms[0].point("tuned"), *(arm.point() for arm in curve)]
+    points = [point for point in candidates if point]
+    edge = stats.upper_edge(points)
+    rows = [
+        {"domain": float(domain.mean()), "retention": float(retention.mean()), "edge": i in edge}
+        for i, (domain, retention) in enumerate(points)
+    ]
+    return sorted(rows, key=lambda row: row["domain"])
+
+
+def _differences(arms: list[Arm]) -> dict[str, dict[str, Any]]:
+    """Return setting -> arm -> value for the settings that differ; an arm without the key is left out."""
+    differences: dict[str, dict[str, Any]] = {}
+    for key in dict.fromkeys(key for arm in arms for key in arm.settings):
+        # For an arm without a section, flat keys hold the section's name alone. Then the section is the
+        # difference.
+        section_name = key.split(".")[0]
+        having = [arm for arm in arms if section_name not in arm.settings]
+        values = {arm.name: arm.settings[key] for arm in having if key in arm.settings}
+        if key == section_name:
+            if having:
+                differences[key] = {arm.name: "given" if arm in having else "left out" for arm in arms}
+        elif len(values) < len(having) or len({as_key(value) for value in values.values()}) > 1:
+            differences[key] = values
+    return differences
+
+
+def _reference_notes(rows: list[dict], base: list[dict], tuned: list[dict]) -> list[str]:
+    notes = [
+        f"The arms have {len(several)} different results of {several[0]['state']}: each arm's R and D refer "
+        "to its own."
+        for several in (base, tuned)
+        if len(several) > 1
+    ]
+    if len(tuned) > 1 and any(row["above_alpha_curve"] for row in rows):
+        notes.append(
+            "An arm that starts from a different tuned model than the alpha-curve differs by that too."
+        )
+    return notes
+
+
+def _setting_notes(arms: list[Arm], differences: dict[str, dict]) -> list[str]:
+    notes = []
+    harmless = {f"eval.{option}" for option in (*HEADLINE_ROLES, "control", "limit")}
+    measured_differently = [
+        key for key in differences if key.startswith("eval.") and ".".join(key.split(".")[:2]) not in harmless
+    ]
+    if measured_differently:
+        notes.append(f"The arms were measured with different settings ({', '.join(measured_differently)}).")
+    settings = [as_key(arm.settings) for arm in arms]
+    repeated = [arm.name for arm, key in zip(arms, settings, strict=True) if settings.count(key) > 1]
+    if repeated:
+        notes.append(
+            f"{', '.join(repeated)}: the settings are equal and some seeds occur twice, so the runs are not "
+            "pooled."
+        )
+    return notes
+
+
+def _unfinished_notes(arms: list[Arm]) -> list[str]:
+    return [
+        f"{member.run.path} is not finished: no result of {', '.join(member.missing)}"
+        + ("." if member in arm.pooled else f", and is left out of {arm.name}.")
+        for arm in arms
+        for member in arm.members
+        if member.missing
+    ]
+
+
+def _run_notes(members: list[Member]) -> list[str]:
+    """Return the notes of the runs' own reports; shared notes and the resolution of the tests appear once."""
+    runs_of: dict[str, list[str]] = {}
+    resolution: dict[str, float] = {}
+    for member in members:
+        if smallest := member.summary["tests"]["detectable_difference"]:
+            note = resolution_note(member.suites["retention"], [smallest])
+            resolution |= {note: smallest} if note in member.summary["notes"] else {}
+        for note in member.summary["notes"]:
+            runs_of.setdefault(note, []).append(str(member.run.path))
+    notes = [
+        note if len(runs) == len(members) else f"{', '.join(runs)}: {note}"
+        for note, runs in runs_of.items()
+        if note not in resolution
+    ]
+    if resolution:
+        suite = first_measured(members, "retention").suites["retention"]
+        notes.append(resolution_note(suite, list(resolution.values())))
+    return notes

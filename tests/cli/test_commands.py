@@ -1,0 +1,142 @@
+"""The commands that need no trained model: help, recipes, settings, dry runs and the check of the machine."""
+
+import json
+
+from helpers import command as runner
+from helpers.command import ROOT
+
+
+def test_help_names_every_command(opdcl):
+    text = opdcl("--help")
+    for name in (
+        "run",
+        "finetune",
+        "recover",
+        "eval",
+        "report",
+        "compare",
+        "chat",
+        "export",
+        "push",
+        "fetch",
+        "workflows",
+        "config",
+        "doctor",
+    ):
+        assert f" {name} " in text
+
+
+def test_help_has_a_short_form(opdcl):
+    assert opdcl("recover", "-h") == opdcl("recover", "--help")
+
+
+def test_opdcl_alone_shows_where_to_begin(tmp_path):
+    done = runner.opdcl(cwd=tmp_path)
+    assert done.returncode == 2
+    assert "opdcl run quickstart" in done.stdout
+    assert " finetune " in done.stdout
+
+
+def test_version_is_one_line(opdcl):
+    from opdcl import __version__
+
+    assert opdcl("--version") == f"{__version__}\n"
+
+
+def test_workflows_are_listed_as_text_and_as_json(opdcl):
+    assert "quickstart" in opdcl("workflows", "ls")
+    listed = json.loads(opdcl("workflows", "ls", "--json"))
+    assert "quickstart" in [w["name"] for w in listed]
+    assert all(w["description"] for w in listed)
+
+
+def test_workflows_show_prints_the_shipped_file(opdcl):
+    assert (
+        opdcl("workflows", "show", "quickstart").strip()
+        == (ROOT / "workflows" / "quickstart.yaml").read_text().strip()
+    )
+
+
+def test_a_copied_workflow_is_valid_and_never_overwrites(opdcl, refused, tmp_path):
+    opdcl("workflows", "cp", "quickstart", "mine.yaml")
+    assert (tmp_path / "mine.yaml").read_text() == (ROOT / "workflows" / "quickstart.yaml").read_text()
+    assert "valid" in opdcl("config", "validate", "mine.yaml")
+    assert "mine.yaml exists" in refused("workflows", "cp", "quickstart", "mine.yaml")
+
+
+def test_a_workflow_is_copied_into_a_folder_under_its_own_name(opdcl, tmp_path):
+    opdcl("workflows", "cp", "quickstart")
+    assert [p.name for p in tmp_path.iterdir()] == ["quickstart.yaml"]
+
+
+def test_config_show_names_the_origin_of_each_value(opdcl):
+    args = ("config", "show", "quickstart", "--set", "recover.steps=7")
+    rows = {
+        line.split()[0]: line.strip().split(maxsplit=2) for line in opdcl(*args).splitlines() if line.strip()
+    }
+    assert rows["recover.steps"][1:] == ["7", "--set"]
+    assert rows["recover.temperature"][1:] == ["1.0", "default"]
+    assert rows["finetune.data"][1] == "handbook"
+    assert "quickstart.yaml:" in rows["finetune.data"][2]
+    result = json.loads(opdcl(*args, "--json"))
+    assert result["workflow"]["recover"]["steps"] == 7
+    assert result["origins"]["recover.steps"] == "--set"
+
+
+def test_config_validate_answers_as_text_and_as_json(opdcl):
+    assert opdcl("config", "validate", "quickstart") == "quickstart: valid\n"
+    assert json.loads(opdcl("config", "validate", "quickstart", "--json")) == {
+        "name": "quickstart",
+        "valid": True,
+    }
+
+
+def test_config_schema_is_a_table_or_a_json_schema(opdcl):
+    table = opdcl("config", "schema")
+    assert "recover.general_per_domain" in table
+    schema = json.loads(opdcl("config", "schema", "--json"))
+    assert schema["additionalProperties"] is False
+    assert "recover" in schema["properties"]
+
+
+def test_a_dry_run_is_one_json_document_and_writes_nothing(opdcl, tmp_path):
+    plan = json.loads(opdcl("finetune", "--data", "handbook", "-o", "out", "--dry-run", "--json"))
+    assert [(task["stage"], task["action"]) for task in plan["tasks"]] == [("finetune", "run")]
+    assert plan["steps"]["finetune"] == 263  # 840 rows, five times, 16 to a step, rounded up
+    assert plan["memory_bytes"]["finetune"] > 135e6 * 2
+    assert plan["disk_bytes"] > 0
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_dry_run_counts_the_longest_prompt(opdcl, tmp_path):
+    sizes = []
+    for words in (10, 4000):
+        (tmp_path / "prompts.jsonl").write_text(json.dumps({"question": "word " * words}) + "\n")
+        plan = opdcl(
+            "run",
+            "quickstart",
+            "-o",
+            "out",
+            "--set",
+            f"recover.general={tmp_path}/prompts.jsonl",
+            "--dry-run",
+            "--json",
+        )
+        sizes.append(json.loads(plan)["memory_bytes"]["recover"])
+    assert sizes[1] > 1.5 * sizes[0]
+
+
+def test_doctor_passes_on_this_machine(opdcl):
+    checks = {check["name"]: check for check in json.loads(opdcl("doctor", "--json"))}
+    assert {"python", "torch", "trl", "memory", "disk", "device"} <= {*checks}
+    assert all(check["ok"] for check in checks.values() if check["needed"])
+
+
+def test_doctor_exits_with_4_if_something_is_missing(tmp_path):
+    # Even root cannot write to this folder.
+    done = runner.opdcl("doctor", "--json", cwd=tmp_path, env={"OPDCL_CACHE": "/proc/self/opdcl"})
+    assert done.returncode == 4, done.stderr
+    assert [check["name"] for check in json.loads(done.stdout) if check["needed"] and not check["ok"]] == [
+        "cache"
+    ]
+    assert "error: this machine cannot run opdcl: cache\n" in done.stderr

@@ -1,0 +1,115 @@
+"""Wrong input: each command refuses it with a helpful message, and changes nothing."""
+
+import time
+
+import pytest
+
+# Command -> what the error must contain.
+WRONG = {
+    "run quikstart": ("no workflow 'quikstart'", "did you mean quickstart?"),
+    "run missing.yaml -o out": ("missing.yaml",),
+    "workflows show quikstart": ("did you mean quickstart?",),
+    "config show quickstart --set recover.stepz=3": (
+        "unknown key recover.stepz",
+        "did you mean recover.steps?",
+    ),
+    "run quickstart -o out --set recover.stepz=3": (
+        "unknown key recover.stepz",
+        "did you mean recover.steps?",
+    ),
+    "run quickstart -o out --set recover.steps=many": ("recover.steps", "integer", "'many'", "--set"),
+    "run quickstart -o out --set recover.steps": ("is not KEY=VALUE", "--set recover.steps=60"),
+    "finetune --data missing.jsonl -o out": ("missing.jsonl' does not exist",),
+    "finetune --data handbook -o out --epochs 0": ("finetune.epochs", "greater than 0", "flag"),
+    "finetune --data handbook -o out --epochs few": ("--epochs", "number"),
+    "finetune -o out": ("--data", "opdcl finetune --help"),
+    "recover nowhere": ("nowhere is not a run directory", "opdcl finetune"),
+    "eval nowhere": ("nowhere is not a run directory",),
+    "eval nowhere --data ifeval": ("is not SUITE=PATH",),
+    "eval . --domain missing.jsonl": ("domain questions 'missing.jsonl' do not exist", "the name of a suite"),
+    "report nowhere": ("nowhere is not a run directory",),
+    "report . --json": ("is not a run directory",),
+    "nosuchcommand": ("nosuchcommand", "opdcl --help"),
+    "run quickstart --nosuchflag": ("--nosuchflag", "opdcl run --help"),
+}
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_a_wrong_command_is_refused_with_a_helpful_message(refused, command):
+    errors = refused(*command.split())
+    for words in WRONG[command]:
+        assert words in errors
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "rows.jsonl",
+            '{"question": "q", "answer": "a"}\n{"question": "q", "ans\n',
+            "rows.jsonl:2 is not valid JSON",
+        ),
+        ("rows.jsonl", '{"question": "q", "answer": "a"}\n{"answer": "a"}\n', "rows.jsonl:2 has only answer"),
+        (
+            "rows.jsonl",
+            '{"question": "q", "answer": "a"}\n{"question": "q"}\n',
+            "rows.jsonl:2 has no answer to learn",
+        ),
+        ("rows.jsonl", '{"question": "q", "answer": 5}\n', "rows.jsonl:1: answer is a number, not text"),
+        ("rows.jsonl", "", "rows.jsonl has no rows"),
+        ("rows.csv", "id,name\n1,x\n", "rows.csv:2 has only id, name"),
+        ("rows.xlsx", "x", "cannot tell the format of .xlsx"),
+    ],
+)
+def test_bad_rows_are_refused_before_anything_is_loaded_or_written(refused, tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    started = time.perf_counter()
+    assert message in refused("finetune", "--data", name, "-o", "out")
+    assert time.perf_counter() - started < 20
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"recover:\n  stepz: 3\n", "unknown key recover.stepz, flow.yaml:2"),
+        (b"recover:\n  steps: many\n", "flow.yaml:2)"),
+        (b"recover:\n  steps: 1\n  steps: 2\n", "flow.yaml:3: found duplicate key"),
+        (b"recover: [\n", "flow.yaml:"),
+        (b"recover: &a {}\n", "flow.yaml:1 uses an anchor or alias"),
+        (b"name: \xff\n", "not UTF-8"),
+        (b"- a\n", "not a mapping"),
+        (b"finetune: {data: missing.jsonl}\n", "missing.jsonl' does not exist"),
+        (
+            b"finetune: {data: handbook}\neval: {data: {ifeval: missing.jsonl}}\n",
+            "missing.jsonl does not exist",
+        ),
+    ],
+)
+def test_a_bad_workflow_file_is_refused_with_its_line(refused, tmp_path, content, message):
+    (tmp_path / "flow.yaml").write_bytes(content)
+    assert message in refused("run", "flow.yaml", "-o", "out")
+
+
+def test_an_escape_sequence_in_the_input_does_not_reach_the_terminal(refused):
+    assert "\x1b" not in refused("run", "\x1b[31mred")
+
+
+def test_a_directory_that_is_not_a_run_is_refused_and_left_alone(refused, tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_bytes(b"meow")
+    errors = refused("finetune", "--data", "handbook", "-o", "photos")
+    assert "photos exists and is not a run directory" in errors
+
+
+def test_a_file_as_run_directory_is_refused(refused, tmp_path):
+    (tmp_path / "note").write_text("mine")
+    assert "note is a file" in refused("finetune", "--data", "handbook", "-o", "note")
+
+
+def test_an_unknown_trainer_field_is_refused_with_a_suggestion(refused):
+    errors = refused(
+        "finetune", "--data", "handbook", "-o", "out", "--set", "finetune.trainer.weight_decai=0.1"
+    )
+    assert "weight_decai" in errors
+    assert "weight_decay" in errors

@@ -1,0 +1,109 @@
+"""Tests that need new processes: which libraries a command imports, the speed of help, pipes, tracebacks."""
+
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from helpers.command import ENV, ROOT
+
+HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "lm_eval", "accelerate", "pandas", "numpy")
+# Packages and modules that may import torch and its like; everything else must stay light.
+HEAVY_MODULES = (
+    "distill",
+    "sampling",
+    "stages",
+    "training",
+    "model.backbone",
+    "model.forward",
+    "model.fused_lora",
+    "model.short_attention",
+    "model.distributions",
+    "model.compatibility",
+    "pipeline.dry_run",
+    "results.stats",
+    "deploy.chat",
+    "__main__",
+)
+MODULES = sorted(
+    ".".join(p.relative_to(ROOT / "opdcl").with_suffix("").parts)
+    for p in (ROOT / "opdcl").rglob("*.py")
+    if p.stem != "__init__"
+)
+LIGHT = [name for name in MODULES if not name.startswith(HEAVY_MODULES)]
+ENTRY = "from opdcl.cli import main; main()"
+
+
+def python(code: str, *words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a new process that imports this checkout."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=cwd,
+        env={**ENV, "PYTHONPATH": str(ROOT), "COLUMNS": "120", **variables},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def imported(code: str, cwd: Path) -> list[str]:
+    """Return which heavy packages `code` brings into a fresh process."""
+    done = python(f"import sys\n{code}\nprint('HEAVY', *[m for m in {HEAVY!r} if m in sys.modules])", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()[1:]
+
+
+def test_help_imports_no_heavy_library(tmp_path):
+    code = "sys.argv = ['opdcl', '--help']\nfrom opdcl.cli import app\napp(standalone_mode=False)"
+    assert imported(code, tmp_path) == []
+
+
+def test_the_import_check_can_fail(tmp_path):
+    assert imported("import numpy", tmp_path) == ["numpy"]
+
+
+def test_the_light_modules_import_no_heavy_library(tmp_path):
+    assert imported("\n".join(f"import opdcl.{name}" for name in LIGHT), tmp_path) == []
+
+
+def test_reading_a_workflow_and_rows_imports_no_heavy_library(tmp_path):
+    code = "from opdcl.config.load import load; from opdcl.data.rows import load_rows"
+    code += "; load(['quickstart']); load_rows('handbook')"
+    assert imported(code, tmp_path) == []
+
+
+def test_help_answers_in_under_half_a_second(tmp_path):
+    best = float("inf")
+    for _ in range(6):
+        started = time.perf_counter()
+        assert python(ENTRY, "--help", cwd=tmp_path).returncode == 0
+        best = min(best, time.perf_counter() - started)
+        if best < 0.5:
+            break
+    assert best < 0.5
+
+
+def test_only_debug_mode_shows_a_traceback(tmp_path):
+    # A library that fails in an unforeseen way.
+    code = f"import ruamel.yaml\nruamel.yaml.YAML = None\n{ENTRY}"
+    words = ("config", "validate", "quickstart")
+    plain = python(code, *words, cwd=tmp_path)
+    assert plain.returncode == 1
+    assert "Traceback" not in plain.stderr
+    assert "OPDCL_DEBUG=1" in plain.stderr
+    loud = python(code, *words, cwd=tmp_path, OPDCL_DEBUG="1")
+    assert "Traceback" in loud.stderr
+
+
+def test_a_reader_that_closes_the_pipe_early_causes_no_error(tmp_path):
+    script = f"{shlex.quote(sys.executable)} -c '{ENTRY}' config schema | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = python(
+        "import subprocess, sys; sys.exit(subprocess.run(['bash', '-c', sys.argv[1]]).returncode)",
+        script,
+        cwd=tmp_path,
+    )
+    assert done.stdout.splitlines()[-1] == "0"
+    assert done.stderr == ""

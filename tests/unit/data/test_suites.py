@@ -1,0 +1,61 @@
+"""Suites: local data, floors, and what is refused."""
+
+import json
+
+import pytest
+
+from opdcl.config.evaluate import EvalConfig
+from opdcl.data.suites import CONSTANT_ANSWER, load_suite
+from opdcl.errors import UsageError
+
+IFEVAL = [
+    {"key": 1, "prompt": "Say hello.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
+    {
+        "key": 2,
+        "prompt": "Write about rain.",
+        "instruction_id_list": ["keywords:existence"],
+        "kwargs": [{"keywords": ["rain"]}],
+    },
+]
+
+
+def test_the_official_ifeval_reads_a_local_file(tmp_path):
+    (tmp_path / "ifeval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in IFEVAL))
+    suite = load_suite("ifeval", EvalConfig(data={"ifeval": str(tmp_path / "ifeval.jsonl")}))
+    assert [suite.task.doc_to_text(doc) for doc in suite.task.eval_docs] == [
+        "Say hello.",
+        "Write about rain.",
+    ]
+    assert suite.metrics[0] == "prompt_level_strict_acc"
+    passed = [suite.task.process_results(doc, ["The rain fell."]) for doc in suite.task.eval_docs]
+    assert [bool(p["prompt_level_strict_acc"]) for p in passed] == [True, True]
+    failed = [suite.task.process_results(doc, ["Sun, sun."]) for doc in suite.task.eval_docs]
+    assert [bool(p["prompt_level_strict_acc"]) for p in failed] == [False, False]
+
+
+def test_floors_score_answers_without_skill_on_the_documents_that_are_evaluated(tmp_path):
+    rows = [
+        {"question": "Say this: red", "answer": "say this red"},
+        {"question": "Colour?", "answer": CONSTANT_ANSWER},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    suite = load_suite("own", EvalConfig(data={"own": str(tmp_path / "rows.jsonl")}))
+    exact = {name: scores["exact_match"] for name, scores in suite.floors(None).items()}
+    assert exact == {"empty": 0, "constant": 0.5, "copy": 0.5}
+    exact = {name: scores["exact_match"] for name, scores in suite.floors(1).items()}
+    assert exact == {"empty": 0, "constant": 0, "copy": 1}
+
+
+def test_a_question_without_an_answer_is_no_suite(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "Colour?"}\n')
+    with pytest.raises(UsageError, match=r"rows\.jsonl:1 has no question and answer"):
+        load_suite("own", EvalConfig(data={"own": str(tmp_path / "rows.jsonl")}))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("no-such-suite", "unknown suite"), ("ifeval", "could not load the data of suite")]
+)
+def test_a_suite_that_cannot_be_loaded_is_refused(name, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        load_suite(name)
+    assert caught.value.hint

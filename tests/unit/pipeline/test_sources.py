@@ -1,0 +1,123 @@
+"""One run reads each file once."""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from helpers.tiny import make_project
+
+from opdcl.config.load import load
+from opdcl.console import Output
+from opdcl.errors import UsageError
+from opdcl.pipeline.execute import execute
+from opdcl.pipeline.sources import Sources
+from opdcl.rundir.files import read_json
+from opdcl.rundir.layout import RunDir
+
+OPENED: list[str] = []
+_listening = False
+
+
+@pytest.fixture
+def opened():
+    """Collect the names of the files that this process opens."""
+    global _listening
+    if not _listening:  # an audit hook cannot be removed
+        sys.addaudithook(lambda event, args: OPENED.append(str(args[0])) if event == "open" else None)
+        _listening = True
+    OPENED.clear()
+    return OPENED
+
+
+@pytest.fixture
+def project(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(make_project(tmp_path, tiny_model))
+    return tmp_path
+
+
+def counts(opened: list[str], *names: str) -> dict[str, int]:
+    files = Counter(Path(name).name for name in opened)
+    return {name: files[name] for name in names}
+
+
+def count_suites(monkeypatch) -> Counter:
+    """Count what lm-eval loads."""
+    from lm_eval.tasks import TaskManager
+
+    loaded: Counter = Counter()
+    load_tasks = TaskManager.load
+
+    def count(self, tasks):
+        loaded.update(t if isinstance(t, str) else t["task"] for t in tasks)
+        return load_tasks(self, tasks)
+
+    monkeypatch.setattr(TaskManager, "load", count)
+    return loaded
+
+
+def test_a_fine_tune_and_its_evaluation_parse_each_file_and_build_each_suite_once(
+    project, opened, monkeypatch
+):
+    loaded = count_suites(monkeypatch)
+    workflow, origins = load(["tiny.yaml"], ["recover=null"])
+    run = RunDir(project / "run")
+    execute(workflow, origins, run, Output("quiet"))
+    # Once for its hash, once for its rows, which are trained on and asked.
+    assert counts(opened, "rows.jsonl", "test.jsonl") == {"rows.jsonl": 2, "test.jsonl": 2}
+    assert loaded == {"instructions": 1, "questions": 1}
+    for suite in ("instructions", "questions"):
+        base, tuned = (read_json(run.eval_result(state, suite)) for state in ("base", "tuned"))
+        assert base["floor"] == tuned["floor"]
+
+
+def test_a_whole_run_parses_each_file_and_builds_each_suite_once(project, opened, monkeypatch):
+    loaded = count_suites(monkeypatch)
+    workflow, origins = load(["tiny.yaml"])
+    execute(workflow, origins, RunDir(project / "run"), Output("quiet"))
+    assert counts(opened, "rows.jsonl", "prompts.jsonl") == {"rows.jsonl": 2, "prompts.jsonl": 2}
+    assert loaded == {"instructions": 1, "questions": 1}
+
+
+def test_the_arms_of_a_sweep_share_what_is_read(project, opened, monkeypatch):
+    from opdcl.pipeline.sweep import describe_all
+
+    loaded = count_suites(monkeypatch)
+    (project / "arms.yaml").write_text("arms: {one: {}, two: {finetune: {epochs: 2}}}")
+    workflow, _ = load(["tiny.yaml", "arms.yaml"], ["recover=null"])
+    _, plans = describe_all(workflow, project / "sweep")
+    assert [plan["run"] for plan in plans] == ["one", "two"]
+    assert counts(opened, "rows.jsonl") == {"rows.jsonl": 2}
+    assert loaded == {"instructions": 1, "questions": 1}
+
+
+def test_rows_that_a_caller_changes_stay_as_they_were_read(project):
+    sources = Sources()
+    sources.rows("rows.jsonl").clear()
+    assert len(sources.rows("rows.jsonl")) == 12
+
+
+def test_a_row_without_an_answer_is_refused_before_anything_is_written(project):
+    (project / "rows.jsonl").write_text(json.dumps({"question": "What is the code?"}))
+    workflow, origins = load(["tiny.yaml"], ["eval=null"])
+    with pytest.raises(UsageError, match=r"rows\.jsonl:1 has no answer to learn"):
+        execute(workflow, origins, RunDir(project / "run"), Output("quiet"))
+    assert not (project / "run").exists()
+
+
+def test_the_hash_of_a_suite_covers_its_data_and_each_field_has_its_own(project):
+    workflow, _ = load(["tiny.yaml"])
+    sources = Sources()
+    hashes = sources.hashes(sources.inherit(workflow))
+    assert [*hashes] == [
+        "finetune.data",
+        "recover.general",
+        "recover.domain",
+        "eval.data.questions",
+        "eval.suite.instructions",
+    ]
+    assert hashes["finetune.data"] == hashes["recover.domain"] != hashes["recover.general"]
+    (project / "prompts.jsonl").write_text('{"prompt": "Another."}\n{"prompt": "Two."}\n')
+    fresh = Sources()
+    assert fresh.hashes(fresh.inherit(workflow))["recover.general"] != hashes["recover.general"]

@@ -1,0 +1,243 @@
+"""The comparison of small synthetic runs whose every number is known beforehand."""
+
+import json
+
+import numpy as np
+import pytest
+from helpers.synthetic import BASE, TUNED, N, change, measure, write
+
+from opdcl.results import compare, stats
+from opdcl.results.compare import view
+from opdcl.results.summary import summarise
+
+pytestmark = pytest.mark.usefixtures("few_resamples")
+
+
+def test_an_arm_of_one_run_has_the_numbers_of_its_report(three):
+    comparison = compare.compare(three)
+    for row, run in zip(comparison["arms"], three, strict=True):
+        alone = summarise(run)
+        assert row["retention"] == alone["suites"]["instructions"]["recovered"]
+        assert row["domain"] == alone["suites"]["handbook"]["recovered"]
+        assert [row[k] for k in ("recovery", "domain_retention", "status")] == [
+            alone[k] for k in ("recovery", "domain_retention", "status")
+        ]
+    assert [row["name"] for row in comparison["arms"]] == ["ours", "general", "scaled"]
+    assert [row["recovery"]["value"] for row in comparison["arms"]] == pytest.approx(
+        [20 / 24, 20 / 24, 12 / 24], abs=1e-5
+    )
+    assert [row["domain_retention"]["value"] for row in comparison["arms"]] == pytest.approx(
+        [28 / 32, 8 / 32, 16 / 32]
+    )
+
+
+def test_a_second_domain_suite_that_all_runs_have_gets_its_own_table(three):
+    passed = {"ours": 28, "general": 4, "scaled": 20}
+    for run in three:
+        change(run, "eval", domain=["handbook", "manual"])
+        for state, k in (("base", 4), ("tuned", 36), ("recovered", passed[run.path.name])):
+            measure(run, state, {"manual": range(k)})
+    (apart,) = compare.compare(three)["further"]
+    assert {k: v for k, v in apart.items() if k != "arms"} == {
+        "name": "manual",
+        "role": "domain",
+        "metric": "accuracy",
+        "n": N,
+    }
+    assert [(a["name"], a["recovered"]["value"], a["domain_retention"]["value"]) for a in apart["arms"]] == [
+        ("ours", pytest.approx(28 / N), pytest.approx(24 / 32)),
+        ("general", pytest.approx(4 / N), pytest.approx(0)),
+        ("scaled", pytest.approx(20 / N), pytest.approx(16 / 32)),
+    ]
+    tables = {table.title: table.rows for table in view(compare.compare(three)).tables}
+    assert [cell.split("\n")[0] for cell in tables["manual, domain"][0]] == [
+        "ours",
+        "10.0 %",
+        "90.0 %",
+        "70.0 %",
+        "0.75",
+    ]
+    for state in ("base", "tuned", "recovered"):
+        measure(three[1], state, {"manual": range(36)}, prompt="Other prompt")
+    assert compare.compare(three)["further"] == []
+
+
+def test_shared_base_and_tuned_have_one_row_each_at_the_top(three):
+    comparison = compare.compare(three)
+    assert [(r["name"], r["retention"]["value"], r["domain"]["value"]) for r in comparison["references"]] == [
+        ("base", 0.8, 0.1),
+        ("tuned", 0.2, 0.9),
+    ]
+    assert [row[0].split("\n")[0] for row in view(comparison).tables[0].rows] == [
+        "base",
+        "tuned",
+        "ours",
+        "general",
+        "scaled",
+    ]
+    assert not [note for note in comparison["notes"] if "different results" in note]
+
+
+def test_different_tuned_models_have_a_row_each_and_a_note(make):
+    runs = [make("a", 28, 32), make("b", 28, 32, tuned=TUNED | {"instructions": range(9)}, steps=9)]
+    comparison = compare.compare(runs)
+    assert [r["name"] for r in comparison["references"]] == ["base", "tuned of a", "tuned of b"]
+    assert [r["retention"]["value"] for r in comparison["references"]] == pytest.approx([0.8, 0.2, 9 / 40])
+    assert any("2 different results of tuned" in note for note in comparison["notes"])
+
+
+def test_the_distance_to_the_alpha_curve_is_paired(three):
+    ours, general, scaled = (row["above_alpha_curve"] for row in compare.compare(three)["arms"])
+    assert scaled is None
+    assert ours["arm"] == general["arm"] == "scaled"
+    assert ours["retention"]["value"] == pytest.approx(8 / 40)
+    assert [ours["domain"]["value"], general["domain"]["value"]] == pytest.approx([12 / 40, -8 / 40])
+    passed = {k: (np.arange(N) < k).astype(float) for k in (20, 28)}
+    assert ours["retention"] == stats.difference(passed[28], passed[20]).as_dict()
+    assert general["domain"]["high"] < 0 < ours["domain"]["low"]
+
+
+def test_the_alpha_curve_runs_from_base_over_the_scaled_adapter_to_tuned(three):
+    ours = compare.compare(three)["arms"][0]
+    passed = {k: (np.arange(N) < k).astype(float) for k in range(N + 1)}
+    points = [
+        tuple(passed[len(scores[suite])] for suite in ("handbook", "instructions"))
+        for scores in (BASE, TUNED)
+    ]
+    above = stats.above_mixtures((passed[32], passed[28]), [*points, (passed[20], passed[20])]).as_dict()
+    assert ours["above_alpha_curve"]["at_its_domain"] == above
+    drawn = compare.compare(three)["alpha_curve"]
+    assert [p["domain"] * N for p in drawn] == pytest.approx([4, 20, 36])
+    assert [p["retention"] * N for p in drawn] == pytest.approx([32, 20, 8])
+    assert [p["edge"] for p in drawn] == [True, True, True]
+    assert (
+        "retention\nat its domain"
+        in next(t for t in view(compare.compare(three)).tables if "alpha" in t.title).columns
+    )
+
+
+def test_without_a_curve_there_is_no_distance_to_it(three):
+    comparison = compare.compare(three[:2])
+    assert [row["above_alpha_curve"] for row in comparison["arms"]] == [None, None]
+    assert comparison["alpha_curve"] == []
+    assert [table.title for table in view(comparison).tables] == ["Scores", "Settings that differ"]
+
+
+def test_an_arm_is_compared_with_the_alpha_curve_of_its_own_tuned_model(make):
+    other = TUNED | {"instructions": range(9)}
+    runs = [
+        make("a", 28, 32),
+        make("b", 30, 32, tuned=other, steps=9),
+        make("scaled-a", 20, 20, method="interpolate"),
+        make("scaled-b", 21, 21, tuned=other, method="interpolate", steps=9),
+    ]
+    comparison = compare.compare(runs)["arms"]
+    assert [row["above_alpha_curve"] and row["above_alpha_curve"]["arm"] for row in comparison] == [
+        "scaled-a",
+        "scaled-b",
+        None,
+        None,
+    ]
+    assert comparison[1]["above_alpha_curve"]["retention"]["value"] == pytest.approx(9 / 40)
+
+
+def test_only_settings_that_differ_have_a_row(three):
+    change(three[0], "recover", steps=60, seed=7, save_steps=1)
+    assert compare.compare(three)["differences"] == {
+        "recover.method": {"ours": "alternating", "general": "general", "scaled": "interpolate"},
+        "recover.steps": {"ours": 60, "general": 48, "scaled": 48},
+    }
+
+
+def test_missing_settings_and_missing_sections_are_differences(three):
+    change(three[0], "recover", trainer={"weight_decay": 0.1})
+    config = json.loads(three[2].config.read_text())
+    config["workflow"]["recover"] = None
+    write(three[2].config, config)
+    comparison = compare.compare(three)
+    assert comparison["differences"] == {
+        "recover.method": {"ours": "alternating", "general": "general"},
+        "recover.trainer.weight_decay": {"ours": 0.1},
+        "recover": {"ours": "given", "general": "given", "scaled": "left out"},
+    }
+    rows = view(comparison).tables[-1].rows
+    assert ["recover.trainer.weight_decay", "0.1", "–", "–"] in rows  # noqa: RUF001
+
+
+def test_different_evaluation_settings_get_a_note(three):
+    change(three[1], "eval", max_new_tokens=20)
+    assert any(
+        "measured with different settings (eval.max_new_tokens)" in n for n in compare.compare(three)["notes"]
+    )
+
+
+def test_runs_that_differ_only_in_seeds_form_one_arm_with_their_mean(make):
+    runs = [make(f"ours-s{seed}", k, 32, seed=seed) for seed, k in ((2, 30), (0, 20), (1, 28))]
+    (row,) = compare.compare(runs)["arms"]
+    assert (row["name"], row["seeds"]) == ("ours", 3)
+    assert row["retention"]["value"] == pytest.approx((30 + 20 + 28) / 120)
+    assert row["recovery"]["value"] == pytest.approx(((30 + 20 + 28) / 3 - 8) / 24, abs=1e-5)
+    assert [(run["seeds"]["recover.seed"], run["retention"]["value"]) for run in row["runs"]] == [
+        (0, 0.5),
+        (1, 0.7),
+        (2, 0.75),
+    ]
+    passed = [(np.arange(N) < k).astype(float) for k in (20, 28, 30)]
+    assert row["retention"] == stats.mean(np.stack(passed)).as_dict()
+    alone = stats.mean(passed[1]).as_dict()
+    assert row["retention"]["high"] - row["retention"]["low"] > alone["high"] - alone["low"]
+
+
+def test_arms_over_the_same_fine_tunes_share_the_mean_of_tuned(make):
+    runs = []
+    for seed, lost in ((0, 8), (1, 10)):
+        for name, method, kept in (("ours", "alternating", 28), ("scaled", "interpolate", 20 + seed)):
+            run = make(
+                f"{name}-s{seed}",
+                kept,
+                32,
+                tuned=TUNED | {"instructions": range(lost)},
+                method=method,
+                seed=seed,
+            )
+            change(run, "finetune", seed=seed)
+            runs.append(run)
+    comparison = compare.compare(runs)
+    assert [(r["name"], r["results"], r["retention"]["value"]) for r in comparison["references"]] == [
+        ("base", 1, 0.8),
+        ("tuned", 2, pytest.approx(9 / 40)),
+    ]
+    ours, scaled = comparison["arms"]
+    assert (ours["seeds"], scaled["seeds"]) == (2, 2)
+    assert ours["above_alpha_curve"]["retention"]["value"] == pytest.approx(7.5 / 40)
+    # R of the seeds is 20/24 and 18/22; the arm's R divides the means.
+    assert ours["recovery"]["value"] == pytest.approx(19 / 23, abs=1e-5)
+    assert any("Intervals over 2 seeds are too narrow" in note for note in comparison["notes"])
+
+
+def test_the_resolution_of_all_runs_is_noted_once(make):
+    runs = [make("ours", 28, 32), make("half", 20, 32, steps=9)]
+    fine = [summarise(run)["tests"]["detectable_difference"] for run in runs]
+    (note,) = (note for note in compare.compare(runs)["notes"] if "four times in five" in note)
+    assert f"of {100 * min(fine):.1f} to {100 * max(fine):.1f} points" in note
+
+
+def test_an_unfinished_run_is_listed_with_the_results_it_has(make):
+    runs = [make("ours", 28, 32), make("half", 20, None, steps=9), make("none", None, None, steps=10)]
+    ours, half, none = compare.compare(runs)["arms"]
+    assert ours["status"] == "partly recovered"
+    assert (half["retention"]["value"], half["domain"], half["domain_retention"]) == (0.5, {}, None)
+    assert half["recovery"]["value"] == pytest.approx(0.5)
+    assert (none["retention"], none["recovery"], none["status"]) == ({}, None, "not measured")
+    comparison = compare.compare(runs)
+    assert any(
+        note.endswith("half is not finished: no result of recovered on handbook.")
+        for note in comparison["notes"]
+    )
+    assert [r["name"] for r in comparison["references"]] == ["base", "tuned"]
+
+
+def test_a_tuned_model_measured_on_fewer_suites_is_the_same_model(make):
+    runs = [make("a", 28, 32), make("b", 28, 32, steps=9)]
+    runs[0].eval_result("tuned", "handbook").unlink()
+    assert [r["name"] for r in compare.compare(runs)["references"]] == ["base", "tuned"]

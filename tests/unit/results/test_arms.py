@@ -1,0 +1,133 @@
+"""Pooling runs into arms, and refusing runs that cannot be compared."""
+
+import json
+import re
+import shutil
+
+import pytest
+from helpers.synthetic import change, measure, write
+
+from opdcl.errors import UsageError
+from opdcl.results import compare, plots
+from opdcl.results.compare import write as write_page
+from opdcl.rundir.layout import RunDir
+
+pytestmark = pytest.mark.usefixtures("few_resamples")
+
+
+def test_names_gates_and_checkpoints_do_not_make_another_arm(make):
+    runs = [make("a-s0", 28, 32), make("a-s1", 28, 32, seed=1, save_steps=2)]
+    config = json.loads(runs[1].config.read_text())
+    config["workflow"] |= {"name": "b", "description": "c", "gates": {"recovery": 0.5}}
+    write(runs[1].config, config)
+    assert [row["seeds"] for row in compare.compare(runs)["arms"]] == [2]
+
+
+def test_different_rows_under_the_same_path_make_different_arms(make):
+    runs = [make("a-s0", 28, 32), make("a-s1", 28, 32, seed=1)]
+    for run, content in zip(runs, ("1" * 64, "2" * 64), strict=True):
+        write(
+            run.stage(1, "finetune").record,
+            {"status": "done", "inputs": {"content of data": content, "seed": 0}},
+        )
+    comparison = compare.compare(runs)
+    assert comparison["differences"] == {"finetune.content of data": {"a-s0": "1" * 12, "a-s1": "2" * 12}}
+
+
+def test_the_same_seeds_twice_are_not_two_seeds(make):
+    runs = [make("here", 28, 32), make("there", 30, 32), make("third", 30, 32, seed=1)]
+    comparison = compare.compare(runs)
+    assert [(row["name"], row["seeds"]) for row in comparison["arms"]] == [
+        ("here", 1),
+        ("there", 1),
+        ("third", 1),
+    ]
+    assert any(note.startswith("here, there, third: the settings are equal") for note in comparison["notes"])
+
+
+def test_the_evaluation_seed_is_no_training_seed(make):
+    runs = [make("a", 28, 32), make("b", 28, 32)]
+    change(runs[1], "eval", seed=5)
+    assert [row["seeds"] for row in compare.compare(runs)["arms"]] == [1, 1]
+
+
+def test_directories_with_equal_names_are_named_by_their_paths(make, tmp_path):
+    runs = [make("x/run", 28, 32), make("y/run", 28, 32, steps=9)]
+    assert [row["name"] for row in compare.compare(runs)["arms"]] == [
+        str(tmp_path / "x/run"),
+        str(tmp_path / "y/run"),
+    ]
+
+
+def test_an_unfinished_seed_is_left_out_of_the_mean_with_a_note(make):
+    runs = [make("a-s0", 28, 32), make("a-s1", 20, None, seed=1), make("a-s2", 30, 32, seed=2)]
+    comparison = compare.compare(runs)
+    (row,) = comparison["arms"]
+    assert (row["seeds"], len(row["runs"])) == (2, 3)
+    assert row["retention"]["value"] == pytest.approx(29 / 40)
+    assert any("a-s1 is not finished" in note and "left out of a." in note for note in comparison["notes"])
+
+
+def refused(runs: list[RunDir]) -> str:
+    with pytest.raises(UsageError) as fault:
+        compare.compare(runs)
+    assert fault.value.hint
+    return f"{fault.value.message} -> {fault.value.hint}"
+
+
+def test_a_run_without_results_is_refused(three):
+    shutil.rmtree(three[1].evals)
+    assert re.search(r"general has no results yet -> opdcl eval .*general$", refused(three))
+
+
+def test_a_single_run_and_a_repeated_run_are_refused(three):
+    assert "at least two" in refused(three[:1])
+    assert "general is named twice" in refused([*three, RunDir(three[0].path / ".." / "general")])
+
+
+def test_different_suites_are_refused_with_the_command_that_fixes_it(three):
+    for state in ("base", "tuned", "recovered"):
+        three[1].eval_result(state, "handbook").unlink()
+        measure(three[1], state, {"manual": range(9)})
+    change(three[1], "eval", domain=["manual"])
+    change(three[0], "eval", data={"handbook": "/data/my rows.jsonl"}, limit=40)
+    message = refused(three)
+    assert "their domain suites are manual and handbook" in message
+    assert (
+        "general --retention instructions --domain handbook --data 'handbook=/data/my rows.jsonl' --limit 40"
+        in message
+    )
+
+
+def test_a_run_without_a_domain_suite_does_not_match_one_that_has_it(three):
+    shutil.rmtree(three[0].evals)
+    for state, k in (("base", 32), ("tuned", 8), ("recovered", 28)):
+        measure(three[0], state, {"instructions": range(k)})
+    change(three[0], "eval", domain=[])
+    assert "their domain suites are none and handbook" in refused(three)
+
+
+def test_without_domain_suites_only_retention_is_compared(three, tmp_path):
+    for run in three:
+        for state in ("base", "tuned", "recovered"):
+            run.eval_result(state, "handbook").unlink()
+        change(run, "eval", domain=[])
+    comparison = compare.compare(three)
+    assert comparison["headline"] == {"retention": "instructions", "domain": None}
+    assert [row["domain"] for row in comparison["arms"]] == [{}, {}, {}]
+    write_page(comparison, tmp_path / "out")
+    assert plots.frontier(comparison) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"n": 30}, "instructions was answered on 30 and on 40 prompts"),
+        ({"prompt": "Another"}, "instructions has different prompts in the two runs"),
+        ({"metric": "f1"}, "instructions is scored by f1 and by accuracy"),
+    ],
+)
+def test_different_prompts_or_metrics_are_refused(three, other, message):
+    for state in ("base", "tuned", "recovered"):
+        measure(three[2], state, {"instructions": range(8)}, **other)
+    assert message in refused(three)

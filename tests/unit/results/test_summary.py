@@ -1,0 +1,250 @@
+"""The summary of small synthetic runs whose every number is known beforehand."""
+
+import json
+import shutil
+
+import pytest
+from helpers.synthetic import STRICT, N, measure_fully, pages, write
+
+from opdcl.errors import UsageError
+from opdcl.results import report, stats
+from opdcl.results.summary import summarise
+
+
+def test_scores_ratios_and_cost_equal_those_worked_out_by_hand(run):
+    summary = summarise(run)
+    suite = summary["suites"]["instructions"]
+    assert [suite[s]["value"] for s in ("base", "tuned", "recovered")] == pytest.approx([0.8, 0.2, 0.7])
+    assert suite["base"]["low"] < 0.8 < suite["base"]["high"]
+    assert (suite["n"], suite["floor"], suite["metric"], suite["role"]) == (N, 0.05, STRICT, "retention")
+    assert summary["recovery"]["value"] == pytest.approx((28 - 8) / (32 - 8), abs=1e-5)
+    assert summary["domain_retention"]["value"] == pytest.approx((32 - 4) / (36 - 4))
+    assert summary["tests"]["recovered_minus_base"]["value"] == pytest.approx(-0.1)
+    # 24 prompts only base passes, none only tuned: p = 2 / 2^24.
+    assert summary["tests"]["mcnemar"]["tuned_minus_base"] == pytest.approx(2 / 2**24)
+    assert summary["cost"]["finetune"] == {"seconds": 451.0, "tokens": 123456, "peak_memory_bytes": 3 * 2**30}
+    assert summary["cost"]["eval"] == {"seconds": 60.0, "tokens": 6000, "peak_memory_bytes": 2 * 2**30}
+
+
+def test_the_other_ifeval_metrics_are_there_for_every_state(run):
+    metrics = summarise(run)["suites"]["instructions"]["metrics"]
+    assert set(metrics) == {"inst_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc"}
+    assert metrics["inst_level_strict_acc"] == pytest.approx({"base": 0.9, "tuned": 0.6, "recovered": 0.85})
+
+
+def test_the_summary_is_json_and_keeps_its_keys_on_an_empty_run(run, empty, tmp_path):
+    whole = summarise(run)
+    json.dumps(whole, allow_nan=False)
+    shutil.rmtree(run.evals)
+    shutil.rmtree(run.path / "stages")
+    run.manifest.unlink()
+    nothing = summarise(run)
+    assert set(nothing) == set(whole)
+    assert set(nothing["tests"]) == set(whole["tests"])
+    assert set(nothing["suites"]["instructions"]) == set(whole["suites"]["instructions"])
+    assert nothing["cost"] == {"finetune": {}, "recover": {}, "eval": {}}
+    assert nothing["status"] == "not measured"
+    assert nothing["verdict"].startswith("Not measured yet")
+
+
+def test_partly_recovered_is_not_called_recovered(run):
+    summary = summarise(run)
+    assert summary["status"] == "partly recovered"
+    assert summary["verdict"].startswith(
+        "Partly recovered: instruction following rose to 70.0 % (base 80.0 %, tuned 20.0 %)"
+    )
+    assert "R = 0.83 [" in summary["verdict"]
+    assert "but only 88 % [" in summary["verdict"]
+    assert summary["verdict"].count(". ") == 0
+
+
+def test_the_verdict_of_a_full_recovery_includes_the_domain(run):
+    measure_fully(run, "recovered", "instructions", "retention", set(range(32)))
+    measure_fully(run, "recovered", "handbook", "domain", set(range(36)))
+    summary = summarise(run)
+    assert summary["status"] == "recovered"
+    assert summary["verdict"] == (
+        "Recovered: instruction following is back to 80.0 % (base 80.0 %, tuned 20.0 %), R = 1.00 [1.00, "
+        "1.00], and 100 % [100, 100] of the domain gain is kept."
+    )
+
+
+def test_a_recovery_that_loses_the_domain_says_so(run):
+    measure_fully(run, "recovered", "instructions", "retention", set(range(32)))
+    measure_fully(run, "recovered", "handbook", "domain", set(range(4)))
+    assert "but only 0 % [0, 0] of the domain gain is kept" in summarise(run)["verdict"]
+
+
+def test_without_a_gain_over_tuned_no_recovery_is_found(run):
+    measure_fully(run, "recovered", "instructions", "retention", set(range(8)))
+    summary = summarise(run)
+    assert summary["status"] == "not shown"
+    assert summary["verdict"].startswith("No recovery found: instruction following is 20.0 %")
+
+
+@pytest.mark.parametrize("tuned", [32, 30, 29, 36])
+def test_below_ten_points_of_drop_there_is_no_measurable_forgetting(run, tuned):
+    measure_fully(run, "tuned", "instructions", "retention", set(range(tuned)))
+    summary = summarise(run)
+    assert summary["recovery"] is None
+    assert summary["status"] == "no measurable forgetting"
+    assert summary["verdict"].startswith("No measurable forgetting")
+
+
+def test_without_a_domain_gain_there_is_no_d_and_the_reason_is_given(run):
+    measure_fully(run, "tuned", "handbook", "domain", set(range(5)))
+    assert summarise(run)["domain_retention"] is None
+    assert "gain on the domain is not measurably above zero" in pages(run)["report.html"]
+
+
+def test_an_instruction_level_headline_counts_instructions(run):
+    for state in ("base", "tuned", "recovered"):
+        path = run.eval_result(state, "instructions")
+        path.write_text(
+            path.read_text().replace(f'"metric": "{STRICT}"', '"metric": "inst_level_strict_acc"')
+        )
+    summary = summarise(run)
+    assert summary["suites"]["instructions"]["tuned"]["value"] == pytest.approx(0.6)
+    assert summary["recovery"]["value"] == pytest.approx(20 / 24, abs=1e-5)
+    assert summary["tests"]["mcnemar"]["tuned_minus_base"] is None
+
+
+def test_a_fractional_score_is_averaged_and_has_no_mcnemar_test(run):
+    for state, value in (("base", 0.2), ("tuned", 0.75), ("recovered", 0.7)):
+        path = run.eval_samples(state, "handbook")
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        write(path, [r | {"scores": {STRICT: value + (r["doc_id"] % 2) / 10}} for r in rows])
+    assert summarise(run)["suites"]["handbook"]["tuned"]["value"] == pytest.approx(0.8)
+    assert "85 %" in pages(run)["report.html"]
+
+
+def test_only_prompts_that_every_state_answered_are_compared(run):
+    measure_fully(run, "tuned", "instructions", "retention", set(range(8)), n=30)
+    summary = summarise(run)
+    assert summary["suites"]["instructions"]["n"] == 30
+    assert summary["suites"]["instructions"]["base"]["value"] == 1.0
+    assert any("10 prompts are left out" in note for note in summary["notes"])
+
+
+def test_states_measured_on_different_prompts_are_refused(run):
+    measure_fully(run, "tuned", "instructions", "retention", set(), prompt="something else")
+    with pytest.raises(UsageError, match="no prompt in common"):
+        summarise(run)
+
+
+def test_tasks_of_a_group_that_all_count_from_zero_are_kept_apart(run):
+    for state, passes in (("base", 40), ("tuned", 0), ("recovered", 40)):
+        first, second = [], []
+        for i in range(20):
+            row = {"doc_id": i, "response": "", "target": None, "scores": {STRICT: passes == 40}, "tokens": 1}
+            first.append(row | {"prompt": f"task one, {i}"})
+            second.append(row | {"prompt": f"task two, {i}"})
+        write(run.eval_samples(state, "instructions"), first + second)
+    assert summarise(run)["suites"]["instructions"]["n"] == 40
+
+
+def test_the_first_retention_suite_of_the_config_is_the_headline(run):
+    config = json.loads(run.config.read_text())
+    config["workflow"]["eval"]["retention"] = ["instructions", "arithmetic"]
+    write(run.config, config)
+    for state in ("base", "tuned", "recovered"):
+        measure_fully(run, state, "arithmetic", "retention", set(range(20)))
+        measure_fully(run, state, "neighbours", "control", set(range(20)))
+    summary = summarise(run)
+    assert list(summary["suites"]) == ["instructions", "arithmetic", "handbook", "neighbours"]
+    assert summary["headline"] == {"retention": "instructions", "domain": "handbook"}
+    assert summary["status"] == "partly recovered"
+
+
+def test_a_base_at_the_floor_gets_a_note(run):
+    measure_fully(run, "base", "instructions", "retention", {0, 1})
+    assert any("not measurably above the floor of 5.0 %" in note for note in summarise(run)["notes"])
+
+
+def test_before_recovery_base_and_tuned_are_shown_without_a_verdict(run):
+    for suite in ("instructions", "handbook"):
+        run.eval_result("recovered", suite).unlink()
+    summary = summarise(run)
+    assert summary["status"] == "not measured"
+    assert summary["verdict"] == (
+        "Not measured yet: instruction following has no result for recovered (so far: base 80.0 %, tuned "
+        "20.0 %)."
+    )
+    assert summary["recovery"] is None
+    assert summary["suites"]["instructions"]["recovered"] == {}
+    assert "Lost by the fine-tune" in pages(run)["report.html"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (
+            [
+                {
+                    "step": 3,
+                    "health": {"sign": "repetition", "value": 0.8, "bound": 0.6, "action": "rate halved"},
+                }
+            ],
+            "step 3: repetition was 0.8",
+        ),
+        (
+            [
+                {"step": 0, "validation": {"best": True}, "warm_start": {"alpha": 0.7}},
+                {"step": 8, "validation": {"best": False}},
+            ],
+            "the tuned adapter times 0.7: no training step came nearer",
+        ),
+        (
+            [
+                {"step": 0, "validation": {}, "interpolation": {"alpha": 0.55}},
+                {"step": 1, "validation": {"best": True}},
+            ],
+            "the tuned adapter times 0.55: no training was done",
+        ),
+        ([{"step": 1, "mismatch": 0.01, "tokens": 500, "loss": 1.0}], "For 1.00% of the fresh tokens"),
+    ],
+)
+def test_the_recoverys_metrics_give_notes(run, rows, expected):
+    write(run.stage(2, "recover").metrics, rows)
+    assert any(expected in note for note in summarise(run)["notes"])
+
+
+def test_a_recovery_without_trouble_has_no_notes(run):
+    write(
+        run.stage(2, "recover").metrics,
+        [
+            {"step": 0, "validation": {"best": True}, "warm_start": {"alpha": 1.0}},
+            {"step": 1, "mismatch": 0.0, "tokens": 500},
+            {"step": 8, "validation": {"best": True}},
+        ],
+    )
+    assert not [note for note in summarise(run)["notes"] if note.startswith("Recovery")]
+
+
+@pytest.mark.parametrize(("passed", "place"), [(40, "above"), (32, "level"), (10, "below")])
+def test_the_ceiling_says_where_the_student_is_relative_to_its_teacher(run, passed, place):
+    measure_fully(run, "recovered", "instructions", "retention", set(range(passed)))
+    gap = summarise(run)["ceiling"]["instructions"]
+    assert (gap["teacher"], gap["place"]) == ("base", place)
+    assert gap["value"] == pytest.approx((passed - 32) / N)
+
+
+def test_the_teacher_of_a_control_suite_is_base(run):
+    for state, passed in (("base", 30), ("tuned", 10), ("recovered", 20)):
+        measure_fully(run, state, "neighbours", "control", set(range(passed)))
+    gap = summarise(run)["ceiling"]["neighbours"]
+    assert (gap["teacher"], gap["value"]) == ("base", pytest.approx((20 - 30) / N))
+
+
+def test_the_prompts_of_a_suite_are_resampled_once(run):
+    for state in ("base", "tuned", "recovered"):
+        for n, suite in ((30, "arithmetic"), (20, "neighbours"), (10, "spelling")):
+            measure_fully(run, state, suite, "control", set(range(n // 2)), n=n)
+    stats._resamples.cache_clear()
+    stats._weights.cache_clear()
+    summary = summarise(run)
+    # 40, 30, 20 and 10 prompts.
+    assert stats._resamples.cache_info().misses == 4
+    report.write(run, summary)
+    summarise(run)
+    assert stats._resamples.cache_info().misses == 4

@@ -1,0 +1,103 @@
+"""The structure of the package: an order without circles, and short files (benchmarks/import_graph.py)."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from helpers.command import ROOT
+
+FILE_LIMIT, FUNCTION_LIMIT, PACKAGE_LIMIT = 400, 50, 11_000
+
+
+@pytest.fixture(scope="module")
+def graph():
+    """The script, as a module."""
+    spec = importlib.util.spec_from_file_location("import_graph", ROOT / "benchmarks" / "import_graph.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["import_graph"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def package(tmp_path):
+    """Return a function that writes a package from file name -> source, and returns its folder."""
+
+    def write(files: dict[str, str]):
+        for name, text in {"__init__": "", **files}.items():
+            file = tmp_path / "opdcl" / f"{name}.py"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        return tmp_path
+
+    return write
+
+
+def longer_than(limit: int, sizes: dict[str, int]) -> dict[str, int]:
+    return {place: lines for place, lines in sizes.items() if lines > limit}
+
+
+def test_packages_form_no_circle(graph):
+    assert graph.circles(graph.between_packages(graph.arrows())) == []
+
+
+def test_modules_form_no_circle(graph):
+    assert graph.circles({(a.source, a.target) for a in graph.arrows()}) == []
+
+
+def test_imports_follow_the_order_of_packages(graph):
+    assert graph.against_order(graph.arrows()) == []
+
+
+def test_the_order_names_every_package(graph):
+    packages = {graph.package_of(name) for name in graph.sources()} - graph.ENTRIES
+    assert packages == {name for line in graph.ORDER for name in line}
+
+
+def test_no_file_is_too_long(graph):
+    assert longer_than(FILE_LIMIT, graph.lengths()[0]) == {}
+
+
+def test_no_function_is_too_long(graph):
+    assert longer_than(FUNCTION_LIMIT, graph.lengths()[1]) == {}
+
+
+def test_the_package_stays_small(graph):
+    assert sum(graph.lengths()[0].values()) <= PACKAGE_LIMIT
+
+
+def test_the_script_prints_the_graph():
+    script = [sys.executable, "benchmarks/import_graph.py"]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "arrows between packages" in done.stdout
+    assert "longest file: opdcl/" in done.stdout
+
+
+def test_a_function_local_import_closes_a_circle(graph, package):
+    root = package(
+        {
+            "data/rows": "from opdcl.model import load",
+            "model/load": "def f():\n    from opdcl.data import rows",
+        }
+    )
+    arrows = graph.arrows(root)
+    assert graph.circles(graph.between_packages(arrows)) == [["data", "model"]]
+    assert graph.against_order(arrows) == ["opdcl.data.rows -> opdcl.model.load"]
+
+
+def test_a_relative_import_counts(graph, package):
+    arrows = graph.arrows(package({"rundir/files": "from ..errors import A", "errors": "A = 1"}))
+    assert [(a.source, a.target) for a in arrows] == [("opdcl.rundir.files", "opdcl.errors")]
+
+
+def test_results_may_import_its_short_list_only(graph, package):
+    root = package({"results/scores": "import opdcl.model.load", "model/load": ""})
+    assert graph.against_order(graph.arrows(root)) == ["opdcl.results.scores -> opdcl.model.load"]
+
+
+def test_lengths_are_counted_with_comments_and_blank_lines(graph, package):
+    files, functions = graph.lengths(package({"cli": "# A comment.\n\ndef f():\n\n    return 1\n"}))
+    assert files["opdcl/cli.py"] == 5
+    assert functions == {"opdcl/cli.py:3 f": 3}
