@@ -22,29 +22,24 @@ REMOVED_KEYS = {
 }
 REMOVED_VALUES = {"jsd": JSD, "entropy_switched": JSD}
 
-# Pydantic's error type -> plain words, with the values of the error's context.
+# Plain words, with the values of the error's context -> Pydantic's error types.
 WORDS = {
-    "int_type": "an integer",
-    "int_parsing": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "text",
-    "string_unicode": "valid text",
-    "string_too_short": "text that is not empty",
-    "string_pattern_mismatch": "text of the form {pattern}",
-    "list_type": "a list",
-    "dict_type": "a mapping",
-    "model_type": "a section of settings",
-    "model_attributes_type": "a section of settings",
-    "greater_than": "greater than {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "at most {le:g}",
-    "literal_error": "{expected}",
+    "an integer": "int_type int_parsing int_from_float",
+    "a number": "float_type float_parsing",
+    "a finite number": "finite_number",
+    "true or false": "bool_type bool_parsing",
+    "text": "string_type",
+    "valid text": "string_unicode",
+    "text that is not empty": "string_too_short",
+    "text of the form {pattern}": "string_pattern_mismatch",
+    "a list": "list_type",
+    "a mapping": "dict_type",
+    "a section of settings": "model_type model_attributes_type",
+    "greater than {gt:g}": "greater_than",
+    "at least {ge:g}": "greater_than_equal",
+    "less than {lt:g}": "less_than",
+    "at most {le:g}": "less_than_equal",
+    "{expected}": "literal_error",
 }
 
 
@@ -66,7 +61,7 @@ def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
         elif error["type"] in ("no_effect", "trainer"):
             hint = context.get("hint") or "remove the setting"
             lines[key] = f"{key} {error['msg']}{where}"
-        elif words := WORDS.get(error["type"]):
+        elif words := next((words for words, types in WORDS.items() if error["type"] in types.split()), ""):
             removed = REMOVED_VALUES.get(error["input"]) if isinstance(error["input"], str) else None
             expected.setdefault(key, []).append(words.format(**context))
             wanted = " or ".join(dict.fromkeys(expected[key]))

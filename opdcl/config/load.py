@@ -78,11 +78,12 @@ def _override(
             raise UsageError(f"--set {override!r} is not KEY=VALUE", "--set recover.steps=60")
         _assign(tree, key.strip().split("."), _parse_value(text, key), key)
         origins[key.strip()] = "--set"
+        own.add(key.strip())
     for key, value in flags.items():
         if value is not None:
             _assign(tree, key.split("."), value, key)
             origins[key] = "flag"
-    own |= {key for key, origin in origins.items() if origin in ("--set", "flag")}
+            own.add(key)
     return validate(tree, origins, own), origins
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
+from opdcl.sanitize import harmless
+
 # Optimizers that need no further package; schedules that need no evaluation during training.
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "rmsprop", "adagrad")
 SCHEDULES = (
@@ -85,7 +87,7 @@ def check_trainer(stage: str, given: dict[str, Any]) -> None:
         if reason := _fault(stage, name, value, given):
             near = [] if name in allowed else difflib.get_close_matches(name, allowed, 1, 0.75)
             hint = f"did you mean trainer.{near[0]}?" if near else f"allowed: {', '.join(allowed)}"
-            context = {"key": f"trainer.{name}", "reason": reason, "hint": hint}
+            context = {"key": f"trainer.{harmless(name)}", "reason": reason, "hint": hint}
             raise PydanticCustomError("trainer", "{reason}", context)
 
 

@@ -292,7 +292,8 @@ def test_aliases_hub_ids_and_absolute_paths_stay_as_written(write):
     flow, _ = load(
         [
             write(
-                "model: {id: Qwen/Qwen3-1.7B}\nfinetune: {data: handbook}\nrecover: {general: /data/p.jsonl}\n"
+                "model: {id: Qwen/Qwen3-1.7B}\nfinetune: {data: handbook}\n"
+                "recover: {general: /data/p.jsonl}\n"
             )
         ]
     )

@@ -12,6 +12,8 @@ from opdcl.config.load import validate
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.trainer_fields import ALLOWED, INSTEAD, OPTIMIZERS, SCHEDULES
+from opdcl.data.rows import load_rows
+from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import UsageError
 from opdcl.model.adapters import ModelRef
 from opdcl.model.backbone import Backbone
@@ -58,7 +60,10 @@ def result(folder, stage, backbone, model, trainer) -> tuple[bytes, int]:
         parent = ModelRef(model)
     fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
     try:
-        {"recover": recover, "finetune": finetune}[stage](config, fresh, parent, out, Silent())
+        if stage == "recover":
+            recover(config, read_recovery_source(config), fresh, parent, out, Silent())
+        else:
+            finetune(config, load_rows(config.data), fresh, parent, out, Silent())
     finally:
         fresh.drop_adapters()
     assert len([row for row in read_jsonl(out.metrics) if "loss" in row]) == 4

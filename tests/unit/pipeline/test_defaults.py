@@ -1,4 +1,4 @@
-"""Settings at `auto` become numbers that follow the model and the device, and stay the same when a run continues."""
+"""Settings at `auto` become numbers that follow the model and the device, also when a run continues."""
 
 import json
 
@@ -6,7 +6,8 @@ import pytest
 
 from opdcl.config.load import load_tree, validate
 from opdcl.pipeline.defaults import describe_automatic, resolve, resolve_for_machine
-from opdcl.pipeline.plan import stage_inputs
+from opdcl.pipeline.plan import make_plan
+from opdcl.pipeline.sources import read_records
 from opdcl.rundir.layout import RunDir
 
 AUTOMATIC = {
@@ -93,13 +94,14 @@ def test_the_scale_is_that_of_the_adapter_to_start_from(tmp_path):
 
 
 def test_a_run_that_is_continued_has_the_same_inputs(tmp_path):
-    run, data = RunDir(tmp_path), {"finetune.data": "content"}
+    run, hashes = RunDir(tmp_path), {"finetune.data": "content"}
     workflow = validate({"finetune": {"data": "handbook"}})
     first, origins = resolve_for_machine(workflow)
     again, _ = resolve_for_machine(workflow)
     continued, kept = load_tree(json.loads(json.dumps(first.model_dump())), origins, [], {}, "recover")
     continued, added = resolve_for_machine(continued)
-    inputs = [stage_inputs(flow, run, data)["finetune"] for flow in (first, again, continued)]
+    plans = [make_plan(flow, hashes, read_records(run)) for flow in (first, again, continued)]
+    inputs = [plan[0].inputs for plan in plans]
     assert inputs[0] == inputs[1] == inputs[2]
     assert inputs[0]["learning_rate"] == 1e-3
     assert kept["finetune.learning_rate"] == "auto: hidden size 576, alpha/r 2"
