@@ -1,4 +1,4 @@
-"""What both training stages share: trainer arguments, live metrics, checkpoints on interrupt, the saved adapter."""
+"""What both training stages share: trainer arguments, metrics, checkpoints on interrupt, saved adapters."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class StageCallback(TrainerCallback):
             file.write(json.dumps(row) + "\n")
 
     def skip(self, step: int) -> None:
-        """Record that a step is skipped because its loss or gradient is not finite; a second one ends the stage."""
+        """Record a step skipped for a loss or gradient that is not finite; a second one ends the stage."""
         if self._skipped is not None:
             raise OpdclError(
                 f"loss or gradient is not finite at step {step}, for the second time",
@@ -227,7 +227,7 @@ def reset_peak_memory() -> None:
 
 
 def peak_memory() -> int:
-    """Return the peak memory in bytes since `reset_peak_memory`: the GPU's if there is one, else the process's."""
+    """Return peak memory in bytes since `reset_peak_memory`: the GPU's if there is one, else the process's."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     with contextlib.suppress(OSError, StopIteration, ValueError):

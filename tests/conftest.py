@@ -1,34 +1,69 @@
-"""A two-layer model with the real tokenizer, made once per session."""
+"""A two-layer model with the real tokenizer, made once per session; the longest tests run first."""
 
+import copy
 import os
 from pathlib import Path
 
 os.environ.setdefault("TERM", "dumb")
+# In-process commands must compute exactly what commands in processes compute, so all use one thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("FORCE_COLOR", None)
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 from helpers.tiny import make_model
 
+# With two workers the end must not wait for one long test. Files that share a fixture stand together.
+LONGEST_FIRST = (
+    "e2e/test_processes.py",
+    "e2e/test_recipes.py",
+    "e2e/test_docs.py",
+    "e2e/test_hub.py",
+    "e2e/test_workflow.py",
+    "e2e/",
+    "",
+)
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Unpack the embedded model once, before several workers want it."""
+    """Unpack the embedded model once, before several workers need it."""
     if not hasattr(config, "workerinput"):
         from opdcl.model.embedded import embedded_folder
 
         embedded_folder()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest tests first; the others keep their order."""
+    tests = Path(__file__).parent
+    items.sort(
+        key=lambda item: next(
+            i for i, start in enumerate(LONGEST_FIRST) if str(item.path).startswith(f"{tests}/{start}")
+        )
+    )
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer model, see `tiny`."""
+    """A two-layer model, see `helpers.tiny`."""
     return make_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture
-def backbone(tiny_model: Path):
-    """The tiny model, loaded anew."""
+@pytest.fixture(scope="session")
+def loaded(tiny_model: Path):
+    """The tiny model as it is loaded from disk, not to be changed."""
     from opdcl.config.model import ModelConfig
     from opdcl.model.backbone import Backbone
 
     return Backbone.load(ModelConfig(id=str(tiny_model), dtype="float32"))
+
+
+@pytest.fixture
+def backbone(loaded):
+    """A copy of the tiny model, which a test may change."""
+    import torch
+
+    from opdcl.model.backbone import Backbone
+
+    torch.use_deterministic_algorithms(False)  # as loading does
+    return Backbone(copy.deepcopy(loaded.causal_lm), copy.deepcopy(loaded.tokenizer))

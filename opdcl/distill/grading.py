@@ -1,4 +1,4 @@
-"""Grade completions: teacher distributions, token losses and their sums, micro-batch by micro-batch, worker by worker."""
+"""Grade completions in micro-batches: teacher distributions, token losses, and sums over all workers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ Sums = dict[str, float]
 class MicroBatch:
     """Completions that go through the models together and share one teacher.
 
-    `positions` are their indices in the list that is graded. `route` is the teacher's name, "" for the stream's own
-    teacher. A `filler` counts for nothing: it keeps workers in step where the base is sharded.
+    `positions` are their indices in the list that is graded. `route` is the teacher's name, "" for the
+    stream's own teacher. A `filler` counts for nothing: it keeps workers in step where the base is sharded.
     """
 
     route: str
@@ -72,8 +72,9 @@ class Grader:
         Args:
             rollouts: The completions to learn from.
             stream: The stream whose teacher grades.
-            fresh: Whether the current weights sampled every token. Then a token whose probability differs between
-                sampler and trainer by more than `MISMATCH_RATIO` is left out and counted as `mismatched`.
+            fresh: Whether the current weights sampled every token. Then a token whose probability differs
+                between sampler and trainer by more than `MISMATCH_RATIO` is left out and counted as
+                `mismatched`.
 
         Raises:
             OpdclError: One sequence alone does not fit into memory.
@@ -119,7 +120,7 @@ class Grader:
         Args:
             rollouts: The completions to grade.
             stream: The stream whose teacher grades.
-            distributions: What `distributions` returned for the same completions, if they are graded repeatedly.
+            distributions: What `distributions` returned, if the same completions are graded repeatedly.
             overlap: Whether to sum `top_k_overlap` as well.
         """
         sums: Sums = defaultdict(float)
@@ -137,7 +138,7 @@ class Grader:
     def distributions(
         self, rollouts: list[Rollout], teacher: Teacher | RoutedTeacher
     ) -> dict[int, TeacherDistribution]:
-        """Return the teacher's distributions over each completion, by its position; only those of this worker's share."""
+        """Return the teacher's distributions over the completions of this worker's share, by position."""
         by_position = {}
         for batch in self._micro_batches(rollouts, teacher):
             parts = batch.teacher.distribution(batch.rollouts).split(batch.lengths)
@@ -192,7 +193,7 @@ class Grader:
         return student, losses, sampler_N
 
     def _weights(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the weight of each completion token, `(N,)`: 0 for the teacher's `skip_tokens`, `loss.unfinished` where truncated."""
+        """Return each token's weight, `(N,)`: 0 for `skip_tokens`, `loss.unfinished` if truncated, else 1."""
         weights = [
             float(i >= batch.teacher.skip_tokens) * (1.0 if r.finished else self.config.loss.unfinished)
             for r in batch.rollouts
@@ -203,7 +204,7 @@ class Grader:
     def _micro_batches(
         self, rollouts: list[Rollout], teacher: Teacher | RoutedTeacher
     ) -> Iterator[MicroBatch]:
-        """Yield this worker's micro-batches, and fillers up to the number of the busiest worker if the base is sharded."""
+        """Yield this worker's micro-batches; if the base is sharded, then fillers up to the busiest's."""
         for route, single, positions in teacher.split([r.prompt_ids for r in rollouts]):
             length = {i: len(rollouts[i].prompt_ids) + len(rollouts[i].completion_ids) for i in positions}
             # Dealt out longest first, so that all shares cost about the same.
@@ -240,7 +241,8 @@ def kl_by_route(sums: Sums) -> dict[str, float]:
 def micro_batches(lengths: Mapping[int, int], tokens: int) -> list[list[int]]:
     """Split sequences, given as position -> length, into batches of at most `tokens` ids, padding included.
 
-    Sequences of similar length share a batch, and none is more than half padding: a single long one has its own.
+    Sequences of similar length share a batch, and none is more than half padding: a single long one has its
+    own.
     """
     batches: list[list[int]] = []
     width = 0

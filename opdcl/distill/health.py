@@ -1,7 +1,8 @@
 """Signs that a recovery goes wrong while its loss looks fine, and the reaction to them.
 
-A sign that lasts for `patience` steps halves the learning rate, once. If it lasts as long again, the run halts. The best
-adapter by held-out KL is kept either way. Every action is a row of the stage's metrics and a note in the report.
+A sign that lasts for `patience` steps halves the learning rate, once. If it lasts as long again, the run
+halts. The best adapter by held-out KL is kept either way. Every action is a row of the stage's metrics and a
+note in the report.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What is usual: base on held-out general prompts (mean length in tokens, truncated share), tuned's adapter norm."""
+    """Base's mean length (tokens) and truncated share on held-out prompts, and tuned's adapter norm."""
 
     mean_length: float
     truncated: float
@@ -154,7 +155,7 @@ def halt_error(step: int, reason: str, hint: str, out: StageDir) -> OpdclError:
 
 
 def check_turn_end(backbone: Backbone) -> None:
-    """Check that the chat template ends answers with an end-of-sequence id; otherwise the model never learns to stop.
+    """Check that the chat template ends answers with an end-of-sequence id, so that stopping is learned.
 
     Raises:
         UsageError: It does not.

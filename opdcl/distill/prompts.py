@@ -1,4 +1,4 @@
-"""The data of a recovery: rows read once, then encoded stream by stream, with each prompt's teacher and context."""
+"""The data of a recovery: rows, read once; token ids per stream, with each prompt's teacher and context."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class RecoverySource:
     """What a recovery reads: checked rows, and the loaded suite of its reward.
 
-    `rows` holds each stream's rows, `held_out` those of streams whose data brings a validation split of its own, and
-    `reward_task` the lm-eval task behind `recover.reward`, if there is one.
+    `rows` holds each stream's rows, `held_out` those of streams whose data brings a validation split of its
+    own, and `reward_task` the lm-eval task behind `recover.reward`, if there is one.
     """
 
     rows: dict[Stream, list[Row]]
@@ -36,8 +36,8 @@ class RecoverySource:
 class Prompts:
     """Token ids of one stream's prompts, to train on and held out.
 
-    `routes` maps a prompt to the name of its own teacher. `contexts` maps a teacher's name to what it sees in place of
-    a prompt; the stream's own teacher has the name "".
+    `routes` maps a prompt to the name of its own teacher. `contexts` maps a teacher's name to what it sees in
+    place of a prompt; the stream's own teacher has the name "".
     """
 
     train: list[list[int]]
@@ -66,7 +66,7 @@ def read_recovery_source(
         load_suite: Returns the lm-eval task of a suite.
 
     Raises:
-        UsageError: A row is malformed, names an unknown teacher, or lacks the answer that its teacher's context shows.
+        UsageError: A row is malformed, names an unknown teacher, or lacks the answer for its context.
     """
     rows: dict[Stream, list[Row]] = {stream: [] for stream in STREAMS}
     held_out: dict[Stream, list[Row]] = {}

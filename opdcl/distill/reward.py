@@ -1,4 +1,4 @@
-"""A suite as a source of prompts and of reward: its documents are the prompts, its own scorer scores the completions.
+"""A suite as a source of prompts and reward: its documents are asked, its scorer scores the completions.
 
 A scorer may also give feedback in words: if the module of a task's `process_results` has a function
 `feedback(doc, answer)`, its text fills `{feedback}` in a teacher's context; otherwise the scores do.
@@ -28,7 +28,7 @@ class Reward:
         task: The loaded lm-eval task of the suite.
         rows: What `reward_rows` returned for it.
         backbone: Its tokenizer encodes and decodes.
-        context: How the teacher sees the best answer and the scorer's feedback; None if it sees the bare prompt.
+        context: The teacher's template for the best answer and feedback; None if it sees the bare prompt.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Reward:
         return [self._score(r) for r in rollouts]
 
     def demonstrate(self, rollouts: list[Rollout]) -> None:
-        """Show each scored completion's teacher the best one of its group, if that is better (SDPO, arXiv 2601.20802)."""
+        """Show each completion's teacher the best one of its group, if better (SDPO, arXiv 2601.20802)."""
         if self.context is None:
             return
         for start in range(0, len(rollouts), self.config.group):
@@ -113,8 +113,8 @@ def reward_rows(config: RewardSection, task: Any) -> list[Row]:
     """Return a task's documents as prompts, word for word as an evaluation asks them.
 
     Raises:
-        UsageError: The task is not generative, has no such metric or a metric where less is better, begins the answer
-            itself, or asks the same twice.
+        UsageError: The task is not generative, has no such metric or a metric where less is better, begins
+            the answer itself, or asks the same twice.
     """
     _check_task(config, task)
     rows: list[Row] = []

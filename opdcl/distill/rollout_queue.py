@@ -32,9 +32,10 @@ class RolloutQueue:
     """Completions for the steps to come.
 
     Steps of one stream are sampled together. The student's completions go stale as it learns, so at most
-    `recover.sample_ahead` steps; a frozen teacher's never do. The last, long completions of such a batch may stay
-    unfinished: they resume with the stream's next batch and are learned from then (partial rollouts, arXiv 2501.12599).
-    The student completes the prompts of on-policy steps, the stream's teacher those of the others.
+    `recover.sample_ahead` steps; a frozen teacher's never do. The last, long completions of such a batch may
+    stay unfinished: they resume with the stream's next batch and are learned from then (partial rollouts,
+    arXiv 2501.12599). The student completes the prompts of on-policy steps, the stream's teacher those of the
+    others.
     """
 
     def __init__(
@@ -96,10 +97,10 @@ class RolloutQueue:
         return not (resumed and batch == [index])
 
     def _max_unfinished(self, batch: list[int]) -> int:
-        """Return how many completions of these steps may stay unfinished: a sixteenth, and never all of a step.
+        """Return how many completions of these steps may stay unfinished: a sixteenth, never all of a step.
 
-        None if each step is strictly on-policy, if steps choose among completions, if a server samples, and with
-        several workers, whose unfinished completions would differ from those of a single one.
+        None if each step is strictly on-policy, if steps choose among completions, if a server samples, and
+        with several workers, whose unfinished completions would differ from those of a single one.
         """
         config = self.config
         if len(batch) == 1 or config.oversample > 1 or config.server or parallel.worker_count() > 1:

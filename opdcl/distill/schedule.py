@@ -1,4 +1,4 @@
-"""Which prompts come next: general and domain steps alternate, each stream in seeded order, epoch after epoch.
+"""The schedule: general and domain steps alternate, each stream in seeded order, epoch after epoch.
 
 The two streams never share a step: their gradients counteract in one batch (CaMOPD, arXiv 2605.27115).
 """
@@ -22,8 +22,8 @@ STREAMS: tuple[Stream, ...] = ("general", "domain")
 class Step:
     """One optimizer step.
 
-    `prompts` are indices into the stream's prompts. The student completes them if `on_policy`, else the teacher. `keep`
-    completions are learned from.
+    `prompts` are indices into the stream's prompts. The student completes them if `on_policy`, else the
+    teacher. `keep` completions are learned from.
     """
 
     stream: Stream

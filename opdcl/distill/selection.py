@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Selection:
-    """Keep the completions with the most to learn: by their reward if there is one, else by their gap to the teacher."""
+    """Keep the completions with the most to learn: by reward if there is one, else by gap to the teacher."""
 
     def __init__(self, config: RecoverConfig, grader: Grader, reward: Reward | None = None):
         self.config, self.grader, self.reward = config, grader, reward

@@ -19,8 +19,8 @@ from opdcl.training import finite_or_skipped
 class RecoveryTrainer(Trainer):
     """Distil each stream's teacher into the student, on completions that the student samples.
 
-    The dataset is the schedule: one row, a step's index, is one optimizer step. Resuming thus needs no more than the
-    step number and the completions that were sampled ahead.
+    The dataset is the schedule: one row, a step's index, is one optimizer step. Resuming thus needs no more
+    than the step number and the completions that were sampled ahead.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class RecoveryTrainer(Trainer):
         if args.n_gpu > 1:
             raise UsageError(
                 f"one process sees {args.n_gpu} GPUs",
-                "make one of them visible with CUDA_VISIBLE_DEVICES=0, or start a worker per GPU with --num-processes",
+                "set CUDA_VISIBLE_DEVICES=0, or start a worker per GPU with --num-processes",
             )
         self.queue, self.grader = queue, grader
         self._step_metrics: dict[str, float | str] = {}
@@ -104,7 +104,7 @@ def step_metrics(batch: StepRollouts, sums: Sums) -> dict[str, float]:
 
 
 def _reward_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """Return the mean reward of all that were sampled, and the share without a signal because their group is tied."""
+    """Return the mean reward of all completions sampled, and the share whose group is tied: no signal."""
     if rollouts[0].reward is None:
         return {}
     tied = sum(not r.advantage for r in rollouts) / len(rollouts)

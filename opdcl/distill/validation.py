@@ -24,7 +24,7 @@ from opdcl.training import StageCallback, save_adapter
 
 SAMPLES_PER_MEASUREMENT = 8
 
-# A KL as a share: how much of tuned's general KL is recovered, how much of the domain is kept, where base keeps none.
+# A KL as a share: of tuned's general KL the part recovered, of the domain the part kept (base keeps none).
 SHARES = {"general_kl": "general_recovered", "domain_kl": "domain_kept"}
 
 # Nats per token below which a KL is noise and a share of it says nothing.
@@ -50,7 +50,7 @@ class Measurements:
 
     @classmethod
     def restore(cls, rows: list[dict], score: Callable[[KL], float]) -> Measurements:
-        """Read the rows of metrics.jsonl, cut back to the checkpoint: a resumed run decides like an uninterrupted one."""
+        """Read the rows of metrics.jsonl up to the checkpoint: a resumed run decides like a whole one."""
         restored = cls()
         for row in rows:
             if row["step"] == 0 and "base" in row:
@@ -66,11 +66,12 @@ class Measurements:
 
 
 class Validation(TrainerCallback):
-    """Measure held-out KL per stream every `validate_every` steps, and keep the adapter with the lowest score.
+    """Measure held-out KL every `validate_every` steps, and keep the adapter with the lowest score.
 
-    Each stream's teacher writes the held-out completions once, so all measurements are on the same tokens. The general
-    KL is the student's distance to base, the domain KL its distance to tuned. With another teacher the KL is to that
-    one; if it is dynamic, to base or tuned with the teacher's contexts. `prompts` are the held-out ones by stream.
+    Each stream's teacher writes the held-out completions once, so all measurements are on the same tokens.
+    The general KL is the student's distance to base, the domain KL its distance to tuned. With another
+    teacher the KL is to that one; if it is dynamic, to base or tuned with the teacher's contexts. `prompts`
+    are the held-out ones by stream.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Validation(TrainerCallback):
             control.should_training_stop = True
 
     def held_out_kl(self, overlap: bool = False) -> KL:
-        """Return KL(student, teacher) per stream in nats per token; with `overlap`, the share of common top tokens too.
+        """Return KL(student, teacher) per stream, in nats per token; with `overlap`, shared top tokens too.
 
         Raises:
             OpdclError: A KL is not finite, or a teacher's distributions are close to uniform.
@@ -154,7 +155,7 @@ class Validation(TrainerCallback):
         return kl["general_kl"] if self.config.method == "general" else kl_score(kl)
 
     def _warm_start(self) -> None:
-        """Measure base and tuned, which later measurements are compared with, then scale the adapter to its start."""
+        """Measure base and tuned for later comparisons, then scale the adapter to its start."""
         backbone, alpha = self.grader.backbone, self.config.warm_start
         with backbone.scaled(0.0):
             base = self.held_out_kl()
@@ -207,7 +208,7 @@ class Validation(TrainerCallback):
         return ""
 
     def _keep_if_best(self, step: int, score: float) -> bool:
-        """Save the adapter if no earlier one scored as low, or if the last one is to be kept; return whether it was."""
+        """Save the adapter if no earlier one scored as low, or with `keep: last`; return whether it did."""
         best = self.config.keep == "last" or score < self.measurements.best_score
         self.measurements.add(score, best)
         if best:
@@ -216,7 +217,7 @@ class Validation(TrainerCallback):
         return best
 
     def _keep_samples(self, step: int) -> None:
-        """Append a few of the latest training completions, so that a reader can see how the student changes."""
+        """Append a few of the latest training completions, to show how the student changes."""
         rollouts = self.queue.latest.get("general") or self.queue.latest["domain"]
         decode = self.grader.backbone.tokenizer.decode
         rows = [row for row in read_jsonl(self.out.samples) if row["step"] < step]

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from opdcl.results import stats
-from opdcl.results.arms import ROLES, Arm, Member, first_measured, load_arms, mismatch
+from opdcl.results.arms import Arm, Member, first_measured, load_arms, mismatch
 from opdcl.results.grouping import as_key, seed_notes
-from opdcl.results.scores import STATES, section
+from opdcl.results.scores import HEADLINE_ROLES, STATES, section
 from opdcl.results.summary import resolution_note
 from opdcl.rundir.layout import RunDir
 
@@ -28,10 +28,12 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     (base, _), (tuned, tuned_ids) = (_references(state, arms, seed) for state in ("base", "tuned"))
     rows = [_arm_row(arm, seed) for arm in arms]
     _add_curve_distances(arms, rows, tuned_ids, seed)
-    suites = {role: s for role in ROLES if (s := first_measured(members, role).suites.get(role)) and s.rows}
+    suites = {
+        role: s for role in HEADLINE_ROLES if (s := first_measured(members, role).suites.get(role)) and s.rows
+    }
     differences = _differences(arms)
     return {
-        "headline": {role: s.name if (s := members[0].suites.get(role)) else None for role in ROLES},
+        "headline": {role: s.name if (s := members[0].suites.get(role)) else None for role in HEADLINE_ROLES},
         "suites": {
             s.name: {"role": role, "metric": s.metric, "n": len(s.prompts)} for role, s in suites.items()
         },
@@ -77,7 +79,7 @@ def _references(state: str, arms: list[Arm], seed: int) -> tuple[list[dict[str, 
             "arms": names,
             "results": len(group),
         }
-        for role in ROLES:
+        for role in HEADLINE_ROLES:
             scores = [results[i][role] for i in group if role in results[i]]
             row[role] = stats.mean(np.stack(scores), seed).as_dict() if scores else {}
         rows.append(row)
@@ -95,7 +97,10 @@ def _arm_row(arm: Arm, seed: int) -> dict[str, Any]:
         "name": arm.name,
         "method": arm.settings.get("recover.method"),
         "seeds": len(arm.pooled),
-        **{role: {} if (s := arm.scores(role)) is None else stats.mean(s, seed).as_dict() for role in ROLES},
+        **{
+            role: {} if (s := arm.scores(role)) is None else stats.mean(s, seed).as_dict()
+            for role in HEADLINE_ROLES
+        },
         **stats.outcome(arm.states("retention"), arm.states("domain"), seed),
         "above_alpha_curve": None,
         "runs": [_run_row(member) for member in arm.members],
@@ -108,7 +113,7 @@ def _run_row(member: Member) -> dict[str, Any]:
     return {
         "path": str(member.run.path),
         "seeds": member.seeds,
-        **{role: scores.get(role, {}) for role in ROLES},
+        **{role: scores.get(role, {}) for role in HEADLINE_ROLES},
         **{key: member.summary[key] for key in ("recovery", "domain_retention", "status")},
         "missing": member.missing,
     }
@@ -150,7 +155,7 @@ def _add_curve_distances(arms: list[Arm], rows: list[dict], tuned_ids: ResultIds
         if arm in curve or not rivals:
             continue
         above: dict[str, Any] = {"arm": rivals[0].name, "retention": {}, "domain": {}, "at_its_domain": {}}
-        for role in ROLES:
+        for role in HEADLINE_ROLES:
             a, b = arm.scores(role), rivals[0].scores(role)
             if a is not None and b is not None:
                 above[role] = stats.difference(a, b, seed).as_dict()
@@ -213,7 +218,7 @@ def _reference_notes(rows: list[dict], base: list[dict], tuned: list[dict]) -> l
 
 def _setting_notes(arms: list[Arm], differences: dict[str, dict]) -> list[str]:
     notes = []
-    harmless = {f"eval.{option}" for option in (*ROLES, "control", "limit")}
+    harmless = {f"eval.{option}" for option in (*HEADLINE_ROLES, "control", "limit")}
     measured_differently = [
         key for key in differences if key.startswith("eval.") and ".".join(key.split(".")[:2]) not in harmless
     ]

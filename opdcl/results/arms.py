@@ -12,13 +12,10 @@ import numpy as np
 
 from opdcl.errors import UsageError
 from opdcl.results.grouping import as_key, pool, split_seeds, training_seeds
-from opdcl.results.scores import STATES, Suite, load_suites, section
+from opdcl.results.scores import HEADLINE_ROLES, STATES, Suite, headline_of, load_suites, section
 from opdcl.results.stats import Point, States
 from opdcl.results.summary import summarise
 from opdcl.rundir.layout import RunDir
-
-# The roles whose first suite is a headline.
-ROLES = ("retention", "domain")
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +112,7 @@ def _load(run: RunDir) -> Member:
         if place and (key == "start" or key.endswith(".adapter")):
             settings[key] = _without_seed(place, seeds)
     suites = load_suites(run)
-    headline = {role: suite for role in ROLES if (suite := next((s for s in suites if s.role == role), None))}
+    headline = headline_of(suites)
     if not any(suite.rows for suite in headline.values()):
         raise UsageError(f"{run.path} has no results yet", f"opdcl eval {shlex.quote(str(run.path))}")
     further = {suite.name: suite for suite in suites if headline.get(suite.role) is not suite}
@@ -134,7 +131,7 @@ def first_measured(members: list[Member], role: str) -> Member:
 
 
 def _check_alike(members: list[Member]) -> None:
-    for role in ROLES:
+    for role in HEADLINE_ROLES:
         model = first_measured(members, role)
         for other in members:
             if reason := mismatch(role, other.suites.get(role), model.suites.get(role)):

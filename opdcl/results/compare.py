@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.errors import UsageError
-from opdcl.results.format import markdown
-from opdcl.results.tables import MISSING, View, view
+from opdcl.results.tables import MISSING, view
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.sanitize import harmless
@@ -49,35 +48,16 @@ def refuse_folder(folder: Path) -> None:
 
 def write(comparison: dict[str, Any], folder: Path) -> list[Path]:
     """Write `compare.md`, `compare.html` and `compare.json` into a folder; return their paths."""
-    page, text, data = (folder / f"compare.{ending}" for ending in ("html", "md", "json"))
-    shown = view(comparison)
-    write_atomic(text, _markdown(shown, comparison["notes"]))
-    write_atomic(page, _html(shown, comparison))
-    write_json(data, comparison)
-    return [text, page, data]
-
-
-def _markdown(shown: View, notes: list[str]) -> str:
-    def line(cells: list[str]) -> str:
-        return f"| {' | '.join(markdown(cell) or MISSING for cell in cells)} |"
-
-    parts = ["# Comparison", f"**{markdown(shown.lead)}**", *(f"> {markdown(note)}" for note in notes)]
-    for table in (*shown.tables, *shown.details):
-        rule = f"| --- |{' ---: |' * (len(table.columns) - 1)}"
-        rows = [line(table.columns), rule, *map(line, table.rows)]
-        parts += [f"## {table.title}", "\n".join(rows), table.caption]
-    return "\n\n".join(parts) + "\n"
-
-
-def _html(shown: View, comparison: dict[str, Any]) -> str:
     from markupsafe import Markup
 
     from opdcl.results import plots
     from opdcl.results.report import environment
 
-    svg = getattr(plots, shown.figure.plot)(comparison)
-    return (
-        environment("html")
-        .get_template("compare.html.j2")
-        .render(view=shown, notes=comparison["notes"], missing=MISSING, svg=svg and Markup(svg))
-    )
+    layout = view(comparison)
+    svg = getattr(plots, layout.figure.plot)(comparison)
+    context = {"view": layout, "notes": comparison["notes"], "missing": MISSING, "svg": svg and Markup(svg)}
+    text, page, data = (folder / f"compare.{ending}" for ending in ("md", "html", "json"))
+    write_atomic(text, environment("md").get_template("compare.md.j2").render(context))
+    write_atomic(page, environment("html").get_template("compare.html.j2").render(context))
+    write_json(data, comparison)
+    return [text, page, data]

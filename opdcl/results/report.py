@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from opdcl.hub import HUB_IDS
 from opdcl.results import format
 from opdcl.results.samples import pick_samples
-from opdcl.results.scores import STATES, Suite, load_suites, read_record, section
+from opdcl.results.scores import STATES, Suite, headline_of, load_suites, read_record, section
 from opdcl.results.summary import summarise
 from opdcl.results.verdict import why_no_domain_retention, why_no_recovery
 from opdcl.rundir.files import read_jsonl, write_atomic
@@ -137,14 +137,10 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
     from opdcl.results import stats
 
     manifest = {"created": None, "device": None, "opdcl": None} | read_record(run.manifest)
-    base = (
-        {"id": None, "revision": None, "license": None} | section(run, "model") | (manifest.get("base") or {})
-    )
+    base = dict.fromkeys(("id", "revision", "license")) | section(run, "model") | (manifest.get("base") or {})
     name = str(base["id"] or "unknown")
     adapters = manifest.get("adapters") or {}
-    headline = [
-        s for role in ("retention", "domain") if (s := next((s for s in suites if s.role == role), None))
-    ]
+    headline = headline_of(suites)
     losses = [row["loss"] for row in _metrics(run, "finetune") if row.get("loss") is not None]
     validations = [row for row in _metrics(run, "recover") if row.get("validation")]
     measured = [s for s in suites if s.rows]
@@ -154,11 +150,11 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
         "tables": {s.name: _all_metrics(s, summary["suites"][s.name]) for s in measured},
         "lengths": {s.name: _mean_lengths(s) for s in measured},
         "why_no_r": why_no_recovery(summary),
-        "why_no_d": why_no_domain_retention(next((s for s in headline if s.role == "domain"), None)),
+        "why_no_d": why_no_domain_retention(headline.get("domain")),
         "differences": _difference_rows(summary["tests"]),
         "ceiling": {name: gap | _in_points(gap) for name, gap in summary["ceiling"].items()},
         "margin": f"{100 * stats.NON_INFERIORITY_MARGIN:g}",
-        "samples": {s.name: groups for s in headline if (groups := pick_samples(s))},
+        "samples": {s.name: groups for s in headline.values() if (groups := pick_samples(s))},
         "loss_ends": losses[:1] + losses[-1:],
         "validations": validations,
         "best_step": max((r["step"] for r in validations if r["validation"].get("best")), default=None),

@@ -18,6 +18,8 @@ STATES = ("base", "tuned", "recovered")
 
 ROLES = ("retention", "domain", "control")
 
+HEADLINE_ROLES = ("retention", "domain")
+
 # What a suite measures, if its name does not read well in a sentence.
 PLAIN_WORDS = {"instructions": "instruction following", "ifeval": "instruction following"}
 
@@ -77,6 +79,12 @@ def load_suites(run: RunDir) -> list[Suite]:
         if path.parent.name in STATES:
             roles.setdefault(path.stem, str(read_json(path).get("role", "control")))
     return [_load_suite(run, name, role) for name, role in roles.items()]
+
+
+def headline_of(suites: list[Suite]) -> dict[str, Suite]:
+    """Return the first retention suite and the first domain suite, by role; the verdict depends on them."""
+    first = {suite.role: suite for suite in reversed(suites)}
+    return {role: first[role] for role in HEADLINE_ROLES if role in first}
 
 
 def _load_suite(run: RunDir, name: str, role: str) -> Suite:

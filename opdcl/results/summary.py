@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from opdcl.results.format import percent
-from opdcl.results.scores import STATES, Suite, load_suites, read_record, section, workflow_of
+from opdcl.results.scores import STATES, Suite, headline_of, load_suites, read_record, section, workflow_of
 from opdcl.results.tables import ratio_cell, score_cell
 from opdcl.results.verdict import verdict
 from opdcl.rundir.files import read_jsonl
@@ -29,13 +29,10 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
 
     suites = load_suites(run) if suites is None else suites
     seed = int(section(run, "eval").get("seed") or 0)
-    retention, domain = (
-        next((s for s in suites if s.role == role), None) for role in ("retention", "domain")
-    )
+    headline = headline_of(suites)
+    retention, domain = headline.get("retention"), headline.get("domain")
     estimates = {s.name: _summarise_suite(s, seed) for s in suites}
-    states = {
-        s.role: tuple(s.values(state) for state in STATES) for s in (retention, domain) if s and s.complete
-    }
+    states = {role: tuple(s.values(state) for state in STATES) for role, s in headline.items() if s.complete}
     summary: dict[str, Any] = {
         "verdict": "",
         "name": workflow_of(run).get("name") or run.path.name,

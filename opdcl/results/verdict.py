@@ -33,8 +33,8 @@ def verdict(summary: dict, retention: Suite | None, domain: Suite | None) -> str
         return f"Recovered: {name} is back to {recovered} {numbers}{tail}."
     if summary["status"] == "partly recovered":
         return (
-            f"Partly recovered: {name} rose to {recovered} {numbers}, which is measurably above tuned, "
-            f"although a gap to base remains or cannot be ruled out{tail}."
+            f"Partly recovered: {name} rose to {recovered} {numbers}, which is measurably above tuned "
+            f"but not demonstrably as good as base{tail}."
         )
     return f"No recovery found: {name} is {recovered} {numbers}, which is not measurably above tuned{tail}."
 

@@ -27,7 +27,7 @@ class Silent:
 
 
 def train(backbone, folder, name, config, stop=None):
-    """Recover the adapter in `folder / "tuned"`, interrupted after step `stop` if one is given; return the stage."""
+    """Recover the adapter in `folder / "tuned"`, interrupted after step `stop` if given; return the stage."""
 
     class StopAt(Silent):
         def progress(self, done, total, **values):
@@ -47,7 +47,7 @@ def train(backbone, folder, name, config, stop=None):
 
 
 def whole_and_resumed(backbone, folder, config, stop):
-    """Return the stages of an uninterrupted and of a resumed recovery, after checking that their adapters are bit-identical."""
+    """Recover uninterrupted and resumed; return both stages, whose adapters must be bit-identical."""
     whole = train(backbone, folder, "whole", config)
     train(backbone, folder, "resumed", config, stop)
     resumed = train(backbone, folder, "resumed", config)
@@ -84,7 +84,7 @@ def run(backbone, folder, **settings):
 
 
 def make_trainer(backbone, folder, **settings):
-    """Return a trainer of four short steps; base teaches general prompts, the adapter `tuned` domain prompts."""
+    """Return a trainer of four short steps: base teaches general prompts, `tuned` domain prompts."""
     short = {
         "steps": 4,
         "teacher_first": 0,

@@ -1,4 +1,4 @@
-"""A reward on sampled completions: its loss equals TRL's, its scores equal the evaluation's, and the student learns from it."""
+"""A reward on completions: loss as in TRL, scores as in the evaluation, and the student learns from it."""
 
 import statistics
 
@@ -292,7 +292,7 @@ CONTEXT = (
 
 
 def test_the_teacher_of_a_worse_completion_sees_the_best_of_the_group_and_the_feedback(backbone):
-    """SDPO's contexts: the successful sibling and the environment's feedback reach the teacher, and it alone."""
+    """SDPO's contexts: only the teacher sees the successful sibling and the environment's feedback."""
     reward = make_reward(backbone, CONTEXT)
     decode = backbone.tokenizer.decode
     prompt, (row, _) = next(

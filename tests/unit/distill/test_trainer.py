@@ -1,4 +1,4 @@
-"""Gradients, sampling and selection of a recovery step, and the base that stays untouched, on a two-layer model."""
+"""Gradients, sampling and selection of a recovery step, and the untouched base, on a two-layer model."""
 
 import dataclasses
 
@@ -72,7 +72,7 @@ def test_loss_equals_a_plain_computation_of_each_teacher(trainer, stream, teache
 
 
 def test_a_student_equal_to_its_teacher_has_nothing_to_learn(backbone, tuned):
-    """Rounding differs from CPU to CPU, so loss and gradient are compared with those under a teacher that differs."""
+    """Rounding differs from CPU to CPU, so the scale is loss and gradient under a teacher that differs."""
     backbone.drop_adapters()
     backbone.load_adapter(tuned / "tuned", "student", trainable=True)
     backbone.load_adapter(tuned / "tuned", "tuned")

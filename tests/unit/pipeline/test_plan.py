@@ -236,32 +236,6 @@ def test_an_added_suite_is_the_only_one_measured(done):
     }
 
 
-def test_settings_that_came_later_make_no_older_run_stale(run):
-    """The fingerprints are those of the version before these settings; other values still count."""
-    defaults = {
-        "steps": 48,
-        "teacher_first": 4,
-        "max_new_tokens": 96,
-        "learning_rate": 2e-4,
-        "validate_every": 8,
-    }  # as they then were
-    older = RECOVER | defaults
-    tasks = plan({"finetune": FINETUNE, "recover": older}, run)
-    fingerprints = {name: task.fingerprint for name, task in tasks.items()}
-    assert fingerprints == {"finetune": "c3f139da41e4a473", "recover": "54e60f93b76a0138"}
-    for change in (
-        {"oversample": 2.0},
-        {"loss": {"discount": 0.5}},
-        {"domain_teacher": {"kind": "ema"}},
-        {"domain_teacher": {"kind": "base"}},
-    ):
-        task = plan({**FULL, "recover": older | change}, run)["recover"]
-        assert task.fingerprint != fingerprints["recover"]
-    # So did this one before a teacher could be on a server.
-    named = plan({**FULL, "recover": older | {"teachers": {"staff": {"kind": "base"}}}}, run)
-    assert named["recover"].fingerprint == "71709db03bc4c815"
-
-
 def test_where_a_server_is_does_not_matter_but_that_there_is_one_does(run):
     def fingerprint(**server):
         teacher = {"kind": "remote", "server": {"url": "http://one:8000/v1", **server}}

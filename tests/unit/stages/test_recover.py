@@ -1,4 +1,4 @@
-"""Recovery and its rivals on a two-layer model: each trains as its name says, and the best adapter is kept."""
+"""Recovery and its rivals on a two-layer model: what each trains on, and which adapter is kept."""
 
 import pytest
 import torch
