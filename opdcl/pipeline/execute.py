@@ -49,8 +49,6 @@ def execute(
     """
     sources = sources or Sources()
     workflow, automatic = resolve_for_machine(sources.inherit(workflow))
-    if automatic:
-        output.note(describe_automatic(workflow, automatic))
     origins = origins | automatic
     with interruptible(), contextlib.ExitStack() as stack:
         tasks = parallel.on_first_worker(
@@ -61,6 +59,8 @@ def execute(
         unfinished = any(t.action != "skip" for t in tasks)
         trackers = workflow.track if unfinished and parallel.rank() == 0 else []
         tracked = stack.enter_context(tracking(trackers, local, output.note))
+        if unfinished and automatic:
+            output.note(describe_automatic(workflow, automatic))
         if unfinished:
             Session(workflow, local, sources, output, tracked).do(tasks)
         else:

@@ -15,6 +15,7 @@ HEAVY_MODULES = (
     "sampling",
     "stages",
     "training",
+    "model.architecture",
     "model.backbone",
     "model.forward",
     "model.fused_lora",
