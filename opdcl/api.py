@@ -143,7 +143,7 @@ def recover(
     Returns: The run's results.
     Example: opdcl.recover("runs/mine", prompts="prompts.jsonl", steps=60)
     """
-    named = {"prompts": prompts, "domain": domain, "steps": steps}
+    named: dict[str, Any] = {"prompts": prompts, "domain": domain, "steps": steps}
     named |= {"learning_rate": learning_rate, "seed": seed}
     return _execute("recover", named, path, **options)
 
@@ -171,7 +171,11 @@ def evaluate(
     """
     files = {suite: Path(suite).stem for suite in _strings(domain) if _is_question_file(suite)}
     suites = [files.get(suite, suite) for suite in _strings(domain)]
-    named = {"retention": _strings(retention) or None, "domain": suites or None, "limit": limit}
+    named: dict[str, Any] = {
+        "retention": _strings(retention) or None,
+        "domain": suites or None,
+        "limit": limit,
+    }
     for name, file in [*(data or {}).items(), *((name, file) for file, name in files.items())]:
         named[f"eval.data.{name}"] = Path(file).resolve()
     return _execute("eval", named, path, **options)

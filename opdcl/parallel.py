@@ -9,8 +9,8 @@ another number of workers: only the time and the order of long completions chang
 trainers see one process only.
 
 Worker 0 owns the run directory, the console and the trackers. Every other worker uses a copy of the run, and
-deletes it when it ends. With `model.shard` the frozen layers of the base are spread over the workers (FSDP2, arXiv
-2304.11277); the adapter is small and stays whole on every worker.
+deletes it when it ends. With `model.shard` the frozen layers of the base are spread over the workers (FSDP2,
+arXiv 2304.11277); the adapter is small and stays whole on every worker.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def launch(number: int) -> int:
 
 
 def _wait_for(workers: list[subprocess.Popen]) -> int:
-    """Wait until all workers have exited, and pass signals on. After a failure, kill the others in the end."""
+    """Wait until all workers exit, and pass signals on. After a failure, kill those that take too long."""
 
     def pass_on(number, frame):
         for worker in workers:

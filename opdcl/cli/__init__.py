@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,15 +25,20 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (stages.run, stages.finetune, stages.recover):
-    app.command()(command)
+app.command()(stages.run)
+app.command()(stages.finetune)
+app.command()(stages.recover)
 app.command(name="eval")(stages.evaluate)
-for command in (results.report, results.compare, deploy.chat, deploy.export, deploy.push, stages.fetch):
-    app.command()(command)
+app.command()(results.report)
+app.command()(results.compare)
+app.command()(deploy.chat)
+app.command()(deploy.export)
+app.command()(deploy.push)
+app.command()(stages.fetch)
 # What follows -- belongs to vLLM.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(deploy.serve)
-for command in (results.doctor, results.verify):
-    app.command()(command)
+app.command()(results.doctor)
+app.command()(results.verify)
 app.add_typer(workflows_app, name="workflows")
 app.add_typer(config_app, name="config")
 
@@ -71,7 +76,7 @@ def _fail(fault: OpdclError) -> int:
     return fault.exit_code
 
 
-def _fail_unexpectedly(fault: Exception) -> int:
+def _fail_unexpectedly(fault: Any) -> int:
     """Report an exception that is not opdcl's own: a wrong option, or a failure of machine or library."""
     if os.environ.get("OPDCL_DEBUG"):
         raise fault

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import opdcl
 from opdcl.cli import options as opt
 from opdcl.cli.screen import show, start
 from opdcl.errors import UsageError
+
+if TYPE_CHECKING:
+    from opdcl.api import Options
 
 
 def run(
@@ -25,7 +29,7 @@ def run(
 ) -> None:
     """Run a workflow: fine-tune, recover, evaluate, report. Run it again to resume where it stopped."""
     start(json, quiet, num_processes)
-    shared = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
+    shared: Options = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
     show(opdcl.run(workflow, out, model, deterministic, **shared))
 
 
@@ -46,7 +50,7 @@ def finetune(
 ) -> None:
     """Learn a domain: train a LoRA adapter on your rows."""
     start(json, quiet, num_processes)
-    shared = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
+    shared: Options = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
     show(opdcl.finetune(data, out, model, epochs, learning_rate, seed, **shared))
 
 
@@ -67,7 +71,7 @@ def recover(
 ) -> None:
     """Recover what the fine-tune forgot, by on-policy distillation. The teacher is the original model."""
     start(json, quiet, num_processes)
-    shared = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
+    shared: Options = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
     show(opdcl.recover(run_dir, prompts, domain, steps, learning_rate, seed, **shared))
 
 
@@ -87,7 +91,7 @@ def evaluate(
 ) -> None:
     """Score base, tuned and recovered on the same prompts. Writes the report."""
     start(json, quiet, num_processes)
-    shared = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
+    shared: Options = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
     files = dict(map(_suite_and_file, data or ()))
     show(opdcl.evaluate(run_dir, retention or (), domain or (), files, limit, **shared))
 
