@@ -164,10 +164,8 @@ def evaluate(
 
     Args:
         config: How much is measured, and where it is decoded.
-        suite: The loaded suite.
         backbone: The model.
         state: `base`, `tuned` or `recovered`: the name on disk.
-        run: Where results are written.
         record: What else the result says, such as `role`, `model` and `fingerprint`.
         report: Receives progress.
         adapter: The state's adapter on disk, which the backbone holds as its student; None for base.
