@@ -75,10 +75,12 @@ class RunDir:
 
     def is_run(self) -> bool:
         """Return whether opdcl made this directory: a model's `config.json` has other keys."""
+        if not self.config.is_file():
+            return False
         try:
             config = read_json(self.config)
-        except UsageError:  # missing or damaged; in a damaged run the other file is still there
-            return self.config.exists() and self.workflow.exists()
+        except UsageError:  # damaged; a run has another file by which to recognize it
+            return self.workflow.exists()
         return isinstance(config, dict) and {"workflow", "origins"} <= config.keys()
 
     def settings(self) -> dict[str, Any]:

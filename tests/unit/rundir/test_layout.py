@@ -249,7 +249,9 @@ def test_a_run_directory_is_recognized_by_its_own_config(tmp_path, model_folder)
     assert open_run(run.path) == run
     assert run.settings() == {"name": "mine"}
     write_json(tmp_path / "adapter" / "adapter_config.json", {"r": 8})
+    (tmp_path / "compare.html").touch()
     for name, message in (
+        ("compare.html", "compare.html is not a run directory"),
         ("model", "model is a model folder, not a run directory"),
         ("adapter", "adapter is an adapter folder, not a run directory"),
         ("nowhere", "nowhere is not a run directory"),
