@@ -1,9 +1,9 @@
 """Tests that need new processes: which libraries a command imports, the speed of help, pipes, tracebacks."""
 
+import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from helpers.command import ENV, ROOT
@@ -82,12 +82,15 @@ def test_reading_a_workflow_and_rows_imports_no_heavy_library(tmp_path):
 def test_help_answers_in_under_half_a_second(tmp_path):
     best = float("inf")
     for _ in range(6):
-        started = time.perf_counter()
+        # CPU time: the same on a machine that is busy with other tests.
+        before = os.times()
         assert python(ENTRY, "--help", cwd=tmp_path).returncode == 0
-        best = min(best, time.perf_counter() - started)
+        after = os.times()
+        seconds = after.children_user - before.children_user + after.children_system - before.children_system
+        best = min(best, seconds)
         if best < 0.5:
             break
-    assert best < 0.5
+    assert 0 < best < 0.5
 
 
 def test_only_debug_mode_shows_a_traceback(tmp_path):
