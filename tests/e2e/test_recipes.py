@@ -172,7 +172,7 @@ def test_a_reward_after_recovery(folder):
         "handbook": "tuned",
         "handbook_trained": "tuned",
     }
-    assert any("rewarded by instructions_train" in note for note in summary["notes"])
+    assert any("reward of instructions_train" in note for note in summary["notes"])
     page = (run / "report.md").read_text()
     assert "### Teacher ceiling" in page
     assert "| handbook | tuned |" in page
