@@ -187,7 +187,7 @@ def test_a_reward_after_recovery(folder):
         cwd=folder,
     )
     assert refused.returncode == 2
-    assert "learns from instructions" in refused.stderr
+    assert "recover.reward trains on instructions" in refused.stderr
 
 
 def test_a_stronger_model_teaches_a_weaker_one(folder, tiny_model):
