@@ -49,8 +49,12 @@ def strings() -> list[str]:
     return literals
 
 
-def messages() -> list[str]:
-    return re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.M)
+def messages(libraries: bool = False) -> list[str]:
+    """Return the messages that the page lists, of opdcl or of libraries."""
+    own, _, foreign = (
+        (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("## Messages of libraries")
+    )
+    return re.findall(r"^\| `([^`]+)` \|", foreign if libraries else own, re.M)
 
 
 def test_the_page_of_messages_is_parsed():
@@ -61,6 +65,25 @@ def test_the_page_of_messages_is_parsed():
 @pytest.mark.parametrize("message", messages())
 def test_each_listed_message_occurs_in_the_code(message, strings):
     assert any(message in string for string in strings)
+
+
+@pytest.mark.parametrize("message", messages(libraries=True))
+def test_each_listed_exception_has_the_name_and_text_that_its_library_gives_it(message, tmp_path):
+    import safetensors.torch
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    (tmp_path / "damaged.safetensors").write_bytes(b"no tensors here")
+    attempts = {
+        "SafetensorError": lambda: safetensors.torch.load_file(tmp_path / "damaged.safetensors"),
+        "NoMatchingPeftModuleError": lambda: get_peft_model(
+            torch.nn.Sequential(torch.nn.Linear(2, 2)), LoraConfig(target_modules="q_proj,v_proj")
+        ),
+    }
+    name, _, text = message.partition(": ")
+    with pytest.raises(Exception, match=".*".join(map(re.escape, text.split("…")))) as raised:
+        attempts[name]()
+    assert raised.type.__name__ == name
 
 
 def test_a_message_that_is_not_in_the_code_is_noticed(strings):
