@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -10,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import opdcl
+from opdcl.api import Options
 from opdcl.config.reference import describe_fields
 from opdcl.config.shipped import workflow_files
+from opdcl.config.workflow import Workflow
+from opdcl.pipeline.defaults import resolve
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -105,6 +110,37 @@ def test_the_reference_names_every_command_option_and_setting(hooks):
         words for words, _ in hooks.every_command()
     }
     assert [key for key, *_ in describe_fields() if f"| `{key}` |" not in hooks.settings()] == []
+
+
+def test_the_python_page_names_every_function_and_argument():
+    page = (DOCS / "python.md").read_text(encoding="utf-8")
+    for name in set(opdcl.__all__) - {"__version__"}:
+        row = re.search(rf"^\| `{name}` \|([^|]*)\|", page, re.M)[1]
+        parameters = inspect.signature(getattr(opdcl, name)).parameters
+        assert re.findall(r"`(\w+)`", row) == [p for p in parameters if p != "options"]
+        assert ("and the four below" in row) == ("options" in parameters)
+    assert [option for option in Options.__annotations__ if f"- `{option}" not in page] == []
+
+
+def test_the_page_of_automatic_settings_has_the_numbers_of_the_code():
+    page = (DOCS / "choosing-settings.md").read_text(encoding="utf-8").partition("## Automatic settings")[2]
+    workflow = Workflow.model_validate({"finetune": {"data": "handbook"}, "recover": {}, "eval": {}})
+    rows = re.findall(r"^\| (\d+) \|[^|]*\| ([\de.-]+) \| ([\de.-]+) \| (\d+) \|$", page, re.M)
+    assert [int(hidden) for hidden, *_ in rows] == [576, 2048, 4096]
+    for hidden, *numbers in rows:
+        chosen, _ = resolve(workflow, int(hidden), 2.0, "cpu")
+        assert [float(number) for number in numbers] == [
+            chosen.finetune.learning_rate,
+            chosen.recover.learning_rate,
+            chosen.recover.rollouts,
+        ]
+    on_cpu, on_cuda = (resolve(workflow, 576, 2.0, device)[0] for device in ("cpu", "cuda"))
+    assert f"is {on_cpu.finetune.batch_size} for every model" in page
+    assert (
+        f"{on_cpu.recover.micro_batch_tokens} on a CPU and {on_cuda.recover.micro_batch_tokens} on CUDA"
+        in page
+    )
+    assert f"`eval.batch_size`** {on_cpu.eval.batch_size} and {on_cuda.eval.batch_size}." in page
 
 
 def test_each_recipe_is_printed_and_linked(hooks):
