@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from opdcl.results import stats
-from opdcl.results.arms import Arm, Member, first_measured, load_arms, mismatch
-from opdcl.results.grouping import as_key, seed_notes
+from opdcl.results.arms import Arm, Member, as_key, first_measured, load_arms, mismatch, seed_notes
 from opdcl.results.scores import HEADLINE_ROLES, STATES, section
 from opdcl.results.summary import resolution_note
 from opdcl.rundir.layout import RunDir

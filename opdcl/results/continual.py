@@ -22,8 +22,8 @@ import numpy as np
 
 from opdcl.errors import UsageError
 from opdcl.results import stats
-from opdcl.results.grouping import as_key, pool, seed_notes, split_seeds, training_seeds
-from opdcl.results.scores import Suite, load_suites, workflow_of
+from opdcl.results.arms import as_key, pool, seed_notes, split_seeds, training_seeds
+from opdcl.results.scores import Suite, load_suites
 from opdcl.rundir.layout import RunDir
 
 
@@ -34,13 +34,13 @@ def build_on_one_another(runs: list[RunDir]) -> bool:
 
 
 def _start(run: RunDir) -> Path | None:
-    start = workflow_of(run).get("start")
+    start = run.settings().get("start")
     return Path(start).resolve() if start else None
 
 
 def _teachers(run: RunDir) -> dict[str, Path]:
     """Return teacher name -> path, for the teachers that are adapters."""
-    recover = workflow_of(run).get("recover") or {}
+    recover = run.settings().get("recover") or {}
     teachers = {f"{stream} teacher": recover.get(f"{stream}_teacher") for stream in ("general", "domain")}
     adapters = {
         name: (teacher or {}).get("adapter")
@@ -59,7 +59,7 @@ class Step:
     @cached_property
     def learned(self) -> str | None:
         """The suite of the domain that this step learned: the first one in its configuration."""
-        workflow = workflow_of(self.runs[0])
+        workflow = self.runs[0].settings()
         domains = (workflow.get("eval") or {}).get("domain") or [None]
         return domains[0] if workflow.get("finetune") else None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opdcl.errors import UsageError
@@ -121,16 +120,6 @@ def _load_suite(run: RunDir, name: str, role: str) -> Suite:
     )
 
 
-def read_record(path: Path) -> dict:
-    """Read a JSON record of the run; empty if it is not written yet."""
-    return read_json(path) if path.exists() else {}
-
-
-def workflow_of(run: RunDir) -> dict:
-    """Return the workflow that a run was made with; empty if it is not written yet."""
-    return read_record(run.config).get("workflow") or {}
-
-
 def section(run: RunDir, name: str) -> dict:
     """Return one section of the run's workflow; empty if the workflow leaves it out."""
-    return workflow_of(run).get(name) or {}
+    return run.settings().get(name) or {}

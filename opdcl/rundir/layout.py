@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from opdcl.errors import UsageError
 from opdcl.rundir.files import now, read_json
-from opdcl.rundir.seals import damage
+from opdcl.rundir.hashes import damage
 
 # The stage that makes the adapter of each state, and the other way round.
 STAGE_OF = {"tuned": "finetune", "recovered": "recover"}
@@ -86,6 +86,10 @@ class RunDir:
     def settings(self) -> dict[str, Any]:
         """Return the workflow of the run as plain data, or an empty dict before the run has started."""
         return (read_json(self.config).get("workflow") or {}) if self.config.exists() else {}
+
+    def read_manifest(self) -> dict[str, Any]:
+        """Return the content of `manifest.json`, or an empty dict before the run has started."""
+        return read_json(self.manifest) if self.manifest.exists() else {}
 
     def stage(self, index: int, name: str) -> StageDir:
         return StageDir(self.path / "stages" / f"{index:02d}-{name}")

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opdcl.rundir.files import read_json, read_jsonl
-from opdcl.rundir.hashes import ADAPTER, adapter_hash
+from opdcl.rundir.hashes import ADAPTER, SEAL, adapter_hash, check, seal
 from opdcl.rundir.layout import STATE_OF, RunDir
-from opdcl.rundir.seals import SEAL, check, seal
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def _check_results(run: RunDir) -> Iterator[Finding]:
 
 
 def _check_base(run: RunDir) -> Iterator[Finding]:
-    base = (read_json(run.manifest) if run.manifest.exists() else {}).get("base") or {}
+    base = run.read_manifest().get("base") or {}
     before, after = base.get("fingerprint_before"), base.get("fingerprint_after")
     if before and after:
         same = before == after
