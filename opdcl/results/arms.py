@@ -44,9 +44,8 @@ class Member:
     @property
     def missing(self) -> list[str]:
         """Describe the headline results that are not measured yet."""
-        return [
-            f"{s} on {suite.name}" for suite in self.suites.values() for s in STATES if s not in suite.rows
-        ]
+        suites = self.suites.values()
+        return [f"{state} on {s.name}" for s in suites for state in STATES if state not in s.rows]
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -90,9 +89,10 @@ class Arm:
 
     def states(self, role: str) -> States | None:
         """Return the scores of base, tuned and recovered, or None unless all three are measured."""
-        if not all(role in m.suites and m.suites[role].complete for m in self.pooled):
+        suites = [m.suites[role] for m in self.pooled if role in m.suites]
+        if len(suites) < len(self.pooled) or not all(suite.complete for suite in suites):
             return None
-        base, tuned, recovered = (self.scores(role, state) for state in STATES)
+        base, tuned, recovered = (np.stack([s.values(state) for s in suites]) for state in STATES)
         return base, tuned, recovered
 
 
@@ -103,7 +103,7 @@ def load_arms(runs: list[RunDir]) -> list[Arm]:
         UsageError: A run has no results, or was not measured like the others.
     """
     members = [_load(run) for run in runs]
-    _check_alike(members)
+    _check_comparable(members)
     groups = pool(runs, [as_key(m.settings) for m in members], [as_key(m.seeds) for m in members])
     member_of = {member.run: member for member in members}
     return [Arm(name, [member_of[run] for run in group]) for name, group in groups.items()]
@@ -114,7 +114,8 @@ def _load(run: RunDir) -> Member:
     for name in ("finetune", "recover"):
         stage = run.find_stage(name)
         # The same path may have held other rows when another run was made.
-        for key, value in ((stage.state().get("inputs") or {}) if stage else {}).items():
+        inputs = stage.state().get("inputs") or {} if stage else {}
+        for key, value in inputs.items():
             if key.startswith("content of ") and not key.endswith(".adapter"):
                 settings[f"{name}.{key}"] = str(value)[:12]
     for key, place in settings.items():
@@ -139,7 +140,7 @@ def first_measured(members: list[Member], role: str) -> Member:
     return next((m for m in members if role in m.suites and m.suites[role].rows), members[0])
 
 
-def _check_alike(members: list[Member]) -> None:
+def _check_comparable(members: list[Member]) -> None:
     for role in HEADLINE_ROLES:
         model = first_measured(members, role)
         for other in members:
@@ -190,8 +191,7 @@ def training_seeds(seeds: dict[str, Any]) -> dict[str, Any]:
 def pool(runs: list[RunDir], settings: list[str], seeds: list[str]) -> dict[str, list[RunDir]]:
     """Group runs with the same settings, in the order of their seeds; return group name -> runs.
 
-    A seed that occurs twice is one result seen twice. Pooled as two seeds it would make the interval too
-    narrow, so the runs of such a group stay apart.
+    If a seed occurs twice, the group stays apart: one result counted twice makes the interval too narrow.
     """
     groups: dict[str, list[tuple[str, RunDir]]] = {}
     for run, key, seed in zip(runs, settings, seeds, strict=True):
@@ -227,8 +227,6 @@ def seed_notes(counts: set[int]) -> list[str]:
     if 1 in counts:
         notes.append("With one seed an interval covers the choice of prompts, not the training seed.")
     if few := sorted(n for n in counts if 1 < n < 5):
-        notes.append(
-            f"Intervals over {' or '.join(map(str, few))} seeds are too narrow: the bootstrap sees (n - 1) / "
-            "n of the variance between n seeds."
-        )
+        reason = "the bootstrap sees (n - 1) / n of the variance between n seeds"
+        notes.append(f"Intervals over {' or '.join(map(str, few))} seeds are too narrow: {reason}.")
     return notes

@@ -18,8 +18,7 @@ __all__ = ["compare", "refuse_folder", "view", "write"]
 def compare(runs: list[RunDir]) -> dict[str, Any]:
     """Return the comparison of two or more runs, with the stable keys of `opdcl compare --json`.
 
-    Runs that build on one another learned different things and are compared step by step
-    (`opdcl.results.continual`).
+    Runs that build on one another are compared step by step (`opdcl.results.continual`).
 
     Raises:
         UsageError: A run is named twice, has no results, or was not measured like the others.
@@ -48,16 +47,14 @@ def refuse_folder(folder: Path) -> None:
 
 def write(comparison: dict[str, Any], folder: Path) -> list[Path]:
     """Write `compare.md`, `compare.html` and `compare.json` into a folder; return their paths."""
-    from markupsafe import Markup
-
     from opdcl.results import plots
-    from opdcl.results.report import environment
+    from opdcl.results.report import render
 
     layout = view(comparison)
     svg = getattr(plots, layout.figure.plot)(comparison)
-    context = {"view": layout, "notes": comparison["notes"], "missing": MISSING, "svg": svg and Markup(svg)}
+    context = {"view": layout, "notes": comparison["notes"], "missing": MISSING, "svg": svg}
     text, page, data = (folder / f"compare.{ending}" for ending in ("md", "html", "json"))
-    write_atomic(text, environment("md").get_template("compare.md.j2").render(context))
-    write_atomic(page, environment("html").get_template("compare.html.j2").render(context))
+    write_atomic(text, render("compare.md", context))
+    write_atomic(page, render("compare.html", context))
     write_json(data, comparison)
     return [text, page, data]

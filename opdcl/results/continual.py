@@ -42,10 +42,8 @@ def _teachers(run: RunDir) -> dict[str, Path]:
     """Return teacher name -> path, for the teachers that are adapters."""
     recover = run.settings().get("recover") or {}
     teachers = {f"{stream} teacher": recover.get(f"{stream}_teacher") for stream in ("general", "domain")}
-    adapters = {
-        name: (teacher or {}).get("adapter")
-        for name, teacher in (teachers | (recover.get("teachers") or {})).items()
-    }
+    teachers |= recover.get("teachers") or {}
+    adapters = {name: (teacher or {}).get("adapter") for name, teacher in teachers.items()}
     return {name: Path(adapter).resolve() for name, adapter in adapters.items() if adapter}
 
 
@@ -72,14 +70,12 @@ class Scores:
         self.notes: list[str] = []
         self._suite_of: dict[tuple[RunDir, str], Suite] = {}
         for run, suite in ((r, s) for r in runs for s in load_suites(r) if s.rows):
-            model = self.suites.setdefault(suite.name, suite)
-            if (suite.metric, suite.prompts) == (model.metric, model.prompts):
+            first = self.suites.setdefault(suite.name, suite)
+            if (suite.metric, suite.prompts) == (first.metric, first.prompts):
                 self._suite_of[run, suite.name] = suite
             else:
-                self.notes.append(
-                    f"{suite.name} is left out for {run.path}: it has other prompts of {suite.name}, or "
-                    "another metric."
-                )
+                reason = f"it has other prompts of {suite.name}, or another metric"
+                self.notes.append(f"{suite.name} is left out for {run.path}: {reason}.")
 
     def of(self, runs: Sequence[RunDir], suite: str, base: bool = False) -> np.ndarray | None:
         """Return `(runs, N)` scores at the end of each run, or of base; None unless all are measured."""
@@ -110,17 +106,13 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     scores, steps = Scores(runs), _steps(runs)
     chains = _chains(steps)
     members = [run for step in steps for run in step.runs]
-    base = {n: [r for r in members if scores.of([r], n, base=True) is not None] for n in scores.suites}
+    base = {
+        name: [x for run in members if (x := scores.of([run], name, base=True)) is not None]
+        for name in scores.suites
+    }
     return {
-        "suites": {
-            name: {"role": s.role, "metric": s.metric, "n": len(s.prompts)}
-            for name, s in scores.suites.items()
-        },
-        "base": {
-            name: stats.mean(scores.of(measured[:1], name, base=True)).as_dict()
-            for name, measured in base.items()
-            if measured
-        },
+        "suites": {name: suite.description for name, suite in scores.suites.items()},
+        "base": {name: stats.mean(measured[0]).as_dict() for name, measured in base.items() if measured},
         "steps": [_step_row(step, scores) for step in steps],
         "chains": [_chain_row(chain, scores) for chain in chains],
         "differences": [d for a, b in itertools.combinations(chains, 2) if (d := _difference(a, b, scores))],
@@ -240,11 +232,12 @@ def _kept_rows(step: Step, steps: list[Step], scores: Scores) -> list[dict[str, 
         suite = owners[0][0].learned if owners else None
         if suite is None or len(owners) < len(step.runs):
             continue
-        base, taught = scores.of(step.runs, suite, base=True), scores.of(step.runs, suite)
+        base, student = scores.of(step.runs, suite, base=True), scores.of(step.runs, suite)
         teacher = scores.of([run for _, run in owners], suite)
-        if base is not None and teacher is not None and taught is not None:
-            kept = stats.domain_retention(base, teacher, taught)
-            rows.append({"step": step.name, "teacher": name, "suite": suite, "kept": kept and kept.as_dict()})
+        if base is not None and teacher is not None and student is not None:
+            share = stats.domain_retention(base, teacher, student)
+            row = {"step": step.name, "teacher": name, "suite": suite, "kept": share and share.as_dict()}
+            rows.append(row)
     return rows
 
 
@@ -256,7 +249,6 @@ def _notes(steps: list[Step], chains: list[Chain], scores: Scores) -> list[str]:
     for chain in chains:
         if behind := max(len(step.runs) for step in chain.steps) - len(chain.lines):
             have, are = ("seeds have", "are") if behind > 1 else ("seed has", "is")
-            notes.append(
-                f"{chain.name}: {behind} {have} not reached the last step and {are} left out of the chain."
-            )
+            missing_end = f"{behind} {have} not reached the last step"
+            notes.append(f"{chain.name}: {missing_end} and {are} left out of the chain.")
     return notes + seed_notes({len(c.lines) for c in chains} or {len(step.runs) for step in steps})

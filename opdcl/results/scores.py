@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_json, read_jsonl
@@ -11,6 +11,8 @@ from opdcl.rundir.layout import RunDir
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from opdcl.results.stats import States
 
 
 STATES = ("base", "tuned", "recovered")
@@ -49,8 +51,13 @@ class Suite:
 
     @property
     def prompts(self) -> list[tuple]:
-        """What identifies each prompt, in the order of the rows."""
+        """The number and text of each prompt, in the order of the rows."""
         return [(row["doc_id"], row["prompt"]) for row in next(iter(self.rows.values()))]
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """Role, metric and number of prompts, as comparisons list a suite."""
+        return {"role": self.role, "metric": self.metric, "n": len(self.prompts)}
 
     @property
     def plain(self) -> str:
@@ -68,6 +75,12 @@ class Suite:
 
         parts = self.parts(state)
         return np.array([sum(p) for p in parts]) * len(parts) / sum(len(p) for p in parts)
+
+    def states(self) -> States | None:
+        """Return the scores of base, tuned and recovered, or None unless all three are measured."""
+        return (
+            (self.values("base"), self.values("tuned"), self.values("recovered")) if self.complete else None
+        )
 
 
 def load_suites(run: RunDir) -> list[Suite]:
@@ -93,13 +106,14 @@ def _load_suite(run: RunDir, name: str, role: str) -> Suite:
         if not run.eval_result(state, name).exists():
             continue
         result = read_json(run.eval_result(state, name))
-        rows = [
-            r for r in read_jsonl(run.eval_samples(state, name)) if result["metric"] in r.get("scores", {})
-        ]
-        if rows:
-            results[state] = result
-            # Each task of a group counts its documents from 0, so the prompt is part of the key.
-            answers[state] = {(row["doc_id"], row["prompt"]): row for row in rows}
+        # Each task of a group counts its documents from 0, so the prompt is part of the key.
+        by_key = {
+            (row["doc_id"], row["prompt"]): row
+            for row in read_jsonl(run.eval_samples(state, name))
+            if result["metric"] in row.get("scores", {})
+        }
+        if by_key:
+            results[state], answers[state] = result, by_key
     if not results:
         return Suite(name, role, None, {}, {}, 0)
     shared = set.intersection(*map(set, answers.values()))
@@ -115,7 +129,7 @@ def _load_suite(run: RunDir, name: str, role: str) -> Suite:
         str(first.get("role", role)),
         first["metric"],
         results,
-        {state: [by_key[key] for key in order] for state, by_key in answers.items()},
+        {state: [rows[key] for key in order] for state, rows in answers.items()},
         len(set.union(*map(set, answers.values()))) - len(shared),
     )
 
