@@ -125,14 +125,9 @@ def _further(arms: list[Arm], seed: int) -> list[dict[str, Any]]:
             continue
         rows = []
         for arm in finished:
-            base, tuned, recovered = (
-                np.stack([m.further[name].values(state) for m in arm.pooled]) for state in STATES
-            )
-            row = {
-                s: stats.mean(x, seed).as_dict()
-                for s, x in zip(STATES, (base, tuned, recovered), strict=True)
-            }
-            d = stats.domain_retention(base, tuned, recovered, seed) if suite.role == "domain" else None
+            scores = {s: np.stack([m.further[name].values(s) for m in arm.pooled]) for s in STATES}
+            row = {state: stats.mean(x, seed).as_dict() for state, x in scores.items()}
+            d = stats.domain_retention(**scores, seed=seed) if suite.role == "domain" else None
             rows.append({"name": arm.name, **row, "domain_retention": d and d.as_dict()})
         tables.append({"name": name, **suite.description, "arms": rows})
     return tables

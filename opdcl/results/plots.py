@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Matplotlib needs real colours. Each stands for one CSS variable, which replaces it in the finished SVG.
+# Matplotlib needs real colours; CSS variables replace them in the finished SVG.
 VARIABLES = ("ink", "muted", "rule", "paper", "base", "tuned", "recovered", "general", "domain")
 PAINT = {name: f"#{10 + i:02x}fe{60 + i:02x}" for i, name in enumerate(VARIABLES)}
 
@@ -117,18 +117,18 @@ def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> Markup | None:
     with _figure(rows=2, height=1.25 * HEIGHT) as (figure, panels):
         for axes, (stream, teacher) in zip(panels, teachers.items(), strict=True):
             colour = PAINT[stream]
-            seen = [(r["step"], r["kl"]) for r in training if r["stream"] == stream]
-            values = ((r["step"], r["validation"].get(f"{stream}_kl")) for r in held_out)
-            checked = [(step, value) for step, value in values if value is not None]
-            axes.plot(*_columns(seen), color=colour, alpha=0.35, linewidth=1.1, marker=".", markersize=4)
-            axes.plot(*_columns(checked), color=colour, marker="o", markersize=4)
-            for step, value in checked:
+            trained = [(r["step"], r["kl"]) for r in training if r["stream"] == stream]
+            key = f"{stream}_kl"
+            validated = [(r["step"], kl) for r in held_out if (kl := r["validation"].get(key)) is not None]
+            axes.plot(*_columns(trained), color=colour, alpha=0.35, linewidth=1.1, marker=".", markersize=4)
+            axes.plot(*_columns(validated), color=colour, marker="o", markersize=4)
+            for step, value in validated:
                 if step == best:
                     axes.plot(step, value, "o", markersize=10, markerfacecolor="none", color=PAINT["ink"])
-            if checked:
-                text = f"held-out {checked[-1][1]:.2f}"
-                _label(axes, text, checked[-1], (0, 9), ha="right", va="bottom", color=colour)
-            top = max((v for _, v in seen + checked), default=0.0) or 1.0
+            if validated:
+                text = f"held-out {validated[-1][1]:.2f}"
+                _label(axes, text, validated[-1], (0, 9), ha="right", va="bottom", color=colour)
+            top = max((v for _, v in trained + validated), default=0.0) or 1.0
             axes.set_ylim(-0.04 * top, 1.12 * top)
             _label_steps(axes, f"{stream.capitalize()} prompts, teacher {teacher}: KL in nats per token")
         panels[-1].set_xlabel("optimizer step")

@@ -16,7 +16,7 @@ def pick_samples(suite: Suite) -> list[dict[str, Any]]:
     """Return prompts whose outcome the fine-tune changed, grouped by their outcome after recovery."""
     if not {"base", "tuned"} <= set(suite.rows):
         return []
-    # A prompt with several parts passes if all of them pass; one with a fractional score from a half on.
+    # Several parts must all pass; one fractional score passes from a half on.
     needed = 1.0 if any(len(parts) != 1 for parts in suite.parts("base")) else 0.5
     shares = {state: [sum(p) / max(len(p), 1) for p in suite.parts(state)] for state in suite.rows}
     passed = {state: [share >= needed for share in values] for state, values in shares.items()}
@@ -28,18 +28,14 @@ def pick_samples(suite: Suite) -> list[dict[str, Any]]:
     if "recovered" in suite.rows:
         good, bad = ("regained by recovery", "not regained") if lost else ("kept by recovery", "lost again")
         groups = {
-            f"{title}, {good}": [i for i in changed if passed["recovered"][i]],
-            f"{title}, {bad}": [i for i in changed if not passed["recovered"][i]],
+            f"{title}, {word}": [i for i in changed if passed["recovered"][i] == ok]
+            for word, ok in ((good, True), (bad, False))
         }
-    return [
-        {
-            "title": title,
-            "count": len(indices),
-            "of": len(changed),
-            "samples": [_sample(suite, i, shares, passed) for i in indices[:SAMPLES_PER_GROUP]],
-        }
-        for title, indices in groups.items()
-    ]
+    rows = []
+    for title, indices in groups.items():
+        samples = [_sample(suite, i, shares, passed) for i in indices[:SAMPLES_PER_GROUP]]
+        rows.append({"title": title, "count": len(indices), "of": len(changed), "samples": samples})
+    return rows
 
 
 def _sample(suite: Suite, i: int, shares: dict[str, list], passed: dict[str, list]) -> dict[str, Any]:

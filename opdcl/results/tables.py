@@ -6,7 +6,7 @@ import json
 from typing import Any, NamedTuple
 
 from opdcl.results.format import interval, percent, points, span
-from opdcl.results.scores import STATES
+from opdcl.results.scores import HEADLINE_ROLES, STATES
 
 MISSING = "\N{EN DASH}"
 
@@ -21,7 +21,7 @@ class Table(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A figure: `plot` names the function of `opdcl.results.plots` that draws it from the comparison."""
+    """A figure; `plot` names the function of `opdcl.results.plots` that draws it."""
 
     title: str
     plot: str
@@ -110,11 +110,11 @@ def _arm_tables(comparison: dict[str, Any]) -> list[Table]:
 
 def _scores_table(comparison: dict[str, Any]) -> Table:
     headline = comparison["headline"]
-    columns = ["arm", *(f"{role}\n{headline[role] or 'no suite'}" for role in ("retention", "domain"))]
+    columns = ["arm", *(f"{role}\n{headline[role] or 'no suite'}" for role in HEADLINE_ROLES)]
     rows = []
     for row in comparison["references"]:
         name = row["name"] + (f"\nmean of {row['results']}" if row["results"] > 1 else "")
-        rows.append([name, score_cell(row["retention"]), score_cell(row["domain"]), "", "", ""])
+        rows.append([name, *(score_cell(row[role]) for role in HEADLINE_ROLES), "", "", ""])
     rows += [[_seed_count(row), *_headline_cells(row)] for row in comparison["arms"]]
     caption = (
         "Brackets are 95 % intervals: a bootstrap over prompts, and over seeds if an arm has several. R is "
@@ -126,17 +126,14 @@ def _scores_table(comparison: dict[str, Any]) -> Table:
 
 
 def _headline_cells(row: dict[str, Any]) -> list[str]:
-    ratios = [ratio_cell(row["recovery"]), ratio_cell(row["domain_retention"])]
-    return [score_cell(row["retention"]), score_cell(row["domain"]), *ratios, row["status"]]
+    ratios = [ratio_cell(row[key]) for key in ("recovery", "domain_retention")]
+    return [*(score_cell(row[role]) for role in HEADLINE_ROLES), *ratios, row["status"]]
 
 
 def _curve_table(comparison: dict[str, Any]) -> Table:
+    keys = ("at_its_domain", "retention", "domain")
     rows = [
-        [
-            row["name"],
-            *(_points_cell(above[key]) for key in ("at_its_domain", "retention", "domain")),
-            above["arm"],
-        ]
+        [row["name"], *(_points_cell(above[key]) for key in keys), above["arm"]]
         for row in comparison["arms"]
         if (above := row["above_alpha_curve"])
     ]
@@ -165,10 +162,8 @@ def _chain_tables(comparison: dict[str, Any]) -> list[Table]:
     """Return the matrix of scores, the chains with their differences, and what is kept from each teacher."""
     suites, base = comparison["suites"], comparison["base"]
     rows = [["base", *(score_cell(base.get(name)) for name in suites)]]
-    rows += [
-        [_seed_count(step), *(score_cell(step["scores"].get(name)) for name in suites)]
-        for step in comparison["steps"]
-    ]
+    for step in comparison["steps"]:
+        rows.append([_seed_count(step), *(score_cell(step["scores"].get(name)) for name in suites)])
     caption = (
         "The model's scores after each step. Brackets are 95 % intervals: a bootstrap over prompts, and "
         "over seeds if there are several."
@@ -186,9 +181,7 @@ def _chain_tables(comparison: dict[str, Any]) -> list[Table]:
 
 def _chains_table(comparison: dict[str, Any]) -> Table:
     figures = ("average", "forgetting", "backward_transfer")
-    rows = [
-        [chain["name"], *(score_cell(chain[figure]) for figure in figures)] for chain in comparison["chains"]
-    ]
+    rows = [[chain["name"], *(score_cell(chain[key]) for key in figures)] for chain in comparison["chains"]]
     rows += [
         [f"{d['of']}\nminus {d['against']}", _points_cell(d["average"]), _points_cell(d["forgetting"]), ""]
         for d in comparison["differences"]
