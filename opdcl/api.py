@@ -18,7 +18,6 @@ from typing import Any, TypedDict, Unpack
 
 from opdcl import parallel
 from opdcl.config.load import FILE_ENDINGS, load, load_tree
-from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.deploy.export import export as export_model
 from opdcl.deploy.push import push as push_adapter
@@ -169,15 +168,12 @@ def evaluate(
     Returns: The run's results: verdict, scores, R and D with intervals.
     Example: opdcl.evaluate("runs/mine", retention=["instructions"], domain=["test-rows.jsonl"])
     """
-    files = {suite: Path(suite).stem for suite in _strings(domain) if _is_question_file(suite)}
-    suites = [files.get(suite, suite) for suite in _strings(domain)]
-    named: dict[str, Any] = {
-        "retention": _strings(retention) or None,
-        "domain": suites or None,
-        "limit": limit,
-    }
-    for name, file in [*(data or {}).items(), *((name, file) for file, name in files.items())]:
-        named[f"eval.data.{name}"] = Path(file).resolve()
+    names = {suite: Path(suite).stem if _is_question_file(suite) else suite for suite in _strings(domain)}
+    files = {name: suite for suite, name in names.items() if name != suite}
+    suites = [names[suite] for suite in _strings(domain)]
+    named: dict[str, Any] = {"retention": _strings(retention) or None, "domain": suites or None}
+    named |= {"limit": limit}
+    named |= {f"eval.data.{name}": Path(file).resolve() for name, file in {**(data or {}), **files}.items()}
     return _execute("eval", named, path, **options)
 
 
@@ -191,11 +187,10 @@ def report(path: PathLike, update: bool = False, quiet: bool = False) -> Result:
 
     Example: opdcl.report("runs/mine").summary["status"]
     """
-    found = open_run(Path(path))
-    if update:
-        for file in write_report(found):
-            _output(quiet).note(f"wrote {file}")
-    return Result(found.path, summarise(found))
+    directory = open_run(Path(path))
+    for file in write_report(directory) if update else ():
+        _output(quiet).note(f"wrote {file}")
+    return Result(directory.path, summarise(directory))
 
 
 def compare(
@@ -260,7 +255,7 @@ def chat(source: PathLike, prompts: str | Iterable[str], max_new_tokens: int = 2
     """
     from opdcl.deploy.chat import answers
 
-    turns = answers(str(source), iter([prompts] if isinstance(prompts, str) else prompts), max_new_tokens)
+    turns = answers(str(source), [prompts] if isinstance(prompts, str) else prompts, max_new_tokens)
     while True:
         with quiet_libraries():
             turn = next(turns, None)
@@ -296,8 +291,8 @@ def export(
     Example: opdcl.export("runs/mine", "my-model")
     """
     with quiet_libraries(), _output(quiet).stage("export") as line:
-        done = export_model(str(source), state, Path(out), format, outtype, converter, check, line)
-    return Outcome(f"{done['state']} written to {out}", [], done)
+        written = export_model(str(source), state, Path(out), format, outtype, converter, check, line)
+    return Outcome(f"{written['state']} written to {out}", [], written)
 
 
 def push(
@@ -314,10 +309,9 @@ def push(
 
     Example: opdcl.push("runs/mine", "me/my-adapter").data["url"]
     """
-    found = open_run(Path(path))
     with quiet_libraries():
-        done = push_adapter(found, state, repository, private, base)
-    return Outcome(f"{done['state']} is at {done['url']}, commit {done['commit']}", [], done)
+        upload = push_adapter(open_run(Path(path)), state, repository, private, base)
+    return Outcome(f"{upload['state']} is at {upload['url']}, commit {upload['commit']}", [], upload)
 
 
 def _settings(
@@ -335,10 +329,8 @@ def _settings(
 def _is_question_file(suite: str) -> bool:
     path = Path(suite)
     if path.suffix in FILE_ENDINGS and not path.is_file():
-        raise UsageError(
-            f"domain questions {suite!r} do not exist",
-            "give a file of questions and answers, or the name of a suite",
-        )
+        hint = "give a file of questions and answers, or the name of a suite"
+        raise UsageError(f"domain questions {suite!r} do not exist", hint)
     return bool(path.suffix) and path.is_file()
 
 
@@ -357,30 +349,26 @@ def _execute(
     quiet: bool = False,
 ) -> Any:
     """Run a workflow from its sources or, without them, that of an existing run with one more stage."""
-    given = _settings(settings, stage, arguments)
+    overrides = _settings(settings, stage, arguments)
     if sources is None:
         saved = read_json(open_run(Path(out)).config)
-        flow, origins = load_tree(saved["workflow"], saved["origins"], *given, stage)
+        flow, origins = load_tree(saved["workflow"], saved["origins"], *overrides, stage)
     else:
-        flow, origins = load(sources, *given)
+        flow, origins = load(sources, *overrides)
     path = Path(out or Path("runs") / flow.name)
     sweep = bool(sources) and bool(flow.arms or flow.seeds)
     if dry_run:
-        return _plan(flow, path, sweep)
+        from opdcl.pipeline.dry_run import describe
+
+        rows, data = describe_all(flow, path) if sweep else describe(flow, RunDir(path))
+        title = f"dry run of {flow.name} in {path}"
+        return Plan(title, [Table(title, ["run"] * sweep + ["stage", "action", "why"], rows, "")], data)
     parallel.join()
     if sweep:
         data = execute_all(flow, origins, path, _output(quiet), force)
         # One arm with one seed has nothing to be compared with.
         return Comparison(data, path) if data else report(path / next(iter(expand(flow, path))))
     return Result(path, execute(flow, origins, RunDir(path), _output(quiet), force))
-
-
-def _plan(flow: Workflow, path: Path, sweep: bool) -> Plan:
-    from opdcl.pipeline.dry_run import describe
-
-    rows, data = describe_all(flow, path) if sweep else describe(flow, RunDir(path))
-    title = f"dry run of {flow.name} in {path}"
-    return Plan(title, [Table(title, ["run"] * sweep + ["stage", "action", "why"], rows, "")], data)
 
 
 def _output(quiet: bool) -> Output:

@@ -112,10 +112,8 @@ def load_arms(runs: list[RunDir]) -> list[Arm]:
 def _load(run: RunDir) -> Member:
     settings, seeds = split_seeds(run)
     for name in ("finetune", "recover"):
-        stage = run.find_stage(name)
         # The same path may have held other rows when another run was made.
-        inputs = stage.state().get("inputs") or {} if stage else {}
-        for key, value in inputs.items():
+        for key, value in (run.stage_record(name).get("inputs") or {}).items():
             if key.startswith("content of ") and not key.endswith(".adapter"):
                 settings[f"{name}.{key}"] = str(value)[:12]
     for key, place in settings.items():

@@ -209,8 +209,7 @@ def _in_points(change: dict[str, float]) -> dict[str, str]:
 
 def _teachers(run: RunDir) -> dict[str, str]:
     """Return the names of each stream's teachers: base and tuned unless configured otherwise."""
-    stage = run.find_stage("recover")
-    config = stage.state().get("config", {}) if stage else {}
+    config = run.stage_record("recover").get("config", {})
     kinds = {
         stream: config.get(f"{stream}_teacher", {}).get("kind", default)
         for stream, default in (("general", "base"), ("domain", "tuned"))

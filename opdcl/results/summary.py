@@ -154,8 +154,7 @@ def _cost(run: RunDir, suites: list[Suite]) -> dict[str, dict]:
     keys = ("seconds", "tokens", "peak_memory_bytes")
     cost: dict[str, dict] = {}
     for name in ("finetune", "recover"):
-        stage = run.find_stage(name)
-        spent = stage.state().get("cost") if stage else None
+        spent = run.stage_record(name).get("cost")
         cost[name] = {k: spent.get(k, 0) for k in keys} if spent else {}
     evals = [result["cost"] for s in suites for result in s.results.values() if result.get("cost")]
     totals: list[Callable] = [sum, sum, max]

@@ -55,10 +55,8 @@ def damage(folder: Path) -> str:
     """Return the first problem of a sealed folder, or "" if every file is unchanged."""
     try:
         hashes = json.loads((folder / SEAL).read_text(encoding="utf-8"))
-        problems = (
-            f"{name} {state}" for name, digest in hashes.items() if (state := check(folder / name, digest))
-        )
-        return next(problems, "")
+        problems = ((name, check(folder / name, digest)) for name, digest in hashes.items())
+        return next((f"{name} {problem}" for name, problem in problems if problem), "")
     except (OSError, ValueError, AttributeError):
         return "its seal is missing or unreadable"
 

@@ -1,4 +1,4 @@
-"""The commands that use a finished model: chat, export, push, serve."""
+"""The commands about finished runs: report, compare, verify, chat, export, push, serve; and doctor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,32 @@ import opdcl
 from opdcl.cli import options as opt
 from opdcl.cli import screen
 from opdcl.cli.screen import show, start
+from opdcl.errors import EnvironmentFault, OpdclError
+
+
+def report(run_dir: opt.RunDir, json: opt.Json = False, quiet: opt.Quiet = False) -> None:
+    """Print the verdict, and rewrite the report. Writes report.md, report.html and the model card."""
+    start(json, quiet)
+    show(opdcl.report(run_dir, update=True, quiet=quiet or json))
+
+
+def compare(
+    runs: opt.Runs, out: opt.CompareOut = None, json: opt.Json = False, quiet: opt.Quiet = False
+) -> None:
+    """Show runs side by side. Prints scores, R and D with intervals, and the settings that differ."""
+    start(json, quiet)
+    show(opdcl.compare(runs, out, quiet or json))
+
+
+def verify(run_dir: opt.RunDir, json: opt.Json = False) -> None:
+    """Check a run's files for damage or change, by their hashes. Exit code 1 if a check fails."""
+    start(json)
+    outcome = opdcl.verify(run_dir)
+    if outcome.failed:
+        sentence, outcome.sentence = outcome.sentence, ""
+        show(outcome)
+        raise OpdclError(sentence, "restore the files from a copy, or repeat the stages with --force")
+    show(outcome)
 
 
 def chat(
@@ -75,3 +101,15 @@ def serve(
         return
     words = [f"{k}={v}" for k, v in command.environment.items() if k != "VLLM_API_KEY"] + command.words
     screen.output.result(shlex.join(words), {"command": command.words, "url": f"http://{host}:{port}/v1"})
+
+
+def doctor(json: opt.Json = False) -> None:
+    """Check this machine, with a remedy for each problem. Exit code 4 if something needed is missing."""
+    from opdcl.doctor import checks
+
+    start(json)
+    results = checks()
+    rows = [[c.name, c.status, c.finding, "" if c.ok else c.remedy] for c in results]
+    screen.output.table("", ["check", "", "finding", "remedy"], rows, [vars(c) for c in results])
+    if missing := ", ".join(c.name for c in results if c.status == "missing"):
+        raise EnvironmentFault(f"this machine cannot run opdcl: {missing}", "see the remedy column")
