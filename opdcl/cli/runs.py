@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 
 import typer
@@ -91,16 +92,16 @@ def serve(
     json: opt.Json = False,
 ) -> None:
     """Serve base, tuned and recovered with vLLM, under these names. Arguments after -- are passed to vLLM."""
-    from opdcl.deploy.serve import execute, serve_command
+    from opdcl.deploy.serve import serve_command
     from opdcl.rundir.layout import open_run
 
     start(json)
-    command = serve_command(open_run(run_dir), vllm, host, port, context.args)
+    command, environment = serve_command(open_run(run_dir), vllm, host, port, context.args)
     if not dry_run:
-        execute(command)
-        return
-    words = [f"{k}={v}" for k, v in command.environment.items() if k != "VLLM_API_KEY"] + command.words
-    screen.output.result(shlex.join(words), {"command": command.words, "url": f"http://{host}:{port}/v1"})
+        os.execve(command[0], command, os.environ | environment)
+    variables = [f"{name}={value}" for name, value in environment.items() if name != "VLLM_API_KEY"]
+    data = {"command": command, "url": f"http://{host}:{port}/v1"}
+    screen.output.result(shlex.join(variables + command), data)
 
 
 def doctor(json: opt.Json = False) -> None:

@@ -37,17 +37,7 @@ def export(
     check: bool,
     report: StageReport,
 ) -> dict[str, Any]:
-    """Export one state to a new folder and return a description of what was written.
-
-    Args:
-        source: A run directory, an adapter's folder, or a Hub id.
-        state: The state of the run. Default: the last one.
-        target: The folder to create.
-        format: `merged`, `adapter` or `gguf`; for `gguf` also:
-        outtype: The number format.
-        converter: The path of llama.cpp's converter. Default: see `find_converter`.
-        check: Whether to load the file back and compare it.
-        report: Receives progress messages.
+    """Export one state to a new folder and return a description of what was written; see `opdcl.api.export`.
 
     Raises:
         UsageError: The state does not exist, or the folder does.
