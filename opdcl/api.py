@@ -6,7 +6,7 @@
     opdcl.recover("runs/mine", steps=60)
     opdcl.evaluate("runs/mine", domain=["questions.jsonl"])  # a notebook shows verdict and scores
 
-`run`, `finetune`, `recover` and `evaluate` resume where an earlier call stopped, and share `Options`.
+`run`, `finetune`, `recover` and `evaluate` resume where an earlier call stopped, and all take `Options`.
 Every verb raises `opdcl.errors.OpdclError`, whose `hint` names the next step.
 """
 
@@ -83,7 +83,6 @@ def run(
         out: Run directory. Default: `runs/NAME`, with the workflow's name.
         model: Base model: `smollm2-135m` (embedded), a Hub id, or a path.
         deterministic: Use only kernels that repeat bit for bit.
-        options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
 
     Returns: The run's results; the comparison of all runs if the workflow has arms or seeds.
     Example: opdcl.run("quickstart", out="runs/quickstart", settings={"recover.steps": 60})
@@ -110,7 +109,6 @@ def finetune(
         epochs: Passes over the data.
         learning_rate: Peak learning rate.
         seed: Seed of the fine-tune.
-        options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
 
     Returns: The run's results; they hold no scores before `evaluate`.
     Example: opdcl.finetune("rows.jsonl", out="runs/mine", epochs=3)
@@ -137,9 +135,7 @@ def recover(
         steps: Optimizer steps.
         learning_rate: Peak learning rate.
         seed: Seed of the recovery.
-        options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
 
-    Returns: The run's results.
     Example: opdcl.recover("runs/mine", prompts="prompts.jsonl", steps=60)
     """
     named: dict[str, Any] = {"prompts": prompts, "domain": domain, "steps": steps}
@@ -163,7 +159,6 @@ def evaluate(
         domain: Suites that measure the domain, or files of questions and answers.
         data: Suite -> local file to read instead of downloading the suite's data.
         limit: Evaluate only the first N documents of each suite.
-        options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
 
     Returns: The run's results: verdict, scores, R and D with intervals.
     Example: opdcl.evaluate("runs/mine", retention=["instructions"], domain=["test-rows.jsonl"])
@@ -178,12 +173,9 @@ def evaluate(
 
 
 def report(path: PathLike, update: bool = False, quiet: bool = False) -> Result:
-    """Return the results of a run; nothing is run or measured.
+    """Return the results of the run in `path`; nothing is run or measured.
 
-    Args:
-        path: Run directory.
-        update: Also write report.md, report.html and the model card again, as the command line does.
-        quiet: Do not name the files that are written.
+    `update` also writes report.md, report.html and the model card again, and names them unless `quiet`.
 
     Example: opdcl.report("runs/mine").summary["status"]
     """
@@ -198,10 +190,8 @@ def compare(
 ) -> Comparison:
     """Compare runs: scores, R and D with intervals, and the settings that differ.
 
-    Args:
-        paths: Run directories. Runs that differ only in their seeds are pooled.
-        out: Folder for compare.md, compare.html and compare.json.
-        quiet: Do not name the files that are written.
+    Runs that differ only in their seeds are pooled. `out` is a folder for compare.md, compare.html and
+    compare.json, whose paths are printed unless `quiet`.
 
     Example: opdcl.compare(["runs/mine", "runs/other"], out="comparison").data["arms"]
     """

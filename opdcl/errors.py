@@ -44,9 +44,7 @@ class Interrupted(OpdclError):
 def translate(fault: Exception, workers: int = 1) -> OpdclError:
     """Return a failure of the machine or of a library as an error with a hint.
 
-    Args:
-        fault: Any exception.
-        workers: Number of worker processes; with several, a lost connection means that another worker exited.
+    With several `workers`, a lost connection means that another worker exited.
     """
     text = str(fault)
     # Libraries written in Rust wrap the system's error; its number is left in the text only.

@@ -63,10 +63,8 @@ def push(run: RunDir, state: str | None, repository: str, private: bool, base: s
 def check_base(id: str, base: str) -> None:
     """Refuse an adapter whose base others cannot download."""
     if id not in HUB_IDS and (parse("model", base) is None or os.path.exists(base)):
-        raise UsageError(
-            f"the base {id} is on this machine only, and nobody could load the adapter",
-            "--base owner/name is its name on the Hub",
-        )
+        problem = f"the base {id} is on this machine only, and nobody could load the adapter"
+        raise UsageError(problem, "--base owner/name is its name on the Hub")
 
 
 def check_access() -> None:

@@ -12,8 +12,6 @@ from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.sanitize import harmless
 
-__all__ = ["compare", "refuse_folder", "view", "write"]
-
 
 def compare(runs: list[RunDir]) -> dict[str, Any]:
     """Return the comparison of two or more runs, with the stable keys of `opdcl compare --json`.

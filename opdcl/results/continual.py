@@ -142,16 +142,12 @@ def _chain_row(chain: Chain, scores: Scores) -> dict[str, Any]:
 
 
 def _seed_key(run: RunDir) -> str:
-    """Return the training seeds of a run with any stages; runs of two chains with equal seeds form a pair."""
+    """Return a run's training seeds; runs of two chains with equal seeds form a pair."""
     return str(sorted({str(seed) for seed in training_seeds(split_seeds(run)[1]).values()}))
 
 
 def _steps(runs: list[RunDir]) -> list[Step]:
-    """Group runs by their settings and by the runs that they build on.
-
-    Raises:
-        UsageError: A run builds on itself.
-    """
+    """Group runs by their settings and the runs that they build on; refuse one that builds on itself."""
     by_path = {run.path.resolve(): run for run in runs}
 
     def key(run: RunDir, descendants: tuple[Path, ...] = ()) -> str:

@@ -21,8 +21,6 @@ SAMPLES_PER_GROUP = 4
 
 LONGEST_HEAD, LONGEST_PROMPT, LONGEST_ANSWER = 90, 900, 700
 
-__all__ = ["card", "render", "summarise", "write"]
-
 
 def write(run: RunDir, summary: dict[str, Any] | None = None) -> list[Path]:
     """Write `report.md`, `report.html` and the model card `README.md` into the run; return their paths.
@@ -49,15 +47,9 @@ def write(run: RunDir, summary: dict[str, Any] | None = None) -> list[Path]:
 
 
 def card(run: RunDir, state: str, base: str, place: str, license: str | None, datasets: list[str]) -> str:
-    """Return the model card of one adapter for the Hugging Face Hub.
+    """Return the model card of one state's adapter for the Hugging Face Hub.
 
-    Args:
-        run: The run that made the adapter.
-        state: The state whose adapter and results the card describes.
-        base: The base's Hub id.
-        place: The Hub id of the adapter.
-        license: Its licence, if known.
-        datasets: Hub ids of the training data.
+    `base`, `place` and `datasets` are the Hub ids of base, adapter and training data.
     """
     suites = load_suites(run)
     context = _context(run, summarise(run, suites), suites)
@@ -213,10 +205,9 @@ def _in_points(change: dict[str, float]) -> dict[str, str]:
 def _teachers(run: RunDir) -> dict[str, str]:
     """Return the names of each stream's teachers: base and tuned unless configured otherwise."""
     config = run.stage_record("recover").get("config", {})
-    kinds = {
-        stream: config.get(f"{stream}_teacher", {}).get("kind", default)
-        for stream, default in (("general", "base"), ("domain", "tuned"))
-    }
+    kinds = {"general": "base", "domain": "tuned"}
+    for stream, default in kinds.items():
+        kinds[stream] = config.get(f"{stream}_teacher", {}).get("kind", default)
     if named := config.get("teachers"):
         kinds["domain"] = " and ".join([kinds["domain"], *named] if config.get("domain") else named)
     return kinds

@@ -179,7 +179,6 @@ def ratio(part: np.ndarray, whole: np.ndarray, seed: int = 0) -> Estimate:
 
     Resamples with a denominator of zero or below have no meaningful ratio and do not count for the interval.
     """
-    part, whole = np.asarray(part, float), np.asarray(whole, float)
     below = _means(whole, seed)
     with np.errstate(divide="ignore", invalid="ignore"):
         draws = np.where(below > 0, _means(part, seed) / below, np.nan)
@@ -188,7 +187,6 @@ def ratio(part: np.ndarray, whole: np.ndarray, seed: int = 0) -> Estimate:
 
 def recovery(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0) -> Estimate | None:
     """Estimate R = (M2 - M1) / (M0 - M1); None unless the forgetting is measurable."""
-    base, tuned, recovered = (np.asarray(x, float) for x in (base, tuned, recovered))
     if not forgetting_is_measurable(base, tuned, seed):
         return None
     return ratio(recovered - tuned, base - tuned, seed)
@@ -200,20 +198,17 @@ def forgetting_is_measurable(base: np.ndarray, tuned: np.ndarray, seed: int = 0)
     For pass-or-fail scores McNemar's test must reject too, on every seed.
     """
     drop = difference(base, tuned, seed)
-    pairs = list(zip(np.atleast_2d(base), np.atleast_2d(tuned), strict=True))
+    if drop.value < SMALLEST_DROP or drop.low <= 0:
+        return False
+    pairs = zip(np.atleast_2d(base), np.atleast_2d(tuned), strict=True)
     pass_or_fail = bool(np.isin([base, tuned], (0.0, 1.0)).all())
-    return (
-        drop.value >= SMALLEST_DROP
-        and drop.low > 0
-        and (not pass_or_fail or all(mcnemar(b, t) < 0.05 for b, t in pairs))
-    )
+    return not pass_or_fail or all(mcnemar(b, t) < 0.05 for b, t in pairs)
 
 
 def domain_retention(
     base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0
 ) -> Estimate | None:
     """Estimate D = (M2 - M0) / (M1 - M0); None unless the interval of the domain gain lies above zero."""
-    base, tuned, recovered = (np.asarray(x, float) for x in (base, tuned, recovered))
     if difference(tuned, base, seed).low <= 0:
         return None
     return ratio(recovered - base, tuned - base, seed)

@@ -128,10 +128,9 @@ def _tests(retention: Suite | None, domain: Suite | None, seed: int) -> dict[str
 
 
 def _ceiling(suites: list[Suite], recover: dict[str, Any], seed: int) -> dict[str, dict]:
-    """Return student minus teacher per suite: near zero, only another teacher or a reward can improve it.
+    """Return student minus teacher per suite; near zero, only another teacher or a reward can improve it.
 
-    Only base (as general teacher) and tuned (as domain teacher) are measured; with other teachers a suite is
-    left out.
+    A suite is left out unless its teacher is base (general) or tuned (domain): others are not measured.
     """
     from opdcl.results import stats
 
@@ -176,20 +175,16 @@ def _suite_notes(manifest: dict, suites: list[Suite], estimates: dict[str, dict]
             measured = (result.get("model") or {}).get("adapter_sha256")
             present = (adapters.get(state) or {}).get("sha256")
             if measured and present and measured != present:
-                notes.append(
-                    f"{suite.name}: {state} was measured with another adapter than the one in this run."
-                )
+                problem = f"{state} was measured with another adapter than the one in this run"
+                notes.append(f"{suite.name}: {problem}.")
         if suite.unpaired:
-            notes.append(
-                f"{suite.name}: {suite.unpaired} prompts are left out because not every measured state "
-                "answered them; the further metrics still include them."
-            )
+            reason = "because not every measured state answered them; the further metrics still include them"
+            notes.append(f"{suite.name}: {suite.unpaired} prompts are left out {reason}.")
         base_low = estimates[suite.name]["base"].get("low")
         if suite.role == "retention" and None not in (suite.floor, base_low) and base_low <= suite.floor:
-            notes.append(
-                f"{suite.name}: base is not measurably above the floor of {percent(suite.floor)}, the score "
-                "of a content-free answer, so this suite can hardly show forgetting."
-            )
+            floor = f"the floor of {percent(suite.floor)}, the score of a content-free answer"
+            reason = f"base is not measurably above {floor}"
+            notes.append(f"{suite.name}: {reason}, so this suite can hardly show forgetting.")
     return notes
 
 
@@ -218,10 +213,8 @@ def _recovery_notes(run: RunDir) -> list[str]:
     mismatched = sum(row["mismatch"] * row["tokens"] for row in fresh)
     share = mismatched / max(1, sum(row["tokens"] for row in fresh))
     if share > 0.001:
-        notes.append(
-            f"For {share:.2%} of the fresh tokens, the probabilities of sampler and trainer differed by more "
-            "than a factor of two."
-        )
+        gap = "sampler's and trainer's probabilities differed by more than a factor of two"
+        notes.append(f"For {share:.2%} of the fresh tokens, {gap}.")
     return notes
 
 

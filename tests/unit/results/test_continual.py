@@ -6,8 +6,8 @@ from helpers.synthetic import N, change, measure, workflow, write
 
 from opdcl.errors import UsageError
 from opdcl.results import compare, continual, stats
-from opdcl.results.compare import view
 from opdcl.results.compare import write as write_page
+from opdcl.results.tables import view
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 
