@@ -168,7 +168,7 @@ class StageLine:
             self._live.stop()
 
     def progress(self, done: int, total: int, **values: float | str) -> None:
-        """Show how far the stage is. A value that is not given keeps its last one."""
+        """Show the stage's progress. An omitted value keeps its last one."""
         self._values |= values
         text = " ".join(f"{k.replace('_per_s', '/s')} {_short(v)}" for k, v in self._values.items())
         if self._live:

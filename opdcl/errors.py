@@ -47,7 +47,7 @@ def translate(fault: Exception, workers: int = 1) -> OpdclError:
     With several `workers`, a lost connection means that another worker exited.
     """
     text = str(fault)
-    # Libraries written in Rust wrap the system's error; its number is left in the text only.
+    # Libraries written in Rust wrap the system's error; only the text has its number.
     wrapped = re.search(r"os error (\d+)", text)
     number = fault.errno if isinstance(fault, OSError) else int(wrapped[1]) if wrapped else None
     where = getattr(fault, "filename", None) or fault

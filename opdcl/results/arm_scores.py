@@ -77,7 +77,7 @@ def _references(state: str, arms: list[Arm], seed: int) -> tuple[list[dict[str, 
         }
         for role in HEADLINE_ROLES:
             measured = [results[i][role] for i in group if role in results[i]]
-            row[role] = stats.mean(np.stack(measured), seed).as_dict() if measured else {}
+            row[role] = _estimate(np.stack(measured) if measured else None, seed)
         rows.append(row)
     return rows, ids
 
@@ -86,16 +86,17 @@ def _equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
     return all((a[role] == b[role]).all() for role in a.keys() & b.keys())
 
 
+def _estimate(scores: np.ndarray | None, seed: int) -> dict[str, float]:
+    return {} if scores is None else stats.mean(scores, seed).as_dict()
+
+
 def _arm_row(arm: Arm, seed: int) -> dict[str, Any]:
     """Return an arm's numbers; an estimate that is not measured is empty, a ratio without meaning is None."""
     return {
         "name": arm.name,
         "method": arm.settings.get("recover.method"),
         "seeds": len(arm.pooled),
-        **{
-            role: {} if (s := arm.scores(role)) is None else stats.mean(s, seed).as_dict()
-            for role in HEADLINE_ROLES
-        },
+        **{role: _estimate(arm.scores(role), seed) for role in HEADLINE_ROLES},
         **stats.outcome(arm.states("retention"), arm.states("domain"), seed),
         "above_alpha_curve": None,
         "runs": [_run_row(member) for member in arm.members],
@@ -103,8 +104,8 @@ def _arm_row(arm: Arm, seed: int) -> dict[str, Any]:
 
 
 def _run_row(member: Member) -> dict[str, Any]:
-    estimates = member.summary["suites"]
-    scores = {role: estimates[suite.name]["recovered"] for role, suite in member.suites.items()}
+    suites = member.summary["suites"]
+    scores = {role: suites[suite.name]["recovered"] for role, suite in member.suites.items()}
     return {
         "path": str(member.run.path),
         "seeds": member.seeds,
@@ -191,16 +192,13 @@ def _differences(arms: list[Arm]) -> dict[str, dict[str, Any]]:
 
 
 def _reference_notes(rows: list[dict], base: list[dict], tuned: list[dict]) -> list[str]:
-    notes = [
-        f"The arms have {len(several)} different results of {several[0]['state']}: each arm's R and D refer "
-        "to its own."
-        for several in (base, tuned)
-        if len(several) > 1
-    ]
+    notes = []
+    for state, results in (("base", base), ("tuned", tuned)):
+        if len(results) > 1:
+            different = f"The arms have {len(results)} different results of {state}"
+            notes.append(f"{different}: each arm's R and D refer to its own.")
     if len(tuned) > 1 and any(row["above_alpha_curve"] for row in rows):
-        notes.append(
-            "An arm that starts from a different tuned model than the alpha-curve differs by that too."
-        )
+        notes.append("An arm that starts from another tuned model than the alpha-curve differs by that too.")
     return notes
 
 

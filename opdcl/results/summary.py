@@ -51,7 +51,7 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
 
 
 def resolution_note(suite: Suite, smallest: list[float]) -> str:
-    """Say which true differences to base the suite can find, given the smallest one of each run."""
+    """State the smallest true difference to base that the suite can detect, from that of each run."""
     least, most = (f"{100 * difference:.1f}" for difference in (min(smallest), max(smallest)))
     size = least if least == most else f"{least} to {most}"
     return (

@@ -1,4 +1,4 @@
-"""How comparisons are shown: cells, tables and one figure, for the terminal, Markdown and HTML."""
+"""Lay out a comparison as cells, tables and one figure, for the terminal, Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Figure(NamedTuple):
 
 
 class View(NamedTuple):
-    """Everything that is shown of a comparison except its notes."""
+    """A comparison laid out, without its notes."""
 
     lead: str
     """One sentence that says what is compared."""
@@ -40,7 +40,7 @@ class View(NamedTuple):
 
 
 def view(comparison: dict[str, Any]) -> View:
-    """Return how a comparison is shown: arms side by side, or steps that build on one another."""
+    """Lay out a comparison: arms side by side, or steps that build on one another."""
     chains = "chains" in comparison
     names = ", ".join(row["name"] for row in comparison["steps" if chains else "arms"])
     if chains:
@@ -173,7 +173,8 @@ def _chain_tables(comparison: dict[str, Any]) -> list[Table]:
     if comparison["chains"]:
         tables.append(_chains_table(comparison))
     if comparison["kept"]:
-        rows = [[k["step"], k["teacher"], k["suite"], ratio_cell(k["kept"])] for k in comparison["kept"]]
+        keys = ("step", "teacher", "suite")
+        rows = [[*(row[key] for key in keys), ratio_cell(row["kept"])] for row in comparison["kept"]]
         caption = "The step's share of the teacher's gain over base, on the suite that the teacher learned."
         tables.append(Table("Kept from each teacher", ["step", "teacher", "suite", "kept"], rows, caption))
     return tables

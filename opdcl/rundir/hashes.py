@@ -26,7 +26,7 @@ def adapter_hash(folder: Path) -> str:
 
 
 def hash_files(files: list[Path]) -> str:
-    """Return a hash of 16 digits over the files' names and contents, in the given order."""
+    """Return a hash of 16 digits over the files' names and contents, in their order."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())

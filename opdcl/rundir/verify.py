@@ -47,9 +47,8 @@ def _check_files(run: RunDir) -> Iterator[Finding]:
 
 def _check_adapters(run: RunDir) -> Iterator[Finding]:
     for stage in run.stages():
-        record = stage.state()
-        if record.get("status") == "done":
-            intact = _adapter_hash(stage.adapter) == record.get("adapter_sha256")
+        if stage.is_done():
+            intact = _adapter_hash(stage.adapter) == stage.state().get("adapter_sha256")
             finding = "as its stage recorded" if intact else "not the adapter that its stage recorded"
             yield Finding(f"adapter of {stage.path.name}", intact, finding)
 
