@@ -1,10 +1,4 @@
-"""Write an adapter, a merged safetensors model, or GGUF for llama.cpp and Ollama.
-
-    opdcl export runs/mine -o my-model
-    opdcl export runs/mine -o my-model --format gguf --converter ~/llama.cpp/convert_hf_to_gguf.py
-
-llama.cpp's own converter writes the GGUF file; opdcl loads it back and compares it with the merged model.
-"""
+"""Write an adapter, a merged safetensors model, or GGUF for llama.cpp and Ollama."""
 
 from __future__ import annotations
 

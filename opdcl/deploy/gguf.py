@@ -1,4 +1,4 @@
-"""Write GGUF with llama.cpp's converter, and check that it is the same model."""
+"""Write GGUF with llama.cpp's converter, load it back, and check that it is the same model."""
 
 from __future__ import annotations
 
@@ -38,11 +38,7 @@ CHECK_PROMPTS, CHECK_TOKENS = 4, 32
 
 
 def find_converter(path: str | None) -> list[str]:
-    """Return the command of llama.cpp's converter: from `path`, else `$LLAMA_CPP`, else the PATH.
-
-    Raises:
-        EnvironmentFault: There is none.
-    """
+    """Return the command of llama.cpp's converter, from `path`, `$LLAMA_CPP` or the search path."""
     if place := path or os.environ.get("LLAMA_CPP"):
         file = Path(os.path.expanduser(place))
         file = file / SCRIPT if file.is_dir() else file
@@ -76,10 +72,8 @@ def _convert(merged: Path, file: Path, command: list[str], outtype: str) -> None
     process = subprocess.run(words, capture_output=True, text=True, check=False)
     if process.returncode or not file.is_file():
         lines = [line for line in process.stderr.splitlines() if line.strip()] or ["no message"]
-        raise OpdclError(
-            f"the converter failed: {redact(lines[-1])[:300]}",
-            "a newer llama.cpp may support this model; --format merged writes the unconverted model",
-        )
+        hint = "a newer llama.cpp may support this model; --format merged writes the unconverted model"
+        raise OpdclError(f"the converter failed: {redact(lines[-1])[:300]}", hint)
 
 
 def _write_modelfile(merged: Path, file: Path, report: StageReport) -> None:

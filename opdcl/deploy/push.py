@@ -1,7 +1,4 @@
-"""Upload a run's adapter to the Hugging Face Hub, with a model card that contains its results.
-
-opdcl push runs/mine me/my-adapter
-"""
+"""Upload a run's adapter to the Hugging Face Hub, with a model card that contains its results."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Serve `base`, `tuned` and `recovered` on one vLLM server, which can load more adapters.
-
-opdcl serve runs/mine --vllm ~/vllm/bin/vllm
-"""
+"""Serve `base`, `tuned` and `recovered` on one vLLM server, which can load more adapters."""
 
 from __future__ import annotations
 
@@ -20,12 +17,9 @@ DEFAULT_RANK = 32
 def serve_command(
     run: RunDir, vllm: str, host: str, port: int, arguments: list[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command that serves a run's base with its adapters, and its environment variables.
+    """Return the command that serves a run's base with its adapters, and the variables it needs.
 
-    vLLM also gets `arguments`.
-
-    Raises:
-        EnvironmentFault: vLLM is not installed under this name.
+    The command ends with `arguments`. An `EnvironmentFault` says that `vllm` is not installed.
     """
     from opdcl.model.load import model_source, pick_device, pick_dtype
 

@@ -1,7 +1,4 @@
-"""Compare arms: their scores, their distance to the alpha-curve and the settings that differ.
-
-opdcl compare runs/ours runs/general runs/interpolate
-"""
+"""Compare arms: their scores, their distance to the alpha-curve and the settings that differ."""
 
 from __future__ import annotations
 

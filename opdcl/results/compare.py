@@ -24,14 +24,13 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     from opdcl.results import arm_scores, continual
 
     if len(runs) < 2:
-        raise UsageError(
-            "a comparison needs at least two runs", "opdcl compare RUN RUN; opdcl report RUN shows one"
-        )
+        hint = "opdcl compare RUN RUN; opdcl report RUN shows one"
+        raise UsageError("a comparison needs at least two runs", hint)
     paths = [run.path.resolve() for run in runs]
     if twice := next((run.path for i, run in enumerate(runs) if paths[i] in paths[:i]), None):
         raise UsageError(f"{twice} is named twice", "name each run once")
     method = continual if continual.build_on_one_another(runs) else arm_scores
-    # Names and settings come from outside; a lone surrogate among them could not be written.
+    # Names and settings come from outside; a file cannot hold a lone surrogate.
     comparison: dict[str, Any] = json.loads(harmless(json.dumps(method.compare(runs), ensure_ascii=False)))
     return comparison
 

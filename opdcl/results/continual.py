@@ -1,7 +1,5 @@
 """Compare runs that build on one another: one domain after the other, or several specialists merged into one.
 
-opdcl run continual-two-domains
-
 A step is a run; its end is the recovered adapter, or the tuned one if the run does not recover. Scores after
 each step form the matrix of continual learning. Three figures follow from it: the average score at the end;
 forgetting, the distance of the end below the best score of a suite before the last step (Chaudhry et al.,
@@ -220,7 +218,7 @@ def _difference(one: Chain, other: Chain, scores: Scores) -> dict[str, Any] | No
 
 
 def _kept_rows(step: Step, steps: list[Step], scores: Scores) -> list[dict[str, Any]]:
-    """Return the share of each teacher's gain over base that a step has; each seed has its own teacher."""
+    """Return a step's share of each teacher's gain over base; each seed has its own teacher."""
     owner = {run.path.resolve(): (other, run) for other in steps for run in other.runs}
     rows = []
     for name in _teachers(step.runs[0]):

@@ -21,10 +21,8 @@ VARIABLES = ("ink", "muted", "rule", "paper", "base", "tuned", "recovered", "gen
 PAINT = {name: f"#{10 + i:02x}fe{60 + i:02x}" for i, name in enumerate(VARIABLES)}
 
 SHAPES = {"base": "s", "tuned": "v", "recovered": "o"}
-
 # For the arms of a comparison: 7 shapes and 4 colours have no common factor, so 28 arms look different.
 ARM_SHAPES = "oD^PX*p"
-
 ARM_COLOURS = ("recovered", "domain", "general", "ink")
 
 # 324 points wide, so that 9-point text stays readable on a phone.
@@ -227,7 +225,6 @@ def steps(comparison: dict[str, Any]) -> Markup | None:
 
 
 def _arm_styles() -> Iterator[tuple[str, str]]:
-    """Yield a shape and a colour for each arm."""
     return zip(itertools.cycle(ARM_SHAPES), itertools.cycle(ARM_COLOURS), strict=True)
 
 
@@ -245,7 +242,7 @@ def _cross(axes: Axes, x: dict[str, float], y: dict[str, float], **style: Any) -
 
 
 def _plain(name: str) -> str:
-    """Return a name without `$`, which would start a formula, or characters that fonts or XML lack."""
+    """Return a name without `$`, which starts a formula, and without characters that fonts or XML lack."""
     return "".join(c for c in name if c.isprintable() and c not in "$\\")[:40]
 
 

@@ -1,7 +1,4 @@
-"""Write the report: run directory -> report.md, report.html and the model card. No model is loaded.
-
-opdcl report runs/quickstart
-"""
+"""Write the report: run directory -> report.md, report.html and the model card. No model is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ from opdcl.rundir.layout import RunDir
 from opdcl.sanitize import harmless
 
 SAMPLES_PER_GROUP = 4
-
 LONGEST_HEAD, LONGEST_PROMPT, LONGEST_ANSWER = 90, 900, 700
 
 

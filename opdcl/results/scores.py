@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 STATES = ("base", "tuned", "recovered")
-
 ROLES = ("retention", "domain", "control")
-
 HEADLINE_ROLES = ("retention", "domain")
 
 # What a suite measures, if its name does not read well in a sentence.
@@ -118,10 +116,8 @@ def _load_suite(run: RunDir, name: str, role: str) -> Suite:
         return Suite(name, role, None, {}, {}, 0)
     shared = set.intersection(*map(set, answers.values()))
     if not shared:
-        raise UsageError(
-            f"suite {name}: {' and '.join(results)} have no prompt in common, so they cannot be compared",
-            f"opdcl eval {run.path} --force",
-        )
+        problem = f"{' and '.join(results)} have no prompt in common, so they cannot be compared"
+        raise UsageError(f"suite {name}: {problem}", f"opdcl eval {run.path} --force")
     order = sorted(shared, key=lambda key: (str(type(key[0])), *key))
     first = next(iter(results.values()))
     return Suite(

@@ -1,7 +1,4 @@
-"""Check a finished run: are its files, adapters and results those that it recorded?
-
-opdcl verify runs/mine
-"""
+"""Check a finished run: are its files, adapters and results those that it recorded?"""
 
 from __future__ import annotations
 
