@@ -54,7 +54,7 @@ class Step:
 
     @cached_property
     def learned(self) -> str | None:
-        """The suite of the domain that this step learned: the first one in its configuration."""
+        """The suite of the domain that this step learned: the first one configured."""
         workflow = self.runs[0].settings()
         domains = (workflow.get("eval") or {}).get("domain") or [None]
         return domains[0] if workflow.get("finetune") else None
@@ -121,12 +121,9 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
 
 def _step_row(step: Step, scores: Scores) -> dict[str, Any]:
     measured = {name: x for name in scores.suites if (x := scores.of(step.runs, name)) is not None}
-    return {
-        "name": step.name,
-        "seeds": len(step.runs),
-        "runs": [str(run.path) for run in step.runs],
-        "scores": {name: stats.mean(x).as_dict() for name, x in measured.items()},
-    }
+    estimates = {name: stats.mean(x).as_dict() for name, x in measured.items()}
+    paths = [str(run.path) for run in step.runs]
+    return {"name": step.name, "seeds": len(paths), "runs": paths, "scores": estimates}
 
 
 def _chain_row(chain: Chain, scores: Scores) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def render(page: str, context: dict[str, Any]) -> str:
 
 
 def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
-    """Return everything that the three templates print."""
+    """Return what the three templates print."""
     from opdcl.results import stats
 
     manifest = {"created": None, "device": None, "opdcl": None} | run.read_manifest()
