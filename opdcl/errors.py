@@ -67,8 +67,6 @@ def translate(fault: Exception, workers: int = 1) -> OpdclError:
         hint = "see its last message, then run the same command again to resume"
         return OpdclError("another worker exited", hint)
     if "DataLoader worker" in text:
-        hint = (
-            "run the same command again to resume from the last checkpoint; fewer processes need less memory"
-        )
-        return OpdclError("a data loading process was killed", hint)
+        resume = "run the same command again to resume from the last checkpoint"
+        return OpdclError("a data loading process was killed", f"{resume}; fewer processes need less memory")
     return OpdclError(f"{type(fault).__name__}: {text[:500]}", "set OPDCL_DEBUG=1 to see the traceback")
