@@ -6,7 +6,7 @@
     opdcl.recover("runs/mine", steps=60)
     opdcl.evaluate("runs/mine", domain=["questions.jsonl"])  # a notebook shows verdict and scores
 
-`run`, `finetune`, `recover` and `evaluate` resume where an earlier call stopped, and share `Options`.
+`run`, `finetune`, `recover` and `evaluate` resume where an earlier call stopped, and all take `Options`.
 Every verb raises `opdcl.errors.OpdclError`, whose `hint` names the next step.
 """
 
@@ -18,7 +18,6 @@ from typing import Any, TypedDict, Unpack
 
 from opdcl import parallel
 from opdcl.config.load import FILE_ENDINGS, load, load_tree
-from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.deploy.export import export as export_model
 from opdcl.deploy.push import push as push_adapter
@@ -84,7 +83,6 @@ def run(
         out: Run directory. Default: `runs/NAME`, with the workflow's name.
         model: Base model: `smollm2-135m` (embedded), a Hub id, or a path.
         deterministic: Use only kernels that repeat bit for bit.
-        options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
 
     Returns: The run's results; the comparison of all runs if the workflow has arms or seeds.
     Example: opdcl.run("quickstart", out="runs/quickstart", settings={"recover.steps": 60})
@@ -111,7 +109,6 @@ def finetune(
         epochs: Passes over the data.
         learning_rate: Peak learning rate.
         seed: Seed of the fine-tune.
-        options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
 
     Returns: The run's results; they hold no scores before `evaluate`.
     Example: opdcl.finetune("rows.jsonl", out="runs/mine", epochs=3)
@@ -138,9 +135,7 @@ def recover(
         steps: Optimizer steps.
         learning_rate: Peak learning rate.
         seed: Seed of the recovery.
-        options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
 
-    Returns: The run's results.
     Example: opdcl.recover("runs/mine", prompts="prompts.jsonl", steps=60)
     """
     named: dict[str, Any] = {"prompts": prompts, "domain": domain, "steps": steps}
@@ -164,38 +159,30 @@ def evaluate(
         domain: Suites that measure the domain, or files of questions and answers.
         data: Suite -> local file to read instead of downloading the suite's data.
         limit: Evaluate only the first N documents of each suite.
-        options: `settings`, `dry_run`, `force`, `quiet`; see `opdcl.api.Options`.
 
     Returns: The run's results: verdict, scores, R and D with intervals.
     Example: opdcl.evaluate("runs/mine", retention=["instructions"], domain=["test-rows.jsonl"])
     """
-    files = {suite: Path(suite).stem for suite in _strings(domain) if _is_question_file(suite)}
-    suites = [files.get(suite, suite) for suite in _strings(domain)]
-    named: dict[str, Any] = {
-        "retention": _strings(retention) or None,
-        "domain": suites or None,
-        "limit": limit,
-    }
-    for name, file in [*(data or {}).items(), *((name, file) for file, name in files.items())]:
-        named[f"eval.data.{name}"] = Path(file).resolve()
+    names = {suite: Path(suite).stem if _is_question_file(suite) else suite for suite in _strings(domain)}
+    files = {name: suite for suite, name in names.items() if name != suite}
+    suites = [names[suite] for suite in _strings(domain)]
+    named: dict[str, Any] = {"retention": _strings(retention) or None, "domain": suites or None}
+    named |= {"limit": limit}
+    named |= {f"eval.data.{name}": Path(file).resolve() for name, file in {**(data or {}), **files}.items()}
     return _execute("eval", named, path, **options)
 
 
 def report(path: PathLike, update: bool = False, quiet: bool = False) -> Result:
-    """Return the results of a run; nothing is run or measured.
+    """Return the results of the run in `path`; nothing is run or measured.
 
-    Args:
-        path: Run directory.
-        update: Also write report.md, report.html and the model card again, as the command line does.
-        quiet: Do not name the files that are written.
+    `update` also writes report.md, report.html and the model card again, and names them unless `quiet`.
 
     Example: opdcl.report("runs/mine").summary["status"]
     """
-    found = open_run(Path(path))
-    if update:
-        for file in write_report(found):
-            _output(quiet).note(f"wrote {file}")
-    return Result(found.path, summarise(found))
+    directory = open_run(Path(path))
+    for file in write_report(directory) if update else ():
+        _output(quiet).note(f"wrote {file}")
+    return Result(directory.path, summarise(directory))
 
 
 def compare(
@@ -203,10 +190,8 @@ def compare(
 ) -> Comparison:
     """Compare runs: scores, R and D with intervals, and the settings that differ.
 
-    Args:
-        paths: Run directories. Runs that differ only in their seeds are pooled.
-        out: Folder for compare.md, compare.html and compare.json.
-        quiet: Do not name the files that are written.
+    Runs that differ only in their seeds are pooled. `out` is a folder for compare.md, compare.html and
+    compare.json, whose paths are printed unless `quiet`.
 
     Example: opdcl.compare(["runs/mine", "runs/other"], out="comparison").data["arms"]
     """
@@ -260,7 +245,7 @@ def chat(source: PathLike, prompts: str | Iterable[str], max_new_tokens: int = 2
     """
     from opdcl.deploy.chat import answers
 
-    turns = answers(str(source), iter([prompts] if isinstance(prompts, str) else prompts), max_new_tokens)
+    turns = answers(str(source), [prompts] if isinstance(prompts, str) else prompts, max_new_tokens)
     while True:
         with quiet_libraries():
             turn = next(turns, None)
@@ -296,8 +281,8 @@ def export(
     Example: opdcl.export("runs/mine", "my-model")
     """
     with quiet_libraries(), _output(quiet).stage("export") as line:
-        done = export_model(str(source), state, Path(out), format, outtype, converter, check, line)
-    return Outcome(f"{done['state']} written to {out}", [], done)
+        written = export_model(str(source), state, Path(out), format, outtype, converter, check, line)
+    return Outcome(f"{written['state']} written to {out}", [], written)
 
 
 def push(
@@ -314,10 +299,9 @@ def push(
 
     Example: opdcl.push("runs/mine", "me/my-adapter").data["url"]
     """
-    found = open_run(Path(path))
     with quiet_libraries():
-        done = push_adapter(found, state, repository, private, base)
-    return Outcome(f"{done['state']} is at {done['url']}, commit {done['commit']}", [], done)
+        upload = push_adapter(open_run(Path(path)), state, repository, private, base)
+    return Outcome(f"{upload['state']} is at {upload['url']}, commit {upload['commit']}", [], upload)
 
 
 def _settings(
@@ -335,10 +319,8 @@ def _settings(
 def _is_question_file(suite: str) -> bool:
     path = Path(suite)
     if path.suffix in FILE_ENDINGS and not path.is_file():
-        raise UsageError(
-            f"domain questions {suite!r} do not exist",
-            "give a file of questions and answers, or the name of a suite",
-        )
+        hint = "give a file of questions and answers, or the name of a suite"
+        raise UsageError(f"domain questions {suite!r} do not exist", hint)
     return bool(path.suffix) and path.is_file()
 
 
@@ -357,30 +339,26 @@ def _execute(
     quiet: bool = False,
 ) -> Any:
     """Run a workflow from its sources or, without them, that of an existing run with one more stage."""
-    given = _settings(settings, stage, arguments)
+    overrides = _settings(settings, stage, arguments)
     if sources is None:
         saved = read_json(open_run(Path(out)).config)
-        flow, origins = load_tree(saved["workflow"], saved["origins"], *given, stage)
+        flow, origins = load_tree(saved["workflow"], saved["origins"], *overrides, stage)
     else:
-        flow, origins = load(sources, *given)
+        flow, origins = load(sources, *overrides)
     path = Path(out or Path("runs") / flow.name)
     sweep = bool(sources) and bool(flow.arms or flow.seeds)
     if dry_run:
-        return _plan(flow, path, sweep)
+        from opdcl.pipeline.dry_run import describe
+
+        rows, data = describe_all(flow, path) if sweep else describe(flow, RunDir(path))
+        title = f"dry run of {flow.name} in {path}"
+        return Plan(title, [Table(title, ["run"] * sweep + ["stage", "action", "why"], rows, "")], data)
     parallel.join()
     if sweep:
         data = execute_all(flow, origins, path, _output(quiet), force)
         # One arm with one seed has nothing to be compared with.
         return Comparison(data, path) if data else report(path / next(iter(expand(flow, path))))
     return Result(path, execute(flow, origins, RunDir(path), _output(quiet), force))
-
-
-def _plan(flow: Workflow, path: Path, sweep: bool) -> Plan:
-    from opdcl.pipeline.dry_run import describe
-
-    rows, data = describe_all(flow, path) if sweep else describe(flow, RunDir(path))
-    title = f"dry run of {flow.name} in {path}"
-    return Plan(title, [Table(title, ["run"] * sweep + ["stage", "action", "why"], rows, "")], data)
 
 
 def _output(quiet: bool) -> Output:

@@ -112,7 +112,10 @@ class Output:
     def note(self, text: str) -> None:
         """Print a line on stderr, unless the mode is quiet or JSON."""
         if self._shows_notes:
-            self._err.print(harmless(redact(text)), markup=False)
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        self._err.print(harmless(redact(text)), markup=False)
 
     def ask(self) -> str:
         """Read one line from stdin, with a prompt on a terminal. Returns "" at the end of the input."""
@@ -124,9 +127,9 @@ class Output:
         """Print what is wrong and what to do next."""
         if parallel.rank() and not from_any_worker:
             return
-        self._err.print(f"error: {harmless(redact(fault.message))}", markup=False)
+        self._say(f"error: {fault.message}")
         if fault.hint:
-            self._err.print(f"hint: {harmless(redact(fault.hint))}", markup=False)
+            self._say(f"hint: {fault.hint}")
 
     def stage(self, name: str) -> StageLine:
         """Return the progress line of a stage, a context manager."""
@@ -165,7 +168,7 @@ class StageLine:
             self._live.stop()
 
     def progress(self, done: int, total: int, **values: float | str) -> None:
-        """Show how far the stage is. A value that is not given keeps its last one."""
+        """Show the stage's progress. An omitted value keeps its last one."""
         self._values |= values
         text = " ".join(f"{k.replace('_per_s', '/s')} {_short(v)}" for k, v in self._values.items())
         if self._live:

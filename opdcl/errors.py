@@ -44,19 +44,16 @@ class Interrupted(OpdclError):
 def translate(fault: Exception, workers: int = 1) -> OpdclError:
     """Return a failure of the machine or of a library as an error with a hint.
 
-    Args:
-        fault: Any exception.
-        workers: Number of worker processes; with several, a lost connection means that another worker exited.
+    With several `workers`, a lost connection means that another worker exited.
     """
     text = str(fault)
-    # Libraries written in Rust wrap the system's error; its number is left in the text only.
+    # Libraries written in Rust wrap the system's error; only the text has its number.
     wrapped = re.search(r"os error (\d+)", text)
     number = fault.errno if isinstance(fault, OSError) else int(wrapped[1]) if wrapped else None
     where = getattr(fault, "filename", None) or fault
     if number in (errno.EFBIG, errno.ENOSPC, errno.EDQUOT):
-        return OpdclError(
-            f"the disk or quota is full: {where}", "free some space, then run the same command again"
-        )
+        hint = "free some space, then run the same command again"
+        return OpdclError(f"the disk or quota is full: {where}", hint)
     if number == errno.ENAMETOOLONG:
         return UsageError(f"the file name is too long: {str(where)[:60]}...", "choose a shorter name")
     if number == errno.EROFS:
@@ -64,16 +61,12 @@ def translate(fault: Exception, workers: int = 1) -> OpdclError:
     if isinstance(fault, PermissionError):
         return OpdclError(f"permission denied: {fault.filename}", "choose another directory with -o")
     if "out of memory" in text.lower() or isinstance(fault, MemoryError):
-        return OpdclError(
-            "out of memory", "use smaller batches, for example --set recover.micro_batch_tokens=512"
-        )
+        hint = "use smaller batches, for example --set recover.micro_batch_tokens=512"
+        return OpdclError("out of memory", hint)
     if workers > 1 and any(word in text.lower() for word in ("gloo", "nccl", "connection")):
-        return OpdclError(
-            "another worker exited", "see its last message, then run the same command again to resume"
-        )
+        hint = "see its last message, then run the same command again to resume"
+        return OpdclError("another worker exited", hint)
     if "DataLoader worker" in text:
-        return OpdclError(
-            "a data loading process was killed",
-            "run the same command again to resume from the last checkpoint; fewer processes need less memory",
-        )
+        resume = "run the same command again to resume from the last checkpoint"
+        return OpdclError("a data loading process was killed", f"{resume}; fewer processes need less memory")
     return OpdclError(f"{type(fault).__name__}: {text[:500]}", "set OPDCL_DEBUG=1 to see the traceback")

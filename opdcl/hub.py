@@ -62,10 +62,8 @@ def parse(kind: Kind, name: str) -> Repository | None:
 def snapshot(repository: Repository, code: bool = False) -> Path:
     """Download what the local cache lacks of a repository and return its folder, whose name is the commit.
 
-    Within one process a branch stays at the commit of the first call. `code` includes Python files.
-
-    Raises:
-        UsageError: It does not exist or is private, or it is not cached and the Hub is unreachable.
+    Within one process a branch stays at the commit of the first call. `code` includes Python files. A
+    `UsageError` says that it does not exist, is private, or is not cached while the Hub is unreachable.
     """
     return _snapshot(repository.kind, repository.id, repository.revision, code)
 
@@ -80,17 +78,16 @@ def files(repository: Repository, code: bool = False) -> list[Any]:
     return list(_download(repository, code, dry_run=True))
 
 
-def _download(repository: Repository, code: bool, **options: bool) -> Any:
+def _download(repository: Repository, code: bool, **options: Any) -> Any:
     from huggingface_hub import snapshot_download
 
     patterns = FILES[repository.kind]
     if code:
         patterns = patterns | {"allow_patterns": [*patterns["allow_patterns"], "*.py"]}
     kind = "dataset" if repository.kind == "dataset" else "model"
+    options |= {"repo_type": kind, "revision": repository.revision}
     try:
-        return snapshot_download(
-            repository.id, repo_type=kind, revision=repository.revision, **options, **patterns
-        )
+        return snapshot_download(repository.id, **options, **patterns)
     except Exception as fault:
         raise to_user_error(fault, repository) from fault
 
@@ -119,10 +116,10 @@ def to_user_error(fault: Exception, repository: Repository) -> OpdclError:
         case _:
             line = next((line.strip() for line in str(fault).splitlines() if line.strip()), "no reason given")
             if isinstance(fault, errors.HfHubHTTPError):
-                kind, hint = "the Hub answered", "check HF_TOKEN and its permissions, or try again later"
+                source, hint = "the Hub answered", "check HF_TOKEN and its permissions, or try again later"
             else:
-                kind, hint = type(fault).__name__, "check the connection, or try again later"
-            return OpdclError(f"{name}: {kind}: {line[:300]}", hint)
+                source, hint = type(fault).__name__, "check the connection, or try again later"
+            return OpdclError(f"{name}: {source}: {line[:300]}", hint)
     return UsageError(problem, hint)
 
 

@@ -7,10 +7,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from opdcl.results.compare import view
 from opdcl.results.scores import STATES
 from opdcl.results.summary import table_rows
-from opdcl.results.tables import Table
+from opdcl.results.tables import Table, view
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.verify import Finding
 from opdcl.sanitize import harmless
@@ -69,13 +68,11 @@ class Comparison(Outcome):
         page = view(data)
         scores, *others = page.tables
         # A status takes several lines, so that the table fits a terminal of 80 columns.
-        names = scores.columns
-        rows = [
-            [c.replace(" ", "\n") if name == "status" else c for name, c in zip(names, row, strict=True)]
-            for row in scores.rows
-        ]
+        rows = scores.rows
+        if scores.columns[-1] == "status":
+            rows = [[*cells, status.replace(" ", "\n")] for *cells, status in rows]
         notes = [page.lead, *(f"note: {note}" for note in data["notes"])]
-        super().__init__(page.lead, [Table("", names, rows, scores.caption), *others], data, notes)
+        super().__init__(page.lead, [scores._replace(title="", rows=rows), *others], data, notes)
 
 
 class Verification(Outcome):
@@ -84,8 +81,7 @@ class Verification(Outcome):
     def __init__(self, findings: Sequence[Finding]):
         self.failed = [f.what for f in findings if not f.ok]
         rows = [[f.what, "ok" if f.ok else "BAD", f.finding] for f in findings]
+        table = Table("", ["what", "", "finding"], rows, "")
         bad, total = len(self.failed), len(findings)
         sentence = f"{bad} of {total} checks failed" if bad else f"all {total} checks hold"
-        super().__init__(
-            sentence, [Table("", ["what", "", "finding"], rows, "")], [vars(f) for f in findings]
-        )
+        super().__init__(sentence, [table], [vars(f) for f in findings])

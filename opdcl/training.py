@@ -22,8 +22,8 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.errors import Interrupted, OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import folder_appears_whole, read_jsonl, write_atomic
+from opdcl.rundir.hashes import damage, seal
 from opdcl.rundir.layout import StageDir
-from opdcl.rundir.seals import damage, seal
 
 # Of the trainers' logs, what a step's row in metrics.jsonl leaves out or replaces.
 UNLOGGED = ("epoch", "tokens", "entropy", "num_tokens", "mean_token_accuracy")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from opdcl import parallel
-from opdcl.cli import deploy, results, screen, stages
+from opdcl.cli import runs, screen, stages
 from opdcl.cli.config import config_app, workflows_app
 from opdcl.errors import Interrupted, OpdclError, UsageError, translate
 from opdcl.version import __version__
@@ -29,16 +29,16 @@ app.command()(stages.run)
 app.command()(stages.finetune)
 app.command()(stages.recover)
 app.command(name="eval")(stages.evaluate)
-app.command()(results.report)
-app.command()(results.compare)
-app.command()(deploy.chat)
-app.command()(deploy.export)
-app.command()(deploy.push)
+app.command()(runs.report)
+app.command()(runs.compare)
+app.command()(runs.chat)
+app.command()(runs.export)
+app.command()(runs.push)
 app.command()(stages.fetch)
 # What follows -- belongs to vLLM.
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(deploy.serve)
-app.command()(results.doctor)
-app.command()(results.verify)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(runs.serve)
+app.command()(runs.doctor)
+app.command()(runs.verify)
 app.add_typer(workflows_app, name="workflows")
 app.add_typer(config_app, name="config")
 
@@ -84,10 +84,8 @@ def _fail_unexpectedly(fault: Any) -> int:
         print(fault.format_message())
         return UsageError.exit_code
     if hasattr(fault, "format_message"):  # Typer's complaint about an argument or an option
-        context = getattr(fault, "ctx", None)
-        return _fail(
-            UsageError(fault.format_message(), f"{context.command_path if context else 'opdcl'} --help")
-        )
+        command = fault.ctx.command_path if getattr(fault, "ctx", None) else "opdcl"
+        return _fail(UsageError(fault.format_message(), f"{command} --help"))
     known = translate(fault, parallel.worker_count())
     if parallel.rank():  # the failure of one worker, which no other worker reports
         known.message = f"worker {parallel.rank()}: {known.message}"

@@ -13,7 +13,6 @@ from opdcl.cli.screen import start
 from opdcl.errors import OpdclError, UsageError
 
 workflows_app = typer.Typer(help="List, show or copy the shipped recipes.", no_args_is_help=True)
-
 config_app = typer.Typer(help="Show or check settings, and list every key.", no_args_is_help=True)
 
 

@@ -12,6 +12,8 @@ def _go_offline(offline: bool) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+Texts = list[str] | None
+
 # Arguments.
 RunDir = Annotated[Path, Argument(metavar="RUN", help="Run directory.")]
 Source = Annotated[
@@ -34,8 +36,7 @@ Model = Annotated[str | None, Option(help="Base model: smollm2-135m (embedded), 
 Seed = Annotated[int | None, Option(help="Random seed of the stage.")]
 LearningRate = Annotated[float | None, Option(help="Peak learning rate.")]
 Settings = Annotated[
-    list[str] | None,
-    Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. recover.steps=60. Repeatable."),
+    Texts, Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. recover.steps=60. Repeatable.")
 ]
 DryRun = Annotated[bool, Option("--dry-run", help="Print what the command would do, and write nothing.")]
 Force = Annotated[bool, Option("--force", help="Repeat stages whose settings or data have changed.")]
@@ -61,15 +62,12 @@ Steps = Annotated[int | None, Option(help="Optimizer steps.")]
 
 # eval.
 Limit = Annotated[int | None, Option(help="Evaluate only the first N documents of each suite.")]
-Retention = Annotated[
-    list[str] | None, Option(metavar="SUITE", help="Suite that measures forgetting. Repeatable.")
-]
+Retention = Annotated[Texts, Option(metavar="SUITE", help="Suite that measures forgetting. Repeatable.")]
 DomainSuites = Annotated[
-    list[str] | None,
-    Option(metavar="SUITE", help="Domain suite, or a file of questions and answers. Repeatable."),
+    Texts, Option(metavar="SUITE", help="Domain suite, or a file of questions and answers. Repeatable.")
 ]
 SuiteFiles = Annotated[
-    list[str] | None, Option(metavar="SUITE=PATH", help="Local file with a suite's data. Repeatable.")
+    Texts, Option(metavar="SUITE=PATH", help="Local file with a suite's data. Repeatable.")
 ]
 
 # compare, chat, export, push and serve.

@@ -1,10 +1,4 @@
-"""Write an adapter, a merged safetensors model, or GGUF for llama.cpp and Ollama.
-
-    opdcl export runs/mine -o my-model
-    opdcl export runs/mine -o my-model --format gguf --converter ~/llama.cpp/convert_hf_to_gguf.py
-
-llama.cpp's own converter writes the GGUF file; opdcl loads it back and compares it with the merged model.
-"""
+"""Write an adapter, a merged safetensors model, or GGUF for llama.cpp and Ollama."""
 
 from __future__ import annotations
 
@@ -37,17 +31,7 @@ def export(
     check: bool,
     report: StageReport,
 ) -> dict[str, Any]:
-    """Export one state to a new folder and return a description of what was written.
-
-    Args:
-        source: A run directory, an adapter's folder, or a Hub id.
-        state: The state of the run. Default: the last one.
-        target: The folder to create.
-        format: `merged`, `adapter` or `gguf`; for `gguf` also:
-        outtype: The number format.
-        converter: The path of llama.cpp's converter. Default: see `find_converter`.
-        check: Whether to load the file back and compare it.
-        report: Receives progress messages.
+    """Export one state to a new folder and return a description of what was written; see `opdcl.api.export`.
 
     Raises:
         UsageError: The state does not exist, or the folder does.

@@ -1,4 +1,4 @@
-"""Write GGUF with llama.cpp's converter, and check that it is the same model."""
+"""Write GGUF with llama.cpp's converter, load it back, and check that it is the same model."""
 
 from __future__ import annotations
 
@@ -38,11 +38,7 @@ CHECK_PROMPTS, CHECK_TOKENS = 4, 32
 
 
 def find_converter(path: str | None) -> list[str]:
-    """Return the command of llama.cpp's converter: from `path`, else `$LLAMA_CPP`, else the PATH.
-
-    Raises:
-        EnvironmentFault: There is none.
-    """
+    """Return the command of llama.cpp's converter, from `path`, `$LLAMA_CPP` or the search path."""
     if place := path or os.environ.get("LLAMA_CPP"):
         file = Path(os.path.expanduser(place))
         file = file / SCRIPT if file.is_dir() else file
@@ -73,13 +69,11 @@ def to_gguf(
 
 def _convert(merged: Path, file: Path, command: list[str], outtype: str) -> None:
     words = [*command, str(merged), "--outfile", str(file), "--outtype", outtype]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode or not file.is_file():
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        raise OpdclError(
-            f"the converter failed: {redact(lines[-1])[:300]}",
-            "a newer llama.cpp may support this model; --format merged writes the unconverted model",
-        )
+    process = subprocess.run(words, capture_output=True, text=True, check=False)
+    if process.returncode or not file.is_file():
+        lines = [line for line in process.stderr.splitlines() if line.strip()] or ["no message"]
+        hint = "a newer llama.cpp may support this model; --format merged writes the unconverted model"
+        raise OpdclError(f"the converter failed: {redact(lines[-1])[:300]}", hint)
 
 
 def _write_modelfile(merged: Path, file: Path, report: StageReport) -> None:
@@ -105,10 +99,8 @@ def _check_gap(gap: dict[str, Any] | None, outtype: str, report: StageReport) ->
             f"token; rounding explains at most {LARGEST_GAP[outtype]}",
             "another version of llama.cpp may convert it correctly",
         )
-    report.note(
-        f"log-probabilities of {gap['tokens']} tokens differ by {gap['mean']:.2g} nats on average, "
-        f"by {gap['largest']:.2g} at most"
-    )
+    size = f"{gap['mean']:.2g} nats on average, by {gap['largest']:.2g} at most"
+    report.note(f"log-probabilities of {gap['tokens']} tokens differ by {size}")
     if not gap["same_ids"]:
         report.note(
             "the tokenizer in the GGUF file, as transformers reads it, splits the prompts differently: "
@@ -119,9 +111,8 @@ def _check_gap(gap: dict[str, Any] | None, outtype: str, report: StageReport) ->
 def measure_gap(merged: Path, gguf: Path) -> dict[str, Any] | None:
     """Compare a GGUF file with its source on a few prompts and the source's greedy answers, in float32.
 
-    Returns:
-        `mean` and `largest` absolute difference of the log-probabilities in nats, the number of `tokens`,
-        and whether both tokenizers give the prompts the `same_ids`; None if transformers cannot read it.
+    Return `mean` and `largest` absolute difference of the log-probabilities in nats, the number of `tokens`,
+    and whether both tokenizers give the prompts the `same_ids`; None if transformers cannot read the file.
     """
     rows = load_prompts("everyday", "validation")[:CHECK_PROMPTS]
     model, tokenizer = load_base(ModelConfig(id=str(merged), dtype="float32"))
@@ -135,11 +126,9 @@ def measure_gap(merged: Path, gguf: Path) -> dict[str, Any] | None:
         if "architecture" in str(fault):
             return None
         raise
-    gaps = [
-        gap
-        for ids, logprobs in zip(texts, expected, strict=True)
-        for gap in (log_probabilities(model, ids) - logprobs).abs().tolist()
-    ]
+    measured = [log_probabilities(model, ids) for ids in texts]
+    pairs = zip(measured, expected, strict=True)
+    gaps = [gap for a, b in pairs for gap in (a - b).abs().tolist()]
     return {
         "mean": math.fsum(gaps) / len(gaps),
         "largest": max(gaps),
@@ -154,9 +143,8 @@ def answer(model: Any, ids: list[int], max_new_tokens: int) -> list[int]:
 
     prompt = torch.tensor([ids], device=model.device)
     with torch.no_grad():
-        return model.generate(prompt, do_sample=False, max_new_tokens=max_new_tokens, use_cache=True)[
-            0
-        ].tolist()
+        ids_1T = model.generate(prompt, do_sample=False, max_new_tokens=max_new_tokens, use_cache=True)
+    return ids_1T[0].tolist()
 
 
 def log_probabilities(model: Any, ids: list[int]) -> torch.Tensor:

@@ -32,12 +32,7 @@ Messages = list[dict[str, str]]
 
 
 def modelfile(tokenizer: Any, ends: list[int]) -> tuple[str, list[str]]:
-    """Return the text of a Modelfile for a `model.gguf` beside it, and notes for the user.
-
-    Args:
-        tokenizer: The model's tokenizer, with its chat template.
-        ends: The ids of the tokens that end an answer.
-    """
+    """Return the text of a Modelfile for a `model.gguf` beside it, and notes; tokens `ends` end an answer."""
     lines = ["FROM ./model.gguf"]
     translation = go_template(tokenizer)
     if translation:

@@ -1,7 +1,4 @@
-"""Upload a run's adapter to the Hugging Face Hub, with a model card that contains its results.
-
-opdcl push runs/mine me/my-adapter
-"""
+"""Upload a run's adapter to the Hugging Face Hub, with a model card that contains its results."""
 
 from __future__ import annotations
 
@@ -24,14 +21,7 @@ LICENSES = {"smollm2-135m": "apache-2.0"}
 
 
 def push(run: RunDir, state: str | None, repository: str, private: bool, base: str | None) -> dict[str, Any]:
-    """Upload an adapter and its card in a single commit; return where they are.
-
-    Args:
-        run: The run.
-        state: The state whose adapter is uploaded. Default: the last one.
-        repository: `owner/name`; created, publicly or not, if it does not exist.
-        private: Whether a new repository is private.
-        base: The Hub id of the base, if the run names a local folder.
+    """Upload an adapter and its card in a single commit; return where they are. See `opdcl.api.push`.
 
     Raises:
         UsageError: The adapter or the token is missing, the base is not on the Hub, or the Hub refuses.
@@ -40,9 +30,8 @@ def push(run: RunDir, state: str | None, repository: str, private: bool, base: s
 
     target = parse("adapter", repository)
     if target is None or target.revision:
-        raise UsageError(
-            f"{repository!r} is not the name of a repository", f"opdcl push {run.path} owner/name"
-        )
+        problem = f"{repository!r} is not the name of a repository"
+        raise UsageError(problem, f"opdcl push {run.path} owner/name")
     workflow = Workflow.model_validate(run.settings())
     state, adapter = pick_state(str(run.path), run.adapters(), state)
     base = base or portable(workflow.model.id)
@@ -64,17 +53,15 @@ def push(run: RunDir, state: str | None, repository: str, private: bool, base: s
             commit = api.create_commit(repository, files, commit_message=message).oid
     except Exception as fault:
         raise to_user_error(fault, target) from fault
-    place = {"repository": repository, "url": f"{api.endpoint}/{repository}", "commit": commit}
-    return {"state": state, "base": base, "private": private} | place
+    upload = {"state": state, "base": base, "private": private, "repository": repository}
+    return upload | {"url": f"{api.endpoint}/{repository}", "commit": commit}
 
 
 def check_base(id: str, base: str) -> None:
     """Refuse an adapter whose base others cannot download."""
     if id not in HUB_IDS and (parse("model", base) is None or os.path.exists(base)):
-        raise UsageError(
-            f"the base {id} is on this machine only, and nobody could load the adapter",
-            "--base owner/name is its name on the Hub",
-        )
+        problem = f"the base {id} is on this machine only, and nobody could load the adapter"
+        raise UsageError(problem, "--base owner/name is its name on the Hub")
 
 
 def check_access() -> None:
@@ -82,9 +69,8 @@ def check_access() -> None:
     from huggingface_hub import get_token
 
     if get_token() is None:
-        raise UsageError(
-            "no token for the Hub", "set HF_TOKEN to a token that may write, or run: hf auth login"
-        )
+        hint = "set HF_TOKEN to a token that may write, or run: hf auth login"
+        raise UsageError("no token for the Hub", hint)
     if not reachable():
         raise UsageError("the Hub is unreachable", "go online, and leave out HF_HUB_OFFLINE")
 

@@ -1,13 +1,9 @@
-"""Serve `base`, `tuned` and `recovered` on one vLLM server, which can load more adapters.
-
-opdcl serve runs/mine --vllm ~/vllm/bin/vllm
-"""
+"""Serve `base`, `tuned` and `recovered` on one vLLM server, which can load more adapters."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
 
 from opdcl.config.workflow import Workflow
 from opdcl.errors import EnvironmentFault
@@ -18,19 +14,12 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 DEFAULT_RANK = 32
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command line, and the variables that its environment needs in addition."""
+def serve_command(
+    run: RunDir, vllm: str, host: str, port: int, arguments: list[str]
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command that serves a run's base with its adapters, and the variables it needs.
 
-    words: list[str]
-    environment: dict[str, str]
-
-
-def serve_command(run: RunDir, vllm: str, host: str, port: int, arguments: list[str]) -> Command:
-    """Return the command that serves a run's base with its adapters; vLLM also gets `arguments`.
-
-    Raises:
-        EnvironmentFault: vLLM is not installed under this name.
+    The command ends with `arguments`. An `EnvironmentFault` says that `vllm` is not installed.
     """
     from opdcl.model.load import model_source, pick_device, pick_dtype
 
@@ -65,9 +54,4 @@ def serve_command(run: RunDir, vllm: str, host: str, port: int, arguments: list[
     }
     if key := os.environ.get("OPDCL_SERVER_KEY"):
         environment["VLLM_API_KEY"] = key  # other users of the machine could read it on the command line
-    return Command([*words, *arguments], environment)
-
-
-def execute(command: Command) -> None:
-    """Replace this process with the server."""
-    os.execve(command.words[0], command.words, os.environ | command.environment)
+    return [*words, *arguments], environment

@@ -104,7 +104,8 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -
     Raises:
         GateError: A required score was missed.
     """
-    from opdcl.results.report import summarise, write
+    from opdcl.results.report import write
+    from opdcl.results.summary import summarise
 
     summary = summarise(run)
     seal_run(run)

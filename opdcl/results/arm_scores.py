@@ -1,7 +1,4 @@
-"""Compare arms: their scores, their distance to the alpha-curve and the settings that differ.
-
-opdcl compare runs/ours runs/general runs/interpolate
-"""
+"""Compare arms: their scores, their distance to the alpha-curve and the settings that differ."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from opdcl.results import stats
-from opdcl.results.arms import Arm, Member, first_measured, load_arms, mismatch
-from opdcl.results.grouping import as_key, seed_notes
+from opdcl.results.arms import Arm, Member, as_key, first_measured, load_arms, mismatch, seed_notes
 from opdcl.results.scores import HEADLINE_ROLES, STATES, section
 from opdcl.results.summary import resolution_note
 from opdcl.rundir.layout import RunDir
@@ -34,9 +30,7 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     differences = _differences(arms)
     return {
         "headline": {role: s.name if (s := members[0].suites.get(role)) else None for role in HEADLINE_ROLES},
-        "suites": {
-            s.name: {"role": role, "metric": s.metric, "n": len(s.prompts)} for role, s in suites.items()
-        },
+        "suites": {s.name: s.description for s in suites.values()},
         "references": base + tuned,
         "arms": rows,
         "further": _further(arms, seed),
@@ -55,16 +49,15 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
 def _references(state: str, arms: list[Arm], seed: int) -> tuple[list[dict[str, Any]], ResultIds]:
     """Return one row per different result of base or tuned, and which results each arm has.
 
-    Runs share a result if every prompt has the same score. An arm over several fine-tunes has several results
-    of tuned.
+    Runs share a result if every prompt has the same score. An arm over several fine-tunes has several.
     """
     results: list[dict[str, np.ndarray]] = []
     ids: ResultIds = {}
     for arm in arms:
         indices = set()
         for scores in filter(None, (m.scores(state) for m in arm.pooled)):
-            same = (i for i, known in enumerate(results) if _equal(known, scores))
-            if (index := next(same, len(results))) == len(results):
+            equal = (i for i, result in enumerate(results) if _equal(result, scores))
+            if (index := next(equal, len(results))) == len(results):
                 results.append({})
             results[index] |= scores
             indices.add(index)
@@ -80,15 +73,18 @@ def _references(state: str, arms: list[Arm], seed: int) -> tuple[list[dict[str, 
             "results": len(group),
         }
         for role in HEADLINE_ROLES:
-            scores = [results[i][role] for i in group if role in results[i]]
-            row[role] = stats.mean(np.stack(scores), seed).as_dict() if scores else {}
+            measured = [results[i][role] for i in group if role in results[i]]
+            row[role] = _estimate(np.stack(measured) if measured else None, seed)
         rows.append(row)
     return rows, ids
 
 
 def _equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
-    """Return whether two results give every prompt the same score, on the suites that both have."""
     return all((a[role] == b[role]).all() for role in a.keys() & b.keys())
+
+
+def _estimate(scores: np.ndarray | None, seed: int) -> dict[str, float]:
+    return {} if scores is None else stats.mean(scores, seed).as_dict()
 
 
 def _arm_row(arm: Arm, seed: int) -> dict[str, Any]:
@@ -97,10 +93,7 @@ def _arm_row(arm: Arm, seed: int) -> dict[str, Any]:
         "name": arm.name,
         "method": arm.settings.get("recover.method"),
         "seeds": len(arm.pooled),
-        **{
-            role: {} if (s := arm.scores(role)) is None else stats.mean(s, seed).as_dict()
-            for role in HEADLINE_ROLES
-        },
+        **{role: _estimate(arm.scores(role), seed) for role in HEADLINE_ROLES},
         **stats.outcome(arm.states("retention"), arm.states("domain"), seed),
         "above_alpha_curve": None,
         "runs": [_run_row(member) for member in arm.members],
@@ -108,8 +101,8 @@ def _arm_row(arm: Arm, seed: int) -> dict[str, Any]:
 
 
 def _run_row(member: Member) -> dict[str, Any]:
-    estimates = member.summary["suites"]
-    scores = {role: estimates[suite.name]["recovered"] for role, suite in member.suites.items()}
+    suites = member.summary["suites"]
+    scores = {role: suites[suite.name]["recovered"] for role, suite in member.suites.items()}
     return {
         "path": str(member.run.path),
         "seeds": member.seeds,
@@ -130,23 +123,18 @@ def _further(arms: list[Arm], seed: int) -> list[dict[str, Any]]:
             continue
         rows = []
         for arm in finished:
-            scores = [np.stack([m.further[name].values(state) for m in arm.pooled]) for state in STATES]
-            row: dict[str, Any] = {
-                state: stats.mean(x, seed).as_dict() for state, x in zip(STATES, scores, strict=True)
-            }
-            kept = stats.domain_retention(*scores, seed=seed) if suite.role == "domain" else None
-            rows.append({"name": arm.name, **row, "domain_retention": kept and kept.as_dict()})
-        tables.append(
-            {"name": name, "role": suite.role, "metric": suite.metric, "n": len(suite.prompts), "arms": rows}
-        )
+            scores = {s: np.stack([m.further[name].values(s) for m in arm.pooled]) for s in STATES}
+            row = {state: stats.mean(x, seed).as_dict() for state, x in scores.items()}
+            d = stats.domain_retention(**scores, seed=seed) if suite.role == "domain" else None
+            rows.append({"name": arm.name, **row, "domain_retention": d and d.as_dict()})
+        tables.append({"name": name, **suite.description, "arms": rows})
     return tables
 
 
 def _add_curve_distances(arms: list[Arm], rows: list[dict], tuned_ids: ResultIds, seed: int) -> None:
     """Add to each row its paired difference to a point of the alpha-curve and its height above the curve.
 
-    The point is the first arm that scales the same tuned adapter. The curve runs from base over all such arms
-    to tuned.
+    The point is the first arm that scales the same tuned adapter; the curve runs over all such arms.
     """
     curve = [arm for arm in arms if arm.scales_only]
     for arm, row in zip(arms, rows, strict=True):
@@ -167,10 +155,9 @@ def _add_curve_distances(arms: list[Arm], rows: list[dict], tuned_ids: ResultIds
 
 
 def _alpha_curve(arms: list[Arm], tuned_ids: ResultIds) -> list[dict[str, Any]]:
-    """Return base, the scaled adapters and tuned by ascending domain score.
+    """Return base, scaled adapters and tuned by ascending domain score; empty with several tuned models.
 
-    `edge` marks the upper edge of their mixtures. The list is empty without scaled adapters, or with several
-    tuned models.
+    `edge` marks the upper edge of their mixtures.
     """
     curve = [arm for arm in arms if arm.scales_only]
     if not curve or len(set(filter(None, tuned_ids.values()))) > 1:
@@ -189,8 +176,7 @@ def _differences(arms: list[Arm]) -> dict[str, dict[str, Any]]:
     """Return setting -> arm -> value for the settings that differ; an arm without the key is left out."""
     differences: dict[str, dict[str, Any]] = {}
     for key in dict.fromkeys(key for arm in arms for key in arm.settings):
-        # For an arm without a section, flat keys hold the section's name alone. Then the section is the
-        # difference.
+        # If an arm lacks a section, its flat keys hold the section's name alone.
         section_name = key.split(".")[0]
         having = [arm for arm in arms if section_name not in arm.settings]
         values = {arm.name: arm.settings[key] for arm in having if key in arm.settings}
@@ -203,16 +189,13 @@ def _differences(arms: list[Arm]) -> dict[str, dict[str, Any]]:
 
 
 def _reference_notes(rows: list[dict], base: list[dict], tuned: list[dict]) -> list[str]:
-    notes = [
-        f"The arms have {len(several)} different results of {several[0]['state']}: each arm's R and D refer "
-        "to its own."
-        for several in (base, tuned)
-        if len(several) > 1
-    ]
+    notes = []
+    for state, results in (("base", base), ("tuned", tuned)):
+        if len(results) > 1:
+            different = f"The arms have {len(results)} different results of {state}"
+            notes.append(f"{different}: each arm's R and D refer to its own.")
     if len(tuned) > 1 and any(row["above_alpha_curve"] for row in rows):
-        notes.append(
-            "An arm that starts from a different tuned model than the alpha-curve differs by that too."
-        )
+        notes.append("An arm that starts from another tuned model than the alpha-curve differs by that too.")
     return notes
 
 
@@ -227,10 +210,8 @@ def _setting_notes(arms: list[Arm], differences: dict[str, dict]) -> list[str]:
     settings = [as_key(arm.settings) for arm in arms]
     repeated = [arm.name for arm, key in zip(arms, settings, strict=True) if settings.count(key) > 1]
     if repeated:
-        notes.append(
-            f"{', '.join(repeated)}: the settings are equal and some seeds occur twice, so the runs are not "
-            "pooled."
-        )
+        names, reason = ", ".join(repeated), "the settings are equal and some seeds occur twice"
+        notes.append(f"{names}: {reason}, so the runs are not pooled.")
     return notes
 
 

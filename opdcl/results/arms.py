@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 import shlex
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,12 +13,18 @@ from typing import Any
 
 import numpy as np
 
+from opdcl.config.identity import WITHOUT_MEANING
+from opdcl.config.load import flatten
 from opdcl.errors import UsageError
-from opdcl.results.grouping import as_key, pool, split_seeds, training_seeds
 from opdcl.results.scores import HEADLINE_ROLES, STATES, Suite, headline_of, load_suites, section
 from opdcl.results.stats import Point, States
 from opdcl.results.summary import summarise
 from opdcl.rundir.layout import RunDir
+
+SEEDS = {"seed", "data_seed"}
+
+# Workflow sections that cannot change a score.
+IGNORED = {"name", "description", "gates", "arms", "seeds"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +44,8 @@ class Member:
     @property
     def missing(self) -> list[str]:
         """Describe the headline results that are not measured yet."""
-        return [
-            f"{s} on {suite.name}" for suite in self.suites.values() for s in STATES if s not in suite.rows
-        ]
+        suites = self.suites.values()
+        return [f"{state} on {s.name}" for s in suites for state in STATES if state not in s.rows]
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -81,9 +89,10 @@ class Arm:
 
     def states(self, role: str) -> States | None:
         """Return the scores of base, tuned and recovered, or None unless all three are measured."""
-        if not all(role in m.suites and m.suites[role].complete for m in self.pooled):
+        suites = [m.suites[role] for m in self.pooled if role in m.suites]
+        if len(suites) < len(self.pooled) or not all(suite.complete for suite in suites):
             return None
-        base, tuned, recovered = (self.scores(role, state) for state in STATES)
+        base, tuned, recovered = (np.stack([s.values(state) for s in suites]) for state in STATES)
         return base, tuned, recovered
 
 
@@ -94,7 +103,7 @@ def load_arms(runs: list[RunDir]) -> list[Arm]:
         UsageError: A run has no results, or was not measured like the others.
     """
     members = [_load(run) for run in runs]
-    _check_alike(members)
+    _check_comparable(members)
     groups = pool(runs, [as_key(m.settings) for m in members], [as_key(m.seeds) for m in members])
     member_of = {member.run: member for member in members}
     return [Arm(name, [member_of[run] for run in group]) for name, group in groups.items()]
@@ -103,9 +112,8 @@ def load_arms(runs: list[RunDir]) -> list[Arm]:
 def _load(run: RunDir) -> Member:
     settings, seeds = split_seeds(run)
     for name in ("finetune", "recover"):
-        stage = run.find_stage(name)
         # The same path may have held other rows when another run was made.
-        for key, value in ((stage.state().get("inputs") or {}) if stage else {}).items():
+        for key, value in (run.stage_record(name).get("inputs") or {}).items():
             if key.startswith("content of ") and not key.endswith(".adapter"):
                 settings[f"{name}.{key}"] = str(value)[:12]
     for key, place in settings.items():
@@ -130,7 +138,7 @@ def first_measured(members: list[Member], role: str) -> Member:
     return next((m for m in members if role in m.suites and m.suites[role].rows), members[0])
 
 
-def _check_alike(members: list[Member]) -> None:
+def _check_comparable(members: list[Member]) -> None:
     for role in HEADLINE_ROLES:
         model = first_measured(members, role)
         for other in members:
@@ -163,3 +171,60 @@ def _remedy(model: Member, other: Member) -> str:
             words += ["--data", f"{suite.name}={file}"]
     limit = evaluation.get("limit")
     return shlex.join([*words, *(["--limit", str(limit)] if limit else ["--set", "eval.limit=null"])])
+
+
+def split_seeds(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a run's settings that can change a score, as flat keys, and its seeds."""
+    settings = flatten({key: value for key, value in run.settings().items() if key not in IGNORED})
+    option = {key: key.rsplit(".", 1)[-1] for key in settings}
+    seeds = {key: settings[key] for key in settings if option[key] in SEEDS}
+    return {k: v for k, v in settings.items() if option[k] not in SEEDS | WITHOUT_MEANING}, seeds
+
+
+def training_seeds(seeds: dict[str, Any]) -> dict[str, Any]:
+    """Return the seeds without those of the evaluation, which only draw the intervals."""
+    return {key: value for key, value in seeds.items() if not key.startswith("eval.")}
+
+
+def pool(runs: list[RunDir], settings: list[str], seeds: list[str]) -> dict[str, list[RunDir]]:
+    """Group runs with the same settings, in the order of their seeds; return group name -> runs.
+
+    If a seed occurs twice, the group stays apart: one result counted twice makes the interval too narrow.
+    """
+    groups: dict[str, list[tuple[str, RunDir]]] = {}
+    for run, key, seed in zip(runs, settings, seeds, strict=True):
+        groups.setdefault(key, []).append((seed, run))
+    pooled: list[list[RunDir]] = []
+    for group in groups.values():
+        if len({seed for seed, _ in group}) == len(group):
+            pooled.append([run for _, run in sorted(group, key=lambda pair: pair[0])])
+        else:
+            pooled += [[run] for _, run in group]
+    names = [_common_name(group) for group in pooled]
+    return {
+        name if name and names.count(name) == 1 else str(group[0].path): group
+        for name, group in zip(names, pooled, strict=True)
+    }
+
+
+def _common_name(runs: list[RunDir]) -> str:
+    """Return the common start of the run directories' names, up to a hyphen, underscore or dot."""
+    parts = [re.split(r"([-_.])", run.path.resolve().name) for run in runs]
+    shared = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False))
+    return " ".join("".join(column[0] for column in shared).rstrip("-_.").split())
+
+
+def as_key(value: Any) -> str:
+    """Return a text that is equal for equal settings."""
+    return json.dumps(value, sort_keys=True)
+
+
+def seed_notes(counts: set[int]) -> list[str]:
+    """Return the caveats of intervals over these numbers of seeds."""
+    notes = []
+    if 1 in counts:
+        notes.append("With one seed an interval covers the choice of prompts, not the training seed.")
+    if few := sorted(n for n in counts if 1 < n < 5):
+        reason = "the bootstrap sees (n - 1) / n of the variance between n seeds"
+        notes.append(f"Intervals over {' or '.join(map(str, few))} seeds are too narrow: {reason}.")
+    return notes

@@ -12,14 +12,11 @@ from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.sanitize import harmless
 
-__all__ = ["compare", "refuse_folder", "view", "write"]
-
 
 def compare(runs: list[RunDir]) -> dict[str, Any]:
     """Return the comparison of two or more runs, with the stable keys of `opdcl compare --json`.
 
-    Runs that build on one another learned different things and are compared step by step
-    (`opdcl.results.continual`).
+    Runs that build on one another are compared step by step (`opdcl.results.continual`).
 
     Raises:
         UsageError: A run is named twice, has no results, or was not measured like the others.
@@ -27,14 +24,13 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     from opdcl.results import arm_scores, continual
 
     if len(runs) < 2:
-        raise UsageError(
-            "a comparison needs at least two runs", "opdcl compare RUN RUN; opdcl report RUN shows one"
-        )
+        hint = "opdcl compare RUN RUN; opdcl report RUN shows one"
+        raise UsageError("a comparison needs at least two runs", hint)
     paths = [run.path.resolve() for run in runs]
     if twice := next((run.path for i, run in enumerate(runs) if paths[i] in paths[:i]), None):
         raise UsageError(f"{twice} is named twice", "name each run once")
     method = continual if continual.build_on_one_another(runs) else arm_scores
-    # Names and settings come from outside; a lone surrogate among them could not be written.
+    # Names and settings come from outside; a file cannot hold a lone surrogate.
     comparison: dict[str, Any] = json.loads(harmless(json.dumps(method.compare(runs), ensure_ascii=False)))
     return comparison
 
@@ -48,16 +44,14 @@ def refuse_folder(folder: Path) -> None:
 
 def write(comparison: dict[str, Any], folder: Path) -> list[Path]:
     """Write `compare.md`, `compare.html` and `compare.json` into a folder; return their paths."""
-    from markupsafe import Markup
-
     from opdcl.results import plots
-    from opdcl.results.report import environment
+    from opdcl.results.report import render
 
     layout = view(comparison)
     svg = getattr(plots, layout.figure.plot)(comparison)
-    context = {"view": layout, "notes": comparison["notes"], "missing": MISSING, "svg": svg and Markup(svg)}
+    context = {"view": layout, "notes": comparison["notes"], "missing": MISSING, "svg": svg}
     text, page, data = (folder / f"compare.{ending}" for ending in ("md", "html", "json"))
-    write_atomic(text, environment("md").get_template("compare.md.j2").render(context))
-    write_atomic(page, environment("html").get_template("compare.html.j2").render(context))
+    write_atomic(text, render("compare.md", context))
+    write_atomic(page, render("compare.html", context))
     write_json(data, comparison)
     return [text, page, data]

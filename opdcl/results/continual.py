@@ -1,7 +1,5 @@
 """Compare runs that build on one another: one domain after the other, or several specialists merged into one.
 
-opdcl run continual-two-domains
-
 A step is a run; its end is the recovered adapter, or the tuned one if the run does not recover. Scores after
 each step form the matrix of continual learning. Three figures follow from it: the average score at the end;
 forgetting, the distance of the end below the best score of a suite before the last step (Chaudhry et al.,
@@ -22,8 +20,8 @@ import numpy as np
 
 from opdcl.errors import UsageError
 from opdcl.results import stats
-from opdcl.results.grouping import as_key, pool, seed_notes, split_seeds, training_seeds
-from opdcl.results.scores import Suite, load_suites, workflow_of
+from opdcl.results.arms import as_key, pool, seed_notes, split_seeds, training_seeds
+from opdcl.results.scores import Suite, load_suites
 from opdcl.rundir.layout import RunDir
 
 
@@ -34,18 +32,16 @@ def build_on_one_another(runs: list[RunDir]) -> bool:
 
 
 def _start(run: RunDir) -> Path | None:
-    start = workflow_of(run).get("start")
+    start = run.settings().get("start")
     return Path(start).resolve() if start else None
 
 
 def _teachers(run: RunDir) -> dict[str, Path]:
     """Return teacher name -> path, for the teachers that are adapters."""
-    recover = workflow_of(run).get("recover") or {}
+    recover = run.settings().get("recover") or {}
     teachers = {f"{stream} teacher": recover.get(f"{stream}_teacher") for stream in ("general", "domain")}
-    adapters = {
-        name: (teacher or {}).get("adapter")
-        for name, teacher in (teachers | (recover.get("teachers") or {})).items()
-    }
+    teachers |= recover.get("teachers") or {}
+    adapters = {name: (teacher or {}).get("adapter") for name, teacher in teachers.items()}
     return {name: Path(adapter).resolve() for name, adapter in adapters.items() if adapter}
 
 
@@ -58,8 +54,8 @@ class Step:
 
     @cached_property
     def learned(self) -> str | None:
-        """The suite of the domain that this step learned: the first one in its configuration."""
-        workflow = workflow_of(self.runs[0])
+        """The suite of the domain that this step learned: the first one configured."""
+        workflow = self.runs[0].settings()
         domains = (workflow.get("eval") or {}).get("domain") or [None]
         return domains[0] if workflow.get("finetune") else None
 
@@ -72,14 +68,12 @@ class Scores:
         self.notes: list[str] = []
         self._suite_of: dict[tuple[RunDir, str], Suite] = {}
         for run, suite in ((r, s) for r in runs for s in load_suites(r) if s.rows):
-            model = self.suites.setdefault(suite.name, suite)
-            if (suite.metric, suite.prompts) == (model.metric, model.prompts):
+            first = self.suites.setdefault(suite.name, suite)
+            if (suite.metric, suite.prompts) == (first.metric, first.prompts):
                 self._suite_of[run, suite.name] = suite
             else:
-                self.notes.append(
-                    f"{suite.name} is left out for {run.path}: it has other prompts of {suite.name}, or "
-                    "another metric."
-                )
+                reason = f"it has other prompts of {suite.name}, or another metric"
+                self.notes.append(f"{suite.name} is left out for {run.path}: {reason}.")
 
     def of(self, runs: Sequence[RunDir], suite: str, base: bool = False) -> np.ndarray | None:
         """Return `(runs, N)` scores at the end of each run, or of base; None unless all are measured."""
@@ -110,17 +104,13 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     scores, steps = Scores(runs), _steps(runs)
     chains = _chains(steps)
     members = [run for step in steps for run in step.runs]
-    base = {n: [r for r in members if scores.of([r], n, base=True) is not None] for n in scores.suites}
+    base = {
+        name: [x for run in members if (x := scores.of([run], name, base=True)) is not None]
+        for name in scores.suites
+    }
     return {
-        "suites": {
-            name: {"role": s.role, "metric": s.metric, "n": len(s.prompts)}
-            for name, s in scores.suites.items()
-        },
-        "base": {
-            name: stats.mean(scores.of(measured[:1], name, base=True)).as_dict()
-            for name, measured in base.items()
-            if measured
-        },
+        "suites": {name: suite.description for name, suite in scores.suites.items()},
+        "base": {name: stats.mean(measured[0]).as_dict() for name, measured in base.items() if measured},
         "steps": [_step_row(step, scores) for step in steps],
         "chains": [_chain_row(chain, scores) for chain in chains],
         "differences": [d for a, b in itertools.combinations(chains, 2) if (d := _difference(a, b, scores))],
@@ -131,12 +121,9 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
 
 def _step_row(step: Step, scores: Scores) -> dict[str, Any]:
     measured = {name: x for name in scores.suites if (x := scores.of(step.runs, name)) is not None}
-    return {
-        "name": step.name,
-        "seeds": len(step.runs),
-        "runs": [str(run.path) for run in step.runs],
-        "scores": {name: stats.mean(x).as_dict() for name, x in measured.items()},
-    }
+    estimates = {name: stats.mean(x).as_dict() for name, x in measured.items()}
+    paths = [str(run.path) for run in step.runs]
+    return {"name": step.name, "seeds": len(paths), "runs": paths, "scores": estimates}
 
 
 def _chain_row(chain: Chain, scores: Scores) -> dict[str, Any]:
@@ -150,16 +137,12 @@ def _chain_row(chain: Chain, scores: Scores) -> dict[str, Any]:
 
 
 def _seed_key(run: RunDir) -> str:
-    """Return the training seeds of a run with any stages; runs of two chains with equal seeds form a pair."""
+    """Return a run's training seeds; runs of two chains with equal seeds form a pair."""
     return str(sorted({str(seed) for seed in training_seeds(split_seeds(run)[1]).values()}))
 
 
 def _steps(runs: list[RunDir]) -> list[Step]:
-    """Group runs by their settings and by the runs that they build on.
-
-    Raises:
-        UsageError: A run builds on itself.
-    """
+    """Group runs by their settings and the runs that they build on; refuse one that builds on itself."""
     by_path = {run.path.resolve(): run for run in runs}
 
     def key(run: RunDir, descendants: tuple[Path, ...] = ()) -> str:
@@ -232,7 +215,7 @@ def _difference(one: Chain, other: Chain, scores: Scores) -> dict[str, Any] | No
 
 
 def _kept_rows(step: Step, steps: list[Step], scores: Scores) -> list[dict[str, Any]]:
-    """Return the share of each teacher's gain over base that a step has; each seed has its own teacher."""
+    """Return a step's share of each teacher's gain over base; each seed has its own teacher."""
     owner = {run.path.resolve(): (other, run) for other in steps for run in other.runs}
     rows = []
     for name in _teachers(step.runs[0]):
@@ -240,11 +223,12 @@ def _kept_rows(step: Step, steps: list[Step], scores: Scores) -> list[dict[str, 
         suite = owners[0][0].learned if owners else None
         if suite is None or len(owners) < len(step.runs):
             continue
-        base, taught = scores.of(step.runs, suite, base=True), scores.of(step.runs, suite)
+        base, student = scores.of(step.runs, suite, base=True), scores.of(step.runs, suite)
         teacher = scores.of([run for _, run in owners], suite)
-        if base is not None and teacher is not None and taught is not None:
-            kept = stats.domain_retention(base, teacher, taught)
-            rows.append({"step": step.name, "teacher": name, "suite": suite, "kept": kept and kept.as_dict()})
+        if base is not None and teacher is not None and student is not None:
+            share = stats.domain_retention(base, teacher, student)
+            row = {"step": step.name, "teacher": name, "suite": suite, "kept": share and share.as_dict()}
+            rows.append(row)
     return rows
 
 
@@ -256,7 +240,6 @@ def _notes(steps: list[Step], chains: list[Chain], scores: Scores) -> list[str]:
     for chain in chains:
         if behind := max(len(step.runs) for step in chain.steps) - len(chain.lines):
             have, are = ("seeds have", "are") if behind > 1 else ("seed has", "is")
-            notes.append(
-                f"{chain.name}: {behind} {have} not reached the last step and {are} left out of the chain."
-            )
+            missing_end = f"{behind} {have} not reached the last step"
+            notes.append(f"{chain.name}: {missing_end} and {are} left out of the chain.")
     return notes + seed_notes({len(c.lines) for c in chains} or {len(step.runs) for step in steps})

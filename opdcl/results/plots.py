@@ -12,19 +12,17 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
-# Matplotlib needs real colours. Each stands for one CSS variable, which replaces it in the finished SVG.
+# Matplotlib needs real colours; CSS variables replace them in the finished SVG.
 VARIABLES = ("ink", "muted", "rule", "paper", "base", "tuned", "recovered", "general", "domain")
 PAINT = {name: f"#{10 + i:02x}fe{60 + i:02x}" for i, name in enumerate(VARIABLES)}
 
 SHAPES = {"base": "s", "tuned": "v", "recovered": "o"}
-
 # For the arms of a comparison: 7 shapes and 4 colours have no common factor, so 28 arms look different.
 ARM_SHAPES = "oD^PX*p"
-
 ARM_COLOURS = ("recovered", "domain", "general", "ink")
 
 # 324 points wide, so that 9-point text stays readable on a phone.
@@ -58,8 +56,10 @@ def _figure(rows: int = 1, height: float = HEIGHT) -> Iterator[tuple[Figure, lis
         yield figure, list(figure.subplots(rows, sharex=True, squeeze=False)[:, 0])
 
 
-def _svg(figure: Figure, name: str, description: str) -> str:
+def _svg(figure: Figure, name: str, description: str) -> Markup:
     """Render as an `<svg>` element for HTML: no metadata, no namespace URLs, ids that no other plot uses."""
+    from markupsafe import Markup
+
     out = io.StringIO()
     with warnings.catch_warnings():
         # Matplotlib only measures the text; the browser draws it, in a font that has the glyph.
@@ -74,17 +74,19 @@ def _svg(figure: Figure, name: str, description: str) -> str:
         svg = svg.replace(colour, f"var(--{variable})")
     # The page's own font is narrower than the one that matplotlib measured, so nothing collides.
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{description}"', 1)
+    return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{description}"', 1))
 
 
-def _whole_steps(axes: Axes) -> None:
+def _label_steps(axes: Axes, title: str) -> None:
+    """Title the axes, and mark whole optimizer steps."""
     from matplotlib.ticker import MaxNLocator
 
+    axes.set_title(title)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(4))
 
 
-def finetune_loss(rows: list[dict]) -> str | None:
+def finetune_loss(rows: list[dict]) -> Markup | None:
     """Plot the fine-tune's loss over optimizer steps; None with fewer than two points."""
     points = [(r["step"], r["loss"]) for r in rows if "step" in r and r.get("loss") is not None]
     if len(points) < 2:
@@ -96,17 +98,14 @@ def finetune_loss(rows: list[dict]) -> str | None:
         _label(axes, f"{losses[-1]:.2f}", (steps[-1], losses[-1]), (6, 0), ha="left", va="center")
         axes.set_ylim(bottom=0)
         axes.set_xlabel("optimizer step")
-        axes.set_title("Loss in nats per answer token")
-        _whole_steps(axes)
+        _label_steps(axes, "Loss in nats per answer token")
         return _svg(figure, "loss", f"Fine-tune loss from {losses[0]:.2f} to {losses[-1]:.2f}")
 
 
-def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> str | None:
+def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> Markup | None:
     """Plot KL(student, teacher) per stream, one panel each: faint for training, strong for held-out prompts.
 
-    Args:
-        rows: The stage's metrics.
-        teachers: Stream -> name of its teacher.
+    `teachers` maps each stream to the name of its teacher.
     """
     training = [r for r in rows if r.get("stream") and r.get("kl") is not None]
     held_out = [r for r in rows if r.get("validation")]
@@ -116,26 +115,25 @@ def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> str | None:
     with _figure(rows=2, height=1.25 * HEIGHT) as (figure, panels):
         for axes, (stream, teacher) in zip(panels, teachers.items(), strict=True):
             colour = PAINT[stream]
-            seen = [(r["step"], r["kl"]) for r in training if r["stream"] == stream]
-            values = ((r["step"], r["validation"].get(f"{stream}_kl")) for r in held_out)
-            checked = [(step, value) for step, value in values if value is not None]
-            axes.plot(*_columns(seen), color=colour, alpha=0.35, linewidth=1.1, marker=".", markersize=4)
-            axes.plot(*_columns(checked), color=colour, marker="o", markersize=4)
-            for step, value in checked:
+            trained = [(r["step"], r["kl"]) for r in training if r["stream"] == stream]
+            key = f"{stream}_kl"
+            validated = [(r["step"], kl) for r in held_out if (kl := r["validation"].get(key)) is not None]
+            axes.plot(*_columns(trained), color=colour, alpha=0.35, linewidth=1.1, marker=".", markersize=4)
+            axes.plot(*_columns(validated), color=colour, marker="o", markersize=4)
+            for step, value in validated:
                 if step == best:
                     axes.plot(step, value, "o", markersize=10, markerfacecolor="none", color=PAINT["ink"])
-            if checked:
-                text = f"held-out {checked[-1][1]:.2f}"
-                _label(axes, text, checked[-1], (0, 9), ha="right", va="bottom", color=colour)
-            top = max((v for _, v in seen + checked), default=0.0) or 1.0
+            if validated:
+                text = f"held-out {validated[-1][1]:.2f}"
+                _label(axes, text, validated[-1], (0, 9), ha="right", va="bottom", color=colour)
+            top = max((v for _, v in trained + validated), default=0.0) or 1.0
             axes.set_ylim(-0.04 * top, 1.12 * top)
-            axes.set_title(f"{stream.capitalize()} prompts, teacher {teacher}: KL in nats per token")
-            _whole_steps(axes)
+            _label_steps(axes, f"{stream.capitalize()} prompts, teacher {teacher}: KL in nats per token")
         panels[-1].set_xlabel("optimizer step")
         return _svg(figure, "kl", "KL to the teacher per stream over the steps of recovery")
 
 
-def tradeoff(summary: dict[str, Any]) -> str | None:
+def tradeoff(summary: dict[str, Any]) -> Markup | None:
     """Plot domain (x) against retention (y) with 95 % intervals; None unless two states have both."""
     names = [summary["headline"][role] for role in ("domain", "retention")]
     if None in names:
@@ -146,16 +144,10 @@ def tradeoff(summary: dict[str, Any]) -> str | None:
         return None
     with _figure() as (figure, (axes,)):
         axes.grid(True, axis="both")
-        centres = {s: [100 * e["value"] for e in both] for s, both in points.items()}
-        for start, end in zip(list(centres)[:-1], list(centres)[1:], strict=True):
-            arrow = {
-                "arrowstyle": "->",
-                "color": PAINT["muted"],
-                "linewidth": 0.8,
-                "shrinkA": 7,
-                "shrinkB": 7,
-            }
-            axes.annotate("", centres[end], centres[start], arrowprops=arrow)
+        centres = {s: (100 * x["value"], 100 * y["value"]) for s, (x, y) in points.items()}
+        arrow = {"arrowstyle": "->", "color": PAINT["muted"], "linewidth": 0.8, "shrinkA": 7, "shrinkB": 7}
+        for start, end in itertools.pairwise(centres.values()):
+            axes.annotate("", end, start, arrowprops=arrow)
         for state, (x, y) in points.items():
             _cross(axes, x, y, fmt=SHAPES[state], color=PAINT[state])
         axes.margins(0.16)
@@ -172,7 +164,7 @@ def tradeoff(summary: dict[str, Any]) -> str | None:
         return _svg(figure, "tradeoff", f"Retention against domain: {text}")
 
 
-def frontier(comparison: dict[str, Any]) -> str | None:
+def frontier(comparison: dict[str, Any]) -> Markup | None:
     """Plot domain (x) against retention (y) of references, arms and alpha-curve; None below two points."""
     names = [comparison["headline"][role] for role in ("domain", "retention")]
     rows = [r for r in (*comparison["references"], *comparison["arms"]) if r["domain"] and r["retention"]]
@@ -205,7 +197,7 @@ def frontier(comparison: dict[str, Any]) -> str | None:
         return _svg(figure, "frontier", escape(f"Retention against domain: {text}"))
 
 
-def steps(comparison: dict[str, Any]) -> str | None:
+def steps(comparison: dict[str, Any]) -> Markup | None:
     """Plot each suite from base through the steps of each chain, in its own panel; None without chains."""
     scores = {step["name"]: step["scores"] for step in comparison["steps"]}
     base, chains = comparison["base"], comparison["chains"]
@@ -220,8 +212,9 @@ def steps(comparison: dict[str, Any]) -> str | None:
                 # Chains are shifted a little, so that their bars do not cover one another.
                 xs = [x + 0.06 * i for x in (0, *(x for x, _ in measured))]
                 ys, bars = _bars([base[suite], *(step[suite] for _, step in measured)])
-                style = {"fmt": f"{shape}-", "color": PAINT[colour], "markersize": 5, "linewidth": 1.2}
-                axes.errorbar(xs, ys, yerr=bars, label=_plain(chain["steps"][-1]).lstrip("_"), **style)
+                style: dict[str, Any] = {"fmt": f"{shape}-", "color": PAINT[colour], "linewidth": 1.2}
+                label = _plain(chain["steps"][-1]).lstrip("_")
+                axes.errorbar(xs, ys, yerr=bars, label=label, markersize=5, **style)
             axes.set_title(f"{_plain(suite)} (%)")
             axes.set_ylim(bottom=0)
         longest = max(len(chain["steps"]) for chain in chains)
@@ -232,7 +225,6 @@ def steps(comparison: dict[str, Any]) -> str | None:
 
 
 def _arm_styles() -> Iterator[tuple[str, str]]:
-    """Yield a shape and a colour for each arm."""
     return zip(itertools.cycle(ARM_SHAPES), itertools.cycle(ARM_COLOURS), strict=True)
 
 
@@ -250,7 +242,7 @@ def _cross(axes: Axes, x: dict[str, float], y: dict[str, float], **style: Any) -
 
 
 def _plain(name: str) -> str:
-    """Return a name without `$`, which would start a formula, or characters that fonts or XML lack."""
+    """Return a name without `$`, which starts a formula, and without characters that fonts or XML lack."""
     return "".join(c for c in name if c.isprintable() and c not in "$\\")[:40]
 
 

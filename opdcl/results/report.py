@@ -1,40 +1,28 @@
-"""Write the report: run directory -> report.md, report.html and the model card. No model is loaded.
-
-opdcl report runs/quickstart
-"""
+"""Write the report: run directory -> report.md, report.html and the model card. No model is loaded."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opdcl.hub import HUB_IDS
 from opdcl.results import format
-from opdcl.results.samples import pick_samples
-from opdcl.results.scores import STATES, Suite, headline_of, load_suites, read_record, section
+from opdcl.results.scores import STATES, Suite, headline_of, load_suites, section
 from opdcl.results.summary import summarise
 from opdcl.results.verdict import why_no_domain_retention, why_no_recovery
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.rundir.layout import RunDir
 from opdcl.sanitize import harmless
 
-if TYPE_CHECKING:
-    import jinja2
-
-__all__ = ["card", "environment", "summarise", "write"]
+SAMPLES_PER_GROUP = 4
+LONGEST_HEAD, LONGEST_PROMPT, LONGEST_ANSWER = 90, 900, 700
 
 
 def write(run: RunDir, summary: dict[str, Any] | None = None) -> list[Path]:
     """Write `report.md`, `report.html` and the model card `README.md` into the run; return their paths.
 
     The same run gives the same bytes: nothing depends on the time or place of writing.
-
-    Args:
-        run: The run.
-        summary: Its summary, if it is computed already.
     """
-    from markupsafe import Markup
-
     from opdcl.results import plots
 
     suites = load_suites(run)
@@ -44,37 +32,26 @@ def write(run: RunDir, summary: dict[str, Any] | None = None) -> list[Path]:
         "kl": plots.recovery_kl(_metrics(run, "recover"), _teachers(run)),
         "tradeoff": plots.tradeoff(context["summary"]),
     }
-    pages = {
-        "report.md": environment("md").get_template("report.md.j2").render(context),
-        "report.html": environment("html")
-        .get_template("report.html.j2")
-        .render(context, figures={name: svg and Markup(svg) for name, svg in figures.items()}),
-        "README.md": _render_card(context, context["base_model"], context["base"]["license"], []),
-    }
-    for name, content in pages.items():
-        write_atomic(run.path / name, content)
-    return [run.path / name for name in pages]
+    texts = [
+        render("report.md", context),
+        render("report.html", context | {"figures": figures}),
+        _render_card(context, context["base_model"], context["base"]["license"], []),
+    ]
+    for file, text in zip(run.reports, texts, strict=True):
+        write_atomic(file, text)
+    return list(run.reports)
 
 
 def card(run: RunDir, state: str, base: str, place: str, license: str | None, datasets: list[str]) -> str:
-    """Return the model card of one adapter for the Hugging Face Hub.
+    """Return the model card of one state's adapter for the Hugging Face Hub.
 
-    Args:
-        run: The run that made the adapter.
-        state: The state whose adapter and results the card describes.
-        base: The base's Hub id.
-        place: The Hub id of the adapter.
-        license: Its licence, if known.
-        datasets: Hub ids of the training data.
+    `base`, `place` and `datasets` are the Hub ids of base, adapter and training data.
     """
     suites = load_suites(run)
     context = _context(run, summarise(run, suites), suites)
     # The command and the paths may name private files, so a public card leaves them out.
-    facts = {
-        name: value
-        for name, value in context["facts"].items()
-        if name not in ("command", "base") and not name.startswith("adapter ")
-    }
+    private = ("command", "base", "adapter tuned", "adapter recovered")
+    facts = {name: value for name, value in context["facts"].items() if name not in private}
     context |= {"card_state": state, "base_model": base, "adapter_path": place, "facts": facts}
     return _render_card(context, base, license, datasets)
 
@@ -106,18 +83,17 @@ def _render_card(context: dict[str, Any], base: str, license: str | None, datase
         model_name=harmless(context["summary"]["name"]) if scores else None,
         eval_results=scores or None,
     )
-    return f"---\n{metadata.to_yaml()}\n---\n\n" + environment("md").get_template("card.md.j2").render(
-        context
-    )
+    return f"---\n{metadata.to_yaml()}\n---\n\n{render('card.md', context)}"
 
 
-def environment(kind: str) -> jinja2.Environment:
-    """Return the environment of `md` or `html` templates; it escapes strings unless they are `Markup`."""
+def render(page: str, context: dict[str, Any]) -> str:
+    """Render the template of an `md` or `html` page; strings are escaped unless they are `Markup`."""
     import jinja2
     from markupsafe import Markup
 
+    kind = page.rsplit(".", 1)[1]
     escape = harmless if kind == "html" else format.markdown
-    made = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=kind == "html",
         undefined=jinja2.StrictUndefined,
@@ -128,15 +104,15 @@ def environment(kind: str) -> jinja2.Environment:
     filters = [format.percent, format.interval, format.span, format.score, format.clock, format.memory]
     if kind == "md":
         filters += [format.code, format.fence, format.quoted, format.nats]
-    made.filters |= {f.__name__: lambda v, f=f: Markup(f(v)) for f in filters}
-    return made
+    environment.filters |= {f.__name__: lambda v, f=f: Markup(f(v)) for f in filters}
+    return environment.get_template(f"{page}.j2").render(context)
 
 
 def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
-    """Return everything that the three templates print."""
+    """Return what the three templates print."""
     from opdcl.results import stats
 
-    manifest = {"created": None, "device": None, "opdcl": None} | read_record(run.manifest)
+    manifest = {"created": None, "device": None, "opdcl": None} | run.read_manifest()
     base = dict.fromkeys(("id", "revision", "license")) | section(run, "model") | (manifest.get("base") or {})
     name = str(base["id"] or "unknown")
     adapters = manifest.get("adapters") or {}
@@ -144,6 +120,7 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
     losses = [row["loss"] for row in _metrics(run, "finetune") if row.get("loss") is not None]
     validations = [row for row in _metrics(run, "recover") if row.get("validation")]
     measured = [s for s in suites if s.rows]
+    states = {state for suite in suites for state in suite.rows}
     return {
         "summary": summary,
         "states": STATES,
@@ -163,9 +140,7 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
         # A local path means nothing to readers of the card, and may reveal more than its owner wants.
         "base_model": HUB_IDS.get(name, Path(name).name if Path(name).is_absolute() else name),
         "facts": _facts(run, manifest, base, adapters),
-        "card_state": next(
-            (s for s in reversed(STATES[1:]) if any(s in suite.rows for suite in suites)), None
-        ),
+        "card_state": next((state for state in ("recovered", "tuned") if state in states), None),
         "embedded": name in HUB_IDS,
         "adapter_path": next((adapters[s].get("path") for s in reversed(STATES) if s in adapters), None),
     }
@@ -189,12 +164,8 @@ def _facts(run: RunDir, manifest: dict, base: dict, adapters: dict) -> dict[str,
     seeds = {stage: section(run, stage).get("seed") for stage in ("finetune", "recover", "eval")}
     device = manifest["device"] or {}
     cores, size = device.get("cores"), device.get("memory_bytes")
-    hardware = [
-        device.get("name"),
-        device.get("dtype"),
-        cores and f"{cores} cores",
-        size and format.memory(size),
-    ]
+    cpu_and_memory = [cores and f"{cores} cores", size and format.memory(size)]
+    hardware = [device.get("name"), device.get("dtype"), *cpu_and_memory]
     facts = {
         "command": manifest.get("command"),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
@@ -229,12 +200,10 @@ def _in_points(change: dict[str, float]) -> dict[str, str]:
 
 def _teachers(run: RunDir) -> dict[str, str]:
     """Return the names of each stream's teachers: base and tuned unless configured otherwise."""
-    stage = run.find_stage("recover")
-    config = stage.state().get("config", {}) if stage else {}
-    kinds = {
-        stream: config.get(f"{stream}_teacher", {}).get("kind", default)
-        for stream, default in (("general", "base"), ("domain", "tuned"))
-    }
+    config = run.stage_record("recover").get("config", {})
+    kinds = {"general": "base", "domain": "tuned"}
+    for stream, default in kinds.items():
+        kinds[stream] = config.get(f"{stream}_teacher", {}).get("kind", default)
     if named := config.get("teachers"):
         kinds["domain"] = " and ".join([kinds["domain"], *named] if config.get("domain") else named)
     return kinds
@@ -242,9 +211,52 @@ def _teachers(run: RunDir) -> dict[str, str]:
 
 def _metrics(run: RunDir, stage: str) -> list[dict]:
     """Return a stage's metric rows by step; if a resumed run repeated a step, its last row counts."""
-    directory = run.find_stage(stage)
-    rows = {
-        (row.get("step", 0), "validation" in row, "loss" in row): row
-        for row in (read_jsonl(directory.metrics) if directory else [])
+    folder = run.find_stage(stage)
+    rows = read_jsonl(folder.metrics) if folder else []
+    last = {(row.get("step", 0), "validation" in row, "loss" in row): row for row in rows}
+    return [last[key] for key in sorted(last)]
+
+
+def pick_samples(suite: Suite) -> list[dict[str, Any]]:
+    """Return prompts whose outcome the fine-tune changed, grouped by their outcome after recovery."""
+    if not {"base", "tuned"} <= set(suite.rows):
+        return []
+    # Several parts must all pass; one fractional score passes from a half on.
+    needed = 1.0 if any(len(parts) != 1 for parts in suite.parts("base")) else 0.5
+    shares = {state: [sum(p) / max(len(p), 1) for p in suite.parts(state)] for state in suite.rows}
+    passed = {state: [share >= needed for share in values] for state, values in shares.items()}
+    lost = suite.role == "retention"
+    outcomes = enumerate(zip(passed["base"], passed["tuned"], strict=True))
+    changed = [i for i, (base, tuned) in outcomes if base == lost and tuned != base]
+    title = "Lost by the fine-tune" if lost else "Learned by the fine-tune"
+    groups = {title: changed}
+    if "recovered" in suite.rows:
+        good, bad = ("regained by recovery", "not regained") if lost else ("kept by recovery", "lost again")
+        groups = {
+            f"{title}, {word}": [i for i in changed if passed["recovered"][i] == ok]
+            for word, ok in ((good, True), (bad, False))
+        }
+    rows = []
+    for title, indices in groups.items():
+        samples = [_sample(suite, i, shares, passed) for i in indices[:SAMPLES_PER_GROUP]]
+        rows.append({"title": title, "count": len(indices), "of": len(changed), "samples": samples})
+    return rows
+
+
+def _sample(suite: Suite, i: int, shares: dict[str, list], passed: dict[str, list]) -> dict[str, Any]:
+    """Return one prompt with its expected answer and the answer of every state."""
+    row = suite.rows["base"][i]
+    line = " ".join(str(row["prompt"]).split())
+    answers = []
+    for state, rows in suite.rows.items():
+        share, ok = shares[state][i], passed[state][i]
+        mark = ("pass" if ok else "fail") if share in (0, 1) else f"{100 * share:.0f} %"
+        text = format.cut(str(rows[i].get("response") or ""), LONGEST_ANSWER)
+        answers.append({"state": state, "text": text, "passed": ok, "mark": mark})
+    return {
+        "number": row["doc_id"],
+        "head": line if len(line) <= LONGEST_HEAD else f"{line[:LONGEST_HEAD]}…",
+        "prompt": format.cut(str(row["prompt"]), LONGEST_PROMPT),
+        "target": format.cut(str(row["target"]), LONGEST_ANSWER) if row.get("target") else None,
+        "answers": answers,
     }
-    return [rows[key] for key in sorted(rows)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_json, read_jsonl
@@ -13,11 +12,11 @@ from opdcl.rundir.layout import RunDir
 if TYPE_CHECKING:
     import numpy as np
 
+    from opdcl.results.stats import States
+
 
 STATES = ("base", "tuned", "recovered")
-
 ROLES = ("retention", "domain", "control")
-
 HEADLINE_ROLES = ("retention", "domain")
 
 # What a suite measures, if its name does not read well in a sentence.
@@ -50,8 +49,13 @@ class Suite:
 
     @property
     def prompts(self) -> list[tuple]:
-        """What identifies each prompt, in the order of the rows."""
+        """The number and text of each prompt, in the order of the rows."""
         return [(row["doc_id"], row["prompt"]) for row in next(iter(self.rows.values()))]
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """Role, metric and number of prompts, as comparisons list a suite."""
+        return {"role": self.role, "metric": self.metric, "n": len(self.prompts)}
 
     @property
     def plain(self) -> str:
@@ -69,6 +73,12 @@ class Suite:
 
         parts = self.parts(state)
         return np.array([sum(p) for p in parts]) * len(parts) / sum(len(p) for p in parts)
+
+    def states(self) -> States | None:
+        """Return the scores of base, tuned and recovered, or None unless all three are measured."""
+        return (
+            (self.values("base"), self.values("tuned"), self.values("recovered")) if self.complete else None
+        )
 
 
 def load_suites(run: RunDir) -> list[Suite]:
@@ -94,21 +104,20 @@ def _load_suite(run: RunDir, name: str, role: str) -> Suite:
         if not run.eval_result(state, name).exists():
             continue
         result = read_json(run.eval_result(state, name))
-        rows = [
-            r for r in read_jsonl(run.eval_samples(state, name)) if result["metric"] in r.get("scores", {})
-        ]
-        if rows:
-            results[state] = result
-            # Each task of a group counts its documents from 0, so the prompt is part of the key.
-            answers[state] = {(row["doc_id"], row["prompt"]): row for row in rows}
+        # Each task of a group counts its documents from 0, so the prompt is part of the key.
+        by_key = {
+            (row["doc_id"], row["prompt"]): row
+            for row in read_jsonl(run.eval_samples(state, name))
+            if result["metric"] in row.get("scores", {})
+        }
+        if by_key:
+            results[state], answers[state] = result, by_key
     if not results:
         return Suite(name, role, None, {}, {}, 0)
     shared = set.intersection(*map(set, answers.values()))
     if not shared:
-        raise UsageError(
-            f"suite {name}: {' and '.join(results)} have no prompt in common, so they cannot be compared",
-            f"opdcl eval {run.path} --force",
-        )
+        problem = f"{' and '.join(results)} have no prompt in common, so they cannot be compared"
+        raise UsageError(f"suite {name}: {problem}", f"opdcl eval {run.path} --force")
     order = sorted(shared, key=lambda key: (str(type(key[0])), *key))
     first = next(iter(results.values()))
     return Suite(
@@ -116,21 +125,11 @@ def _load_suite(run: RunDir, name: str, role: str) -> Suite:
         str(first.get("role", role)),
         first["metric"],
         results,
-        {state: [by_key[key] for key in order] for state, by_key in answers.items()},
+        {state: [rows[key] for key in order] for state, rows in answers.items()},
         len(set.union(*map(set, answers.values()))) - len(shared),
     )
 
 
-def read_record(path: Path) -> dict:
-    """Read a JSON record of the run; empty if it is not written yet."""
-    return read_json(path) if path.exists() else {}
-
-
-def workflow_of(run: RunDir) -> dict:
-    """Return the workflow that a run was made with; empty if it is not written yet."""
-    return read_record(run.config).get("workflow") or {}
-
-
 def section(run: RunDir, name: str) -> dict:
     """Return one section of the run's workflow; empty if the workflow leaves it out."""
-    return workflow_of(run).get(name) or {}
+    return run.settings().get(name) or {}

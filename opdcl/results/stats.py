@@ -73,11 +73,9 @@ def _means(scores: np.ndarray, seed: int, suite: int = 0) -> np.ndarray:
     per_seed = np.stack([weights @ row / n for row in rows], axis=1)
     means: np.ndarray = per_seed[:, 0]
     if seeds > 1:
-        # The number of seeds is part of the random state, so that arms with different numbers are drawn
-        # independently.
-        draws = np.random.default_rng((seed, seeds)).multinomial(
-            seeds, np.full(seeds, 1 / seeds), size=len(per_seed)
-        )
+        # Seeded with the number of seeds too: arms with different numbers are drawn independently.
+        random = np.random.default_rng((seed, seeds))
+        draws = random.multinomial(seeds, np.full(seeds, 1 / seeds), size=len(per_seed))
         means = (per_seed * draws).sum(1) / seeds
     return means
 
@@ -116,11 +114,7 @@ def clustered_mean(parts: list[list[float]], seed: int = 0) -> Estimate:
 
 
 def difference(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Estimate:
-    """Estimate mean(a) - mean(b) on the same prompts.
-
-    If both sides have the same number of seeds, seed i is paired with seed i; otherwise seeds are drawn
-    separately.
-    """
+    """Estimate mean(a) - mean(b) on the same prompts; equal numbers of seeds are paired in their order."""
     a, b = np.asarray(a, float), np.asarray(b, float)
     if a.shape == b.shape:
         change = a - b
@@ -172,10 +166,7 @@ def detectable_difference(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def mcnemar(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the two-sided p-value of the exact McNemar test of equal pass rates.
-
-    McNemar (1947), with the binomial distribution in place of its large-sample approximation.
-    """
+    """Return the two-sided p-value of McNemar's test (1947) of equal pass rates, exact by the binomial."""
     from scipy.stats import binomtest
 
     a, b = np.asarray(a) > 0.5, np.asarray(b) > 0.5
@@ -188,7 +179,6 @@ def ratio(part: np.ndarray, whole: np.ndarray, seed: int = 0) -> Estimate:
 
     Resamples with a denominator of zero or below have no meaningful ratio and do not count for the interval.
     """
-    part, whole = np.asarray(part, float), np.asarray(whole, float)
     below = _means(whole, seed)
     with np.errstate(divide="ignore", invalid="ignore"):
         draws = np.where(below > 0, _means(part, seed) / below, np.nan)
@@ -197,7 +187,6 @@ def ratio(part: np.ndarray, whole: np.ndarray, seed: int = 0) -> Estimate:
 
 def recovery(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0) -> Estimate | None:
     """Estimate R = (M2 - M1) / (M0 - M1); None unless the forgetting is measurable."""
-    base, tuned, recovered = (np.asarray(x, float) for x in (base, tuned, recovered))
     if not forgetting_is_measurable(base, tuned, seed):
         return None
     return ratio(recovered - tuned, base - tuned, seed)
@@ -209,20 +198,17 @@ def forgetting_is_measurable(base: np.ndarray, tuned: np.ndarray, seed: int = 0)
     For pass-or-fail scores McNemar's test must reject too, on every seed.
     """
     drop = difference(base, tuned, seed)
-    pairs = list(zip(np.atleast_2d(base), np.atleast_2d(tuned), strict=True))
+    if drop.value < SMALLEST_DROP or drop.low <= 0:
+        return False
+    pairs = zip(np.atleast_2d(base), np.atleast_2d(tuned), strict=True)
     pass_or_fail = bool(np.isin([base, tuned], (0.0, 1.0)).all())
-    return (
-        drop.value >= SMALLEST_DROP
-        and drop.low > 0
-        and (not pass_or_fail or all(mcnemar(b, t) < 0.05 for b, t in pairs))
-    )
+    return not pass_or_fail or all(mcnemar(b, t) < 0.05 for b, t in pairs)
 
 
 def domain_retention(
     base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0
 ) -> Estimate | None:
     """Estimate D = (M2 - M0) / (M1 - M0); None unless the interval of the domain gain lies above zero."""
-    base, tuned, recovered = (np.asarray(x, float) for x in (base, tuned, recovered))
     if difference(tuned, base, seed).low <= 0:
         return None
     return ratio(recovered - base, tuned - base, seed)
@@ -231,9 +217,8 @@ def domain_retention(
 def status_of(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0) -> Status:
     """Return the outcome on the retention suite.
 
-    `recovered` means non-inferior: the interval of recovered - base lies above the negative margin. `partly
-    recovered` means that the interval of recovered - tuned lies above zero. A large p-value alone never
-    counts as recovered.
+    `recovered`: the interval of recovered - base lies above the negative margin (non-inferiority; a large
+    p-value alone never counts). `partly recovered`: the interval of recovered - tuned lies above zero.
     """
     if not forgetting_is_measurable(base, tuned, seed):
         return "no measurable forgetting"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opdcl.results.format import percent
-from opdcl.results.scores import STATES, Suite, headline_of, load_suites, read_record, section, workflow_of
+from opdcl.results.scores import STATES, Suite, headline_of, load_suites, section
 from opdcl.results.tables import ratio_cell, score_cell
 from opdcl.results.verdict import verdict
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # The teacher whose results are the ceiling of distillation, per role of a suite.
 TEACHER_OF = {"retention": "base", "domain": "tuned", "control": "base"}
@@ -21,9 +24,7 @@ PAIRS = (("tuned", "base"), ("recovered", "tuned"), ("recovered", "base"))
 def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
     """Return the results of a finished or unfinished run, with the stable keys of `opdcl report RUN --json`.
 
-    Args:
-        run: The run.
-        suites: Its suites, if they are loaded already, or some of them.
+    `suites` are those to summarise, by default all.
     """
     from opdcl.results import stats
 
@@ -32,17 +33,16 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
     headline = headline_of(suites)
     retention, domain = headline.get("retention"), headline.get("domain")
     estimates = {s.name: _summarise_suite(s, seed) for s in suites}
-    states = {role: tuple(s.values(state) for state in STATES) for role, s in headline.items() if s.complete}
     summary: dict[str, Any] = {
         "verdict": "",
-        "name": workflow_of(run).get("name") or run.path.name,
+        "name": run.settings().get("name") or run.path.name,
         "headline": {"retention": retention and retention.name, "domain": domain and domain.name},
         "suites": estimates,
-        **stats.outcome(states.get("retention"), states.get("domain"), seed),
+        **stats.outcome(retention.states() if retention else None, domain.states() if domain else None, seed),
         "tests": _tests(retention, domain, seed),
         "ceiling": _ceiling(suites, section(run, "recover"), seed),
         "cost": _cost(run, suites),
-        "notes": [*_base_notes(run), *_suite_notes(run, suites, estimates), *_recovery_notes(run)],
+        "notes": [*_suite_notes(run.read_manifest(), suites, estimates), *_recovery_notes(run)],
     }
     if retention and summary["status"] in ("partly recovered", "not shown"):
         summary["notes"].append(resolution_note(retention, [summary["tests"]["detectable_difference"]]))
@@ -51,7 +51,7 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
 
 
 def resolution_note(suite: Suite, smallest: list[float]) -> str:
-    """Say which true differences to base the suite can find, given the smallest one of each run."""
+    """State the smallest true difference to base that the suite can detect, from that of each run."""
     least, most = (f"{100 * difference:.1f}" for difference in (min(smallest), max(smallest)))
     size = least if least == most else f"{least} to {most}"
     return (
@@ -102,35 +102,35 @@ def _tests(retention: Suite | None, domain: Suite | None, seed: int) -> dict[str
     """Return the paired tests of the headline suites; None for pairs that are not measured."""
     from opdcl.results import stats
 
-    def pairwise(suite: Suite | None, test: Callable, pass_or_fail_only: bool = False) -> dict[str, Any]:
-        results: dict[str, Any] = {}
-        for later, earlier in PAIRS:
-            results[f"{later}_minus_{earlier}"] = None
-            if suite and later in suite.rows and earlier in suite.rows:
-                a, b = suite.values(later), suite.values(earlier)
-                if not pass_or_fail_only or {*a, *b} <= {0.0, 1.0}:
-                    results[f"{later}_minus_{earlier}"] = test(a, b)
-        return results
+    def pairwise(suite: Suite | None, test: Callable) -> dict[str, Any]:
+        return {
+            f"{later}_minus_{earlier}": test(suite.values(later), suite.values(earlier))
+            if suite and {later, earlier} <= suite.rows.keys()
+            else None
+            for later, earlier in PAIRS
+        }
 
-    def difference(a: Any, b: Any) -> dict[str, float]:
+    def difference(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
         return stats.difference(a, b, seed).as_dict()
+
+    def mcnemar(a: np.ndarray, b: np.ndarray) -> float | None:
+        return stats.mcnemar(a, b) if {*a, *b} <= {0.0, 1.0} else None
 
     resolution = None
     if retention and retention.complete:
         resolution = stats.detectable_difference(retention.values("recovered"), retention.values("base"))
     return {
         "detectable_difference": resolution,
-        "mcnemar": pairwise(retention, stats.mcnemar, pass_or_fail_only=True),
+        "mcnemar": pairwise(retention, mcnemar),
         **pairwise(retention, difference),
         **{f"domain_{pair}": change for pair, change in pairwise(domain, difference).items()},
     }
 
 
 def _ceiling(suites: list[Suite], recover: dict[str, Any], seed: int) -> dict[str, dict]:
-    """Return student minus teacher per suite: near zero, only another teacher or a reward can improve it.
+    """Return student minus teacher per suite; near zero, only another teacher or a reward can improve it.
 
-    Only base (as general teacher) and tuned (as domain teacher) are measured; with other teachers a suite is
-    left out.
+    A suite is left out unless its teacher is base (general) or tuned (domain): others are not measured.
     """
     from opdcl.results import stats
 
@@ -153,52 +153,45 @@ def _cost(run: RunDir, suites: list[Suite]) -> dict[str, dict]:
     keys = ("seconds", "tokens", "peak_memory_bytes")
     cost: dict[str, dict] = {}
     for name in ("finetune", "recover"):
-        stage = run.find_stage(name)
-        spent = stage.state().get("cost") if stage else None
+        spent = run.stage_record(name).get("cost")
         cost[name] = {k: spent.get(k, 0) for k in keys} if spent else {}
     evals = [result["cost"] for s in suites for result in s.results.values() if result.get("cost")]
-    combine = {"seconds": sum, "tokens": sum, "peak_memory_bytes": max}
-    cost["eval"] = {k: combine[k](c.get(k) or 0 for c in evals) for k in keys} if evals else {}
+    totals: list[Callable] = [sum, sum, max]
+    cost["eval"] = {k: of(c.get(k) or 0 for c in evals) for k, of in zip(keys, totals, strict=True) if evals}
     return cost
 
 
-def _base_notes(run: RunDir) -> list[str]:
-    base = read_record(run.manifest).get("base") or {}
+def _suite_notes(manifest: dict, suites: list[Suite], estimates: dict[str, dict]) -> list[str]:
+    """Return the caveats about base weights, adapters, missing answers and floors."""
+    notes = []
+    base, adapters = (manifest.get(key) or {} for key in ("base", "adapters"))
     before, after = base.get("fingerprint_before"), base.get("fingerprint_after")
     if before and after and before != after:
-        return ["The base weights changed during the run: base is no longer a valid teacher or reference."]
-    return []
-
-
-def _suite_notes(run: RunDir, suites: list[Suite], estimates: dict[str, dict]) -> list[str]:
-    notes = []
-    adapters = read_record(run.manifest).get("adapters") or {}
+        notes.append(
+            "The base weights changed during the run: base is no longer a valid teacher or reference."
+        )
     for suite in suites:
         for state, result in suite.results.items():
             measured = (result.get("model") or {}).get("adapter_sha256")
             present = (adapters.get(state) or {}).get("sha256")
             if measured and present and measured != present:
-                notes.append(
-                    f"{suite.name}: {state} was measured with another adapter than the one in this run."
-                )
+                problem = f"{state} was measured with another adapter than the one in this run"
+                notes.append(f"{suite.name}: {problem}.")
         if suite.unpaired:
-            notes.append(
-                f"{suite.name}: {suite.unpaired} prompts are left out because not every measured state "
-                "answered them; the further metrics still include them."
-            )
+            reason = "because not every measured state answered them; the further metrics still include them"
+            notes.append(f"{suite.name}: {suite.unpaired} prompts are left out {reason}.")
         base_low = estimates[suite.name]["base"].get("low")
         if suite.role == "retention" and None not in (suite.floor, base_low) and base_low <= suite.floor:
-            notes.append(
-                f"{suite.name}: base is not measurably above the floor of {percent(suite.floor)}, the score "
-                "of a content-free answer, so this suite can hardly show forgetting."
-            )
+            floor = f"the floor of {percent(suite.floor)}, the score of a content-free answer"
+            reason = f"base is not measurably above {floor}"
+            notes.append(f"{suite.name}: {reason}, so this suite can hardly show forgetting.")
     return notes
 
 
 def _recovery_notes(run: RunDir) -> list[str]:
     """Return the caveats that follow from the metrics of a finished recovery."""
     stage = run.find_stage("recover")
-    if stage is None or stage.state().get("status") != "done":
+    if stage is None or not stage.is_done():
         return []
     rows = read_jsonl(stage.metrics)
     notes = [
@@ -216,13 +209,12 @@ def _recovery_notes(run: RunDir) -> list[str]:
         )
     notes += [f"Recovery stopped after step {r['step']}: {r['stopped']}." for r in rows if "stopped" in r]
     notes += _validation_notes(rows)
-    tokens = [(row["mismatch"] * row["tokens"], row["tokens"]) for row in rows if "mismatch" in row]
-    share = sum(mismatched for mismatched, _ in tokens) / max(1, sum(total for _, total in tokens))
+    fresh = [row for row in rows if "mismatch" in row]
+    mismatched = sum(row["mismatch"] * row["tokens"] for row in fresh)
+    share = mismatched / max(1, sum(row["tokens"] for row in fresh))
     if share > 0.001:
-        notes.append(
-            f"For {share:.2%} of the fresh tokens, the probabilities of sampler and trainer differed by more "
-            "than a factor of two."
-        )
+        gap = "sampler's and trainer's probabilities differed by more than a factor of two"
+        notes.append(f"For {share:.2%} of the fresh tokens, {gap}.")
     return notes
 
 
@@ -239,11 +231,7 @@ def _validation_notes(rows: list[dict]) -> list[str]:
         )
     scale = next((r[key] for r in rows for key in ("warm_start", "interpolation") if key in r), {"alpha": 1})
     if best == 0 or any("interpolation" in row for row in rows):
-        tilt = f" on average, {scale['tilt']:+.0%} at the last layer" if scale.get("tilt") else ""
-        reason = (
-            "no training step came nearer to the teachers on held-out prompts"
-            if best == 0
-            else "no training was done"
-        )
-        notes.append(f"Recovered is the tuned adapter times {scale['alpha']:g}{tilt}: {reason}.")
+        no_step = "no training step came nearer to the teachers on held-out prompts"
+        reason = no_step if best == 0 else "no training was done"
+        notes.append(f"Recovered is the tuned adapter times {scale['alpha']:g}: {reason}.")
     return notes

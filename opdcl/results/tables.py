@@ -1,4 +1,4 @@
-"""How comparisons are shown: cells, tables and one figure, for the terminal, Markdown and HTML."""
+"""Lay out a comparison as cells, tables and one figure, for the terminal, Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from typing import Any, NamedTuple
 
 from opdcl.results.format import interval, percent, points, span
-from opdcl.results.scores import STATES
+from opdcl.results.scores import HEADLINE_ROLES, STATES
 
 MISSING = "\N{EN DASH}"
 
@@ -21,7 +21,7 @@ class Table(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A figure: `plot` names the function of `opdcl.results.plots` that draws it from the comparison."""
+    """A figure; `plot` names the function of `opdcl.results.plots` that draws it."""
 
     title: str
     plot: str
@@ -29,7 +29,7 @@ class Figure(NamedTuple):
 
 
 class View(NamedTuple):
-    """Everything that is shown of a comparison except its notes."""
+    """A comparison laid out, without its notes."""
 
     lead: str
     """One sentence that says what is compared."""
@@ -40,7 +40,7 @@ class View(NamedTuple):
 
 
 def view(comparison: dict[str, Any]) -> View:
-    """Return how a comparison is shown: arms side by side, or steps that build on one another."""
+    """Lay out a comparison: arms side by side, or steps that build on one another."""
     chains = "chains" in comparison
     names = ", ".join(row["name"] for row in comparison["steps" if chains else "arms"])
     if chains:
@@ -110,11 +110,11 @@ def _arm_tables(comparison: dict[str, Any]) -> list[Table]:
 
 def _scores_table(comparison: dict[str, Any]) -> Table:
     headline = comparison["headline"]
-    columns = ["arm", *(f"{role}\n{headline[role] or 'no suite'}" for role in ("retention", "domain"))]
+    columns = ["arm", *(f"{role}\n{headline[role] or 'no suite'}" for role in HEADLINE_ROLES)]
     rows = []
     for row in comparison["references"]:
         name = row["name"] + (f"\nmean of {row['results']}" if row["results"] > 1 else "")
-        rows.append([name, score_cell(row["retention"]), score_cell(row["domain"]), "", "", ""])
+        rows.append([name, *(score_cell(row[role]) for role in HEADLINE_ROLES), "", "", ""])
     rows += [[_seed_count(row), *_headline_cells(row)] for row in comparison["arms"]]
     caption = (
         "Brackets are 95 % intervals: a bootstrap over prompts, and over seeds if an arm has several. R is "
@@ -126,17 +126,14 @@ def _scores_table(comparison: dict[str, Any]) -> Table:
 
 
 def _headline_cells(row: dict[str, Any]) -> list[str]:
-    ratios = [ratio_cell(row["recovery"]), ratio_cell(row["domain_retention"])]
-    return [score_cell(row["retention"]), score_cell(row["domain"]), *ratios, row["status"]]
+    ratios = [ratio_cell(row[key]) for key in ("recovery", "domain_retention")]
+    return [*(score_cell(row[role]) for role in HEADLINE_ROLES), *ratios, row["status"]]
 
 
 def _curve_table(comparison: dict[str, Any]) -> Table:
+    keys = ("at_its_domain", "retention", "domain")
     rows = [
-        [
-            row["name"],
-            *(_points_cell(above[key]) for key in ("at_its_domain", "retention", "domain")),
-            above["arm"],
-        ]
+        [row["name"], *(_points_cell(above[key]) for key in keys), above["arm"]]
         for row in comparison["arms"]
         if (above := row["above_alpha_curve"])
     ]
@@ -165,10 +162,8 @@ def _chain_tables(comparison: dict[str, Any]) -> list[Table]:
     """Return the matrix of scores, the chains with their differences, and what is kept from each teacher."""
     suites, base = comparison["suites"], comparison["base"]
     rows = [["base", *(score_cell(base.get(name)) for name in suites)]]
-    rows += [
-        [_seed_count(step), *(score_cell(step["scores"].get(name)) for name in suites)]
-        for step in comparison["steps"]
-    ]
+    for step in comparison["steps"]:
+        rows.append([_seed_count(step), *(score_cell(step["scores"].get(name)) for name in suites)])
     caption = (
         "The model's scores after each step. Brackets are 95 % intervals: a bootstrap over prompts, and "
         "over seeds if there are several."
@@ -178,7 +173,8 @@ def _chain_tables(comparison: dict[str, Any]) -> list[Table]:
     if comparison["chains"]:
         tables.append(_chains_table(comparison))
     if comparison["kept"]:
-        rows = [[k["step"], k["teacher"], k["suite"], ratio_cell(k["kept"])] for k in comparison["kept"]]
+        keys = ("step", "teacher", "suite")
+        rows = [[*(row[key] for key in keys), ratio_cell(row["kept"])] for row in comparison["kept"]]
         caption = "The step's share of the teacher's gain over base, on the suite that the teacher learned."
         tables.append(Table("Kept from each teacher", ["step", "teacher", "suite", "kept"], rows, caption))
     return tables
@@ -186,9 +182,7 @@ def _chain_tables(comparison: dict[str, Any]) -> list[Table]:
 
 def _chains_table(comparison: dict[str, Any]) -> Table:
     figures = ("average", "forgetting", "backward_transfer")
-    rows = [
-        [chain["name"], *(score_cell(chain[figure]) for figure in figures)] for chain in comparison["chains"]
-    ]
+    rows = [[chain["name"], *(score_cell(chain[key]) for key in figures)] for chain in comparison["chains"]]
     rows += [
         [f"{d['of']}\nminus {d['against']}", _points_cell(d["average"]), _points_cell(d["forgetting"]), ""]
         for d in comparison["differences"]

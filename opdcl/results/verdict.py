@@ -5,8 +5,7 @@ from __future__ import annotations
 from opdcl.results.format import interval, percent
 from opdcl.results.scores import STATES, Suite
 
-# If a smaller share of the domain gain is kept, the verdict says "but only": the domain paid for the
-# recovery.
+# If a smaller share of the domain gain is kept, the verdict says "but only".
 MOST_OF_THE_GAIN = 0.9
 
 
@@ -24,18 +23,14 @@ def verdict(summary: dict, retention: Suite | None, domain: Suite | None) -> str
     base, tuned, recovered = (scores[s] for s in STATES)
     tail = _domain_clause(summary["domain_retention"], domain)
     if summary["status"] == "no measurable forgetting":
-        return (
-            f"No measurable forgetting: {name} is {base} for base, {tuned} for tuned and {recovered} for "
-            f"recovered, {why_no_recovery(summary)}, so no R is computed{tail}."
-        )
+        levels = f"{name} is {base} for base, {tuned} for tuned and {recovered} for recovered"
+        return f"No measurable forgetting: {levels}, {why_no_recovery(summary)}, so no R is computed{tail}."
     numbers = f"(base {base}, tuned {tuned}), R = {interval(summary['recovery'])}"
     if summary["status"] == "recovered":
         return f"Recovered: {name} is back to {recovered} {numbers}{tail}."
     if summary["status"] == "partly recovered":
-        return (
-            f"Partly recovered: {name} rose to {recovered} {numbers}, which is measurably above tuned "
-            f"but not demonstrably as good as base{tail}."
-        )
+        limit = "measurably above tuned but not demonstrably as good as base"
+        return f"Partly recovered: {name} rose to {recovered} {numbers}, which is {limit}{tail}."
     return f"No recovery found: {name} is {recovered} {numbers}, which is not measurably above tuned{tail}."
 
 

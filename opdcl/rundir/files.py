@@ -14,6 +14,8 @@ from typing import Any
 
 from opdcl.errors import UsageError
 
+RESTORE = "restore the file, or start a new run"
+
 
 def cache_home() -> Path:
     """Return the folder for converted models and tables: `$OPDCL_CACHE`, else `opdcl` in the user's cache."""
@@ -54,28 +56,21 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as fault:
-        raise UsageError(
-            f"{path} does not exist", "opdcl run WORKFLOW -o RUN makes a run directory"
-        ) from fault
+        hint = "opdcl run WORKFLOW -o RUN makes a run directory"
+        raise UsageError(f"{path} does not exist", hint) from fault
     except ValueError as fault:
-        raise UsageError(
-            f"{path} is not valid JSON: {fault}", "restore the file, or start a new run"
-        ) from fault
+        raise UsageError(f"{path} is not valid JSON: {fault}", RESTORE) from fault
 
 
 def read_jsonl(path: Path) -> list[dict]:
     """Read a JSONL file; return no rows if it does not exist.
 
-    A crash can truncate the last line, which is then ignored.
-
-    Raises:
-        UsageError: Another line is invalid.
+    A crash can truncate the last line, which is ignored. Any other invalid line raises a `UsageError`.
     """
     if not path.exists():
         return []
     rows = []
-    # Read bytes, because a crash can split a character. `splitlines` would also split at U+2028 and similar
-    # separators, which JSON strings may contain.
+    # Bytes: a crash can split a character. `splitlines` would also split at U+2028, which JSON may contain.
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -84,9 +79,7 @@ def read_jsonl(path: Path) -> list[dict]:
             rows.append(json.loads(line))
         except ValueError as fault:
             if number < len(lines):
-                raise UsageError(
-                    f"{path}:{number} is not valid JSON: {fault}", "restore the file, or start a new run"
-                ) from fault
+                raise UsageError(f"{path}:{number} is not valid JSON: {fault}", RESTORE) from fault
     return rows
 
 

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from opdcl.errors import UsageError
 from opdcl.rundir.files import now, read_json
-from opdcl.rundir.seals import damage
+from opdcl.rundir.hashes import damage
 
 # The stage that makes the adapter of each state, and the other way round.
 STAGE_OF = {"tuned": "finetune", "recovered": "recover"}
@@ -87,6 +87,10 @@ class RunDir:
         """Return the workflow of the run as plain data, or an empty dict before the run has started."""
         return (read_json(self.config).get("workflow") or {}) if self.config.exists() else {}
 
+    def read_manifest(self) -> dict[str, Any]:
+        """Return the content of `manifest.json`, or an empty dict before the run has started."""
+        return read_json(self.manifest) if self.manifest.exists() else {}
+
     def stage(self, index: int, name: str) -> StageDir:
         return StageDir(self.path / "stages" / f"{index:02d}-{name}")
 
@@ -96,6 +100,11 @@ class RunDir:
     def find_stage(self, name: str) -> StageDir | None:
         """Return the last stage with this name, or None."""
         return next((s for s in reversed(self.stages()) if s.path.name.split("-", 1)[1] == name), None)
+
+    def stage_record(self, name: str) -> dict:
+        """Return the record of the last stage with this name, or an empty dict before it has started."""
+        stage = self.find_stage(name)
+        return stage.state() if stage else {}
 
     def last_stage(self) -> StageDir | None:
         """Return the last training stage if it is done."""
@@ -135,9 +144,8 @@ class RunDir:
         except Timeout:
             raise self._in_use(_lock_owner(file), "wait for it, or stop it") from None
         except OSError as fault:
-            raise UsageError(
-                f"{self.path}: this file system cannot lock ({fault.strerror})", "choose a local disk with -o"
-            ) from fault
+            problem = f"{self.path}: this file system cannot lock ({fault.strerror})"
+            raise UsageError(problem, "choose a local disk with -o") from fault
         with held:
             owner = _lock_owner(file)
             if owner.get("host", host) != host:  # locks on a shared disk may not reach every machine
@@ -154,21 +162,13 @@ class RunDir:
 
 
 def open_run(path: Path) -> RunDir:
-    """Return an existing run directory.
-
-    Raises:
-        UsageError: The path does not exist or is something else.
-    """
+    """Return an existing run directory; raise a `UsageError` that names what else the path is."""
     run = RunDir(path)
     if not run.is_run():
-        raise UsageError(not_a_run(path), "opdcl finetune --data ROWS -o RUN makes a run directory")
+        kind = next((kind for file, kind in OTHER_FOLDERS.items() if (path / file).is_file()), None)
+        problem = f"{path} is {kind}, not a run directory" if kind else f"{path} is not a run directory"
+        raise UsageError(problem, "opdcl finetune --data ROWS -o RUN makes a run directory")
     return run
-
-
-def not_a_run(path: Path) -> str:
-    """Say that a path is not a run directory, and what it is if its files show that."""
-    kind = next((kind for file, kind in OTHER_FOLDERS.items() if (path / file).is_file()), None)
-    return f"{path} is {kind}, not a run directory" if kind else f"{path} is not a run directory"
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""Check a finished run: are its files, adapters and results those that it recorded?
-
-opdcl verify runs/mine
-"""
+"""Check a finished run: are its files, adapters and results those that it recorded?"""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opdcl.rundir.files import read_json, read_jsonl
-from opdcl.rundir.hashes import ADAPTER, adapter_hash
+from opdcl.rundir.hashes import ADAPTER, SEAL, adapter_hash, check, seal
 from opdcl.rundir.layout import STATE_OF, RunDir
-from opdcl.rundir.seals import SEAL, check, seal
 
 
 @dataclass(frozen=True)
@@ -48,9 +44,8 @@ def _check_files(run: RunDir) -> Iterator[Finding]:
 
 def _check_adapters(run: RunDir) -> Iterator[Finding]:
     for stage in run.stages():
-        record = stage.state()
-        if record.get("status") == "done":
-            intact = _adapter_hash(stage.adapter) == record.get("adapter_sha256")
+        if stage.is_done():
+            intact = _adapter_hash(stage.adapter) == stage.state().get("adapter_sha256")
             finding = "as its stage recorded" if intact else "not the adapter that its stage recorded"
             yield Finding(f"adapter of {stage.path.name}", intact, finding)
 
@@ -71,7 +66,7 @@ def _check_results(run: RunDir) -> Iterator[Finding]:
 
 
 def _check_base(run: RunDir) -> Iterator[Finding]:
-    base = (read_json(run.manifest) if run.manifest.exists() else {}).get("base") or {}
+    base = run.read_manifest().get("base") or {}
     before, after = base.get("fingerprint_before"), base.get("fingerprint_after")
     if before and after:
         same = before == after

@@ -9,9 +9,8 @@ from opdcl.config.workflow import Workflow
 from opdcl.pipeline.plan import Task, make_plan, stage_folder
 from opdcl.pipeline.sources import read_records
 from opdcl.rundir.files import write_json
-from opdcl.rundir.hashes import ADAPTER, file_hash
+from opdcl.rundir.hashes import ADAPTER, file_hash, seal
 from opdcl.rundir.layout import RunDir
-from opdcl.rundir.seals import seal
 
 DATA = {"finetune.data": "rows-1", "recover.general": "prompts-1", "recover.domain": "rows-1"}
 FINETUNE = {"data": "rows.jsonl"}

@@ -7,8 +7,8 @@ import pytest
 from helpers.synthetic import BASE, TUNED, N, change, measure, write
 
 from opdcl.results import compare, stats
-from opdcl.results.compare import view
 from opdcl.results.summary import summarise
+from opdcl.results.tables import view
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 

@@ -6,9 +6,9 @@ from helpers.synthetic import N, change, measure, workflow, write
 
 from opdcl.errors import UsageError
 from opdcl.results import compare, continual, stats
-from opdcl.results.compare import view
 from opdcl.results.compare import write as write_page
-from opdcl.results.scores import read_record
+from opdcl.results.tables import view
+from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
@@ -31,7 +31,7 @@ def step(tmp_path):
         )
         change(run, "eval", domain=domains)
         change(run, "finetune", data=learned)
-        config = read_record(run.config)
+        config = read_json(run.config)
         write(run.config, {"workflow": config["workflow"] | {"start": start and str(start.path)}})
         write(run.stage(2, "recover").record, {"status": "done"})
         measure(run, "base", {"instructions": range(32), "handbook": range(4), "manual": range(2)})
@@ -152,7 +152,7 @@ def test_answers_to_other_prompts_are_left_out_with_a_note(step):
 
 def test_a_run_that_builds_on_itself_is_refused(step):
     first = step("first", "handbook", 30, 36, 2)
-    config = read_record(first.config)
+    config = read_json(first.config)
     write(first.config, {"workflow": config["workflow"] | {"start": str(first.path)}})
     with pytest.raises(UsageError, match="builds on itself"):
         compare.compare([first, step("second", "manual", 28, 34, 30)])

@@ -12,7 +12,7 @@ from helpers.page import Page
 from helpers.synthetic import measure_fully, pages, write
 
 from opdcl.results import plots, report, stats
-from opdcl.results.samples import pick_samples
+from opdcl.results.report import pick_samples
 from opdcl.results.scores import load_suites
 from opdcl.results.summary import summarise
 from opdcl.results.tables import MISSING

@@ -3,9 +3,8 @@
 import pytest
 
 from opdcl.rundir.files import write_atomic, write_json
-from opdcl.rundir.hashes import ADAPTER, adapter_hash
+from opdcl.rundir.hashes import ADAPTER, SEAL, adapter_hash, damage, seal
 from opdcl.rundir.layout import STAGE_OF, RunDir
-from opdcl.rundir.seals import SEAL, damage, seal
 from opdcl.rundir.verify import seal_run, verify
 
 

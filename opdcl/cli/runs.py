@@ -1,0 +1,116 @@
+"""The commands about finished runs: report, compare, verify, chat, export, push, serve; and doctor."""
+
+from __future__ import annotations
+
+import os
+import shlex
+
+import typer
+
+import opdcl
+from opdcl.cli import options as opt
+from opdcl.cli import screen
+from opdcl.cli.screen import show, start
+from opdcl.errors import EnvironmentFault, OpdclError
+
+
+def report(run_dir: opt.RunDir, json: opt.Json = False, quiet: opt.Quiet = False) -> None:
+    """Print the verdict, and rewrite the report. Writes report.md, report.html and the model card."""
+    start(json, quiet)
+    show(opdcl.report(run_dir, update=True, quiet=quiet or json))
+
+
+def compare(
+    runs: opt.Runs, out: opt.CompareOut = None, json: opt.Json = False, quiet: opt.Quiet = False
+) -> None:
+    """Show runs side by side. Prints scores, R and D with intervals, and the settings that differ."""
+    start(json, quiet)
+    show(opdcl.compare(runs, out, quiet or json))
+
+
+def verify(run_dir: opt.RunDir, json: opt.Json = False) -> None:
+    """Check a run's files for damage or change, by their hashes. Exit code 1 if a check fails."""
+    start(json)
+    outcome = opdcl.verify(run_dir)
+    if outcome.failed:
+        sentence, outcome.sentence = outcome.sentence, ""
+        show(outcome)
+        raise OpdclError(sentence, "restore the files from a copy, or repeat the stages with --force")
+    show(outcome)
+
+
+def chat(
+    source: opt.Source,
+    prompt: opt.Prompt = None,
+    max_new_tokens: opt.MaxNewTokens = 200,
+    offline: opt.Offline = False,
+    json: opt.Json = False,
+) -> None:
+    """Ask base, tuned and recovered the same prompt, side by side."""
+    start(json)
+    lines = [" ".join(prompt)] if prompt else (line.strip() for line in iter(screen.output.ask, ""))
+    for outcome in opdcl.chat(source, (line for line in lines if line), max_new_tokens):
+        show(outcome)
+
+
+def export(
+    source: opt.Source,
+    out: opt.Folder,
+    state: opt.State = None,
+    format: opt.Format = "merged",
+    outtype: opt.OutType = "f16",
+    converter: opt.Converter = None,
+    check: opt.Check = True,
+    offline: opt.Offline = False,
+    json: opt.Json = False,
+) -> None:
+    """Write the merged model, or its adapter, for other programs."""
+    start(json)
+    show(opdcl.export(source, out, state, format, outtype, converter, check, quiet=json))
+
+
+def push(
+    run_dir: opt.RunDir,
+    repository: opt.Repository,
+    state: opt.State = None,
+    private: opt.Private = False,
+    base: opt.Base = None,
+    json: opt.Json = False,
+) -> None:
+    """Upload an adapter and its results to the Hugging Face Hub. Needs HF_TOKEN."""
+    start(json)
+    show(opdcl.push(run_dir, repository, state, private, base))
+
+
+def serve(
+    context: typer.Context,
+    run_dir: opt.RunDir,
+    host: opt.Host = "127.0.0.1",
+    port: opt.Port = 8000,
+    vllm: opt.Vllm = "vllm",
+    dry_run: opt.PrintOnly = False,
+    json: opt.Json = False,
+) -> None:
+    """Serve base, tuned and recovered with vLLM, under these names. Arguments after -- are passed to vLLM."""
+    from opdcl.deploy.serve import serve_command
+    from opdcl.rundir.layout import open_run
+
+    start(json)
+    command, environment = serve_command(open_run(run_dir), vllm, host, port, context.args)
+    if not dry_run:
+        os.execve(command[0], command, os.environ | environment)
+    variables = [f"{name}={value}" for name, value in environment.items() if name != "VLLM_API_KEY"]
+    data = {"command": command, "url": f"http://{host}:{port}/v1"}
+    screen.output.result(shlex.join(variables + command), data)
+
+
+def doctor(json: opt.Json = False) -> None:
+    """Check this machine, with a remedy for each problem. Exit code 4 if something needed is missing."""
+    from opdcl.doctor import checks
+
+    start(json)
+    results = checks()
+    rows = [[c.name, c.status, c.finding, "" if c.ok else c.remedy] for c in results]
+    screen.output.table("", ["check", "", "finding", "remedy"], rows, [vars(c) for c in results])
+    if missing := ", ".join(c.name for c in results if c.status == "missing"):
+        raise EnvironmentFault(f"this machine cannot run opdcl: {missing}", "see the remedy column")
