@@ -29,9 +29,8 @@ import httpx2
 import numpy as np
 import torch
 
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import ModelConfig, ServerSection
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.server import ServerSection
 from opdcl.distill.losses import token_losses
 from opdcl.distill.prompts import encode_stream, read_recovery_source
 from opdcl.distill.teachers import Teacher

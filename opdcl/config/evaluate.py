@@ -6,8 +6,8 @@ import re
 
 from pydantic import field_validator
 
+from opdcl.config.model import ServerSection
 from opdcl.config.section import Auto, Names, Positive, Sampler, Section
-from opdcl.config.server import ServerSection
 
 
 class EvalConfig(Section):

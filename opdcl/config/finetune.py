@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from opdcl.config.loss import LossKind, LossSection
 from opdcl.config.section import Auto, Count, Positive, Rate, Section, Share
+from opdcl.config.teacher import LossKind, LossSection
 from opdcl.config.trainer_fields import check_trainer
 
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from opdcl.config.explain import error_key, explain
+from opdcl.config.reference import error_key, explain
 from opdcl.config.shipped import find_workflow
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError

@@ -6,10 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from opdcl.config.loss import LossSection
+from opdcl.config.model import ServerSection
 from opdcl.config.section import Auto, Count, Positive, Rate, Sampler, Section, Share
-from opdcl.config.server import ServerSection
-from opdcl.config.teacher import TEACHER_NAME, NamedTeacher, TeacherSection
+from opdcl.config.teacher import TEACHER_NAME, LossSection, NamedTeacher, TeacherSection
 from opdcl.config.trainer_fields import check_trainer
 
 

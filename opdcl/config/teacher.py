@@ -1,4 +1,4 @@
-"""Settings of a teacher."""
+"""Settings of a teacher, and of the loss against it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import ModelConfig, ServerSection
 from opdcl.config.section import Count, Positive, Section, Share
-from opdcl.config.server import ServerSection
 
+LossKind = Literal["reverse_kl", "forward_kl", "top_k", "policy_gradient", "cross_entropy"]
 TEACHER_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,31}$"
 
 
@@ -79,3 +79,18 @@ class NamedTeacher(TeacherSection):
 
     prompts: Annotated[str, Field(min_length=1)] | None = None
     """Further domain prompts, all graded by this teacher."""
+
+
+class LossSection(Section):
+    """What a graded token costs."""
+
+    unused = (("k", lambda s: s.kind != "top_k", "unless kind is top_k"),)
+
+    kind: LossKind = "reverse_kl"
+    """Divergence between student and teacher. `reverse_kl` and `forward_kl` compare whole distributions,
+    `top_k` the teacher's likeliest tokens; `policy_gradient` and `cross_entropy` use only the sampled
+    token."""
+    k: Positive = 100
+    """`top_k`: number of the teacher's likeliest tokens that are compared one by one."""
+    unfinished: Share = 1.0
+    """Loss weight of truncated completions; 0 drops them."""

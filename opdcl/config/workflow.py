@@ -15,6 +15,15 @@ from opdcl.config.section import Count, Section, as_list
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Trackers = Annotated[list[Literal["trackio", "tensorboard", "wandb", "mlflow"]], BeforeValidator(as_list)]
 
+# Where the model runs, and how.
+MACHINE = {"device", "deterministic", "shard"}
+
+# Settings that change where or how fast a result is made, not what it is.
+WITHOUT_MEANING = {"save_steps", "micro_batch_tokens"}
+
+# Where a server is, and how patiently it is asked.
+PLACE = {"url", "concurrency", "timeout", "patience"}
+
 
 class Workflow(Section):
     """One run: a model, and the stages to run on it."""
@@ -69,3 +78,14 @@ class Workflow(Section):
             f"recover.{name}.adapter": teacher.adapter for name, teacher in teachers.items()
         }
         return {key: place for key, place in places.items() if place}
+
+
+def meaningful_settings(config: dict[str, Any], ignored: set[str] = WITHOUT_MEANING) -> dict[str, Any]:
+    """Return the settings of a stage that determine its result, at every depth."""
+    return {
+        key: meaningful_settings(value, PLACE if key == "server" else set())
+        if isinstance(value, dict)
+        else value
+        for key, value in config.items()
+        if key not in ignored
+    }

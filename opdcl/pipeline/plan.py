@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from opdcl.config.identity import MACHINE, meaningful_settings
-from opdcl.config.workflow import Workflow
+from opdcl.config.workflow import MACHINE, Workflow, meaningful_settings
 from opdcl.rundir.hashes import hash_value
 from opdcl.rundir.layout import STAGE_OF, RunDir, StageDir
 

@@ -7,8 +7,8 @@ import json
 import re
 from typing import Any
 
-from opdcl.config.identity import WITHOUT_MEANING
 from opdcl.config.load import flatten
+from opdcl.config.workflow import WITHOUT_MEANING
 from opdcl.results.scores import workflow_of
 from opdcl.rundir.layout import RunDir
 

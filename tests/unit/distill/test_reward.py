@@ -9,8 +9,8 @@ from helpers.recovering import Silent, make_trainer, whole_and_resumed
 from trl import GRPOConfig, GRPOTrainer
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.config.loss import LossSection
 from opdcl.config.recover import RecoverConfig, RewardSection
+from opdcl.config.teacher import LossSection
 from opdcl.config.workflow import Workflow
 from opdcl.distill.losses import clipped_gradient, group_advantages, token_losses
 from opdcl.distill.prompts import read_recovery_source
