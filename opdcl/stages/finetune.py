@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -21,7 +22,6 @@ from opdcl.data.chat import encode_example
 from opdcl.data.rows import Row
 from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import OpdclError
-from opdcl.model.adapters import ModelRef
 from opdcl.model.backbone import Backbone
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.layout import StageDir
@@ -42,21 +42,22 @@ def finetune(
     config: FinetuneConfig,
     rows: list[Row],
     backbone: Backbone,
-    parent: ModelRef,
+    start: Path | None,
     out: StageDir,
     report: StageReport,
-) -> ModelRef:
+) -> None:
     """Train an adapter on the rows' answers, resuming from the stage's last checkpoint.
 
-    The adapter is the parent's if it has one, else a new one.
+    It continues the adapter in `start`, or begins with a new one.
     """
     if config.method == "self-distill":
-        return self_distill(config, rows, backbone, parent, out, report)
+        self_distill(config, rows, backbone, start, out, report)
+        return
     encoded = [e for row in rows for e in encode_example(row, backbone.tokenizer, config.max_length)]
-    if parent.adapter:
+    if start:
         backbone.drop_adapters()
-        model = backbone.load_adapter(parent.adapter, "student", trainable=True)
-        report.note(f"continuing the adapter of {parent.adapter}, which keeps its shape")
+        model = backbone.load_adapter(start, "student", trainable=True)
+        report.note(f"continuing the adapter of {start}, which keeps its shape")
     else:
         model = backbone.new_adapter(config.lora, config.seed)
     lengths = [len(e.input_ids) for e in encoded]
@@ -85,28 +86,27 @@ def finetune(
     )
     callback.run(trainer, out)
     save_adapter(backbone, out.adapter)
-    return ModelRef(parent.base, out.adapter)
 
 
 def self_distill(
     config: FinetuneConfig,
     rows: list[Row],
     backbone: Backbone,
-    parent: ModelRef,
+    start: Path | None,
     out: StageDir,
     report: StageReport,
-) -> ModelRef:
+) -> None:
     """Train on the student's own completions, graded by an EMA copy of it that sees the reference answer.
 
     This is the recovery loop with another teacher (SDFT, arXiv 2601.19897, algorithm 1).
     """
-    start = parent.adapter or out.path / "start"
+    start = start or out.path / "start"
     if not start.exists():
         backbone.new_adapter(config.lora, config.seed)
         save_adapter(backbone, start)
     recovery = as_distillation(config, len(rows))
     source = read_recovery_source(recovery, lambda *_: rows)
-    return recover(recovery, source, backbone, ModelRef(parent.base, start), out, report)
+    recover(recovery, source, backbone, start, out, report)
 
 
 def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+from pathlib import Path
 
 from transformers import TrainingArguments
 
@@ -25,7 +26,7 @@ from opdcl.distill.teachers import RoutedTeacher, ServedStudent, Teacher
 from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.distill.validation import Validation
 from opdcl.errors import UsageError
-from opdcl.model.adapters import ModelRef, find_adapter
+from opdcl.model.adapters import find_adapter
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import folder_appears_whole
 from opdcl.rundir.layout import StageDir
@@ -37,10 +38,10 @@ def recover(
     config: RecoverConfig,
     source: RecoverySource,
     backbone: Backbone,
-    parent: ModelRef,
+    tuned: Path,
     out: StageDir,
     report: StageReport,
-) -> ModelRef:
+) -> None:
     """Train the tuned adapter towards base on general prompts, held to tuned on domain prompts.
 
     Resumes from the stage's last checkpoint if there is one.
@@ -56,12 +57,12 @@ def recover(
     if not any(train.values()):
         raise UsageError("recovery has no prompts", "set recover.general")
     backbone.drop_adapters()
-    backbone.load_adapter(parent.adapter, "student", trainable=True)
-    backbone.load_adapter(parent.adapter, "tuned")
+    backbone.load_adapter(tuned, "student", trainable=True)
+    backbone.load_adapter(tuned, "tuned")
     with contextlib.ExitStack() as stack:
         teachers: dict[Stream, Teacher | RoutedTeacher] = {}
         for stream, prompts in streams.items():
-            teachers[stream] = _teacher(config, stream, prompts, backbone, parent, report)
+            teachers[stream] = _teacher(config, stream, prompts, backbone, tuned, report)
             stack.callback(teachers[stream].close)
         student = _student(config, backbone, out, report)
         stack.callback(student.close)
@@ -76,7 +77,6 @@ def recover(
         _train(config, grader, queue, {s: p.held_out for s, p in streams.items()}, out, report)
     with folder_appears_whole(out.adapter) as folder:
         shutil.copytree(out.trainer / "best", folder, dirs_exist_ok=True)
-    return ModelRef(parent.base, out.adapter)
 
 
 def _train(
@@ -126,7 +126,7 @@ def _teacher(
     stream: Stream,
     prompts: Prompts,
     backbone: Backbone,
-    parent: ModelRef,
+    tuned: Path,
     report: StageReport,
 ) -> Teacher | RoutedTeacher:
     """Return a stream's teacher, and put the adapters that it needs onto the backbone."""
@@ -134,7 +134,7 @@ def _teacher(
     def single(name: str) -> Teacher:
         section, state = teacher_section(config, stream, name), f"{stream}_{name}" if name else stream
         if section.kind in ("ema", "adapter"):
-            adapter = find_adapter(section.adapter) if section.adapter else parent.adapter
+            adapter = find_adapter(section.adapter) if section.adapter else tuned
             backbone.load_adapter(adapter, state)
         return make_teacher(section, backbone, prompts.contexts.get(name), state, report.note)
 
