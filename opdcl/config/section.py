@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 Sampler = Literal["auto", "slab", "generate", "continuous"]
-Auto = Literal["auto"]
-"""A number that `opdcl.pipeline.defaults` derives from the model and the device."""
+if TYPE_CHECKING:
+    Auto: TypeAlias = Any  # `opdcl.pipeline.defaults` puts a number in its place before a stage reads it
+else:
+    Auto = Literal["auto"]
 
 # Strict: `true` is not 1, and '3' is not 3.
 Positive = Annotated[int, Field(gt=0, strict=True)]

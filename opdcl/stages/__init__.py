@@ -1,1 +1,1 @@
-"""The three verbs: fine-tune, recover, evaluate. They talk through the run directory and know nothing of one another's order."""
+"""The three stages: fine-tune, recover, evaluate. They share results through the run directory only."""

@@ -21,40 +21,28 @@ from opdcl.data.chat import render
 from opdcl.data.suites import Suite, cut_at, mean_score, quiet_lm_eval
 from opdcl.distill.make_teacher import reach_own_model
 from opdcl.errors import UsageError
-from opdcl.model.backbone import Backbone, State
+from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.sample import sample
 from opdcl.training import StageReport, peak_memory, reset_peak_memory
 
-# Completes a batch of prompts with at most so many tokens each, and reports completions as they finish.
+# Prompts, maximum tokens of each completion, callback for finished completions -> completions.
 Decode = Callable[[list[list[int]], int, Callable[[list[Rollout]], None]], list[Rollout]]
 
 
 class BackboneLM(LM):
-    """lm-eval's view of one adapter state.
+    """lm-eval's view of the backbone: of its student if `adapter` holds that on disk, else of base.
 
-    Args:
-        backbone: The resident model.
-        state: The adapter to answer with.
-        config: Batch size, sampler or server, and the longest answer.
-        partial: JSONL file that keeps answers batch by batch, so that an interrupt loses one batch at most.
-        report: Receives progress.
-        adapter: The state's adapter on disk, for a server to load.
+    `partial` keeps answers as JSON lines, batch by batch, so that an interrupt loses one batch at most.
     """
 
     def __init__(
-        self,
-        backbone: Backbone,
-        state: State,
-        config: EvalConfig,
-        partial: Path,
-        report: StageReport,
-        adapter: Path | None = None,
+        self, backbone: Backbone, adapter: Path | None, config: EvalConfig, partial: Path, report: StageReport
     ):
         super().__init__()
-        self.backbone, self.state_name, self.adapter = backbone, state, adapter
+        self.backbone, self.adapter = backbone, adapter
         self.config, self.partial, self.report = config, partial, report
         self.lengths: list[int] = []
 
@@ -72,8 +60,8 @@ class BackboneLM(LM):
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Answer all requests greedily; cut each answer at its task's stop strings."""
-        encode = self.backbone.tokenizer
-        prompts = [encode(r.args[0], add_special_tokens=False)["input_ids"] for r in requests]
+        tokenizer = self.backbone.tokenizer
+        prompts = [tokenizer(r.args[0], add_special_tokens=False)["input_ids"] for r in requests]
         answers = {row["request"]: row for row in read_jsonl(self.partial)}
         # Rewritten first, so that new answers do not follow a line that a crash cut off.
         write_atomic(self.partial, _lines(answers.values()))
@@ -86,13 +74,11 @@ class BackboneLM(LM):
                 max_tokens = self._max_tokens(requests[batch[0]], longest=len(prompts[batch[-1]]))
                 progress = _progress(self.report, len(answers), len(requests))
                 rollouts = decode([prompts[i] for i in batch], max_tokens, progress)
+                ids = [rollout.completion_ids for rollout in rollouts]
+                texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
                 rows = [
-                    {
-                        "request": i,
-                        "text": encode.decode(rollout.completion_ids, skip_special_tokens=True),
-                        "tokens": len(rollout.completion_ids),
-                    }
-                    for i, rollout in zip(batch, rollouts, strict=True)
+                    {"request": i, "text": text, "tokens": len(completion)}
+                    for i, text, completion in zip(batch, texts, ids, strict=True)
                 ]
                 answers |= {row["request"]: row for row in rows}
                 with open(self.partial, "a", encoding="utf-8") as file:
@@ -117,10 +103,10 @@ class BackboneLM(LM):
 
     @contextlib.contextmanager
     def _decoder(self) -> Iterator[Decode]:
-        """Yield what completes prompts greedily: this process, or a server that has loaded the adapter."""
+        """Yield a function that completes prompts greedily, here or on a server that has loaded the adapter."""
         eos_ids = self.backbone.eos_ids
         if not self.config.server:
-            with self.backbone.merged(self.state_name) as model:
+            with self.backbone.merged("student" if self.adapter else "base") as model:
                 yield lambda prompts, max_tokens, progress: sample(
                     model,
                     prompts,
@@ -163,17 +149,14 @@ def evaluate(
     """Measure one state on one suite; write samples and result, and return the result.
 
     Args:
-        config: How much is measured, and where it is decoded.
-        backbone: The model.
         state: `base`, `tuned` or `recovered`: the name on disk.
-        record: What else the result says, such as `role`, `model` and `fingerprint`.
-        report: Receives progress.
+        record: Further fields of the result, such as `role`, `model` and `fingerprint`.
         adapter: The state's adapter on disk, which the backbone holds as its student; None for base.
     """
     started = time.perf_counter()
     reset_peak_memory()
     partial = run.evals / state / f".{suite.name}.partial.jsonl"
-    lm = BackboneLM(backbone, "student" if adapter else "base", config, partial, report, adapter)
+    lm = BackboneLM(backbone, adapter, config, partial, report)
     quiet_lm_eval()
     # Unseeded, lm-eval would draw other few-shot examples for each state.
     suite.task.set_fewshot_seed(0)

@@ -48,10 +48,18 @@ def finetune(
 ) -> None:
     """Train an adapter on the rows' answers, resuming from the stage's last checkpoint.
 
-    It continues the adapter in `start`, or begins with a new one.
+    It continues the adapter in `start`, or begins with a new one. Method `self-distill` trains on the student's
+    own completions, graded by an EMA copy of it that sees the reference answer: the recovery loop with another
+    teacher (SDFT, arXiv 2601.19897, algorithm 1).
     """
     if config.method == "self-distill":
-        self_distill(config, rows, backbone, start, out, report)
+        start = start or out.path / "start"
+        if not start.exists():
+            backbone.new_adapter(config.lora, config.seed)
+            save_adapter(backbone, start)
+        recovery = as_distillation(config, len(rows))
+        source = read_recovery_source(recovery, lambda *_: rows)
+        recover(recovery, source, backbone, start, out, report)
         return
     encoded = [e for row in rows for e in encode_example(row, backbone.tokenizer, config.max_length)]
     if start:
@@ -60,53 +68,28 @@ def finetune(
         report.note(f"continuing the adapter of {start}, which keeps its shape")
     else:
         model = backbone.new_adapter(config.lora, config.seed)
-    lengths = [len(e.input_ids) for e in encoded]
     steps = planned_steps(config, len(encoded))
-    arguments = trainer_arguments(
-        config,
-        backbone,
-        out,
-        steps,
-        per_device_train_batch_size=config.batch_size,
-        lr_scheduler_type="cosine",
-        warmup_steps=math.ceil(steps * 0.05),
-        max_length=config.max_length,
-        packing=_packs(config, backbone),
-        completion_only_loss=True,
-    )
-    dataset = Dataset.from_list([vars(e) for e in encoded])
+    stage = {
+        "per_device_train_batch_size": config.batch_size,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": math.ceil(steps * 0.05),
+        "max_length": config.max_length,
+        "packing": _packs(config, backbone),
+        "completion_only_loss": True,
+    }
+    lengths = [len(e.input_ids) for e in encoded]
+    order = lay_out(lengths, config.batch_size, steps, config.seed)
     callback = StageCallback(report, steps, backbone)
     callback.tokens_per_step = round(sum(lengths) / len(lengths) * config.batch_size)
     trainer = AnswerTrainer(
         model=model,
-        args=SFTConfig(**arguments),
-        train_dataset=dataset.select(lay_out(lengths, config.batch_size, steps, config.seed)),
+        args=SFTConfig(**trainer_arguments(config, backbone, out, steps, **stage)),
+        train_dataset=Dataset.from_list([vars(e) for e in encoded]).select(order),
         processing_class=backbone.tokenizer,
         callbacks=[callback],
     )
     callback.run(trainer, out)
     save_adapter(backbone, out.adapter)
-
-
-def self_distill(
-    config: FinetuneConfig,
-    rows: list[Row],
-    backbone: Backbone,
-    start: Path | None,
-    out: StageDir,
-    report: StageReport,
-) -> None:
-    """Train on the student's own completions, graded by an EMA copy of it that sees the reference answer.
-
-    This is the recovery loop with another teacher (SDFT, arXiv 2601.19897, algorithm 1).
-    """
-    start = start or out.path / "start"
-    if not start.exists():
-        backbone.new_adapter(config.lora, config.seed)
-        save_adapter(backbone, start)
-    recovery = as_distillation(config, len(rows))
-    source = read_recovery_source(recovery, lambda *_: rows)
-    recover(recovery, source, backbone, start, out, report)
 
 
 def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
@@ -179,10 +162,8 @@ class AnswerTrainer(SFTTrainer):
             try:
                 # Each piece divides by the tokens of the whole batch, so that the gradients of all pieces
                 # and workers add up to the batch's.
-                losses = [
-                    super(AnswerTrainer, self).training_step(model, piece, tokens)
-                    for piece in _cut(batch, self.pieces)
-                ]
+                step = super().training_step
+                losses = [step(model, piece, tokens) for piece in _cut(batch, self.pieces)]
                 break
             except (RuntimeError, MemoryError) as fault:
                 # The workers of a sharded base run it together: one of them cannot repeat a step alone.
@@ -192,9 +173,8 @@ class AnswerTrainer(SFTTrainer):
                 self._cut_finer(batch)
         parallel.add_gradients(model)
         loss = torch.stack(losses).sum()
-        return finite_or_skipped(
-            self, model, loss.new_tensor(parallel.sum_over_workers({"loss": float(loss)})["loss"])
-        )
+        total = parallel.sum_over_workers({"loss": float(loss)})["loss"]
+        return finite_or_skipped(self, model, loss.new_tensor(total))
 
     def _cut_finer(self, inputs: dict[str, torch.Tensor]) -> None:
         if "position_ids" in inputs:
@@ -234,9 +214,9 @@ def _local_rows(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return this worker's rows of a batch; if there are none, the first row with its answer masked."""
     if parallel.worker_count() == 1:
         return inputs
-    rows = {name: parallel.my_share(values) for name, values in inputs.items()}
-    if len(rows["input_ids"]):
-        return rows
+    rows = parallel.my_share(range(len(inputs["input_ids"])))
+    if rows:
+        return {name: values[list(rows)] for name, values in inputs.items()}
     return {name: v[:1] for name, v in inputs.items()} | {
         "labels": torch.full_like(inputs["labels"][:1], -100)
     }

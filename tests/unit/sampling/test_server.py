@@ -509,14 +509,8 @@ def test_an_evaluation_on_a_server_gives_the_local_answers(backbone, tuned, else
     with serving(elsewhere) as server:
         for place in (None, {"url": server.url}):
             config = EvalConfig(max_new_tokens=8, server=place, batch_size=320)
-            lm = BackboneLM(
-                backbone,
-                "student" if adapted else "base",
-                config,
-                tuned / f"partial-{place is None}",
-                Silent(),
-                tuned / "tuned" if adapted else None,
-            )
+            partial = tuned / f"partial-{place is None}"
+            lm = BackboneLM(backbone, tuned / "tuned" if adapted else None, config, partial, Silent())
             task.build_all_requests(limit=5, apply_chat_template=True, chat_template=lm.apply_chat_template)
             answers.append(lm.generate_until(task.instances))
     assert answers[0] == answers[1]
