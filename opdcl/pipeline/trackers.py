@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class Tracking:
     """The open trackers of one run; without any, all methods do nothing. A failure is reported to `note`."""
 
-    def __init__(self, names: list[str], run: RunDir, note: Callable[[str], None]):
+    def __init__(self, names: Sequence[str], run: RunDir, note: Callable[[str], None]):
         self._note = note
         self._file = run.path / "tracking.json"
         # The id identifies this run in a tracker across interruptions; `sent` counts rows by stage.
@@ -41,7 +41,7 @@ class Tracking:
         if names:
             self._open(names, run.path.resolve().name, run.path / "tracking")
 
-    def _open(self, names: list[str], name: str, folder: Path) -> None:
+    def _open(self, names: Sequence[str], name: str, folder: Path) -> None:
         from transformers import TrainerControl, TrainerState, TrainingArguments
         from transformers.integrations import get_reporting_integration_callbacks
 
@@ -134,7 +134,7 @@ class Followed:
 
 
 @contextmanager
-def tracking(names: list[str], run: RunDir, note: Callable[[str], None]) -> Iterator[Tracking]:
+def tracking(names: Sequence[str], run: RunDir, note: Callable[[str], None]) -> Iterator[Tracking]:
     """Open a run's trackers, and close them at the end of the block."""
     trackers = Tracking(names, run, note)
     try:
@@ -144,7 +144,7 @@ def tracking(names: list[str], run: RunDir, note: Callable[[str], None]) -> Iter
             trackers.close()
 
 
-def check_trackers(names: list[str]) -> None:
+def check_trackers(names: Sequence[str]) -> None:
     """Raise an `EnvironmentFault` if a tracker's package is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:

@@ -103,7 +103,7 @@ class BackboneLM(LM):
 
     @contextlib.contextmanager
     def _decoder(self) -> Iterator[Decode]:
-        """Yield a function that completes prompts greedily, here or on a server that has loaded the adapter."""
+        """Yield a function that completes prompts greedily, here or on a server with the adapter."""
         eos_ids = self.backbone.eos_ids
         if not self.config.server:
             with self.backbone.merged("student" if self.adapter else "base") as model:

@@ -48,9 +48,9 @@ def finetune(
 ) -> None:
     """Train an adapter on the rows' answers, resuming from the stage's last checkpoint.
 
-    It continues the adapter in `start`, or begins with a new one. Method `self-distill` trains on the student's
-    own completions, graded by an EMA copy of it that sees the reference answer: the recovery loop with another
-    teacher (SDFT, arXiv 2601.19897, algorithm 1).
+    It continues the adapter in `start`, or begins with a new one. Method `self-distill` trains on the
+    student's own completions, graded by an EMA copy of it that sees the reference answer: the recovery loop
+    with another teacher (SDFT, arXiv 2601.19897, algorithm 1).
     """
     if config.method == "self-distill":
         start = start or out.path / "start"
@@ -217,9 +217,8 @@ def _local_rows(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     rows = parallel.my_share(range(len(inputs["input_ids"])))
     if rows:
         return {name: values[list(rows)] for name, values in inputs.items()}
-    return {name: v[:1] for name, v in inputs.items()} | {
-        "labels": torch.full_like(inputs["labels"][:1], -100)
-    }
+    masked = torch.full_like(inputs["labels"][:1], -100)
+    return {name: values[:1] for name, values in inputs.items()} | {"labels": masked}
 
 
 def _cut(inputs: dict[str, torch.Tensor], pieces: int) -> list[dict[str, torch.Tensor]]:
