@@ -227,7 +227,7 @@ class RecoverConfig(Section):
         length = self.max_new_tokens if name == "general_teacher" else domain
         if teacher.skip_tokens >= length:
             raise ValueError(f"{name}.skip_tokens must be less than the maximum completion length ({length})")
-        if teacher.reads_feedback and not (self.reward and name == "general_teacher"):
+        if "{feedback}" in (teacher.context or "") and not (self.reward and name == "general_teacher"):
             raise ValueError(
                 f"{name}.context: {{feedback}} needs reward, and only general_teacher receives it"
             )

@@ -48,15 +48,13 @@ WORDS = {
 def describe_fields(
     section: type[BaseModel] = Workflow, prefix: str = "", default_section: BaseModel | None = None
 ) -> list[list[str]]:
-    """Return key, default and meaning of every field; defaults are those of `default_section` where there is
-    one."""
+    """Return key, default and meaning of every field; `default_section` may give other defaults."""
     rows = []
     for name, field in section.model_fields.items():
         default = getattr(default_section, name) if default_section else field.default
         if inner := section_of(field.annotation):
-            rows += describe_fields(
-                inner, f"{prefix}{name}.", default if isinstance(default, BaseModel) else None
-            )
+            defaults = default if isinstance(default, BaseModel) else None
+            rows += describe_fields(inner, f"{prefix}{name}.", defaults)
         else:
             default = "required" if default is PydanticUndefined else str(default)
             rows.append([f"{prefix}{name}", default, " ".join((field.description or "").split())])
@@ -110,15 +108,14 @@ def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
         elif words := next((words for words, types in WORDS.items() if error["type"] in types.split()), ""):
             removed = REMOVED_VALUES.get(error["input"]) if isinstance(error["input"], str) else None
             expected.setdefault(key, []).append(words.format(**context))
-            wanted = " or ".join(dict.fromkeys(expected[key]))
-            lines[key] = f"{key}: must be {wanted} (got {_brief(error['input'])}{where})"
+            kinds = " or ".join(dict.fromkeys(expected[key]))
+            lines[key] = f"{key}: must be {kinds} (got {_brief(error['input'])}{where})"
             lines[key] += f": {error['input']} was removed; {removed}" if removed else ""
         else:
             message = error["msg"].removeprefix("Value error, ")
-            got = "" if isinstance(error["input"], dict) else f"got {_brief(error['input'])}{where}"
-            lines[key] = f"{key}: {message}" + (
-                f" ({got or where.removeprefix(', ')})" if got or where else ""
-            )
+            got = "" if isinstance(error["input"], dict) else f"got {_brief(error['input'])}"
+            details = f"{got}{where}".removeprefix(", ")
+            lines[key] = f"{key}: {message}" + (f" ({details})" if details else "")
     return UsageError("\n".join(lines.values()), hint)
 
 

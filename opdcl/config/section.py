@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
@@ -44,15 +43,14 @@ class Section(BaseModel):
         for keys, has_no_effect, reason in self.unused:
             for key in keys.split():
                 if has_no_effect(self) and self._differs(key):
-                    raise PydanticCustomError(
-                        "no_effect", "has no effect {reason}", {"key": key, "reason": reason}
-                    )
+                    context = {"key": key, "reason": reason}
+                    raise PydanticCustomError("no_effect", "has no effect {reason}", context)
         return self
 
     def _differs(self, key: str) -> bool:
         """Whether a dotted key differs from its default; stored runs name all keys."""
-        *path, name = key.split(".")
-        section: Any = functools.reduce(lambda node, part: getattr(node, part, None), path, self)  # type: ignore
-        if section is None:
-            return False
-        return bool(getattr(section, name) != type(section).model_fields[name].default)
+        section_name, _, name = key.rpartition(".")
+        section = getattr(self, section_name) if section_name else self
+        return section is not None and bool(
+            getattr(section, name) != type(section).model_fields[name].default
+        )

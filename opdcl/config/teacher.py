@@ -48,11 +48,6 @@ class TeacherSection(Section):
     `context` tends to show that it has seen the answer."""
 
     @property
-    def reads_feedback(self) -> bool:
-        """Whether the scorer's feedback is part of the context."""
-        return "{feedback}" in (self.context or "")
-
-    @property
     def begins_as_tuned(self) -> bool:
         """Whether the teacher equals the student before the first step."""
         tuned = self.kind in ("tuned", "ema") or (self.kind == "trust_region" and self.reference == "tuned")

@@ -74,18 +74,14 @@ class Workflow(Section):
     def adapters(self) -> dict[str, str]:
         """Return the adapters that the run starts from or learns from: key -> path or Hub id."""
         teachers = self.recover.all_teachers() if self.recover else {}
-        places = {"start": self.start} | {
-            f"recover.{name}.adapter": teacher.adapter for name, teacher in teachers.items()
-        }
-        return {key: place for key, place in places.items() if place}
+        places = {f"recover.{name}.adapter": teacher.adapter for name, teacher in teachers.items()}
+        return {key: place for key, place in {"start": self.start, **places}.items() if place}
 
 
 def meaningful_settings(config: dict[str, Any], ignored: set[str] = WITHOUT_MEANING) -> dict[str, Any]:
     """Return the settings of a stage that determine its result, at every depth."""
-    return {
-        key: meaningful_settings(value, PLACE if key == "server" else set())
-        if isinstance(value, dict)
-        else value
-        for key, value in config.items()
-        if key not in ignored
-    }
+    settings = {key: value for key, value in config.items() if key not in ignored}
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            settings[key] = meaningful_settings(value, PLACE if key == "server" else set())
+    return settings

@@ -34,12 +34,11 @@ def describe(
     sources = sources or Sources()
     workflow, _ = resolve_for_machine(sources.inherit(workflow))
     made_by = {} if made_by is None else made_by
-    tasks = [
-        replace(t, action="take", why=f"from {made_by[t.fingerprint]}")
-        if t.action == "run" and t.fingerprint in made_by
-        else t
-        for t in checked_plan(workflow, run, sources)
-    ]
+    tasks = []
+    for task in checked_plan(workflow, run, sources):
+        if task.action == "run" and task.fingerprint in made_by:
+            task = replace(task, action="take", why=f"from {made_by[task.fingerprint]}")
+        tasks.append(task)
     made_by |= {t.fingerprint: run.path.name for t in tasks if t.action != "take"}
     sizes = estimate(workflow, tasks, sources)
     rows = []
@@ -49,12 +48,11 @@ def describe(
             memory = sizes["memory_bytes"][task.name] / 2**30
             size = f"{sizes['steps'][task.name]} steps, about {memory:.1f} GiB; "
         rows.append([task.label, task.action, size + task.why])
-    totals = (
-        f"{sizes['parameters'] / 1e6:,.0f}M parameters; about {sizes['disk_bytes'] / 2**20:,.0f} MiB of disk"
-    )
+    parameters, disk = sizes["parameters"] / 1e6, sizes["disk_bytes"] / 2**20
+    totals = f"{parameters:,.0f}M parameters; about {disk:,.0f} MiB of disk"
     rows.append(["machine", sizes["device"], totals])
     plan = [
-        {"stage": t.name, "state": t.state, "suite": t.suite, "action": t.action, "why": t.why} for t in tasks
+        {"stage": t.name} | {k: getattr(t, k) for k in ("state", "suite", "action", "why")} for t in tasks
     ]
     return rows, {"tasks": plan, **sizes}
 

@@ -37,15 +37,15 @@ def execute(
     donors: Sequence[RunDir] = (),
     sources: Sources | None = None,
 ) -> dict[str, Any]:
-    """Run what the plan says and write the report; return the report's summary.
+    """Carry out the plan, write the report and return its summary.
 
     Results that a donor has finished with the same settings and data are copied. `force` redoes stages whose
-    settings or data have changed. `sources` is shared by the arms of a sweep.
+    settings or data have changed. The arms of a sweep share `sources`.
 
     Raises:
-        UsageError: The run directory holds other things, or was made with other settings.
+        UsageError: The directory holds something else, or a run with other settings.
         Interrupted: The user stopped it.
-        GateError: Everything ran, and a required score was missed.
+        GateError: Everything ran, but a required score was missed.
     """
     sources = sources or Sources()
     workflow, automatic = resolve_for_machine(sources.inherit(workflow))
@@ -115,9 +115,8 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -
     for gate, required in workflow.gates.model_dump().items():
         value = (summary[gate] or {}).get("value")
         if required is not None and (value is None or value < required):
-            raise GateError(
-                f"gate missed: {gate} is {value}, required {required}", f"opdcl report {run.path}"
-            )
+            message = f"gate missed: {gate} is {value}, required {required}"
+            raise GateError(message, f"opdcl report {run.path}")
     return summary
 
 

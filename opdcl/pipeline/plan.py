@@ -69,13 +69,7 @@ def stage_folder(run: RunDir, name: str) -> StageDir:
 
 
 def make_plan(workflow: Workflow, hashes: dict[str, str], records: Records) -> list[Task]:
-    """Lay out all tasks in order.
-
-    Args:
-        workflow: What to run.
-        hashes: Hash of each data source, by the name of its field (`finetune.data`, `recover.general`, ...).
-        records: What the run directory holds.
-    """
+    """Return all tasks in order; `hashes` has the hash of each data source by its key, as `finetune.data`."""
     training = [
         _training_task(name, records.stages.get(name), inputs)
         for name, inputs in _stage_inputs(workflow, hashes, records).items()

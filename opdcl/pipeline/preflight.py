@@ -25,19 +25,17 @@ def checked_plan(workflow: Workflow, run: RunDir, sources: Sources) -> list[Task
 
 def refuse_foreign(run: RunDir) -> None:
     """Refuse a directory that is not a run's, or that links out of itself, so that nothing is overwritten."""
+    hint = "choose another directory with -o"
     if run.path.exists() and not run.path.is_dir():
-        raise UsageError(f"{run.path} is a file", "choose another directory with -o")
-    if (
-        run.path.is_dir()
-        and not run.is_run()
-        and any(p.name not in (".lock", "logs") for p in run.path.iterdir())
-    ):
-        raise UsageError(f"{run.path} exists and is not a run directory", "choose another directory with -o")
+        raise UsageError(f"{run.path} is a file", hint)
+    names = {p.name for p in run.path.iterdir()} if run.path.is_dir() else set()
+    if names - {".lock", "logs"} and not run.is_run():
+        raise UsageError(f"{run.path} exists and is not a run directory", hint)
     for folder, folders, files in os.walk(run.path):
         if link := next((p for name in (*folders, *files) if (p := Path(folder, name)).is_symlink()), None):
+            message = f"{link} is a symbolic link: what a run writes stays inside its directory"
             raise UsageError(
-                f"{link} is a symbolic link: what a run writes stays inside its directory",
-                "replace it by what it points to; the run directory itself may be a link",
+                message, "replace it by what it points to; the run directory itself may be a link"
             )
 
 
@@ -61,7 +59,7 @@ def check_tasks(workflow: Workflow, sources: Sources) -> None:
 
 
 def check_servers(workflow: Workflow, tasks: list[Task]) -> None:
-    """Check that each server which an unfinished task needs grants access."""
+    """Check that every server that an unfinished task needs grants access."""
     from opdcl.sampling.server import check_access
 
     needed = {task.name for task in tasks if task.action != "skip"}

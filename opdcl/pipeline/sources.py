@@ -70,10 +70,8 @@ class Sources:
         if workflow.finetune:
             for row in self.rows(workflow.finetune.data):
                 if row.text is None and row.answer is None:
-                    raise UsageError(
-                        f"{row.where} has no answer to learn",
-                        "fine-tune rows need completion, answer or text",
-                    )
+                    hint = "fine-tune rows need completion, answer or text"
+                    raise UsageError(f"{row.where} has no answer to learn", hint)
         if workflow.recover:
             self.recovery(workflow.recover)
         for suite, path in (workflow.eval.data if workflow.eval else {}).items():
@@ -97,12 +95,8 @@ class Sources:
             fields |= {f"recover.teachers.{k}.prompts": t.prompts for k, t in recover.teachers.items()}
         if evaluation:
             fields |= {f"eval.data.{suite}": path for suite, path in evaluation.data.items()}
-        hashes = {
-            # A source on the Hub is identified by its pinned id.
-            field: self._hash(source_files(source)) or pinned(source)
-            for field, source in fields.items()
-            if source
-        }
+        # A source on the Hub is identified by its pinned id.
+        hashes = {k: self._hash(source_files(s)) or pinned(s) for k, s in fields.items() if s}
         for field, place in workflow.adapters().items():
             folder = find_adapter(place)
             hashes[field] = self._hash([folder / ADAPTER, folder / "adapter_config.json"])

@@ -42,9 +42,9 @@ def recover(
     out: StageDir,
     report: StageReport,
 ) -> None:
-    """Train the tuned adapter towards base on general prompts, held to tuned on domain prompts.
+    """Train the tuned adapter towards base on general prompts, and hold it to tuned on domain prompts.
 
-    Resumes from the stage's last checkpoint if there is one.
+    This resumes from the stage's last checkpoint, if there is one.
     """
     if config.method == "replay":
         imitation = config.loss.model_copy(update={"kind": "cross_entropy"})
@@ -95,24 +95,21 @@ def _train(
     if config.method == "interpolate":
         interpolate(validation, backbone, out)
         return
-    arguments = trainer_arguments(
-        config,
-        backbone,
-        out,
-        config.steps,
-        per_device_train_batch_size=1,  # one row of the schedule is one optimizer step
-        lr_scheduler_type="linear",
-        warmup_steps=math.ceil(config.steps * 0.1),
-        remove_unused_columns=False,
-    )
-    trainer = RecoveryTrainer(queue, grader, TrainingArguments(**arguments), [validation, callback, health])
+    stage = {
+        "per_device_train_batch_size": 1,  # one row of the schedule is one optimizer step
+        "lr_scheduler_type": "linear",
+        "warmup_steps": math.ceil(config.steps * 0.1),
+        "remove_unused_columns": False,
+    }
+    arguments = TrainingArguments(**trainer_arguments(config, backbone, out, config.steps, **stage))
+    trainer = RecoveryTrainer(queue, grader, arguments, [validation, callback, health])
     if checkpoint := out.last_checkpoint():
         trainer.restore(checkpoint)
     callback.run(trainer, out)
 
 
 def _student(config: RecoverConfig, backbone: Backbone, out: StageDir, report: StageReport) -> Teacher:
-    """Return what samples on-policy steps: this process, or a server with the student's adapter."""
+    """Return the sampler of on-policy steps: this process, or a server with the student's adapter."""
     if config.server:
         server = reach_own_model(config.server, backbone, report.note)
         return ServedStudent(backbone, server, out.trainer / "served")
@@ -134,8 +131,7 @@ def _teacher(
     def single(name: str) -> Teacher:
         section, state = teacher_section(config, stream, name), f"{stream}_{name}" if name else stream
         if section.kind in ("ema", "adapter"):
-            adapter = find_adapter(section.adapter) if section.adapter else tuned
-            backbone.load_adapter(adapter, state)
+            backbone.load_adapter(find_adapter(section.adapter) if section.adapter else tuned, state)
         return make_teacher(section, backbone, prompts.contexts.get(name), state, report.note)
 
     own, named = single(""), {name: single(name) for name in dict.fromkeys(prompts.routes.values())}
