@@ -17,8 +17,7 @@ class ModelConfig(Section):
     revision: str | None = None
     """Hub revision to pin."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of weights and computation. `auto`: bfloat16 where the hardware computes in it, else
-    float32."""
+    """Precision of weights and computation. `auto`: bfloat16 where the hardware has it, else float32."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     trust_remote_code: bool = False

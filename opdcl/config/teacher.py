@@ -14,7 +14,7 @@ TEACHER_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,31}$"
 
 
 class TeacherSection(Section):
-    """Who grades a stream."""
+    """The teacher that grades a stream."""
 
     unused = (
         ("rate every", lambda s: s.kind != "ema", "unless kind is ema"),
@@ -44,8 +44,8 @@ class TeacherSection(Section):
     need answers. With a reward, `{answer}` is the best completion of the group and only the worse ones are
     graded with it; `{feedback}` is the scorer's comment on the graded completion (arXiv 2601.20802)."""
     skip_tokens: Count = 0
-    """Number of tokens at the start of each completion to leave out of the loss, where a teacher with
-    `context` tends to show that it has seen the answer."""
+    """Tokens at the start of each completion to leave out of the loss, where a teacher with `context` tends
+    to show that it has seen the answer."""
 
     @property
     def begins_as_tuned(self) -> bool:
@@ -77,7 +77,7 @@ class NamedTeacher(TeacherSection):
 
 
 class LossSection(Section):
-    """What a graded token costs."""
+    """The loss of a graded token."""
 
     unused = (("k", lambda s: s.kind != "top_k", "unless kind is top_k"),)
 

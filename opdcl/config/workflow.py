@@ -15,13 +15,9 @@ from opdcl.config.section import Count, Section, as_list
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Trackers = Annotated[list[Literal["trackio", "tensorboard", "wandb", "mlflow"]], BeforeValidator(as_list)]
 
-# Where the model runs, and how.
+# Settings that change where or how fast a result is made, not what it is: of the model, a stage, a server.
 MACHINE = {"device", "deterministic", "shard"}
-
-# Settings that change where or how fast a result is made, not what it is.
 WITHOUT_MEANING = {"save_steps", "micro_batch_tokens"}
-
-# Where a server is, and how patiently it is asked.
 PLACE = {"url", "concurrency", "timeout", "patience"}
 
 
@@ -40,8 +36,7 @@ class Workflow(Section):
     """Adapter to continue instead of a new one: a run directory (its last adapter is used), an adapter
     folder, or a Hub id."""
     finetune: FinetuneConfig | None = None
-    """Learn the domain. Without this section, recovery starts from the run's own fine-tune or from
-    `start`."""
+    """Learn the domain. Without this section, recovery starts from the run's own fine-tune or `start`."""
     recover: RecoverConfig | None = None
     """Win back what was forgotten."""
     eval: EvalConfig | None = None
@@ -49,11 +44,9 @@ class Workflow(Section):
     gates: Gates = Gates()
     """Minimum scores."""
     track: Trackers = []
-    """Trackers that show metrics during the run, then scores, samples and verdict. The run directory holds
-    all of this too."""
+    """Trackers that show metrics during the run, then scores, samples and verdict."""
     arms: dict[Annotated[str, Field(pattern=NAME)], dict[str, Any]] = {}
-    """Several runs of one workflow: name -> the settings in which that run differs. Stages that runs have in
-    common are run once."""
+    """Several runs of one workflow: name -> settings in which that run differs. Common stages run once."""
     seeds: list[Count] = []
     """Repeat every run with each of these seeds for fine-tune and recovery."""
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Tracking:
-    """The open trackers of one run; without any, all methods do nothing. A failure is reported to `note`."""
+    """The open trackers of one run, if any. Failures are reported to `note`."""
 
     def __init__(self, names: Sequence[str], run: RunDir, note: Callable[[str], None]):
         self._note = note

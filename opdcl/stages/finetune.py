@@ -68,13 +68,16 @@ def finetune(
         report.note(f"continuing the adapter of {start}, which keeps its shape")
     else:
         model = backbone.new_adapter(config.lora, config.seed)
+    # By default only where a flash-attention kernel keeps the rows apart.
+    flash = "flash" in (backbone.causal_lm.config._attn_implementation or "")
+    packing = flash if config.packing == "auto" else config.packing == "on"
     steps = planned_steps(config, len(encoded))
     stage = {
         "per_device_train_batch_size": config.batch_size,
         "lr_scheduler_type": "cosine",
         "warmup_steps": math.ceil(steps * 0.05),
         "max_length": config.max_length,
-        "packing": _packs(config, backbone),
+        "packing": packing,
         "completion_only_loss": True,
     }
     lengths = [len(e.input_ids) for e in encoded]
@@ -122,10 +125,10 @@ def planned_steps(config: FinetuneConfig, rows: int) -> int:
 
 
 def lay_out(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[int]:
-    """Return the row for each place in each batch, epoch after epoch; rows of similar length share a batch.
+    """Return the rows of all batches in order, epoch after epoch; rows of similar length share a batch.
 
-    Without the grouping, half of a batch of short rows is padding. The order is fixed beforehand, so that a
-    resumed run draws the same rows as an uninterrupted one, whatever the state of the random generators.
+    Otherwise half of a batch of short rows would be padding. The order is fixed beforehand, so that a resumed
+    run draws the same rows as an uninterrupted one.
     """
     shuffle = random.Random(seed)
     order: list[int] = []
@@ -142,35 +145,26 @@ def lay_out(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[
     return order[: steps * batch_size]
 
 
-def _packs(config: FinetuneConfig, backbone: Backbone) -> bool:
-    """Return whether to pack rows: by default only where a flash-attention kernel keeps them apart."""
-    if config.packing == "auto":
-        return "flash" in (backbone.causal_lm.config._attn_implementation or "")
-    return config.packing == "on"
-
-
 class AnswerTrainer(SFTTrainer):
     """SFTTrainer that computes the rows' shared prefix once and projects answer positions only."""
 
-    pieces = 1
-    """Number of micro-batches that a batch is cut into; doubled whenever memory runs out."""
+    pieces = 1  # micro-batches per batch; doubled whenever memory runs out
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         tokens = (inputs["labels"] != -100).sum() if num_items_in_batch is None else num_items_in_batch
-        batch = _local_rows(inputs)
         while True:
             try:
                 # Each piece divides by the tokens of the whole batch, so that the gradients of all pieces
                 # and workers add up to the batch's.
                 step = super().training_step
-                losses = [step(model, piece, tokens) for piece in _cut(batch, self.pieces)]
+                losses = [step(model, piece, tokens) for piece in _pieces(inputs, self.pieces)]
                 break
             except (RuntimeError, MemoryError) as fault:
-                # The workers of a sharded base run it together: one of them cannot repeat a step alone.
+                # A worker of a sharded base cannot repeat a step alone.
                 if not is_out_of_memory(fault) or parallel.sharded():
                     raise
                 model.zero_grad()
-                self._cut_finer(batch)
+                self._cut_finer(inputs)
         parallel.add_gradients(model)
         loss = torch.stack(losses).sum()
         total = parallel.sum_over_workers({"loss": float(loss)})["loss"]
@@ -178,15 +172,11 @@ class AnswerTrainer(SFTTrainer):
 
     def _cut_finer(self, inputs: dict[str, torch.Tensor]) -> None:
         if "position_ids" in inputs:
-            raise OpdclError(
-                "a batch of packed rows does not fit into memory",
-                "lower finetune.batch_size, or finetune.packing: off",
-            )
-        if self.pieces >= len(inputs["input_ids"]):
-            raise OpdclError(
-                "one training row alone does not fit into memory",
-                "lower finetune.max_length, or choose a smaller model",
-            )
+            hint = "lower finetune.batch_size, or finetune.packing: off"
+            raise OpdclError("a batch of packed rows does not fit into memory", hint)
+        if self.pieces >= len(parallel.my_share(range(len(inputs["input_ids"])))):
+            hint = "lower finetune.max_length, or choose a smaller model"
+            raise OpdclError("one training row alone does not fit into memory", hint)
         self.pieces *= 2
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -210,21 +200,14 @@ class AnswerTrainer(SFTTrainer):
         return total / (len(targets_N) if num_items_in_batch is None else num_items_in_batch)
 
 
-def _local_rows(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return this worker's rows of a batch; if there are none, the first row with its answer masked."""
-    if parallel.worker_count() == 1:
-        return inputs
-    rows = parallel.my_share(range(len(inputs["input_ids"])))
-    if rows:
-        return {name: values[list(rows)] for name, values in inputs.items()}
-    masked = torch.full_like(inputs["labels"][:1], -100)
-    return {name: values[:1] for name, values in inputs.items()} | {"labels": masked}
-
-
-def _cut(inputs: dict[str, torch.Tensor], pieces: int) -> list[dict[str, torch.Tensor]]:
-    """Split a batch into groups of rows."""
-    if pieces == 1:
+def _pieces(inputs: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+    """Split this worker's rows of a batch; a worker without any gets the first row with its answer masked."""
+    if count == 1 and parallel.worker_count() == 1:
         return [inputs]
-    size = math.ceil(len(inputs["input_ids"]) / pieces)
-    groups = zip(*(values.split(size) for values in inputs.values()), strict=True)
-    return [dict(zip(inputs, group, strict=True)) for group in groups]
+    rows = parallel.my_share(range(len(inputs["input_ids"])))
+    if not rows:
+        masked = torch.full_like(inputs["labels"][:1], -100)
+        return [{name: values[:1] for name, values in inputs.items()} | {"labels": masked}]
+    size = math.ceil(len(rows) / count)
+    groups = [list(rows[i : i + size]) for i in range(0, len(rows), size)]
+    return [{name: values[group] for name, values in inputs.items()} for group in groups]
