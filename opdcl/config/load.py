@@ -215,16 +215,12 @@ def _merge(tree: dict, origins: dict, new: Any, file: Path, prefix: str = "") ->
                 value = _plain(value)
             except ValueError as fault:
                 raise UsageError(f"{file}:{line}: {name}: {fault}", QUOTE) from fault
-            if isinstance(value, str) and _may_name_a_file(name.split(".")):
+            keys = name.split(".")
+            field = ".".join(keys[2:] if keys[0] == "arms" else keys)
+            if isinstance(value, str) and any(fnmatch.fnmatchcase(field, p) for p in PATH_FIELDS):
                 value = _from_folder(value, file.parent)
             tree[str(key)] = value
             origins[name] = f"{file}:{line}"
-
-
-def _may_name_a_file(keys: list[str]) -> bool:
-    if keys[0] == "arms":
-        keys = keys[2:]
-    return any(fnmatch.fnmatchcase(".".join(keys), pattern) for pattern in PATH_FIELDS)
 
 
 def _from_folder(value: str, folder: Path) -> str:

@@ -87,13 +87,6 @@ def pinned(source: str) -> str:
     return f"{source.partition('@')[0]}@{snapshot(dataset).name}" if dataset else source
 
 
-def check_source(source: str) -> None:
-    """Refuse a source that is neither shipped, nor a file or folder, nor a possible Hub id."""
-    if source not in SHIPPED and not os.path.exists(source) and on_hub(source) is None:
-        hint = f"a file, a folder, a Hub id as owner/name@revision, or one of: {', '.join(SHIPPED)}"
-        raise UsageError(f"data {source!r} does not exist", hint)
-
-
 def on_hub(source: str) -> Repository | None:
     """Return the Hub dataset that a source names. A name with a file ending is one only with a revision."""
     if source in SHIPPED or os.path.exists(source) or (Path(source).suffix and "@" not in source):
@@ -108,8 +101,10 @@ def _shipped_file(name: str) -> Path:
 
 
 def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
-    check_source(source)
-    path = Path(source)
+    path, repository = Path(source), on_hub(source)
+    if source not in SHIPPED and not os.path.exists(source) and repository is None:
+        hint = f"a file, a folder, a Hub id as owner/name@revision, or one of: {', '.join(SHIPPED)}"
+        raise UsageError(f"data {source!r} does not exist", hint)
     if source.startswith("handbook") and source in SHIPPED:
         halves = json.loads(_text(_shipped_file(source).with_name("halves.json")))
         documents = halves.get(source.removeprefix("handbook/"))
@@ -140,15 +135,13 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
         message = f"{path}: cannot tell the format of {path.suffix or 'a file without an ending'}"
         raise UsageError(message, "use .jsonl, .csv, .parquet, or a folder of .md and .txt")
     else:
-        yield from _hub(source, split)
+        yield from _hub(source, repository, split)
 
 
-def _hub(source: str, split: str) -> Iterator[tuple[Any, str]]:
+def _hub(source: str, repository: Repository, split: str) -> Iterator[tuple[Any, str]]:
     from datasets import disable_progress_bars, load_dataset
 
     disable_progress_bars()
-    repository = on_hub(source)
-    assert repository is not None  # `check_source` would have refused it
     folder = snapshot(repository)
     try:
         # From the cached files, not by id: offline, `datasets` would take the version it has seen last.

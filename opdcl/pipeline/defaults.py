@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from opdcl.config.load import flatten
+from opdcl.config.model import ModelConfig
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 from opdcl.rundir.layout import adapter_config
@@ -71,10 +72,12 @@ def resolve_for_machine(workflow: Workflow) -> tuple[Workflow, dict[str, str]]:
     _, open_keys = resolve(workflow, HIDDEN, ALPHA_OVER_R, "cpu")
     if not open_keys:
         return workflow, {}
+    from opdcl.model.embedded import EMBEDDED
     from opdcl.model.load import pick_device
 
     device = pick_device(workflow.model.device)
-    return resolve(workflow, hidden_size(workflow), _alpha_over_r(workflow), device)
+    hidden = HIDDEN if workflow.model.id == EMBEDDED else text_config(workflow.model).hidden_size
+    return resolve(workflow, hidden, _alpha_over_r(workflow), device)
 
 
 def describe_automatic(workflow: Workflow, origins: dict[str, str]) -> str:
@@ -83,20 +86,18 @@ def describe_automatic(workflow: Workflow, origins: dict[str, str]) -> str:
     return "; ".join(f"{key} {values[key]:g} ({reason})" for key, reason in origins.items())
 
 
-def hidden_size(workflow: Workflow) -> int:
-    """Return the hidden size of the base model, from its config alone."""
-    from opdcl.model.embedded import EMBEDDED
-    from opdcl.model.load import model_source
-
-    model = workflow.model
-    if model.id == EMBEDDED:
-        return HIDDEN
+def text_config(model: ModelConfig) -> Any:
+    """Return the language part of a model's own configuration, without loading its weights."""
     from transformers import AutoConfig
+
+    from opdcl.model.load import model_source
 
     source, extra = model_source(model)
     options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code, **extra}
     try:
-        return int(AutoConfig.from_pretrained(source, **options).get_text_config().hidden_size)
+        config = AutoConfig.from_pretrained(source, **options).get_text_config()
+        config.hidden_size = int(config.hidden_size)  # refuse a config without one
+        return config
     except (OSError, ValueError, KeyError, AttributeError) as fault:
         reason = (str(fault).strip() or type(fault).__name__).splitlines()[0][:300]
         hint = "check the model's config.json, and HF_TOKEN if it is gated"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import AutoConfig
-
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
@@ -14,8 +12,8 @@ from opdcl.data.rows import Row
 from opdcl.distill.rollout_queue import FULL_BATCH
 from opdcl.model.architecture import architecture
 from opdcl.model.embedded import EMBEDDED
-from opdcl.model.load import model_source, pick_device, pick_dtype
-from opdcl.pipeline.defaults import resolve_for_machine
+from opdcl.model.load import pick_device, pick_dtype
+from opdcl.pipeline.defaults import resolve_for_machine, text_config
 from opdcl.pipeline.plan import Task
 from opdcl.pipeline.preflight import checked_plan
 from opdcl.pipeline.sources import Sources
@@ -59,7 +57,7 @@ def describe(
 
 @dataclass(frozen=True)
 class _Shape:
-    """The dimensions of a model, the bytes of one of its numbers, and its device."""
+    """The dimensions of a model, the bytes of one number, and the device."""
 
     layers: int
     hidden: int
@@ -76,8 +74,7 @@ class _Shape:
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights."""
-        return self.parameters * self.width
+        return self.parameters * self.width  # bytes
 
     @property
     def activations(self) -> int:
@@ -144,8 +141,7 @@ def _shape(model: ModelConfig, device: str) -> _Shape:
     width = {"float32": 4}.get(pick_dtype(model.dtype, device), 2)
     if model.id == EMBEDDED:
         return _Shape(30, 576, 1536, 49152, 192, width, device)
-    source, extra = model_source(model)
-    c = AutoConfig.from_pretrained(source, revision=model.revision, **extra).get_text_config()
+    c = text_config(model)
     size = c.num_hidden_layers, c.hidden_size, c.intermediate_size, c.vocab_size, architecture(c).key_width
     return _Shape(*size, width, device)
 

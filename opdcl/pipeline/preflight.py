@@ -19,7 +19,7 @@ def checked_plan(workflow: Workflow, run: RunDir, sources: Sources) -> list[Task
     sources.check(workflow)
     tasks = sources.plan(workflow, run)
     check_tasks(workflow, sources)
-    check_servers(workflow, tasks)
+    check_servers(workflow, {task.name for task in tasks if task.action != "skip"})
     return tasks
 
 
@@ -58,13 +58,12 @@ def check_tasks(workflow: Workflow, sources: Sources) -> None:
             sources.suite(suite, workflow.eval)
 
 
-def check_servers(workflow: Workflow, tasks: list[Task]) -> None:
-    """Check that every server that an unfinished task needs grants access."""
+def check_servers(workflow: Workflow, unfinished: set[str]) -> None:
+    """Check that every server that the unfinished stages need grants access."""
     from opdcl.sampling.server import check_access
 
-    needed = {task.name for task in tasks if task.action != "skip"}
-    servers = [workflow.eval.server] if workflow.eval and "eval" in needed else []
-    if workflow.recover and "recover" in needed:
+    servers = [workflow.eval.server] if workflow.eval and "eval" in unfinished else []
+    if workflow.recover and "recover" in unfinished:
         teachers = workflow.recover.all_teachers().values()
         servers += [workflow.recover.server, *(teacher.server for teacher in teachers)]
     for server in filter(None, servers):

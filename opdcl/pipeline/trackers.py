@@ -46,16 +46,10 @@ class Tracking:
         from transformers.integrations import get_reporting_integration_callbacks
 
         folder.mkdir(parents=True, exist_ok=True)
-        arguments = TrainingArguments(
-            output_dir=str(folder),
-            run_name=f"{name}-{self._record['id']}",
-            project="opdcl",
-            report_to=[],
-            use_cpu=True,
-            trackio_static_space_id=False,
-        )
+        options = {"report_to": [], "use_cpu": True, "trackio_static_space_id": False, "project": "opdcl"}
+        options |= {"output_dir": str(folder), "run_name": f"{name}-{self._record['id']}"}
         self._state = TrainerState()
-        self._context = (arguments, self._state, TrainerControl())
+        self._context = (TrainingArguments(**options), self._state, TrainerControl())
         with _environment(folder, self._record):
             for tracker in names:
                 with self._drop_if_it_fails(tracker):
@@ -153,12 +147,8 @@ def check_trackers(names: Sequence[str]) -> None:
 
 def scores(summary: dict[str, Any]) -> dict[str, float]:
     """Return the scores of a run's summary by `suite/state`, and R and D if they are known."""
-    values = {
-        f"{name}/{state}": suite[state]["value"]
-        for name, suite in summary["suites"].items()
-        for state in STATES
-        if suite[state]
-    }
+    pairs = [(name, suite, state) for name, suite in summary["suites"].items() for state in STATES]
+    values = {f"{name}/{state}": suite[state]["value"] for name, suite, state in pairs if suite[state]}
     return values | {key: summary[key]["value"] for key in ("recovery", "domain_retention") if summary[key]}
 
 
