@@ -85,35 +85,30 @@ class RewardSection(Section):
     """How far a token's probability ratio may move before the reward stops pushing it (arXiv 1707.06347)."""
 
 
-def _only_scales(recover: RecoverConfig) -> bool:
-    return recover.method == "interpolate"
+# Method -> settings without effect, and why.
+UNUSED_BY = {
+    "interpolate": ("warm_start lmbda steps trainer", "which trains nothing"),
+    "replay": ("loss.kind lmbda", "which imitates the teachers' answers"),
+    "general": ("general_per_domain", "which has no domain steps"),
+}
+
+
+def _needs_no_loss(recover: RecoverConfig) -> bool:
+    # With a teacher on a server, the loss still says which log-probabilities to request.
+    served = any(teacher.server for teacher in recover.all_teachers().values())
+    return recover.method == "interpolate" and not served
 
 
 class RecoverConfig(Section):
     """Recovery by on-policy distillation: the student samples, and a teacher grades every token."""
 
     unused = (
-        ("warm_start lmbda steps trainer", _only_scales, "with method interpolate, which trains nothing"),
-        # With a teacher on a server, the loss still says which log-probabilities to request.
-        (
-            "loss",
-            lambda s: _only_scales(s) and not any(t.server for t in s.all_teachers().values()),
-            "with method interpolate, which trains nothing",
-        ),
+        *((k, lambda s, m=m: s.method == m, f"with method {m}, {why}") for m, (k, why) in UNUSED_BY.items()),
+        ("loss", _needs_no_loss, "with method interpolate, which trains nothing"),
         (
             "alpha",
-            lambda s: not _only_scales(s),
+            lambda s: s.method != "interpolate",
             "unless method is interpolate; to start nearer to base, use warm_start",
-        ),
-        (
-            "loss.kind lmbda",
-            lambda s: s.method == "replay",
-            "with method replay, which imitates the teachers' answers",
-        ),
-        (
-            "general_per_domain",
-            lambda s: s.method == "general",
-            "with method general, which has no domain steps",
         ),
         ("general", lambda s: s.reward is not None, "with reward, whose suite has the general prompts"),
         ("sampler", lambda s: s.server is not None, "with server: the server samples"),

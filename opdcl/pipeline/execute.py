@@ -22,7 +22,7 @@ from opdcl.pipeline.preflight import checked_plan
 from opdcl.pipeline.reuse import copy_finished
 from opdcl.pipeline.session import Session, command_line, steps_done
 from opdcl.pipeline.sources import Sources
-from opdcl.pipeline.trackers import Tracking, scores, tracking
+from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import STATE_OF, RunDir
 from opdcl.rundir.verify import seal_run
@@ -58,7 +58,7 @@ def execute(
         stack.enter_context(quiet_libraries(local.new_log()))
         unfinished = any(t.action != "skip" for t in tasks)
         trackers = workflow.track if unfinished and parallel.rank() == 0 else []
-        tracked = stack.enter_context(tracking(trackers, local, output.note))
+        tracked = stack.enter_context(contextlib.closing(Tracking(trackers, local, output.note)))
         if unfinished and automatic:
             output.note(describe_automatic(workflow, automatic))
         if unfinished:
@@ -128,7 +128,7 @@ def interruptible() -> Iterator[None]:
     def stop(number, frame):
         raise KeyboardInterrupt
 
-    # Schedulers send SIGTERM; training stages have a handler of their own, which saves first.
+    # Schedulers send SIGTERM. Training stages have their own handler, which saves first.
     in_main = threading.current_thread() is threading.main_thread()
     previous = signal.signal(signal.SIGTERM, stop) if in_main else None
     try:

@@ -14,7 +14,7 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.pipeline.reuse import take_start
 from opdcl.pipeline.sources import Sources
-from opdcl.pipeline.trackers import Followed, Tracking
+from opdcl.pipeline.trackers import TrackedReport, Tracking
 from opdcl.rundir.environment import machine, versions
 from opdcl.rundir.files import now, read_json, read_jsonl, write_json
 from opdcl.rundir.hashes import adapter_hash
@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """One worker's part of a run, in the run directory or the worker's copy of it.
-
-    The backbone is loaded once, by the first task that needs it.
-    """
+    """One worker's part of a run, in the run directory or the worker's copy of it."""
 
     def __init__(self, workflow: Workflow, run: RunDir, sources: Sources, output: Output, tracked: Tracking):
         self.workflow, self.run, self.sources = workflow, run, sources
@@ -62,7 +59,7 @@ class Session:
                 else:
                     self._train(task)
         finally:
-            # All workers take part in the fingerprint of a sharded base; after an error some may be gone.
+            # The fingerprint of a sharded base needs all workers; after an error some may have exited.
             if self._backbone and not (parallel.sharded() and sys.exc_info()[0]):
                 self.manifest["base"]["fingerprint_after"] = self._backbone.fingerprint()
             seconds = self.manifest.get("seconds", 0) + time.perf_counter() - started
@@ -116,7 +113,7 @@ class Session:
         workflow = self.workflow
         offset = steps_done(self.run, before=stage)
         with self.output.stage(name) as line:
-            report = Followed(line, self.tracked, stage, offset)
+            report = TrackedReport(line, self.tracked, stage, offset)
             if name == "finetune":
                 start = find_adapter(workflow.start) if workflow.start else None
                 rows = self.sources.rows(workflow.finetune.data)
@@ -150,7 +147,7 @@ class Session:
 
     @property
     def backbone(self) -> Backbone:
-        """The loaded model."""
+        """The model, loaded by the first task that needs it."""
         if self._backbone is None:
             from opdcl.model.backbone import Backbone
 

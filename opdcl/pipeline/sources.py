@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
 
 class Sources:
-    """The data of a run, or of all arms of a sweep. Each file is parsed once, each suite is built once.
+    """The data of a run, or of all arms of a sweep. Each file is parsed once, and each suite is built once.
 
-    Local sources are identified by path, sources on the Hub by their pinned id. A file that is edited during
-    a run is not read again, so the rows are those that were hashed.
+    A file that is edited during a run is not read again, so the rows are those that were hashed.
     """
 
     def __init__(self) -> None:
@@ -53,7 +52,7 @@ class Sources:
         return self._suites[key]
 
     def inherit(self, workflow: Workflow) -> Workflow:
-        """Give the recovery the fine-tune's rows as its domain, if it has none and the rows have prompts."""
+        """Make the fine-tune's rows the recovery's domain, if it has none and the rows have prompts."""
         finetune, recover = workflow.finetune, workflow.recover
         # Plain text has no question to sample on.
         if finetune and recover and not recover.domain and all(r.prompt for r in self.rows(finetune.data)):
@@ -126,15 +125,11 @@ def read_records(run: RunDir) -> Records:
     stages = {}
     for name in STAGE_NUMBERS:
         stage = stage_folder(run, name)
-        if not (state := stage.state()):
-            continue
-        done = state.get("status") == "done"
         weights = stage.adapter / ADAPTER
-        checkpoint = None if done else stage.last_checkpoint()
-        stages[name] = StageRecord(
-            state,
-            file_hash(weights) if done and weights.is_file() else None,
-            checkpoint.name if checkpoint else None,
-        )
+        if stage.is_done():
+            stages[name] = StageRecord(stage.state(), file_hash(weights) if weights.is_file() else None)
+        elif state := stage.state():
+            checkpoint = stage.last_checkpoint()
+            stages[name] = StageRecord(state, checkpoint=checkpoint.name if checkpoint else None)
     files = run.evals.glob("*/*.json")
     return Records(stages, {(f.parent.name, f.stem): read_json(f).get("fingerprint") for f in files})

@@ -12,7 +12,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,7 +111,7 @@ class Tracking:
 
 
 @dataclass
-class Followed:
+class TrackedReport:
     """A stage's report that also sends the stage's metrics; `offset` is added to their steps."""
 
     report: StageReport
@@ -125,17 +125,6 @@ class Followed:
 
     def note(self, text: str) -> None:
         self.report.note(text)
-
-
-@contextmanager
-def tracking(names: Sequence[str], run: RunDir, note: Callable[[str], None]) -> Iterator[Tracking]:
-    """Open a run's trackers, and close them at the end of the block."""
-    trackers = Tracking(names, run, note)
-    try:
-        yield trackers
-    finally:
-        with suppress(Exception):
-            trackers.close()
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -95,10 +95,10 @@ class BackboneLM(LM):
             max_tokens = min(max_tokens, self.config.max_new_tokens)
         room = self.backbone.causal_lm.config.max_position_embeddings
         if longest + max_tokens > room:
-            raise UsageError(
-                f"a prompt of {longest} tokens and an answer of {max_tokens} exceed the context of {room}",
-                "set eval.max_new_tokens, or leave the suite out",
+            message = (
+                f"a prompt of {longest} tokens and an answer of {max_tokens} exceed the context of {room}"
             )
+            raise UsageError(message, "set eval.max_new_tokens, or leave the suite out")
         return max_tokens
 
     @contextlib.contextmanager
@@ -106,16 +106,19 @@ class BackboneLM(LM):
         """Yield a function that completes prompts greedily, here or on a server with the adapter."""
         eos_ids = self.backbone.eos_ids
         if not self.config.server:
+            options: Any = {
+                "batch_size": self.config.batch_size,
+                "engine": self.config.sampler,
+                "temperature": 0,
+            }
             with self.backbone.merged("student" if self.adapter else "base") as model:
                 yield lambda prompts, max_tokens, progress: sample(
                     model,
                     prompts,
                     max_new_tokens=max_tokens,
                     eos_ids=eos_ids,
-                    temperature=0,
-                    batch_size=self.config.batch_size,
-                    engine=self.config.sampler,
                     on_finished=progress,
+                    **options,
                 )
             return
         with contextlib.ExitStack() as stack:
@@ -129,9 +132,8 @@ class BackboneLM(LM):
             )
 
     def loglikelihood(self, requests, disable_tqdm: bool = False):
-        raise UsageError(
-            "suites that compare log-likelihoods are not supported yet", "choose a generative task"
-        )
+        hint = "choose a generative task"
+        raise UsageError("suites that compare log-likelihoods are not supported yet", hint)
 
     loglikelihood_rolling = loglikelihood
 
