@@ -51,6 +51,5 @@ class Section(BaseModel):
         """Whether a dotted key differs from its default; stored runs name all keys."""
         section_name, _, name = key.rpartition(".")
         section = getattr(self, section_name) if section_name else self
-        return section is not None and bool(
-            getattr(section, name) != type(section).model_fields[name].default
-        )
+        default = type(section).model_fields[name].default if section else None
+        return section is not None and bool(getattr(section, name) != default)

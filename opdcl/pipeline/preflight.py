@@ -33,10 +33,8 @@ def refuse_foreign(run: RunDir) -> None:
         raise UsageError(f"{run.path} exists and is not a run directory", hint)
     for folder, folders, files in os.walk(run.path):
         if link := next((p for name in (*folders, *files) if (p := Path(folder, name)).is_symlink()), None):
-            message = f"{link} is a symbolic link: what a run writes stays inside its directory"
-            raise UsageError(
-                message, "replace it by what it points to; the run directory itself may be a link"
-            )
+            hint = "replace it by what it points to; the run directory itself may be a link"
+            raise UsageError(f"{link} is a symbolic link: what a run writes stays inside its directory", hint)
 
 
 def check_tasks(workflow: Workflow, sources: Sources) -> None:

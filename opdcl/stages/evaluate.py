@@ -89,40 +89,31 @@ class BackboneLM(LM):
         return [cut_at(row["text"], until) for row, until in zip(in_order, stops, strict=True)]
 
     def _max_tokens(self, request, longest: int) -> int:
-        """Return how many tokens the answers of a batch may have, given its longest prompt."""
+        """Return the maximum length of a batch's answers, given the length of its longest prompt."""
         max_tokens = int(request.args[1].get("max_gen_toks", 256))
         if self.config.max_new_tokens:
             max_tokens = min(max_tokens, self.config.max_new_tokens)
         room = self.backbone.causal_lm.config.max_position_embeddings
         if longest + max_tokens > room:
-            message = (
-                f"a prompt of {longest} tokens and an answer of {max_tokens} exceed the context of {room}"
-            )
-            raise UsageError(message, "set eval.max_new_tokens, or leave the suite out")
+            sizes = f"a prompt of {longest} tokens and an answer of {max_tokens}"
+            hint = "set eval.max_new_tokens, or leave the suite out"
+            raise UsageError(f"{sizes} exceed the context of {room}", hint)
         return max_tokens
 
     @contextlib.contextmanager
     def _decoder(self) -> Iterator[Decode]:
         """Yield a function that completes prompts greedily, here or on a server with the adapter."""
-        eos_ids = self.backbone.eos_ids
-        if not self.config.server:
-            options: Any = {
-                "batch_size": self.config.batch_size,
-                "engine": self.config.sampler,
-                "temperature": 0,
-            }
+        eos_ids, config = self.backbone.eos_ids, self.config
+        if not config.server:
+            options: Any = {"eos_ids": eos_ids, "temperature": 0}
+            options |= {"batch_size": config.batch_size, "engine": config.sampler}
             with self.backbone.merged("student" if self.adapter else "base") as model:
                 yield lambda prompts, max_tokens, progress: sample(
-                    model,
-                    prompts,
-                    max_new_tokens=max_tokens,
-                    eos_ids=eos_ids,
-                    on_finished=progress,
-                    **options,
+                    model, prompts, max_new_tokens=max_tokens, on_finished=progress, **options
                 )
             return
         with contextlib.ExitStack() as stack:
-            server = reach_own_model(self.config.server, self.backbone, self.report.note)
+            server = reach_own_model(config.server, self.backbone, self.report.note)
             stack.callback(server.close)
             name = stack.enter_context(server.adapter(self.adapter)) if self.adapter else None
             yield lambda prompts, max_tokens, progress: parallel.on_first_worker(
