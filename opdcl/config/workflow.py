@@ -11,6 +11,7 @@ from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.section import Count, Section, as_list
+from opdcl.config.teacher import TeacherSection
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Trackers = Annotated[list[Literal["trackio", "tensorboard", "wandb", "mlflow"]], BeforeValidator(as_list)]
@@ -64,10 +65,17 @@ class Workflow(Section):
             raise ValueError("a seed is repeated, so one result would count twice")
         return value
 
+    def teachers(self) -> dict[str, TeacherSection]:
+        """Return every teacher by its key; none without a recovery."""
+        return self.recover.all_teachers() if self.recover else {}
+
+    def models(self) -> list[ModelConfig]:
+        """Return the models that the run loads: its base, and those of teachers."""
+        return [self.model, *(teacher.model for teacher in self.teachers().values() if teacher.model)]
+
     def adapters(self) -> dict[str, str]:
         """Return the adapters that the run starts from or learns from: key -> path or Hub id."""
-        teachers = self.recover.all_teachers() if self.recover else {}
-        places = {f"recover.{name}.adapter": teacher.adapter for name, teacher in teachers.items()}
+        places = {f"recover.{name}.adapter": teacher.adapter for name, teacher in self.teachers().items()}
         return {key: place for key, place in {"start": self.start, **places}.items() if place}
 
 

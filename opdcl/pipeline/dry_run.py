@@ -15,8 +15,7 @@ from opdcl.model.embedded import EMBEDDED
 from opdcl.model.load import pick_device, pick_dtype
 from opdcl.pipeline.defaults import resolve_for_machine, text_config
 from opdcl.pipeline.plan import Task
-from opdcl.pipeline.preflight import checked_plan
-from opdcl.pipeline.sources import Sources
+from opdcl.pipeline.sources import Sources, checked_plan
 from opdcl.rundir.layout import RunDir
 from opdcl.stages.finetune import planned_steps
 

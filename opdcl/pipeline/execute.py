@@ -18,10 +18,9 @@ from opdcl.console import Output, quiet_libraries
 from opdcl.errors import GateError, Interrupted, UsageError
 from opdcl.pipeline.defaults import describe_automatic, resolve_for_machine
 from opdcl.pipeline.plan import Task, stage_folder
-from opdcl.pipeline.preflight import checked_plan
 from opdcl.pipeline.reuse import copy_finished
 from opdcl.pipeline.session import Session, command_line, steps_done
-from opdcl.pipeline.sources import Sources
+from opdcl.pipeline.sources import Sources, checked_plan
 from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import STATE_OF, RunDir

@@ -56,22 +56,16 @@ def fetch(workflow: Workflow, dry_run: bool, note: Callable[[str], None]) -> lis
     runs = list(expand(workflow, Path(workflow.name)).values())
     needed = dict.fromkeys(pair for run in runs for pair in repositories(run))
     fetched = [_repository(repository, code, dry_run, note) for repository, code in needed]
-    if any(model.id == EMBEDDED for run in runs for model in models(run)):
+    if any(model.id == EMBEDDED for run in runs for model in run.models()):
         source, _ = model_source(ModelConfig(), convert=not dry_run)
         size = sum(f.stat().st_size for f in Path(source).iterdir()) if os.path.isdir(source) else None
         fetched.append(Fetched("model", EMBEDDED, None, size, None, not dry_run))
     return fetched + [_suite_data(run, suite, dry_run, note) for suite, run in suites(runs).items()]
 
 
-def models(workflow: Workflow) -> list[ModelConfig]:
-    """Return the models that a workflow loads: its base, and teachers."""
-    teachers = workflow.recover.all_teachers().values() if workflow.recover else ()
-    return [workflow.model, *(teacher.model for teacher in teachers if teacher.model)]
-
-
 def repositories(workflow: Workflow) -> Iterator[tuple[Repository, bool]]:
     """Yield what a workflow needs from the Hub, and whether its code is needed too."""
-    for model in models(workflow):
+    for model in workflow.models():
         if model.id != EMBEDDED and not os.path.exists(os.path.expanduser(model.id)):
             repository = parse("model", model.id)
             if repository is None:

@@ -1,4 +1,4 @@
-"""What a command reads before it trains: rows, suites, their hashes, and what a run directory holds."""
+"""What a command reads and checks before it trains: rows, suites, their hashes, models, the run directory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from opdcl.data import scoring
 from opdcl.data.rows import Row, load_rows, pinned, source_files
 from opdcl.errors import UsageError
 from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_plan, stage_folder
+from opdcl.pipeline.trackers import check_trackers
 from opdcl.rundir.files import read_json
 from opdcl.rundir.hashes import ADAPTER, file_hash, hash_files
 from opdcl.rundir.layout import RunDir
@@ -133,3 +134,55 @@ def read_records(run: RunDir) -> Records:
             stages[name] = StageRecord(state, checkpoint=checkpoint.name if checkpoint else None)
     files = run.evals.glob("*/*.json")
     return Records(stages, {(f.parent.name, f.stem): read_json(f).get("fingerprint") for f in files})
+
+
+def checked_plan(workflow: Workflow, run: RunDir, sources: Sources) -> list[Task]:
+    """Check the run directory, the data and what the tasks need; return the tasks. Writes nothing."""
+    refuse_foreign(run)
+    sources.check(workflow)
+    tasks = sources.plan(workflow, run)
+    check_tasks(workflow, sources)
+    check_servers(workflow, {task.name for task in tasks if task.action != "skip"})
+    return tasks
+
+
+def refuse_foreign(run: RunDir) -> None:
+    """Refuse a directory that is not a run's, or that links out of itself, so that nothing is overwritten."""
+    hint = "choose another directory with -o"
+    if run.path.exists() and not run.path.is_dir():
+        raise UsageError(f"{run.path} is a file", hint)
+    names = {p.name for p in run.path.iterdir()} if run.path.is_dir() else set()
+    if names - {".lock", "logs"} and not run.is_run():
+        raise UsageError(f"{run.path} exists and is not a run directory", hint)
+    for folder, folders, files in os.walk(run.path):
+        if link := next((p for name in (*folders, *files) if (p := Path(folder, name)).is_symlink()), None):
+            hint = "replace it by what it points to; the run directory itself may be a link"
+            raise UsageError(f"{link} is a symbolic link: what a run writes stays inside its directory", hint)
+
+
+def check_tasks(workflow: Workflow, sources: Sources) -> None:
+    """Check what needs libraries but no weights: the models' locations, trackers, prompts, suites."""
+    from opdcl.model.load import check_exists
+
+    finetune = workflow.finetune
+    for model in workflow.models():
+        check_exists(model)
+    check_trackers(workflow.track)
+    if finetune and finetune.method == "self-distill":
+        from opdcl.stages.finetune import as_distillation
+
+        sources.recovery(as_distillation(finetune, len(sources.rows(finetune.data))))
+    if workflow.eval:
+        for suite in workflow.eval.suites():
+            sources.suite(suite, workflow.eval)
+
+
+def check_servers(workflow: Workflow, unfinished: set[str]) -> None:
+    """Check that every server that the unfinished stages need grants access."""
+    from opdcl.sampling.server import check_access
+
+    servers = [workflow.eval.server] if workflow.eval and "eval" in unfinished else []
+    if workflow.recover and "recover" in unfinished:
+        servers += [workflow.recover.server, *(t.server for t in workflow.teachers().values())]
+    for server in filter(None, servers):
+        check_access(server)

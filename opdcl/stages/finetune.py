@@ -46,11 +46,10 @@ def finetune(
     out: StageDir,
     report: StageReport,
 ) -> None:
-    """Train an adapter on the rows' answers, resuming from the stage's last checkpoint.
+    """Train the adapter in `start`, or a new one, on the rows; resume from the stage's last checkpoint.
 
-    It continues the adapter in `start`, or begins with a new one. Method `self-distill` trains on the
-    student's own completions, graded by an EMA copy of it that sees the reference answer: the recovery loop
-    with another teacher (SDFT, arXiv 2601.19897, algorithm 1).
+    Method `self-distill` is the recovery loop with another teacher: an EMA copy of the student, shown the
+    reference answer, grades the student's completions (SDFT, arXiv 2601.19897, algorithm 1).
     """
     if config.method == "self-distill":
         start = start or out.path / "start"
@@ -58,8 +57,7 @@ def finetune(
             backbone.new_adapter(config.lora, config.seed)
             save_adapter(backbone, start)
         recovery = as_distillation(config, len(rows))
-        source = read_recovery_source(recovery, lambda *_: rows)
-        recover(recovery, source, backbone, start, out, report)
+        recover(recovery, read_recovery_source(recovery, lambda *_: rows), backbone, start, out, report)
         return
     encoded = [e for row in rows for e in encode_example(row, backbone.tokenizer, config.max_length)]
     if start:
@@ -68,16 +66,13 @@ def finetune(
         report.note(f"continuing the adapter of {start}, which keeps its shape")
     else:
         model = backbone.new_adapter(config.lora, config.seed)
-    # By default only where a flash-attention kernel keeps the rows apart.
-    flash = "flash" in (backbone.causal_lm.config._attn_implementation or "")
-    packing = flash if config.packing == "auto" else config.packing == "on"
     steps = planned_steps(config, len(encoded))
     stage = {
         "per_device_train_batch_size": config.batch_size,
         "lr_scheduler_type": "cosine",
         "warmup_steps": math.ceil(steps * 0.05),
         "max_length": config.max_length,
-        "packing": packing,
+        "packing": _packs(config, backbone),
         "completion_only_loss": True,
     }
     lengths = [len(e.input_ids) for e in encoded]
@@ -93,6 +88,11 @@ def finetune(
     )
     callback.run(trainer, out)
     save_adapter(backbone, out.adapter)
+
+
+def _packs(config: FinetuneConfig, backbone: Backbone) -> bool:
+    flash = "flash" in (backbone.causal_lm.config._attn_implementation or "")  # it keeps the rows apart
+    return flash if config.packing == "auto" else config.packing == "on"
 
 
 def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
