@@ -239,9 +239,8 @@ class RecoverConfig(Section):
 
     def source(self, stream: Literal["general", "domain"]) -> str | None:
         """Return the data source of a stream's prompts, or None if there is none."""
-        if stream == "domain":
-            return self.domain
-        return None if self.reward else self.general
+        general = None if self.reward else self.general
+        return self.domain if stream == "domain" else general
 
     def all_teachers(self) -> dict[str, TeacherSection]:
         """Return every teacher by its key."""

@@ -81,9 +81,8 @@ def _prepare(
     stale = [t for t in checked_plan(workflow, run, sources) if t.action == "stale"]
     if stale and not force:
         reasons = "; ".join(f"{t.name} {t.why}" for t in stale)
-        hint = (
-            f"a new directory (-o {run.path}-2), the old settings and files, or --force to redo these stages"
-        )
+        others = "the old settings and files, or --force to redo these stages"
+        hint = f"a new directory (-o {run.path}-2), {others}"
         raise UsageError(f"{run.path} does not hold what this command would make; {reasons}", hint)
     if dead := stack.enter_context(run.lock()):
         output.note(f"took over the lock of process {dead.get('pid')}, which has ended")

@@ -143,7 +143,7 @@ def scores(summary: dict[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def _environment(folder: Path, record: dict[str, Any]) -> Iterator[None]:
-    """Set variables that the user has not set, inside the block only: a process may do several runs."""
+    """Set variables that the user has not set, for the block only: a process may do several runs."""
     defaults = {
         "TENSORBOARD_LOGGING_DIR": str(folder / "tensorboard"),
         "WANDB_DIR": str(folder),
