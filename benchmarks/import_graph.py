@@ -40,7 +40,7 @@ ORDER = (
 )
 # Packages that may import less than their place in the order allows.
 ONLY = {"results": {"rundir", "config", "hub", "sanitize", "errors"}}
-# `opdcl` itself is the public package, which loads the verbs of api lazily; `python -m opdcl` is the command line.
+# `python -m opdcl` is the command line; `opdcl` itself loads the verbs of api lazily.
 ENTRIES = {"__main__"}
 
 

@@ -55,17 +55,15 @@ def commands() -> str:
 
 def settings() -> str:
     """Return all settings with defaults and meanings as Markdown, one table per section."""
-    parts, last = [], None
+    sections: dict[str, list[str]] = {}
     for key, default, meaning in describe_fields():
-        section = key.rpartition(".")[0]
-        if section != last:
-            parts += [
-                "",
-                f"### {section or 'top of the file'}\n",
-                "| key | default | meaning |\n| --- | --- | --- |",
-            ]
-            last = section
-        parts.append(f"| `{key}` | `{_cell(default)}` | {_cell(meaning)} |")
+        value = f"`{_cell(default)}`" if default else ""
+        row = f"| `{key}` | {value} | {_cell(meaning)} |"
+        sections.setdefault(key.rpartition(".")[0], []).append(row)
+    parts = []
+    for section, rows in sections.items():
+        heading = f"### {section or 'top of the file'}\n"
+        parts += ["", heading, "| key | default | meaning |\n| --- | --- | --- |", *rows]
     return "\n".join(parts)
 
 

@@ -1,1 +1,1 @@
-"""The three stages: fine-tune, recover, evaluate. They share results through the run directory only."""
+"""The three stages: fine-tune, recover, evaluate. Each knows only its run directory, not the others."""

@@ -103,7 +103,7 @@ def test_an_arm_that_halts_stops_only_the_arms_that_need_it(family):
     [
         ("arms:\n  ours: {recover: {step: 3}}\n", "arms.ours: unknown key recover.step"),
         ("arms:\n  ../ours: {}\n", "arms"),
-        ("seeds: [1, 1]\n", "named twice"),
+        ("seeds: [1, 1]\n", "a seed is repeated"),
     ],
 )
 def test_invalid_arms_are_refused_before_anything_runs(family, text, message):

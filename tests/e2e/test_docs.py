@@ -145,10 +145,9 @@ def small(words: list[str]) -> list[str]:
         f"{min(float(word), FLAGS[flag]):g}" if flag in FLAGS else word
         for flag, word in pairwise(["", *words])
     ]
-    return [
-        *flagged,
-        *(word for key, value in SMALL.get(words[1], {}).items() for word in ("--set", f"{key}={value}")),
-    ]
+    without_effect = {"recover.steps"} if "recover.method=interpolate" in words else set()
+    sizes = {k: v for k, v in SMALL.get(words[1], {}).items() if k not in without_effect}
+    return [*flagged, *(word for key, value in sizes.items() for word in ("--set", f"{key}={value}"))]
 
 
 def unknown_words(words: list[str]) -> list[str]:

@@ -172,7 +172,7 @@ def test_a_reward_after_recovery(folder):
         "handbook": "tuned",
         "handbook_trained": "tuned",
     }
-    assert any("rewarded by instructions_train" in note for note in summary["notes"])
+    assert any("reward of instructions_train" in note for note in summary["notes"])
     page = (run / "report.md").read_text()
     assert "### Teacher ceiling" in page
     assert "| handbook | tuned |" in page
@@ -187,7 +187,7 @@ def test_a_reward_after_recovery(folder):
         cwd=folder,
     )
     assert refused.returncode == 2
-    assert "learns from instructions" in refused.stderr
+    assert "recover.reward trains on instructions" in refused.stderr
 
 
 def test_a_stronger_model_teaches_a_weaker_one(folder, tiny_model):

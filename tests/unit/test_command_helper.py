@@ -19,11 +19,10 @@ def state() -> dict:
         "words": sys.argv,
         "streams": (sys.stdin, sys.stdout, sys.stderr),
         "signals": [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)],
-        "output": cli.output,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "threads": torch.get_num_threads(),
         "generators": (random.getstate(), torch.get_rng_state().tolist()),
-        "processes": parallel.count(),
+        "workers": parallel.worker_count(),
     }
 
 

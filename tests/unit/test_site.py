@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -10,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import opdcl
+from opdcl.api import Options
 from opdcl.config.reference import describe_fields
 from opdcl.config.shipped import workflow_files
+from opdcl.config.workflow import Workflow
+from opdcl.pipeline.defaults import resolve
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -49,8 +54,12 @@ def strings() -> list[str]:
     return literals
 
 
-def messages() -> list[str]:
-    return re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.M)
+def messages(libraries: bool = False) -> list[str]:
+    """Return the messages that the page lists, of opdcl or of libraries."""
+    own, _, foreign = (
+        (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("## Messages of libraries")
+    )
+    return re.findall(r"^\| `([^`]+)` \|", foreign if libraries else own, re.M)
 
 
 def test_the_page_of_messages_is_parsed():
@@ -61,6 +70,25 @@ def test_the_page_of_messages_is_parsed():
 @pytest.mark.parametrize("message", messages())
 def test_each_listed_message_occurs_in_the_code(message, strings):
     assert any(message in string for string in strings)
+
+
+@pytest.mark.parametrize("message", messages(libraries=True))
+def test_each_listed_exception_has_the_name_and_text_that_its_library_gives_it(message, tmp_path):
+    import safetensors.torch
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    (tmp_path / "damaged.safetensors").write_bytes(b"no tensors here")
+    attempts = {
+        "SafetensorError": lambda: safetensors.torch.load_file(tmp_path / "damaged.safetensors"),
+        "NoMatchingPeftModuleError": lambda: get_peft_model(
+            torch.nn.Sequential(torch.nn.Linear(2, 2)), LoraConfig(target_modules="q_proj,v_proj")
+        ),
+    }
+    name, _, text = message.partition(": ")
+    with pytest.raises(Exception, match=".*".join(map(re.escape, text.split("…")))) as raised:
+        attempts[name]()
+    assert raised.type.__name__ == name
 
 
 def test_a_message_that_is_not_in_the_code_is_noticed(strings):
@@ -82,6 +110,37 @@ def test_the_reference_names_every_command_option_and_setting(hooks):
         words for words, _ in hooks.every_command()
     }
     assert [key for key, *_ in describe_fields() if f"| `{key}` |" not in hooks.settings()] == []
+
+
+def test_the_python_page_names_every_function_and_argument():
+    page = (DOCS / "python.md").read_text(encoding="utf-8")
+    for name in set(opdcl.__all__) - {"__version__"}:
+        row = re.search(rf"^\| `{name}` \|([^|]*)\|", page, re.M)[1]
+        parameters = inspect.signature(getattr(opdcl, name)).parameters
+        assert re.findall(r"`(\w+)`", row) == [p for p in parameters if p != "options"]
+        assert ("and the four below" in row) == ("options" in parameters)
+    assert [option for option in Options.__annotations__ if f"- `{option}" not in page] == []
+
+
+def test_the_page_of_automatic_settings_has_the_numbers_of_the_code():
+    page = (DOCS / "choosing-settings.md").read_text(encoding="utf-8").partition("## Automatic settings")[2]
+    workflow = Workflow.model_validate({"finetune": {"data": "handbook"}, "recover": {}, "eval": {}})
+    rows = re.findall(r"^\| (\d+) \|[^|]*\| ([\de.-]+) \| ([\de.-]+) \| (\d+) \|$", page, re.M)
+    assert [int(hidden) for hidden, *_ in rows] == [576, 2048, 4096]
+    for hidden, *numbers in rows:
+        chosen, _ = resolve(workflow, int(hidden), 2.0, "cpu")
+        assert [float(number) for number in numbers] == [
+            chosen.finetune.learning_rate,
+            chosen.recover.learning_rate,
+            chosen.recover.rollouts,
+        ]
+    on_cpu, on_cuda = (resolve(workflow, 576, 2.0, device)[0] for device in ("cpu", "cuda"))
+    assert f"is {on_cpu.finetune.batch_size} for every model" in page
+    assert (
+        f"{on_cpu.recover.micro_batch_tokens} on a CPU and {on_cuda.recover.micro_batch_tokens} on CUDA"
+        in page
+    )
+    assert f"`eval.batch_size`** {on_cpu.eval.batch_size} and {on_cuda.eval.batch_size}." in page
 
 
 def test_each_recipe_is_printed_and_linked(hooks):

@@ -19,12 +19,16 @@ def reverse_kl(student, teacher, weight, temperature=1.0):
     return graded(student, teacher, weight, temperature).loss
 
 
+def section(kind="reverse_kl", k=5):
+    return LossSection(kind=kind, **({"k": k} if kind == "top_k" else {}))
+
+
 def graded(student, teacher, weight, temperature=1.0, tokens=None, sampler=None, **loss):
     n = len(student)
     tokens = torch.zeros(n, dtype=torch.long) if tokens is None else tokens
     sampler = torch.zeros(n) if sampler is None else sampler
     return token_losses(
-        student, weight, HiddenStates(teacher, weight), tokens, sampler, temperature, LossSection(**loss)
+        student, weight, HiddenStates(teacher, weight), tokens, sampler, temperature, section(**loss)
     )
 
 
@@ -96,11 +100,11 @@ def test_loss_gradient_and_kl_equal_an_independent_reference_at_temperature_0_7(
     shift = torch.tensor([-0.5, -0.1, 0.1, 0.5]).double().repeat(len(student))[: len(student)]
     sampler = (student @ weight.T / 0.7).log_softmax(-1)[torch.arange(len(student)), tokens] + shift
     advantage = torch.tensor([1.0, -1.0, 0.4]).double().repeat(len(student))[: len(student)]
-    section = LossSection(kind="reverse_kl" if kind == "reward" else kind, k=5)
+    loss = section("reverse_kl" if kind == "reward" else kind)
     reward = RewardSection(suite="handbook", clip=0.2, weight=0.5, teacher=0.3) if kind == "reward" else None
     ours, plain = (student.clone().requires_grad_() for _ in range(2))
     result = token_losses(
-        ours, weight, HiddenStates(teacher, weight), tokens, sampler, 0.7, section, reward, advantage
+        ours, weight, HiddenStates(teacher, weight), tokens, sampler, 0.7, loss, reward, advantage
     )
     expected = reference(kind, plain, teacher, weight, 0.7, tokens, sampler, advantage)
     torch.testing.assert_close(result.loss.detach().double(), expected.detach(), atol=1e-5, rtol=1e-4)

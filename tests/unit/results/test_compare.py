@@ -135,7 +135,7 @@ def test_hostile_names_run_nothing_and_break_no_page(hostile, tmp_path):
 
 
 def opdcl_compare(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return opdcl("compare", *args, cwd=cwd, env={"COLUMNS": "80"}, stdin=subprocess.DEVNULL)
+    return opdcl("compare", *args, cwd=cwd, env={"COLUMNS": "80"})
 
 
 def snapshot(folder: Path) -> list[str]:

@@ -217,3 +217,13 @@ def test_a_resumed_validation_remembers_the_best_score_and_how_long_ago_it_was()
     restored = Measurements.restore(rows, kl_score)
     assert (restored.tuned, restored.base) == (kl(4, 0), kl(0, 3))
     assert (restored.best_score, restored.since_best) == (2, 1)
+
+
+def test_the_rate_rises_to_its_peak_and_falls_to_zero(backbone, tuned):
+    rows = run(backbone, tuned, steps=20, validate_every=20, learning_rate=1e-3, health={"watch": False})
+    rates = [row["learning_rate"] for row in rows if "learning_rate" in row]
+    assert len(rates) == 20
+    assert max(rates) == pytest.approx(1e-3)
+    assert rates.index(max(rates)) in (1, 2)  # after a tenth of the steps
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert rates[-1] < 1e-4

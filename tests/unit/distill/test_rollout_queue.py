@@ -1,0 +1,45 @@
+"""The rollout queue: whose settings bound a completion, and what seeds it."""
+
+import pytest
+from helpers.recovering import make_trainer
+
+from opdcl.config.finetune import LoraSection
+from opdcl.training import save_adapter
+
+
+@pytest.fixture
+def queue(backbone, tmp_path):
+    """Return a function that makes the queue of a trainer with these settings."""
+
+    def make(**settings):
+        backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
+        save_adapter(backbone, tmp_path / "tuned")
+        backbone.load_adapter(tmp_path / "tuned", "tuned")
+        backbone.eos_ids = []  # so that every completion runs to its limit
+        return make_trainer(backbone, tmp_path, sample_ahead=1, **settings).queue
+
+    return make
+
+
+def test_domain_completions_have_a_limit_of_their_own(queue):
+    steps = queue(general_per_domain=1, max_new_tokens=6, domain_max_new_tokens=3)
+    general, domain = (steps.take(i).rollouts for i in range(2))
+    assert {len(r.completion_ids) for r in general} == {6}
+    assert {len(r.completion_ids) for r in domain} == {3}
+
+
+def test_the_seed_and_the_step_decide_what_is_sampled(queue):
+    def completions(seed):
+        steps = queue(seed=seed)
+        return [[r.completion_ids for r in steps.take(i).rollouts] for i in range(2)]
+
+    first = completions(1)
+    assert first == completions(1)
+    assert first != completions(2)
+    assert first[0] != first[1]
+
+
+def test_only_what_the_current_weights_sampled_is_fresh(queue):
+    ahead = queue(general_per_domain=3)
+    ahead.config = ahead.config.model_copy(update={"sample_ahead": 2})
+    assert [ahead.take(i).fresh for i in range(3)] == [True, False, True]
