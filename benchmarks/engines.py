@@ -106,7 +106,6 @@ def train(engine: str, options: argparse.Namespace) -> dict:
     from opdcl.config.model import ModelConfig
     from opdcl.config.recover import RecoverConfig
     from opdcl.distill.prompts import read_recovery_source
-    from opdcl.model.adapters import ModelRef
     from opdcl.model.backbone import Backbone
     from opdcl.rundir.files import read_jsonl
     from opdcl.rundir.layout import StageDir
@@ -134,7 +133,7 @@ def train(engine: str, options: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         out = StageDir(Path(folder) / "recover")
         save_adapter(backbone, Path(folder) / "tuned")
-        source, tuned = read_recovery_source(config), ModelRef(model, Path(folder) / "tuned")
+        source, tuned = read_recovery_source(config), Path(folder) / "tuned"
         recover(config, source, backbone, tuned, out, Silent())
         steps = [r for r in read_jsonl(out.metrics) if "tokens" in r]
     tokens = sum(r["tokens"] for r in steps)

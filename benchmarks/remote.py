@@ -29,13 +29,11 @@ import httpx2
 import numpy as np
 import torch
 
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import ModelConfig, ServerSection
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.server import ServerSection
 from opdcl.distill.losses import token_losses
 from opdcl.distill.prompts import encode_stream, read_recovery_source
 from opdcl.distill.teachers import Teacher
-from opdcl.model.adapters import ModelRef
 from opdcl.model.backbone import Backbone
 from opdcl.results.stats import mean
 from opdcl.rundir.environment import machine
@@ -178,14 +176,8 @@ def measure(backbone: Backbone, served: Served, options: argparse.Namespace, fol
         )
         began = time.monotonic()
         out = StageDir(folder / name.replace(" ", "-"))
-        adapters[name] = recover(
-            config,
-            read_recovery_source(config),
-            backbone,
-            ModelRef(ModelConfig(), options.adapter),
-            out,
-            told,
-        ).adapter
+        recover(config, read_recovery_source(config), backbone, options.adapter, out, told)
+        adapters[name] = out.adapter
         seconds[name] = round(time.monotonic() - began, 1)
         outage["notes"] = [note for note in told.notes if "waiting" in note]
     kl = {"tuned": whole_kl(backbone, options.adapter, texts)}

@@ -26,7 +26,6 @@ from opdcl.console import Output
 from opdcl.distill.losses import token_losses
 from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import OpdclError
-from opdcl.model.adapters import ModelRef
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import StageDir
@@ -114,7 +113,7 @@ def case(adapter: Path, sabotage, settings: dict) -> dict:
                     config,
                     read_recovery_source(config),
                     backbone,
-                    ModelRef(base, adapter),
+                    adapter,
                     out,
                     Output("quiet").stage("recover"),
                 )

@@ -25,9 +25,8 @@ import torch
 from remote import Served as Process
 from remote import Told
 
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import ModelConfig, ServerSection
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.server import ServerSection
 from opdcl.config.workflow import Workflow
 from opdcl.data.suites import load_suite
 from opdcl.distill.make_teacher import reach_server

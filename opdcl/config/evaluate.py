@@ -6,8 +6,8 @@ import re
 
 from pydantic import field_validator
 
+from opdcl.config.model import ServerSection
 from opdcl.config.section import Auto, Names, Positive, Sampler, Section
-from opdcl.config.server import ServerSection
 
 
 class EvalConfig(Section):
@@ -16,27 +16,24 @@ class EvalConfig(Section):
     unused = (("sampler", lambda s: s.server is not None, "with server: the server decodes"),)
 
     retention: Names = ["instructions"]
-    """Suites of abilities that must not be lost: `instructions` (shipped), `ifeval`, or any generative
-    lm-eval task."""
+    """Suites of abilities to keep: `instructions` (shipped), `ifeval`, or any generative lm-eval task."""
     domain: Names = []
-    """Suites of what was to be learned: `handbook` (shipped), or any generative lm-eval task."""
+    """Suites of the domain: `handbook` (shipped), or any generative lm-eval task."""
     control: Names = []
-    """Suites that are reported but have no part in the verdict, such as `neighbours`."""
+    """Suites that are reported but do not count in the verdict, such as `neighbours`."""
     data: dict[str, str] = {}
     """Local files: SUITE: PATH replaces a suite's Hub dataset, such as `{ifeval: input_data.jsonl}`. Under a
     new name, a question-and-answer file becomes a closed-book suite."""
     limit: Positive | None = None
     """Evaluate only the first N documents of each suite."""
     max_new_tokens: Positive | None = None
-    """Maximum answer length in tokens; a suite's own limit still applies where it is lower. Default for
-    question files: 96."""
+    """Maximum answer length in tokens; a lower limit of the suite still applies. Question files: 96."""
     batch_size: Positive | Auto = "auto"
     """Number of answers decoded together. `auto`: 320 on CPU, 256 on CUDA."""
     sampler: Sampler = "auto"
     """Decoding engine: our own `slab`, or transformers' `generate` or `continuous` batching."""
     server: ServerSection | None = None
-    """Server that decodes instead of this process. It must load adapters and read the run directory, as
-    `opdcl serve RUN` does."""
+    """Server that decodes. It must load adapters and read the run directory, as `opdcl serve RUN` does."""
     seed: int = 0
     """Seed of the bootstrap for the confidence intervals."""
 
@@ -45,9 +42,8 @@ class EvalConfig(Section):
     def _names_stay_inside_the_run(cls, value: list[str] | dict[str, str]) -> list[str] | dict[str, str]:
         # A suite's name is the name of its result files.
         if bad := [name for name in value if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name)]:
-            raise ValueError(
-                f"{bad[0]!r} is not a suite name: use letters, digits, dots, hyphens and underscores"
-            )
+            rule = "use letters, digits, dots, hyphens and underscores"
+            raise ValueError(f"{bad[0]!r} is not a suite name: {rule}")
         return value
 
     def suites(self) -> dict[str, str]:

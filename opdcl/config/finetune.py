@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from opdcl.config.loss import LossKind, LossSection
 from opdcl.config.section import Auto, Count, Positive, Rate, Section, Share
+from opdcl.config.teacher import LossKind, LossSection
 from opdcl.config.trainer_fields import check_trainer
 
 
@@ -36,21 +36,19 @@ class SelfDistillLoss(LossSection):
 
 
 class SelfDistillSection(Section):
-    """Self-distillation: the student answers; an EMA copy of it, shown the reference answer, grades the
-    result."""
+    """Self-distillation: an EMA copy of the student, shown the reference answer, grades its answers."""
 
     context: str = "{prompt}\n\nA good answer would be: {answer}\n\nAnswer in your own words."
     """Text that the teacher sees in place of the last user message."""
     rate: Share = 0.05
-    """Fraction of the distance to the student that the teacher moves per step; 0 keeps it at the initial
-    model."""
+    """Fraction of the distance to the student that the teacher moves per step; 0 keeps it as it starts."""
     loss: SelfDistillLoss = SelfDistillLoss()
     """Loss and its parameters."""
     max_new_tokens: Positive = 64
     """Maximum completion length, in tokens."""
     skip_tokens: Count = 0
-    """Number of tokens at the start of each completion to leave out of the loss, where a teacher that has
-    seen the answer tends to show it."""
+    """Tokens at the start of each completion to leave out of the loss, where a teacher that has seen the
+    answer tends to show it."""
 
     @model_validator(mode="after")
     def _can_teach(self) -> SelfDistillSection:
@@ -66,17 +64,13 @@ class FinetuneConfig(Section):
 
     unused = (
         ("self_distill", lambda s: s.method == "sft", "unless finetune.method is self-distill"),
-        (
-            "max_length packing",
-            lambda s: s.method == "self-distill",
-            "with method self-distill, which samples",
-        ),
+        ("max_length packing", lambda s: s.method != "sft", "with method self-distill, which samples"),
     )
 
     method: Literal["sft", "self-distill"] = "sft"
-    """`sft`: imitate the rows' answers; only answer tokens count in the loss. `self-distill`: sample answers
-    and grade them by a copy of the model that sees the reference answer. This forgets less, but needs a model
-    that can learn from an example in its context (arXiv 2601.19897)."""
+    """`sft`: imitate the rows' answers; only answer tokens count in the loss. `self-distill`: sample answers,
+    graded by a copy of the model that sees the reference answer. This forgets less, but needs a model that
+    can learn from an example in its context (arXiv 2601.19897)."""
     data: str = Field(min_length=1)
     """`handbook` (shipped), a JSONL, CSV or Parquet file, a folder of documents, or a Hub dataset:
     `owner/name@revision`."""
@@ -93,8 +87,7 @@ class FinetuneConfig(Section):
     max_length: Positive = 1024
     """Maximum row length in tokens. Longer rows are refused; plain text is split into pieces of this size."""
     packing: Literal["auto", "on", "off"] = "auto"
-    """Put several rows into one sequence. `auto`: only where a flash-attention kernel keeps the rows
-    apart."""
+    """Put several rows into one sequence. `auto`: only where a flash-attention kernel keeps them apart."""
     save_steps: Positive = 50
     """Optimizer steps between checkpoints."""
     seed: int = 0

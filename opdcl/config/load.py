@@ -14,13 +14,14 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from opdcl.config.explain import error_key, explain
+from opdcl.config.reference import error_key, explain
 from opdcl.config.shipped import find_workflow
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 from opdcl.sanitize import redact
 
 MAX_BYTES = 1_000_000
+QUOTE = "put it in quotes to make it text"
 
 # Names of shipped models and data, which are not file names.
 ALIASES = ("smollm2-135m", "handbook", "handbook/staff", "handbook/site", "everyday")
@@ -29,17 +30,9 @@ FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".parquet", ".gguf", ".txt
 
 # Settings that may name a file; relative paths start at the workflow file's folder.
 PATH_FIELDS = (
-    "model.id",
-    "start",
-    "finetune.data",
-    "recover.general",
-    "recover.domain",
-    "eval.data.*",
-    "recover.*_teacher.model.id",
-    "recover.*_teacher.adapter",
-    "recover.teachers.*.model.id",
-    "recover.teachers.*.adapter",
-    "recover.teachers.*.prompts",
+    *("model.id", "start", "finetune.data", "recover.general", "recover.domain", "eval.data.*"),
+    *("recover.*_teacher.model.id", "recover.*_teacher.adapter"),
+    *("recover.teachers.*.model.id", "recover.teachers.*.adapter", "recover.teachers.*.prompts"),
 )
 
 
@@ -72,18 +65,23 @@ def _override(
 ) -> tuple[Workflow, dict[str, str]]:
     """Apply overrides to a tree; settings below them that lose their effect return to their defaults."""
     own = _keys_without_effect(tree)
+    values: list[tuple[str, Any, str]] = []
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key.strip():
             raise UsageError(f"--set {override!r} is not KEY=VALUE", "--set recover.steps=60")
-        _assign(tree, key.strip().split("."), _parse_value(text, key), key)
-        origins[key.strip()] = "--set"
-        own.add(key.strip())
-    for key, value in flags.items():
-        if value is not None:
-            _assign(tree, key.split("."), value, key)
-            origins[key] = "flag"
-            own.add(key)
+        values.append((key.strip(), _parse_value(text, key), "--set"))
+    values += [(key, value, "flag") for key, value in flags.items() if value is not None]
+    for key, value, origin in values:
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+            if not isinstance(node, dict):
+                raise UsageError(f"{key}: {section} is a value, not a section", "opdcl config schema")
+        node[name] = value
+        origins[key] = origin
+        own.add(key)
     return validate(tree, origins, own), origins
 
 
@@ -95,15 +93,13 @@ def validate(
     Args:
         tree: The settings. Changed where an inherited setting returns to its default.
         origins: Key -> file and line, for the error message.
-        own: Keys that are not inherited from a lower layer. An inherited setting without an effect returns to
-            its default; any other is an error. Default: all keys.
+        own: Keys set in the topmost layer; default: all. A setting without an effect is an error among these;
+            any other returns to its default.
     """
     for key, value in flatten(tree).items():
         if isinstance(value, str) and redact(value) != value:
-            raise UsageError(
-                f"{key} looks like a secret, and a run stores its configuration on disk",
-                "put it into the environment, for instance as HF_TOKEN: that is never stored",
-            )
+            hint = "put it into the environment, for instance as HF_TOKEN: that is never stored"
+            raise UsageError(f"{key} looks like a secret, and a run stores its configuration on disk", hint)
     while own is not None and (inherited := [k for k in _keys_without_effect(tree) if not _is_in(k, own)]):
         for key in inherited:
             *sections, name = key.split(".")
@@ -139,13 +135,11 @@ def _read(file: Path) -> dict:
     try:
         content = file.read_bytes()
     except OSError as fault:
-        raise UsageError(
-            f"could not read {file}: {fault.strerror}", "check the path and its permissions"
-        ) from fault
+        hint = "check the path and its permissions"
+        raise UsageError(f"could not read {file}: {fault.strerror}", hint) from fault
     if len(content) > MAX_BYTES:
-        raise UsageError(
-            f"{file} is {len(content)} bytes; a workflow has at most {MAX_BYTES}", "is it the right file?"
-        )
+        message = f"{file} is {len(content)} bytes; a workflow has at most {MAX_BYTES}"
+        raise UsageError(message, "is it the right file?")
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as fault:
@@ -166,9 +160,8 @@ def _parse(text: str, where: str) -> Any:
     except MarkedYAMLError as fault:
         mark = fault.problem_mark or fault.context_mark
         line = f":{mark.line + 1}" if mark else ""
-        raise UsageError(
-            f"{where}{line}: {fault.problem or fault.context}", "fix the YAML at that line"
-        ) from fault
+        message = f"{where}{line}: {fault.problem or fault.context}"
+        raise UsageError(message, "fix the YAML at that line") from fault
     except (YAMLError, ValueError, RecursionError) as fault:
         first = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
         raise UsageError(f"{where}: {first}", "fix the YAML") from fault
@@ -191,7 +184,7 @@ def _parse_value(text: str, key: str) -> Any:
     try:
         return _plain(_parse(text, f"--set {key}")) if text.strip() else text
     except ValueError as fault:
-        raise UsageError(f"--set {key}: {fault}", "put it in quotes to make it text") from fault
+        raise UsageError(f"--set {key}: {fault}", QUOTE) from fault
 
 
 def _plain(value: Any) -> Any:
@@ -221,19 +214,13 @@ def _merge(tree: dict, origins: dict, new: Any, file: Path, prefix: str = "") ->
             try:
                 value = _plain(value)
             except ValueError as fault:
-                raise UsageError(
-                    f"{file}:{line}: {name}: {fault}", "put it in quotes to make it text"
-                ) from fault
-            if isinstance(value, str) and _may_name_a_file(name.split(".")):
+                raise UsageError(f"{file}:{line}: {name}: {fault}", QUOTE) from fault
+            keys = name.split(".")
+            field = ".".join(keys[2:] if keys[0] == "arms" else keys)
+            if isinstance(value, str) and any(fnmatch.fnmatchcase(field, p) for p in PATH_FIELDS):
                 value = _from_folder(value, file.parent)
             tree[str(key)] = value
             origins[name] = f"{file}:{line}"
-
-
-def _may_name_a_file(keys: list[str]) -> bool:
-    if keys[0] == "arms":
-        keys = keys[2:]
-    return any(fnmatch.fnmatchcase(".".join(keys), pattern) for pattern in PATH_FIELDS)
 
 
 def _from_folder(value: str, folder: Path) -> str:
@@ -248,22 +235,10 @@ def _from_folder(value: str, folder: Path) -> str:
         return value  # NUL and lone surrogates occur in no file name
 
 
-def _assign(tree: dict, keys: list[str], value: Any, full_key: str) -> None:
-    for key in keys[:-1]:
-        node = tree.setdefault(key, {})
-        if not isinstance(node, dict):
-            raise UsageError(f"{full_key}: {key} is a value, not a section", "opdcl config schema")
-        tree = node
-    tree[keys[-1]] = value
-
-
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a nested mapping as dotted key -> value."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= (
-            flatten(value, f"{prefix}{key}.")
-            if isinstance(value, dict) and value
-            else {f"{prefix}{key}": value}
-        )
+        is_section = isinstance(value, dict) and value
+        flat |= flatten(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
     return flat

@@ -1,12 +1,12 @@
-"""Settings of a model."""
+"""Settings of a model, loaded here or on a server."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from opdcl.config.section import Section
+from opdcl.config.section import Positive, Section
 
 
 class ModelConfig(Section):
@@ -17,8 +17,7 @@ class ModelConfig(Section):
     revision: str | None = None
     """Hub revision to pin."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of weights and computation. `auto`: bfloat16 where the hardware computes in it, else
-    float32."""
+    """Precision of weights and computation. `auto`: bfloat16 where the hardware has it, else float32."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     trust_remote_code: bool = False
@@ -27,3 +26,21 @@ class ModelConfig(Section):
     """Use only kernels that repeat bit for bit. CPU kernels always do; on CUDA this costs speed."""
     shard: bool = False
     """Shard the frozen layers over all processes (FSDP2). Has no effect with one process."""
+
+
+class ServerSection(Section):
+    """A model server that returns log-probabilities of prompt tokens, such as vLLM. Its API key is read from
+    the environment variable `OPDCL_SERVER_KEY`."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^/@\s]+(/\S*)?$")]
+    """OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1."""
+    model: str | None = None
+    """Name of the model on the server. Default: the only one it serves."""
+    top_k: Positive = 20
+    """Number of likeliest tokens to request per position. vLLM's default limit is 20."""
+    concurrency: Positive = 16
+    """Maximum number of requests in flight."""
+    timeout: Annotated[float, Field(gt=0)] = 300
+    """Request timeout, in seconds."""
+    patience: Annotated[float, Field(gt=0)] = 600
+    """How long to wait for an unreachable server, in seconds."""

@@ -6,10 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from opdcl.config.loss import LossSection
+from opdcl.config.model import ServerSection
 from opdcl.config.section import Auto, Count, Positive, Rate, Sampler, Section, Share
-from opdcl.config.server import ServerSection
-from opdcl.config.teacher import TEACHER_NAME, NamedTeacher, TeacherSection
+from opdcl.config.teacher import TEACHER_NAME, LossSection, NamedTeacher, TeacherSection
 from opdcl.config.trainer_fields import check_trainer
 
 
@@ -28,11 +27,9 @@ class HealthSection(Section):
     watch: bool = True
     """Watch every step. When false, only `teacher_entropy` is checked, at each validation."""
     patience: Positive = 3
-    """Consecutive steps of a stream beyond a limit until the learning rate is halved; after as many more the
-    run halts."""
+    """Steps of a stream in a row beyond a limit that halve the learning rate; as many more halt the run."""
     teacher_entropy: Annotated[float, Field(gt=0)] = 6.0
-    """Maximum teacher entropy, in nats. A healthy instruct model stays near 3 on its own text; a broken one
-    guesses."""
+    """Maximum teacher entropy, in nats. A healthy instruct model stays near 3 on its own text."""
     student_entropy: Annotated[float, Field(ge=0)] = 0.02
     """Minimum student entropy on general prompts, in nats. Below it the student always says the same."""
     truncated_excess: Annotated[float, Field(gt=0)] = 0.5
@@ -47,11 +44,10 @@ class HealthSection(Section):
     """Maximum gradient norm before clipping."""
     overlap: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Minimum share of base's 16 likeliest tokens that are among the student's, on held-out general texts.
-    The run halts at once when the share is below this and below half of its first value: the two then no
-    longer use the same words (arXiv 2604.13016)."""
+    Below this and below half of its first value, the run halts at once (arXiv 2604.13016)."""
     kl_growth: Annotated[float, Field(gt=1)] = 1.5
-    """Maximum ratio of held-out KL, both streams added, to its first value. The run halts at once when KL is
-    above this and also more than 0.5 nats above its first value."""
+    """Maximum ratio of held-out KL, both streams added, to its first value. Above this and more than 0.5 nats
+    above its first value, the run halts at once."""
 
 
 class UntilSection(Section):
@@ -60,11 +56,9 @@ class UntilSection(Section):
     unused = (("domain_floor", lambda s: s.retention is None, "unless until.retention is set"),)
 
     retention: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Stop once this share of tuned's initial general KL is gone and the domain is at least at
-    `domain_floor`."""
+    """Stop once this share of the initial general KL is gone and the domain is at `domain_floor` or above."""
     domain_floor: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Share of the domain that must be kept for `retention` to stop the run, as each validation prints it: 1
-    is tuned, 0 is base."""
+    """Share of the domain needed for `retention` to stop the run: 1 is tuned, 0 is base."""
     rollouts: Positive | None = None
     """Stop after this many completions, both streams together."""
     patience: Positive | None = None
@@ -72,9 +66,8 @@ class UntilSection(Section):
 
 
 class RewardSection(Section):
-    """A verifiable reward in addition to the teacher: a suite's own scorer rates each completion relative to
-    the others on the same prompt (GRPO, arXiv 2402.03300). The suite's documents then replace the general
-    prompts."""
+    """A verifiable reward besides the teacher: a suite's scorer rates each completion relative to the others
+    on its prompt (GRPO, arXiv 2402.03300). The suite's documents replace the general prompts."""
 
     unused = (("clip", lambda s: s.weight == 0, "when reward.weight is 0"),)
 
@@ -89,39 +82,33 @@ class RewardSection(Section):
     weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the reward's loss. With 0 the reward only chooses what a teacher with `context` is shown."""
     clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """How far a token's probability ratio may move before the reward stops pushing it (PPO, arXiv
-    1707.06347)."""
+    """How far a token's probability ratio may move before the reward stops pushing it (arXiv 1707.06347)."""
 
 
-def _only_scales(recover: RecoverConfig) -> bool:
-    return recover.method == "interpolate"
+# Method -> settings without effect, and why.
+UNUSED_BY = {
+    "interpolate": ("warm_start lmbda steps trainer", "which trains nothing"),
+    "replay": ("loss.kind lmbda", "which imitates the teachers' answers"),
+    "general": ("general_per_domain", "which has no domain steps"),
+}
+
+
+def _needs_no_loss(recover: RecoverConfig) -> bool:
+    # With a teacher on a server, the loss still says which log-probabilities to request.
+    served = any(teacher.server for teacher in recover.all_teachers().values())
+    return recover.method == "interpolate" and not served
 
 
 class RecoverConfig(Section):
     """Recovery by on-policy distillation: the student samples, and a teacher grades every token."""
 
     unused = (
-        ("warm_start lmbda steps trainer", _only_scales, "with method interpolate, which trains nothing"),
-        # With a teacher on a server the loss still says which log-probabilities are asked for.
-        (
-            "loss",
-            lambda s: _only_scales(s) and not any(t.server for t in s.all_teachers().values()),
-            "with method interpolate, which trains nothing",
-        ),
+        *((k, lambda s, m=m: s.method == m, f"with method {m}, {why}") for m, (k, why) in UNUSED_BY.items()),
+        ("loss", _needs_no_loss, "with method interpolate, which trains nothing"),
         (
             "alpha",
-            lambda s: not _only_scales(s),
+            lambda s: s.method != "interpolate",
             "unless method is interpolate; to start nearer to base, use warm_start",
-        ),
-        (
-            "loss.kind lmbda",
-            lambda s: s.method == "replay",
-            "with method replay, which imitates the teachers' answers",
-        ),
-        (
-            "general_per_domain",
-            lambda s: s.method == "general",
-            "with method general, which has no domain steps",
         ),
         ("general", lambda s: s.reward is not None, "with reward, whose suite has the general prompts"),
         ("sampler", lambda s: s.server is not None, "with server: the server samples"),
@@ -142,8 +129,7 @@ class RecoverConfig(Section):
     domain_teacher: TeacherSection = TeacherSection(kind="tuned")
     """Teacher that grades domain prompts."""
     teachers: dict[Annotated[str, Field(pattern=TEACHER_NAME)], NamedTeacher] = {}
-    """Further teachers by name, such as specialists. Each grades its own `prompts` and those whose `teacher`
-    field names it."""
+    """Further teachers by name. Each grades its own `prompts` and those whose `teacher` field names it."""
     reward: RewardSection | None = None
     """Verifiable reward for general completions, in addition to the teacher."""
     steps: Positive = 72
@@ -160,25 +146,24 @@ class RecoverConfig(Section):
     lmbda: Share = 1.0
     """Share of steps on the student's own completions; the other steps use the teacher's."""
     teacher_first: Count = 9
-    """Number of general steps at the start that use the teacher's answers: a terse student learns little from
-    its own."""
+    """First general steps, which use the teacher's answers: a terse student learns little from its own."""
     sample_ahead: Positive = 3
-    """Steps of a stream sampled at once. 1 is strictly on-policy; more fills the hardware, and lets long
+    """Steps of a stream sampled at once. 1 is strictly on-policy; more use the hardware better, and let long
     completions continue beside the next ones."""
     max_new_tokens: Positive = 128
     """Maximum length of general completions, in tokens."""
     domain_max_new_tokens: Positive | None = None
     """Maximum length of domain completions, in tokens. Default: `max_new_tokens`."""
     warm_start: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Factor by which the tuned adapter is scaled before the first step. Below 1 it starts nearer to base, at
-    the domain's expense."""
+    """Factor on the tuned adapter before the first step. Below 1 it starts nearer to base, at the domain's
+    expense."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Softmax temperature: of all sampling, and of student and teacher in the loss and in held-out KL."""
     sampler: Sampler = "auto"
     """Sampling engine: our own `slab`, or transformers' `generate` or `continuous` batching."""
     server: ServerSection | None = None
-    """Server that samples the student's completions instead of this process. It must load adapters and read
-    the run directory, as `opdcl serve RUN` does."""
+    """Server that samples the student's completions. It must load adapters and read the run directory, as
+    `opdcl serve RUN` does."""
     loss: LossSection = LossSection()
     """Loss and its parameters."""
     learning_rate: Rate | Auto = "auto"
@@ -228,15 +213,13 @@ class RecoverConfig(Section):
         length = self.max_new_tokens if name == "general_teacher" else domain
         if teacher.skip_tokens >= length:
             raise ValueError(f"{name}.skip_tokens must be less than the maximum completion length ({length})")
-        if teacher.reads_feedback and not (self.reward and name == "general_teacher"):
+        if "{feedback}" in (teacher.context or "") and not (self.reward and name == "general_teacher"):
             raise ValueError(
                 f"{name}.context: {{feedback}} needs reward, and only general_teacher receives it"
             )
-        if teacher.server is None:
-            return
-        k = teacher.server.top_k
+        k = teacher.server.top_k if teacher.server else 0
         known = self.loss.kind == "policy_gradient" or (self.loss.kind == "top_k" and self.loss.k <= k)
-        if not known or self.temperature != 1:
+        if teacher.server and not (known and self.temperature == 1):
             raise ValueError(
                 f"{name} is on a server, which returns log-probabilities of the sampled token and the {k} "
                 f"likeliest at temperature 1: use loss.kind policy_gradient, or top_k with loss.k at most {k}"
@@ -256,9 +239,8 @@ class RecoverConfig(Section):
 
     def source(self, stream: Literal["general", "domain"]) -> str | None:
         """Return the data source of a stream's prompts, or None if there is none."""
-        if stream == "domain":
-            return self.domain
-        return None if self.reward else self.general
+        general = None if self.reward else self.general
+        return self.domain if stream == "domain" else general
 
     def all_teachers(self) -> dict[str, TeacherSection]:
         """Return every teacher by its key."""

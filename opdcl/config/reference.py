@@ -1,28 +1,60 @@
-"""The schema as a table: every key with its default and meaning."""
+"""The schema in words: a table of all keys, and validation errors with key, file, line and a hint."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from opdcl.config.workflow import Workflow
+from opdcl.errors import UsageError
+
+JSD = "use loss.kind reverse_kl or forward_kl"
+
+# Removed or renamed keys (their end) and values -> what does the job now, or why they went.
+REMOVED_KEYS = {
+    "loss.beta": f"the loss jsd was removed; {JSD}",
+    "loss.rescaled": f"the loss jsd was removed; {JSD}",
+    "loss.unsure_above": f"the loss entropy_switched was removed; {JSD}",
+    "loss.discount": "discounted advantages were removed; policy_gradient credits each token with its own",
+    "loss.cap": "use trainer.max_grad_norm or a lower learning_rate against outliers",
+}
+REMOVED_VALUES = {"jsd": JSD, "entropy_switched": JSD}
+
+# Plain words, with the values of the error's context -> Pydantic's error types.
+WORDS = {
+    "an integer": "int_type int_parsing int_from_float",
+    "a number": "float_type float_parsing",
+    "a finite number": "finite_number",
+    "true or false": "bool_type bool_parsing",
+    "text": "string_type",
+    "valid text": "string_unicode",
+    "text that is not empty": "string_too_short",
+    "text of the form {pattern}": "string_pattern_mismatch",
+    "a list": "list_type",
+    "a mapping": "dict_type",
+    "a section of settings": "model_type model_attributes_type",
+    "greater than {gt:g}": "greater_than",
+    "at least {ge:g}": "greater_than_equal",
+    "less than {lt:g}": "less_than",
+    "at most {le:g}": "less_than_equal",
+    "{expected}": "literal_error",
+}
 
 
 def describe_fields(
     section: type[BaseModel] = Workflow, prefix: str = "", default_section: BaseModel | None = None
 ) -> list[list[str]]:
-    """Return key, default and meaning of every field; defaults are those of `default_section` where there is
-    one."""
+    """Return key, default and meaning of every field; `default_section` may give other defaults."""
     rows = []
     for name, field in section.model_fields.items():
         default = getattr(default_section, name) if default_section else field.default
         if inner := section_of(field.annotation):
-            rows += describe_fields(
-                inner, f"{prefix}{name}.", default if isinstance(default, BaseModel) else None
-            )
+            defaults = default if isinstance(default, BaseModel) else None
+            rows += describe_fields(inner, f"{prefix}{name}.", defaults)
         else:
             default = "required" if default is PydanticUndefined else str(default)
             rows.append([f"{prefix}{name}", default, " ".join((field.description or "").split())])
@@ -53,3 +85,61 @@ def schema_path(path: Sequence[int | str]) -> tuple[list[str], list[str]]:
             keys.append(str(parts.pop(0)))
     keys += [str(part) for part in parts if isinstance(part, int)]
     return keys, list(section.model_fields) if section else []
+
+
+def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
+    """Return one error with a line for each wrong setting, in the order of the schema."""
+    lines: dict[str, str] = {}
+    expected: dict[str, list[str]] = {}
+    hint = "opdcl config schema lists every key"
+    for error in fault.errors():
+        key, siblings = error_key(error)
+        where = _origin(key, origins)
+        context = error.get("ctx", {})
+        if error["type"] == "extra_forbidden":
+            reason = next((why for end, why in REMOVED_KEYS.items() if key.endswith(end)), "")
+            hint = reason or _similar_key(key, error["input"], siblings) or hint
+            lines[key] = f"unknown key {key}{where}{': ' if reason else ''}{reason}"
+        elif error["type"] == "missing":
+            lines[key] = f"{key} is required{where}"
+        elif error["type"] in ("no_effect", "trainer"):
+            hint = context.get("hint") or "remove the setting"
+            lines[key] = f"{key} {error['msg']}{where}"
+        elif words := next((words for words, types in WORDS.items() if error["type"] in types.split()), ""):
+            removed = REMOVED_VALUES.get(error["input"]) if isinstance(error["input"], str) else None
+            expected.setdefault(key, []).append(words.format(**context))
+            kinds = " or ".join(dict.fromkeys(expected[key]))
+            lines[key] = f"{key}: must be {kinds} (got {_brief(error['input'])}{where})"
+            lines[key] += f": {error['input']} was removed; {removed}" if removed else ""
+        else:
+            message = error["msg"].removeprefix("Value error, ")
+            got = "" if isinstance(error["input"], dict) else f"got {_brief(error['input'])}"
+            details = f"{got}{where}".removeprefix(", ")
+            lines[key] = f"{key}: {message}" + (f" ({details})" if details else "")
+    return UsageError("\n".join(lines.values()), hint)
+
+
+def error_key(error: Any) -> tuple[str, list[str]]:
+    """Return the dotted key that an error is about, and the fields of its section."""
+    keys, siblings = schema_path(error["loc"])
+    return ".".join([*keys, *([error["ctx"]["key"]] if "key" in error.get("ctx", {}) else [])]), siblings
+
+
+def _origin(key: str, origins: dict[str, str]) -> str:
+    parts = key.split(".")
+    sections = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((f", {origins[name]}" for name in sections if name in origins), "")
+
+
+def _similar_key(key: str, value: Any, siblings: list[str]) -> str:
+    """Suggest the same key in another section, or the most similar one in the same section."""
+    section, _, name = key.rpartition(".")
+    typed = f"{name}.{next(iter(value))}" if isinstance(value, dict) and value else name
+    elsewhere = [k for k, *_ in describe_fields() if k.endswith(f".{typed}")]
+    near = [f"{section}.{n}".strip(".") for n in difflib.get_close_matches(name, siblings, 1, 0.5)]
+    return f"did you mean {' or '.join(elsewhere[:3] or near)}?" if elsewhere or near else ""
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 Sampler = Literal["auto", "slab", "generate", "continuous"]
-Auto = Literal["auto"]
-"""A number that `opdcl.pipeline.defaults` derives from the model and the device."""
+if TYPE_CHECKING:
+    Auto: TypeAlias = Any  # `opdcl.pipeline.defaults` puts a number in its place before a stage reads it
+else:
+    Auto = Literal["auto"]
 
 # Strict: `true` is not 1, and '3' is not 3.
 Positive = Annotated[int, Field(gt=0, strict=True)]
@@ -42,15 +43,13 @@ class Section(BaseModel):
         for keys, has_no_effect, reason in self.unused:
             for key in keys.split():
                 if has_no_effect(self) and self._differs(key):
-                    raise PydanticCustomError(
-                        "no_effect", "has no effect {reason}", {"key": key, "reason": reason}
-                    )
+                    context = {"key": key, "reason": reason}
+                    raise PydanticCustomError("no_effect", "has no effect {reason}", context)
         return self
 
     def _differs(self, key: str) -> bool:
         """Whether a dotted key differs from its default; stored runs name all keys."""
-        *path, name = key.split(".")
-        section: Any = functools.reduce(lambda node, part: getattr(node, part, None), path, self)  # type: ignore
-        if section is None:
-            return False
-        return bool(getattr(section, name) != type(section).model_fields[name].default)
+        section_name, _, name = key.rpartition(".")
+        section = getattr(self, section_name) if section_name else self
+        default = type(section).model_fields[name].default if section else None
+        return section is not None and bool(getattr(section, name) != default)

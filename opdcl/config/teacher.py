@@ -1,4 +1,4 @@
-"""Settings of a teacher."""
+"""Settings of a teacher, and of the loss against it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import ModelConfig, ServerSection
 from opdcl.config.section import Count, Positive, Section, Share
-from opdcl.config.server import ServerSection
 
+LossKind = Literal["reverse_kl", "forward_kl", "top_k", "policy_gradient", "cross_entropy"]
 TEACHER_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,31}$"
 
 
 class TeacherSection(Section):
-    """Who grades a stream."""
+    """The teacher that grades a stream."""
 
     unused = (
         ("rate every", lambda s: s.kind != "ema", "unless kind is ema"),
@@ -44,13 +44,8 @@ class TeacherSection(Section):
     need answers. With a reward, `{answer}` is the best completion of the group and only the worse ones are
     graded with it; `{feedback}` is the scorer's comment on the graded completion (arXiv 2601.20802)."""
     skip_tokens: Count = 0
-    """Number of tokens at the start of each completion to leave out of the loss, where a teacher with
-    `context` tends to show that it has seen the answer."""
-
-    @property
-    def reads_feedback(self) -> bool:
-        """Whether the scorer's feedback is part of the context."""
-        return "{feedback}" in (self.context or "")
+    """Tokens at the start of each completion to leave out of the loss, where a teacher with `context` tends
+    to show that it has seen the answer."""
 
     @property
     def begins_as_tuned(self) -> bool:
@@ -79,3 +74,18 @@ class NamedTeacher(TeacherSection):
 
     prompts: Annotated[str, Field(min_length=1)] | None = None
     """Further domain prompts, all graded by this teacher."""
+
+
+class LossSection(Section):
+    """The loss of a graded token."""
+
+    unused = (("k", lambda s: s.kind != "top_k", "unless kind is top_k"),)
+
+    kind: LossKind = "reverse_kl"
+    """Divergence between student and teacher. `reverse_kl` and `forward_kl` compare whole distributions,
+    `top_k` the teacher's likeliest tokens; `policy_gradient` and `cross_entropy` use only the sampled
+    token."""
+    k: Positive = 100
+    """`top_k`: number of the teacher's likeliest tokens that are compared one by one."""
+    unfinished: Share = 1.0
+    """Loss weight of truncated completions; 0 drops them."""

@@ -76,29 +76,29 @@ INSTEAD = {
 }
 
 
-def check_trainer(stage: str, given: dict[str, Any]) -> None:
+def check_trainer(stage: str, fields: dict[str, Any]) -> None:
     """Refuse a trainer field without an effect in a stage, and a value of the wrong type.
 
     Raises:
         PydanticCustomError: Its context names the key, and holds a hint.
     """
     allowed = ALLOWED[stage]
-    for name, value in given.items():
-        if reason := _fault(stage, name, value, given):
+    for name, value in fields.items():
+        if reason := _fault(stage, name, value, fields):
             near = [] if name in allowed else difflib.get_close_matches(name, allowed, 1, 0.75)
             hint = f"did you mean trainer.{near[0]}?" if near else f"allowed: {', '.join(allowed)}"
             context = {"key": f"trainer.{harmless(name)}", "reason": reason, "hint": hint}
             raise PydanticCustomError("trainer", "{reason}", context)
 
 
-def _fault(stage: str, name: str, value: Any, given: dict[str, Any]) -> str:
+def _fault(stage: str, name: str, value: Any, fields: dict[str, Any]) -> str:
     expected = ALLOWED[stage].get(name)
     if expected is None:
         name = "use_vllm" if name.startswith("vllm_") else name
         instead = next((instead for instead, names in INSTEAD.items() if name in names.split()), None)
         return f"has no effect: {(instead or 'the training loop does not read it').format(stage=stage)}"
     optimizers = NEEDS_OPTIMIZER.get(name)
-    if optimizers and given.get("optim", OPTIMIZERS[0]) not in optimizers:
+    if optimizers and fields.get("optim", OPTIMIZERS[0]) not in optimizers:
         return f"has no effect unless optim is {' or '.join(optimizers)}"
     if expected in (OPTIMIZERS, SCHEDULES):
         return "" if value in expected else f"must be one of {', '.join(expected)}, got {value!r}"

@@ -11,9 +11,15 @@ from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.section import Count, Section, as_list
+from opdcl.config.teacher import TeacherSection
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Trackers = Annotated[list[Literal["trackio", "tensorboard", "wandb", "mlflow"]], BeforeValidator(as_list)]
+
+# Settings that change where or how fast a result is made, not what it is: of the model, a stage, a server.
+MACHINE = {"device", "deterministic", "shard"}
+WITHOUT_MEANING = {"save_steps", "micro_batch_tokens"}
+PLACE = {"url", "concurrency", "timeout", "patience"}
 
 
 class Workflow(Section):
@@ -31,8 +37,7 @@ class Workflow(Section):
     """Adapter to continue instead of a new one: a run directory (its last adapter is used), an adapter
     folder, or a Hub id."""
     finetune: FinetuneConfig | None = None
-    """Learn the domain. Without this section, recovery starts from the run's own fine-tune or from
-    `start`."""
+    """Learn the domain. Without this section, recovery starts from the run's own fine-tune or `start`."""
     recover: RecoverConfig | None = None
     """Win back what was forgotten."""
     eval: EvalConfig | None = None
@@ -40,11 +45,9 @@ class Workflow(Section):
     gates: Gates = Gates()
     """Minimum scores."""
     track: Trackers = []
-    """Trackers that show metrics during the run, then scores, samples and verdict. The run directory holds
-    all of this too."""
+    """Trackers that show metrics during the run, then scores, samples and verdict."""
     arms: dict[Annotated[str, Field(pattern=NAME)], dict[str, Any]] = {}
-    """Several runs of one workflow: name -> the settings in which that run differs. Stages that runs have in
-    common are run once."""
+    """Several runs of one workflow: name -> settings in which that run differs. Common stages run once."""
     seeds: list[Count] = []
     """Repeat every run with each of these seeds for fine-tune and recovery."""
 
@@ -62,10 +65,24 @@ class Workflow(Section):
             raise ValueError("a seed is repeated, so one result would count twice")
         return value
 
+    def teachers(self) -> dict[str, TeacherSection]:
+        """Return every teacher by its key; none without a recovery."""
+        return self.recover.all_teachers() if self.recover else {}
+
+    def models(self) -> list[ModelConfig]:
+        """Return the models that the run loads: its base, and those of teachers."""
+        return [self.model, *(teacher.model for teacher in self.teachers().values() if teacher.model)]
+
     def adapters(self) -> dict[str, str]:
         """Return the adapters that the run starts from or learns from: key -> path or Hub id."""
-        teachers = self.recover.all_teachers() if self.recover else {}
-        places = {"start": self.start} | {
-            f"recover.{name}.adapter": teacher.adapter for name, teacher in teachers.items()
-        }
-        return {key: place for key, place in places.items() if place}
+        places = {f"recover.{name}.adapter": teacher.adapter for name, teacher in self.teachers().items()}
+        return {key: place for key, place in {"start": self.start, **places}.items() if place}
+
+
+def meaningful_settings(config: dict[str, Any], ignored: set[str] = WITHOUT_MEANING) -> dict[str, Any]:
+    """Return the settings of a stage that determine its result, at every depth."""
+    settings = {key: value for key, value in config.items() if key not in ignored}
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            settings[key] = meaningful_settings(value, PLACE if key == "server" else set())
+    return settings

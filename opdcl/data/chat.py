@@ -21,17 +21,11 @@ class Encoded:
 
 
 def encode_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, room: int) -> list[int]:
-    """Return the ids of a prompt up to where the answer begins.
-
-    Raises:
-        UsageError: There are more than `room`.
-    """
+    """Return the ids of a prompt up to where the answer begins; raise a UsageError if they exceed `room`."""
     ids = _template(tokenizer, row.prompt, generation=True)
     if len(ids) > room:
-        raise UsageError(
-            f"{row.where}: the prompt has {len(ids)} tokens, and the context leaves room for {room}",
-            "shorten the prompt, or lower max_new_tokens",
-        )
+        message = f"{row.where}: the prompt has {len(ids)} tokens, and the context leaves room for {room}"
+        raise UsageError(message, "shorten the prompt, or lower max_new_tokens")
     return ids
 
 
@@ -42,10 +36,8 @@ def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int
         pieces = [ids[i : i + max_length] for i in range(0, len(ids), max_length)]
         return [Encoded(piece, [1] * len(piece)) for piece in pieces if len(piece) > 1]
     if row.answer is None:
-        raise UsageError(
-            f"{row.where} has no answer to learn",
-            "fine-tune rows need completion, answer or an assistant turn",
-        )
+        hint = "fine-tune rows need completion, answer or an assistant turn"
+        raise UsageError(f"{row.where} has no answer to learn", hint)
     messages = [*row.prompt, {"role": "assistant", "content": row.answer}]
     ids = _template(tokenizer, messages)
     mask = [0] * len(ids)
@@ -61,10 +53,8 @@ def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int
         ids.pop()
         mask.pop()
     if len(ids) > max_length:
-        raise UsageError(
-            f"{row.where}: the row has {len(ids)} tokens, max_length is {max_length}",
-            "raise finetune.max_length, or shorten the row",
-        )
+        hint = "raise finetune.max_length, or shorten the row"
+        raise UsageError(f"{row.where}: the row has {len(ids)} tokens, max_length is {max_length}", hint)
     return [Encoded(ids, mask)]
 
 
@@ -76,13 +66,8 @@ def render(
     Thinking is switched off where a template has that switch: base would spend its tokens on thoughts that
     the fine-tune's rows do not have, and the two would not be comparable.
     """
-    return tokenizer.apply_chat_template(
-        messages,
-        add_generation_prompt=generation,
-        tokenize=tokenize,
-        return_dict=tokenize,
-        enable_thinking=False,
-    )
+    options = {"tokenize": tokenize, "return_dict": tokenize, "enable_thinking": False}
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=generation, **options)
 
 
 def _template(

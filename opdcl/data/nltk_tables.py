@@ -30,17 +30,12 @@ def _write_tables(folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     os.chmod(folder, 0o700)
-    write_atomic(
-        folder / "collocations.tab", _lines("\t".join(pair) for pair in sorted(english.COLLOCATIONS))
-    )
-    write_atomic(folder / "sent_starters.txt", _lines(sorted(english.SENT_STARTERS)))
-    write_atomic(folder / "abbrev_types.txt", _lines(sorted(english.ABBREV_TYPES)))
-    # Written last: its presence shows that the folder is complete.
-    write_atomic(
-        folder / "ortho_context.tab",
-        _lines(f"{word}\t{bits}" for word, bits in sorted(english.ORTHO_CONTEXT.items())),
-    )
-
-
-def _lines(items) -> str:
-    return "".join(f"{item}\n" for item in items)
+    tables = {
+        "collocations.tab": ("\t".join(pair) for pair in sorted(english.COLLOCATIONS)),
+        "sent_starters.txt": sorted(english.SENT_STARTERS),
+        "abbrev_types.txt": sorted(english.ABBREV_TYPES),
+        # Written last: its presence shows that the folder is complete.
+        "ortho_context.tab": (f"{word}\t{bits}" for word, bits in sorted(english.ORTHO_CONTEXT.items())),
+    }
+    for name, lines in tables.items():
+        write_atomic(folder / name, "".join(f"{line}\n" for line in lines))

@@ -33,7 +33,7 @@ Message = dict[str, str]
 class Row:
     """One checked row: a conversation that ends with the user and its answer if any, or plain text.
 
-    `where` names its file and line; `teacher` who grades what is sampled on it, "" the stream's own teacher.
+    `where` names its file and line, `teacher` the teacher of completions on it ("": the stream's own).
     """
 
     prompt: list[Message]
@@ -67,9 +67,8 @@ def check_prompts(rows: list[Row]) -> list[Row]:
     """Return the rows if each has a prompt to sample on."""
     for row in rows:
         if not row.prompt:
-            raise UsageError(
-                f"{row.where}: plain text cannot be a prompt", "recovery needs prompt, question or messages"
-            )
+            hint = "recovery needs prompt, question or messages"
+            raise UsageError(f"{row.where}: plain text cannot be a prompt", hint)
     return rows
 
 
@@ -88,17 +87,8 @@ def pinned(source: str) -> str:
     return f"{source.partition('@')[0]}@{snapshot(dataset).name}" if dataset else source
 
 
-def check_source(source: str) -> None:
-    """Refuse a source that is neither shipped, nor a file or folder, nor a possible Hub id."""
-    if source not in SHIPPED and not os.path.exists(source) and on_hub(source) is None:
-        raise UsageError(
-            f"data {source!r} does not exist",
-            f"a file, a folder, a Hub id as owner/name@revision, or one of: {', '.join(SHIPPED)}",
-        )
-
-
 def on_hub(source: str) -> Repository | None:
-    """Return the Hub dataset that a source names. A name with a file ending needs a revision to be one."""
+    """Return the Hub dataset that a source names. A name with a file ending is one only with a revision."""
     if source in SHIPPED or os.path.exists(source) or (Path(source).suffix and "@" not in source):
         return None
     return parse("dataset", source)
@@ -111,8 +101,10 @@ def _shipped_file(name: str) -> Path:
 
 
 def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
-    check_source(source)
-    path = Path(source)
+    path, repository = Path(source), on_hub(source)
+    if source not in SHIPPED and not os.path.exists(source) and repository is None:
+        hint = f"a file, a folder, a Hub id as owner/name@revision, or one of: {', '.join(SHIPPED)}"
+        raise UsageError(f"data {source!r} does not exist", hint)
     if source.startswith("handbook") and source in SHIPPED:
         halves = json.loads(_text(_shipped_file(source).with_name("halves.json")))
         documents = halves.get(source.removeprefix("handbook/"))
@@ -121,9 +113,8 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
                 for question in fact["train"]:
                     yield {"question": question, "answer": fact["answer"]}, where
     elif source == "everyday":
-        yield from (
-            (row, where) for row, where in read_json_lines(_shipped_file(source)) if row["split"] == split
-        )
+        rows = read_json_lines(_shipped_file(source))
+        yield from ((row, where) for row, where in rows if row["split"] == split)
     elif os.path.isdir(path):
         for file in source_files(source):
             if text := _text(file).strip():
@@ -141,29 +132,23 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
             raise UsageError(f"{path} is not a Parquet file: {fault}", FIELDS_HINT) from fault
         yield from ((row, f"{path} row {n}") for n, row in enumerate(table.to_pylist(), 1))
     elif os.path.exists(path):
-        raise UsageError(
-            f"{path}: cannot tell the format of {path.suffix or 'a file without an ending'}",
-            "use .jsonl, .csv, .parquet, or a folder of .md and .txt",
-        )
+        message = f"{path}: cannot tell the format of {path.suffix or 'a file without an ending'}"
+        raise UsageError(message, "use .jsonl, .csv, .parquet, or a folder of .md and .txt")
     else:
-        yield from _hub(source, split)
+        yield from _hub(source, repository, split)
 
 
-def _hub(source: str, split: str) -> Iterator[tuple[Any, str]]:
-    repository = on_hub(source)
-    assert repository is not None  # `check_source` would have refused it
-    folder = snapshot(repository)
+def _hub(source: str, repository: Repository, split: str) -> Iterator[tuple[Any, str]]:
     from datasets import disable_progress_bars, load_dataset
 
     disable_progress_bars()
+    folder = snapshot(repository)
     try:
         # From the cached files, not by id: offline, `datasets` would take the version it has seen last.
         dataset = load_dataset(str(folder), repository.subset, split=split)
     except Exception as fault:  # datasets raises a dozen kinds; each means that its files are unusable
-        raise UsageError(
-            f"dataset {source!r} cannot be read: {str(fault)[:200]}",
-            f"owner/name:subset names a subset; check that it has a split {split!r}",
-        ) from fault
+        hint = f"owner/name:subset names a subset; check that it has a split {split!r}"
+        raise UsageError(f"dataset {source!r} cannot be read: {str(fault)[:200]}", hint) from fault
     yield from ((row, f"{source} row {n}") for n, row in enumerate(dataset, 1))
 
 
@@ -182,15 +167,12 @@ def _csv(path: Path) -> Iterator[tuple[Any, str]]:
     try:
         for row in reader:
             if None in row:
-                raise UsageError(
-                    f"{path}:{reader.line_num} has more fields than the header",
-                    "quote fields that hold a comma",
-                )
+                message = f"{path}:{reader.line_num} has more fields than the header"
+                raise UsageError(message, "quote fields that hold a comma")
             yield row, f"{path}:{reader.line_num}"
     except csv.Error as fault:
-        raise UsageError(
-            f"{path}:{reader.line_num + 1}: {fault}", f"a field has at most {MAX_ROW_CHARS} characters"
-        ) from fault
+        hint = f"a field has at most {MAX_ROW_CHARS} characters"
+        raise UsageError(f"{path}:{reader.line_num + 1}: {fault}", hint) from fault
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[Any, str]]:
@@ -201,13 +183,11 @@ def read_json_lines(path: Path) -> Iterator[tuple[Any, str]]:
         try:
             yield json.loads(line), f"{path}:{number}"
         except (json.JSONDecodeError, RecursionError) as fault:
-            raise UsageError(
-                f"{path}:{number} is not valid JSON: {fault}", "one JSON object per line"
-            ) from fault
+            message = f"{path}:{number} is not valid JSON: {fault}"
+            raise UsageError(message, "one JSON object per line") from fault
 
 
 def _kind(value: Any) -> str:
-    """Name a JSON value's kind for a message."""
     kinds = {str: "text", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
     kinds |= dict.fromkeys((int, float), "a number")
     return kinds.get(type(value), type(value).__name__)
@@ -222,24 +202,18 @@ def _check(row: Any, where: str) -> Row:
         return _check_messages(row["messages"], where, teacher)
     for asked, answered in (("prompt", "completion"), ("question", "answer")):
         if row.get(asked) is not None:
+            answer = row.get(answered)
             if isinstance(row[asked], list):
-                turns = [*row[asked], *_as_turn(row.get(answered), where)]
-                return _check_messages(turns, where, teacher)
+                if answer is not None and not isinstance(answer, list):
+                    answer = [{"role": "assistant", "content": _string(answer, answered, where)}]
+                return _check_messages([*row[asked], *(answer or [])], where, teacher)
             prompt = [{"role": "user", "content": _string(row[asked], asked, where)}]
-            answer = None if row.get(answered) is None else _string(row[answered], answered, where)
+            answer = None if answer is None else _string(answer, answered, where)
             return Row(prompt, answer, None, where, teacher)
     if row.get("text") is not None:
         return Row([], None, _string(row["text"], "text", where), where, teacher)
     content = f"has only {', '.join(map(str, row))}" if row else "is empty"
     raise UsageError(f"{where} {content}", FIELDS_HINT)
-
-
-def _as_turn(answer: Any, where: str) -> list[Message]:
-    if answer is None:
-        return []
-    if isinstance(answer, list):
-        return answer
-    return [{"role": "assistant", "content": _string(answer, "completion", where)}]
 
 
 def _check_messages(messages: Any, where: str, teacher: str) -> Row:
@@ -264,12 +238,9 @@ def _string(value: Any, name: str, where: str) -> str:
     if not value.strip():
         raise UsageError(f"{where}: {name} is empty", FIELDS_HINT)
     if any("\ud800" <= char <= "\udfff" for char in value):
-        raise UsageError(
-            f"{where}: {name} holds half of a surrogate pair, which is not a character",
-            "write the text as UTF-8",
-        )
+        message = f"{where}: {name} holds half of a surrogate pair, which is not a character"
+        raise UsageError(message, "write the text as UTF-8")
     if len(value) > MAX_ROW_CHARS:
-        raise UsageError(
-            f"{where}: {name} has {len(value)} characters, at most {MAX_ROW_CHARS} are read", "split the row"
-        )
+        message = f"{where}: {name} has {len(value)} characters, at most {MAX_ROW_CHARS} are read"
+        raise UsageError(message, "split the row")
     return value

@@ -35,18 +35,16 @@ class Suite:
     def floors(self, limit: int | None) -> Scores:
         """Score answers without skill on the first `limit` documents: none, a constant one, the prompt."""
         if limit not in self._floors:
-            answers: dict[str, Callable[[dict], str]] = {
-                "empty": lambda doc: "",
-                "constant": lambda doc: CONSTANT_ANSWER,
-                "copy": self.task.doc_to_text,
-            }
             docs = [doc for _, doc in self.task.doc_iterator(limit=limit)]
-            floors = {}
-            for name, answer in answers.items():
-                scores = [self.task.process_results(doc, [answer(doc)]) for doc in docs]
-                floors[name] = {m: mean_score([s[m] for s in scores]) for m in self.metrics}
-            self._floors[limit] = floors
+            prompts = [self.task.doc_to_text(doc) for doc in docs]
+            answers = {"empty": [""] * len(docs), "constant": [CONSTANT_ANSWER] * len(docs), "copy": prompts}
+            self._floors[limit] = {name: self._score(docs, texts) for name, texts in answers.items()}
         return self._floors[limit]
+
+    def _score(self, docs: list[dict], answers: list[str]) -> dict[str, float]:
+        pairs = zip(docs, answers, strict=True)
+        scores = [self.task.process_results(doc, [answer]) for doc, answer in pairs]
+        return {m: mean_score([s[m] for s in scores]) for m in self.metrics}
 
 
 def load_suite(
@@ -55,7 +53,7 @@ def load_suite(
     """Load a shipped suite, a task of lm-eval, or a file of questions that `config.data` names.
 
     Raises:
-        UsageError: There is no such suite, it is a group of tasks, or its data could not be loaded.
+        UsageError: The suite is unknown or a group of tasks, or its data could not be loaded.
     """
     from lm_eval.tasks import TaskManager
 
@@ -73,22 +71,18 @@ def load_suite(
     else:
         manager = TaskManager()
         if name not in manager.all_tasks:
-            raise UsageError(
-                f"unknown suite {name!r}", f"shipped: {', '.join(shipped)}; or any task of lm-eval"
-            )
+            hint = f"shipped: {', '.join(shipped)}; or any task of lm-eval"
+            raise UsageError(f"unknown suite {name!r}", hint)
         if name in config.data:
             task = _with_local_data(manager.task_index[name].yaml_path, config.data[name])
     try:
         loaded = manager.load([task])
     except (OSError, ConnectionError) as fault:
-        raise UsageError(
-            f"could not load the data of suite {name!r}: {str(fault)[:200]}",
-            f"name a local copy: --data {name}=PATH; or, while online, opdcl fetch WORKFLOW",
-        ) from fault
+        hint = f"name a local copy: --data {name}=PATH; or, while online, opdcl fetch WORKFLOW"
+        raise UsageError(f"could not load the data of suite {name!r}: {str(fault)[:200]}", hint) from fault
     if len(loaded["tasks"]) != 1:
-        raise UsageError(
-            f"suite {name!r} is a group of {len(loaded['tasks'])} tasks", "name its tasks one by one"
-        )
+        message = f"suite {name!r} is a group of {len(loaded['tasks'])} tasks"
+        raise UsageError(message, "name its tasks one by one")
     return Suite(name, loaded)
 
 

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from opdcl.config.loss import LossSection
 from opdcl.config.recover import RewardSection
+from opdcl.config.teacher import LossSection
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, rows_at_once, shared_rows
 
 # Positions projected onto the vocabulary at once: 256 x 49,152 fp32 logits are 50 MB.

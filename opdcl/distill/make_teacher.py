@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
-from opdcl.config.server import ServerSection
+from opdcl.config.model import ServerSection
 from opdcl.config.teacher import TeacherSection
 from opdcl.distill.losses import token_logprobs
 from opdcl.distill.teachers import (

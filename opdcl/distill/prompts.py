@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.data.chat import encode_prompt
-from opdcl.data.rows import Row, load_rows
+from opdcl.data.rows import Row, check_prompts, load_rows
 from opdcl.distill.reward import load_reward_task, reward_rows
 from opdcl.distill.schedule import STREAMS, Stream
 from opdcl.errors import UsageError
@@ -72,12 +72,12 @@ def read_recovery_source(
     held_out: dict[Stream, list[Row]] = {}
     for stream in STREAMS:
         if source := config.source(stream):
-            rows[stream] = _with_prompts(read_rows(source))
+            rows[stream] = check_prompts(read_rows(source))
             if source == "everyday":
-                held_out[stream] = _with_prompts(read_rows(source, "validation"))
+                held_out[stream] = check_prompts(read_rows(source, "validation"))
     for name, teacher in config.teachers.items():
         if teacher.prompts:
-            own = _with_prompts(read_rows(teacher.prompts))
+            own = check_prompts(read_rows(teacher.prompts))
             rows["domain"] = rows["domain"] + [replace(row, teacher=name) for row in own]
     for stream in STREAMS:
         for row in rows[stream]:
@@ -86,15 +86,6 @@ def read_recovery_source(
     if config.reward:
         rows["general"] = reward_rows(config.reward, task)
     return RecoverySource(rows, held_out, task)
-
-
-def _with_prompts(rows: list[Row]) -> list[Row]:
-    for row in rows:
-        if not row.prompt:
-            raise UsageError(
-                f"{row.where}: plain text cannot be a prompt", "recovery needs prompt, question or messages"
-            )
-    return rows
 
 
 def _check_teacher(config: RecoverConfig, stream: Stream, row: Row) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from opdcl.config.model import ModelConfig
@@ -11,14 +10,6 @@ from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, snapshot
 from opdcl.rundir.layout import RunDir, adapter_config
-
-
-@dataclass(frozen=True)
-class ModelRef:
-    """A model as stages pass it on: a base, and an adapter on disk unless it is the base itself."""
-
-    base: ModelConfig
-    adapter: Path | None = None
 
 
 def find_adapter(place: str) -> Path:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
 from opdcl.config.load import flatten
+from opdcl.config.model import ModelConfig
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
+from opdcl.rundir.layout import adapter_config
 
 # Our own measurement, on SmolLM2-135M (benchmarks/defaults.json).
 HIDDEN, ALPHA_OVER_R = 576, 2.0
@@ -26,13 +27,9 @@ HIGHEST_RATE = 0.1
 def resolve(
     workflow: Workflow, hidden: int, alpha_over_r: float, device: str
 ) -> tuple[Workflow, dict[str, str]]:
-    """Return the workflow with a number for every `auto`, and for each of these keys the number's origin.
+    """Return the workflow with a number for every `auto`, and the origin of each of these numbers by key.
 
-    Args:
-        workflow: The settings.
-        hidden: Hidden size of the base model.
-        alpha_over_r: Scale of the adapter.
-        device: `cpu`, `cuda` or `cuda:N`.
+    `hidden` is the base model's hidden size, `alpha_over_r` the adapter's scale.
     """
     rate = FINETUNE_RATE * (HIDDEN / hidden) ** EXPONENT * ALPHA_OVER_R / alpha_over_r
     size, adapter = f"hidden size {hidden}", f"hidden size {hidden}, alpha/r {alpha_over_r:g}"
@@ -53,9 +50,11 @@ def resolve(
     sections: dict[str, Any] = {}
     for stage, choices in numbers.items():
         if section := getattr(workflow, stage):
-            open_choices = {k: v for k, v in choices.items() if getattr(section, k) == "auto"}
-            origins |= {f"{stage}.{key}": f"auto: {reason}" for key, (_, reason) in open_choices.items()}
-            update = {key: number for key, (number, _) in open_choices.items()}
+            update = {}
+            for key, (number, reason) in choices.items():
+                if getattr(section, key) == "auto":
+                    update[key] = number
+                    origins[f"{stage}.{key}"] = f"auto: {reason}"
             sections[stage] = section.model_copy(update=update)
     return workflow.model_copy(update=sections), origins
 
@@ -73,11 +72,12 @@ def resolve_for_machine(workflow: Workflow) -> tuple[Workflow, dict[str, str]]:
     _, open_keys = resolve(workflow, HIDDEN, ALPHA_OVER_R, "cpu")
     if not open_keys:
         return workflow, {}
+    from opdcl.model.embedded import EMBEDDED
     from opdcl.model.load import pick_device
 
-    return resolve(
-        workflow, hidden_size(workflow), _alpha_over_r(workflow), pick_device(workflow.model.device)
-    )
+    device = pick_device(workflow.model.device)
+    hidden = HIDDEN if workflow.model.id == EMBEDDED else text_config(workflow.model).hidden_size
+    return resolve(workflow, hidden, _alpha_over_r(workflow), device)
 
 
 def describe_automatic(workflow: Workflow, origins: dict[str, str]) -> str:
@@ -86,34 +86,28 @@ def describe_automatic(workflow: Workflow, origins: dict[str, str]) -> str:
     return "; ".join(f"{key} {values[key]:g} ({reason})" for key, reason in origins.items())
 
 
-def hidden_size(workflow: Workflow) -> int:
-    """Return the hidden size of the base model, from its config alone."""
-    from opdcl.model.embedded import EMBEDDED
-    from opdcl.model.load import model_source
-
-    model = workflow.model
-    if model.id == EMBEDDED:
-        return HIDDEN
+def text_config(model: ModelConfig) -> Any:
+    """Return the language part of a model's own configuration, without loading its weights."""
     from transformers import AutoConfig
+
+    from opdcl.model.load import model_source
 
     source, extra = model_source(model)
     options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code, **extra}
     try:
-        return int(AutoConfig.from_pretrained(source, **options).get_text_config().hidden_size)
+        config = AutoConfig.from_pretrained(source, **options).get_text_config()
+        config.hidden_size = int(config.hidden_size)  # refuse a config without one
+        return config
     except (OSError, ValueError, KeyError, AttributeError) as fault:
         reason = (str(fault).strip() or type(fault).__name__).splitlines()[0][:300]
-        raise UsageError(
-            f"model {model.id!r} cannot be loaded: {reason}",
-            "check the model's config.json, and HF_TOKEN if it is gated",
-        ) from fault
+        hint = "check the model's config.json, and HF_TOKEN if it is gated"
+        raise UsageError(f"model {model.id!r} cannot be loaded: {reason}", hint) from fault
 
 
 def _alpha_over_r(workflow: Workflow) -> float:
     if workflow.start:
         from opdcl.model.adapters import find_adapter
 
-        config = json.loads(
-            (find_adapter(workflow.start) / "adapter_config.json").read_text(encoding="utf-8")
-        )
+        config = adapter_config(find_adapter(workflow.start))
         return float(config["lora_alpha"] / config["r"])
     return workflow.finetune.lora.alpha / workflow.finetune.lora.r if workflow.finetune else ALPHA_OVER_R

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import AutoConfig
-
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
@@ -14,11 +12,10 @@ from opdcl.data.rows import Row
 from opdcl.distill.rollout_queue import FULL_BATCH
 from opdcl.model.architecture import architecture
 from opdcl.model.embedded import EMBEDDED
-from opdcl.model.load import model_source, pick_device, pick_dtype
-from opdcl.pipeline.defaults import resolve_for_machine
+from opdcl.model.load import pick_device, pick_dtype
+from opdcl.pipeline.defaults import resolve_for_machine, text_config
 from opdcl.pipeline.plan import Task
-from opdcl.pipeline.preflight import checked_plan
-from opdcl.pipeline.sources import Sources
+from opdcl.pipeline.sources import Sources, checked_plan
 from opdcl.rundir.layout import RunDir
 from opdcl.stages.finetune import planned_steps
 
@@ -34,12 +31,11 @@ def describe(
     sources = sources or Sources()
     workflow, _ = resolve_for_machine(sources.inherit(workflow))
     made_by = {} if made_by is None else made_by
-    tasks = [
-        replace(t, action="take", why=f"from {made_by[t.fingerprint]}")
-        if t.action == "run" and t.fingerprint in made_by
-        else t
-        for t in checked_plan(workflow, run, sources)
-    ]
+    tasks = []
+    for task in checked_plan(workflow, run, sources):
+        if task.action == "run" and task.fingerprint in made_by:
+            task = replace(task, action="take", why=f"from {made_by[task.fingerprint]}")
+        tasks.append(task)
     made_by |= {t.fingerprint: run.path.name for t in tasks if t.action != "take"}
     sizes = estimate(workflow, tasks, sources)
     rows = []
@@ -49,19 +45,18 @@ def describe(
             memory = sizes["memory_bytes"][task.name] / 2**30
             size = f"{sizes['steps'][task.name]} steps, about {memory:.1f} GiB; "
         rows.append([task.label, task.action, size + task.why])
-    totals = (
-        f"{sizes['parameters'] / 1e6:,.0f}M parameters; about {sizes['disk_bytes'] / 2**20:,.0f} MiB of disk"
-    )
+    parameters, disk = sizes["parameters"] / 1e6, sizes["disk_bytes"] / 2**20
+    totals = f"{parameters:,.0f}M parameters; about {disk:,.0f} MiB of disk"
     rows.append(["machine", sizes["device"], totals])
     plan = [
-        {"stage": t.name, "state": t.state, "suite": t.suite, "action": t.action, "why": t.why} for t in tasks
+        {"stage": t.name} | {k: getattr(t, k) for k in ("state", "suite", "action", "why")} for t in tasks
     ]
     return rows, {"tasks": plan, **sizes}
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """The dimensions of a model, the bytes of one of its numbers, and its device."""
+    """The dimensions of a model, the bytes of one number, and the device."""
 
     layers: int
     hidden: int
@@ -78,8 +73,7 @@ class _Shape:
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights."""
-        return self.parameters * self.width
+        return self.parameters * self.width  # bytes
 
     @property
     def activations(self) -> int:
@@ -146,8 +140,7 @@ def _shape(model: ModelConfig, device: str) -> _Shape:
     width = {"float32": 4}.get(pick_dtype(model.dtype, device), 2)
     if model.id == EMBEDDED:
         return _Shape(30, 576, 1536, 49152, 192, width, device)
-    source, extra = model_source(model)
-    c = AutoConfig.from_pretrained(source, revision=model.revision, **extra).get_text_config()
+    c = text_config(model)
     size = c.num_hidden_layers, c.hidden_size, c.intermediate_size, c.vocab_size, architecture(c).key_width
     return _Shape(*size, width, device)
 

@@ -18,11 +18,10 @@ from opdcl.console import Output, quiet_libraries
 from opdcl.errors import GateError, Interrupted, UsageError
 from opdcl.pipeline.defaults import describe_automatic, resolve_for_machine
 from opdcl.pipeline.plan import Task, stage_folder
-from opdcl.pipeline.preflight import checked_plan
 from opdcl.pipeline.reuse import copy_finished
 from opdcl.pipeline.session import Session, command_line, steps_done
-from opdcl.pipeline.sources import Sources
-from opdcl.pipeline.trackers import Tracking, scores, tracking
+from opdcl.pipeline.sources import Sources, checked_plan
+from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import STATE_OF, RunDir
 from opdcl.rundir.verify import seal_run
@@ -37,15 +36,15 @@ def execute(
     donors: Sequence[RunDir] = (),
     sources: Sources | None = None,
 ) -> dict[str, Any]:
-    """Run what the plan says and write the report; return the report's summary.
+    """Carry out the plan, write the report and return its summary.
 
     Results that a donor has finished with the same settings and data are copied. `force` redoes stages whose
-    settings or data have changed. `sources` is shared by the arms of a sweep.
+    settings or data have changed. The arms of a sweep share `sources`.
 
     Raises:
-        UsageError: The run directory holds other things, or was made with other settings.
+        UsageError: The directory holds something else, or a run with other settings.
         Interrupted: The user stopped it.
-        GateError: Everything ran, and a required score was missed.
+        GateError: Everything ran, but a required score was missed.
     """
     sources = sources or Sources()
     workflow, automatic = resolve_for_machine(sources.inherit(workflow))
@@ -58,7 +57,7 @@ def execute(
         stack.enter_context(quiet_libraries(local.new_log()))
         unfinished = any(t.action != "skip" for t in tasks)
         trackers = workflow.track if unfinished and parallel.rank() == 0 else []
-        tracked = stack.enter_context(tracking(trackers, local, output.note))
+        tracked = stack.enter_context(contextlib.closing(Tracking(trackers, local, output.note)))
         if unfinished and automatic:
             output.note(describe_automatic(workflow, automatic))
         if unfinished:
@@ -82,10 +81,9 @@ def _prepare(
     stale = [t for t in checked_plan(workflow, run, sources) if t.action == "stale"]
     if stale and not force:
         reasons = "; ".join(f"{t.name} {t.why}" for t in stale)
-        raise UsageError(
-            f"{run.path} does not hold what this command would make; {reasons}",
-            f"a new directory (-o {run.path}-2), the old settings and files, or --force to redo these stages",
-        )
+        others = "the old settings and files, or --force to redo these stages"
+        hint = f"a new directory (-o {run.path}-2), {others}"
+        raise UsageError(f"{run.path} does not hold what this command would make; {reasons}", hint)
     if dead := stack.enter_context(run.lock()):
         output.note(f"took over the lock of process {dead.get('pid')}, which has ended")
     for task in stale:
@@ -116,9 +114,8 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -
     for gate, required in workflow.gates.model_dump().items():
         value = (summary[gate] or {}).get("value")
         if required is not None and (value is None or value < required):
-            raise GateError(
-                f"gate missed: {gate} is {value}, required {required}", f"opdcl report {run.path}"
-            )
+            message = f"gate missed: {gate} is {value}, required {required}"
+            raise GateError(message, f"opdcl report {run.path}")
     return summary
 
 
@@ -130,7 +127,7 @@ def interruptible() -> Iterator[None]:
     def stop(number, frame):
         raise KeyboardInterrupt
 
-    # Schedulers send SIGTERM; training stages have a handler of their own, which saves first.
+    # Schedulers send SIGTERM. Training stages have their own handler, which saves first.
     in_main = threading.current_thread() is threading.main_thread()
     previous = signal.signal(signal.SIGTERM, stop) if in_main else None
     try:

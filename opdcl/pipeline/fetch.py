@@ -24,7 +24,7 @@ from opdcl.pipeline.sweep import REFERENCE, expand
 
 @dataclass(frozen=True)
 class Fetched:
-    """One thing that a workflow needs: its kind, name, commit, bytes, and how many bytes were not cached."""
+    """Something that a workflow needs: its kind, name, commit, bytes, and the bytes that were not cached."""
 
     what: str
     name: str
@@ -54,26 +54,18 @@ def fetch(workflow: Workflow, dry_run: bool, note: Callable[[str], None]) -> lis
         UsageError: Something is neither local nor on the Hub, or the Hub is unreachable.
     """
     runs = list(expand(workflow, Path(workflow.name)).values())
-    fetched = [
-        _repository(repository, code, dry_run, note)
-        for repository, code in dict.fromkeys(pair for run in runs for pair in repositories(run))
-    ]
-    if any(model.id == EMBEDDED for run in runs for model in models(run)):
+    needed = dict.fromkeys(pair for run in runs for pair in repositories(run))
+    fetched = [_repository(repository, code, dry_run, note) for repository, code in needed]
+    if any(model.id == EMBEDDED for run in runs for model in run.models()):
         source, _ = model_source(ModelConfig(), convert=not dry_run)
         size = sum(f.stat().st_size for f in Path(source).iterdir()) if os.path.isdir(source) else None
         fetched.append(Fetched("model", EMBEDDED, None, size, None, not dry_run))
     return fetched + [_suite_data(run, suite, dry_run, note) for suite, run in suites(runs).items()]
 
 
-def models(workflow: Workflow) -> list[ModelConfig]:
-    """Return the models that a workflow loads: its base, and teachers."""
-    teachers = workflow.recover.all_teachers().values() if workflow.recover else ()
-    return [workflow.model, *(teacher.model for teacher in teachers if teacher.model)]
-
-
 def repositories(workflow: Workflow) -> Iterator[tuple[Repository, bool]]:
     """Yield what a workflow needs from the Hub, and whether its code is needed too."""
-    for model in models(workflow):
+    for model in workflow.models():
         if model.id != EMBEDDED and not os.path.exists(os.path.expanduser(model.id)):
             repository = parse("model", model.id)
             if repository is None:
@@ -110,9 +102,8 @@ def suites(runs: Iterable[Workflow]) -> dict[str, Workflow]:
 
 def _repository(repository: Repository, code: bool, dry_run: bool, note: Callable[[str], None]) -> Fetched:
     if not reachable():
-        raise UsageError(
-            "the Hub is unreachable, so nothing can be fetched", "go online, and unset HF_HUB_OFFLINE"
-        )
+        hint = "go online, and unset HF_HUB_OFFLINE"
+        raise UsageError("the Hub is unreachable, so nothing can be fetched", hint)
     listed = files(repository, code)
     missing = sum(f.file_size for f in listed if f.will_download)
     if not dry_run:
@@ -135,9 +126,8 @@ def _suite_data(run: Workflow, suite: str, dry_run: bool, note: Callable[[str], 
     except UsageError:
         raise
     except Exception as fault:  # datasets raises a dozen kinds
-        raise UsageError(
-            f"could not load the data of suite {suite!r}: {str(fault)[:200]}", FETCH_HINT
-        ) from fault
+        message = f"could not load the data of suite {suite!r}: {str(fault)[:200]}"
+        raise UsageError(message, FETCH_HINT) from fault
     sizes = [part.info.download_size or 0 for part in task.dataset.values() if getattr(part, "info", None)]
     return Fetched("suite", suite, None, max(sizes, default=0) or None, None, True)
 

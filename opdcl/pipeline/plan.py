@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from opdcl.config.identity import MACHINE, meaningful_settings
-from opdcl.config.workflow import Workflow
+from opdcl.config.workflow import MACHINE, Workflow, meaningful_settings
 from opdcl.rundir.hashes import hash_value
 from opdcl.rundir.layout import STAGE_OF, RunDir, StageDir
 
@@ -18,10 +17,7 @@ STAGE_NUMBERS = {"finetune": 1, "recover": 2}
 
 @dataclass(frozen=True)
 class Task:
-    """One unit of work: a training stage, or one state measured on one suite.
-
-    `inputs` holds what a training stage's result depends on; `changed` names what has changed.
-    """
+    """A training stage, or one state measured on one suite; `inputs` is what a stage's result depends on."""
 
     name: str
     action: Action
@@ -30,7 +26,6 @@ class Task:
     state: str = ""
     suite: str = ""
     role: str = ""
-    changed: tuple[str, ...] = ()
     inputs: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -65,18 +60,11 @@ class Records:
 
 
 def stage_folder(run: RunDir, name: str) -> StageDir:
-    """Return the folder of a training stage."""
     return run.stage(STAGE_NUMBERS[name], name)
 
 
 def make_plan(workflow: Workflow, hashes: dict[str, str], records: Records) -> list[Task]:
-    """Lay out all tasks in order.
-
-    Args:
-        workflow: What to run.
-        hashes: Hash of each data source, by the name of its field (`finetune.data`, `recover.general`, ...).
-        records: What the run directory holds.
-    """
+    """Return all tasks in order; `hashes` has the hash of each data source by its key, as `finetune.data`."""
     training = [
         _training_task(name, records.stages.get(name), inputs)
         for name, inputs in _stage_inputs(workflow, hashes, records).items()
@@ -112,9 +100,8 @@ def _training_task(name: str, record: StageRecord | None, inputs: dict[str, Any]
         return Task(name, "run", "not started", fingerprint, inputs=inputs)
     if record.state["fingerprint"] != fingerprint:
         before = record.state.get("inputs", {})
-        changed = tuple(sorted(k for k in {*before, *inputs} if before.get(k) != inputs.get(k)))
-        why = f"changed: {', '.join(changed)}"
-        return Task(name, "stale", why, fingerprint, changed=changed, inputs=inputs)
+        changed = sorted(k for k in {*before, *inputs} if before.get(k) != inputs.get(k))
+        return Task(name, "stale", f"changed: {', '.join(changed)}", fingerprint, inputs=inputs)
     if record.done:
         if record.weights and record.weights == record.state.get("adapter_sha256"):
             return Task(name, "skip", "done", fingerprint, inputs=inputs)

@@ -14,11 +14,7 @@ from opdcl.rundir.layout import STAGE_OF, RunDir
 
 
 def copy_finished(tasks: Sequence[Task], run: RunDir, donors: Sequence[RunDir]) -> list[tuple[Task, RunDir]]:
-    """Copy the outcome of each task that has not started from the first donor that has it.
-
-    Returns:
-        The copied tasks, each with its donor.
-    """
+    """Copy the outcome of each task not yet started from the first donor that has it; return both of each."""
     finished = [(donor, outcomes(donor)) for donor in donors]
     copied = []
     for task in tasks:
@@ -26,9 +22,14 @@ def copy_finished(tasks: Sequence[Task], run: RunDir, donors: Sequence[RunDir]) 
         if task.action != "run" or donor is None:
             continue
         if task.name == "eval":
-            _copy_result(donor, run, task)
-        else:
-            _copy_stage(donor, run, task.name)
+            result, samples = (f(task.state, task.suite) for f in (donor.eval_result, donor.eval_samples))
+            write_atomic(run.eval_samples(task.state, task.suite), samples.read_bytes())
+            write_json(run.eval_result(task.state, task.suite), read_json(result))
+        elif stage := donor.find_stage(task.name):
+            # A finished stage is not resumed, so its checkpoints stay behind.
+            without = shutil.ignore_patterns(stage.trainer.name)
+            with folder_appears_whole(stage_folder(run, task.name).path) as temporary:
+                shutil.copytree(stage.path, temporary, dirs_exist_ok=True, ignore=without)
         copied.append((task, donor))
     return copied
 
@@ -52,30 +53,7 @@ def take_start(place: str, run: RunDir, task: Task) -> None:
 
     with folder_appears_whole(stage_folder(run, task.name).path) as temporary:
         shutil.copytree(find_adapter(place), temporary / "adapter")
-        record = {
-            "stage": task.name,
-            "status": "done",
-            "fingerprint": task.fingerprint,
-            "config": {},
-            "inputs": task.inputs,
-            "taken_from": place,
-            "finished": now(),
-            "cost": {},
-            "adapter_sha256": adapter_hash(temporary / "adapter"),
-        }
+        record = {"stage": task.name, "status": "done", "fingerprint": task.fingerprint, "config": {}}
+        record |= {"inputs": task.inputs, "taken_from": place, "finished": now(), "cost": {}}
+        record["adapter_sha256"] = adapter_hash(temporary / "adapter")
         write_json(temporary / "stage.json", record)
-
-
-def _copy_stage(donor: RunDir, run: RunDir, name: str) -> None:
-    stage = donor.find_stage(name)
-    assert stage
-    with folder_appears_whole(stage_folder(run, name).path) as temporary:
-        # A finished stage is not resumed, so its checkpoints stay behind.
-        without = shutil.ignore_patterns(stage.trainer.name)
-        shutil.copytree(stage.path, temporary, dirs_exist_ok=True, ignore=without)
-
-
-def _copy_result(donor: RunDir, run: RunDir, task: Task) -> None:
-    result, samples = (f(task.state, task.suite) for f in (donor.eval_result, donor.eval_samples))
-    write_atomic(run.eval_samples(task.state, task.suite), samples.read_bytes())
-    write_json(run.eval_result(task.state, task.suite), read_json(result))

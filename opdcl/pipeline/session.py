@@ -14,24 +14,20 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.pipeline.reuse import take_start
 from opdcl.pipeline.sources import Sources
-from opdcl.pipeline.trackers import Followed, Tracking
+from opdcl.pipeline.trackers import TrackedReport, Tracking
 from opdcl.rundir.environment import machine, versions
 from opdcl.rundir.files import now, read_json, read_jsonl, write_json
 from opdcl.rundir.hashes import adapter_hash
-from opdcl.rundir.layout import STAGE_OF, RunDir, StageDir
+from opdcl.rundir.layout import RunDir, StageDir
 from opdcl.sanitize import redact
 from opdcl.version import __version__
 
 if TYPE_CHECKING:
-    from opdcl.model.adapters import ModelRef
     from opdcl.model.backbone import Backbone
 
 
 class Session:
-    """One worker's part of a run, in the run directory or the worker's copy of it.
-
-    The backbone is loaded once, by the first task that needs it.
-    """
+    """One worker's part of a run, in the run directory or the worker's copy of it."""
 
     def __init__(self, workflow: Workflow, run: RunDir, sources: Sources, output: Output, tracked: Tracking):
         self.workflow, self.run, self.sources = workflow, run, sources
@@ -63,7 +59,7 @@ class Session:
                 else:
                     self._train(task)
         finally:
-            # All workers take part in the fingerprint of a sharded base; after an error some may be gone.
+            # The fingerprint of a sharded base needs all workers; after an error some may have exited.
             if self._backbone and not (parallel.sharded() and sys.exc_info()[0]):
                 self.manifest["base"]["fingerprint_after"] = self._backbone.fingerprint()
             seconds = self.manifest.get("seconds", 0) + time.perf_counter() - started
@@ -71,9 +67,8 @@ class Session:
             self._save_manifest()
         base = self.manifest.get("base", {})
         if self._backbone and base["fingerprint_after"] != base["fingerprint_before"]:
-            raise OpdclError(
-                "the base weights changed during the run", "this is a defect of opdcl: please report it"
-            )
+            hint = "this is a defect of opdcl: please report it"
+            raise OpdclError("the base weights changed during the run", hint)
 
     def _train(self, task: Task) -> None:
         from opdcl.training import peak_memory, reset_peak_memory
@@ -91,11 +86,11 @@ class Session:
             "cost": cost,
         }
         write_json(stage.record, record)
-        backbone = self.backbone
+        _ = self.backbone  # loading it is no part of the stage's cost
         reset_peak_memory()
         started = time.perf_counter()
         try:
-            self._run_stage(task.name, backbone, stage)
+            self._run_stage(task.name, stage)
         finally:
             steps = [row for row in read_jsonl(stage.metrics) if "tokens" in row]
             record["cost"] = {
@@ -109,43 +104,33 @@ class Session:
         write_json(stage.record, record)
         self._save_manifest()
 
-    def _run_stage(self, name: str, backbone: Backbone, stage: StageDir) -> None:
+    def _run_stage(self, name: str, stage: StageDir) -> None:
         """Train one stage, showing its progress on the console and in the trackers."""
+        from opdcl.model.adapters import find_adapter
         from opdcl.stages.finetune import finetune
         from opdcl.stages.recover import recover
 
         workflow = self.workflow
         offset = steps_done(self.run, before=stage)
         with self.output.stage(name) as line:
-            report = Followed(line, self.tracked, stage, offset)
+            report = TrackedReport(line, self.tracked, stage, offset)
             if name == "finetune":
+                start = find_adapter(workflow.start) if workflow.start else None
                 rows = self.sources.rows(workflow.finetune.data)
-                finetune(workflow.finetune, rows, backbone, self._parent(name), stage, report)
-            else:
+                finetune(workflow.finetune, rows, self.backbone, start, stage, report)
+            elif tuned := self.run.adapters().get("tuned"):
                 source = self.sources.recovery(workflow.recover)
-                recover(workflow.recover, source, backbone, self._parent(name), stage, report)
+                recover(workflow.recover, source, self.backbone, tuned, stage, report)
+            else:
+                hint = f"opdcl finetune --data ROWS -o {self.run.path}"
+                raise UsageError(f"{self.run.path} has no fine-tuned adapter to recover", hint)
             self.tracked.follow(stage, offset)
-
-    def _parent(self, name: str) -> ModelRef:
-        """Return the model that a stage continues."""
-        from opdcl.model.adapters import ModelRef, find_adapter
-
-        model, start = self.workflow.model, self.workflow.start
-        if name == "finetune":
-            return ModelRef(model, find_adapter(start) if start else None)
-        tuned = self.run.find_stage("finetune")
-        if tuned is None or tuned.state().get("status") != "done":
-            raise UsageError(
-                f"{self.run.path} has no fine-tuned adapter to recover",
-                f"opdcl finetune --data ROWS -o {self.run.path}",
-            )
-        return ModelRef(model, tuned.adapter)
 
     def _measure(self, task: Task) -> None:
         from opdcl.stages.evaluate import evaluate
 
         config, backbone = self.workflow.eval, self.backbone
-        adapter = None if task.state == "base" else self.run.find_stage(STAGE_OF[task.state]).adapter
+        adapter = self.run.adapters()[task.state] if task.state != "base" else None
         if adapter and self._measured_state != task.state:
             backbone.drop_adapters()
             backbone.load_adapter(adapter, "student")
@@ -162,35 +147,29 @@ class Session:
 
     @property
     def backbone(self) -> Backbone:
-        """The loaded model."""
+        """The model, loaded by the first task that needs it."""
         if self._backbone is None:
-            self._backbone = self._load_backbone()
+            from opdcl.model.backbone import Backbone
+
+            with self.output.stage("load") as line:
+                line.note(self.workflow.model.id)
+                self._backbone = Backbone.load(self.workflow.model)
+                if parallel.worker_count() > 1:
+                    part = "a part of the" if parallel.sharded() else "the whole"
+                    line.note(f"{parallel.worker_count()} processes, each with {part} base")
+                if self.workflow.model.deterministic:
+                    line.note(_cost_of_determinism(self._backbone.device.type))
             self._check_base(self._backbone)
         return self._backbone
 
-    def _load_backbone(self) -> Backbone:
-        from opdcl.model.backbone import Backbone
-
-        with self.output.stage("load") as line:
-            line.note(self.workflow.model.id)
-            backbone = Backbone.load(self.workflow.model)
-            if parallel.worker_count() > 1:
-                part = "a part of the" if parallel.sharded() else "the whole"
-                line.note(f"{parallel.worker_count()} processes, each with {part} base")
-            if self.workflow.model.deterministic:
-                line.note(_cost_of_determinism(backbone.device.type))
-        return backbone
-
     def _check_base(self, backbone: Backbone) -> None:
-        """Compare the base with the one that the run began with, and write down both base and device."""
+        """Check that the base is the one that the run began with, and record base and device."""
         model = self.workflow.model
         base = self.manifest.setdefault("base", {"id": model.id, "revision": model.revision})
         fingerprint = backbone.fingerprint()
         if base.setdefault("fingerprint_before", fingerprint) != fingerprint:
-            raise UsageError(
-                f"the weights of {model.id} are not those that this run began with",
-                "restore the model, or start a new run directory",
-            )
+            message = f"the weights of {model.id} are not those that this run began with"
+            raise UsageError(message, "restore the model, or start a new run directory")
         self.manifest["device"] = machine() | {
             "kind": str(backbone.causal_lm.device),
             "dtype": str(backbone.causal_lm.dtype).removeprefix("torch."),

@@ -1,4 +1,4 @@
-"""What a command reads before it trains: rows, suites, their hashes, and what a run directory holds."""
+"""What a command reads and checks before it trains: rows, suites, their hashes, models, the run directory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from opdcl.data import scoring
 from opdcl.data.rows import Row, load_rows, pinned, source_files
 from opdcl.errors import UsageError
 from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_plan, stage_folder
+from opdcl.pipeline.trackers import check_trackers
 from opdcl.rundir.files import read_json
 from opdcl.rundir.hashes import ADAPTER, file_hash, hash_files
 from opdcl.rundir.layout import RunDir
@@ -24,10 +25,9 @@ if TYPE_CHECKING:
 
 
 class Sources:
-    """The data of a run, or of all arms of a sweep. Each file is parsed once, each suite is built once.
+    """The data of a run, or of all arms of a sweep. Each file is parsed once, and each suite is built once.
 
-    Local sources are identified by path, sources on the Hub by their pinned id. A file that is edited during
-    a run is not read again, so the rows are those that were hashed.
+    A file that is edited during a run is not read again, so the rows are those that were hashed.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Sources:
         return self._suites[key]
 
     def inherit(self, workflow: Workflow) -> Workflow:
-        """Give the recovery the fine-tune's rows as its domain, if it has none and the rows have prompts."""
+        """Make the fine-tune's rows the recovery's domain, if it has none and the rows have prompts."""
         finetune, recover = workflow.finetune, workflow.recover
         # Plain text has no question to sample on.
         if finetune and recover and not recover.domain and all(r.prompt for r in self.rows(finetune.data)):
@@ -70,10 +70,8 @@ class Sources:
         if workflow.finetune:
             for row in self.rows(workflow.finetune.data):
                 if row.text is None and row.answer is None:
-                    raise UsageError(
-                        f"{row.where} has no answer to learn",
-                        "fine-tune rows need completion, answer or text",
-                    )
+                    hint = "fine-tune rows need completion, answer or text"
+                    raise UsageError(f"{row.where} has no answer to learn", hint)
         if workflow.recover:
             self.recovery(workflow.recover)
         for suite, path in (workflow.eval.data if workflow.eval else {}).items():
@@ -97,12 +95,8 @@ class Sources:
             fields |= {f"recover.teachers.{k}.prompts": t.prompts for k, t in recover.teachers.items()}
         if evaluation:
             fields |= {f"eval.data.{suite}": path for suite, path in evaluation.data.items()}
-        hashes = {
-            # A source on the Hub is identified by its pinned id.
-            field: self._hash(source_files(source)) or pinned(source)
-            for field, source in fields.items()
-            if source
-        }
+        # A source on the Hub is identified by its pinned id.
+        hashes = {k: self._hash(source_files(s)) or pinned(s) for k, s in fields.items() if s}
         for field, place in workflow.adapters().items():
             folder = find_adapter(place)
             hashes[field] = self._hash([folder / ADAPTER, folder / "adapter_config.json"])
@@ -132,15 +126,63 @@ def read_records(run: RunDir) -> Records:
     stages = {}
     for name in STAGE_NUMBERS:
         stage = stage_folder(run, name)
-        if not (state := stage.state()):
-            continue
-        done = state.get("status") == "done"
         weights = stage.adapter / ADAPTER
-        checkpoint = None if done else stage.last_checkpoint()
-        stages[name] = StageRecord(
-            state,
-            file_hash(weights) if done and weights.is_file() else None,
-            checkpoint.name if checkpoint else None,
-        )
+        if stage.is_done():
+            stages[name] = StageRecord(stage.state(), file_hash(weights) if weights.is_file() else None)
+        elif state := stage.state():
+            checkpoint = stage.last_checkpoint()
+            stages[name] = StageRecord(state, checkpoint=checkpoint.name if checkpoint else None)
     files = run.evals.glob("*/*.json")
     return Records(stages, {(f.parent.name, f.stem): read_json(f).get("fingerprint") for f in files})
+
+
+def checked_plan(workflow: Workflow, run: RunDir, sources: Sources) -> list[Task]:
+    """Check the run directory, the data and what the tasks need; return the tasks. Writes nothing."""
+    refuse_foreign(run)
+    sources.check(workflow)
+    tasks = sources.plan(workflow, run)
+    check_tasks(workflow, sources)
+    check_servers(workflow, {task.name for task in tasks if task.action != "skip"})
+    return tasks
+
+
+def refuse_foreign(run: RunDir) -> None:
+    """Refuse a directory that is not a run's, or that links out of itself, so that nothing is overwritten."""
+    hint = "choose another directory with -o"
+    if run.path.exists() and not run.path.is_dir():
+        raise UsageError(f"{run.path} is a file", hint)
+    names = {p.name for p in run.path.iterdir()} if run.path.is_dir() else set()
+    if names - {".lock", "logs"} and not run.is_run():
+        raise UsageError(f"{run.path} exists and is not a run directory", hint)
+    for folder, folders, files in os.walk(run.path):
+        if link := next((p for name in (*folders, *files) if (p := Path(folder, name)).is_symlink()), None):
+            hint = "replace it by what it points to; the run directory itself may be a link"
+            raise UsageError(f"{link} is a symbolic link: what a run writes stays inside its directory", hint)
+
+
+def check_tasks(workflow: Workflow, sources: Sources) -> None:
+    """Check what needs libraries but no weights: the models' locations, trackers, prompts, suites."""
+    from opdcl.model.load import check_exists
+
+    finetune = workflow.finetune
+    for model in workflow.models():
+        check_exists(model)
+    check_trackers(workflow.track)
+    if finetune and finetune.method == "self-distill":
+        from opdcl.stages.finetune import as_distillation
+
+        sources.recovery(as_distillation(finetune, len(sources.rows(finetune.data))))
+    if workflow.eval:
+        for suite in workflow.eval.suites():
+            sources.suite(suite, workflow.eval)
+
+
+def check_servers(workflow: Workflow, unfinished: set[str]) -> None:
+    """Check that every server that the unfinished stages need grants access."""
+    from opdcl.sampling.server import check_access
+
+    servers = [workflow.eval.server] if workflow.eval and "eval" in unfinished else []
+    if workflow.recover and "recover" in unfinished:
+        servers += [workflow.recover.server, *(t.server for t in workflow.teachers().values())]
+    for server in filter(None, servers):
+        check_access(server)

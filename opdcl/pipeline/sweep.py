@@ -50,10 +50,8 @@ def expand(flow: Workflow, out: Path) -> dict[str, Workflow]:
 def _resolve(value: Any, earlier: dict[str, str], arm: str) -> Any:
     """Replace each `arm:NAME` that stands for an adapter by that arm's run directory."""
     if isinstance(value, dict):
-        return {
-            k: _resolve(v, earlier, arm) if isinstance(v, dict) or k in ("start", "adapter") else v
-            for k, v in value.items()
-        }
+        nested = {k: v for k, v in value.items() if isinstance(v, dict) or k in ("start", "adapter")}
+        return value | {k: _resolve(v, earlier, arm) for k, v in nested.items()}
     if not (isinstance(value, str) and value.startswith(REFERENCE)):
         return value
     if (name := value.removeprefix(REFERENCE)) not in earlier:

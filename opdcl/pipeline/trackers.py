@@ -11,8 +11,8 @@ import importlib.util
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class Tracking:
-    """The open trackers of one run; without any, all methods do nothing. A failure is reported to `note`."""
+    """The open trackers of one run, if any. Failures are reported to `note`."""
 
-    def __init__(self, names: list[str], run: RunDir, note: Callable[[str], None]):
+    def __init__(self, names: Sequence[str], run: RunDir, note: Callable[[str], None]):
         self._note = note
         self._file = run.path / "tracking.json"
         # The id identifies this run in a tracker across interruptions; `sent` counts rows by stage.
@@ -41,21 +41,15 @@ class Tracking:
         if names:
             self._open(names, run.path.resolve().name, run.path / "tracking")
 
-    def _open(self, names: list[str], name: str, folder: Path) -> None:
+    def _open(self, names: Sequence[str], name: str, folder: Path) -> None:
         from transformers import TrainerControl, TrainerState, TrainingArguments
         from transformers.integrations import get_reporting_integration_callbacks
 
         folder.mkdir(parents=True, exist_ok=True)
-        arguments = TrainingArguments(
-            output_dir=str(folder),
-            run_name=f"{name}-{self._record['id']}",
-            project="opdcl",
-            report_to=[],
-            use_cpu=True,
-            trackio_static_space_id=False,
-        )
+        options = {"report_to": [], "use_cpu": True, "trackio_static_space_id": False, "project": "opdcl"}
+        options |= {"output_dir": str(folder), "run_name": f"{name}-{self._record['id']}"}
         self._state = TrainerState()
-        self._context = (arguments, self._state, TrainerControl())
+        self._context = (TrainingArguments(**options), self._state, TrainerControl())
         with _environment(folder, self._record):
             for tracker in names:
                 with self._drop_if_it_fails(tracker):
@@ -117,7 +111,7 @@ class Tracking:
 
 
 @dataclass
-class Followed:
+class TrackedReport:
     """A stage's report that also sends the stage's metrics; `offset` is added to their steps."""
 
     report: StageReport
@@ -133,18 +127,7 @@ class Followed:
         self.report.note(text)
 
 
-@contextmanager
-def tracking(names: list[str], run: RunDir, note: Callable[[str], None]) -> Iterator[Tracking]:
-    """Open a run's trackers, and close them at the end of the block."""
-    trackers = Tracking(names, run, note)
-    try:
-        yield trackers
-    finally:
-        with suppress(Exception):
-            trackers.close()
-
-
-def check_trackers(names: list[str]) -> None:
+def check_trackers(names: Sequence[str]) -> None:
     """Raise an `EnvironmentFault` if a tracker's package is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
@@ -153,18 +136,14 @@ def check_trackers(names: list[str]) -> None:
 
 def scores(summary: dict[str, Any]) -> dict[str, float]:
     """Return the scores of a run's summary by `suite/state`, and R and D if they are known."""
-    values = {
-        f"{name}/{state}": suite[state]["value"]
-        for name, suite in summary["suites"].items()
-        for state in STATES
-        if suite[state]
-    }
+    pairs = [(name, suite, state) for name, suite in summary["suites"].items() for state in STATES]
+    values = {f"{name}/{state}": suite[state]["value"] for name, suite, state in pairs if suite[state]}
     return values | {key: summary[key]["value"] for key in ("recovery", "domain_retention") if summary[key]}
 
 
 @contextmanager
 def _environment(folder: Path, record: dict[str, Any]) -> Iterator[None]:
-    """Set variables that the user has not set, inside the block only: a process may do several runs."""
+    """Set variables that the user has not set, for the block only: a process may do several runs."""
     defaults = {
         "TENSORBOARD_LOGGING_DIR": str(folder / "tensorboard"),
         "WANDB_DIR": str(folder),

@@ -23,7 +23,7 @@ import httpx2
 import tenacity
 import torch
 
-from opdcl.config.server import ServerSection
+from opdcl.config.model import ServerSection
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.distributions import TopTokens
 from opdcl.sampling.rollout import Rollout

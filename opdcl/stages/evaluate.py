@@ -21,40 +21,28 @@ from opdcl.data.chat import render
 from opdcl.data.suites import Suite, cut_at, mean_score, quiet_lm_eval
 from opdcl.distill.make_teacher import reach_own_model
 from opdcl.errors import UsageError
-from opdcl.model.backbone import Backbone, State
+from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.sample import sample
 from opdcl.training import StageReport, peak_memory, reset_peak_memory
 
-# Completes a batch of prompts with at most so many tokens each, and reports completions as they finish.
+# Prompts, maximum tokens of each completion, callback for finished completions -> completions.
 Decode = Callable[[list[list[int]], int, Callable[[list[Rollout]], None]], list[Rollout]]
 
 
 class BackboneLM(LM):
-    """lm-eval's view of one adapter state.
+    """lm-eval's view of the backbone: of its student if `adapter` holds that on disk, else of base.
 
-    Args:
-        backbone: The resident model.
-        state: The adapter to answer with.
-        config: Batch size, sampler or server, and the longest answer.
-        partial: JSONL file that keeps answers batch by batch, so that an interrupt loses one batch at most.
-        report: Receives progress.
-        adapter: The state's adapter on disk, for a server to load.
+    `partial` keeps answers as JSON lines, batch by batch, so that an interrupt loses one batch at most.
     """
 
     def __init__(
-        self,
-        backbone: Backbone,
-        state: State,
-        config: EvalConfig,
-        partial: Path,
-        report: StageReport,
-        adapter: Path | None = None,
+        self, backbone: Backbone, adapter: Path | None, config: EvalConfig, partial: Path, report: StageReport
     ):
         super().__init__()
-        self.backbone, self.state_name, self.adapter = backbone, state, adapter
+        self.backbone, self.adapter = backbone, adapter
         self.config, self.partial, self.report = config, partial, report
         self.lengths: list[int] = []
 
@@ -72,8 +60,8 @@ class BackboneLM(LM):
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Answer all requests greedily; cut each answer at its task's stop strings."""
-        encode = self.backbone.tokenizer
-        prompts = [encode(r.args[0], add_special_tokens=False)["input_ids"] for r in requests]
+        tokenizer = self.backbone.tokenizer
+        prompts = [tokenizer(r.args[0], add_special_tokens=False)["input_ids"] for r in requests]
         answers = {row["request"]: row for row in read_jsonl(self.partial)}
         # Rewritten first, so that new answers do not follow a line that a crash cut off.
         write_atomic(self.partial, _lines(answers.values()))
@@ -86,13 +74,11 @@ class BackboneLM(LM):
                 max_tokens = self._max_tokens(requests[batch[0]], longest=len(prompts[batch[-1]]))
                 progress = _progress(self.report, len(answers), len(requests))
                 rollouts = decode([prompts[i] for i in batch], max_tokens, progress)
+                ids = [rollout.completion_ids for rollout in rollouts]
+                texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
                 rows = [
-                    {
-                        "request": i,
-                        "text": encode.decode(rollout.completion_ids, skip_special_tokens=True),
-                        "tokens": len(rollout.completion_ids),
-                    }
-                    for i, rollout in zip(batch, rollouts, strict=True)
+                    {"request": i, "text": text, "tokens": len(completion)}
+                    for i, text, completion in zip(batch, texts, ids, strict=True)
                 ]
                 answers |= {row["request"]: row for row in rows}
                 with open(self.partial, "a", encoding="utf-8") as file:
@@ -103,37 +89,31 @@ class BackboneLM(LM):
         return [cut_at(row["text"], until) for row, until in zip(in_order, stops, strict=True)]
 
     def _max_tokens(self, request, longest: int) -> int:
-        """Return how many tokens the answers of a batch may have, given its longest prompt."""
+        """Return the maximum length of a batch's answers, given the length of its longest prompt."""
         max_tokens = int(request.args[1].get("max_gen_toks", 256))
         if self.config.max_new_tokens:
             max_tokens = min(max_tokens, self.config.max_new_tokens)
         room = self.backbone.causal_lm.config.max_position_embeddings
         if longest + max_tokens > room:
-            raise UsageError(
-                f"a prompt of {longest} tokens and an answer of {max_tokens} exceed the context of {room}",
-                "set eval.max_new_tokens, or leave the suite out",
-            )
+            sizes = f"a prompt of {longest} tokens and an answer of {max_tokens}"
+            hint = "set eval.max_new_tokens, or leave the suite out"
+            raise UsageError(f"{sizes} exceed the context of {room}", hint)
         return max_tokens
 
     @contextlib.contextmanager
     def _decoder(self) -> Iterator[Decode]:
-        """Yield what completes prompts greedily: this process, or a server that has loaded the adapter."""
-        eos_ids = self.backbone.eos_ids
-        if not self.config.server:
-            with self.backbone.merged(self.state_name) as model:
+        """Yield a function that completes prompts greedily, here or on a server with the adapter."""
+        eos_ids, config = self.backbone.eos_ids, self.config
+        if not config.server:
+            options: Any = {"eos_ids": eos_ids, "temperature": 0}
+            options |= {"batch_size": config.batch_size, "engine": config.sampler}
+            with self.backbone.merged("student" if self.adapter else "base") as model:
                 yield lambda prompts, max_tokens, progress: sample(
-                    model,
-                    prompts,
-                    max_new_tokens=max_tokens,
-                    eos_ids=eos_ids,
-                    temperature=0,
-                    batch_size=self.config.batch_size,
-                    engine=self.config.sampler,
-                    on_finished=progress,
+                    model, prompts, max_new_tokens=max_tokens, on_finished=progress, **options
                 )
             return
         with contextlib.ExitStack() as stack:
-            server = reach_own_model(self.config.server, self.backbone, self.report.note)
+            server = reach_own_model(config.server, self.backbone, self.report.note)
             stack.callback(server.close)
             name = stack.enter_context(server.adapter(self.adapter)) if self.adapter else None
             yield lambda prompts, max_tokens, progress: parallel.on_first_worker(
@@ -143,9 +123,8 @@ class BackboneLM(LM):
             )
 
     def loglikelihood(self, requests, disable_tqdm: bool = False):
-        raise UsageError(
-            "suites that compare log-likelihoods are not supported yet", "choose a generative task"
-        )
+        hint = "choose a generative task"
+        raise UsageError("suites that compare log-likelihoods are not supported yet", hint)
 
     loglikelihood_rolling = loglikelihood
 
@@ -163,17 +142,14 @@ def evaluate(
     """Measure one state on one suite; write samples and result, and return the result.
 
     Args:
-        config: How much is measured, and where it is decoded.
-        backbone: The model.
         state: `base`, `tuned` or `recovered`: the name on disk.
-        record: What else the result says, such as `role`, `model` and `fingerprint`.
-        report: Receives progress.
+        record: Further fields of the result, such as `role`, `model` and `fingerprint`.
         adapter: The state's adapter on disk, which the backbone holds as its student; None for base.
     """
     started = time.perf_counter()
     reset_peak_memory()
     partial = run.evals / state / f".{suite.name}.partial.jsonl"
-    lm = BackboneLM(backbone, "student" if adapter else "base", config, partial, report, adapter)
+    lm = BackboneLM(backbone, adapter, config, partial, report)
     quiet_lm_eval()
     # Unseeded, lm-eval would draw other few-shot examples for each state.
     suite.task.set_fewshot_seed(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -21,7 +22,6 @@ from opdcl.data.chat import encode_example
 from opdcl.data.rows import Row
 from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import OpdclError
-from opdcl.model.adapters import ModelRef
 from opdcl.model.backbone import Backbone
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.layout import StageDir
@@ -42,71 +42,57 @@ def finetune(
     config: FinetuneConfig,
     rows: list[Row],
     backbone: Backbone,
-    parent: ModelRef,
+    start: Path | None,
     out: StageDir,
     report: StageReport,
-) -> ModelRef:
-    """Train an adapter on the rows' answers, resuming from the stage's last checkpoint.
+) -> None:
+    """Train the adapter in `start`, or a new one, on the rows; resume from the stage's last checkpoint.
 
-    The adapter is the parent's if it has one, else a new one.
+    Method `self-distill` is the recovery loop with another teacher: an EMA copy of the student, shown the
+    reference answer, grades the student's completions (SDFT, arXiv 2601.19897, algorithm 1).
     """
     if config.method == "self-distill":
-        return self_distill(config, rows, backbone, parent, out, report)
+        start = start or out.path / "start"
+        if not start.exists():
+            backbone.new_adapter(config.lora, config.seed)
+            save_adapter(backbone, start)
+        recovery = as_distillation(config, len(rows))
+        recover(recovery, read_recovery_source(recovery, lambda *_: rows), backbone, start, out, report)
+        return
     encoded = [e for row in rows for e in encode_example(row, backbone.tokenizer, config.max_length)]
-    if parent.adapter:
+    if start:
         backbone.drop_adapters()
-        model = backbone.load_adapter(parent.adapter, "student", trainable=True)
-        report.note(f"continuing the adapter of {parent.adapter}, which keeps its shape")
+        model = backbone.load_adapter(start, "student", trainable=True)
+        report.note(f"continuing the adapter of {start}, which keeps its shape")
     else:
         model = backbone.new_adapter(config.lora, config.seed)
-    lengths = [len(e.input_ids) for e in encoded]
     steps = planned_steps(config, len(encoded))
-    arguments = trainer_arguments(
-        config,
-        backbone,
-        out,
-        steps,
-        per_device_train_batch_size=config.batch_size,
-        lr_scheduler_type="cosine",
-        warmup_steps=math.ceil(steps * 0.05),
-        max_length=config.max_length,
-        packing=_packs(config, backbone),
-        completion_only_loss=True,
-    )
-    dataset = Dataset.from_list([vars(e) for e in encoded])
+    stage = {
+        "per_device_train_batch_size": config.batch_size,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": math.ceil(steps * 0.05),
+        "max_length": config.max_length,
+        "packing": _packs(config, backbone),
+        "completion_only_loss": True,
+    }
+    lengths = [len(e.input_ids) for e in encoded]
+    order = lay_out(lengths, config.batch_size, steps, config.seed)
     callback = StageCallback(report, steps, backbone)
     callback.tokens_per_step = round(sum(lengths) / len(lengths) * config.batch_size)
     trainer = AnswerTrainer(
         model=model,
-        args=SFTConfig(**arguments),
-        train_dataset=dataset.select(lay_out(lengths, config.batch_size, steps, config.seed)),
+        args=SFTConfig(**trainer_arguments(config, backbone, out, steps, **stage)),
+        train_dataset=Dataset.from_list([vars(e) for e in encoded]).select(order),
         processing_class=backbone.tokenizer,
         callbacks=[callback],
     )
     callback.run(trainer, out)
     save_adapter(backbone, out.adapter)
-    return ModelRef(parent.base, out.adapter)
 
 
-def self_distill(
-    config: FinetuneConfig,
-    rows: list[Row],
-    backbone: Backbone,
-    parent: ModelRef,
-    out: StageDir,
-    report: StageReport,
-) -> ModelRef:
-    """Train on the student's own completions, graded by an EMA copy of it that sees the reference answer.
-
-    This is the recovery loop with another teacher (SDFT, arXiv 2601.19897, algorithm 1).
-    """
-    start = parent.adapter or out.path / "start"
-    if not start.exists():
-        backbone.new_adapter(config.lora, config.seed)
-        save_adapter(backbone, start)
-    recovery = as_distillation(config, len(rows))
-    source = read_recovery_source(recovery, lambda *_: rows)
-    return recover(recovery, source, backbone, ModelRef(parent.base, start), out, report)
+def _packs(config: FinetuneConfig, backbone: Backbone) -> bool:
+    flash = "flash" in (backbone.causal_lm.config._attn_implementation or "")  # it keeps the rows apart
+    return flash if config.packing == "auto" else config.packing == "on"
 
 
 def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
@@ -139,10 +125,10 @@ def planned_steps(config: FinetuneConfig, rows: int) -> int:
 
 
 def lay_out(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[int]:
-    """Return the row for each place in each batch, epoch after epoch; rows of similar length share a batch.
+    """Return the rows of all batches in order, epoch after epoch; rows of similar length share a batch.
 
-    Without the grouping, half of a batch of short rows is padding. The order is fixed beforehand, so that a
-    resumed run draws the same rows as an uninterrupted one, whatever the state of the random generators.
+    Otherwise half of a batch of short rows would be padding. The order is fixed beforehand, so that a resumed
+    run draws the same rows as an uninterrupted one.
     """
     shuffle = random.Random(seed)
     order: list[int] = []
@@ -159,54 +145,38 @@ def lay_out(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[
     return order[: steps * batch_size]
 
 
-def _packs(config: FinetuneConfig, backbone: Backbone) -> bool:
-    """Return whether to pack rows: by default only where a flash-attention kernel keeps them apart."""
-    if config.packing == "auto":
-        return "flash" in (backbone.causal_lm.config._attn_implementation or "")
-    return config.packing == "on"
-
-
 class AnswerTrainer(SFTTrainer):
     """SFTTrainer that computes the rows' shared prefix once and projects answer positions only."""
 
-    pieces = 1
-    """Number of micro-batches that a batch is cut into; doubled whenever memory runs out."""
+    pieces = 1  # micro-batches per batch; doubled whenever memory runs out
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         tokens = (inputs["labels"] != -100).sum() if num_items_in_batch is None else num_items_in_batch
-        batch = _local_rows(inputs)
         while True:
             try:
                 # Each piece divides by the tokens of the whole batch, so that the gradients of all pieces
                 # and workers add up to the batch's.
-                losses = [
-                    super(AnswerTrainer, self).training_step(model, piece, tokens)
-                    for piece in _cut(batch, self.pieces)
-                ]
+                step = super().training_step
+                losses = [step(model, piece, tokens) for piece in _pieces(inputs, self.pieces)]
                 break
             except (RuntimeError, MemoryError) as fault:
-                # The workers of a sharded base run it together: one of them cannot repeat a step alone.
+                # A worker of a sharded base cannot repeat a step alone.
                 if not is_out_of_memory(fault) or parallel.sharded():
                     raise
                 model.zero_grad()
-                self._cut_finer(batch)
+                self._cut_finer(inputs)
         parallel.add_gradients(model)
         loss = torch.stack(losses).sum()
-        return finite_or_skipped(
-            self, model, loss.new_tensor(parallel.sum_over_workers({"loss": float(loss)})["loss"])
-        )
+        total = parallel.sum_over_workers({"loss": float(loss)})["loss"]
+        return finite_or_skipped(self, model, loss.new_tensor(total))
 
     def _cut_finer(self, inputs: dict[str, torch.Tensor]) -> None:
         if "position_ids" in inputs:
-            raise OpdclError(
-                "a batch of packed rows does not fit into memory",
-                "lower finetune.batch_size, or finetune.packing: off",
-            )
-        if self.pieces >= len(inputs["input_ids"]):
-            raise OpdclError(
-                "one training row alone does not fit into memory",
-                "lower finetune.max_length, or choose a smaller model",
-            )
+            hint = "lower finetune.batch_size, or finetune.packing: off"
+            raise OpdclError("a batch of packed rows does not fit into memory", hint)
+        if self.pieces >= len(parallel.my_share(range(len(inputs["input_ids"])))):
+            hint = "lower finetune.max_length, or choose a smaller model"
+            raise OpdclError("one training row alone does not fit into memory", hint)
         self.pieces *= 2
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -230,22 +200,14 @@ class AnswerTrainer(SFTTrainer):
         return total / (len(targets_N) if num_items_in_batch is None else num_items_in_batch)
 
 
-def _local_rows(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return this worker's rows of a batch; if there are none, the first row with its answer masked."""
-    if parallel.worker_count() == 1:
-        return inputs
-    rows = {name: parallel.my_share(values) for name, values in inputs.items()}
-    if len(rows["input_ids"]):
-        return rows
-    return {name: v[:1] for name, v in inputs.items()} | {
-        "labels": torch.full_like(inputs["labels"][:1], -100)
-    }
-
-
-def _cut(inputs: dict[str, torch.Tensor], pieces: int) -> list[dict[str, torch.Tensor]]:
-    """Split a batch into groups of rows."""
-    if pieces == 1:
+def _pieces(inputs: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+    """Split this worker's rows of a batch; a worker without any gets the first row with its answer masked."""
+    if count == 1 and parallel.worker_count() == 1:
         return [inputs]
-    size = math.ceil(len(inputs["input_ids"]) / pieces)
-    groups = zip(*(values.split(size) for values in inputs.values()), strict=True)
-    return [dict(zip(inputs, group, strict=True)) for group in groups]
+    rows = parallel.my_share(range(len(inputs["input_ids"])))
+    if not rows:
+        masked = torch.full_like(inputs["labels"][:1], -100)
+        return [{name: values[:1] for name, values in inputs.items()} | {"labels": masked}]
+    size = math.ceil(len(rows) / count)
+    groups = [list(rows[i : i + size]) for i in range(0, len(rows), size)]
+    return [{name: values[group] for name, values in inputs.items()} for group in groups]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+from pathlib import Path
 
 from transformers import TrainingArguments
 
@@ -25,7 +26,7 @@ from opdcl.distill.teachers import RoutedTeacher, ServedStudent, Teacher
 from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.distill.validation import Validation
 from opdcl.errors import UsageError
-from opdcl.model.adapters import ModelRef, find_adapter
+from opdcl.model.adapters import find_adapter
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import folder_appears_whole
 from opdcl.rundir.layout import StageDir
@@ -37,13 +38,13 @@ def recover(
     config: RecoverConfig,
     source: RecoverySource,
     backbone: Backbone,
-    parent: ModelRef,
+    tuned: Path,
     out: StageDir,
     report: StageReport,
-) -> ModelRef:
-    """Train the tuned adapter towards base on general prompts, held to tuned on domain prompts.
+) -> None:
+    """Train the tuned adapter towards base on general prompts, and hold it to tuned on domain prompts.
 
-    Resumes from the stage's last checkpoint if there is one.
+    This resumes from the stage's last checkpoint, if there is one.
     """
     if config.method == "replay":
         imitation = config.loss.model_copy(update={"kind": "cross_entropy"})
@@ -56,12 +57,12 @@ def recover(
     if not any(train.values()):
         raise UsageError("recovery has no prompts", "set recover.general")
     backbone.drop_adapters()
-    backbone.load_adapter(parent.adapter, "student", trainable=True)
-    backbone.load_adapter(parent.adapter, "tuned")
+    backbone.load_adapter(tuned, "student", trainable=True)
+    backbone.load_adapter(tuned, "tuned")
     with contextlib.ExitStack() as stack:
         teachers: dict[Stream, Teacher | RoutedTeacher] = {}
         for stream, prompts in streams.items():
-            teachers[stream] = _teacher(config, stream, prompts, backbone, parent, report)
+            teachers[stream] = _teacher(config, stream, prompts, backbone, tuned, report)
             stack.callback(teachers[stream].close)
         student = _student(config, backbone, out, report)
         stack.callback(student.close)
@@ -76,7 +77,6 @@ def recover(
         _train(config, grader, queue, {s: p.held_out for s, p in streams.items()}, out, report)
     with folder_appears_whole(out.adapter) as folder:
         shutil.copytree(out.trainer / "best", folder, dirs_exist_ok=True)
-    return ModelRef(parent.base, out.adapter)
 
 
 def _train(
@@ -95,24 +95,21 @@ def _train(
     if config.method == "interpolate":
         interpolate(validation, backbone, out)
         return
-    arguments = trainer_arguments(
-        config,
-        backbone,
-        out,
-        config.steps,
-        per_device_train_batch_size=1,  # one row of the schedule is one optimizer step
-        lr_scheduler_type="linear",
-        warmup_steps=math.ceil(config.steps * 0.1),
-        remove_unused_columns=False,
-    )
-    trainer = RecoveryTrainer(queue, grader, TrainingArguments(**arguments), [validation, callback, health])
+    stage = {
+        "per_device_train_batch_size": 1,  # one row of the schedule is one optimizer step
+        "lr_scheduler_type": "linear",
+        "warmup_steps": math.ceil(config.steps * 0.1),
+        "remove_unused_columns": False,
+    }
+    arguments = TrainingArguments(**trainer_arguments(config, backbone, out, config.steps, **stage))
+    trainer = RecoveryTrainer(queue, grader, arguments, [validation, callback, health])
     if checkpoint := out.last_checkpoint():
         trainer.restore(checkpoint)
     callback.run(trainer, out)
 
 
 def _student(config: RecoverConfig, backbone: Backbone, out: StageDir, report: StageReport) -> Teacher:
-    """Return what samples on-policy steps: this process, or a server with the student's adapter."""
+    """Return the sampler of on-policy steps: this process, or a server with the student's adapter."""
     if config.server:
         server = reach_own_model(config.server, backbone, report.note)
         return ServedStudent(backbone, server, out.trainer / "served")
@@ -126,7 +123,7 @@ def _teacher(
     stream: Stream,
     prompts: Prompts,
     backbone: Backbone,
-    parent: ModelRef,
+    tuned: Path,
     report: StageReport,
 ) -> Teacher | RoutedTeacher:
     """Return a stream's teacher, and put the adapters that it needs onto the backbone."""
@@ -134,8 +131,7 @@ def _teacher(
     def single(name: str) -> Teacher:
         section, state = teacher_section(config, stream, name), f"{stream}_{name}" if name else stream
         if section.kind in ("ema", "adapter"):
-            adapter = find_adapter(section.adapter) if section.adapter else parent.adapter
-            backbone.load_adapter(adapter, state)
+            backbone.load_adapter(find_adapter(section.adapter) if section.adapter else tuned, state)
         return make_teacher(section, backbone, prompts.contexts.get(name), state, report.note)
 
     own, named = single(""), {name: single(name) for name in dict.fromkeys(prompts.routes.values())}

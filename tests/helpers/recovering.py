@@ -2,7 +2,6 @@
 
 from transformers import TrainingArguments
 
-from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.grading import Grader
 from opdcl.distill.prompts import read_recovery_source
@@ -11,7 +10,6 @@ from opdcl.distill.schedule import plan_steps
 from opdcl.distill.selection import Selection
 from opdcl.distill.teachers import Teacher
 from opdcl.distill.trainer import RecoveryTrainer
-from opdcl.model.adapters import ModelRef
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
@@ -38,7 +36,7 @@ def train(backbone, folder, name, config, stop=None):
     fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
     try:
         source = read_recovery_source(config)
-        recover(config, source, fresh, ModelRef(ModelConfig(), folder / "tuned"), out, StopAt())
+        recover(config, source, fresh, folder / "tuned", out, StopAt())
     except KeyboardInterrupt:
         assert stop
     finally:
@@ -76,10 +74,10 @@ def run(backbone, folder, **settings):
     out = StageDir(folder / "out")
     before = backbone.fingerprint()
     source = read_recovery_source(config)
-    recovered = recover(config, source, backbone, ModelRef(ModelConfig(), folder / "tuned"), out, Silent())
+    recover(config, source, backbone, folder / "tuned", out, Silent())
     backbone.drop_adapters()
     assert backbone.fingerprint() == before
-    assert (recovered.adapter / "adapter_model.safetensors").exists()
+    assert (out.adapter / "adapter_model.safetensors").exists()
     return read_jsonl(out.metrics)
 
 

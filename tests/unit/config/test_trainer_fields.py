@@ -15,7 +15,6 @@ from opdcl.config.trainer_fields import ALLOWED, INSTEAD, OPTIMIZERS, SCHEDULES
 from opdcl.data.rows import load_rows
 from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import UsageError
-from opdcl.model.adapters import ModelRef
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
@@ -51,19 +50,17 @@ def result(folder, stage, backbone, model, trainer) -> tuple[bytes, int]:
         sizes = {"steps": 4, "teacher_first": 0, "rollouts": 2, "max_new_tokens": 4, "validation_prompts": 1}
         rest = {"learning_rate": 5e-3, "micro_batch_tokens": 2048, "keep": "last", "save_steps": 2}
         config = RecoverConfig(**data, **sizes, **rest, trainer=trainer)
-        parent = ModelRef(model, folder / "tuned")
     else:
         sizes = {"epochs": 2, "batch_size": 4, "learning_rate": 1e-2, "save_steps": 2}
         config = FinetuneConfig(
             data=str(folder / "rows.jsonl"), **sizes, lora=LoraSection(r=4), trainer=trainer
         )
-        parent = ModelRef(model)
     fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
     try:
         if stage == "recover":
-            recover(config, read_recovery_source(config), fresh, parent, out, Silent())
+            recover(config, read_recovery_source(config), fresh, folder / "tuned", out, Silent())
         else:
-            finetune(config, load_rows(config.data), fresh, parent, out, Silent())
+            finetune(config, load_rows(config.data), fresh, None, out, Silent())
     finally:
         fresh.drop_adapters()
     assert len([row for row in read_jsonl(out.metrics) if "loss" in row]) == 4

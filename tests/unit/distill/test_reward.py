@@ -9,8 +9,8 @@ from helpers.recovering import Silent, make_trainer, whole_and_resumed
 from trl import GRPOConfig, GRPOTrainer
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.config.loss import LossSection
 from opdcl.config.recover import RecoverConfig, RewardSection
+from opdcl.config.teacher import LossSection
 from opdcl.config.workflow import Workflow
 from opdcl.distill.losses import clipped_gradient, group_advantages, token_losses
 from opdcl.distill.prompts import read_recovery_source
@@ -215,7 +215,7 @@ def test_the_teacher_weighs_in_beside_the_reward():
 def test_a_completion_is_scored_as_the_evaluation_scores_it(backbone, tmp_path):
     reward = make_reward(backbone)
     task = load_reward_task(REWARDED["suite"])
-    lm = BackboneLM(backbone, "base", EvalConfig(batch_size=320), tmp_path / "partial", Silent())
+    lm = BackboneLM(backbone, None, EvalConfig(batch_size=320), tmp_path / "partial", Silent())
     task.build_all_requests(limit=40, apply_chat_template=True, chat_template=lm.apply_chat_template)
     rows = reward_rows(reward.config, task)
     assert len(rows) == len(list(task.eval_docs))

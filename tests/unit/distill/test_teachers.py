@@ -7,7 +7,6 @@ import torch
 from helpers.recovering import Silent, make_trainer, whole_and_resumed
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.distill.losses import token_losses
@@ -15,7 +14,6 @@ from opdcl.distill.make_teacher import make_teacher
 from opdcl.distill.prompts import encode_stream, read_recovery_source
 from opdcl.distill.teachers import EmaTeacher, RoutedTeacher, Teacher, TrustRegionTeacher, sequence
 from opdcl.errors import UsageError
-from opdcl.model.adapters import ModelRef
 from opdcl.model.compatibility import check_same_tokenizer, differences
 from opdcl.model.distributions import HiddenStates
 from opdcl.model.forward import answer_states
@@ -312,7 +310,7 @@ def test_two_emas_are_independent(backbone, answered):
         learning_rate=5e-3,
         micro_batch_tokens=2048,
     )
-    source, tuned = read_recovery_source(config), ModelRef(ModelConfig(), answered / "tuned")
+    source, tuned = read_recovery_source(config), answered / "tuned"
     recover(config, source, backbone, tuned, StageDir(answered / "two"), Silent())
     layer = backbone.adapted_layers()[0]
     student, general, domain, fixed = (
@@ -522,7 +520,7 @@ def test_one_student_learns_from_two_specialists_and_its_distance_to_each_is_rep
     )
     out = StageDir(answered / "one")
     source = read_recovery_source(config)
-    recover(config, source, backbone, ModelRef(ModelConfig(), answered / "left"), out, Silent())
+    recover(config, source, backbone, answered / "left", out, Silent())
     first, *_, last = (r["validation"] for r in read_jsonl(out.metrics) if "validation" in r)
     assert {k for k in first if "domain_kl" in k} == {"domain_kl", "domain_kl/left", "domain_kl/right"}
     assert first["domain_kl/left"] < 1e-4 * first["domain_kl/right"]

@@ -2,10 +2,11 @@
 
 import json
 import os
+from contextlib import closing
 
 import pytest
 
-from opdcl.pipeline.trackers import tracking
+from opdcl.pipeline.trackers import Tracking
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
 
@@ -34,9 +35,9 @@ def scalars(folder, tag):
 
 def test_a_run_that_resumes_from_an_older_checkpoint_sends_each_step_once(run):
     notes = []
-    with tracking(["tensorboard"], run, notes.append) as trackers:
+    with closing(Tracking(["tensorboard"], run, notes.append)) as trackers:
         trackers.follow(write_metrics(run, 1, 2, 3), 100)
-    with tracking(["tensorboard"], run, notes.append) as trackers:
+    with closing(Tracking(["tensorboard"], run, notes.append)) as trackers:
         for steps in ([1, 2], [1, 2, 3], [1, 2, 3, 4]):  # step 3 was logged after the last checkpoint
             trackers.follow(write_metrics(run, *steps), 100)
         trackers.finish(104, {"suite/recovered": 0.75}, {"verdict": "recovered"})
@@ -52,7 +53,7 @@ def test_a_tracker_writes_where_the_user_says_and_leaves_the_environment_as_it_w
 ):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "mine"))
     before = dict(os.environ)
-    with tracking(["tensorboard"], run, pytest.fail) as trackers:
+    with closing(Tracking(["tensorboard"], run, pytest.fail)) as trackers:
         trackers.follow(write_metrics(run, 1), 0)
     assert scalars(tmp_path / "mine", "train/recover/loss") == [(1, 0.1)]
     assert dict(os.environ) == before
@@ -65,7 +66,7 @@ def test_a_tracker_that_fails_later_is_dropped_with_one_note(run, monkeypatch):
         raise OSError("disk full")
 
     notes = []
-    with tracking(["tensorboard"], run, notes.append) as trackers:
+    with closing(Tracking(["tensorboard"], run, notes.append)) as trackers:
         monkeypatch.setattr(TensorBoardCallback, "on_log", fail)
         trackers.follow(write_metrics(run, 1, 2), 0)
         trackers.finish(2, {"suite/recovered": 0.75}, {})

@@ -11,11 +11,9 @@ from helpers.recovering import Silent, train
 from helpers.serving import serving
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.config.loss import LossSection
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import ModelConfig, ServerSection
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.server import ServerSection
-from opdcl.config.teacher import TeacherSection
+from opdcl.config.teacher import LossSection, TeacherSection
 from opdcl.data.suites import load_suite
 from opdcl.distill.losses import token_logprobs, token_losses, top_k_overlap
 from opdcl.distill.make_teacher import make_teacher, reach_own_model, reach_server
@@ -222,7 +220,7 @@ def test_an_aborted_completion_is_requested_again(backbone, elsewhere):
 
 def test_a_process_exits_without_waiting_for_an_answer(elsewhere):
     script = (
-        "import sys, time\nfrom opdcl.config.server import ServerSection\n"
+        "import sys, time\nfrom opdcl.config.model import ServerSection\n"
         "from opdcl.sampling.server import Server\n"
         f"server = Server(ServerSection(url=sys.argv[1], model='teacher', top_k={K}), 49152)\n"
         "server.grade([1, 2], [3])\ntime.sleep(1)\nserver.close()\nprint('closed', flush=True)\n"
@@ -511,14 +509,8 @@ def test_an_evaluation_on_a_server_gives_the_local_answers(backbone, tuned, else
     with serving(elsewhere) as server:
         for place in (None, {"url": server.url}):
             config = EvalConfig(max_new_tokens=8, server=place, batch_size=320)
-            lm = BackboneLM(
-                backbone,
-                "student" if adapted else "base",
-                config,
-                tuned / f"partial-{place is None}",
-                Silent(),
-                tuned / "tuned" if adapted else None,
-            )
+            partial = tuned / f"partial-{place is None}"
+            lm = BackboneLM(backbone, tuned / "tuned" if adapted else None, config, partial, Silent())
             task.build_all_requests(limit=5, apply_chat_template=True, chat_template=lm.apply_chat_template)
             answers.append(lm.generate_until(task.instances))
     assert answers[0] == answers[1]

@@ -14,7 +14,6 @@ from opdcl.console import Output
 from opdcl.data.chat import encode_example, encode_prompt
 from opdcl.data.rows import Row, load_rows
 from opdcl.errors import OpdclError, UsageError
-from opdcl.model.adapters import ModelRef
 from opdcl.model.backbone import Backbone
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.files import read_jsonl
@@ -91,9 +90,9 @@ def learn(tmp_path, tiny_model):
         base = ModelConfig(id=str(tiny_model), dtype="float32")
         out = StageDir(tmp_path / name)
         report = Output("quiet").stage("finetune")
-        tuned = finetune(config, load_rows(config.data), Backbone.load(base), ModelRef(base), out, report)
+        finetune(config, load_rows(config.data), Backbone.load(base), None, out, report)
         steps = [(r["loss"], r["grad_norm"]) for r in read_jsonl(out.metrics)]
-        return load_file(tuned.adapter / "adapter_model.safetensors"), steps
+        return load_file(out.adapter / "adapter_model.safetensors"), steps
 
     return run
 
@@ -147,7 +146,7 @@ def test_self_distillation_learns_from_itself_shown_the_answer_and_resumes_to_th
     def train(name, at=None):
         out = StageDir(tmp_path / name)
         try:
-            finetune(config, load_rows(config.data), Backbone.load(base), ModelRef(base), out, Stop(at))
+            finetune(config, load_rows(config.data), Backbone.load(base), None, out, Stop(at))
         except KeyboardInterrupt:
             assert at
         return out
@@ -169,4 +168,4 @@ def test_self_distillation_needs_answers(tmp_path, backbone):
     )
     rows, out = load_rows(config.data), StageDir(tmp_path / "out")
     with pytest.raises(UsageError, match=r"rows\.jsonl:1 has no answer"):
-        finetune(config, rows, backbone, ModelRef(ModelConfig()), out, Silent())
+        finetune(config, rows, backbone, None, out, Silent())
