@@ -96,7 +96,8 @@ def test_loss_gradient_and_kl_equal_an_independent_reference_at_temperature_0_7(
     shift = torch.tensor([-0.5, -0.1, 0.1, 0.5]).double().repeat(len(student))[: len(student)]
     sampler = (student @ weight.T / 0.7).log_softmax(-1)[torch.arange(len(student)), tokens] + shift
     advantage = torch.tensor([1.0, -1.0, 0.4]).double().repeat(len(student))[: len(student)]
-    section = LossSection(kind="reverse_kl" if kind == "reward" else kind, k=5)
+    options = {"k": 5} if kind == "top_k" else {}
+    section = LossSection(kind="reverse_kl" if kind == "reward" else kind, **options)
     reward = RewardSection(suite="handbook", clip=0.2, weight=0.5, teacher=0.3) if kind == "reward" else None
     ours, plain = (student.clone().requires_grad_() for _ in range(2))
     result = token_losses(
