@@ -415,8 +415,7 @@ def load_model(options, half: bool | None = None):
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
     from opdcl.config.model import ModelConfig
-    from opdcl.model.embedded import EMBEDDED
-    from opdcl.model.load import load_base, model_source
+    from opdcl.model.load import EMBEDDED, load_base, model_source
 
     half = fast_half() if half is None else half
     dtype = "bfloat16" if half else "float32"

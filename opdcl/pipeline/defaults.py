@@ -88,8 +88,7 @@ def describe_automatic(workflow: Workflow, origins: dict[str, str]) -> str:
 
 def hidden_size(workflow: Workflow) -> int:
     """Return the hidden size of the base model, from its config alone."""
-    from opdcl.model.embedded import EMBEDDED
-    from opdcl.model.load import model_source
+    from opdcl.model.load import EMBEDDED, model_source
 
     model = workflow.model
     if model.id == EMBEDDED:

@@ -13,8 +13,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.data.rows import Row
 from opdcl.distill.rollout_queue import FULL_BATCH
 from opdcl.model.architecture import architecture
-from opdcl.model.embedded import EMBEDDED
-from opdcl.model.load import model_source, pick_device, pick_dtype
+from opdcl.model.load import EMBEDDED, model_source, pick_device, pick_dtype
 from opdcl.pipeline.defaults import resolve_for_machine
 from opdcl.pipeline.plan import Task
 from opdcl.pipeline.preflight import checked_plan
