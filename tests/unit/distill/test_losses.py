@@ -19,6 +19,10 @@ def reverse_kl(student, teacher, weight, temperature=1.0):
     return graded(student, teacher, weight, temperature).loss
 
 
+def of_kind(kind):
+    return {"kind": kind, "k": 5} if kind == "top_k" else {"kind": kind}
+
+
 def graded(student, teacher, weight, temperature=1.0, tokens=None, sampler=None, **loss):
     n = len(student)
     tokens = torch.zeros(n, dtype=torch.long) if tokens is None else tokens
@@ -96,8 +100,7 @@ def test_loss_gradient_and_kl_equal_an_independent_reference_at_temperature_0_7(
     shift = torch.tensor([-0.5, -0.1, 0.1, 0.5]).double().repeat(len(student))[: len(student)]
     sampler = (student @ weight.T / 0.7).log_softmax(-1)[torch.arange(len(student)), tokens] + shift
     advantage = torch.tensor([1.0, -1.0, 0.4]).double().repeat(len(student))[: len(student)]
-    options = {"k": 5} if kind == "top_k" else {}
-    section = LossSection(kind="reverse_kl" if kind == "reward" else kind, **options)
+    section = LossSection(**of_kind("reverse_kl" if kind == "reward" else kind))
     reward = RewardSection(suite="handbook", clip=0.2, weight=0.5, teacher=0.3) if kind == "reward" else None
     ours, plain = (student.clone().requires_grad_() for _ in range(2))
     result = token_losses(
@@ -119,7 +122,7 @@ def test_loss_gradient_and_kl_equal_an_independent_reference_at_temperature_0_7(
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
 def test_every_divergence_equals_its_definition(kind, temperature):
     student, teacher, weight = tensors(9)
-    loss = graded(student, teacher, weight, temperature, kind=kind, k=5).loss
+    loss = graded(student, teacher, weight, temperature, **of_kind(kind)).loss
     pairs = naive_distributions(student, teacher, weight, temperature)
     expected = torch.tensor([naive_loss(kind, p, q) for p, q in pairs])
     torch.testing.assert_close(loss, expected, atol=2e-5, rtol=1e-4)
@@ -128,9 +131,9 @@ def test_every_divergence_equals_its_definition(kind, temperature):
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_every_divergence_is_zero_with_zero_gradient_at_equality_and_positive_elsewhere(kind):
     student, teacher, weight = tensors(50)
-    assert (graded(student, teacher, weight, kind=kind, k=5).loss > 0).all()
+    assert (graded(student, teacher, weight, **of_kind(kind)).loss > 0).all()
     student.requires_grad_()
-    loss = graded(student, student.detach().clone(), weight, kind=kind, k=5).loss
+    loss = graded(student, student.detach().clone(), weight, **of_kind(kind)).loss
     loss.sum().backward()
     torch.testing.assert_close(loss.detach(), torch.zeros(50), atol=1e-5, rtol=0)
     assert student.grad.abs().max() < 1e-4

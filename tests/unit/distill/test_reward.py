@@ -358,7 +358,7 @@ def test_settings_that_conflict_with_a_reward_are_refused(settings, said):
 
 
 def test_a_suite_that_recovery_learns_from_cannot_be_measured():
-    with pytest.raises(ValueError, match="learns from instructions_train"):
+    with pytest.raises(ValueError, match="trains on instructions_train"):
         Workflow(recover=SETTINGS, eval={"control": ["instructions_train"]})
 
 
