@@ -493,7 +493,7 @@ def test_rows_name_teachers_and_teachers_add_prompts(backbone, answered):
 
 
 def test_one_student_learns_from_two_specialists_and_its_distance_to_each_is_reported(backbone, answered):
-    """Forward KL on the specialists' own completions: its success does not hang on what the student samples."""
+    """Forward KL on the specialists' own completions: success does not depend on what the student samples."""
     for name, seed in (("left", 1), ("right", 2)):
         backbone.load_adapter(answered / "tuned", "student", trainable=True)
         torch.manual_seed(seed)
@@ -536,7 +536,7 @@ def test_one_student_learns_from_two_specialists_and_its_distance_to_each_is_rep
 
 
 def plain_kl(backbone, config, name):
-    """Return the mean KL per token from the student to a specialist on its completions of held-out prompts."""
+    """Return the mean KL per token from the student to a specialist, on its held-out completions."""
     prompts = encode(config, "domain", backbone)
     own = [p for p in prompts.held_out if prompts.routes[tuple(p)] == name]
     written = Teacher(backbone, name).complete(own, config, config.max_new_tokens, config.seed + 7)
