@@ -111,9 +111,8 @@ class Step:
         """Sample, grade and differentiate steps with completions of these lengths; return the median cost."""
         from opdcl.config.recover import RecoverConfig
         from opdcl.distill.grading import Grader
-        from opdcl.distill.rollout_queue import RolloutQueue
+        from opdcl.distill.rollout_queue import RolloutQueue, Selection
         from opdcl.distill.schedule import plan_steps
-        from opdcl.distill.selection import Selection
         from opdcl.distill.teachers import Teacher
         from opdcl.training import peak_memory, reset_peak_memory
 

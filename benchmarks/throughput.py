@@ -252,9 +252,8 @@ def ours(arm, options, folder, clock, lengths):
 
     from opdcl.config.recover import RecoverConfig
     from opdcl.distill.grading import Grader
-    from opdcl.distill.rollout_queue import RolloutQueue
+    from opdcl.distill.rollout_queue import RolloutQueue, Selection
     from opdcl.distill.schedule import plan_steps
-    from opdcl.distill.selection import Selection
     from opdcl.distill.teachers import Teacher
     from opdcl.distill.trainer import RecoveryTrainer
     from opdcl.model.backbone import Backbone
@@ -416,8 +415,7 @@ def load_model(options, half: bool | None = None):
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
     from opdcl.config.model import ModelConfig
-    from opdcl.model.embedded import EMBEDDED
-    from opdcl.model.load import load_base, model_source
+    from opdcl.model.load import EMBEDDED, load_base, model_source
 
     half = fast_half() if half is None else half
     dtype = "bfloat16" if half else "float32"

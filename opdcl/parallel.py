@@ -15,6 +15,7 @@ arXiv 2304.11277); the adapter is small and stays whole on every worker.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
@@ -43,7 +44,6 @@ LAUNCHERS = re.compile("RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC
 GRACE, GRACE_TO_SAVE = 10, 120
 
 _rank, _count, _requested = 0, 1, 1
-
 _to_shard = _sharded = False
 
 
@@ -63,7 +63,7 @@ def sharded() -> bool:
 
 
 def launched() -> bool:
-    """Return whether a launcher started this process together with others."""
+    """Return whether this process was started as one of several workers."""
     return _count > 1 or int(os.environ.get("WORLD_SIZE") or 1) > 1
 
 
@@ -98,8 +98,7 @@ def _wait_for(workers: list[subprocess.Popen]) -> int:
 
     def pass_on(number, frame):
         for worker in workers:
-            if worker.poll() is None:
-                worker.send_signal(number)
+            worker.send_signal(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, pass_on)
@@ -111,8 +110,8 @@ def _wait_for(workers: list[subprocess.Popen]) -> int:
             for worker in running:
                 worker.kill()
         time.sleep(0.1)
-    codes = [worker.returncode for worker in workers]
-    code = codes[0] if codes[0] > 0 else next((c for c in codes if c > 0), codes[0])
+    first, *others = [worker.returncode for worker in workers]
+    code = first if first > 0 else next((c for c in others if c > 0), first)
     return code if code >= 0 else 128 - code
 
 
@@ -137,10 +136,8 @@ def join() -> None:
     local = int(os.environ.get("LOCAL_RANK") or 0)
     cards = [card for card in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if card]
     if cards and local >= len(cards):
-        raise EnvironmentFault(
-            f"worker {local} of this machine has no GPU: CUDA_VISIBLE_DEVICES names {len(cards)}",
-            "start fewer workers",
-        )
+        message = f"worker {local} of this machine has no GPU: CUDA_VISIBLE_DEVICES names {len(cards)}"
+        raise EnvironmentFault(message, "start fewer workers")
     # The trainers expect a single GPU, so each worker sees one only. This must come before CUDA starts.
     os.environ["CUDA_VISIBLE_DEVICES"] = cards[local] if cards else str(local)
 
@@ -149,9 +146,11 @@ def join() -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     # A long timeout, because the others wait while worker 0 writes reports.
     torch.distributed.init_process_group(backend, timeout=timedelta(days=1))
+    # Left to the end of the interpreter, gloo's threads may release a tensor without one: the process aborts.
+    atexit.register(torch.distributed.destroy_process_group)
     _rank, _count = torch.distributed.get_rank(), torch.distributed.get_world_size()
     _to_shard = os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    for name in [name for name in os.environ if LAUNCHERS.match(name)]:
+    for name in filter(LAUNCHERS.match, list(os.environ)):
         del os.environ[name]
 
 
@@ -171,9 +170,8 @@ def gather_shares(share: Sequence[T]) -> list[T]:
 def sum_over_workers(values: Mapping[str, float]) -> dict[str, float]:
     """Return the sum over all workers for each name. A missing name counts as zero."""
     sums: dict[str, float] = {}
-    for part in all_values(values):
-        for name, value in part.items():
-            sums[name] = sums.get(name, 0.0) + value
+    for name, value in (item for part in all_values(values) for item in part.items()):
+        sums[name] = sums.get(name, 0.0) + value
     return sums
 
 

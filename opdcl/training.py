@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import resource
 import signal
 import threading
@@ -68,9 +67,8 @@ def trainer_arguments(
 
 def is_out_of_memory(fault: BaseException) -> bool:
     """Return whether a smaller batch could have avoided a fault: on CUDA, on the CPU, or in Python itself."""
-    return isinstance(fault, torch.OutOfMemoryError | MemoryError) or any(
-        x in str(fault) for x in ("can't allocate memory", "std::bad_alloc")
-    )
+    on_cpu = any(text in str(fault) for text in ("can't allocate memory", "std::bad_alloc"))
+    return on_cpu or isinstance(fault, torch.OutOfMemoryError | MemoryError)
 
 
 def finite_or_skipped(trainer: Trainer, model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
@@ -81,10 +79,8 @@ def finite_or_skipped(trainer: Trainer, model: torch.nn.Module, loss: torch.Tens
     Raises:
         OpdclError: It is the second such step.
     """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if math.isfinite(float(loss)) and (
-        not gradients or bool(torch.stack([g.isfinite().all() for g in gradients]).all())
-    ):
+    finite = [loss.isfinite(), *(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)]
+    if bool(torch.stack(finite).all()):
         return loss
     model.zero_grad(set_to_none=True)
     for callback in trainer.callback_handler.callbacks:
@@ -145,9 +141,8 @@ class StageCallback(TrainerCallback):
         with self._signals():
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if self._stop and trainer.state.global_step < self.steps:
-            raise Interrupted(
-                f"interrupted at step {trainer.state.global_step} of {self.steps}; checkpoint saved"
-            )
+            reached = trainer.state.global_step
+            raise Interrupted(f"interrupted at step {reached} of {self.steps}; checkpoint saved")
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -178,10 +173,8 @@ class StageCallback(TrainerCallback):
     def skip(self, step: int) -> None:
         """Record a step skipped for a loss or gradient that is not finite; a second one ends the stage."""
         if self._skipped is not None:
-            raise OpdclError(
-                f"loss or gradient is not finite at step {step}, for the second time",
-                "lower the learning rate; the same command resumes from the last checkpoint",
-            )
+            hint = "lower the learning rate; the same command resumes from the last checkpoint"
+            raise OpdclError(f"loss or gradient is not finite at step {step}, for the second time", hint)
         self._skipped = step
         self.write({"step": step, "skipped": "loss or gradient is not finite"})
         self.report.note(f"step {step}: loss or gradient is not finite; the step is skipped")
@@ -198,10 +191,8 @@ class StageCallback(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         if self.backbone:
             if self.backbone.fingerprint() != self._base:
-                raise OpdclError(
-                    f"the base weights changed before step {state.global_step}",
-                    "this is a defect of opdcl: please report it",
-                )
+                message = f"the base weights changed before step {state.global_step}"
+                raise OpdclError(message, "this is a defect of opdcl: please report it")
             parallel.check_same("adapters", self.backbone.adapter_norm("student"))
         seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 

@@ -28,7 +28,7 @@ LONGEST_FIRST = (
 def pytest_configure(config: pytest.Config) -> None:
     """Unpack the embedded model once, before several workers need it."""
     if not hasattr(config, "workerinput"):
-        from opdcl.model.embedded import embedded_folder
+        from opdcl.model.load import embedded_folder
 
         embedded_folder()
 

@@ -14,7 +14,7 @@ from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.losses import TokenLosses, token_logprobs, token_losses, top_k_overlap
 from opdcl.distill.schedule import Stream
-from opdcl.distill.teachers import RoutedTeacher, Teacher, sequence
+from opdcl.distill.teachers import AnyTeacher, Teacher, sequence
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.model.compatibility import refuse_unsupported
@@ -34,10 +34,10 @@ Sums = dict[str, float]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Completions that go through the models together and share one teacher.
+    """Completions that go through the models together, and their one teacher: `route` is its name, or "".
 
-    `positions` are their indices in the list that is graded. `route` is the teacher's name, "" for the
-    stream's own teacher. A `filler` counts for nothing: it keeps workers in step where the base is sharded.
+    `positions` are their indices in the graded list. A `filler` keeps workers in step where the base is
+    sharded, and counts for nothing.
     """
 
     route: str
@@ -57,24 +57,21 @@ class Grader:
     Each worker grades its share. Sums are those of all workers; a gradient is the worker's own part.
     """
 
-    def __init__(
-        self, backbone: Backbone, config: RecoverConfig, teachers: dict[Stream, Teacher | RoutedTeacher]
-    ):
+    def __init__(self, backbone: Backbone, config: RecoverConfig, teachers: dict[Stream, AnyTeacher]):
         refuse_unsupported(backbone.causal_lm.config)
         self.backbone, self.config, self.teachers = backbone, config, teachers
-        self.micro_batch_tokens = config.micro_batch_tokens
+        self.micro_batch_tokens = int(config.micro_batch_tokens)
+
+    @property
+    def single_teachers(self) -> list[Teacher]:
+        return [single for teacher in self.teachers.values() for single in teacher.members]
 
     def learn(self, rollouts: list[Rollout], stream: Stream, fresh: bool) -> Sums:
         """Accumulate the gradient of the mean loss per token; return the sums.
 
-        When memory runs out, the step starts over without a gradient, in micro-batches of half the size.
-
-        Args:
-            rollouts: The completions to learn from.
-            stream: The stream whose teacher grades.
-            fresh: Whether the current weights sampled every token. Then a token whose probability differs
-                between sampler and trainer by more than `MISMATCH_RATIO` is left out and counted as
-                `mismatched`.
+        When memory runs out, the step starts over in micro-batches of half the size. If the rollouts are
+        `fresh` (the current weights sampled every token), a token whose probability differs between sampler
+        and trainer by more than `MISMATCH_RATIO` is left out and counted as `mismatched`.
 
         Raises:
             OpdclError: One sequence alone does not fit into memory.
@@ -93,9 +90,8 @@ class Grader:
         total = _count_tokens(rollouts)
         sums: Sums = defaultdict(float)
         for batch in self._micro_batches(rollouts, self.teachers[stream]):
-            _, losses, sampler_N = self._compare(
-                batch, batch.teacher.distribution(batch.rollouts), learn=True
-            )
+            teacher = batch.teacher.distribution(batch.rollouts)
+            _, losses, sampler_N = self._compare(batch, teacher, learn=True)
             weight_N = self._weights(batch)
             if fresh and len(sampler_N):
                 mismatch_N = (losses.logprob - sampler_N).abs() > math.log(MISMATCH_RATIO)
@@ -115,13 +111,9 @@ class Grader:
         distributions: Mapping[int, TeacherDistribution] | None = None,
         overlap: bool = False,
     ) -> Sums:
-        """Return the sums without learning.
+        """Return the sums without learning; with `overlap`, that of `top_k_overlap` as well.
 
-        Args:
-            rollouts: The completions to grade.
-            stream: The stream whose teacher grades.
-            distributions: What `distributions` returned, if the same completions are graded repeatedly.
-            overlap: Whether to sum `top_k_overlap` as well.
+        To grade the same completions repeatedly, pass what the method `distributions` returned for them.
         """
         sums: Sums = defaultdict(float)
         for batch in self._micro_batches(rollouts, self.teachers[stream]):
@@ -135,11 +127,9 @@ class Grader:
             _add(sums, batch, losses)
         return defaultdict(float, parallel.sum_over_workers(sums), tokens=_count_tokens(rollouts))
 
-    def distributions(
-        self, rollouts: list[Rollout], teacher: Teacher | RoutedTeacher
-    ) -> dict[int, TeacherDistribution]:
+    def distributions(self, rollouts: list[Rollout], teacher: AnyTeacher) -> dict[int, TeacherDistribution]:
         """Return the teacher's distributions over the completions of this worker's share, by position."""
-        by_position = {}
+        by_position: dict[int, TeacherDistribution] = {}
         for batch in self._micro_batches(rollouts, teacher):
             parts = batch.teacher.distribution(batch.rollouts).split(batch.lengths)
             by_position |= dict(zip(batch.positions, parts, strict=True))
@@ -149,12 +139,11 @@ class Grader:
         """Return each completion's mean |log q - log p| per token, q the teacher and p the sampler."""
         gap_of: dict[str, float] = {}
         for batch in self._micro_batches(rollouts, self.teachers[stream]):
-            token_N = torch.tensor([t for r in batch.rollouts for t in r.completion_ids])
+            tokens = [t for r in batch.rollouts for t in r.completion_ids]
+            token_N = torch.tensor(tokens, device=self.backbone.device)
             teacher = batch.teacher.distribution(batch.rollouts)
-            rows = shared_rows(self._head_VH, teacher)
-            logprob_N = token_logprobs(
-                teacher, token_N.to(self.backbone.device), rows, self.config.temperature
-            )
+            rows = shared_rows(self.backbone.head_VH, teacher)
+            logprob_N = token_logprobs(teacher, token_N, rows, self.config.temperature)
             if batch.filler:
                 continue
             for i, q_N in zip(batch.positions, logprob_N.split(batch.lengths), strict=True):
@@ -162,23 +151,18 @@ class Grader:
         totals = parallel.sum_over_workers(gap_of)
         return [totals[str(i)] for i in range(len(rollouts))]
 
-    @property
-    def _head_VH(self) -> torch.Tensor:
-        return self.backbone.causal_lm.get_output_embeddings().weight
-
     def _compare(
         self, batch: MicroBatch, teacher: TeacherDistribution, learn: bool
     ) -> tuple[HiddenStates, TokenLosses, torch.Tensor]:
         """Return the student's states, the token losses, and the sampler's log-probabilities."""
         sequences = [sequence(r.prompt_ids, r.completion_ids) for r in batch.rollouts]
-        student = HiddenStates(answer_states(self.backbone.causal_lm, sequences), self._head_VH)
+        student = HiddenStates(answer_states(self.backbone.causal_lm, sequences), self.backbone.head_VH)
         device = student.states_NH.device
         sampler_N = torch.tensor([x for r in batch.rollouts for x in r.logprobs], device=device)
         advantage_N = None
         if learn and batch.rollouts[0].reward is not None:
-            advantage_N = sampler_N.new_tensor(
-                [r.advantage for r in batch.rollouts for _ in r.completion_ids]
-            )
+            advantages = [r.advantage for r in batch.rollouts for _ in r.completion_ids]
+            advantage_N = sampler_N.new_tensor(advantages)
         losses = token_losses(
             student.states_NH,
             student.head_VH,
@@ -201,20 +185,15 @@ class Grader:
         ]
         return torch.tensor(weights, device=self.backbone.device) * (not batch.filler)
 
-    def _micro_batches(
-        self, rollouts: list[Rollout], teacher: Teacher | RoutedTeacher
-    ) -> Iterator[MicroBatch]:
+    def _micro_batches(self, rollouts: list[Rollout], teacher: AnyTeacher) -> Iterator[MicroBatch]:
         """Yield this worker's micro-batches; if the base is sharded, then fillers up to the busiest's."""
         for route, single, positions in teacher.split([r.prompt_ids for r in rollouts]):
-            length = {i: len(rollouts[i].prompt_ids) + len(rollouts[i].completion_ids) for i in positions}
             # Dealt out longest first, so that all shares cost about the same.
-            ordered = sorted(positions, key=length.__getitem__, reverse=True)
-            shares = [
-                micro_batches(
-                    {i: length[i] for i in parallel.my_share(ordered, worker)}, self.micro_batch_tokens
-                )
-                for worker in range(parallel.worker_count())
-            ]
+            ordered = sorted(positions, key=lambda i: rollouts[i].length, reverse=True)
+            shares = []
+            for worker in range(parallel.worker_count()):
+                lengths = {i: rollouts[i].length for i in parallel.my_share(ordered, worker)}
+                shares.append(micro_batches(lengths, self.micro_batch_tokens))
             own = shares[parallel.rank()]
             for batch in own:
                 yield MicroBatch(route, single, batch, [rollouts[i] for i in batch])
@@ -222,11 +201,9 @@ class Grader:
                 yield MicroBatch(route, single, ordered[-1:], [rollouts[ordered[-1]]], filler=True)
 
     def _halve_micro_batches(self, rollouts: list[Rollout]) -> None:
-        if self.micro_batch_tokens <= max(len(r.prompt_ids) + len(r.completion_ids) for r in rollouts):
-            raise OpdclError(
-                "one sequence alone does not fit into memory",
-                "lower recover.max_new_tokens, or choose a smaller model",
-            )
+        if self.micro_batch_tokens <= max(r.length for r in rollouts):
+            hint = "lower recover.max_new_tokens, or choose a smaller model"
+            raise OpdclError("one sequence alone does not fit into memory", hint)
         self.micro_batch_tokens //= 2
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -241,8 +218,7 @@ def kl_by_route(sums: Sums) -> dict[str, float]:
 def micro_batches(lengths: Mapping[int, int], tokens: int) -> list[list[int]]:
     """Split sequences, given as position -> length, into batches of at most `tokens` ids, padding included.
 
-    Sequences of similar length share a batch, and none is more than half padding: a single long one has its
-    own.
+    Sequences of similar length share a batch, of which none is more than half padding.
     """
     batches: list[list[int]] = []
     width = 0

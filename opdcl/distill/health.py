@@ -1,8 +1,7 @@
 """Signs that a recovery goes wrong while its loss looks fine, and the reaction to them.
 
 A sign that lasts for `patience` steps halves the learning rate, once. If it lasts as long again, the run
-halts. The best adapter by held-out KL is kept either way. Every action is a row of the stage's metrics and a
-note in the report.
+halts. The best adapter by held-out KL is kept either way.
 """
 
 from __future__ import annotations
@@ -27,10 +26,13 @@ from opdcl.training import StageCallback
 KL_SLACK = 0.5
 
 RATE_HALVED = "rate halved"
-
 CHECK_BASE = "check that the base model loads correctly: opdcl chat RUN"
 LOWER_RATE = "lower recover.learning_rate"
 CHECK_ENDS = "check the end-of-sequence ids and the loss"
+
+
+# A held-out measurement: KL by stream in nats per token, and other values by name.
+KL = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Health(TrainerCallback):
 
     def on_start(self, general: list[Rollout]) -> None:
         """Take base's held-out answers as the baseline, and resume the counts of an interrupted run."""
-        lengths = [len(r.completion_ids) for r in general] or [1e9]
+        lengths = [len(r.completion_ids) for r in general] or [10**9]
         truncated = sum(not r.finished for r in general) / len(lengths)
         self.baseline = Baseline(sum(lengths) / len(lengths), truncated, self.backbone.adapter_norm("tuned"))
         for row in read_jsonl(self.out.metrics):
@@ -118,19 +120,12 @@ class Health(TrainerCallback):
             raise halt_error(state.global_step, str(sign), sign.hint, self.out)
 
     def _record(self, step: int, sign: Sign, action: str) -> None:
-        value, bound = abs(sign.value), abs(sign.bound)
-        self.callback.write(
-            {"step": step, "health": {"sign": sign.name, "value": value, "bound": bound, "action": action}}
-        )
+        health = {"sign": sign.name, "value": abs(sign.value), "bound": abs(sign.bound), "action": action}
+        self.callback.write({"step": step, "health": health})
         self.callback.report.note(f"step {step}: {sign}: {action}")
 
 
-def drift(
-    first: dict[str, float],
-    now: dict[str, float],
-    score: Callable[[dict[str, float]], float],
-    limits: HealthSection,
-) -> str:
+def drift(first: KL, now: KL, score: Callable[[KL], float], limits: HealthSection) -> str:
     """Return which held-out metrics have drifted past their limits since the first measurement, or ""."""
     before, after = score(first), score(now)
     # Where little was forgotten, a small rise is no alarm.
@@ -139,10 +134,8 @@ def drift(
     before, after = (kl.get("general_overlap", 1.0) for kl in (first, now))
     # Where the overlap was small from the start, a little less is no alarm.
     if after < min(limits.overlap, before / 2):
-        return (
-            f"on general texts the student shares {after:.0%} of the teacher's top tokens, "
-            f"{before:.0%} at the start"
-        )
+        now_shared = f"on general texts the student shares {after:.0%} of the teacher's top tokens"
+        return f"{now_shared}, {before:.0%} at the start"
     return ""
 
 
@@ -155,11 +148,7 @@ def halt_error(step: int, reason: str, hint: str, out: StageDir) -> OpdclError:
 
 
 def check_turn_end(backbone: Backbone) -> None:
-    """Check that the chat template ends answers with an end-of-sequence id, so that stopping is learned.
-
-    Raises:
-        UsageError: It does not.
-    """
+    """Refuse a chat template that does not end answers with an end-of-sequence id, so stopping is learned."""
     tokenizer = backbone.tokenizer
     marker = "finis"
     turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": marker}]

@@ -22,7 +22,7 @@ def interpolate(validation: Validation, backbone: Backbone, out: StageDir) -> No
     validation.write_held_out()
     alpha = validation.config.alpha
     scales = [1.0, alpha] if alpha else SCALES
-    curve = []
+    curve: list[dict[str, float]] = []
     for done, scale in enumerate(scales, 1):
         with backbone.scaled(scale):
             curve.append({"alpha": scale, **validation.held_out_kl()})
@@ -30,12 +30,9 @@ def interpolate(validation: Validation, backbone: Backbone, out: StageDir) -> No
     chosen = curve[-1] if alpha else min(curve, key=kl_score)
     backbone.shrink(chosen["alpha"])
     save_adapter(backbone, validation.best_adapter)
+    interpolation = {"alpha": chosen["alpha"], "curve": curve}
     rows = [
-        {
-            "step": 0,
-            "validation": stream_kl(curve[0]),
-            "interpolation": {"alpha": chosen["alpha"], "curve": curve},
-        },
+        {"step": 0, "validation": stream_kl(curve[0]), "interpolation": interpolation},
         {"step": 1, "validation": {**stream_kl(chosen), "best": True}},
     ]
     write_atomic(out.metrics, "".join(json.dumps(row) + "\n" for row in rows))

@@ -26,8 +26,7 @@ from opdcl.model.load import eos_ids, load_base, load_tokenizer
 from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.server import Server
 
-# Nats per token by which a model may differ from its copy on a server: far more than rounding does, far less
-# than another model does.
+# Nats per token by which a model may differ from its copy on a server: between rounding and another model.
 SAME_MODEL = 0.3
 
 Notify = Callable[[str], None]
@@ -76,11 +75,8 @@ def reach_server(config: ServerSection, backbone: Backbone, notify: Notify) -> S
         server_ids = server.encode(probe)
         if local_ids != server_ids:
             server.close()
-            raise UsageError(
-                f"the server at {config.url} has another tokenizer: "
-                f"it encodes {probe!r} as {server_ids[:8]}, the student as {local_ids[:8]}",
-                HINT,
-            )
+            difference = f"it encodes {probe!r} as {server_ids[:8]}, the student as {local_ids[:8]}"
+            raise UsageError(f"the server at {config.url} has another tokenizer: {difference}", HINT)
     return server
 
 
@@ -100,9 +96,9 @@ def reach_own_model(config: ServerSection, backbone: Backbone, notify: Notify) -
     gap = float((base_N.cpu() - server_N).abs().mean())
     if gap > SAME_MODEL:
         server.close()
+        difference = f"on a probe the two differ by {gap:.2f} nats per token"
         raise UsageError(
-            f"the server at {config.url} serves another model as {server.model}: "
-            f"on a probe the two differ by {gap:.2f} nats per token",
+            f"the server at {config.url} serves another model as {server.model}: {difference}",
             "start it with `opdcl serve RUN`, and set server.model to the name of the base",
         )
     return server
@@ -114,10 +110,9 @@ def _load_model(config: TeacherSection, backbone: Backbone) -> PreTrainedModel:
     check_same_tokenizer(backbone.tokenizer, load_tokenizer(model_config), model_config.id)
     model, tokenizer = load_base(model_config)
     refuse_unsupported(model.config)
-    if (teacher_eos_ids := eos_ids(model, tokenizer)) != backbone.eos_ids:
-        raise UsageError(
-            f"teacher {config.model.id} ends answers with ids {teacher_eos_ids}, "
-            f"the student with {backbone.eos_ids}",
-            HINT,
+    if (ids := eos_ids(model, tokenizer)) != backbone.eos_ids:
+        message = (
+            f"teacher {config.model.id} ends answers with ids {ids}, the student with {backbone.eos_ids}"
         )
+        raise UsageError(message, HINT)
     return model.requires_grad_(False)

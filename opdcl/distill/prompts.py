@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecoverySource:
-    """What a recovery reads: checked rows, and the loaded suite of its reward.
+    """What a recovery reads: checked rows by stream, and the lm-eval task behind `recover.reward`, if any.
 
-    `rows` holds each stream's rows, `held_out` those of streams whose data brings a validation split of its
-    own, and `reward_task` the lm-eval task behind `recover.reward`, if there is one.
+    `held_out` holds the rows of streams whose data has a validation split of its own.
     """
 
     rows: dict[Stream, list[Row]]
@@ -60,10 +59,7 @@ def read_recovery_source(
 ) -> RecoverySource:
     """Read and check all rows of a recovery.
 
-    Args:
-        config: Names the data.
-        read_rows: Returns the rows of a source; its second argument is the split.
-        load_suite: Returns the lm-eval task of a suite.
+    `read_rows` returns the rows of a source and, optionally, split; `load_suite` the lm-eval task of a suite.
 
     Raises:
         UsageError: A row is malformed, names an unknown teacher, or lacks the answer for its context.
@@ -91,14 +87,11 @@ def read_recovery_source(
 def _check_teacher(config: RecoverConfig, stream: Stream, row: Row) -> None:
     if row.teacher and row.teacher not in config.teachers:
         known = ", ".join(config.teachers)
-        raise UsageError(
-            f"{row.where} names an unknown teacher {row.teacher!r}",
-            f"recover.teachers has {known}" if known else "define it in recover.teachers",
-        )
+        hint = f"recover.teachers has {known}" if known else "define it in recover.teachers"
+        raise UsageError(f"{row.where} names an unknown teacher {row.teacher!r}", hint)
     if row.answer is None and teacher_section(config, stream, row.teacher).context is not None:
-        raise UsageError(
-            f"{row.where} has no answer for its teacher's context", "give every row of that teacher an answer"
-        )
+        hint = "give every row of that teacher an answer"
+        raise UsageError(f"{row.where} has no answer for its teacher's context", hint)
 
 
 def encode_stream(
@@ -107,7 +100,7 @@ def encode_stream(
     """Encode a stream's prompts, and split off the held-out ones.
 
     Raises:
-        UsageError: The same prompt names two teachers, or a single prompt is all there is.
+        UsageError: The same prompt names two teachers, or there is only one prompt.
     """
     rows = source.rows[stream]
     max_new_tokens = (config.domain_max_new_tokens if stream == "domain" else None) or config.max_new_tokens
@@ -126,9 +119,8 @@ def encode_stream(
     teacher_of: dict[tuple[int, ...], str] = {}
     for row, prompt in zip(rows, map(tuple, ids), strict=True):
         if teacher_of.setdefault(prompt, row.teacher) != row.teacher:
-            raise UsageError(
-                f"{row.where}: the same prompt has another teacher above", "name one teacher per prompt"
-            )
+            message = f"{row.where}: the same prompt has another teacher above"
+            raise UsageError(message, "name one teacher per prompt")
         if row.teacher:
             prompts.routes[prompt] = row.teacher
         context = teacher_section(config, stream, row.teacher).context
@@ -141,10 +133,8 @@ def encode_stream(
 def _split(ids: list[list[int]], stream: Stream, count: int) -> tuple[list[list[int]], list[list[int]]]:
     """Return the prompts to train on and at most `count` held-out ones."""
     if len(ids) == 1:
-        raise UsageError(
-            f"the {stream} stream has one prompt; recovery needs some to sample on and some to hold out",
-            "add prompts",
-        )
+        message = f"the {stream} stream has one prompt; recovery needs some to sample on and some to hold out"
+        raise UsageError(message, "add prompts")
     # Evenly spread, so that all topics of a file sorted by topic are held out.
     count = min(count, len(ids) // 2)
     held_out = sorted({i * len(ids) // count for i in range(count)})

@@ -23,12 +23,8 @@ if TYPE_CHECKING:
 class Reward:
     """Score completions on a suite's documents, and show the best of each group to the teacher of the others.
 
-    Args:
-        config: The suite's metric, and the size of a group.
-        task: The loaded lm-eval task of the suite.
-        rows: What `reward_rows` returned for it.
-        backbone: Its tokenizer encodes and decodes.
-        context: The teacher's template for the best answer and feedback; None if it sees the bare prompt.
+    `task` is the suite's lm-eval task, `rows` what `reward_rows` returned for it, and `context` the teacher's
+    template for the best answer and feedback, or None if it sees the bare prompt.
     """
 
     def __init__(
@@ -59,9 +55,9 @@ class Reward:
             for rollout in group:
                 if (rollout.reward or 0.0) < (best.reward or 0.0):
                     row, doc = self._sources[tuple(rollout.prompt_ids)]
-                    feedback = (
-                        self._feedback(doc, self._text(rollout)) if "{feedback}" in self.context else ""
-                    )
+                    feedback = ""
+                    if "{feedback}" in self.context:
+                        feedback = self._feedback(doc, self._text(rollout))
                     prompt = self._encode(row.with_context(self.context, self._text(best), feedback))
                     fits = len(prompt) + len(rollout.completion_ids) <= self._room
                     rollout.teacher_prompt_ids = prompt if fits else None
@@ -129,15 +125,11 @@ def reward_rows(config: RewardSection, task: Any) -> list[Row]:
         )
         messages = json.loads(conversation)
         if messages[-1]["role"] != "user":
-            raise UsageError(
-                f"recover.reward.suite: {config.suite} begins the answer itself",
-                "choose a suite that only asks",
-            )
+            message = f"recover.reward.suite: {config.suite} begins the answer itself"
+            raise UsageError(message, "choose a suite that only asks")
         if (first := number_of.setdefault(conversation, number)) != number:
-            raise UsageError(
-                f"recover.reward.suite: documents {first} and {number} of {config.suite} ask the same",
-                "keep one of them: an answer must have one score",
-            )
+            message = f"recover.reward.suite: documents {first} and {number} of {config.suite} ask the same"
+            raise UsageError(message, "keep one of them: an answer must have one score")
         rows.append(Row(messages, None, None, f"{config.suite} document {number}"))
     return rows
 
@@ -145,9 +137,8 @@ def reward_rows(config: RewardSection, task: Any) -> list[Row]:
 def _check_task(config: RewardSection, task: Any) -> None:
     metrics = f"it has {', '.join(task.aggregation())}"
     if task.OUTPUT_TYPE != "generate_until":
-        raise UsageError(
-            f"recover.reward.suite: {config.suite} has no answers to write", "choose a generative suite"
-        )
+        message = f"recover.reward.suite: {config.suite} has no answers to write"
+        raise UsageError(message, "choose a generative suite")
     if config.metric and config.metric not in task.aggregation():
         raise UsageError(f"recover.reward.metric: {config.suite} has no score {config.metric!r}", metrics)
     metric = _metric(config, task)

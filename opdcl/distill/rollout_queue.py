@@ -1,4 +1,4 @@
-"""Sample completions ahead of the steps that learn from them, and hand them out step by step."""
+"""Sample completions ahead of the steps that learn from them, choose the useful ones, hand them out."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import pvariance
+from typing import TYPE_CHECKING
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
+from opdcl.distill.grading import Grader
+from opdcl.distill.losses import group_advantages
 from opdcl.distill.schedule import Step, Stream
-from opdcl.distill.selection import Selection
-from opdcl.distill.teachers import RoutedTeacher, Teacher
+from opdcl.distill.teachers import AnyTeacher, Teacher
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
 from opdcl.sampling.rollout import Rollout
+
+if TYPE_CHECKING:
+    from opdcl.distill.reward import Reward
 
 # A batch of this many sequences leaves little of the hardware idle.
 FULL_BATCH = 96
@@ -28,14 +34,59 @@ class StepRollouts:
     fresh: bool
 
 
+class Selection:
+    """Keep the completions with the most to learn: by reward if there is one, else by gap to the teacher."""
+
+    def __init__(self, config: RecoverConfig, grader: Grader, reward: Reward | None = None):
+        self.config, self.grader, self.reward = config, grader, reward
+
+    def is_rewarded(self, stream: Stream) -> bool:
+        """Return whether a stream's completions are scored."""
+        return self.reward is not None and stream == "general"
+
+    def choose(self, rollouts: list[Rollout], step: Step) -> list[Rollout]:
+        """Return the completions that a step learns from, in their order."""
+        if self.is_rewarded(step.stream):
+            return self._most_divided(rollouts, step.keep)
+        if self.config.oversample > 1:
+            return self._largest_gap(rollouts, step.stream, step.keep)
+        return rollouts
+
+    def _most_divided(self, rollouts: list[Rollout], keep: int) -> list[Rollout]:
+        """Score all completions, set their advantages, and return the groups whose rewards vary most.
+
+        A group with equal rewards has nothing to teach (DAPO, arXiv 2503.14476, section 3.2).
+        """
+        size = self.config.reward.group
+        rewards = self.reward(rollouts)
+        advantages = group_advantages(rewards, size)
+        for rollout, reward, advantage in zip(rollouts, rewards, advantages, strict=True):
+            rollout.reward, rollout.advantage = reward, advantage
+            rollout.step_reward = sum(rewards) / len(rewards)
+        starts = range(0, len(rollouts), size)
+        by_variance = sorted(starts, key=lambda i: pvariance(rewards[i : i + size]), reverse=True)
+        chosen = sorted(by_variance[: keep // size])
+        selected = [rollout for i in chosen for rollout in rollouts[i : i + size]]
+        self.reward.demonstrate(selected)
+        return selected
+
+    def _largest_gap(self, rollouts: list[Rollout], stream: Stream, keep: int) -> list[Rollout]:
+        """Return the completions about which teacher and sampler differ most."""
+        if len(rollouts) <= keep:
+            return rollouts
+        gaps = self.grader.gaps(rollouts, stream)
+        by_gap = sorted(range(len(rollouts)), key=gaps.__getitem__, reverse=True)
+        return [rollouts[i] for i in sorted(by_gap[:keep])]
+
+
 class RolloutQueue:
     """Completions for the steps to come.
 
-    Steps of one stream are sampled together. The student's completions go stale as it learns, so at most
-    `recover.sample_ahead` steps; a frozen teacher's never do. The last, long completions of such a batch may
-    stay unfinished: they resume with the stream's next batch and are learned from then (partial rollouts,
-    arXiv 2501.12599). The student completes the prompts of on-policy steps, the stream's teacher those of the
-    others.
+    The student completes the prompts of on-policy steps, the stream's teacher those of the others. Steps of
+    one stream are sampled together: at most `recover.sample_ahead`, because the student's completions go
+    stale as it learns, but more if a frozen teacher samples. The last, long completions of such a batch may
+    stay unfinished: they resume in the stream's next batch and are learned from then (partial rollouts,
+    arXiv 2501.12599).
     """
 
     def __init__(
@@ -44,7 +95,7 @@ class RolloutQueue:
         steps: list[Step],
         prompts: dict[Stream, list[list[int]]],
         student: Teacher,
-        teachers: dict[Stream, Teacher | RoutedTeacher],
+        teachers: dict[Stream, AnyTeacher],
         selection: Selection,
     ):
         self.config, self.steps, self.prompts = config, steps, prompts
@@ -67,8 +118,8 @@ class RolloutQueue:
         stream, teacher = step.stream, self.teachers[step.stream]
         same_kind = [
             i
-            for i, later in enumerate(self.steps)
-            if i >= index and (later.stream, later.on_policy) == (stream, step.on_policy)
+            for i in range(index, len(self.steps))
+            if (self.steps[i].stream, self.steps[i].on_policy) == (stream, step.on_policy)
         ]
         ahead = self.config.sample_ahead
         if not step.on_policy and not teacher.is_dynamic:
@@ -99,8 +150,8 @@ class RolloutQueue:
     def _max_unfinished(self, batch: list[int]) -> int:
         """Return how many completions of these steps may stay unfinished: a sixteenth, never all of a step.
 
-        None if each step is strictly on-policy, if steps choose among completions, if a server samples, and
-        with several workers, whose unfinished completions would differ from those of a single one.
+        None if each step is strictly on-policy, if steps choose among completions, if a server samples, or if
+        there are several workers, whose unfinished completions would differ from those of one.
         """
         config = self.config
         if len(batch) == 1 or config.oversample > 1 or config.server or parallel.worker_count() > 1:
@@ -120,7 +171,7 @@ class RolloutQueue:
         prompts: list[list[int]],
         stream: Stream,
         seed: int,
-        author: Teacher | RoutedTeacher | None = None,
+        author: AnyTeacher | None = None,
         on_finished: Callable[[list[Rollout]], None] | None = None,
         unfinished: Sequence[Rollout] = (),
         max_unfinished: int = 0,
@@ -131,21 +182,14 @@ class RolloutQueue:
         """
         max_new_tokens = self._max_new_tokens(stream)
         if unfinished or max_unfinished:
-            return self.student.complete(
-                prompts,
-                self.config,
-                max_new_tokens,
-                seed,
-                on_finished,
-                unfinished=unfinished,
-                max_unfinished=max_unfinished,
-            )
+            partial = {"unfinished": unfinished, "max_unfinished": max_unfinished}
+            return self.student.complete(prompts, self.config, max_new_tokens, seed, on_finished, **partial)
         by_position: dict[int, Rollout] = {}
         for _, single, positions in (author or self.student).split(prompts):
             own = [prompts[i] for i in positions]
             rollouts = single.complete(own, self.config, max_new_tokens, seed, on_finished)
             for i, rollout in zip(positions, rollouts, strict=True):
-                rollout.prompt_ids = prompts[i]  # the student does not see the teacher's context
+                rollout.prompt_ids = prompts[i]  # without the teacher's context
                 by_position[i] = rollout
         return [by_position[i] for i in range(len(prompts))]
 
@@ -162,13 +206,7 @@ class RolloutQueue:
         """
         content = json.loads((folder / "rollouts.json").read_text())
         if set(content) != {"ahead", "unfinished"}:
-            raise UsageError(
-                f"another version of opdcl wrote {folder}",
-                "remove that folder: the run resumes from the checkpoint before it, or starts over",
-            )
-        ahead, unfinished = (
-            {key: [Rollout(**r) for r in rollouts] for key, rollouts in content[part].items()}
-            for part in ("ahead", "unfinished")
-        )
-        self._ahead = {int(index): rollouts for index, rollouts in ahead.items()}
-        self._unfinished = unfinished
+            hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
+            raise UsageError(f"another version of opdcl wrote {folder}", hint)
+        self._ahead = {int(i): [Rollout(**r) for r in rows] for i, rows in content["ahead"].items()}
+        self._unfinished = {s: [Rollout(**r) for r in rows] for s, rows in content["unfinished"].items()}

@@ -20,10 +20,9 @@ STREAMS: tuple[Stream, ...] = ("general", "domain")
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step.
+    """One optimizer step, which learns from `keep` completions of the prompts with these indices.
 
-    `prompts` are indices into the stream's prompts. The student completes them if `on_policy`, else the
-    teacher. `keep` completions are learned from.
+    The student completes them if `on_policy`, else the teacher.
     """
 
     stream: Stream
@@ -36,7 +35,8 @@ def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
     """Return all steps of a recovery, given how many prompts each stream has."""
     draws = {"general": _endless(general, config.seed), "domain": _endless(domain, config.seed + 1)}
     coin = random.Random(config.seed + 2)
-    size = {"general": config.rollouts, "domain": config.domain_rollouts or config.rollouts}
+    rollouts = int(config.rollouts)
+    size = {"general": rollouts, "domain": config.domain_rollouts or rollouts}
     period = config.general_per_domain + 1
     general_steps = 0
     steps: list[Step] = []

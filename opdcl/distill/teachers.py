@@ -47,10 +47,7 @@ Contexts = dict[tuple[int, ...], list[int]]
 class Teacher:
     """An adapter state of the backbone: frozen for `base` and `tuned`, the current weights for `student`.
 
-    Args:
-        backbone: The model that student and teacher share.
-        state: The adapter state that grades.
-        contexts: Prompts that the teacher sees in place of the student's; it sees all others unchanged.
+    It sees the prompts in `contexts` in place of the student's, and all others unchanged.
     """
 
     # Tokens at the start of each completion that this teacher does not grade.
@@ -62,6 +59,10 @@ class Teacher:
     def split(self, prompts: Sequence[Sequence[int]]) -> list[tuple[str, Teacher, list[int]]]:
         """Return name, teacher and prompt indices for each teacher in charge; a single one is named ""."""
         return [("", self, list(range(len(prompts))))]
+
+    @property
+    def members(self) -> list[Teacher]:
+        return [self]
 
     @property
     def is_dynamic(self) -> bool:
@@ -117,13 +118,11 @@ class Teacher:
             "seed": seed,
             "on_finished": on_finished,
         }
-        return self._sample([self.teacher_prompt(p) for p in prompts], config, options | partial)
+        return self._sample([self.teacher_prompt(p) for p in prompts], config.sampler, options | partial)
 
-    def _sample(
-        self, prompts: list[list[int]], config: RecoverConfig, options: dict[str, Any]
-    ) -> list[Rollout]:
+    def _sample(self, prompts: list[list[int]], engine: Any, options: dict[str, Any]) -> list[Rollout]:
         with self.as_sampler() as model:
-            return sample(model, prompts, engine=config.sampler, **options)
+            return sample(model, prompts, engine=engine, **options)
 
     def as_sampler(self) -> contextlib.AbstractContextManager[PreTrainedModel]:
         """Return a context that yields the model to sample this teacher's completions from."""
@@ -245,9 +244,7 @@ class _ServerSampled(Teacher):
         """Return a context that yields the name to sample under; None is the server's own model."""
         return contextlib.nullcontext()
 
-    def _sample(
-        self, prompts: list[list[int]], config: RecoverConfig, options: dict[str, Any]
-    ) -> list[Rollout]:
+    def _sample(self, prompts: list[list[int]], engine: Any, options: dict[str, Any]) -> list[Rollout]:
         def request() -> list[Rollout]:
             with self._served_name() as name:
                 return self.server.complete(prompts, model=name, **options)
@@ -275,13 +272,7 @@ class RemoteTeacher(_ServerSampled):
 
 
 class ServedStudent(_ServerSampled):
-    """The student, sampled on a server that loads its current adapter for each call.
-
-    Args:
-        backbone: The model that is trained.
-        server: The server that samples.
-        folder: Where the adapter is written; the server must be able to read it.
-    """
+    """The student, sampled on a server that loads its current adapter from `folder` for each call."""
 
     def __init__(self, backbone: Backbone, server: Server, folder: Path):
         super().__init__(backbone, "student", server)
@@ -295,15 +286,9 @@ class ServedStudent(_ServerSampled):
 
 
 class RoutedTeacher:
-    """Several teachers, each in charge of its own prompts, both for grading and for sampling.
+    """Several teachers: `routes` maps a prompt to one of the `named`; `default` takes all other prompts.
 
-    Use it through `split`; it has no states of its own, because its teachers may be models of different
-    widths.
-
-    Args:
-        default: In charge of prompts without a route.
-        named: The teachers that routes lead to.
-        routes: Prompt -> name.
+    Use it through `split`: its teachers may be models of different widths, so their states cannot be joined.
     """
 
     def __init__(self, default: Teacher, named: dict[str, Teacher], routes: dict[tuple[int, ...], str]):
@@ -316,8 +301,12 @@ class RoutedTeacher:
         return [(name, self.named[name] if name else self.default, indices[name]) for name in sorted(indices)]
 
     @property
+    def members(self) -> list[Teacher]:
+        return [self.default, *self.named.values()]
+
+    @property
     def is_dynamic(self) -> bool:
-        return any(teacher.is_dynamic for teacher in self._all())
+        return any(teacher.is_dynamic for teacher in self.members)
 
     def frozen_copy(self, frozen: State) -> RoutedTeacher:
         named = {name: teacher.frozen_copy(frozen) for name, teacher in self.named.items()}
@@ -327,28 +316,8 @@ class RoutedTeacher:
         for _, teacher, indices in self.split([r.prompt_ids for r in rollouts]):
             teacher.prefetch([rollouts[i] for i in indices])
 
-    def on_start(self) -> None:
-        for teacher in self._all():
-            teacher.on_start()
 
-    def after_step(self, step: int) -> None:
-        for teacher in self._all():
-            teacher.after_step(step)
-
-    def save(self, folder: Path) -> None:
-        for teacher in self._all():
-            teacher.save(folder)
-
-    def restore(self, folder: Path) -> None:
-        for teacher in self._all():
-            teacher.restore(folder)
-
-    def close(self) -> None:
-        for teacher in self._all():
-            teacher.close()
-
-    def _all(self) -> list[Teacher]:
-        return [self.default, *self.named.values()]
+AnyTeacher = Teacher | RoutedTeacher
 
 
 def sequence(prompt_ids: list[int], completion_ids: list[int]) -> tuple[list[int], list[bool]]:

@@ -12,15 +12,14 @@ from opdcl import parallel
 from opdcl.distill.grading import Grader, Sums, kl_by_route
 from opdcl.distill.rollout_queue import RolloutQueue, StepRollouts
 from opdcl.errors import UsageError
-from opdcl.sampling.rollout import Rollout, repetition
+from opdcl.sampling.rollout import repetition
 from opdcl.training import finite_or_skipped
 
 
 class RecoveryTrainer(Trainer):
     """Distil each stream's teacher into the student, on completions that the student samples.
 
-    The dataset is the schedule: one row, a step's index, is one optimizer step. Resuming thus needs no more
-    than the step number and the completions that were sampled ahead.
+    The dataset is the schedule: one row, a step's index, is one optimizer step.
     """
 
     def __init__(
@@ -31,10 +30,8 @@ class RecoveryTrainer(Trainer):
         callbacks: Sequence[TrainerCallback] = (),
     ):
         if args.n_gpu > 1:
-            raise UsageError(
-                f"one process sees {args.n_gpu} GPUs",
-                "set CUDA_VISIBLE_DEVICES=0, or start a worker per GPU with --num-processes",
-            )
+            hint = "set CUDA_VISIBLE_DEVICES=0, or start a worker per GPU with --num-processes"
+            raise UsageError(f"one process sees {args.n_gpu} GPUs", hint)
         self.queue, self.grader = queue, grader
         self._step_metrics: dict[str, float | str] = {}
         super().__init__(
@@ -68,31 +65,34 @@ class RecoveryTrainer(Trainer):
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model, trial):
-        # Before the rest: the trainer writes its state file last, and that file marks a complete checkpoint.
+        # First, because the trainer writes its state file last, and that file marks a complete checkpoint.
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         self.queue.save(folder)
-        for teacher in self.grader.teachers.values():
+        for teacher in self.grader.single_teachers:
             teacher.save(folder)
         super()._save_checkpoint(model, trial)
 
     def restore(self, checkpoint: Path) -> None:
-        """Take back the teachers and the completions sampled ahead; `train` restores the rest.
+        """Restore the teachers and the completions sampled ahead; `train` restores the rest.
 
         Raises:
             UsageError: Another version of opdcl wrote the checkpoint.
         """
         self.queue.restore(checkpoint)
-        for teacher in self.grader.teachers.values():
+        for teacher in self.grader.single_teachers:
             teacher.restore(checkpoint)
 
 
 def step_metrics(batch: StepRollouts, sums: Sums) -> dict[str, float]:
     """Return what a step logs about its completions: means per token (nats) or per completion."""
     rollouts, tokens = batch.rollouts, sums["tokens"]
-    mismatch = {"mismatch": sums["mismatched"] / tokens} if batch.fresh else {}
+    optional = {"mismatch": sums["mismatched"] / tokens} if batch.fresh else {}
+    if rollouts[0].reward is not None:
+        # Over all completions sampled, and the share whose group is tied: they carry no signal.
+        optional["reward"] = rollouts[0].step_reward
+        optional["reward_tied"] = sum(not r.advantage for r in rollouts) / len(rollouts)
     return {
-        **mismatch,
-        **_reward_metrics(rollouts),
+        **optional,
         **kl_by_route(sums),
         "kl": sums["kl"] / tokens,
         "student_entropy": sums["student_entropy"] / tokens,
@@ -101,11 +101,3 @@ def step_metrics(batch: StepRollouts, sums: Sums) -> dict[str, float]:
         "truncated": sum(not r.finished for r in rollouts) / len(rollouts),
         "repetition": repetition([r.completion_ids for r in rollouts]),
     }
-
-
-def _reward_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """Return the mean reward of all completions sampled, and the share whose group is tied: no signal."""
-    if rollouts[0].reward is None:
-        return {}
-    tied = sum(not r.advantage for r in rollouts) / len(rollouts)
-    return {"reward": rollouts[0].step_reward, "reward_tied": tied}

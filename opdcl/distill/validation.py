@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.grading import Grader, kl_by_route
-from opdcl.distill.health import Health, drift, halt_error
+from opdcl.distill.health import CHECK_BASE, KL, LOWER_RATE, Health, drift, halt_error
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import Stream
 from opdcl.errors import OpdclError
@@ -33,15 +33,10 @@ KL_NOISE = 1e-3
 # Measures a stream's progress where its own teacher changes from step to step.
 FROZEN: dict[Stream, State] = {"general": "base", "domain": "tuned"}
 
-KL = dict[str, float]
-
 
 @dataclass
 class Measurements:
-    """What later decisions need to know of earlier measurements.
-
-    `tuned` and `base` are the held-out KL before the first step: of the tuned adapter, and of base.
-    """
+    """What later decisions depend on; `tuned` and `base` are their held-out KL before the first step."""
 
     tuned: KL = field(default_factory=dict)
     base: KL = field(default_factory=dict)
@@ -50,7 +45,7 @@ class Measurements:
 
     @classmethod
     def restore(cls, rows: list[dict], score: Callable[[KL], float]) -> Measurements:
-        """Read the rows of metrics.jsonl up to the checkpoint: a resumed run decides like a whole one."""
+        """Read the rows of metrics.jsonl, so that a resumed run decides like an uninterrupted one."""
         restored = cls()
         for row in rows:
             if row["step"] == 0 and "base" in row:
@@ -68,10 +63,9 @@ class Measurements:
 class Validation(TrainerCallback):
     """Measure held-out KL every `validate_every` steps, and keep the adapter with the lowest score.
 
-    Each stream's teacher writes the held-out completions once, so all measurements are on the same tokens.
-    The general KL is the student's distance to base, the domain KL its distance to tuned. With another
-    teacher the KL is to that one; if it is dynamic, to base or tuned with the teacher's contexts. `prompts`
-    are the held-out ones by stream.
+    Each stream's teacher completes its held-out `prompts` once, so all measurements are on the same tokens.
+    The KL is to that teacher: by default base for the general stream and tuned for the domain. If the teacher
+    is dynamic, it is to base or tuned with the teacher's contexts.
     """
 
     def __init__(
@@ -91,7 +85,6 @@ class Validation(TrainerCallback):
         self._held_out: dict[Stream, tuple[list[Rollout], dict[int, TeacherDistribution]]] = {}
 
     def write_held_out(self) -> None:
-        """Let each stream's teacher complete the held-out prompts."""
         for stream, prompts in self.prompts.items():
             if prompts:
                 teacher = self.grader.teachers[stream].frozen_copy(FROZEN[stream])
@@ -109,7 +102,7 @@ class Validation(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         step = state.global_step
-        for teacher in self.grader.teachers.values():
+        for teacher in self.grader.single_teachers:
             teacher.after_step(step)
         last = step == self.config.steps
         shares = None
@@ -135,23 +128,15 @@ class Validation(TrainerCallback):
             kl[f"{stream}_kl"] = sums["kl"] / sums["tokens"]
             kl |= {f"{stream}_{key}": value for key, value in kl_by_route(sums).items()}
             if not math.isfinite(kl[f"{stream}_kl"]):
-                raise OpdclError(
-                    f"the held-out {stream} KL is not finite",
-                    "the base model or the adapter holds NaN: opdcl verify RUN, or restore the model",
-                )
+                hint = "the base model or the adapter holds NaN: opdcl verify RUN, or restore the model"
+                raise OpdclError(f"the held-out {stream} KL is not finite", hint)
             entropy = sums["teacher_entropy"] / sums["tokens"]
             if entropy > self.config.health.teacher_entropy:
-                raise OpdclError(
-                    f"the {stream} teacher is close to uniform ({entropy:.1f} nats)",
-                    "check that the base model loads correctly: opdcl chat RUN",
-                )
+                raise OpdclError(f"the {stream} teacher is close to uniform ({entropy:.1f} nats)", CHECK_BASE)
         return kl
 
     def _score(self, kl: KL) -> float:
-        """Return what the best adapter has least of: the held-out KL.
-
-        Method `general` leaves the domain by design, so its general stream alone counts.
-        """
+        # Method `general` leaves the domain by design.
         return kl["general_kl"] if self.config.method == "general" else kl_score(kl)
 
     def _warm_start(self) -> None:
@@ -162,7 +147,7 @@ class Validation(TrainerCallback):
         tuned = start = self.held_out_kl(overlap=True)
         if alpha < 1:
             backbone.shrink(alpha)
-            for teacher in self.grader.teachers.values():
+            for teacher in self.grader.single_teachers:
                 teacher.on_start()
             start = self.held_out_kl()
         self.measurements = Measurements(tuned, base)
@@ -183,12 +168,11 @@ class Validation(TrainerCallback):
         whole = {"general_kl": first.tuned, "domain_kl": first.base}
         shares = {SHARES[k]: 1 - kl[k] / whole[k][k] for k in stream_kl(kl) if whole[k][k] > KL_NOISE}
         self.callback.write({"step": step, "validation": {**kl, **shares, "best": best}})
-        self.callback.report.note(
-            f"step {step}: held-out {describe_kl(kl | shares)}{' (best so far)' if best else ''}"
-        )
+        suffix = " (best so far)" if best else ""
+        self.callback.report.note(f"step {step}: held-out {describe_kl(kl | shares)}{suffix}")
         limits = self.config.health
         if limits.watch and (reason := drift(first.tuned, kl, self._score, limits)):
-            raise halt_error(step, reason, "lower recover.learning_rate", self.out)
+            raise halt_error(step, reason, LOWER_RATE, self.out)
         return shares
 
     def _reason_to_stop(self, step: int, shares: KL | None) -> str:
@@ -199,9 +183,9 @@ class Validation(TrainerCallback):
             return f"{graded} completions were graded"
         if shares is None:
             return ""
-        recovered, kept = shares.get("general_recovered", 0.0), shares.get("domain_kept", 1.0)
-        if until.retention and recovered >= until.retention and kept >= until.domain_floor:
-            return f"{recovered:.0%} of the general KL is recovered, and {kept:.0%} of the domain is kept"
+        general, domain = shares.get("general_recovered", 0.0), shares.get("domain_kept", 1.0)
+        if until.retention and general >= until.retention and domain >= until.domain_floor:
+            return f"{general:.0%} of the general KL is recovered, and {domain:.0%} of the domain is kept"
         since = self.measurements.since_best
         if until.patience and since >= until.patience:
             return f"no better adapter in {since} validations"
@@ -238,10 +222,9 @@ def kl_score(kl: KL) -> float:
 
 
 def describe_kl(kl: KL) -> str:
-    shares = {
-        key: f" ({kl[share]:.0%} {share.split('_')[1]})" for key, share in SHARES.items() if share in kl
-    }
-    return ", ".join(
-        f"{key.removesuffix('_kl')} KL {value:.3f}{shares.get(key, '')}"
-        for key, value in stream_kl(kl).items()
-    )
+    parts = []
+    for key, value in stream_kl(kl).items():
+        share = SHARES[key]
+        suffix = f" ({kl[share]:.0%} {share.split('_')[1]})" if share in kl else ""
+        parts.append(f"{key.removesuffix('_kl')} KL {value:.3f}{suffix}")
+    return ", ".join(parts)

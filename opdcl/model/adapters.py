@@ -25,15 +25,11 @@ def find_adapter(place: str) -> Path:
         return path
     last_stage = RunDir(path).last_stage()
     if last_stage is None and (path / "config.json").is_file() and not RunDir(path).is_run():
-        raise UsageError(
-            f"{place} is a model folder: it holds no adapter",
-            "--model names it as the base of a new run; transformers and vLLM load it as it is",
-        )
+        hint = "--model names it as the base of a new run; transformers and vLLM load it as it is"
+        raise UsageError(f"{place} is a model folder: it holds no adapter", hint)
     if last_stage is None:
-        raise UsageError(
-            f"{place} holds no adapter",
-            "name a finished run directory, an adapter folder, or a Hub id: owner/name[@revision]",
-        )
+        hint = "name a finished run directory, an adapter folder, or a Hub id: owner/name[@revision]"
+        raise UsageError(f"{place} holds no adapter", hint)
     return last_stage.adapter
 
 
@@ -46,9 +42,7 @@ def find_states(place: str) -> tuple[ModelConfig, dict[str, Path]]:
     config = adapter_config(folder)
     base = config.get("base_model_name_or_path")
     if not base:
-        raise UsageError(
-            f"adapter {place} does not name its base model",
-            "set base_model_name_or_path in its adapter_config.json",
-        )
+        hint = "set base_model_name_or_path in its adapter_config.json"
+        raise UsageError(f"adapter {place} does not name its base model", hint)
     embedded = {hub_id: name for name, hub_id in HUB_IDS.items()}
     return ModelConfig(id=embedded.get(base, base), revision=config.get("revision")), {"adapter": folder}

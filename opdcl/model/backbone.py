@@ -33,9 +33,7 @@ class Backbone:
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
-        self.causal_lm = model
-        self.tokenizer = tokenizer
-        self.eos_ids = eos_ids(model, tokenizer)
+        self.causal_lm, self.tokenizer, self.eos_ids = model, tokenizer, eos_ids(model, tokenizer)
         self.peft: PeftModel | None = None
 
     @classmethod
@@ -84,10 +82,8 @@ class Backbone:
             else:
                 self.peft.load_adapter(str(folder), **options)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise UsageError(
-                f"adapter {folder} does not fit the base model: {str(error)[:300]}",
-                "use the base model that the adapter was trained on",
-            ) from error
+            message = f"adapter {folder} does not fit the base model: {str(error)[:300]}"
+            raise UsageError(message, "use the base model that the adapter was trained on") from error
         fuse(self.causal_lm)
         return self.peft
 
@@ -104,11 +100,11 @@ class Backbone:
             if "lora_" not in name:
                 weight = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
                 bits = weight.detach().cpu().contiguous().view(torch.uint8)
-                digest.update(memoryview(bits.flatten().numpy()))
+                digest.update(bits.flatten().numpy().data)
         return digest.hexdigest()
 
     def adapted_layers(self, name: State | None = None) -> list[BaseTunerLayer]:
-        """Return every layer that carries an adapter, or every layer that carries the adapter `name`."""
+        """Return every layer that carries any adapter, or the adapter `name`."""
         layers = [m for m in self.causal_lm.modules() if isinstance(m, BaseTunerLayer)]
         return [m for m in layers if name is None or name in m.lora_A]
 
@@ -154,16 +150,14 @@ class Backbone:
 
     def adapter_norm(self, state: State) -> float:
         """Return the L2 norm of all weights of an adapter."""
-        layers = self.adapted_layers(state)
-        weights = [part[state].weight for layer in layers for part in (layer.lora_A, layer.lora_B)]
-        return float(torch.stack([w.detach().float().norm() for w in weights]).norm())
+        parts = [part for layer in self.adapted_layers(state) for part in (layer.lora_A, layer.lora_B)]
+        return float(torch.stack([part[state].weight.detach().float().norm() for part in parts]).norm())
 
     @contextlib.contextmanager
     def merged(self, name: State) -> Iterator[PreTrainedModel]:
         """Run the model as `name` with the adapter folded into the weights, which makes sampling faster.
 
-        The sums live in storage of their own inside the block; the base's storage is swapped out and back,
-        never written.
+        The sums have storage of their own; the base's is swapped out and back, never written.
         """
         layers = [] if name == "base" else self.adapted_layers(name)
         saved = []

@@ -70,6 +70,5 @@ def refuse_unsupported(config) -> None:
         "lm_head_multiplier",
     ):
         if getattr(config, name, None) not in (None, 1, 1.0):
-            raise UsageError(
-                f"models with {name} ({config.model_type}) cannot be recovered yet", "choose another model"
-            )
+            message = f"models with {name} ({config.model_type}) cannot be recovered yet"
+            raise UsageError(message, "choose another model")

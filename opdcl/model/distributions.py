@@ -6,7 +6,8 @@ Both kinds have the same methods, in which `part` selects n of the positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -86,6 +87,7 @@ class TopTokens:
 
 
 TeacherDistribution = HiddenStates | TopTokens
+D = TypeVar("D", bound=TeacherDistribution)
 
 
 def rows_at_once(logits_NV: torch.Tensor) -> int:
@@ -100,10 +102,8 @@ def shared_rows(weight_VH: torch.Tensor, teacher: TeacherDistribution) -> int:
     return len(weight_VH)
 
 
-def join(distributions: Sequence[TeacherDistribution]) -> TeacherDistribution:
+def join(distributions: Sequence[D]) -> D:
     """Concatenate one teacher's distributions for several sequences."""
-    first = distributions[0]
-    if isinstance(first, HiddenStates):
-        return HiddenStates(torch.cat([d.states_NH for d in distributions]), first.head_VH)
-    columns = (torch.cat([getattr(d, field.name) for d in distributions]) for field in fields(TopTokens))
-    return TopTokens(*columns)
+    first: Any = distributions[0]
+    names = ["states_NH"] if isinstance(first, HiddenStates) else [field.name for field in fields(first)]
+    return replace(first, **{name: torch.cat([getattr(d, name) for d in distributions]) for name in names})

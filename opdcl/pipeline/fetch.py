@@ -17,8 +17,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.data.rows import on_hub
 from opdcl.errors import UsageError
 from opdcl.hub import FETCH_HINT, Repository, files, parse, reachable, snapshot
-from opdcl.model.embedded import EMBEDDED
-from opdcl.model.load import check_exists, model_source
+from opdcl.model.load import EMBEDDED, check_exists, model_source
 from opdcl.pipeline.sweep import REFERENCE, expand
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from opdcl.config.identity import WITHOUT_MEANING
 from opdcl.config.load import flatten
+from opdcl.config.workflow import WITHOUT_MEANING
 from opdcl.errors import UsageError
 from opdcl.results.scores import HEADLINE_ROLES, STATES, Suite, headline_of, load_suites, section
 from opdcl.results.stats import Point, States

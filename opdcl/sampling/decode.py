@@ -101,11 +101,12 @@ class SlabLayer(CacheLayerMixin):
 
 def decode(model, rollouts: list[Rollout], request: Request) -> None:
     """Complete the rollouts in place; every layer of `model` must be plain full attention."""
-    uniform_NT = None
+    uniform_NT: torch.Tensor | None = None
     if request.temperature:
-        # Drawn for all processes, so that a sequence gets the same numbers in any of them.
+        # Drawn for all workers, so that a sequence gets the same numbers on any of them.
         generator = torch.Generator().manual_seed(request.seed)
-        uniform_NT = parallel.my_share(torch.rand(request.total, request.max_new_tokens, generator=generator))
+        uniform_NT = torch.rand(request.total, request.max_new_tokens, generator=generator)
+        uniform_NT = uniform_NT[parallel.rank() :: parallel.worker_count()]
     # At least one id of each prompt stays outside the shared prefix.
     prefix = common_prefix([r.prompt_ids[:-1] for r in rollouts]) if len(rollouts) > 1 else []
     max_unfinished = request.max_unfinished
@@ -117,12 +118,7 @@ def decode(model, rollouts: list[Rollout], request: Request) -> None:
 
 @torch.no_grad()
 def _decode_batch(
-    model,
-    batch: list[Rollout],
-    prefix: list[int],
-    request: Request,
-    max_unfinished: int,
-    uniform_BT: torch.Tensor | None,
+    model, batch: list[Rollout], prefix: list[int], request: Request, max_unfinished: int, uniform_BT
 ) -> int:
     """Complete a batch in place; return how many of its rollouts were left unfinished."""
     device, max_new_tokens = model.device, request.max_new_tokens
@@ -162,20 +158,13 @@ def _decode_batch(
     return done.count(False)
 
 
-def _append(
-    batch: list[Rollout],
-    done: list[bool],
-    token_B: torch.Tensor,
-    logprob_B: torch.Tensor | None,
-    request: Request,
-) -> None:
+def _append(batch: list[Rollout], done: list[bool], token_B, logprob_B, request: Request) -> None:
     """Append the drawn tokens to the rows that are not done, and report the completions that have ended."""
     ended = []
     logprobs = [] if logprob_B is None else logprob_B.tolist()
-    for row, token in enumerate(token_B.tolist()):
+    for row, (rollout, token) in enumerate(zip(batch, token_B.tolist(), strict=True)):
         if done[row]:
             continue
-        rollout = batch[row]
         rollout.completion_ids.append(token)
         rollout.logprobs += logprobs[row : row + 1]
         rollout.finished = token in request.eos_ids
@@ -213,20 +202,18 @@ def _prefill(model, cache: Cache, prefix: list[int], tails: list[list[int]], wid
         for layer, source in zip(part.layers, shared.layers, strict=True):
             if prefix:
                 layer.copy_part(source, slice(None), len(batch), len(prefix), len(prefix))
-        logits.append(
-            model(
-                input_ids=ids_BW.to(device),
-                attention_mask=torch.cat([prefix_BWP, tail_BWW], -1)[:, None],
-                position_ids=(len(prefix) + column_W - padding_B[:, None]).clamp(min=0),
-                past_key_values=part,
-                # As an index tensor: the copy that it makes avoids one copy of the output head per row.
-                logits_to_keep=torch.tensor([local - 1], device=device),
-            ).logits[:, -1]
+        output = model(
+            input_ids=ids_BW.to(device),
+            attention_mask=torch.cat([prefix_BWP, tail_BWW], -1)[:, None],
+            position_ids=(len(prefix) + column_W - padding_B[:, None]).clamp(min=0),
+            past_key_values=part,
+            # As an index tensor: the copy that it makes avoids one copy of the output head per row.
+            logits_to_keep=torch.tensor([local - 1], device=device),
         )
+        logits.append(output.logits[:, -1])
+        rows = slice(start, start + len(batch))
         for layer, source in zip(cache.layers, part.layers, strict=True):
-            layer.copy_part(
-                source, slice(start, start + len(batch)), len(tails), len(prefix), len(prefix) + width
-            )
+            layer.copy_part(source, rows, len(tails), len(prefix), len(prefix) + width)
     return torch.cat(logits)
 
 
@@ -239,9 +226,8 @@ def _draw(logits_BV: torch.Tensor, temperature: float, uniform_B: torch.Tensor |
         return logits_BV.argmax(-1), None
     rows, vocabulary = logits_BV.shape
     # Only the block that contains the draw is summed token by token.
-    scaled_BV = logits_BV.new_full(
-        (rows, math.ceil(vocabulary / DRAW_BLOCK) * DRAW_BLOCK), -torch.inf, dtype=torch.float32
-    )
+    padded = math.ceil(vocabulary / DRAW_BLOCK) * DRAW_BLOCK
+    scaled_BV = logits_BV.new_full((rows, padded), -torch.inf, dtype=torch.float32)
     scaled_BV[:, :vocabulary] = logits_BV
     if temperature != 1:
         scaled_BV /= temperature
@@ -258,7 +244,6 @@ def _draw(logits_BV: torch.Tensor, temperature: float, uniform_B: torch.Tensor |
     inside_BW = weight_BNW[torch.arange(rows, device=logits_BV.device), block_B1[:, 0]].cumsum(-1)
     rest_B1 = draw_B1 - (cumulative_BN - block_BN).gather(-1, block_B1)
     rest_B1 = torch.minimum(rest_B1.clamp_(min=0), inside_BW[:, -1:] * (1 - 1e-6))
-    token_B1 = (block_B1 * DRAW_BLOCK + torch.searchsorted(inside_BW, rest_B1, right=True)).clamp_(
-        max=vocabulary - 1
-    )
+    token_B1 = block_B1 * DRAW_BLOCK + torch.searchsorted(inside_BW, rest_B1, right=True)
+    token_B1.clamp_(max=vocabulary - 1)
     return token_B1[:, 0], (scaled_BV.gather(-1, token_B1) - total_B1.log())[:, 0]

@@ -65,10 +65,8 @@ class LlamaStep:
         body = self.model.model
         h_HB = body.embed_tokens(token_B).T.contiguous()
         # Both halves of a head rotate by the same angles.
-        rotation = tuple(
-            x[:, 0, : self.shape.head_dim // 2].T.contiguous()
-            for x in body.rotary_emb(h_HB, position_B[:, None])
-        )
+        angles, half = body.rotary_emb(h_HB, position_B[:, None]), self.shape.head_dim // 2
+        rotation = tuple(x[:, 0, :half].T.contiguous() for x in angles)
         bias_BS = torch.zeros_like(visible_BS, dtype=h_HB.dtype).masked_fill_(~visible_BS, -torch.inf)
         bias_B11S = bias_BS[:, None, None]
         for layer, slots in zip(body.layers, cache.layers, strict=True):
@@ -81,24 +79,15 @@ class LlamaStep:
 
     def _attend(self, attention, x_HB, h_HB, rotation, bias_B11S, slots) -> None:
         rows, shape = x_HB.shape[1], self.shape
-        query, key = (
-            _rotated(
-                _times(proj, x_HB).view(heads, shape.head_dim, rows),
-                getattr(attention, norm, None),
-                *rotation,
-            )
-            for proj, heads, norm in (
-                (attention.q_proj, shape.heads, "q_norm"),
-                (attention.k_proj, shape.kv_heads, "k_norm"),
-            )
-        )
+        query = _times(attention.q_proj, x_HB).view(shape.heads, shape.head_dim, rows)
+        query = _rotated(query, getattr(attention, "q_norm", None), *rotation)
+        key = _times(attention.k_proj, x_HB).view(shape.kv_heads, shape.head_dim, rows)
+        key = _rotated(key, getattr(attention, "k_norm", None), *rotation)
         value = _times(attention.v_proj, x_HB).view(shape.kv_heads, shape.head_dim, rows)
         keys, values = slots.update(key.permute(2, 0, 1)[:, :, None], value.permute(2, 0, 1)[:, :, None])
         # Query heads that share a key head become its queries, so keys are read once and never repeated.
         query_BKGD = query.permute(2, 0, 1).contiguous().view(rows, shape.kv_heads, -1, shape.head_dim)
-        out = scaled_dot_product_attention(
-            query_BKGD, keys, values, attn_mask=bias_B11S, scale=attention.scaling
-        )
+        out = scaled_dot_product_attention(query_BKGD, keys, values, bias_B11S, scale=attention.scaling)
         _add_times(attention.o_proj, out.reshape(rows, -1).T, h_HB)
 
 

@@ -1,4 +1,4 @@
-"""One sampled completion, and the request that an engine fulfils."""
+"""One sampled completion, the request that an engine fulfils, and how a request is cut into batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Engine = Literal["slab", "generate", "continuous"]
 
 @dataclass
 class Rollout:
-    """One sampled completion.
+    """A prompt and its sampled completion.
 
     `completion_ids` ends with an end-of-sequence id if and only if `finished`; `logprobs` holds the sampler's
     log-probability (nats, at the sampling temperature) of each of its tokens and is empty under greedy
@@ -29,6 +29,10 @@ class Rollout:
     advantage: float = 0.0
     step_reward: float = 0.0
     teacher_prompt_ids: list[int] | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
 
 
 @dataclass(frozen=True)
@@ -49,20 +53,19 @@ class Request:
 
     def batches(self, rollouts: list[Rollout]) -> Iterator[list[int]]:
         """Yield the indices of rollouts that run together, the shortest first."""
-        lengths = [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts]
-        order = sorted(range(len(rollouts)), key=lengths.__getitem__)
-        for part in cut([lengths[i] + self.max_new_tokens for i in order], self.batch_size, self.weights):
+        order = sorted(range(len(rollouts)), key=lambda i: rollouts[i].length)
+        widths = [rollouts[i].length + self.max_new_tokens for i in order]
+        for part in cut(widths, self.batch_size, self.weights):
             yield order[part]
 
 
 def cut(widths: Sequence[int], max_rows: int, weights: float) -> list[slice]:
     """Cut sequences, sorted by width, into the batches that read the least per decoding step.
 
-    Each batch reads the weights once, and for each sequence as many keys and values as its widest has. A few
-    long prompts among many short ones therefore run separately as soon as padding would cost more than
-    reading the weights again.
+    Each batch reads the weights once, and for each sequence as many keys and values as its widest has. So a
+    few long prompts run separately as soon as padding the others costs more than reading the weights again.
     """
-    # By number of sequences: the least cost of cutting that many, and the start of their last batch.
+    # By number of sequences: the least cost of cutting them, and the start of their last batch.
     costs, starts = [0.0], [0]
     for end, width in enumerate(widths, 1):
         cost, start = min(

@@ -50,10 +50,11 @@ def sample(
     unfinished: Sequence[Rollout] = (),
     max_unfinished: int = 0,
 ) -> list[Rollout]:
-    """Sample one completion per prompt, in the order of `prompts`; each process samples its share.
+    """Sample one completion per prompt, in the order of `prompts`; each worker samples its share.
 
-    With `max_unfinished`, a batch does not wait for its last, long completions: they are returned as they are
-    and resumed by a later call (partial rollouts, arXiv 2501.12599).
+    The same seed, prompts and engine give the same completions; with `slab` for any batch size and any number
+    of workers. With `max_unfinished`, a batch does not wait for its last, long completions: they are returned
+    as they are and resumed by a later call (partial rollouts, arXiv 2501.12599).
 
     Args:
         model: A causal language model.
@@ -61,8 +62,7 @@ def sample(
         max_new_tokens: Longest completion, in tokens.
         eos_ids: Every id that ends a completion.
         temperature: Softmax temperature; 0 is greedy decoding.
-        seed: The same seed, prompts and engine give the same completions; with `slab` for any batch size and
-            any number of processes.
+        seed: Seed of the draws.
         batch_size: Maximum number of sequences decoded together: see `cut`.
         engine: The decoding loop.
         on_finished: Called with the completions that have ended since the last call.
@@ -70,18 +70,9 @@ def sample(
         max_unfinished: Maximum completions per call that may be returned unfinished (`slab` only).
     """
     rollouts = [*unfinished, *(Rollout(list(p)) for p in prompts)]
-    own_rollouts = parallel.my_share(rollouts)
-    request = Request(
-        max_new_tokens,
-        eos_ids,
-        temperature,
-        seed,
-        batch_size + len(unfinished),
-        on_finished,
-        len(rollouts),
-        weights_in_tokens(model),
-        max_unfinished,
-    )
+    own_rollouts = list(parallel.my_share(rollouts))
+    options = max_new_tokens, eos_ids, temperature, seed, batch_size + len(unfinished), on_finished
+    request = Request(*options, len(rollouts), weights_in_tokens(model), max_unfinished)
     run = {"slab": decode, "generate": _generate, "continuous": _continuous}
     if own_rollouts:
         run[pick_engine(model)[0] if engine == "auto" else engine](model, own_rollouts, request)

@@ -54,10 +54,7 @@ class _InvalidAnswer(Exception):
 class Server:
     """A client that keeps many requests in flight over persistent connections.
 
-    Args:
-        config: The address, and how long to wait.
-        vocabulary: Number of token ids.
-        notify: Called with a message when the server is unreachable.
+    `vocabulary` is the number of token ids; `notify` is called with a message when the server is unreachable.
     """
 
     def __init__(
@@ -222,8 +219,7 @@ class Server:
             token_logprobs.append(logprobs[token])
             top_ids.append(top)
             top_logprobs.append([logprobs[name] for name in top])
-        columns = list(completion_ids), token_logprobs, top_ids, top_logprobs
-        return TopTokens(*map(torch.tensor, columns))
+        return TopTokens(*map(torch.tensor, (list(completion_ids), token_logprobs, top_ids, top_logprobs)))
 
     def _rollout(self, answer: Json, prompt_ids: list[int], eos_ids: Ids, max_new_tokens: int) -> Rollout:
         """Return the completion in an answer, after checking that it is complete."""
@@ -231,10 +227,8 @@ class Server:
         ids = [int(token) for token in choice["token_ids"]]
         logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
         if len(ids) != len(logprobs) or not 0 < len(ids) <= max_new_tokens:
-            raise _InvalidAnswer(
-                f"{len(ids)} tokens came with {len(logprobs)} log-probabilities, "
-                f"where at most {max_new_tokens} were requested"
-            )
+            counts = f"{len(ids)} tokens came with {len(logprobs)} log-probabilities"
+            raise _InvalidAnswer(f"{counts}, where at most {max_new_tokens} were requested")
         self._check(ids, logprobs)
         finished = ids[-1] in eos_ids
         if not finished and len(ids) < max_new_tokens:
@@ -250,14 +244,13 @@ class Server:
 
     def _only_model(self) -> str:
         # Adapters are listed too, with the model that they belong to as their parent.
-        names = self._request(
-            "v1/models", None, lambda answer: [str(m["id"]) for m in answer["data"] if not m.get("parent")]
-        )
+        def read(answer: Json) -> list[str]:
+            return [str(model["id"]) for model in answer["data"] if not model.get("parent")]
+
+        names = self._request("v1/models", None, read)
         if len(names) != 1:
-            raise UsageError(
-                f"the server at {self.config.url} serves {', '.join(names) or 'no model'}",
-                "name one: server.model",
-            )
+            message = f"the server at {self.config.url} serves {', '.join(names) or 'no model'}"
+            raise UsageError(message, "name one: server.model")
         return names[0]
 
     def _request(self, path: str, body: Json | None, read: Callable[[Json], Any] | None = None) -> Any:
@@ -318,9 +311,8 @@ class Server:
         try:
             return read(response.json()) if read else None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _InvalidAnswer(
-                f"the answer cannot be read: {type(error).__name__} {error}"[:200]
-            ) from error
+            message = f"the answer cannot be read: {type(error).__name__} {error}"
+            raise _InvalidAnswer(message[:200]) from error
 
 
 def check_access(config: ServerSection) -> None:

@@ -19,10 +19,9 @@ from opdcl.distill.interpolate import interpolate
 from opdcl.distill.make_teacher import make_teacher, reach_own_model
 from opdcl.distill.prompts import Prompts, RecoverySource, encode_stream, teacher_section
 from opdcl.distill.reward import Reward
-from opdcl.distill.rollout_queue import RolloutQueue
+from opdcl.distill.rollout_queue import RolloutQueue, Selection
 from opdcl.distill.schedule import STREAMS, Stream, plan_steps
-from opdcl.distill.selection import Selection
-from opdcl.distill.teachers import RoutedTeacher, ServedStudent, Teacher
+from opdcl.distill.teachers import AnyTeacher, RoutedTeacher, ServedStudent, Teacher
 from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.distill.validation import Validation
 from opdcl.errors import UsageError
@@ -60,10 +59,11 @@ def recover(
     backbone.load_adapter(tuned, "student", trainable=True)
     backbone.load_adapter(tuned, "tuned")
     with contextlib.ExitStack() as stack:
-        teachers: dict[Stream, Teacher | RoutedTeacher] = {}
+        teachers: dict[Stream, AnyTeacher] = {}
         for stream, prompts in streams.items():
             teachers[stream] = _teacher(config, stream, prompts, backbone, tuned, report)
-            stack.callback(teachers[stream].close)
+            for single in teachers[stream].members:
+                stack.callback(single.close)
         student = _student(config, backbone, out, report)
         stack.callback(student.close)
         grader = Grader(backbone, config, teachers)
@@ -125,7 +125,7 @@ def _teacher(
     backbone: Backbone,
     tuned: Path,
     report: StageReport,
-) -> Teacher | RoutedTeacher:
+) -> AnyTeacher:
     """Return a stream's teacher, and put the adapters that it needs onto the backbone."""
 
     def single(name: str) -> Teacher:

@@ -5,9 +5,8 @@ from transformers import TrainingArguments
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.grading import Grader
 from opdcl.distill.prompts import read_recovery_source
-from opdcl.distill.rollout_queue import RolloutQueue
+from opdcl.distill.rollout_queue import RolloutQueue, Selection
 from opdcl.distill.schedule import plan_steps
-from opdcl.distill.selection import Selection
 from opdcl.distill.teachers import Teacher
 from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.model.backbone import Backbone

@@ -32,7 +32,7 @@ def make_model(folder: Path, intermediate_size: int = 96) -> Path:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from opdcl.model.embedded import embedded_folder
+    from opdcl.model.load import embedded_folder
 
     tokenizer = AutoTokenizer.from_pretrained(embedded_folder())
     torch.manual_seed(0)

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from opdcl.config.loss import LossSection
 from opdcl.config.recover import RewardSection
-from opdcl.config.teacher import LossSection
 from opdcl.distill import losses
 from opdcl.distill.losses import CHUNK, token_losses, top_k_overlap
 from opdcl.model.distributions import HiddenStates
@@ -19,8 +19,8 @@ def reverse_kl(student, teacher, weight, temperature=1.0):
     return graded(student, teacher, weight, temperature).loss
 
 
-def section(kind="reverse_kl", k=5):
-    return LossSection(kind=kind, **({"k": k} if kind == "top_k" else {}))
+def of_kind(kind):
+    return {"kind": kind, "k": 5} if kind == "top_k" else {"kind": kind}
 
 
 def graded(student, teacher, weight, temperature=1.0, tokens=None, sampler=None, **loss):
@@ -28,7 +28,7 @@ def graded(student, teacher, weight, temperature=1.0, tokens=None, sampler=None,
     tokens = torch.zeros(n, dtype=torch.long) if tokens is None else tokens
     sampler = torch.zeros(n) if sampler is None else sampler
     return token_losses(
-        student, weight, HiddenStates(teacher, weight), tokens, sampler, temperature, section(**loss)
+        student, weight, HiddenStates(teacher, weight), tokens, sampler, temperature, LossSection(**loss)
     )
 
 
@@ -100,11 +100,11 @@ def test_loss_gradient_and_kl_equal_an_independent_reference_at_temperature_0_7(
     shift = torch.tensor([-0.5, -0.1, 0.1, 0.5]).double().repeat(len(student))[: len(student)]
     sampler = (student @ weight.T / 0.7).log_softmax(-1)[torch.arange(len(student)), tokens] + shift
     advantage = torch.tensor([1.0, -1.0, 0.4]).double().repeat(len(student))[: len(student)]
-    loss = section("reverse_kl" if kind == "reward" else kind)
+    section = LossSection(**of_kind("reverse_kl" if kind == "reward" else kind))
     reward = RewardSection(suite="handbook", clip=0.2, weight=0.5, teacher=0.3) if kind == "reward" else None
     ours, plain = (student.clone().requires_grad_() for _ in range(2))
     result = token_losses(
-        ours, weight, HiddenStates(teacher, weight), tokens, sampler, 0.7, loss, reward, advantage
+        ours, weight, HiddenStates(teacher, weight), tokens, sampler, 0.7, section, reward, advantage
     )
     expected = reference(kind, plain, teacher, weight, 0.7, tokens, sampler, advantage)
     torch.testing.assert_close(result.loss.detach().double(), expected.detach(), atol=1e-5, rtol=1e-4)
@@ -122,7 +122,7 @@ def test_loss_gradient_and_kl_equal_an_independent_reference_at_temperature_0_7(
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
 def test_every_divergence_equals_its_definition(kind, temperature):
     student, teacher, weight = tensors(9)
-    loss = graded(student, teacher, weight, temperature, kind=kind, k=5).loss
+    loss = graded(student, teacher, weight, temperature, **of_kind(kind)).loss
     pairs = naive_distributions(student, teacher, weight, temperature)
     expected = torch.tensor([naive_loss(kind, p, q) for p, q in pairs])
     torch.testing.assert_close(loss, expected, atol=2e-5, rtol=1e-4)
@@ -131,9 +131,9 @@ def test_every_divergence_equals_its_definition(kind, temperature):
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_every_divergence_is_zero_with_zero_gradient_at_equality_and_positive_elsewhere(kind):
     student, teacher, weight = tensors(50)
-    assert (graded(student, teacher, weight, kind=kind, k=5).loss > 0).all()
+    assert (graded(student, teacher, weight, **of_kind(kind)).loss > 0).all()
     student.requires_grad_()
-    loss = graded(student, student.detach().clone(), weight, kind=kind, k=5).loss
+    loss = graded(student, student.detach().clone(), weight, **of_kind(kind)).loss
     loss.sum().backward()
     torch.testing.assert_close(loss.detach(), torch.zeros(50), atol=1e-5, rtol=0)
     assert student.grad.abs().max() < 1e-4
