@@ -72,8 +72,7 @@ def resolve_for_machine(workflow: Workflow) -> tuple[Workflow, dict[str, str]]:
     _, open_keys = resolve(workflow, HIDDEN, ALPHA_OVER_R, "cpu")
     if not open_keys:
         return workflow, {}
-    from opdcl.model.load import EMBEDDED
-    from opdcl.model.load import pick_device
+    from opdcl.model.load import EMBEDDED, pick_device
 
     device = pick_device(workflow.model.device)
     hidden = HIDDEN if workflow.model.id == EMBEDDED else text_config(workflow.model).hidden_size

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from opdcl.config.loss import LossSection
 from opdcl.config.recover import RewardSection
+from opdcl.config.teacher import LossSection
 from opdcl.distill import losses
 from opdcl.distill.losses import CHUNK, token_losses, top_k_overlap
 from opdcl.model.distributions import HiddenStates
