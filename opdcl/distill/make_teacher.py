@@ -96,9 +96,9 @@ def reach_own_model(config: ServerSection, backbone: Backbone, notify: Notify) -
     gap = float((base_N.cpu() - server_N).abs().mean())
     if gap > SAME_MODEL:
         server.close()
-        difference = f"on a probe the two differ by {gap:.2f} nats per token"
         raise UsageError(
-            f"the server at {config.url} serves another model as {server.model}: {difference}",
+            f"the server at {config.url} serves another model as {server.model}: "
+            f"on a probe the two differ by {gap:.2f} nats per token",
             "start it with `opdcl serve RUN`, and set server.model to the name of the base",
         )
     return server

@@ -95,9 +95,10 @@ class BackboneLM(LM):
             max_tokens = min(max_tokens, self.config.max_new_tokens)
         room = self.backbone.causal_lm.config.max_position_embeddings
         if longest + max_tokens > room:
-            sizes = f"a prompt of {longest} tokens and an answer of {max_tokens}"
-            hint = "set eval.max_new_tokens, or leave the suite out"
-            raise UsageError(f"{sizes} exceed the context of {room}", hint)
+            raise UsageError(
+                f"a prompt of {longest} tokens and an answer of {max_tokens} exceed the context of {room}",
+                "set eval.max_new_tokens, or leave the suite out",
+            )
         return max_tokens
 
     @contextlib.contextmanager
