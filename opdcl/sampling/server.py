@@ -2,7 +2,7 @@
 
 Ids are sent and ids come back, so every log-probability belongs to the intended token. An answer that is
 incomplete, has another length or other tokens, or contains invalid log-probabilities is requested again and
-never used. An unreachable server is waited for.
+never used. The client waits for an unreachable server.
 """
 
 from __future__ import annotations

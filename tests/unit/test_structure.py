@@ -1,6 +1,7 @@
 """The structure of the package: an order without circles, and short files (benchmarks/import_graph.py)."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 
@@ -102,3 +103,13 @@ def test_lengths_are_counted_with_comments_and_blank_lines(graph, package):
     files, functions = graph.lengths(package({"cli": "# A comment.\n\ndef f():\n\n    return 1\n"}))
     assert files["opdcl/cli.py"] == 5
     assert functions == {"opdcl/cli.py:3 f": 3}
+
+
+def test_contributing_names_files_and_packages_that_exist():
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Commands")[0]
+    files = re.findall(r"`([a-z_/]+\.py)`", guide)
+    rooms = re.findall(r"`opdcl/([a-z_]+)/?`", guide)
+    assert len(files) > 15
+    assert len(rooms) > 8
+    places = {name: [ROOT / name, ROOT / "opdcl" / name] for name in (*files, *rooms)}
+    assert [name for name, where in places.items() if not any(place.exists() for place in where)] == []

@@ -90,7 +90,7 @@ def test_a_new_folder_replaces_the_old_one_which_does_not_stay_under_another_nam
 
 
 @pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
-def test_files_get_the_mode_that_the_umask_allows_whoever_wrote_them(tmp_path, umask, file, folder):
+def test_files_get_the_mode_that_the_umask_allows(tmp_path, umask, file, folder):
     target = tmp_path / "model"
     previous = os.umask(umask)
     try:
