@@ -180,9 +180,10 @@ def report(path: PathLike, update: bool = False, quiet: bool = False) -> Result:
     Example: opdcl.report("runs/mine").summary["status"]
     """
     directory = open_run(Path(path))
-    for file in write_report(directory) if update else ():
+    summary = summarise(directory)
+    for file in write_report(directory, summary) if update else ():
         _output(quiet).note(f"wrote {file}")
-    return Result(directory.path, summarise(directory))
+    return Result(directory.path, summary)
 
 
 def compare(

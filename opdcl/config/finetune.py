@@ -78,8 +78,8 @@ class FinetuneConfig(Section):
     """Shape of the adapter."""
     learning_rate: Rate | Auto = "auto"
     """Peak learning rate. `auto`: 1e-3 * (576 / hidden size)^0.781 * 2 / (alpha / r), that is 1e-3 for the
-    embedded model and 2.2e-4 at hidden size 4096. Measured at 576; the exponent is the one published for LoRA
-    on Llama models (Schulman et al., "LoRA Without Regret", 2025)."""
+    embedded model and 2.2e-4 at hidden size 4096. Tested at 576 only; the exponent is the former one of
+    tinker-cookbook for Llama models, cautious for others."""
     epochs: Annotated[float, Field(gt=0)] = 5
     """Passes over the data."""
     batch_size: Positive | Auto = "auto"
