@@ -114,8 +114,8 @@ WORDINGS = {
         "Give exactly {num_bullets} bullets, in markdown, no more and no fewer.",
     ),
     YES_NO: (
-        'Answer with one of these: "My answer is yes.", "My answer is no.", "My answer is maybe."',
-        'Choose between "My answer is yes.", "My answer is no." and "My answer is maybe." as your reply.',
+        'Reply with the words "My answer is" and then yes, no or maybe, closed by a full stop.',
+        'Your reply has to be "My answer is" followed by one of yes, no and maybe, and a full stop.',
     ),
     "detectable_format:number_highlighted_sections": (
         "Highlight at least {num_highlights} parts of the answer in markdown, between single asterisks.",
@@ -167,7 +167,10 @@ WORDINGS = {
         "Answer in English, in lowercase letters only.",
         "The entire reply should be in English without a single capital letter.",
     ),
-    "punctuation:no_comma": ("Do not use any commas.", "Commas are not allowed in your answer."),
+    "punctuation:no_comma": (
+        "Do not use any commas, please.",
+        "Commas are, without exception, not allowed in your answer.",
+    ),
 }
 TYPES = tuple(dict.fromkeys(name.split(" ")[0] for name in WORDINGS))
 
