@@ -2,11 +2,10 @@
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.similarity import nearest, similarity
+from helpers.similarity import nearest, request_of, similarity
 
 from opdcl.config.shipped import package_folder
 
@@ -34,8 +33,10 @@ UNSEEN = {
 }
 
 
-def prompts(path: Path) -> list[str]:
-    return [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()]
+def requests(split: str) -> list[str]:
+    """Return what the prompts of `instructions` ask for, without the constraints behind it."""
+    lines = (EVALS / "instructions" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [request_of(json.loads(line)["prompt"]) for line in lines]
 
 
 ROWS = [
@@ -45,8 +46,9 @@ ROWS = [
 EVERYDAY = [row["prompt"] for row in ROWS]
 FACTS = [json.loads(line) for line in (EVALS / "handbook" / "facts.jsonl").read_text("utf-8").splitlines()]
 SUITES = {
-    "instructions": prompts(EVALS / "instructions" / "test.jsonl"),
-    "instructions_validation": prompts(EVALS / "instructions" / "validation.jsonl"),
+    "instructions": requests("test"),
+    "instructions_validation": requests("validation"),
+    "instructions_train": requests("train"),
     "neighbours": [fact["neighbour"]["question"] for fact in FACTS],
     "handbook": [question for fact in FACTS for question in fact["test"] + fact["train"]],
 }

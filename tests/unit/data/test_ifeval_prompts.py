@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from helpers.command import ROOT
-from helpers.similarity import nearest
+from helpers.similarity import nearest, request_of
 
 from opdcl.config.shipped import package_folder
 from opdcl.data.nltk_tables import ensure_punkt
@@ -100,7 +100,9 @@ def test_no_request_is_near_to_a_shipped_prompt():
     requests = [line.partition("|")[0].strip() for line in requests]
     files = [*(package_folder("evals") / "instructions").glob("*.jsonl")]
     files.append(package_folder("workflows") / "data" / "everyday.jsonl")
-    others = [json.loads(line)["prompt"] for f in files for line in f.read_text("utf-8").splitlines()]
+    others = [
+        request_of(json.loads(line)["prompt"]) for f in files for line in f.read_text("utf-8").splitlines()
+    ]
     near = nearest(requests, others)
     assert {requests[i]: round(float(near[i]), 2) for i in np.flatnonzero(near > 0.6)} == {}
 
