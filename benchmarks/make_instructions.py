@@ -41,7 +41,7 @@ CONSTRAINTS = {
         [{"type": "postscript", "marker": "P.S."}],
         [
             "At the very end, add a postscript that starts with P.S.",
-            "Write one sentence, and at the very end add a postscript that starts with P.S.",
+            "Finish with a postscript, a last paragraph that starts with P.S.",
         ],
     ),
     "one sentence": (
@@ -65,7 +65,7 @@ CONSTRAINTS = {
         ["Write between 30 and 80 words.", "Use at least 30 words and at most 80."],
     ),
     "first": (
-        [{"type": "first", "phrase": "The {word}"}],
+        [{"type": "first", "phrase": "The {word}"}, {"type": "first", "phrase": "I think the {word}"}],
         ['Start your answer with "{phrase}".', 'Begin with the words "{phrase}".'],
     ),
     "repeated": (
@@ -96,7 +96,7 @@ RECIPES = {
     ],
     "unseen": [
         ("first", "one sentence"), ("first", "few sentences"), ("word", "numbered"), ("word", "paragraphs", "four sentences"),
-        ("word", "forbidden"), ("repeated", "some words"),
+        ("word", "forbidden", "few sentences"), ("repeated", "forbidden"),
     ],
 }  # fmt: skip
 
@@ -112,7 +112,7 @@ def constraint(name: str, word: str, rng: random.Random) -> dict:
     choices, texts = CONSTRAINTS[name]
     parameters = json.loads(json.dumps(rng.choice(choices)).replace("{word}", word))
     if name == "first" and word[0].isupper():
-        parameters["phrase"] = word  # a name has no article
+        parameters["phrase"] = parameters["phrase"].removesuffix(f"he {word}")[:-1] + word  # without article
     shown = parameters | {"word": word, "count": NUMBERS.get(parameters.get("count")), "words": "".join(parameters.get("words", ""))}
     return parameters | {"text": rng.choice(texts).format(**shown)}
 
