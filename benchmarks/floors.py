@@ -8,6 +8,7 @@ A suite shows something of a model only as far as the model is above all of them
 """
 
 import argparse
+import hashlib
 import json
 import platform
 import sys
@@ -22,12 +23,12 @@ RECORD = Path(__file__).with_name("instructions.json")
 METRIC = "prompt_level_strict_acc"
 SHORT = "I am happy to help. Please tell me more about what you need."
 LONG = (
-    "Thank you for your message. I have thought about it for a while, and there are a few things that I would "
-    "like to say. First of all, it is a good idea to take one step after another. Many people find that a plan "
-    "helps, and that a friend can make the work easier. It may take some time, but the result is worth the "
-    "effort. Keep in mind that everybody makes mistakes, and that we learn from them. If something is not "
-    "clear, please ask again, and I will gladly explain it. I hope that this answer is useful to you, and I "
-    "wish you a very pleasant day."
+    "Thank you for your message. I have thought about it for a while, and there are a few things that I "
+    "would like to say. First of all, it is a good idea to take one step after another. Many people find "
+    "that a plan helps, and that a friend can make the work easier. It may take some time, but the result "
+    "is worth the effort. Keep in mind that everybody makes mistakes, and that we learn from them. If "
+    "something is not clear, please ask again, and I will gladly explain it. I hope that this answer is "
+    "useful to you, and I wish you a very pleasant day."
 )
 SHIFTS = (1, 7, 31, 101)  # by how many prompts the answers are moved; means over all of them are recorded
 
@@ -61,6 +62,12 @@ def floors(task, answers: list[str] | None = None) -> dict[str, float]:
     return {name: round(score, 4) for name, score in scores.items()}
 
 
+def fingerprint(docs: list[dict]) -> str:
+    """Return a hash of the prompts and constraints that a record is about."""
+    text = json.dumps([(doc["prompt"], doc["constraints"]) for doc in docs])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def share(values: list[float]) -> dict:
     """Return a mean with its 95 % interval (Wilson's)."""
     n, p, z = len(values), float(np.mean(values)), 1.96
@@ -77,7 +84,9 @@ def measure(suite: str, backbone, batch_size: int = 32, limit: int | None = None
 
     task = load_suite(suite).task
     docs, tokenizer = list(task.test_docs())[:limit], backbone.tokenizer
-    texts = [render(tokenizer, [{"role": "user", "content": d["prompt"]}], True, tokenize=False) for d in docs]
+    texts = [
+        render(tokenizer, [{"role": "user", "content": d["prompt"]}], True, tokenize=False) for d in docs
+    ]
     prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     started = time.perf_counter()
     with backbone.merged("base") as model:
@@ -93,7 +102,9 @@ def measure(suite: str, backbone, batch_size: int = 32, limit: int | None = None
     ids = [rollout.completion_ids for rollout in rollouts]
     rows = [
         {"key": doc["key"], "answer": answer, "tokens": len(i), "ended": i[-1] in backbone.eos_ids}
-        for doc, i, answer in zip(docs, ids, tokenizer.batch_decode(ids, skip_special_tokens=True), strict=True)
+        for doc, i, answer in zip(
+            docs, ids, tokenizer.batch_decode(ids, skip_special_tokens=True), strict=True
+        )
     ]
     return describe(task, docs, rows) | {"seconds": round(seconds, 1)}, rows
 
@@ -109,6 +120,7 @@ def describe(task, docs: list[dict], rows: list[dict]) -> dict:
         for constraint, one in zip(json.loads(doc["constraints"]), kept, strict=True):
             by_type[constraint["type"]].append(float(one))
     return {
+        "prompts": fingerprint(docs),
         "base": share([*prompts]),
         "base_by_group": {name: share(values) for name, values in by_group.items()},
         "base_by_type": {name: share(values) for name, values in sorted(by_type.items())},

@@ -2,12 +2,12 @@
 
     python benchmarks/make_instructions.py
 
-Writes evals/instructions/{test,validation,train}.jsonl. Each request gets two constraints. One is bound to the
-request's own word (marked with * in instructions_requests.txt), so that an answer to another prompt misses it.
-The other one, of form, is missed by the prompt itself and by the prompt with a text of 100 words behind it.
-Constraints are `seen`, of types that may occur in workflows/data/everyday.jsonl, or `unseen`; required words go
-with both. Rows alternate between the two groups, and each round of a group uses each of its recipes once, so
-that the first rows of a file are as balanced as the whole file.
+Writes evals/instructions/{test,validation,train}.jsonl. Each request gets two constraints. One is bound to
+the request's own word (marked with * in instructions_requests.txt), so that an answer to another prompt
+misses it. The other one, of form, is missed by the prompt itself and by the prompt with a text of 100 words
+behind it. Constraints are `seen`, of types that may occur in workflows/data/everyday.jsonl, or `unseen`;
+required words go with both. Rows alternate between the two groups, and each round of a group uses each of
+its recipes once, so that the first rows of a file are as balanced as the whole file.
 """
 
 import json
@@ -28,7 +28,11 @@ PROMPTS_PER_REQUEST = {"test": 1, "validation": 1, "train": 2}
 CONSTRAINTS = {
     "word": (
         [{"type": "words", "words": ["{word}"]}],
-        ['Use the word "{word}".', 'Your answer must contain the word "{word}".', 'Include the word "{word}".'],
+        [
+            'Use the word "{word}".',
+            'Your answer must contain the word "{word}".',
+            'Include the word "{word}".',
+        ],
     ),
     "title": (
         [{"type": "title"}],
@@ -50,7 +54,11 @@ CONSTRAINTS = {
     ),
     "few sentences": (
         [{"type": "sentence_count", "least": 1, "most": 2}],
-        ["Use at most two sentences.", "Write no more than two sentences.", "Keep it to one or two sentences."],
+        [
+            "Use at most two sentences.",
+            "Write no more than two sentences.",
+            "Keep it to one or two sentences.",
+        ],
     ),
     "two sentences": (
         [{"type": "sentence_count", "least": 2, "most": 2}],
@@ -74,7 +82,10 @@ CONSTRAINTS = {
     ),
     "numbered": (
         [{"type": "numbered", "count": n} for n in (3, 4, 5)],
-        ["Answer with a numbered list of {count} short points.", "Write a numbered list of exactly {count} short items."],
+        [
+            "Answer with a numbered list of {count} short points.",
+            "Write a numbered list of exactly {count} short items.",
+        ],
     ),
     "paragraphs": (
         [{"type": "paragraphs", "least": 2, "most": 2}],
@@ -104,7 +115,10 @@ RECIPES = {
 def read_requests() -> dict[str, list[str]]:
     """Return the requests by split, each with its word still marked."""
     parts = re.split(r"^\[(\w+)\]$", REQUESTS.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return {name: [line for line in text.splitlines() if line] for name, text in zip(parts[1::2], parts[2::2], strict=True)}
+    return {
+        name: [line for line in text.splitlines() if line]
+        for name, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
 
 
 def constraint(name: str, word: str, rng: random.Random) -> dict:
@@ -113,7 +127,11 @@ def constraint(name: str, word: str, rng: random.Random) -> dict:
     parameters = json.loads(json.dumps(rng.choice(choices)).replace("{word}", word))
     if name == "first" and word[0].isupper():
         parameters["phrase"] = parameters["phrase"].removesuffix(f"he {word}")[:-1] + word  # without article
-    shown = parameters | {"word": word, "count": NUMBERS.get(parameters.get("count")), "words": "".join(parameters.get("words", ""))}
+    shown = parameters | {
+        "word": word,
+        "count": NUMBERS.get(parameters.get("count")),
+        "words": "".join(parameters.get("words", "")),
+    }
     return parameters | {"text": rng.choice(texts).format(**shown)}
 
 
