@@ -20,11 +20,11 @@ ROOT = Path(__file__).parents[1]
 REQUESTS = Path(__file__).with_name("instructions_requests.txt")
 SUITE = ROOT / "evals" / "instructions"
 SEED = 20
-NUMBERS = {3: "three", 4: "four", 5: "five"}
+NUMBERS = {3: "three", 4: "four"}
 FIRST_KEY = {"test": 0, "validation": 1000, "train": 2000}
 PROMPTS_PER_REQUEST = {"test": 1, "validation": 1, "train": 2}
 
-# Name -> choices of parameters, and phrasings. {word} is the request's word; lists are texts of one form.
+# Name -> choices of parameters, and phrasings. {word} is the request's word; others are parameters.
 CONSTRAINTS = {
     "word": (
         [{"type": "words", "words": ["{word}"]}],
@@ -44,29 +44,17 @@ CONSTRAINTS = {
     "postscript": (
         [{"type": "postscript", "marker": "P.S."}],
         [
-            "At the very end, add a postscript that starts with P.S.",
-            "Finish with a postscript, a last paragraph that starts with P.S.",
+            "Write one or two sentences, and then a postscript that begins with P.S.",
+            "Write one or two sentences and a postscript; the postscript must begin with P.S.",
         ],
     ),
     "one sentence": (
         [{"type": "sentence_count", "least": 1, "most": 1}],
-        ["Answer in one sentence.", "Write exactly one sentence.", "Your answer must be a single sentence."],
+        ["Answer in one sentence.", "Write exactly one sentence."],
     ),
     "few sentences": (
         [{"type": "sentence_count", "least": 1, "most": 2}],
-        [
-            "Use at most two sentences.",
-            "Write no more than two sentences.",
-            "Keep it to one or two sentences.",
-        ],
-    ),
-    "two sentences": (
-        [{"type": "sentence_count", "least": 2, "most": 2}],
-        ["Write exactly two sentences.", "Answer in two sentences, no more and no less."],
-    ),
-    "some sentences": (
-        [{"type": "sentence_count", "least": 4, "most": 7}],
-        ["Write at least four and at most seven sentences.", "Write four to seven sentences."],
+        ["Use at most two sentences.", "Answer in at most two sentences."],
     ),
     "some words": (
         [{"type": "word_count", "least": 30, "most": 80}],
@@ -76,40 +64,34 @@ CONSTRAINTS = {
         [{"type": "first", "phrase": "The {word}"}, {"type": "first", "phrase": "I think the {word}"}],
         ['Start your answer with "{phrase}".', 'Begin with the words "{phrase}".'],
     ),
-    "repeated": (
-        [{"type": "repeated", "word": "{word}", "least": 3}],
-        ['Use the word "{word}" at least three times.'],
-    ),
     "numbered": (
-        [{"type": "numbered", "count": n} for n in (3, 4, 5)],
+        [{"type": "numbered", "count": n} for n in (3, 4)],
         [
             "Answer with a numbered list of {count} short points.",
-            "Write a numbered list of exactly {count} short items.",
+            "Give {count} short points as a numbered list.",
         ],
-    ),
-    "paragraphs": (
-        [{"type": "paragraphs", "least": 2, "most": 2}],
-        ["Write two short paragraphs.", "Divide your answer into two short paragraphs."],
-    ),
-    "four sentences": (
-        [{"type": "sentence_count", "least": 2, "most": 4}],
-        ["Use at most four sentences.", "Write no more than four sentences in all."],
     ),
     "forbidden": (
         [{"type": "forbidden", "words": [w]} for w in ("people", "world", "life", "time", "many", "often")],
-        ['Do not use the word "{words}".', 'Avoid the word "{words}".'],
+        ['Avoid the word "{words}".', 'Your answer must not contain the word "{words}".'],
     ),
 }
 RECIPES = {
     "seen": [
-        ("word", "title"), ("word", "postscript"), ("word", "one sentence"), ("word", "few sentences"),
-        ("word", "two sentences"), ("word", "some sentences"), ("word", "some words"),
+        ("word", "title"),
+        ("word", "postscript"),
+        ("word", "one sentence"),
+        ("word", "few sentences"),
+        ("word", "some words"),
     ],
     "unseen": [
-        ("first", "one sentence"), ("first", "few sentences"), ("word", "numbered"), ("word", "paragraphs", "four sentences"),
-        ("word", "forbidden", "few sentences"), ("repeated", "forbidden"),
+        ("first", "one sentence"),
+        ("first", "few sentences"),
+        ("word", "numbered"),
+        ("word", "forbidden", "one sentence"),
+        ("word", "forbidden", "few sentences"),
     ],
-}  # fmt: skip
+}
 
 
 def read_requests() -> dict[str, list[str]]:

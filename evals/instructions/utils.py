@@ -88,10 +88,8 @@ VERIFIERS = {
     "title": _is_title,
     "postscript": _is_postscript,
     "numbered": _is_numbered,
-    "paragraphs": lambda text, c: _in_range(len(_paragraphs(text)), c),
     "first": lambda text, c: bool(re.match(rf"{re.escape(c['phrase'])}(?!\w)", text)),
     "forbidden": lambda text, c: not any(_occurrences(text, word) for word in c["words"]),
-    "repeated": lambda text, c: _in_range(_occurrences(text, c["word"]), c),
 }
 
 
