@@ -1,4 +1,4 @@
-"""What the shipped data promises: questions that are worded apart, and instructions that can be verified."""
+"""What the shipped handbook promises: questions that are worded apart, and answers that are verified."""
 
 import importlib.util
 import json
@@ -28,9 +28,6 @@ def module(name: str) -> ModuleType:
 
 
 FACTS = lines(EVALS / "handbook" / "facts.jsonl")
-TEST = lines(EVALS / "instructions" / "test.jsonl")
-VALIDATION = lines(EVALS / "instructions" / "validation.jsonl")
-TRAIN = lines(EVALS / "instructions" / "train.jsonl")
 EVERYDAY = lines(package_folder("workflows") / "data" / "everyday.jsonl")
 
 
@@ -51,11 +48,6 @@ def runs(text: str, length: int = 8) -> set[tuple[str, ...]]:
     """Return all runs of `length` consecutive words."""
     tokens = words(text)
     return {tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)}
-
-
-def task_of(prompt: str) -> str:
-    """Return the first sentence of a prompt: the request without the constraints that follow it."""
-    return re.split(r"(?<=[.?!])\s", prompt)[0]
 
 
 def test_the_checker_of_wording_sees_what_is_shared():
@@ -117,145 +109,11 @@ def test_there_is_a_neighbour_to_every_fact_and_it_is_about_something_else():
         assert not [n for n in names if re.search(rf"\b{re.escape(n)}\b", neighbour["question"].lower())]
 
 
-@pytest.mark.parametrize(
-    ("split", "least"), [(TEST, 300), (VALIDATION, 150), (TRAIN, 350)], ids=["test", "validation", "train"]
-)
-def test_there_are_enough_instructions_with_one_to_three_constraints(split, least):
-    assert len(split) >= least
-    assert len({row["key"] for row in split}) == len(split)
-    assert len({row["prompt"] for row in split}) == len(split)
-    for row in split:
-        ids = row["instruction_id_list"]
-        assert 1 <= len(ids) <= 3, row["key"]
-        assert len({*ids}) == len(ids) == len(row["kwargs"]), row["key"]
-
-
-def test_every_constraint_is_one_that_lm_eval_verifies():
-    from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
-
-    assert {i for row in TEST + VALIDATION + TRAIN for i in row["instruction_id_list"]} <= {*INSTRUCTION_DICT}
-
-
-def test_no_instruction_repeats_an_everyday_prompt():
-    everyday = set().union(*(runs(row["prompt"]) for row in EVERYDAY))
-    assert [row["key"] for row in TEST + VALIDATION if runs(row["prompt"]) & everyday] == []
-    assert not {row["prompt"] for row in EVERYDAY} & {row["prompt"] for row in TEST + VALIDATION}
-
-
-@pytest.mark.parametrize("other", [VALIDATION, TRAIN], ids=["validation", "train"])
-def test_the_test_asks_for_what_no_other_split_asks_for(other):
-    asked = set().union(*(runs(task_of(row["prompt"])) for row in other))
-    assert [row["key"] for row in TEST if runs(task_of(row["prompt"])) & asked] == []
-    assert not {task_of(row["prompt"]) for row in TEST} & {task_of(row["prompt"]) for row in other}
-    assert not {row["key"] for row in TEST} & {row["key"] for row in other}
-
-
 def test_everyday_validation_prompts_are_not_trained_on():
     train = [row["prompt"] for row in EVERYDAY if row["split"] == "train"]
     held_out = [row["prompt"] for row in EVERYDAY if row["split"] == "validation"]
     seen = set().union(*map(runs, train))
     assert [p for p in held_out if p in train or runs(p) & seen] == []
-
-
-FOUR_SENTENCES = "It rained. We stayed in. Nobody minded. Tea was served."
-ANSWERS = [
-    (
-        "detectable_content:postscript",
-        {"postscript_marker": "P.S."},
-        "See you soon.\n\nP.S. Bring a coat.",
-        "See you soon.",
-    ),
-    (
-        "detectable_content:number_placeholders",
-        {"num_placeholders": 2},
-        "Dear [name], see you in [city].",
-        "Dear [name].",
-    ),
-    ("detectable_format:title", {}, "<<Rain>>\n\nIt rained.", "Rain\n\nIt rained."),
-    (
-        "detectable_format:number_highlighted_sections",
-        {"num_highlights": 2},
-        "*One* and *two*.",
-        "*One* only.",
-    ),
-    (
-        "detectable_format:multiple_sections",
-        {"section_spliter": "Section", "num_sections": 2},
-        "Section 1\nRain.\nSection 2\nSun.",
-        "Section 1\nRain.",
-    ),
-    (
-        "length_constraints:number_sentences",
-        {"num_sentences": 4, "relation": "at least"},
-        FOUR_SENTENCES,
-        "It rained.",
-    ),
-    (
-        "length_constraints:number_sentences",
-        {"num_sentences": 4, "relation": "less than"},
-        "It rained.",
-        FOUR_SENTENCES,
-    ),
-    (
-        "length_constraints:number_words",
-        {"num_words": 5, "relation": "at least"},
-        "one two three four five",
-        "one two",
-    ),
-    (
-        "length_constraints:number_words",
-        {"num_words": 5, "relation": "less than"},
-        "one two",
-        "one two three four five",
-    ),
-    ("keywords:existence", {"keywords": ["rain"]}, "The rain came.", "The sun came."),
-    (
-        "startend:end_checker",
-        {"end_phrase": "That is all."},
-        "It rained. That is all.",
-        "That is all. It rained.",
-    ),
-]
-
-
-def test_every_kind_of_constraint_in_use_has_a_hand_written_answer():
-    assert {i for row in TEST + VALIDATION + TRAIN for i in row["instruction_id_list"]} <= {
-        name for name, *_ in ANSWERS
-    }
-
-
-@pytest.mark.parametrize(("instruction", "kwargs", "right", "wrong"), ANSWERS)
-def test_a_right_answer_passes_and_a_wrong_one_fails(instruction, kwargs, right, wrong):
-    doc = {"key": 0, "prompt": "Write.", "instruction_id_list": [instruction], "kwargs": json.dumps([kwargs])}
-    utils = module("instructions")
-    for answer, passed in ((right, True), (wrong, False)):
-        scores = utils.process_results(doc, [answer])
-        assert scores["prompt_level_strict_acc"] == passed
-        assert scores["prompt_level_loose_acc"] == passed
-        assert scores["inst_level_strict_acc"] == [passed]
-
-
-def test_one_missed_constraint_fails_the_prompt_and_counts_once_among_instructions():
-    doc = {
-        "key": 0,
-        "prompt": "Write.",
-        "instruction_id_list": ["detectable_format:title", "keywords:existence"],
-        "kwargs": json.dumps([{}, {"keywords": ["rain"]}]),
-    }
-    utils = module("instructions")
-    half, whole = (utils.process_results(doc, [a]) for a in ("<<Sun>>\n\nIt shone.", "<<Sun>>\n\nThen rain."))
-    assert (half["prompt_level_strict_acc"], whole["prompt_level_strict_acc"]) == (False, True)
-    assert half["inst_level_strict_acc"] == [True, False]
-    assert utils.agg_inst_level_acc([half["inst_level_strict_acc"], whole["inst_level_strict_acc"]]) == 0.75
-
-
-def test_the_shipped_rows_can_be_scored_as_the_task_hands_them_over():
-    utils = module("instructions")
-    for split, rows in (("load_test", TEST), ("load_validation", VALIDATION), ("load_train", TRAIN)):
-        docs = getattr(utils, split)()["test"]
-        assert len(docs) == len(rows)
-        strict = [utils.process_results(doc, ["Yes."])["prompt_level_strict_acc"] for doc in docs]
-        assert sum(strict) < 0.3 * len(docs), "one word must not pass for following instructions"
 
 
 HANDBOOK = [
