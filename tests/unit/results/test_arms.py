@@ -12,7 +12,6 @@ from opdcl.results import compare, plots
 from opdcl.results.compare import write as write_page
 from opdcl.rundir.layout import RunDir
 
-pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
 def test_names_gates_and_checkpoints_do_not_make_another_arm(make):
