@@ -11,7 +11,6 @@ from opdcl.results.summary import summarise
 from opdcl.results.tables import view
 
 
-
 def test_an_arm_of_one_run_has_the_numbers_of_its_report(three):
     comparison = compare.compare(three)
     for row, run in zip(comparison["arms"], three, strict=True):

@@ -12,7 +12,6 @@ from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 
 
-
 @pytest.fixture
 def step(tmp_path):
     """Return a function that makes a run: the domain it learned, the prompts it passes, and its start."""
