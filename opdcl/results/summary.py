@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from opdcl.results import writing
 from opdcl.results.format import percent
 from opdcl.results.scores import STATES, Suite, headline_of, load_suites, section
-from opdcl.results.tables import ratio_cell, score_cell
+from opdcl.results.tables import ratio_cell, score_cell, writing_rows
 from opdcl.results.verdict import verdict
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
@@ -68,6 +69,8 @@ def table_rows(summary: dict[str, Any]) -> list[list[str]]:
             floor = "" if suite["floor"] is None else percent(suite["floor"])
             scores = [score_cell(suite[state]) for state in STATES]
             rows.append([f"{name}\n{suite['metric']}", str(suite["n"]), floor, *scores])
+            if suite["role"] == "retention":
+                rows += [[label, "", "", *cells] for label, cells in writing_rows(suite["writing"])]
     for label, key in (("R", "recovery"), ("D", "domain_retention")):
         if summary[key]:
             rows.append([label, "", "", "", "", ratio_cell(summary[key])])
@@ -95,6 +98,7 @@ def _summarise_suite(suite: Suite, seed: int) -> dict[str, Any]:
         "floor": suite.floor,
         **{state: estimate(state) if state in suite.rows else {} for state in STATES},
         "metrics": metrics,
+        "writing": writing.estimates(suite, seed),
     }
 
 
