@@ -30,18 +30,17 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
     from opdcl.results import stats
 
     suites = load_suites(run) if suites is None else suites
-    seed = int(section(run, "eval").get("seed") or 0)
     headline = headline_of(suites)
     retention, domain = headline.get("retention"), headline.get("domain")
-    estimates = {s.name: _summarise_suite(s, seed) for s in suites}
+    estimates = {s.name: _summarise_suite(s) for s in suites}
     summary: dict[str, Any] = {
         "verdict": "",
         "name": run.settings().get("name") or run.path.name,
         "headline": {"retention": retention and retention.name, "domain": domain and domain.name},
         "suites": estimates,
-        **stats.outcome(retention.states() if retention else None, domain.states() if domain else None, seed),
-        "tests": _tests(retention, domain, seed),
-        "ceiling": _ceiling(suites, section(run, "recover"), seed),
+        **stats.outcome(retention.states() if retention else None, domain.states() if domain else None),
+        "tests": _tests(retention, domain),
+        "ceiling": _ceiling(suites, section(run, "recover")),
         "cost": _cost(run, suites),
         "notes": [*_suite_notes(run.read_manifest(), suites, estimates), *_recovery_notes(run)],
     }
@@ -77,14 +76,14 @@ def table_rows(summary: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _summarise_suite(suite: Suite, seed: int) -> dict[str, Any]:
+def _summarise_suite(suite: Suite) -> dict[str, Any]:
     from opdcl.results import stats
 
     def estimate(state: str) -> dict[str, float]:
         parts = suite.parts(state)
         if any(len(p) != 1 for p in parts):
-            return stats.clustered_mean(parts, seed).as_dict()
-        return stats.mean(suite.values(state), seed).as_dict()
+            return stats.clustered_mean(parts, suite.clusters).as_dict()
+        return stats.mean(suite.values(state), suite.clusters).as_dict()
 
     metrics: dict[str, dict[str, float]] = {}
     for state, result in suite.results.items():
@@ -102,27 +101,28 @@ def _summarise_suite(suite: Suite, seed: int) -> dict[str, Any]:
     }
 
 
-def _tests(retention: Suite | None, domain: Suite | None, seed: int) -> dict[str, Any]:
+def _tests(retention: Suite | None, domain: Suite | None) -> dict[str, Any]:
     """Return the paired tests of the headline suites; None for pairs that are not measured."""
     from opdcl.results import stats
 
     def pairwise(suite: Suite | None, test: Callable) -> dict[str, Any]:
         return {
-            f"{later}_minus_{earlier}": test(suite.values(later), suite.values(earlier))
+            f"{later}_minus_{earlier}": test(suite.values(later), suite.values(earlier), suite.clusters)
             if suite and {later, earlier} <= suite.rows.keys()
             else None
             for later, earlier in PAIRS
         }
 
-    def difference(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
-        return stats.difference(a, b, seed).as_dict()
+    def difference(a: np.ndarray, b: np.ndarray, clusters: stats.Clusters) -> dict[str, float]:
+        return stats.difference(a, b, clusters).as_dict()
 
-    def mcnemar(a: np.ndarray, b: np.ndarray) -> float | None:
-        return stats.mcnemar(a, b) if {*a, *b} <= {0.0, 1.0} else None
+    def mcnemar(a: np.ndarray, b: np.ndarray, clusters: stats.Clusters) -> float | None:
+        return stats.mcnemar(a, b, clusters) if {*a, *b} <= {0.0, 1.0} else None
 
     resolution = None
     if retention and retention.complete:
-        resolution = stats.detectable_difference(retention.values("recovered"), retention.values("base"))
+        recovered, base = retention.values("recovered"), retention.values("base")
+        resolution = stats.detectable_difference(recovered, base, retention.clusters)
     return {
         "detectable_difference": resolution,
         "mcnemar": pairwise(retention, mcnemar),
@@ -131,7 +131,7 @@ def _tests(retention: Suite | None, domain: Suite | None, seed: int) -> dict[str
     }
 
 
-def _ceiling(suites: list[Suite], recover: dict[str, Any], seed: int) -> dict[str, dict]:
+def _ceiling(suites: list[Suite], recover: dict[str, Any]) -> dict[str, dict]:
     """Return student minus teacher per suite; near zero, only another teacher or a reward can improve it.
 
     A suite is left out unless its teacher is base (general) or tuned (domain): others are not measured.
@@ -146,9 +146,9 @@ def _ceiling(suites: list[Suite], recover: dict[str, Any], seed: int) -> dict[st
         if kind != teacher or (stream == "domain" and recover.get("teachers")):
             continue
         if {teacher, "recovered"} <= set(suite.rows):
-            gap = stats.difference(suite.values("recovered"), suite.values(teacher), seed).as_dict()
-            place = "above" if gap["low"] > 0 else "below" if gap["high"] < 0 else "level"
-            ceiling[suite.name] = {"teacher": teacher, **gap, "place": place}
+            pair = suite.values("recovered"), suite.values(teacher), suite.clusters
+            gap = stats.difference(*pair).as_dict()
+            ceiling[suite.name] = {"teacher": teacher, **gap, "place": stats.place(*pair)}
     return ceiling
 
 
