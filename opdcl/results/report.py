@@ -11,11 +11,13 @@ from opdcl.results.scores import STATES, Suite, headline_of, load_suites, sectio
 from opdcl.results.summary import summarise
 from opdcl.results.tables import writing_rows
 from opdcl.results.verdict import why_no_domain_retention, why_no_recovery
+from opdcl.results.writing import MARGINS
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.rundir.layout import RunDir
 from opdcl.sanitize import harmless
 
 SAMPLES_PER_GROUP = 4
+GROUP_NOTE = "Seen: types of constraints that also occur in the recovery prompts. Unseen: types that do not."
 LONGEST_HEAD, LONGEST_PROMPT, LONGEST_ANSWER = 90, 900, 700
 
 
@@ -131,8 +133,10 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
         "why_no_r": why_no_recovery(summary),
         "why_no_d": why_no_domain_retention(headline.get("domain")),
         "differences": _difference_rows(summary["tests"]),
-        "ceiling": {name: gap | _in_points(gap) for name, gap in summary["ceiling"].items()},
+        "ceiling": {n: gap | _in_points(gap) | _place(gap) for n, gap in summary["ceiling"].items()},
         "margin": f"{100 * stats.NON_INFERIORITY_MARGIN:g}",
+        "writing_margin": f"{100 * max(MARGINS.values()):g}",
+        "group_note": GROUP_NOTE if {*summary["groups"]} == {"seen", "unseen"} else "",
         "samples": {s.name: groups for s in headline.values() if (groups := pick_samples(s))},
         "loss_ends": losses[:1] + losses[-1:],
         "validations": validations,
@@ -187,7 +191,18 @@ def _difference_rows(tests: dict) -> list[dict[str, str]]:
         if change := tests[pair]:
             p_value = "n/a" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
             rows.append({"pair": pair.replace("_minus_", " - "), **_in_points(change), "p": p_value})
+    for measure, label in (("cut", "answers that do not end"), ("repetition", "repeated 4-grams")):
+        if change := tests["writing"][measure]:
+            rows.append({"pair": f"{label}, recovered - base", **_in_points(change), "p": "n/a"})
     return rows
+
+
+def _place(gap: dict[str, Any]) -> dict[str, str]:
+    """Say where the student is; to find no difference does not make it level."""
+    if gap["place"] != "not shown":
+        return {"place": gap["place"]}
+    detectable = f"{gap['n']} prompts can show {100 * gap['detectable']:.1f} points"
+    return {"place": f"not shown to differ: {detectable}"}
 
 
 def _in_points(change: dict[str, float]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from opdcl.results import writing
@@ -72,7 +73,7 @@ def table_rows(summary: dict[str, Any]) -> list[list[str]]:
             rows.append([f"{name}\n{suite['metric']}", str(suite["n"]), floor, *scores])
             if suite["role"] == "retention":
                 rows += [[label, "", "", *cells] for label, *cells in writing_rows(suite["writing"])]
-    for label, key in (("R", "recovery"), ("D", "domain_retention")):
+    for label, key in (("R", "recovery"), ("R from tuned", "recovery_raw"), ("D", "domain_retention")):
         if summary[key]:
             rows.append([label, "", "", "", "", ratio_cell(summary[key])])
     return rows
@@ -103,9 +104,10 @@ def _scores(suite: Suite) -> dict[str, Any]:
             return stats.clustered_mean(parts, suite.clusters).as_dict()
         return stats.mean(suite.values(state), suite.clusters).as_dict()
 
+    floor = suite.floor_values()
     return {
         "n": len(next(iter(suite.rows.values()), [])),
-        "floor": suite.floor,
+        "floor": suite.floor if floor is None else float(floor.mean()),
         **{state: estimate(state) if state in suite.rows else {} for state in STATES},
     }
 
@@ -117,13 +119,9 @@ def _groups(retention: Suite | None) -> dict[str, Any]:
     groups: dict[str, Any] = {}
     for name in retention.groups if retention and len(retention.groups) > 1 else ():
         suite = retention.only(name)
-        floor = suite.floor_values()
         outcome = stats.outcome(suite.states(), None)
-        groups[name] = {
-            **_scores(suite),
-            "floor": None if floor is None else float(floor.mean()),
-            **{key: outcome[key] for key in ("recovery", "recovery_raw", "non_inferiority")},
-        }
+        ratios = {key: outcome[key] for key in ("recovery", "recovery_raw", "non_inferiority")}
+        groups[name] = {**_scores(replace(suite, results={})), **ratios}
     return groups
 
 

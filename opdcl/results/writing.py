@@ -71,8 +71,8 @@ def estimates(suite: Suite) -> dict[str, dict[str, dict[str, float]]]:
 def compared_with_base(suites: Sequence[Suite]) -> dict[str, dict[str, Any] | None]:
     """Return, for cut answers and repetition, how recovered compares with base; None if not measured.
 
-    `shown`: recovered is shown to be less than `margin` worse. `worse`: it is measurably worse. `at_most` is
-    how much worse it is at most, `base` and `recovered` are the two shares.
+    `base` and `recovered` are the two shares, and `value` with its interval is their difference. `shown`:
+    recovered is worse by `at_most`, which is less than `margin`. `worse`: it is measurably worse.
 
     Args:
         suites: One suite, or the same one of several training seeds.
@@ -86,9 +86,9 @@ def compared_with_base(suites: Sequence[Suite]) -> dict[str, dict[str, Any] | No
             base, recovered = scores
             options = {"clusters": suites[0].clusters, "margin": margin, "higher_is_better": False}
             shown = stats.non_inferiority(recovered, base, **options).as_dict()
-            worse = stats.difference(recovered, base, suites[0].clusters).low > 0
+            change = stats.difference(recovered, base, suites[0].clusters)
             levels = {"base": float(base.mean()), "recovered": float(recovered.mean())}
-            tests[name] = {**levels, **shown, "worse": bool(worse)}
+            tests[name] = {**levels, **change.as_dict(), **shown, "worse": change.low > 0}
     return tests
 
 

@@ -1,5 +1,7 @@
 """The words of the verdict claim what the numbers show, and no more."""
 
+import re
+
 import pytest
 from helpers.synthetic import measure_fully, pages
 
@@ -61,8 +63,8 @@ def test_without_a_gain_over_tuned_no_recovery_is_found(measured):
     summary = measured(320, 80, 80)
     assert summary["status"] == "not shown"
     assert summary["verdict"].startswith(
-        "No recovery found: instruction following is 20.0 % (base 80.0 %, tuned 20.0 %), not measurably above "
-        "tuned, R = 0.00"
+        "No recovery found: instruction following is 20.0 % (base 80.0 %, tuned 20.0 %), not measurably "
+        "above tuned, R = 0.00"
     )
 
 
@@ -99,10 +101,12 @@ def test_six_prompts_are_too_few_to_tell(measured):
     )
 
 
-@pytest.mark.parametrize(("n", "enough"), [(40, "220"), (80, "190")])
-def test_the_prompts_that_would_do_are_told_in_round_numbers(measured, n, enough):
-    verdict = measured(n // 2, n // 2, n // 2, n=n)["verdict"]
-    assert f"one of 10 points takes about {enough}; " in verdict
+def test_the_prompts_that_would_do_are_told_in_round_numbers(measured):
+    summary = measured({*range(0, 40, 2)}, {*range(0, 40, 3)}, 20, n=40)
+    exact = 40 * (summary["tests"]["detectable_drop"] / 0.1) ** 2
+    (told,) = re.findall(r"one of 10 points takes about (\d+);", summary["verdict"])
+    assert exact <= int(told) < exact + 10
+    assert told.endswith("0")
 
 
 def test_no_forgetting_is_only_said_where_it_would_have_been_seen(measured):
@@ -125,7 +129,8 @@ def test_a_base_near_the_floor_cannot_show_anything(measured):
     assert summary["status"] == "no headroom"
     assert summary["verdict"].startswith(
         "Base is not well above the floor: instruction following is 20.0 % for base, 5.0 % for tuned and "
-        "20.0 % for recovered, a content-free answer scores 17.5 %, so neither a loss nor a recovery can be shown"
+        "20.0 % for recovered, a content-free answer scores 17.5 %, so neither a loss nor a recovery can be "
+        "shown"
     )
     assert measured(320, 80, 320, **floor(40))["status"] == "recovered"
 
