@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from opdcl.config.recover import HealthSection
 from opdcl.data.chat import render
+from opdcl.distill.schedule import Step
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
@@ -154,15 +155,13 @@ class Health(TrainerCallback):
         self._rate_halved = False
         self._overwriting = Overwriting(Cut(), ())
 
-    def on_start(self, general: list[Rollout], base_steps: Collection[int]) -> None:
-        """Take base's held-out answers as the baseline, and resume the counts of an interrupted run.
-
-        `base_steps` are the steps, from 1, whose completions are base's own.
-        """
+    def on_start(self, general: list[Rollout], steps: list[Step]) -> None:
+        """Take base's held-out answers as the baseline, and resume the counts of an interrupted run."""
         lengths = [len(r.completion_ids) for r in general] or [10**9]
         unfinished = sum(not r.finished for r in general)
         norm = self.backbone.adapter_norm("tuned")
         self.baseline = Baseline(sum(lengths) / len(lengths), unfinished / len(lengths), norm)
+        base_steps = {number for number, step in enumerate(steps, 1) if not step.on_policy}
         self._overwriting = Overwriting(Cut(len(general), unfinished), base_steps)
         for row in read_jsonl(self.out.metrics):
             if "adapter_norm" in row:

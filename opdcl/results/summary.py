@@ -228,6 +228,11 @@ def _recovery_notes(run: RunDir) -> list[str]:
         for row in rows
         if (health := row.get("health"))
     ]
+    changes = [row for row in rows if "overwriting" in row]
+    if changes and (last := changes[-1])["overwriting"]["found"]:
+        student = "{cut:.0%} of the student's last {answers} general answers were cut at the token limit"
+        text = (student + ", {base:.0%} of base's own; it may no longer stop").format(**last["overwriting"])
+        notes.append(f"Recovery, from step {last['step']} on: {text}.")
     if rewards := [row["reward"] for row in rows if "reward" in row]:
         fifth = max(1, len(rewards) // 5)
         notes.append(

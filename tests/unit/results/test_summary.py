@@ -156,6 +156,11 @@ def test_before_recovery_base_and_tuned_are_shown_without_a_verdict(run):
             ],
             "the tuned adapter times 0.55: no training was done",
         ),
+        (
+            [{"step": 31, "overwriting": {"found": True, "cut": 0.82, "base": 0.52, "answers": 128}}],
+            "from step 31 on: 82% of the student's last 128 general answers were cut at the token limit, 52% "
+            "of base's own",
+        ),
         ([{"step": 1, "mismatch": 0.01, "tokens": 500, "loss": 1.0}], "For 1.00% of the fresh tokens"),
     ],
 )
@@ -170,6 +175,8 @@ def test_a_recovery_without_trouble_has_no_notes(run):
         [
             {"step": 0, "validation": {"best": True}, "warm_start": {"alpha": 1.0}},
             {"step": 1, "mismatch": 0.0, "tokens": 500},
+            {"step": 4, "overwriting": {"found": True, "cut": 0.8, "base": 0.5, "answers": 128}},
+            {"step": 6, "overwriting": {"found": False, "cut": 0.6, "base": 0.5, "answers": 128}},
             {"step": 8, "validation": {"best": True}},
         ],
     )
