@@ -91,12 +91,13 @@ def difference_sources(a: np.ndarray, b: np.ndarray, clusters: Clusters = None) 
 
 
 def imagined_answers(n: int, clusters: Clusters) -> list[Source]:
-    """Return the variance of two more clusters, in each of which another one of two models is better.
+    """Return the variance of two more prompts, in each of which another one of two models is better.
 
-    Without them, six prompts on which two models agree would prove them equal (Bonett and Price 2012).
+    Without them, six prompts on which two models agree would prove them equal (Bonett and Price 2012). In a
+    suite with clusters they weigh more than a prompt and less than a cluster.
     """
     _, count = cluster_ids(n, clusters)
-    return [(2 / count**2, max(count - 1, 1))]
+    return [(2 / (n * count), max(count - 1, 1))]
 
 
 def total(sums: Sequence[Sum]) -> Estimate:
