@@ -19,7 +19,7 @@ class LoraSection(Section):
     alpha: Positive = 64
     """Scale numerator: the update is multiplied by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on the adapter's input."""
+    """Dropout on the adapter's input during the fine-tune. Recovery, sampling and evaluation have none."""
     target_modules: str | list[str] = "all-linear"
     """Linear layers that get an adapter; `lm_head` is not allowed."""
 
@@ -64,7 +64,11 @@ class FinetuneConfig(Section):
 
     unused = (
         ("self_distill", lambda s: s.method == "sft", "unless finetune.method is self-distill"),
-        ("max_length packing", lambda s: s.method != "sft", "with method self-distill, which samples"),
+        (
+            "max_length packing lora.dropout",
+            lambda s: s.method != "sft",
+            "with method self-distill, which samples",
+        ),
     )
 
     method: Literal["sft", "self-distill"] = "sft"

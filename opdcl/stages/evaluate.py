@@ -105,15 +105,15 @@ class BackboneLM(LM):
         """Return a hash of all that an answer depends on."""
         return hash_value([self._made_by, prompt_ids, max_tokens])
 
-    def _max_tokens(self, request, prompt_length: int) -> int:
+    def _max_tokens(self, request, length: int) -> int:
         """Return the maximum length of an answer, in tokens."""
         max_tokens = int(request.args[1].get("max_gen_toks", 256))
         if self.config.max_new_tokens:
             max_tokens = min(max_tokens, self.config.max_new_tokens)
         room = self.backbone.causal_lm.config.max_position_embeddings
-        if prompt_length + max_tokens > room:
+        if length + max_tokens > room:
             raise UsageError(
-                f"a prompt of {prompt_length} tokens and an answer of {max_tokens} exceed the context of {room}",
+                f"a prompt of {length} tokens and an answer of {max_tokens} exceed the context of {room}",
                 "set eval.max_new_tokens, or leave the suite out",
             )
         return max_tokens

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers.recovering import Silent, make_trainer, whole_and_resumed
+from helpers.recovering import Silent, make_trainer, run, whole_and_resumed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from opdcl.config.recover import RecoverConfig
@@ -571,3 +571,32 @@ def test_the_same_prompt_with_and_without_a_teacher_of_its_own_is_refused(backbo
     config = RecoverConfig(domain=str(answered / "a.jsonl"), teachers=teachers)
     with pytest.raises(UsageError, match="the same prompt has another teacher"):
         encode(config, "domain", backbone)
+
+
+def test_dropout_changes_no_teacher_and_no_held_out_kl(backbone, tuned):
+    """A rate of about zero leaves the student equal to tuned, so both KLs stay what they are at step 0."""
+    config = json.loads((tuned / "tuned" / "adapter_config.json").read_text())
+    (tuned / "tuned" / "adapter_config.json").write_text(json.dumps(config | {"lora_dropout": 0.5}))
+    settings = {"steps": 4, "validate_every": 2, "learning_rate": 1e-12, "sample_ahead": 1}
+    rows = run(backbone, tuned, **settings)
+    measured = [row["validation"] for row in rows if "validation" in row]
+    assert len(measured) == 3
+    assert measured[0]["general_kl"] > 0.1
+    for later in measured:
+        assert later["general_kl"] == pytest.approx(measured[0]["general_kl"], rel=1e-4)
+        assert later["domain_kl"] == pytest.approx(0, abs=1e-5)
+    steps = [row for row in rows if "kl" in row]
+    assert all(row["kl"] < 1e-5 for row in steps if row["stream"] == "domain")
+    assert all(row["mismatch"] == 0 for row in steps)
+
+
+def test_a_frozen_teacher_is_the_same_at_every_reading_after_a_training_step(backbone, tuned):
+    config = json.loads((tuned / "tuned" / "adapter_config.json").read_text())
+    (tuned / "tuned" / "adapter_config.json").write_text(json.dumps(config | {"lora_dropout": 0.5}))
+    backbone.load_adapter(tuned / "tuned", "student", trainable=True)
+    backbone.load_adapter(tuned / "tuned", "tuned")
+    trainer = make_trainer(backbone, tuned)
+    trainer.training_step(trainer.model, {"step": 3})
+    teacher = Teacher(backbone, "tuned")
+    assert torch.equal(states(teacher), states(teacher))
+    assert trainer.grader.measure(ROLLOUTS, "domain")["kl"] < 1e-4

@@ -30,7 +30,7 @@ class Counter(Silent):
 
 @pytest.fixture
 def measure(backbone, tmp_path):
-    """Return a function that measures base, or an adapter: the rows written, and how many batches were sampled."""
+    """Return a function that measures base or an adapter; it returns the rows and the number of batches."""
 
     def run(name="run", questions=QUESTIONS, stop=None, adapter=None, batch_size=2, **settings):
         rows = [{"question": q, "answer": "seven"} for q in questions]
