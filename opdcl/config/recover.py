@@ -158,7 +158,7 @@ class RecoverConfig(Section):
     """Factor on the tuned adapter before the first step. Below 1 it starts nearer to base, at the domain's
     expense."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Softmax temperature: of all sampling, and of student and teacher in the loss and in held-out KL."""
+    """Temperature at which the student samples. Teachers write, and loss and held-out KL are taken, at 1."""
     sampler: Sampler = "auto"
     """Sampling engine: our own `slab`, or transformers' `generate` or `continuous` batching."""
     server: ServerSection | None = None
@@ -219,10 +219,10 @@ class RecoverConfig(Section):
             )
         k = teacher.server.top_k if teacher.server else 0
         known = self.loss.kind == "policy_gradient" or (self.loss.kind == "top_k" and self.loss.k <= k)
-        if teacher.server and not (known and self.temperature == 1):
+        if teacher.server and not known:
             raise ValueError(
                 f"{name} is on a server, which returns log-probabilities of the sampled token and the {k} "
-                f"likeliest at temperature 1: use loss.kind policy_gradient, or top_k with loss.k at most {k}"
+                f"likeliest: use loss.kind policy_gradient, or top_k with loss.k at most {k}"
             )
 
     def _check_reward(self, group: int) -> None:
