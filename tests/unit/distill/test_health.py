@@ -1,6 +1,7 @@
 """A recovery that goes wrong is noticed, slowed down and stopped, and its best adapter is kept."""
 
 import json
+import shutil
 from random import Random
 from types import SimpleNamespace
 
@@ -124,12 +125,21 @@ def test_a_rate_far_too_high_halts_and_leaves_the_best_adapter(backbone, tuned):
     assert any("validation" in r for r in read_jsonl(tuned / "out" / "metrics.jsonl"))
 
 
+def test_held_out_kl_that_rises_halts_whatever_the_steps_look_like(backbone, tuned):
+    settings = {"learning_rate": 0.5, "steps": 12, "validate_every": 3}
+    with pytest.raises(OpdclError, match=r"held-out KL rose|top tokens"):
+        run(backbone, tuned, health={"patience": 1000}, **settings)
+    shutil.rmtree(tuned / "out")
+    assert run(backbone, tuned, health={"watch": False}, **settings)[-1]["step"] == 12
+
+
 def test_a_uniform_teacher_halts_before_the_first_step(backbone, tuned):
     head = backbone.causal_lm.get_output_embeddings().weight
     with torch.no_grad():
         head.mul_(1e-4)
     with pytest.raises(OpdclError, match="close to uniform"):
         run(backbone, tuned)
+    assert run(backbone, tuned, steps=2, health={"watch": False})[-1]["step"] == 2
 
 
 def test_an_eos_list_that_the_template_never_uses_is_refused(backbone, tuned):
