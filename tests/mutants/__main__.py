@@ -20,41 +20,29 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
 import os
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-from faults import Fault, generic, planted, sample  # noqa: E402
-from runner import ENVIRONMENT, Job, Test, measure, preload, run  # noqa: E402
-from targets import TARGETS  # noqa: E402
+from mutants.faults import Fault, generic, planted, sample  # noqa: E402
+from mutants.outcomes import Outcome, summarise  # noqa: E402
+from mutants.runner import ENVIRONMENT, Job, Test, in_fork, measure, preload, run  # noqa: E402
+from mutants.targets import TARGETS  # noqa: E402
 
 PACKAGE, UNIT = ROOT / "opdcl", ROOT / "tests" / "unit"
 
-# Share of faults that the tests must find, and generic faults for each module.
-LEAST, COUNT = 0.85, 10
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Whether the tests found a fault; `by` is the first test that failed."""
-
-    fault: Fault
-    planted: bool
-    found: bool
-    by: str
-
-    @property
-    def place(self) -> str:
-        return f"opdcl/{self.fault.module}.py:{self.fault.lines[0]}"
+# Generic faults for each module.
+COUNT = 10
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,10 +51,13 @@ def main(arguments: list[str] | None = None) -> int:
     faults = _chosen(options)
     files = sorted({file for _, _, named in faults for file in named})
     preload([*PACKAGE.rglob("*.py"), *(ROOT / file for file in files)], "opdcl")
-    sources = {str(PACKAGE / f"{fault.module}.py") for fault, _, _ in faults}
     print(f"{len(faults)} faults; first the sound code in {len(files)} test files", file=sys.stderr)
-    tests = measure(files, sources, options.jobs, ROOT)
-    outcomes = _run(faults, tests, options.jobs)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        os.environ["OPDCL_TINY_MODEL"] = folder
+        in_fork(lambda: importlib.import_module("helpers.tiny").make_model(Path(folder)))
+        sources = {str(file) for file in PACKAGE.rglob("*.py")}
+        tests = measure(files, sources, options.jobs, ROOT, ROOT / ".mutants")
+        outcomes = _run(faults, tests, options.jobs)
     excused = tomllib.loads((HERE / "survivors.toml").read_text(encoding="utf-8"))
     report, problems = summarise(outcomes, excused)
     print(report)
@@ -81,16 +72,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--module", action="append", choices=TARGETS, help="generic faults of this module only"
-    )
-    parser.add_argument(
-        "--planted", nargs="*", metavar="NAME", help="these planted faults only; without names, all"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=COUNT, help=f"generic faults for each module ({COUNT})")
-    parser.add_argument("--jobs", type=int, default=2, help="tests at once (2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome to a file")
+    add = parser.add_argument
+    add("--module", action="append", choices=TARGETS, help="generic faults of this module only")
+    add("--planted", nargs="*", metavar="NAME", help="these planted faults only; without names, all")
+    add("--seed", type=int, default=0)
+    add("--count", type=int, default=COUNT, help=f"generic faults for each module ({COUNT})")
+    add("--jobs", type=int, default=2, help="tests at once (2)")
+    add("--json", type=Path, metavar="FILE", help="write every outcome to a file")
     return parser.parse_args(arguments)
 
 
@@ -147,32 +135,6 @@ def _run(
             flush=True,
         )
     return [outcome for outcome in outcomes if outcome]
-
-
-def summarise(outcomes: list[Outcome], excused: dict[str, str]) -> tuple[str, list[str]]:
-    """Return the table with all survivors, and why the command fails, if it does."""
-    lines, problems = [f"{'module':24}{'faults':>8}{'found':>8}{'share':>8}"], []
-    groups: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        groups.setdefault("planted" if outcome.planted else outcome.fault.module, []).append(outcome)
-    kinds = {
-        kind: [o for o in outcomes if o.planted == (kind == "planted")] for kind in ("generic", "planted")
-    }
-    for name, group in {**groups, **{f"all {k}": g for k, g in kinds.items() if g}}.items():
-        found = sum(o.found for o in group)
-        lines.append(f"{name:24}{len(group):8}{found:8}{found / len(group):8.0%}")
-        if name.startswith("all") and found / len(group) < LEAST:
-            problems.append(f"fewer than {LEAST:.0%} of {name} faults are found")
-    for outcome in outcomes:
-        if outcome.found:
-            continue
-        reason = excused.get(outcome.fault.name, "")
-        what = outcome.fault.name + f": {outcome.fault.change}" * outcome.planted
-        lines.append(f"lives: {outcome.place}: {what}")
-        lines.append(f"       {reason or outcome.by or 'the tests that reach it pass'}")
-        if not reason:
-            problems.append(f"{outcome.fault.name} lives, and survivors.toml does not say why")
-    return "\n".join([*lines, *(f"FAILS: {problem}" for problem in problems)]), problems
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ BOUNDS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 SYMMETRIC = ("min", "max", "minimum", "maximum")
 # Smaller numbers are tolerances.
 TOLERANCE = 1e-3
+# Keywords that make no difference on one machine's CPU with UTF-8, or guard against our own mistakes only.
+IDLE_KEYWORDS = ("device", "encoding", "ensure_ascii", "strict")
 ARITHMETIC = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult},
     **{ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.Pow: ast.Mult},
@@ -142,6 +144,8 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
             return
         case ast.Call(func=ast.Attribute(value=ast.Name(id="logger"))):
             return
+        case ast.keyword(arg=name) if name in IDLE_KEYWORDS:
+            return
     for child in ast.iter_child_nodes(node):
         if not any(child is s for s in skipped):
             yield child
@@ -202,7 +206,7 @@ def _is_whole(node: ast.AST) -> bool:
 def _calls(node: ast.Call) -> Iterator[tuple[ast.AST, str]]:
     name = _text(node.func)
     for keyword in node.keywords:
-        if keyword.arg:
+        if keyword.arg and keyword.arg not in IDLE_KEYWORDS:
             kept = [k for k in node.keywords if k is not keyword]
             yield _changed(node, f"{name}(...) without {_text(keyword)}", keywords=kept)
     if len(node.args) > 1 and not any(isinstance(a, ast.Starred) for a in node.args[:2]):

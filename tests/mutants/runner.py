@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import hashlib
 import importlib
 import importlib.abc
 import importlib.util
@@ -98,6 +99,20 @@ def run(jobs: Iterable[Job], parallel: int, root: Path) -> Iterator[tuple[int, i
             yield index, os.waitstatus_to_exitcode(status), output
 
 
+def in_fork(task: Callable[[], object]) -> None:
+    """Run a task in a process of its own, so that this one imports nothing."""
+    if pid := os.fork():
+        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            raise RuntimeError("the task failed")
+        return
+    code = 1
+    try:
+        task()
+        code = 0
+    finally:
+        os._exit(code)
+
+
 def _start(job: Job, folder: Path, root: Path) -> int:
     if pid := os.fork():
         with contextlib.suppress(PermissionError, ProcessLookupError):
@@ -188,25 +203,32 @@ class Recorder:
         self.record.write_text(json.dumps(self.rows))
 
 
-def measure(files: list[str], sources: set[str], parallel: int, root: Path) -> dict[str, list[Test]]:
-    """Run sound code; return the tests of each file.
+def measure(
+    files: list[str], sources: set[str], parallel: int, root: Path, cache: Path
+) -> dict[str, list[Test]]:
+    """Run sound code; return the tests of each file. Files are run again when they or the code have changed.
 
     Raises:
         RuntimeError: A test fails.
     """
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        records = [Path(folder) / str(i) for i in range(len(files))]
-        jobs = [
-            Job([file], 900, plugins=(Recorder(sources, record),))
-            for file, record in zip(files, records, strict=True)
+    shared = [*map(Path, sorted(sources)), *sorted((root / "tests" / "helpers").glob("*.py"))]
+    records = {}
+    for file in files:
+        digest = hashlib.sha256()
+        for source in (*shared, root / file):
+            digest.update(source.read_bytes())
+        records[file] = cache / f"{Path(file).stem}-{digest.hexdigest()[:16]}.json"
+    missing = [file for file in files if not records[file].exists()]
+    cache.mkdir(exist_ok=True)
+    jobs = [Job([file], 900, plugins=(Recorder(sources, records[file]),)) for file in missing]
+    for index, code, output in run(jobs, parallel, root):
+        if code:
+            records[missing[index]].unlink(missing_ok=True)
+            raise RuntimeError(f"{missing[index]} fails without a fault:\n{output[-3000:]}")
+    return {
+        file: [
+            Test(name, seconds, {source: set(numbers) for source, numbers in lines.items()})
+            for name, seconds, lines in json.loads(record.read_text())
         ]
-        for index, code, output in run(jobs, parallel, root):
-            if code:
-                raise RuntimeError(f"{files[index]} fails without a fault:\n{output[-3000:]}")
-        return {
-            file: [
-                Test(name, seconds, {source: set(numbers) for source, numbers in lines.items()})
-                for name, seconds, lines in json.loads(record.read_text())
-            ]
-            for file, record in zip(files, records, strict=True)
-        }
+        for file, record in records.items()
+    }

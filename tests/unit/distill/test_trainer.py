@@ -164,7 +164,14 @@ def test_a_checkpoint_of_another_version_is_refused_with_a_reason(backbone, tmp_
 
 @pytest.mark.parametrize(
     ("settings", "most"),
-    [({}, 3), ({"sample_ahead": 1}, 0), ({"oversample": 2.0}, 0), ({"rollouts": 2}, 0), ({"lmbda": 0.0}, 0)],
+    [
+        ({}, 3),
+        ({"sample_ahead": 1}, 0),
+        ({"oversample": 2.0}, 0),
+        ({"rollouts": 2}, 0),
+        ({"lmbda": 0.0}, 0),
+        ({"rollouts": 2, "sample_ahead": 20, "steps": 60}, 1),  # never all of a step
+    ],
 )
 def test_when_completions_may_stay_unfinished(backbone, tmp_path, monkeypatch, settings, most):
     backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
@@ -179,7 +186,8 @@ def test_when_completions_may_stay_unfinished(backbone, tmp_path, monkeypatch, s
 
     monkeypatch.setattr(queue, "sample", sample)
     queue.take(0)
-    queue.take(10)  # no later step of its stream could resume them
+    # No later step of its stream could resume them.
+    queue.take(max(i for i, step in enumerate(queue.steps) if step.stream == "general"))
     assert limits == [most, 0]
 
 
