@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from helpers.near import ROUNDING, relative_error
 from helpers.recovering import PROMPT, make_trainer
 
 from opdcl.config.finetune import LoraSection
@@ -50,8 +51,8 @@ def gradient(trainer, stream="general", tokens=10_000, rollouts=ROLLOUTS):
 def test_micro_batches_change_neither_loss_nor_gradient(trainer, tokens):
     loss, grad = gradient(trainer)
     split_loss, split_grad = gradient(trainer, tokens=tokens)
-    assert split_loss == pytest.approx(loss, rel=1e-5)
-    torch.testing.assert_close(split_grad, grad, atol=1e-6, rtol=1e-4)
+    assert split_loss == pytest.approx(loss, rel=1e-4)
+    assert relative_error(split_grad, grad) < ROUNDING
 
 
 @pytest.mark.parametrize(("stream", "teacher"), [("general", "base"), ("domain", "tuned")])
@@ -214,11 +215,13 @@ def test_the_shared_prefix_changes_neither_states_nor_gradient(backbone):
     for share in (True, False):
         model.zero_grad()
         states = answer_states(backbone.causal_lm, sequences, share)
-        states.square().sum().backward()
+        # The final norm makes a sum of squares constant, whose gradient is only rounding.
+        (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
         results.append(
             (states.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
         )
-    torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
+    for shared, plain in zip(*results, strict=True):
+        assert relative_error(shared, plain) < ROUNDING
     assert len(results[0][0]) == len(answer_ids(sequences, torch.device("cpu")))
 
 
@@ -243,7 +246,7 @@ def test_stored_teacher_distributions_give_the_same_grade(trainer, tokens):
     direct = grader.measure(ROLLOUTS, "general")
     assert direct["kl"] > 0
     grader.micro_batch_tokens = tokens
-    assert grader.measure(ROLLOUTS, "general", stored) == pytest.approx(direct, rel=1e-5)
+    assert grader.measure(ROLLOUTS, "general", stored) == pytest.approx(direct, rel=1e-4)
 
 
 def sampled(trainer):
@@ -275,7 +278,7 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_no_gradient(trainer, m
     assert trainer.grader.micro_batch_tokens == 2048
     memory_for(1, fault)
     halved = step_gradient(trainer)
-    assert float((halved - whole).norm()) < 1e-3 * float(whole.norm())
+    assert relative_error(halved, whole) < ROUNDING
     assert trainer.grader.micro_batch_tokens < 32
 
 
