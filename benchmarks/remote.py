@@ -234,9 +234,7 @@ def agreement(backbone: Backbone, url: str, rollouts: list[Rollout]) -> float:
     ours = Teacher(backbone, "base").distribution(rollouts)
     tokens = torch.tensor([t for r in rollouts for t in r.completion_ids])
     parts = [slice(i, i + 256) for i in range(0, len(tokens), 256)]
-    mine = torch.cat(
-        [ours.log_probs(p, len(ours.head_VH), 1.0).gather(1, tokens[p, None])[:, 0] for p in parts]
-    )
+    mine = torch.cat([ours.log_probs(p, len(ours.head_VH)).gather(1, tokens[p, None])[:, 0] for p in parts])
     return float((mine - theirs).detach().abs().max())
 
 

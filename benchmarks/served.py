@@ -134,7 +134,7 @@ def sampling(run: RunDir, backbone: Backbone, place: ServerSection, count: int, 
     opinion = Teacher(backbone, "student").distribution(rollouts)
     parts = [slice(i, i + 256) for i in range(0, len(tokens), 256)]
     mine = torch.cat(
-        [opinion.log_probs(p, len(opinion.head_VH), 1.0).gather(1, tokens[p, None])[:, 0] for p in parts]
+        [opinion.log_probs(p, len(opinion.head_VH)).gather(1, tokens[p, None])[:, 0] for p in parts]
     ).detach()
     gap = (mine - torch.tensor([x for r in rollouts for x in r.logprobs])).abs()
     return {

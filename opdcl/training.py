@@ -140,6 +140,7 @@ class StageCallback(TrainerCallback):
         trainer.remove_callback(PrinterCallback)  # stdout is for results
         with self._signals():
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        trainer.model.eval()  # whatever follows measures or samples, without dropout
         if self._stop and trainer.state.global_step < self.steps:
             reached = trainer.state.global_step
             raise Interrupted(f"interrupted at step {reached} of {self.steps}; checkpoint saved")

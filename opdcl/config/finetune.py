@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from opdcl.config.section import Auto, Count, Positive, Rate, Section, Share
 from opdcl.config.teacher import LossKind, LossSection
 from opdcl.config.trainer_fields import check_trainer
+
+
+def _never_packed(value: Any) -> Any:
+    """Read `auto` of earlier versions, which stored runs name, as what it did."""
+    return "off" if value == "auto" else value
 
 
 class LoraSection(Section):
@@ -19,7 +24,7 @@ class LoraSection(Section):
     alpha: Positive = 64
     """Scale numerator: the update is multiplied by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on the adapter's input."""
+    """Dropout on the adapter's input during the fine-tune. Recovery, sampling and evaluation have none."""
     target_modules: str | list[str] = "all-linear"
     """Linear layers that get an adapter; `lm_head` is not allowed."""
 
@@ -64,7 +69,11 @@ class FinetuneConfig(Section):
 
     unused = (
         ("self_distill", lambda s: s.method == "sft", "unless finetune.method is self-distill"),
-        ("max_length packing", lambda s: s.method != "sft", "with method self-distill, which samples"),
+        (
+            "max_length packing lora.dropout",
+            lambda s: s.method != "sft",
+            "with method self-distill, which samples",
+        ),
     )
 
     method: Literal["sft", "self-distill"] = "sft"
@@ -86,8 +95,9 @@ class FinetuneConfig(Section):
     """Rows per optimizer step. `auto`: 16."""
     max_length: Positive = 1024
     """Maximum row length in tokens. Longer rows are refused; plain text is split into pieces of this size."""
-    packing: Literal["auto", "on", "off"] = "auto"
-    """Put several rows into one sequence. `auto`: only where a flash-attention kernel keeps them apart."""
+    packing: Annotated[Literal["on", "off"], BeforeValidator(_never_packed)] = "off"
+    """`on`: put the rows of a step into one sequence, without padding. Steps, rows and results stay the same;
+    it pays where rows of one step differ in length and the model has a flash-attention kernel."""
     save_steps: Positive = 50
     """Optimizer steps between checkpoints."""
     seed: int = 0

@@ -17,15 +17,15 @@ class HealthSection(Section):
 
     unused = (
         (
-            "patience student_entropy truncated_excess length_growth repetition adapter_growth grad_norm "
-            "overlap kl_growth",
+            "patience teacher_entropy student_entropy truncated_excess length_growth repetition "
+            "adapter_growth grad_norm overlap kl_growth",
             lambda s: not s.watch,
             "when watch is false",
         ),
     )
 
     watch: bool = True
-    """Watch every step. When false, only `teacher_entropy` is checked, at each validation."""
+    """Watch every step and every validation. When false, only a KL that is not finite halts the run."""
     patience: Positive = 3
     """Steps of a stream in a row beyond a limit that halve the learning rate; as many more halt the run."""
     teacher_entropy: Annotated[float, Field(gt=0)] = 6.0
@@ -158,7 +158,7 @@ class RecoverConfig(Section):
     """Factor on the tuned adapter before the first step. Below 1 it starts nearer to base, at the domain's
     expense."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Softmax temperature: of all sampling, and of student and teacher in the loss and in held-out KL."""
+    """Temperature at which the student samples. Teachers write, and loss and held-out KL are taken, at 1."""
     sampler: Sampler = "auto"
     """Sampling engine: our own `slab`, or transformers' `generate` or `continuous` batching."""
     server: ServerSection | None = None
@@ -171,8 +171,8 @@ class RecoverConfig(Section):
     0.3 times the automatic rate of the fine-tune, that is 3e-4 for the embedded model and 6.5e-5 at hidden
     size 4096."""
     micro_batch_tokens: Positive | Auto = "auto"
-    """Maximum tokens per forward and backward pass, padding included. It bounds memory; results change only
-    by rounding, which training can amplify. `auto`: 2048 on CPU, 8192 on CUDA."""
+    """Maximum tokens per forward and backward pass, padding included. It bounds memory; results change by
+    rounding, which training can amplify, so a run keeps its value. `auto`: 2048 on CPU, 8192 on CUDA."""
     health: HealthSection = HealthSection()
     """When to lower the learning rate, and when to halt."""
     until: UntilSection = UntilSection()
@@ -219,10 +219,10 @@ class RecoverConfig(Section):
             )
         k = teacher.server.top_k if teacher.server else 0
         known = self.loss.kind == "policy_gradient" or (self.loss.kind == "top_k" and self.loss.k <= k)
-        if teacher.server and not (known and self.temperature == 1):
+        if teacher.server and not known:
             raise ValueError(
                 f"{name} is on a server, which returns log-probabilities of the sampled token and the {k} "
-                f"likeliest at temperature 1: use loss.kind policy_gradient, or top_k with loss.k at most {k}"
+                f"likeliest: use loss.kind policy_gradient, or top_k with loss.k at most {k}"
             )
 
     def _check_reward(self, group: int) -> None:

@@ -17,8 +17,9 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Trackers = Annotated[list[Literal["trackio", "tensorboard", "wandb", "mlflow"]], BeforeValidator(as_list)]
 
 # Settings that change where or how fast a result is made, not what it is: of the model, a stage, a server.
+# Sizes of batches are not among them: they change rounding, which training amplifies.
 MACHINE = {"device", "deterministic", "shard"}
-WITHOUT_MEANING = {"save_steps", "micro_batch_tokens"}
+WITHOUT_MEANING = {"save_steps"}
 PLACE = {"url", "concurrency", "timeout", "patience"}
 
 
@@ -84,5 +85,5 @@ def meaningful_settings(config: dict[str, Any], ignored: set[str] = WITHOUT_MEAN
     settings = {key: value for key, value in config.items() if key not in ignored}
     for key, value in settings.items():
         if isinstance(value, dict):
-            settings[key] = meaningful_settings(value, PLACE if key == "server" else set())
+            settings[key] = meaningful_settings(value, {"server": PLACE, "model": MACHINE}.get(key, set()))
     return settings

@@ -40,7 +40,7 @@ class TokenLosses(NamedTuple):
     student_entropy: torch.Tensor
     teacher_entropy: torch.Tensor
     logprob: torch.Tensor
-    """The student's log-probability of the token itself."""
+    """The student's log-probability of the token itself, at the sampling temperature."""
 
 
 def forward_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,9 @@ def token_logprobs(
 ) -> torch.Tensor:
     """Return the log-probability of each token under the distribution at its position, `(N,)`."""
     parts = [slice(start, start + CHUNK) for start in range(0, len(token_N), CHUNK)]
-    logprobs = [_of_tokens(distribution.log_probs(part, rows, temperature), token_N[part]) for part in parts]
+    logprobs = [
+        _of_tokens(tempered(distribution.log_probs(part, rows), temperature), token_N[part]) for part in parts
+    ]
     return torch.cat(logprobs) if logprobs else torch.empty(0, device=token_N.device)
 
 
@@ -126,7 +128,7 @@ def top_k_overlap(student: HiddenStates, teacher: TeacherDistribution, k: int = 
     rows = shared_rows(student.head_VH, teacher)
     for start in range(0, len(student.states_NH), CHUNK):
         student_NK, teacher_NK = (
-            x.log_probs(slice(start, start + CHUNK), rows, 1.0).topk(min(k, rows), -1).indices
+            x.log_probs(slice(start, start + CHUNK), rows).topk(min(k, rows), -1).indices
             for x in (student, teacher)
         )
         shares.append((student_NK[:, :, None] == teacher_NK[:, None]).any(1).float().mean(-1))
@@ -137,7 +139,7 @@ class _TokenLoss(torch.autograd.Function):
     """Per-token losses from hidden states, saving hidden-sized gradients instead of vocabulary-sized logits.
 
     The head is frozen, so only the student's hidden state needs a gradient. With g = dL/dlog p it is
-    (g - p sum(g)) / temperature @ W. For reverse KL, g - p sum(g) = p (log p - log q - KL), done in place.
+    (g - p sum(g)) @ W. For reverse KL, g - p sum(g) = p (log p - log q - KL), done in place.
     """
 
     @staticmethod
@@ -148,8 +150,8 @@ class _TokenLoss(torch.autograd.Function):
         )
         for start in range(0, len(student_NH), CHUNK):
             part = slice(start, start + CHUNK)
-            student_NV = HiddenStates(student_NH, weight_VH).log_probs(part, len(weight_VH), temperature)
-            teacher_NV = teacher.log_probs(part, len(weight_VH), temperature)
+            student_NV = HiddenStates(student_NH, weight_VH).log_probs(part, len(weight_VH))
+            teacher_NV = teacher.log_probs(part, len(weight_VH))
             block = rows_at_once(student_NV)
             starts = itertools.count(start, block)
             # Each block of `student_NV` ends as the gradient of its logits.
@@ -158,7 +160,7 @@ class _TokenLoss(torch.autograd.Function):
             ):
                 at = slice(first, first + len(log_p))
                 p = log_p.exp()
-                logprob_N[at] = _of_tokens(log_p, token_N[at])
+                logprob_N[at] = _of_tokens(tempered(log_p, temperature), token_N[at])
                 teacher_entropy_N[at] = teacher.entropy(at, log_q)
                 student_entropy_N[at] = -(p * log_p).sum(-1)
                 if cost:
@@ -168,11 +170,11 @@ class _TokenLoss(torch.autograd.Function):
                         (slope,) = torch.autograd.grad(loss.sum(), leaf)
                     loss_N[at] = loss.detach()
                     kl_N[at] = teacher.kl(at, log_p, log_q)
-                    torch.sub(slope, p.mul_(slope.sum(-1, keepdim=True)), out=log_p).div_(temperature)
+                    torch.sub(slope, p.mul_(slope.sum(-1, keepdim=True)), out=log_p)
                 else:
                     ratio = log_p.sub_(log_q)
                     loss_N[at] = kl_N[at] = kl = (p * ratio).sum(-1)
-                    ratio.sub_(kl[:, None]).mul_(p).div_(temperature)
+                    ratio.sub_(kl[:, None]).mul_(p)
             grad_NH[part] = student_NV.to(weight_VH.dtype) @ weight_VH
         ctx.save_for_backward(grad_NH)
         ctx.mark_non_differentiable(*statistics[1:])
@@ -203,7 +205,8 @@ def token_losses(
         teacher: The teacher's distributions at the same N positions.
         token_N: The tokens that the states predict.
         sampler_N: Their log-probabilities at sampling time; only `policy_gradient` and a reward read them.
-        temperature: Softmax temperature of both distributions.
+        temperature: At which the tokens were sampled. Only `logprob` and a reward's ratio are taken at it;
+            losses, KL and entropies are those of the models themselves, at temperature 1.
         loss: The divergence and its parameters; reverse KL by default.
         reward: How a reward is weighed against the teacher's loss. It acts only together with `advantage_N`.
         advantage_N: The reward's advantage of each token.
@@ -219,7 +222,11 @@ def token_losses(
 
             def cost(log_p: torch.Tensor, log_q: torch.Tensor, part: slice) -> torch.Tensor:
                 surrogate_N = clipped_gradient(
-                    log_p, token_N[part], sampler_N[part], advantage_N[part], reward.clip
+                    tempered(log_p, temperature),
+                    token_N[part],
+                    sampler_N[part],
+                    advantage_N[part],
+                    reward.clip,
                 )
                 return reward.weight * surrogate_N + reward.teacher * teacher_cost(log_p, log_q, part)
 
@@ -237,6 +244,11 @@ def _cost(loss: LossSection, token_N: torch.Tensor, sampler_N: torch.Tensor) -> 
         ),
     }
     return costs[loss.kind]
+
+
+def tempered(log_NV: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return log-probabilities as they are at a sampling temperature, given those at 1."""
+    return log_NV if temperature == 1 else (log_NV / temperature).log_softmax(-1)
 
 
 def _of_tokens(log_NV: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:

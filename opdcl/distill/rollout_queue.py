@@ -178,16 +178,18 @@ class RolloutQueue:
     ) -> list[Rollout]:
         """Sample one completion per prompt from the student, or from `author` with its own contexts.
 
-        The student alone can resume completions: those in `unfinished` come first in the result.
+        `recover.temperature` is the student's; an author writes at temperature 1. The student alone can
+        resume completions: those in `unfinished` come first in the result.
         """
-        max_new_tokens = self._max_new_tokens(stream)
+        how = self.config, self._max_new_tokens(stream), seed, on_finished
+        temperature = 1.0 if author else self.config.temperature
         if unfinished or max_unfinished:
             partial = {"unfinished": unfinished, "max_unfinished": max_unfinished}
-            return self.student.complete(prompts, self.config, max_new_tokens, seed, on_finished, **partial)
+            return self.student.complete(prompts, *how, temperature, **partial)
         by_position: dict[int, Rollout] = {}
         for _, single, positions in (author or self.student).split(prompts):
             own = [prompts[i] for i in positions]
-            rollouts = single.complete(own, self.config, max_new_tokens, seed, on_finished)
+            rollouts = single.complete(own, *how, temperature)
             for i, rollout in zip(positions, rollouts, strict=True):
                 rollout.prompt_ids = prompts[i]  # without the teacher's context
                 by_position[i] = rollout

@@ -108,13 +108,14 @@ class Teacher:
         max_new_tokens: int,
         seed: int,
         on_finished: Callable[[list[Rollout]], None] | None = None,
+        temperature: float = 1.0,
         **partial: Any,
     ) -> list[Rollout]:
         """Complete each prompt in its context; `partial` is `unfinished` and `max_unfinished` of `sample`."""
         options = {
             "max_new_tokens": max_new_tokens,
             "eos_ids": self.backbone.eos_ids,
-            "temperature": config.temperature,
+            "temperature": temperature,
             "seed": seed,
             "on_finished": on_finished,
         }

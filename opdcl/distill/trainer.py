@@ -45,7 +45,9 @@ class RecoveryTrainer(Trainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """Sample, grade and accumulate the gradient of one scheduled step; return its mean loss per token."""
-        model.train()
+        # With dropout, the model that is graded would not be the one that wrote the completions: sampler and
+        # trainer would disagree about every token, and frozen teachers would change from reading to reading.
+        model.eval()
         step = self.queue.steps[inputs["step"]]
         batch = self.queue.take(inputs["step"])
         sums = self.grader.learn(batch.rollouts, step.stream, batch.fresh)

@@ -23,12 +23,12 @@ class HiddenStates:
     head_VH: torch.Tensor
 
     @torch.no_grad()
-    def log_probs(self, part: slice, rows: int, temperature: float) -> torch.Tensor:
+    def log_probs(self, part: slice, rows: int) -> torch.Tensor:
         """Return log-probabilities of the vocabulary's first `rows` tokens, `(n, rows)` in fp32."""
         head_VH = self.head_VH[:rows]
         logits = (self.states_NH[part].to(head_VH.dtype) @ head_VH.T).float()
         for block in logits.split(rows_at_once(logits)):
-            block.copy_(torch.log_softmax(block / temperature, -1))
+            block.copy_(torch.log_softmax(block, -1))
         return logits
 
     def entropy(self, part: slice, log_q: torch.Tensor) -> torch.Tensor:
@@ -58,9 +58,7 @@ class TopTokens:
     top_NK: torch.Tensor
     top_logprob_NK: torch.Tensor
 
-    def log_probs(self, part: slice, rows: int, temperature: float) -> torch.Tensor:
-        if temperature != 1:
-            raise ValueError("top tokens from a server are only valid at temperature 1")
+    def log_probs(self, part: slice, rows: int) -> torch.Tensor:
         token, logprob, top, top_logprob = (getattr(self, field.name)[part] for field in fields(self))
         in_top = (top == token[:, None]).any(1)
         named_mass = top_logprob.exp().sum(1) + torch.where(in_top, 0.0, logprob.exp())

@@ -1,4 +1,4 @@
-"""Numbers for the settings that are left at `auto`, from the model's size and the device."""
+"""Values for the settings that are left at `auto`, from the model's size and the device."""
 
 from __future__ import annotations
 
@@ -70,19 +70,45 @@ def resolve_for_machine(workflow: Workflow) -> tuple[Workflow, dict[str, str]]:
         UsageError: The model, or the adapter to start from, was not found.
     """
     _, open_keys = resolve(workflow, HIDDEN, ALPHA_OVER_R, "cpu")
-    if not open_keys:
+    if not open_keys and all(model.dtype != "auto" for model in workflow.models()):
         return workflow, {}
-    from opdcl.model.load import EMBEDDED, pick_device
+    from opdcl.model.load import EMBEDDED, pick_device, pick_dtype
 
     device = pick_device(workflow.model.device)
+    workflow, dtypes = with_dtype(workflow, pick_dtype("auto", device), device)
+    if not open_keys:
+        return workflow, dtypes
     hidden = HIDDEN if workflow.model.id == EMBEDDED else text_config(workflow.model).hidden_size
-    return resolve(workflow, hidden, _alpha_over_r(workflow), device)
+    workflow, origins = resolve(workflow, hidden, _alpha_over_r(workflow), device)
+    return workflow, dtypes | origins
+
+
+def with_dtype(workflow: Workflow, dtype: str, device: str) -> tuple[Workflow, dict[str, str]]:
+    """Return the workflow with a dtype for every model at `auto`, and the origin of each of them by key."""
+    origins: dict[str, str] = {}
+
+    def fill(model: ModelConfig | None, key: str) -> ModelConfig | None:
+        if model is None or model.dtype != "auto":
+            return model
+        origins[f"{key}.dtype"] = f"auto: {device}"
+        return model.model_copy(update={"dtype": dtype})
+
+    update: dict[str, Any] = {"model": fill(workflow.model, "model")}
+    if recover := workflow.recover:
+        teachers = {
+            name: teacher.model_copy(update={"model": fill(teacher.model, f"recover.{name}.model")})
+            for name, teacher in recover.all_teachers().items()
+        }
+        named = {name: teachers.pop(f"teachers.{name}") for name in recover.teachers}
+        update["recover"] = recover.model_copy(update={**teachers, "teachers": named})
+    return workflow.model_copy(update=update), origins
 
 
 def describe_automatic(workflow: Workflow, origins: dict[str, str]) -> str:
     """Return the automatic settings with their numbers and reasons, as one line."""
     values = flatten(workflow.model_dump())
-    return "; ".join(f"{key} {values[key]:g} ({reason})" for key, reason in origins.items())
+    text = {k: f"{v:g}" if isinstance(v, int | float) else v for k, v in values.items() if k in origins}
+    return "; ".join(f"{key} {text[key]} ({reason})" for key, reason in origins.items())
 
 
 def text_config(model: ModelConfig) -> Any:

@@ -82,6 +82,8 @@ def _prepare(
     if stale and not force:
         reasons = "; ".join(f"{t.name} {t.why}" for t in stale)
         others = "the old settings and files, or --force to redo these stages"
+        if earlier := [option for task in stale for option in _earlier_values(task, run, origins)]:
+            others = f"or what it was made with: {' '.join(dict.fromkeys(earlier))}"
         hint = f"a new directory (-o {run.path}-2), {others}"
         raise UsageError(f"{run.path} does not hold what this command would make; {reasons}", hint)
     if dead := stack.enter_context(run.lock()):
@@ -94,6 +96,17 @@ def _prepare(
     for task, donor in copy_finished(sources.plan(workflow, run), run, donors):
         output.note(f"{task.label}: taken from {donor.path.name}")
     return sources.plan(workflow, run)
+
+
+def _earlier_values(task: Task, run: RunDir, origins: dict[str, str]) -> list[str]:
+    """Return the options that give automatic settings the values with which a stage was made."""
+    before = stage_folder(run, task.name).state().get("inputs", {})
+    changed = {
+        "model.dtype" if key == "dtype" else f"{task.name}.{key}": value
+        for key, value in before.items()
+        if task.inputs.get(key) != value
+    }
+    return [f"--set {k}={v}" for k, v in changed.items() if origins.get(k, "").startswith("auto: ")]
 
 
 def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -> dict[str, Any]:

@@ -14,6 +14,9 @@ Action = Literal["run", "resume", "skip", "stale", "take"]
 
 STAGE_NUMBERS = {"finetune": 1, "recover": 2}
 
+# What the answers of an evaluation depend on, besides model and suite.
+DECODING = {"limit", "max_new_tokens", "batch_size", "sampler", "server"}
+
 
 @dataclass(frozen=True)
 class Task:
@@ -84,6 +87,8 @@ def _stage_inputs(workflow: Workflow, hashes: dict[str, str], records: Records) 
         if name == "recover" and "finetune" not in inputs:
             origin, parent = "finetune stage", records.finished("finetune") or parent
         inputs[name] = meaningful_settings(config.model_dump()) if config else {}
+        if config:
+            inputs[name]["dtype"] = workflow.model.dtype
         for key, value in hashes.items():
             if key.startswith(f"{name}."):
                 inputs[name][f"content of {key.removeprefix(f'{name}.')}"] = value
@@ -101,7 +106,10 @@ def _training_task(name: str, record: StageRecord | None, inputs: dict[str, Any]
     if record.state["fingerprint"] != fingerprint:
         before = record.state.get("inputs", {})
         changed = sorted(k for k in {*before, *inputs} if before.get(k) != inputs.get(k))
-        return Task(name, "stale", f"changed: {', '.join(changed)}", fingerprint, inputs=inputs)
+        why = f"changed: {', '.join(changed)}"
+        if "dtype" in inputs and "dtype" not in before:
+            why = "made by an earlier version of opdcl, which did not record all that its result depends on"
+        return Task(name, "stale", why, fingerprint, inputs=inputs)
     if record.done:
         if record.weights and record.weights == record.state.get("adapter_sha256"):
             return Task(name, "skip", "done", fingerprint, inputs=inputs)
@@ -117,6 +125,8 @@ def _eval_tasks(
     config = workflow.eval
     if config is None:
         return []
+    # How answers are decoded changes them too, if only by rounding.
+    how = meaningful_settings(config.model_dump(include=DECODING)) | {"dtype": workflow.model.dtype}
     states = {"base": _model_hash(workflow)}
     for state, stage in STAGE_OF.items():
         # An earlier command may have made the adapter that this workflow does not make itself.
@@ -126,15 +136,17 @@ def _eval_tasks(
     for suite, role in config.suites().items():
         for state, weights in states.items():
             contents = [hashes.get(f"eval.data.{suite}"), hashes.get(f"eval.suite.{suite}")]
-            fingerprint = hash_value([weights, suite, role, config.limit, config.max_new_tokens, *contents])
+            fingerprint = hash_value([weights, suite, role, how, *contents])
             action: Action = "run"
             why = "not measured"
             if (state, suite) in records.results:
                 same = records.results[state, suite] == fingerprint
-                action, why = ("skip", "done") if same else ("run", "the model or the suite has changed")
+                action, why = (
+                    ("skip", "done") if same else ("run", "the model, suite or decoding has changed")
+                )
             tasks.append(Task("eval", action, why, fingerprint, state, suite, role))
     return tasks
 
 
 def _model_hash(workflow: Workflow) -> str:
-    return hash_value(workflow.model.model_dump(exclude=MACHINE))
+    return hash_value(workflow.model.model_dump(exclude=MACHINE | {"dtype"}))

@@ -165,6 +165,10 @@ class Session:
     def _check_base(self, backbone: Backbone) -> None:
         """Check that the base is the one that the run began with, and record base and device."""
         model = self.workflow.model
+        dtype = str(backbone.causal_lm.dtype).removeprefix("torch.")
+        if (earlier := self.manifest.get("device", {}).get("dtype", dtype)) != dtype:
+            hint = f"--set model.dtype={earlier}, or a new run directory"
+            raise UsageError(f"this run was begun in {earlier} and would go on in {dtype}", hint)
         base = self.manifest.setdefault("base", {"id": model.id, "revision": model.revision})
         fingerprint = backbone.fingerprint()
         if base.setdefault("fingerprint_before", fingerprint) != fingerprint:
@@ -172,7 +176,7 @@ class Session:
             raise UsageError(message, "restore the model, or start a new run directory")
         self.manifest["device"] = machine() | {
             "kind": str(backbone.causal_lm.device),
-            "dtype": str(backbone.causal_lm.dtype).removeprefix("torch."),
+            "dtype": dtype,
             "processes": parallel.worker_count(),
         }
         self._save_manifest()

@@ -17,12 +17,14 @@ from lm_eval.evaluator import evaluate as lm_evaluate
 
 from opdcl import parallel
 from opdcl.config.evaluate import EvalConfig
+from opdcl.config.workflow import PLACE
 from opdcl.data.chat import render
 from opdcl.data.suites import Suite, cut_at, mean_score, quiet_lm_eval
 from opdcl.distill.make_teacher import reach_own_model
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json
+from opdcl.rundir.hashes import adapter_hash, hash_value
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.sample import sample
@@ -35,7 +37,8 @@ Decode = Callable[[list[list[int]], int, Callable[[list[Rollout]], None]], list[
 class BackboneLM(LM):
     """lm-eval's view of the backbone: of its student if `adapter` holds that on disk, else of base.
 
-    `partial` keeps answers as JSON lines, batch by batch, so that an interrupt loses one batch at most.
+    `partial` keeps answers as JSON lines, batch by batch, so that an interrupt loses one batch at most. Each
+    is stored under `_key`, so that only an answer to the same question, made in the same way, is reused.
     """
 
     def __init__(
@@ -45,6 +48,16 @@ class BackboneLM(LM):
         self.backbone, self.adapter = backbone, adapter
         self.config, self.partial, self.report = config, partial, report
         self.lengths: list[int] = []
+        server = config.server.model_dump(exclude=PLACE) if config.server else None
+        self._made_by = hash_value(
+            {
+                "base": backbone.fingerprint(),
+                "adapter": adapter_hash(adapter) if adapter else None,
+                "dtype": str(backbone.causal_lm.dtype),
+                "eos_ids": backbone.eos_ids,
+                "decoding": [config.sampler, config.batch_size, server],
+            }
+        )
 
     @property
     def tokenizer_name(self) -> str:
@@ -62,41 +75,45 @@ class BackboneLM(LM):
         """Answer all requests greedily; cut each answer at its task's stop strings."""
         tokenizer = self.backbone.tokenizer
         prompts = [tokenizer(r.args[0], add_special_tokens=False)["input_ids"] for r in requests]
-        answers = {row["request"]: row for row in read_jsonl(self.partial)}
+        limits = [self._max_tokens(r, len(p)) for r, p in zip(requests, prompts, strict=True)]
+        keys = [self._key(prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
+        answers = {row["key"]: row for row in read_jsonl(self.partial) if row.get("key") in {*keys}}
         # Rewritten first, so that new answers do not follow a line that a crash cut off.
         write_atomic(self.partial, _lines(answers.values()))
-        # Prompts of similar length share a batch.
-        order = [i for i in sorted(range(len(requests)), key=lambda i: len(prompts[i])) if i not in answers]
+        # A prompt that occurs twice is answered once.
+        missing = list({key: i for i, key in enumerate(keys) if key not in answers}.values())
         size = self.config.batch_size * parallel.worker_count()
         with self._decoder() as decode:
-            for start in range(0, len(order), size):
-                batch = order[start : start + size]
-                max_tokens = self._max_tokens(requests[batch[0]], longest=len(prompts[batch[-1]]))
+            for batch in _batches(missing, limits, [len(p) for p in prompts], size):
                 progress = _progress(self.report, len(answers), len(requests))
-                rollouts = decode([prompts[i] for i in batch], max_tokens, progress)
+                rollouts = decode([prompts[i] for i in batch], limits[batch[0]], progress)
                 ids = [rollout.completion_ids for rollout in rollouts]
                 texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
                 rows = [
-                    {"request": i, "text": text, "tokens": len(completion)}
+                    {"key": keys[i], "text": text, "tokens": len(completion)}
                     for i, text, completion in zip(batch, texts, ids, strict=True)
                 ]
-                answers |= {row["request"]: row for row in rows}
+                answers |= {row["key"]: row for row in rows}
                 with open(self.partial, "a", encoding="utf-8") as file:
                     file.write(_lines(rows))
-        in_order = [answers[i] for i in range(len(requests))]
+        in_order = [answers[key] for key in keys]
         self.lengths = [row["tokens"] for row in in_order]
         stops = [request.args[1].get("until") or [] for request in requests]
         return [cut_at(row["text"], until) for row, until in zip(in_order, stops, strict=True)]
 
-    def _max_tokens(self, request, longest: int) -> int:
-        """Return the maximum length of a batch's answers, given the length of its longest prompt."""
+    def _key(self, prompt_ids: list[int], max_tokens: int) -> str:
+        """Return a hash of all that an answer depends on."""
+        return hash_value([self._made_by, prompt_ids, max_tokens])
+
+    def _max_tokens(self, request, length: int) -> int:
+        """Return the maximum length of an answer, in tokens."""
         max_tokens = int(request.args[1].get("max_gen_toks", 256))
         if self.config.max_new_tokens:
             max_tokens = min(max_tokens, self.config.max_new_tokens)
         room = self.backbone.causal_lm.config.max_position_embeddings
-        if longest + max_tokens > room:
+        if length + max_tokens > room:
             raise UsageError(
-                f"a prompt of {longest} tokens and an answer of {max_tokens} exceed the context of {room}",
+                f"a prompt of {length} tokens and an answer of {max_tokens} exceed the context of {room}",
                 "set eval.max_new_tokens, or leave the suite out",
             )
         return max_tokens
@@ -191,6 +208,13 @@ def _samples(suite: Suite, rows: list[dict[str, Any]], lengths: list[int]) -> li
         }
         for row, tokens in zip(sorted(rows, key=lambda row: row["doc_id"]), lengths, strict=True)
     ]
+
+
+def _batches(rows: list[int], limits: list[int], lengths: list[int], size: int) -> Iterator[list[int]]:
+    """Split rows into batches of one token limit, with prompts of similar length."""
+    for limit in sorted({limits[i] for i in rows}):
+        ordered = sorted((i for i in rows if limits[i] == limit), key=lambda i: lengths[i])
+        yield from (ordered[start : start + size] for start in range(0, len(ordered), size))
 
 
 def _lines(rows) -> str:

@@ -21,7 +21,7 @@ from opdcl.config.teacher import TeacherSection
 from opdcl.data.chat import encode_example
 from opdcl.data.rows import Row
 from opdcl.distill.prompts import read_recovery_source
-from opdcl.errors import OpdclError
+from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.layout import StageDir
@@ -59,6 +59,8 @@ def finetune(
         recovery = as_distillation(config, len(rows))
         recover(recovery, read_recovery_source(recovery, lambda *_: rows), backbone, start, out, report)
         return
+    if config.packing == "on" and parallel.worker_count() > 1:
+        raise UsageError("workers cannot share packed rows", "set finetune.packing to off")
     encoded = [e for row in rows for e in encode_example(row, backbone.tokenizer, config.max_length)]
     if start:
         backbone.drop_adapters()
@@ -71,8 +73,10 @@ def finetune(
         "per_device_train_batch_size": config.batch_size,
         "lr_scheduler_type": "cosine",
         "warmup_steps": math.ceil(steps * 0.05),
-        "max_length": config.max_length,
-        "packing": _packs(config, backbone),
+        "max_length": None,  # `encode_example` has seen to it
+        # TRL's `packing` would put more than `batch_size` rows into a step, and so train several times the
+        # epochs asked for. This one changes the layout of a step, not its rows.
+        "padding_free": config.packing == "on",
         "completion_only_loss": True,
     }
     lengths = [len(e.input_ids) for e in encoded]
@@ -88,11 +92,6 @@ def finetune(
     )
     callback.run(trainer, out)
     save_adapter(backbone, out.adapter)
-
-
-def _packs(config: FinetuneConfig, backbone: Backbone) -> bool:
-    flash = "flash" in (backbone.causal_lm.config._attn_implementation or "")  # it keeps the rows apart
-    return flash if config.packing == "auto" else config.packing == "on"
 
 
 def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:

@@ -58,6 +58,7 @@ def recover(
     backbone.drop_adapters()
     backbone.load_adapter(tuned, "student", trainable=True)
     backbone.load_adapter(tuned, "tuned")
+    backbone.causal_lm.eval()  # recovery has no dropout, see `RecoveryTrainer.training_step`
     with contextlib.ExitStack() as stack:
         teachers: dict[Stream, AnyTeacher] = {}
         for stream, prompts in streams.items():

@@ -81,12 +81,14 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "teacher_fi
             "recover.teachers.a.reference",
         ),
         ({"recover": {"health": {"watch": False, "repetition": 0.5}}}, "recover.health.repetition"),
+        ({"recover": {"health": {"watch": False, "teacher_entropy": 5}}}, "recover.health.teacher_entropy"),
         ({"recover": {"until": {"domain_floor": 0.5}}}, "recover.until.domain_floor"),
         ({"recover": REWARD | {"general": "mine.jsonl"}}, "recover.general"),
         ({"recover": REWARD | {"reward": {"suite": "s", "weight": 0, "clip": 0.1}}}, "recover.reward.clip"),
         ({"finetune": {"data": "d", "self_distill": {"rate": 0.1}}}, "finetune.self_distill"),
         ({"finetune": DISTILL | {"max_length": 5}}, "finetune.max_length"),
         ({"finetune": DISTILL | {"packing": "on"}}, "finetune.packing"),
+        ({"finetune": DISTILL | {"lora": {"dropout": 0.1}}}, "finetune.lora.dropout"),
         ({"start": "runs/x", "finetune": {"data": "d", "lora": {"r": 8}}}, "finetune.lora"),
     ],
 )
@@ -102,7 +104,7 @@ def test_defaults_that_a_stored_run_names_are_accepted():
         {"method": "replay"},
         {"method": "general"},
         {"server": SERVER},
-        {"health": {"watch": False, "teacher_entropy": 5}},
+        {"health": {"watch": False}},
         REWARD,
     ):
         workflow = validate({"finetune": {"data": "d"}, "recover": recover, "eval": {"server": SERVER}})

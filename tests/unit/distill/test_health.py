@@ -125,6 +125,7 @@ def test_a_uniform_teacher_halts_before_the_first_step(backbone, tuned):
         head.mul_(1e-4)
     with pytest.raises(OpdclError, match="close to uniform"):
         run(backbone, tuned)
+    assert run(backbone, tuned, steps=2, health={"watch": False})[-1]["step"] == 2
 
 
 def test_an_eos_list_that_the_template_never_uses_is_refused(backbone, tuned):

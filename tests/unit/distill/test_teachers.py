@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from helpers.near import ROUNDING, relative_error
-from helpers.recovering import Silent, make_trainer, whole_and_resumed
+from helpers.recovering import Silent, make_trainer, run, whole_and_resumed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from opdcl.config.recover import RecoverConfig
@@ -442,13 +442,13 @@ def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model)
 
 
 def test_each_teacher_completes_its_own_prompts(adapted, tmp_path):
-    trainer = make_trainer(adapted, tmp_path, temperature=1e-4)
+    trainer = make_trainer(adapted, tmp_path)
     prompts = [r.prompt_ids for r in ROLLOUTS]
+    own = {"base": [prompts[0], prompts[2]], "tuned": [prompts[1], prompts[3]]}
     by = {
-        state: [r.completion_ids for r in trainer.queue.sample(prompts, "domain", 1, Teacher(adapted, state))]
-        for state in ("base", "tuned")
+        state: [r.completion_ids for r in trainer.queue.sample(asked, "domain", 1, Teacher(adapted, state))]
+        for state, asked in own.items()
     }
-    assert by["base"] != by["tuned"]
     routed = trainer.queue.sample(
         prompts,
         "domain",
@@ -457,9 +457,9 @@ def test_each_teacher_completes_its_own_prompts(adapted, tmp_path):
     )
     assert [r.completion_ids for r in routed] == [
         by["base"][0],
+        by["tuned"][0],
+        by["base"][1],
         by["tuned"][1],
-        by["base"][2],
-        by["tuned"][3],
     ]
     assert [r.prompt_ids for r in routed] == prompts
 
@@ -572,3 +572,32 @@ def test_the_same_prompt_with_and_without_a_teacher_of_its_own_is_refused(backbo
     config = RecoverConfig(domain=str(answered / "a.jsonl"), teachers=teachers)
     with pytest.raises(UsageError, match="the same prompt has another teacher"):
         encode(config, "domain", backbone)
+
+
+def test_dropout_changes_no_teacher_and_no_held_out_kl(backbone, tuned):
+    """A rate of about zero leaves the student equal to tuned, so both KLs stay what they are at step 0."""
+    config = json.loads((tuned / "tuned" / "adapter_config.json").read_text())
+    (tuned / "tuned" / "adapter_config.json").write_text(json.dumps(config | {"lora_dropout": 0.5}))
+    settings = {"steps": 4, "validate_every": 2, "learning_rate": 1e-12, "sample_ahead": 1}
+    rows = run(backbone, tuned, **settings)
+    measured = [row["validation"] for row in rows if "validation" in row]
+    assert len(measured) == 3
+    assert measured[0]["general_kl"] > 0.1
+    for later in measured:
+        assert later["general_kl"] == pytest.approx(measured[0]["general_kl"], rel=1e-4)
+        assert later["domain_kl"] == pytest.approx(0, abs=1e-5)
+    steps = [row for row in rows if "kl" in row]
+    assert all(row["kl"] < 1e-5 for row in steps if row["stream"] == "domain")
+    assert all(row["mismatch"] == 0 for row in steps)
+
+
+def test_a_frozen_teacher_is_the_same_at_every_reading_after_a_training_step(backbone, tuned):
+    config = json.loads((tuned / "tuned" / "adapter_config.json").read_text())
+    (tuned / "tuned" / "adapter_config.json").write_text(json.dumps(config | {"lora_dropout": 0.5}))
+    backbone.load_adapter(tuned / "tuned", "student", trainable=True)
+    backbone.load_adapter(tuned / "tuned", "tuned")
+    trainer = make_trainer(backbone, tuned)
+    trainer.training_step(trainer.model, {"step": 3})
+    teacher = Teacher(backbone, "tuned")
+    assert torch.equal(states(teacher), states(teacher))
+    assert trainer.grader.measure(ROLLOUTS, "domain")["kl"] < 1e-4

@@ -270,6 +270,22 @@ def test_a_token_with_another_probability_in_the_sampler_is_left_out_and_counted
     assert grader.learn(rollouts, "general", fresh=False)["loss"] == pytest.approx(whole)
 
 
+def test_the_temperature_is_the_students_alone(trainer):
+    """It agrees with the trainer about its tokens at any temperature; a teacher writes at temperature 1."""
+    queue, grader = trainer.queue, trainer.grader
+    prompts = [[*PROMPT, 9]] * 3
+
+    def distinct(author=None):
+        return len({tuple(r.completion_ids) for r in queue.sample(prompts, "general", 0, author)})
+
+    base = grader.teachers["general"]
+    assert (distinct(), distinct(base)) == (3, 3)
+    queue.config = grader.config = grader.config.model_copy(update={"temperature": 1e-4})
+    assert (distinct(), distinct(base)) == (1, 3)
+    queue.config = grader.config = grader.config.model_copy(update={"temperature": 0.5})
+    assert grader.learn(sampled(trainer), "general", fresh=True)["mismatched"] == 0
+
+
 @pytest.mark.parametrize(
     "fault", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")]
 )

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from opdcl.config.load import load_tree, validate
-from opdcl.pipeline.defaults import describe_automatic, resolve, resolve_for_machine
+from opdcl.pipeline.defaults import describe_automatic, resolve, resolve_for_machine, with_dtype
 from opdcl.pipeline.plan import make_plan
 from opdcl.pipeline.sources import read_records
 from opdcl.rundir.layout import RunDir
@@ -69,8 +69,26 @@ def test_the_origins_say_why():
 
 def test_explicit_numbers_stay_and_need_no_model():
     numbers = {"learning_rate": 5e-3, "rollouts": 3, "micro_batch_tokens": 99}
-    workflow = validate({"model": {"id": "no/such-model"}, "recover": numbers})
+    workflow = validate({"model": {"id": "no/such-model", "dtype": "float32"}, "recover": numbers})
     assert resolve_for_machine(workflow) == (workflow, {})
+
+
+def test_every_model_gets_a_dtype_unless_it_has_one():
+    teachers = {
+        "general_teacher": {"kind": "model", "model": {"id": "big"}},
+        "teachers": {"a": {"kind": "model", "model": {"id": "own", "dtype": "float32"}}},
+    }
+    workflow, origins = with_dtype(flow(**teachers), "bfloat16", "cuda:0")
+    assert [m.dtype for m in workflow.models()] == ["bfloat16", "bfloat16", "float32"]
+    assert origins == dict.fromkeys(("model.dtype", "recover.general_teacher.model.dtype"), "auto: cuda:0")
+    assert validate(workflow.model_dump()) == workflow
+    assert with_dtype(workflow, "float32", "cpu") == (workflow, {})
+
+
+def test_the_dtype_is_one_that_a_model_can_be_loaded_in(tiny_model):
+    workflow, origins = resolve_for_machine(validate({"model": {"id": str(tiny_model)}, "eval": {}}))
+    assert workflow.model.dtype in ("float32", "bfloat16")
+    assert f"model.dtype {workflow.model.dtype} (auto: " in describe_automatic(workflow, origins)
 
 
 def test_rollouts_are_whole_groups_of_a_reward():

@@ -124,11 +124,16 @@ def test_a_stopped_stage_with_other_settings_is_stale_not_resumed(run):
     [
         ("recover", {"steps": 9}, "recover", {"steps"}),
         ("recover", {"steps": 9, "seed": 3}, "recover", {"steps", "seed"}),
+        ("recover", {"micro_batch_tokens": 512}, "recover", {"micro_batch_tokens"}),
+        ("recover", {"sampler": "generate"}, "recover", {"sampler"}),
+        ("recover", {"server": {"url": "http://one/v1"}}, "recover", {"server"}),
         ("finetune", {"epochs": 9}, "finetune", {"epochs"}),
         ("finetune", {"lora": {"r": 4}}, "finetune", {"lora"}),
         ("finetune", {"trainer": {"weight_decay": 0.1}}, "finetune", {"trainer"}),
         ("model", {"id": "another"}, "finetune", {"model"}),
         ("model", {"revision": "abc"}, "finetune", {"model"}),
+        ("model", {"dtype": "float32"}, "finetune", {"dtype"}),
+        ("model", {"dtype": "float32"}, "recover", {"dtype", "finetune stage"}),
     ],
 )
 def test_a_changed_setting_makes_its_stage_stale_and_is_named(done, section, values, stage, keys):
@@ -165,9 +170,8 @@ def test_changed_content_under_the_same_name_makes_the_stage_stale(done, field, 
     [
         ("finetune", {"save_steps": 7}),
         ("recover", {"save_steps": 7}),
-        ("recover", {"micro_batch_tokens": 512}),
         ("model", {"device": "cpu"}),
-        ("eval", {"batch_size": 3}),
+        ("eval", {"seed": 3}),
         ("gates", {"recovery": 0.6}),
     ],
 )
@@ -212,9 +216,45 @@ def test_another_model_is_measured_again_and_says_why(done):
     assert "changed" in tasks["base/handbook"].why
 
 
-@pytest.mark.parametrize("values", [{"limit": 5}, {"max_new_tokens": 5}])
-def test_a_measurement_of_another_extent_is_repeated(done, values):
-    assert actions(plan(changed("eval", **values), done))["base/handbook"] == "run"
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("eval", {"limit": 5}),
+        ("eval", {"max_new_tokens": 5}),
+        ("eval", {"batch_size": 3}),
+        ("eval", {"sampler": "generate"}),
+        ("eval", {"server": {"url": "http://one/v1"}}),
+        ("model", {"dtype": "float32"}),
+    ],
+)
+def test_a_measurement_made_in_another_way_is_repeated(done, section, values):
+    assert actions(plan(changed(section, **values), done))["base/handbook"] == "run"
+
+
+def test_a_changed_shipped_suite_is_measured_again(run):
+    finish(FULL, run, {**DATA, "eval.suite.handbook": "one"})
+    tasks = actions(plan(FULL, run, {**DATA, "eval.suite.handbook": "two"}))
+    assert tasks["base/handbook"] == "run"
+    assert tasks["base/instructions"] == "skip"
+
+
+def test_a_stage_of_an_earlier_version_says_why_it_cannot_be_trusted(done):
+    stage = stage_folder(done, "finetune")
+    state = stage.state()
+    del state["inputs"]["dtype"]
+    write_json(stage.record, state | {"fingerprint": "of an earlier version"})
+    task = plan(FULL, done)["finetune"]
+    assert task.action == "stale"
+    assert "an earlier version of opdcl" in task.why
+
+
+def test_a_teachers_machine_settings_redo_nothing(run):
+    def fingerprint(**model):
+        teacher = {"kind": "model", "model": {"id": "bigger", **model}}
+        return plan({**FULL, "recover": RECOVER | {"general_teacher": teacher}}, run)["recover"].fingerprint
+
+    assert fingerprint() == fingerprint(device="cpu", shard=True)
+    assert fingerprint() != fingerprint(dtype="float32")
 
 
 def test_only_a_changed_local_suite_is_measured_again(run):

@@ -77,17 +77,16 @@ def test_answer_loss_equals_the_models_own(backbone):
 @pytest.fixture
 def learn(tmp_path, tiny_model):
     """Return a function that fine-tunes on eight rows: name -> the adapter, and each step's loss and norm."""
-    rows = [{"question": f"What is the code of room {i}?", "answer": f"Code {i * 7}"} for i in range(8)]
+    rows = [
+        {"question": f"What is the code of room {i}?", "answer": f"Code {i * 7}" + " again" * i}
+        for i in range(8)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    config = FinetuneConfig(
-        data=str(tmp_path / "rows.jsonl"),
-        epochs=2,
-        batch_size=8,
-        learning_rate=1e-3,
-        lora=LoraSection(r=4, alpha=8),
-    )
+    usual = {"data": str(tmp_path / "rows.jsonl"), "epochs": 2, "batch_size": 8, "learning_rate": 1e-3}
+    usual["lora"] = LoraSection(r=4, alpha=8)
 
-    def run(name: str) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
+    def run(name: str, **settings) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
+        config = FinetuneConfig(**usual | settings)
         base = ModelConfig(id=str(tiny_model), dtype="float32")
         out = StageDir(tmp_path / name)
         report = Output("quiet").stage("finetune")
@@ -109,6 +108,16 @@ def test_out_of_memory_cuts_the_batch_and_changes_no_gradient(learn, memory_for,
     # Adam turns rounding of a gradient close to zero into a step of full size: compare the whole.
     assert relative_error(flat(cut.values()), flat(whole[name] for name in cut)) < 10 * ROUNDING
     assert "cut into 4" in caplog.text
+
+
+@pytest.mark.parametrize("batch_size", [3, 8])
+def test_packed_rows_are_learned_as_often_as_separate_ones(learn, batch_size):
+    """Every step has the same rows, so also the same loss and gradient."""
+    apart, steps = learn("apart", batch_size=batch_size)
+    packed, packed_steps = learn("packed", batch_size=batch_size, packing="on")
+    assert len(steps) == (6 if batch_size == 3 else 2)  # two epochs of eight rows
+    assert packed_steps == [pytest.approx(step, rel=1e-3) for step in steps]
+    assert all(torch.allclose(packed[name], apart[name], atol=2e-5) for name in apart)
 
 
 def test_a_row_too_long_for_memory_is_an_error_with_a_hint(learn, memory_for):

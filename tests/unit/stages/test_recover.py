@@ -1,5 +1,7 @@
 """Recovery and its rivals on a two-layer model: what each trains on, and which adapter is kept."""
 
+import shutil
+
 import pytest
 import torch
 from helpers.recovering import run
@@ -227,3 +229,14 @@ def test_the_rate_rises_to_its_peak_and_falls_to_zero(backbone, tuned):
     assert rates.index(max(rates)) in (1, 2)  # after a tenth of the steps
     assert rates[2:] == sorted(rates[2:], reverse=True)
     assert rates[-1] < 1e-4
+
+
+def test_held_out_kl_does_not_depend_on_the_sampling_temperature(backbone, tuned):
+    settings = {"steps": 4, "learning_rate": 1e-12, "sample_ahead": 1}
+    plain = run(backbone, tuned, **settings)
+    shutil.rmtree(tuned / "out")
+    cool = run(backbone, tuned, temperature=0.5, **settings)
+    assert plain[0] == cool[0]
+    assert plain[0]["validation"]["general_kl"] > 0.1
+    assert [r["loss"] for r in plain if "loss" in r] != [r["loss"] for r in cool if "loss" in r]
+    assert all(r["mismatch"] == 0 for r in cool if "mismatch" in r)

@@ -1,0 +1,100 @@
+"""An interrupted evaluation reuses an answer only where everything that made it is still the same."""
+
+import json
+
+import pytest
+from helpers.recovering import Silent
+
+from opdcl.config.evaluate import EvalConfig
+from opdcl.config.finetune import LoraSection
+from opdcl.data.suites import load_suite
+from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.layout import RunDir
+from opdcl.stages.evaluate import evaluate
+from opdcl.training import save_adapter
+
+QUESTIONS = [f"What is the code of room {i}?" for i in range(6)]
+
+
+class Counter(Silent):
+    """Count the batches that are sampled, and interrupt during batch number `stop`."""
+
+    def __init__(self, stop=None):
+        self.batches, self.stop = 0, stop
+
+    def progress(self, done, total, **values):
+        self.batches += 1
+        if self.batches == self.stop:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def measure(backbone, tmp_path):
+    """Return a function that measures base or an adapter; it returns the rows and the number of batches."""
+
+    def run(name="run", questions=QUESTIONS, stop=None, adapter=None, batch_size=2, **settings):
+        rows = [{"question": q, "answer": "seven"} for q in questions]
+        (tmp_path / "q.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        data = {"q": str(tmp_path / "q.jsonl")}
+        limits = {"max_new_tokens": 6, "sampler": "generate", "batch_size": batch_size, **settings}
+        config = EvalConfig(retention=[], domain=["q"], data=data, **limits)
+        backbone.drop_adapters()
+        if adapter:
+            backbone.load_adapter(adapter, "student")
+        counter, out = Counter(stop), RunDir(tmp_path / name)
+        try:
+            evaluate(config, load_suite("q", config), backbone, "state", out, {}, counter, adapter)
+        except KeyboardInterrupt:
+            assert stop
+        return read_jsonl(out.eval_samples("state", "q")), counter.batches
+
+    return run
+
+
+def make_adapter(backbone, folder, seed):
+    backbone.new_adapter(LoraSection(r=4, alpha=8), seed)
+    for layer in backbone.adapted_layers():
+        layer.lora_B["student"].weight.data.normal_()
+    save_adapter(backbone, folder)
+    return folder
+
+
+def test_an_interrupted_evaluation_samples_no_answer_twice(measure):
+    clean, batches = measure("clean")
+    assert measure(stop=2) == ([], 2)
+    resumed, more = measure()
+    assert resumed == clean
+    assert (batches, more) == (3, 2)
+
+
+def test_answers_of_a_changed_file_are_not_given_to_its_new_questions(measure):
+    measure(stop=2)
+    changed = ["Who has the key?", "Where is the red door?", *QUESTIONS[:2], "Which way is out?"]
+    resumed, _ = measure(questions=changed)
+    assert resumed == measure("clean", questions=changed)[0]
+
+
+@pytest.mark.parametrize(
+    "other", [{"max_new_tokens": 9}, {"sampler": "slab"}, {"batch_size": 3}], ids=lambda o: next(iter(o))
+)
+def test_answers_made_in_another_way_are_sampled_again(measure, other):
+    measure(stop=2)
+    assert measure(**other) == measure("clean", **other)
+
+
+def test_answers_of_another_adapter_or_base_are_not_reused(measure, backbone, tmp_path):
+    one, two = (make_adapter(backbone, tmp_path / f"adapter{seed}", seed) for seed in (1, 2))
+    measure(stop=2, adapter=one)
+    resumed, _ = measure(adapter=two)
+    assert resumed == measure("clean", adapter=two)[0]
+    assert resumed != measure("other", adapter=one)[0]
+    measure("base", stop=2)
+    backbone.causal_lm.model.layers[0].mlp.up_proj.weight.data.normal_()
+    assert measure("base")[0] == measure("changed")[0]
+
+
+def test_a_prompt_that_occurs_twice_has_one_answer(measure):
+    rows, _ = measure(questions=[QUESTIONS[0], QUESTIONS[1], QUESTIONS[0]])
+    assert len(rows) == 3
+    assert rows[0]["response"] == rows[2]["response"]
+    assert rows[0]["tokens"] > 0
