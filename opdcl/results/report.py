@@ -9,12 +9,15 @@ from opdcl.hub import HUB_IDS
 from opdcl.results import format
 from opdcl.results.scores import STATES, Suite, headline_of, load_suites, section
 from opdcl.results.summary import summarise
+from opdcl.results.tables import writing_rows
 from opdcl.results.verdict import why_no_domain_retention, why_no_recovery
+from opdcl.results.writing import MARGINS
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.rundir.layout import RunDir
 from opdcl.sanitize import harmless
 
 SAMPLES_PER_GROUP = 4
+GROUP_NOTE = "Seen: types of constraints that also occur in the recovery prompts. Unseen: types that do not."
 LONGEST_HEAD, LONGEST_PROMPT, LONGEST_ANSWER = 90, 900, 700
 
 
@@ -31,6 +34,7 @@ def write(run: RunDir, summary: dict[str, Any] | None = None) -> list[Path]:
         "loss": plots.finetune_loss(_metrics(run, "finetune")),
         "kl": plots.recovery_kl(_metrics(run, "recover"), _teachers(run)),
         "tradeoff": plots.tradeoff(context["summary"]),
+        "writing": plots.writing(context["summary"]),
     }
     texts = [
         render("report.md", context),
@@ -125,12 +129,14 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
         "summary": summary,
         "states": STATES,
         "tables": {s.name: _all_metrics(s, summary["suites"][s.name]) for s in measured},
-        "lengths": {s.name: _mean_lengths(s) for s in measured},
+        "writing": {name: writing_rows(suite["writing"]) for name, suite in summary["suites"].items()},
         "why_no_r": why_no_recovery(summary),
         "why_no_d": why_no_domain_retention(headline.get("domain")),
         "differences": _difference_rows(summary["tests"]),
-        "ceiling": {name: gap | _in_points(gap) for name, gap in summary["ceiling"].items()},
+        "ceiling": {n: gap | _in_points(gap) | _place(gap) for n, gap in summary["ceiling"].items()},
         "margin": f"{100 * stats.NON_INFERIORITY_MARGIN:g}",
+        "writing_margin": f"{100 * max(MARGINS.values()):g}",
+        "group_note": GROUP_NOTE if {*summary["groups"]} == {"seen", "unseen"} else "",
         "samples": {s.name: groups for s in headline.values() if (groups := pick_samples(s))},
         "loss_ends": losses[:1] + losses[-1:],
         "validations": validations,
@@ -149,11 +155,6 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
 def _all_metrics(suite: Suite, estimates: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return metric -> state -> value, the headline metric first."""
     return {suite.metric: {state: estimates[state]["value"] for state in suite.rows}} | estimates["metrics"]
-
-
-def _mean_lengths(suite: Suite) -> dict[str, float]:
-    """Return the mean answer length of each state, in tokens."""
-    return {s: sum(row.get("tokens") or 0 for row in rows) / len(rows) for s, rows in suite.rows.items()}
 
 
 def _facts(run: RunDir, manifest: dict, base: dict, adapters: dict) -> dict[str, str]:
@@ -190,7 +191,18 @@ def _difference_rows(tests: dict) -> list[dict[str, str]]:
         if change := tests[pair]:
             p_value = "n/a" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
             rows.append({"pair": pair.replace("_minus_", " - "), **_in_points(change), "p": p_value})
+    for measure, label in (("cut", "answers that do not end"), ("repetition", "repeated 4-grams")):
+        if change := tests["writing"][measure]:
+            rows.append({"pair": f"{label}, recovered - base", **_in_points(change), "p": "n/a"})
     return rows
+
+
+def _place(gap: dict[str, Any]) -> dict[str, str]:
+    """Say where the student is; to find no difference does not make it level."""
+    if gap["place"] != "not shown":
+        return {"place": gap["place"]}
+    detectable = f"{gap['n']} prompts can show {100 * gap['detectable']:.1f} points"
+    return {"place": f"not shown to differ: {detectable}"}
 
 
 def _in_points(change: dict[str, float]) -> dict[str, str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from opdcl.results import writing
 from opdcl.results.format import percent
 from opdcl.results.scores import STATES, Suite, headline_of, load_suites, section
-from opdcl.results.tables import ratio_cell, score_cell
+from opdcl.results.tables import ratio_cell, score_cell, writing_rows
 from opdcl.results.verdict import verdict
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
@@ -29,21 +31,22 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
     from opdcl.results import stats
 
     suites = load_suites(run) if suites is None else suites
-    seed = int(section(run, "eval").get("seed") or 0)
     headline = headline_of(suites)
     retention, domain = headline.get("retention"), headline.get("domain")
-    estimates = {s.name: _summarise_suite(s, seed) for s in suites}
+    estimates = {s.name: _summarise_suite(s) for s in suites}
     summary: dict[str, Any] = {
         "verdict": "",
         "name": run.settings().get("name") or run.path.name,
         "headline": {"retention": retention and retention.name, "domain": domain and domain.name},
         "suites": estimates,
-        **stats.outcome(retention.states() if retention else None, domain.states() if domain else None, seed),
-        "tests": _tests(retention, domain, seed),
-        "ceiling": _ceiling(suites, section(run, "recover"), seed),
+        **stats.outcome(retention.states() if retention else None, domain.states() if domain else None),
+        "groups": _groups(retention),
+        "tests": _tests(retention, domain),
+        "ceiling": _ceiling(suites, section(run, "recover")),
         "cost": _cost(run, suites),
         "notes": [*_suite_notes(run.read_manifest(), suites, estimates), *_recovery_notes(run)],
     }
+    summary["status"] = writing.status_with(summary["tests"]["writing"], summary["status"])
     if retention and summary["status"] in ("partly recovered", "not shown"):
         summary["notes"].append(resolution_note(retention, [summary["tests"]["detectable_difference"]]))
     summary["verdict"] = verdict(summary, retention, domain)
@@ -68,21 +71,15 @@ def table_rows(summary: dict[str, Any]) -> list[list[str]]:
             floor = "" if suite["floor"] is None else percent(suite["floor"])
             scores = [score_cell(suite[state]) for state in STATES]
             rows.append([f"{name}\n{suite['metric']}", str(suite["n"]), floor, *scores])
-    for label, key in (("R", "recovery"), ("D", "domain_retention")):
+            if suite["role"] == "retention":
+                rows += [[label, "", "", *cells] for label, *cells in writing_rows(suite["writing"])]
+    for label, key in (("R", "recovery"), ("R from tuned", "recovery_raw"), ("D", "domain_retention")):
         if summary[key]:
             rows.append([label, "", "", "", "", ratio_cell(summary[key])])
     return rows
 
 
-def _summarise_suite(suite: Suite, seed: int) -> dict[str, Any]:
-    from opdcl.results import stats
-
-    def estimate(state: str) -> dict[str, float]:
-        parts = suite.parts(state)
-        if any(len(p) != 1 for p in parts):
-            return stats.clustered_mean(parts, seed).as_dict()
-        return stats.mean(suite.values(state), seed).as_dict()
-
+def _summarise_suite(suite: Suite) -> dict[str, Any]:
     metrics: dict[str, dict[str, float]] = {}
     for state, result in suite.results.items():
         for metric, value in result["metrics"].items():
@@ -91,43 +88,73 @@ def _summarise_suite(suite: Suite, seed: int) -> dict[str, Any]:
     return {
         "role": suite.role,
         "metric": suite.metric,
-        "n": len(next(iter(suite.rows.values()), [])),
-        "floor": suite.floor,
-        **{state: estimate(state) if state in suite.rows else {} for state in STATES},
+        **_scores(suite),
         "metrics": metrics,
+        "writing": writing.estimates(suite),
     }
 
 
-def _tests(retention: Suite | None, domain: Suite | None, seed: int) -> dict[str, Any]:
+def _scores(suite: Suite) -> dict[str, Any]:
+    """Return the number of prompts, the floor, and the estimated score of each state; empty without one."""
+    from opdcl.results import stats
+
+    def estimate(state: str) -> dict[str, float]:
+        parts = suite.parts(state)
+        if any(len(p) != 1 for p in parts):
+            return stats.clustered_mean(parts, suite.clusters).as_dict()
+        return stats.mean(suite.values(state), suite.clusters).as_dict()
+
+    floor = suite.floor_values()
+    return {
+        "n": len(next(iter(suite.rows.values()), [])),
+        "floor": suite.floor if floor is None else float(floor.mean()),
+        **{state: estimate(state) if state in suite.rows else {} for state in STATES},
+    }
+
+
+def _groups(retention: Suite | None) -> dict[str, Any]:
+    """Return the headline's scores and R for each group of prompts; empty unless there are several groups."""
+    from opdcl.results import stats
+
+    groups: dict[str, Any] = {}
+    for name in retention.groups if retention and len(retention.groups) > 1 else ():
+        suite = retention.only(name)
+        outcome = stats.outcome(suite.states(), None)
+        ratios = {key: outcome[key] for key in ("recovery", "recovery_raw", "non_inferiority")}
+        groups[name] = {**_scores(replace(suite, results={})), **ratios}
+    return groups
+
+
+def _tests(retention: Suite | None, domain: Suite | None) -> dict[str, Any]:
     """Return the paired tests of the headline suites; None for pairs that are not measured."""
     from opdcl.results import stats
 
     def pairwise(suite: Suite | None, test: Callable) -> dict[str, Any]:
         return {
-            f"{later}_minus_{earlier}": test(suite.values(later), suite.values(earlier))
+            f"{later}_minus_{earlier}": test(suite.values(later), suite.values(earlier), suite.clusters)
             if suite and {later, earlier} <= suite.rows.keys()
             else None
             for later, earlier in PAIRS
         }
 
-    def difference(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
-        return stats.difference(a, b, seed).as_dict()
+    def difference(a: np.ndarray, b: np.ndarray, clusters: stats.Clusters) -> dict[str, float]:
+        return stats.difference(a, b, clusters).as_dict()
 
-    def mcnemar(a: np.ndarray, b: np.ndarray) -> float | None:
-        return stats.mcnemar(a, b) if {*a, *b} <= {0.0, 1.0} else None
+    def mcnemar(a: np.ndarray, b: np.ndarray, clusters: stats.Clusters) -> float | None:
+        return stats.mcnemar(a, b, clusters) if {*a, *b} <= {0.0, 1.0} else None
 
-    resolution = None
-    if retention and retention.complete:
-        resolution = stats.detectable_difference(retention.values("recovered"), retention.values("base"))
+    detectable = pairwise(retention, stats.detectable_difference)
     return {
-        "detectable_difference": resolution,
+        "detectable_difference": detectable["recovered_minus_base"],
+        "detectable_drop": detectable["tuned_minus_base"],
+        "writing": writing.compared_with_base([retention] if retention else []),
         "mcnemar": pairwise(retention, mcnemar),
         **pairwise(retention, difference),
         **{f"domain_{pair}": change for pair, change in pairwise(domain, difference).items()},
     }
 
 
-def _ceiling(suites: list[Suite], recover: dict[str, Any], seed: int) -> dict[str, dict]:
+def _ceiling(suites: list[Suite], recover: dict[str, Any]) -> dict[str, dict]:
     """Return student minus teacher per suite; near zero, only another teacher or a reward can improve it.
 
     A suite is left out unless its teacher is base (general) or tuned (domain): others are not measured.
@@ -142,9 +169,10 @@ def _ceiling(suites: list[Suite], recover: dict[str, Any], seed: int) -> dict[st
         if kind != teacher or (stream == "domain" and recover.get("teachers")):
             continue
         if {teacher, "recovered"} <= set(suite.rows):
-            gap = stats.difference(suite.values("recovered"), suite.values(teacher), seed).as_dict()
-            place = "above" if gap["low"] > 0 else "below" if gap["high"] < 0 else "level"
-            ceiling[suite.name] = {"teacher": teacher, **gap, "place": place}
+            pair = suite.values("recovered"), suite.values(teacher), suite.clusters
+            gap = stats.difference(*pair).as_dict()
+            place = {"place": stats.place(*pair), "detectable": stats.detectable_difference(*pair)}
+            ceiling[suite.name] = {"teacher": teacher, "n": len(suite.prompts), **gap, **place}
     return ceiling
 
 
@@ -200,6 +228,11 @@ def _recovery_notes(run: RunDir) -> list[str]:
         for row in rows
         if (health := row.get("health"))
     ]
+    changes = [row for row in rows if "overwriting" in row]
+    if changes and (last := changes[-1])["overwriting"]["found"]:
+        student = "{cut:.0%} of the student's last {answers} general answers were cut at the token limit"
+        text = (student + ", {base:.0%} of base's own; it may no longer stop").format(**last["overwriting"])
+        notes.append(f"Recovery, from step {last['step']} on: {text}.")
     if rewards := [row["reward"] for row in rows if "reward" in row]:
         fifth = max(1, len(rewards) // 5)
         notes.append(

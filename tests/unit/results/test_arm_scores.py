@@ -10,8 +10,6 @@ from opdcl.results import compare, stats
 from opdcl.results.summary import summarise
 from opdcl.results.tables import view
 
-pytestmark = pytest.mark.usefixtures("few_resamples")
-
 
 def test_an_arm_of_one_run_has_the_numbers_of_its_report(three):
     comparison = compare.compare(three)

@@ -23,7 +23,6 @@ HOSTILE = (
     '![x](https://evil.example/x.png) $x^2$ " 漢'
 )
 
-pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
 def test_writing_three_files_twice_gives_the_same_bytes(three, tmp_path):

@@ -11,8 +11,6 @@ from opdcl.results.tables import view
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 
-pytestmark = pytest.mark.usefixtures("few_resamples")
-
 
 @pytest.fixture
 def step(tmp_path):

@@ -1,0 +1,152 @@
+"""How answers are written: whether they end, their length, repetition and script."""
+
+import pytest
+
+from opdcl.repetition import repetition
+from opdcl.results import writing
+from opdcl.results.scores import Suite
+from opdcl.results.writing import MARGINS, script_of
+
+ENGLISH, GERMAN, RUSSIAN, CHINESE = "Keep it short.", "Fasse dich kurz.", "Пиши коротко.", "请简短回答。"
+
+
+def suite_of(**answers):
+    """Return a suite from state -> answers, or rows that lack some fields."""
+    rows = {
+        state: [
+            {"doc_id": i, "prompt": ENGLISH, "scores": {}}
+            | (answer if isinstance(answer, dict) else {"response": answer})
+            for i, answer in enumerate(texts)
+        ]
+        for state, texts in answers.items()
+    }
+    return Suite("instructions", "retention", "strict", {}, rows, 0)
+
+
+def test_repetition_is_that_of_the_recovery_s_health_on_words():
+    looping = "we met and we talked " * 5
+    share = writing.values(suite_of(base=[looping, "one two three four five"]), "base")["repetition"]
+    # 25 words have 22 4-grams, of which only the first 5 are new.
+    assert share == pytest.approx([17 / 22, 0])
+    assert share[0] == pytest.approx(repetition([looping.split()]))
+
+
+def test_a_script_without_spaces_is_read_by_character():
+    (share,) = writing.values(suite_of(base=["一二三四五六七八" * 2]), "base")["repetition"]
+    assert share == pytest.approx(5 / 13)
+    (none,) = writing.values(suite_of(base=["一二三四五六七八"]), "base")["repetition"]
+    assert none == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "script"),
+    [
+        (ENGLISH, "LATIN"),
+        (GERMAN, "LATIN"),
+        (RUSSIAN, "CYRILLIC"),
+        (CHINESE, "CJK"),
+        ("ひらがなとカタカナと漢字", "CJK"),
+        ("a Пиши", "CYRILLIC"),
+        ("12 %, 34!", ""),
+        ("", ""),
+    ],
+)
+def test_the_script_is_that_of_most_letters(text, script):
+    assert script_of(text) == script
+
+
+def test_an_answer_may_be_in_the_script_of_the_prompt_or_of_base_s_answer():
+    suite = suite_of(
+        base=[ENGLISH, CHINESE, ENGLISH, ENGLISH], recovered=[RUSSIAN, CHINESE, GERMAN, "1, 2, 3"]
+    )
+    assert writing.values(suite, "base")["script"].tolist() == [1, 1, 1, 1]
+    assert writing.values(suite, "recovered")["script"].tolist() == [0, 1, 1, 1]
+
+
+def test_what_old_rows_do_not_tell_is_left_out():
+    row = {"response": ENGLISH, "tokens": 4}
+    whole, old = row | {"ended": True}, row
+    assert set(writing.values(suite_of(base=[whole, whole]), "base")) == {
+        "ended",
+        "tokens",
+        "repetition",
+        "script",
+    }
+    assert "ended" not in writing.values(suite_of(base=[whole, old]), "base")
+    assert writing.values(suite_of(base=[{}]), "base") == {}
+    assert writing.values(suite_of(base=[whole]), "tuned") == {}
+
+
+def test_every_measure_has_its_mean_with_an_interval():
+    rows = [{"response": ENGLISH, "tokens": 10 * i, "ended": i < 3} for i in range(4)]
+    base = writing.estimates(suite_of(base=rows))["base"]
+    assert base["ended"]["value"] == 0.75
+    assert base["tokens"]["value"] == 15
+    assert all(e["low"] <= e["value"] <= e["high"] for e in base.values())
+    assert base["ended"]["low"] < 0.75 < base["ended"]["high"]
+
+
+def pair(base, recovered):
+    """Return a suite whose answers of the two states end as listed, each in English."""
+    rows = {
+        state: [
+            {"doc_id": i, "prompt": ENGLISH, "scores": {}, "response": ENGLISH, "ended": bool(e)}
+            for i, e in enumerate(ended)
+        ]
+        for state, ended in (("base", base), ("recovered", recovered))
+    }
+    return Suite("instructions", "retention", "strict", {}, rows, 0)
+
+
+def share(passed, n=2000):
+    return [i < round(passed * n) for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("ended", "shown", "worse"),
+    [(0.48, True, False), (0.60, True, False), (0.46, True, True), (0.42, False, True), (0.18, False, True)],
+)
+def test_as_good_as_base_means_within_the_margin(ended, shown, worse):
+    test = writing.compared_with_base([pair(share(0.48), share(ended))])["cut"]
+    assert (test["shown"], test["worse"]) == (shown, worse)
+    assert (test["base"], test["recovered"]) == (pytest.approx(0.52), pytest.approx(1 - ended))
+    assert test["at_most"] >= 0.48 - ended
+
+
+def test_the_margins_are_five_points():
+    assert MARGINS == {"cut": 0.05, "repetition": 0.05}
+    # Of 2000 pairs, the interval of a gap of 4 points reaches to 4.9, that of 4.4 points to 5.3.
+    tests = [writing.compared_with_base([pair(share(0.48), share(e))])["cut"] for e in (0.44, 0.436)]
+    assert [test["shown"] for test in tests] == [True, False]
+
+
+def test_few_answers_do_not_show_that_recovered_is_as_good():
+    # Equally many end, but not always the same.
+    tests = writing.compared_with_base([pair([1, 0, 1, 0] * 10, [1, 0, 0, 1] * 10)])
+    assert (tests["cut"]["shown"], tests["cut"]["worse"]) == (False, False)
+
+
+def test_answers_that_go_round_in_circles_are_worse():
+    suite = pair(share(0.5, 100), share(0.5, 100))
+    for row in suite.rows["recovered"]:
+        row["response"] = "and so we met again " * 4
+    tests = writing.compared_with_base([suite])
+    assert (tests["repetition"]["worse"], tests["repetition"]["shown"]) == (True, False)
+    assert tests["repetition"]["recovered"] == pytest.approx(12 / 17)
+
+
+def test_several_seeds_are_pooled_and_a_seed_without_the_measure_leaves_it_out():
+    same, worse = pair(share(0.5), share(0.5)), pair(share(0.5), share(0.3))
+    pooled = writing.compared_with_base([same, worse])["cut"]
+    assert pooled["recovered"] == pytest.approx(0.6)
+    for row in worse.rows["recovered"]:
+        del row["ended"]
+    assert writing.compared_with_base([same, worse])["cut"] is None
+    assert writing.compared_with_base([]) == {"cut": None, "repetition": None}
+
+
+@pytest.mark.parametrize("status", ["recovered", "partly recovered", "not shown", "too few prompts"])
+@pytest.mark.parametrize("shown", [True, False])
+def test_only_what_is_shown_to_write_as_well_is_recovered(status, shown):
+    expected = "partly recovered" if status == "recovered" and not shown else status
+    assert writing.status_with({"cut": {"shown": shown}, "repetition": None}, status) == expected
