@@ -16,6 +16,7 @@ TARGETS = {
     "stages/recover": ["stages/test_recover*", "distill/test_teachers"],
     "stages/evaluate": ["stages/test_evaluat*", "distill/test_reward"],
     "results/stats": ["results/test_stats*"],
+    "results/intervals": ["results/test_stats*"],
     "results/summary": ["results/test_summary*", "results/test_report"],
     "rundir/hashes": ["rundir/test_verify", "pipeline/test_plan"],
     "rundir/verify": ["rundir/test_verify"],
