@@ -9,6 +9,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import CodeType
 
@@ -64,7 +65,7 @@ class _Swap(ast.NodeTransformer):
 def generic(module: str, tree: ast.Module) -> list[Fault]:
     """Return every fault that the rules of `_replacements` make in a module."""
     faults, seen = [], Counter()
-    for place, node, statement, in_function in _walk(tree, "", None, False):
+    for place, node, statement, in_function in _walk(tree):
         for new, change in _replacements(node):
             name = f"{module}: {place or 'module'}: {change}"
             seen[name] += 1
@@ -85,34 +86,42 @@ def planted(file: Path, package: Path) -> list[tuple[Fault, list[str]]]:
     Raises:
         ValueError: An old text does not occur exactly once.
     """
+    rows = tomllib.loads(file.read_text(encoding="utf-8"))
+    sources = {
+        r["module"]: (package / f"{r['module']}.py").read_text(encoding="utf-8") for r in rows.values()
+    }
+    statements = {
+        module: [(_extent(s), inside) for _, s, _, inside in _walk(ast.parse(source)) if _is_simple(s)]
+        for module, source in sources.items()
+    }
     faults = []
-    for name, row in tomllib.loads(file.read_text(encoding="utf-8")).items():
-        source = (package / f"{row['module']}.py").read_text(encoding="utf-8")
-        if (count := source.count(row["old"])) != 1:
+    for name, row in rows.items():
+        source, old = sources[row["module"]], row["old"]
+        if (count := source.count(old)) != 1:
             raise ValueError(f"{file.name}: the old text of {name} occurs {count} times, not once")
-        faults.append((_planted(name, row, source), row["tests"]))
+        first = source[: source.index(old)].count("\n") + 1
+        last = first + old.count("\n")
+        lines, inside_all = {first, last}, []
+        for extent, inside in statements[row["module"]]:
+            if extent.start <= last and first < extent.stop:
+                lines |= {extent.start, extent.stop - 1}
+                inside_all.append(inside)
+        code = partial(compile, source.replace(old, row["new"]), mode="exec")
+        span = range(min(lines), max(lines) + 1)
+        in_function = bool(inside_all) and all(inside_all)
+        fault = Fault(
+            name, row["module"], span, row["what"], in_function, lambda f, code=code: code(filename=f)
+        )
+        faults.append((fault, row["tests"]))
     return faults
 
 
-def _planted(name: str, row: dict, source: str) -> Fault:
-    first = source[: source.index(row["old"])].count("\n") + 1
-    changed = range(first, first + row["old"].count("\n") + 1)
-    lines, in_function = set(changed), True
-    for _, node, statement, inside in _walk(ast.parse(source), "", None, False):
-        if isinstance(node, ast.stmt) and set(_extent(node)) & set(changed) and not _holds(node):
-            lines |= set(_extent(statement))
-            in_function &= inside
-    faulty = source.replace(row["old"], row["new"])
-    span = range(min(lines), max(lines) + 1)
-    return Fault(name, row["module"], span, row["what"], in_function, lambda f: compile(faulty, f, "exec"))
-
-
-def _holds(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.FunctionDef | ast.ClassDef)
+def _is_simple(node: ast.AST) -> bool:
+    return isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef | ast.ClassDef)
 
 
 def _walk(
-    node: ast.AST, place: str, statement: ast.stmt | None, in_function: bool
+    node: ast.AST, place: str = "", statement: ast.stmt | None = None, in_function: bool = False
 ) -> Iterator[tuple[str, ast.AST, ast.stmt | None, bool]]:
     """Yield qualified name, node, innermost statement and whether it runs in a function, in order."""
     for child in _children(node):
