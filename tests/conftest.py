@@ -45,7 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer model, see `helpers.tiny`."""
+    """A two-layer model, see `helpers.tiny`; OPDCL_TINY_MODEL names one that is there already."""
+    if folder := os.environ.get("OPDCL_TINY_MODEL"):
+        return Path(folder)
     return make_model(tmp_path_factory.mktemp("model"))
 
 

@@ -44,12 +44,18 @@ def train(backbone, folder, name, config, stop=None):
 
 
 def whole_and_resumed(backbone, folder, config, stop):
-    """Recover uninterrupted and resumed; return both stages, whose adapters must be bit-identical."""
+    """Recover uninterrupted and resumed; return both stages, whose adapters and metrics must be identical."""
     whole = train(backbone, folder, "whole", config)
     train(backbone, folder, "resumed", config, stop)
     resumed = train(backbone, folder, "resumed", config)
     expected, actual = ((s.adapter / "adapter_model.safetensors").read_bytes() for s in (whole, resumed))
     assert actual == expected
+    # Steps after the checkpoint are repeated, so their first rows must not stay.
+    of_whole, of_resumed = (
+        [{k: v for k, v in row.items() if k != "seconds"} for row in read_jsonl(s.metrics)]
+        for s in (whole, resumed)
+    )
+    assert of_resumed == of_whole
     return whole, resumed
 
 

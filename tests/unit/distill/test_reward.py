@@ -5,6 +5,7 @@ import statistics
 import pytest
 import torch
 from datasets import Dataset
+from helpers.near import ROUNDING, flat, relative_error
 from helpers.recovering import Silent, make_trainer, whole_and_resumed
 from trl import GRPOConfig, GRPOTrainer
 
@@ -181,10 +182,9 @@ def test_loss_and_gradient_are_those_of_trls_grpo(backbone, tuned, rollouts, dri
     reference = theirs._compute_loss(theirs.model, batch)
     reference.backward()
     assert loss == pytest.approx(float(reference.detach()), rel=1e-4, abs=1e-6)
-    for name, parameter in theirs.model.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(mine[name], parameter.grad, atol=2e-6, rtol=1e-3)
-    assert sum(float(g.abs().sum()) for g in mine.values()) > 0
+    expected = {n: p.grad for n, p in theirs.model.named_parameters() if p.grad is not None}
+    assert mine.keys() == expected.keys()
+    assert relative_error(flat(mine.values()), flat(expected[name] for name in mine)) < ROUNDING
 
 
 def test_the_teacher_weighs_in_beside_the_reward():
@@ -326,12 +326,12 @@ def test_a_live_teacher_changes_only_completions_with_a_context(backbone, tuned)
         trainer,
         [Rollout([1, 520, 9690, 198, 40], [7, 9, 11], [], False, reward=float(i == 0)) for i in range(GROUP)],
     )
-    loss, grad = gradient(trainer, rollouts)
-    assert loss == pytest.approx(0, abs=1e-6)
-    assert max(float(g.abs().max()) for g in grad.values()) < 1e-5
+    same_loss, same_gradient = gradient(trainer, rollouts)
     rollouts[1].teacher_prompt_ids = [1, 520, 9690, 7, 9, 11, 198, 40]
-    loss, grad = gradient(trainer, rollouts)
+    loss, slope = gradient(trainer, rollouts)
     assert loss > 1e-3
+    assert abs(same_loss) < ROUNDING * loss
+    assert flat(same_gradient.values()).norm() < ROUNDING * flat(slope.values()).norm()
     with torch.no_grad():
         mine, seen = (
             trainer.model(torch.tensor([[*prompt, 7, 9, 11]])).logits[0, -4:-1].log_softmax(-1)

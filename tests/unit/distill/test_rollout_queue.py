@@ -4,6 +4,7 @@ import pytest
 from helpers.recovering import make_trainer
 
 from opdcl.config.finetune import LoraSection
+from opdcl.sampling import decode
 from opdcl.training import save_adapter
 
 
@@ -43,3 +44,28 @@ def test_only_what_the_current_weights_sampled_is_fresh(queue):
     ahead = queue(general_per_domain=3)
     ahead.config = ahead.config.model_copy(update={"sample_ahead": 2})
     assert [ahead.take(i).fresh for i in range(3)] == [True, False, True]
+
+
+def test_a_completion_that_earlier_weights_began_is_not_fresh(backbone, tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "WORTH_LEAVING", 2)
+    backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
+    backbone.eos_ids = list(range(0, backbone.causal_lm.config.vocab_size, 6))
+    settings = {"steps": 3, "rollouts": 24, "sample_ahead": 2, "max_new_tokens": 30}
+    steps = make_trainer(backbone, tmp_path, **settings).queue
+    first, second, third = (steps.take(i) for i in range(3))
+    assert len(first.rollouts) + len(second.rollouts) < 48  # some stayed unfinished
+    assert len(third.rollouts) > 24
+    assert (first.fresh, second.fresh, third.fresh) == (True, False, False)
+
+
+def test_a_frozen_teacher_samples_a_full_batch_ahead_and_nothing_of_it_is_fresh(queue, monkeypatch):
+    steps = queue(steps=40, rollouts=8, lmbda=0.0, general_per_domain=40)
+    sizes, plain = [], steps.sample
+
+    def sample(prompts, *args, **kwargs):
+        sizes.append(len(prompts))
+        return plain(prompts, *args, **kwargs)
+
+    monkeypatch.setattr(steps, "sample", sample)
+    assert not any(steps.take(i).fresh for i in range(13))
+    assert sizes == [96, 96]

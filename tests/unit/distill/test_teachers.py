@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from helpers.near import ROUNDING, relative_error
 from helpers.recovering import Silent, make_trainer, run, whole_and_resumed
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -191,7 +192,7 @@ def test_skipped_tokens_add_neither_loss_nor_gradient(adapted, tmp_path, context
     (losses.loss[counted].sum() / len(tokens)).backward()
     expected = torch.cat([p.grad.flatten() for p in adapted.peft.parameters() if p.grad is not None])
     assert sums["loss"] == pytest.approx(float(losses.loss[counted].sum()), rel=1e-4)
-    torch.testing.assert_close(gradient, expected, atol=5e-6, rtol=1e-3)
+    assert relative_error(gradient, expected) < ROUNDING
 
 
 @pytest.fixture
@@ -435,9 +436,9 @@ def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model)
             * part["tokens"]
             / tokens
         )
-    assert sums["kl/a"] == pytest.approx(expected["a"], rel=1e-5)
-    assert sums["kl"] == pytest.approx(expected["a"] + expected[""], rel=1e-5)
-    torch.testing.assert_close(gradient, slope, atol=5e-6, rtol=1e-4)
+    assert sums["kl/a"] == pytest.approx(expected["a"], rel=1e-4)
+    assert sums["kl"] == pytest.approx(expected["a"] + expected[""], rel=1e-4)
+    assert relative_error(gradient, slope) < ROUNDING
 
 
 def test_each_teacher_completes_its_own_prompts(adapted, tmp_path):

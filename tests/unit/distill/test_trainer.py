@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from helpers.near import ROUNDING, relative_error
 from helpers.recovering import PROMPT, make_trainer
 
 from opdcl.config.finetune import LoraSection
@@ -52,8 +53,8 @@ def gradient(trainer, stream="general", tokens=10_000, rollouts=ROLLOUTS):
 def test_micro_batches_change_neither_loss_nor_gradient(trainer, tokens):
     loss, grad = gradient(trainer)
     split_loss, split_grad = gradient(trainer, tokens=tokens)
-    assert split_loss == pytest.approx(loss, rel=1e-5)
-    torch.testing.assert_close(split_grad, grad, atol=1e-6, rtol=1e-4)
+    assert split_loss == pytest.approx(loss, rel=1e-4)
+    assert relative_error(split_grad, grad) < ROUNDING
 
 
 @pytest.mark.parametrize(("stream", "teacher"), [("general", "base"), ("domain", "tuned")])
@@ -166,7 +167,14 @@ def test_a_checkpoint_of_another_version_is_refused_with_a_reason(backbone, tmp_
 
 @pytest.mark.parametrize(
     ("settings", "most"),
-    [({}, 3), ({"sample_ahead": 1}, 0), ({"oversample": 2.0}, 0), ({"rollouts": 2}, 0), ({"lmbda": 0.0}, 0)],
+    [
+        ({}, 3),
+        ({"sample_ahead": 1}, 0),
+        ({"oversample": 2.0}, 0),
+        ({"rollouts": 2}, 0),
+        ({"lmbda": 0.0}, 0),
+        ({"rollouts": 2, "sample_ahead": 20, "steps": 60}, 1),  # never all of a step
+    ],
 )
 def test_when_completions_may_stay_unfinished(backbone, tmp_path, monkeypatch, settings, most):
     backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
@@ -181,7 +189,8 @@ def test_when_completions_may_stay_unfinished(backbone, tmp_path, monkeypatch, s
 
     monkeypatch.setattr(queue, "sample", sample)
     queue.take(0)
-    queue.take(10)  # no later step of its stream could resume them
+    # No later step of its stream could resume them.
+    queue.take(max(i for i, step in enumerate(queue.steps) if step.stream == "general"))
     assert limits == [most, 0]
 
 
@@ -208,11 +217,13 @@ def test_the_shared_prefix_changes_neither_states_nor_gradient(backbone):
     for share in (True, False):
         model.zero_grad()
         states = answer_states(backbone.causal_lm, sequences, share)
-        states.square().sum().backward()
+        # The final norm makes a sum of squares constant, whose gradient is only rounding.
+        (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
         results.append(
             (states.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
         )
-    torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)
+    for shared, plain in zip(*results, strict=True):
+        assert relative_error(shared, plain) < ROUNDING
     assert len(results[0][0]) == len(answer_ids(sequences, torch.device("cpu")))
 
 
@@ -237,7 +248,7 @@ def test_stored_teacher_distributions_give_the_same_grade(trainer, tokens):
     direct = grader.measure(ROLLOUTS, "general")
     assert direct["kl"] > 0
     grader.micro_batch_tokens = tokens
-    assert grader.measure(ROLLOUTS, "general", stored) == pytest.approx(direct, rel=1e-5)
+    assert grader.measure(ROLLOUTS, "general", stored) == pytest.approx(direct, rel=1e-4)
 
 
 def sampled(trainer):
@@ -303,7 +314,7 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_no_gradient(trainer, m
     assert trainer.grader.micro_batch_tokens == 2048
     memory_for(1, fault)
     halved = step_gradient(trainer)
-    assert float((halved - whole).norm()) < 1e-3 * float(whole.norm())
+    assert relative_error(halved, whole) < ROUNDING
     assert trainer.grader.micro_batch_tokens < 32
 
 

@@ -1,6 +1,7 @@
 """The sampler: greedy decoding, per-sequence randomness, stops and log-probabilities."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -127,6 +128,33 @@ def test_a_finished_sequence_does_not_change_the_others(backbone):
     assert stopped[0].completion_ids == free[0].completion_ids[: free[0].completion_ids.index(stop) + 1]
     for before, after in zip(free, stopped, strict=True):
         assert after.completion_ids == before.completion_ids[: len(after.completion_ids)]
+
+
+@pytest.fixture
+def ids_seen(backbone):
+    """The shape of the token ids of each pass through the model, in order."""
+    shapes = []
+    embedding = backbone.causal_lm.get_input_embeddings()
+    hook = embedding.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape)))
+    yield shapes
+    hook.remove()
+
+
+def test_finished_sequences_leave_the_batch(backbone, ids_seen):
+    prompts = [[1, 520, 9690, 198, 40 + i] for i in range(24)]
+    ends = list(range(0, backbone.causal_lm.config.vocab_size, 8))
+    rollouts = sample(backbone.causal_lm, prompts, max_new_tokens=40, eos_ids=ends, seed=3)
+    steps = [shape[0] for shape in ids_seen if len(shape) == 1]
+    running = [sum(len(r.completion_ids) > step for r in rollouts) for step in range(1, len(steps) + 1)]
+    assert running[-1] < 6
+    assert all(count <= rows < 1.5 * count for rows, count in zip(steps, running, strict=True))
+
+
+def test_the_prefix_of_all_prompts_runs_through_the_model_once(backbone, ids_seen):
+    shared = [1, 520, 9690, *range(300, 330)]
+    prompts = [[*shared, 40 + i, *range(50, 50 + i)] for i in range(4)]
+    sample(backbone.causal_lm, prompts, max_new_tokens=1, eos_ids=[2], temperature=0)
+    assert sum(math.prod(shape) for shape in ids_seen) == len(shared) + 4 * 4
 
 
 def test_draws_follow_the_distribution():

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers.near import ROUNDING, flat, relative_error
 from helpers.recovering import Silent
 from safetensors.torch import load_file
 
@@ -104,7 +105,8 @@ def test_out_of_memory_cuts_the_batch_and_changes_no_gradient(learn, memory_for,
     memory_for(2, fault)
     cut, cut_steps = learn("cut")
     assert cut_steps == [pytest.approx(step, rel=1e-3) for step in steps]  # Adam alone would hide a factor
-    assert all(torch.allclose(cut[name], whole[name], atol=2e-5) for name in whole)
+    # Adam turns rounding of a gradient close to zero into a step of full size: compare the whole.
+    assert relative_error(flat(cut.values()), flat(whole[name] for name in cut)) < 10 * ROUNDING
     assert "cut into 4" in caplog.text
 
 

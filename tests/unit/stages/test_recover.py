@@ -44,7 +44,7 @@ def test_interpolation_keeps_the_scale_with_the_least_held_out_kl(backbone, tune
     rows = run(backbone, tuned, method="interpolate")
     curve = rows[0]["interpolation"]["curve"]
     best = min(curve, key=lambda p: p["general_kl"] + p["domain_kl"])
-    assert curve[0]["domain_kl"] == pytest.approx(0, abs=1e-5)
+    assert abs(curve[0]["domain_kl"]) < 1e-3 * curve[0]["general_kl"]
     assert curve[19]["general_kl"] < curve[0]["general_kl"]
     assert 0 < best["alpha"] < 1
     assert held_out(rows)[1] == pytest.approx(best["general_kl"] + best["domain_kl"])

@@ -1,0 +1,132 @@
+"""What a step logs, how completions are cut into micro-batches, and which weight each token has."""
+
+import pytest
+import torch
+from helpers.near import ROUNDING, relative_error
+from helpers.recovering import PROMPT, make_trainer
+
+from opdcl.config.finetune import LoraSection
+from opdcl.distill.grading import kl_by_route, micro_batches
+from opdcl.distill.rollout_queue import StepRollouts
+from opdcl.distill.trainer import step_metrics
+from opdcl.sampling.rollout import Rollout
+from opdcl.training import save_adapter
+
+ROLLOUTS = [Rollout([*PROMPT, 7 * i + 3], list(range(50 + i, 53 + 3 * i)), [], i != 1) for i in range(3)]
+TOKENS = 3 + 5 + 7
+
+
+@pytest.fixture
+def trainer(backbone, tmp_path):
+    """Return a function that makes a trainer with these settings, whose student differs from base."""
+
+    def make(**settings):
+        backbone.drop_adapters()
+        backbone.new_adapter(LoraSection(r=4, alpha=8), 1)
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in backbone.peft.named_parameters():
+            if "lora_B" in name:
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+        save_adapter(backbone, tmp_path / "tuned")
+        backbone.load_adapter(tmp_path / "tuned", "tuned")
+        return make_trainer(backbone, tmp_path, **settings)
+
+    return make
+
+
+def learned(trainer, rollouts=ROLLOUTS):
+    trainer.model.zero_grad()
+    sums = trainer.grader.learn(rollouts, "general", fresh=False)
+    return sums, torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+
+
+def log_distributions(trainer, state):
+    """Return log-probabilities before each completion token, one sequence at a time."""
+    rows = []
+    with torch.no_grad(), trainer.grader.backbone.state(state) as model:
+        for r in ROLLOUTS:
+            logits = model(torch.tensor([r.prompt_ids + r.completion_ids])).logits[0]
+            rows.append(logits[len(r.prompt_ids) - 1 : -1].log_softmax(-1))
+    return torch.cat(rows)
+
+
+def test_a_step_logs_means_per_token_and_per_completion():
+    rollouts = [
+        Rollout([1], [7, 7, 7, 7, 7, 7], [], False, reward=0.5, advantage=0.0, step_reward=0.75),
+        Rollout([1], [5, 6], [], True, reward=1.0, advantage=1.0, step_reward=0.75),
+    ]
+    sums = {"kl": 4.0, "student_entropy": 16.0, "teacher_entropy": 2.0, "mismatched": 1, "tokens": 8}
+    sums |= {"kl/a": 3.0, "tokens/a": 6}
+    metrics = step_metrics(StepRollouts(rollouts, True), sums)
+    assert metrics == {
+        "mismatch": 1 / 8,
+        "reward": 0.75,
+        "reward_tied": 0.5,
+        "kl/a": 0.5,
+        "kl": 0.5,
+        "student_entropy": 2.0,
+        "teacher_entropy": 0.25,
+        "mean_length": 4.0,
+        "truncated": 0.5,
+        "repetition": pytest.approx(2 / 3),  # of three groups of four tokens, two repeat the first
+    }
+    rollouts[0].reward = None
+    plain = step_metrics(StepRollouts(rollouts, False), sums)
+    assert metrics.keys() - plain.keys() == {"mismatch", "reward", "reward_tied"}
+
+
+def test_the_kl_to_each_named_teacher_is_per_token_of_its_own():
+    assert kl_by_route({"kl": 9.0, "kl/a": 3.0, "tokens/a": 6, "kl/b": 1.0, "tokens/b": 2}) == {
+        "kl/a": 0.5,
+        "kl/b": 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens", "batches"),
+    [
+        ([10, 10, 10], 30, [[0, 1, 2]]),
+        ([10, 10, 10], 29, [[0, 1], [2]]),
+        ([4, 10, 5], 100, [[1, 2], [0]]),  # a batch is never more than half padding
+        ([50, 10], 20, [[0], [1]]),  # one that is too long runs alone
+    ],
+)
+def test_micro_batches_by_hand(lengths, tokens, batches):
+    assert micro_batches(dict(enumerate(lengths)), tokens) == batches
+
+
+def test_measured_sums_equal_a_plain_computation(trainer):
+    ours = trainer()
+    sums = ours.grader.measure(ROLLOUTS, "general", overlap=True)
+    log_p, log_q = (log_distributions(ours, state) for state in ("student", "base"))
+    p, q = log_p.exp(), log_q.exp()
+    tops = [[set(row.tolist()) for row in x.topk(16, -1).indices] for x in (log_p, log_q)]
+    expected = {
+        "kl": float((p * (log_p - log_q)).sum()),
+        "student_entropy": float(-(p * log_p).sum()),
+        "teacher_entropy": float(-(q * log_q).sum()),
+        "overlap": sum(len(a & b) / 16 for a, b in zip(*tops, strict=True)),
+        "tokens": TOKENS,
+    }
+    assert sums == pytest.approx(expected, rel=1e-3)
+    assert "overlap" not in ours.grader.measure(ROLLOUTS, "general")
+
+
+def test_a_truncated_completion_weighs_what_the_settings_say(trainer):
+    full, full_gradient = learned(trainer())
+    none, none_gradient = learned(trainer(loss={"unfinished": 0.0}))
+    half, half_gradient = learned(trainer(loss={"unfinished": 0.5}))
+    assert none["loss"] < half["loss"] < full["loss"]
+    assert half["loss"] == pytest.approx((full["loss"] + none["loss"]) / 2, rel=1e-4)
+    assert relative_error(half_gradient, (full_gradient + none_gradient) / 2) < ROUNDING
+    # Whatever a completion weighs, the mean is over all tokens, and what is logged is unweighted.
+    assert none["tokens"] == full["tokens"] == TOKENS
+    assert none["kl"] == pytest.approx(full["kl"], rel=1e-4)
+
+
+def test_a_mean_over_twice_the_same_completions_is_the_same_step(trainer):
+    ours = trainer()
+    once, gradient = learned(ours)
+    twice, same = learned(ours, [*ROLLOUTS, *ROLLOUTS])
+    assert twice["loss"] == pytest.approx(2 * once["loss"], rel=1e-4)
+    assert relative_error(same, gradient) < ROUNDING
