@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 # From the bottom to the top. A package may import those on lines above it, never its own line or lines below.
 ORDER = (
     ("version",),
-    ("errors", "sanitize"),
+    ("errors", "repetition", "sanitize"),
     ("config",),
     ("hub", "parallel", "rundir"),
     ("data",),
@@ -39,7 +39,7 @@ ORDER = (
     ("cli",),
 )
 # Packages that may import less than their place in the order allows.
-ONLY = {"results": {"rundir", "config", "hub", "sanitize", "errors"}}
+ONLY = {"results": {"rundir", "config", "hub", "sanitize", "errors", "repetition"}}
 # `python -m opdcl` is the command line; `opdcl` itself loads the verbs of api lazily.
 ENTRIES = {"__main__"}
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+from opdcl.repetition import repetition as repetition
 
 Engine = Literal["slab", "generate", "continuous"]
 
@@ -80,10 +81,3 @@ def cut(widths: Sequence[int], max_rows: int, weights: float) -> list[slice]:
         parts.append(slice(starts[end], end))
         end = starts[end]
     return parts[::-1]
-
-
-def repetition(completions: Sequence[list[int]], n: int = 4) -> float:
-    """Return the share of n-grams that occurred earlier in the same completion."""
-    counts = [Counter(tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)) for ids in completions]
-    total = sum(count.total() for count in counts)
-    return 1 - sum(map(len, counts)) / total if total else 0.0

@@ -1,0 +1,98 @@
+"""How a model writes, from the answers of a suite: whether they end, their length, repetition and script.
+
+A score does not show this. Answers that run on until the token limit meet "at least 80 words" more often than
+good ones, so a model that no longer stops can score like base.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from opdcl.repetition import repetition
+from opdcl.results.scores import Suite
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# How far above base's the recovered model's share of cut answers, and of repeated 4-grams, may lie: one answer
+# in twenty. With 500 prompts a paired test shows this four times in five, if one pair in six differs.
+MARGINS = {"cut": 0.05, "repetition": 0.05}
+
+# Scripts that one language mixes.
+FAMILIES = {"HIRAGANA": "CJK", "KATAKANA": "CJK"}
+
+# A word; in scripts that put no spaces between words, a character.
+WORD = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]|[^\s\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]+")
+
+
+def values(suite: Suite, state: str) -> dict[str, np.ndarray]:
+    """Return measure -> `(N,)` numbers, one per prompt, for what the rows of a state tell.
+
+    `ended`: the answer ended before its token limit. `tokens`: its length. `repetition`: the share of its
+    4-grams of words that occurred earlier in it. `script`: its letters are mostly of the script of the prompt,
+    or of base's answer; telling languages apart within a script takes longer texts than many answers are.
+    """
+    import numpy as np
+
+    rows = suite.rows.get(state, [])
+    columns: dict[str, list[Any]] = {
+        "ended": [row.get("ended") for row in rows],
+        "tokens": [row.get("tokens") for row in rows],
+    }
+    if rows and all(row.get("response") is not None for row in rows):
+        answers = [row["response"] for row in rows]
+        columns["repetition"] = [repetition([WORD.findall(answer)]) for answer in answers]
+        references = [row.get("response") for row in suite.rows.get("base", rows)]
+        columns["script"] = [
+            script_of(answer) in ("", script_of(row["prompt"]), script_of(reference or ""))
+            for answer, row, reference in zip(answers, rows, references, strict=True)
+        ]
+    return {
+        name: np.array(column, float) for name, column in columns.items() if column and None not in column
+    }
+
+
+def estimates(suite: Suite, seed: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Return state -> measure -> estimate of its mean over prompts."""
+    from opdcl.results import stats
+
+    return {
+        state: {name: stats.mean(x, seed).as_dict() for name, x in values(suite, state).items()}
+        for state in suite.rows
+    }
+
+
+def compared_with_base(base: dict[str, np.ndarray], recovered: dict[str, np.ndarray], seed: int) -> dict:
+    """Return, for cut answers and repetition, recovered - base and whether recovered is shown to be as good.
+
+    The arguments map measures to scores of shape `(N,)` or `(seeds, N)`. A measure that either lacks is None.
+    `as_good`: the interval lies below the margin. `worse`: it lies above zero.
+    """
+    from opdcl.results import stats
+
+    def cut(scores: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return scores | ({"cut": 1 - scores["ended"]} if "ended" in scores else {})
+
+    base, recovered = cut(base), cut(recovered)
+    tests: dict[str, dict[str, Any] | None] = {}
+    for name, margin in MARGINS.items():
+        tests[name] = None
+        if name in base and name in recovered:
+            change = stats.difference(recovered[name], base[name], seed)
+            verdict = {"as_good": change.high < margin, "worse": change.low > 0}
+            levels = {"base": float(base[name].mean()), "recovered": float(recovered[name].mean())}
+            tests[name] = {**change.as_dict(), "margin": margin, **levels, **verdict}
+    return tests
+
+
+def script_of(text: str) -> str:
+    """Return the script of most letters of a text, such as `LATIN`; "" without letters."""
+    scripts: Counter[str] = Counter()
+    for character, count in Counter(text).items():
+        if character.isalpha():
+            script = unicodedata.name(character, "").split(" ")[0]
+            scripts[FAMILIES.get(script, script)] += count
+    return scripts.most_common(1)[0][0] if scripts else ""
