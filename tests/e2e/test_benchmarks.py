@@ -172,13 +172,13 @@ def test_long_prompts_are_split(script, call, monkeypatch):
     assert len(record["prompt_tokens"]) == 8
 
 
-def test_sabotage_is_refused_and_the_control_runs(script, call, finished):
-    cases = ["none, the control", "a uniform teacher", "a reward for length"]
+def test_sabotage_is_refused_or_runs(script, call, finished):
+    cases = ["a uniform teacher", "a reward for length"]
     adapter = finished / "stages" / "01-finetune" / "adapter"
-    rows = call(script("sabotage"), adapter, "--steps", 2, "--cases", *cases)["rows"]
+    rows = call(script("sabotage"), adapter, "--steps", 1, "--cases", *cases)["rows"]
     assert [row["sabotage"] for row in rows] == cases
-    assert "close to uniform" in rows[1]["ends"]
-    assert [row["steps"] for row in rows] == [2, 0, 2]
+    assert "close to uniform" in rows[0]["ends"]
+    assert [row["steps"] for row in rows] == [0, 1]
 
 
 def test_processes_compares_a_run_with_itself(script, finished):
