@@ -76,7 +76,7 @@ def peak_memory(member: Member) -> float:
 def suite_record(arm: Arm, suites: list[Suite], seed: int) -> dict[str, Any]:
     """Return the scores of a suite over the runs; R and how it writes for retention, D for a domain."""
     first = suites[0]
-    record: dict[str, Any] = {**first.description, "floor": max((s.floor or 0.0 for s in suites))}
+    record: dict[str, Any] = {**first.description, "floor": max(s.floor or 0.0 for s in suites)}
     for state in STATES:
         scores = np.stack([suite.values(state) for suite in suites])
         record[state] = stats.mean(scores, seed).as_dict()

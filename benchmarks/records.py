@@ -11,8 +11,8 @@ In a page, three comments say where the numbers of the next block (a paragraph, 
                                                         ` + ` joins two records
     <!-- no record: REASON -->                          a definition, or a number that others published
 
-A block with a measured number (see `MEASURED`) and none of the three is a fault. `benchmarks/reliability` writes
-docs/reliability.md as a whole.
+A block with a measured number (see `MEASURED`) and none of the three is a fault. `benchmarks/reliability`
+writes docs/reliability.md as a whole.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NUMBER = re.compile(r"(?<![\w.-])[-+\u2212]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?!\w)"
 
 # What only a measurement gives: an interval, a ratio, decimals with a unit, a rate, a table of decimals.
 MEASURED = re.compile(
-    r"\[[-+]?\d+(\.\d+)?, ?[-+]?\d+(\.\d+)?\]|\b[RD] (=|of) [*]*-?\d|\d\.\d+ (%|s|GB|points|seconds|minutes)\b"
+    r"\[[-+]?\d+(\.\d+)?, ?[-+]?\d+(\.\d+)?\]|\b[RD] (=|of) [*]*-?\d|\d\.\d+ (s|GB|points|seconds|minutes)\b"
     r"|\d\.\d+ %|\d nats|\d tokens/s|\| [*+-]*\d+\.\d+[*]* \||\*\d+\.\d+\*|\d\.\d+ (times|instead of)"
 )
 # How a value of a record may be shown: as it is, in percent or points, in GB, in MB, in thousandths.
@@ -245,7 +245,8 @@ def throughput() -> str:
         "stock-tuned": "the same, tuned: bf16 weights, no checkpointing, cached generation",
     }
     rows = [
-        [names.get(arm, arm), *(f"{row[part]:.1f}" for part in parts)]
+        [names.get(arm, arm)]
+        + [f"{row[part]:.1f}" for part in parts]
         + [f"{row['completion_tokens']:,}", f"{100 * row['padding']:.0f} %", f"{row['peak_bytes'] / 1e9:.2f}"]
         + [f"{row['time_ratio']:.2f}", f"{row['time_per_token_ratio']:.2f}", f"{row['memory_ratio']:.2f}"]
         for arm, row in reversed(read("throughput")["arms"].items())

