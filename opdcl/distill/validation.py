@@ -94,7 +94,7 @@ class Validation(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.write_held_out()
         general, _ = self._held_out.get("general", ([], []))
-        self.health.on_start(general)
+        self.health.on_start(general, {i for i, s in enumerate(self.queue.steps, 1) if not s.on_policy})
         if state.global_step == 0:
             self._warm_start()
         else:

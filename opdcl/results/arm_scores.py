@@ -7,8 +7,17 @@ from typing import Any
 import numpy as np
 
 from opdcl.results import stats
-from opdcl.results.arms import Arm, Member, as_key, first_measured, load_arms, mismatch, seed_notes
-from opdcl.results.scores import HEADLINE_ROLES, STATES, section
+from opdcl.results.arms import (
+    Arm,
+    Member,
+    as_key,
+    first_measured,
+    load_arms,
+    mismatch,
+    pooled_states,
+    seed_notes,
+)
+from opdcl.results.scores import HEADLINE_ROLES, STATES
 from opdcl.results.summary import resolution_note
 from opdcl.rundir.layout import RunDir
 
@@ -20,10 +29,9 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     """Return the comparison of runs that do not build on one another, pooled over seeds into arms."""
     arms = load_arms(runs)
     members = [member for arm in arms for member in arm.members]
-    seed = int(section(runs[0], "eval").get("seed") or 0)
-    (base, _), (tuned, tuned_ids) = (_references(state, arms, seed) for state in ("base", "tuned"))
-    rows = [_arm_row(arm, seed) for arm in arms]
-    _add_curve_distances(arms, rows, tuned_ids, seed)
+    (base, _), (tuned, tuned_ids) = (_references(state, arms) for state in ("base", "tuned"))
+    rows = [_arm_row(arm) for arm in arms]
+    _add_curve_distances(arms, rows, tuned_ids)
     suites = {
         role: s for role in HEADLINE_ROLES if (s := first_measured(members, role).suites.get(role)) and s.rows
     }
@@ -33,7 +41,7 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
         "suites": {s.name: s.description for s in suites.values()},
         "references": base + tuned,
         "arms": rows,
-        "further": _further(arms, seed),
+        "further": _further(arms),
         "alpha_curve": _alpha_curve(arms, tuned_ids),
         "differences": differences,
         "notes": [
@@ -46,7 +54,7 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     }
 
 
-def _references(state: str, arms: list[Arm], seed: int) -> tuple[list[dict[str, Any]], ResultIds]:
+def _references(state: str, arms: list[Arm]) -> tuple[list[dict[str, Any]], ResultIds]:
     """Return one row per different result of base or tuned, and which results each arm has.
 
     Runs share a result if every prompt has the same score. An arm over several fine-tunes has several.
@@ -74,7 +82,8 @@ def _references(state: str, arms: list[Arm], seed: int) -> tuple[list[dict[str, 
         }
         for role in HEADLINE_ROLES:
             measured = [results[i][role] for i in group if role in results[i]]
-            row[role] = _estimate(np.stack(measured) if measured else None, seed)
+            clusters = arms[0].clusters(role)
+            row[role] = stats.mean(np.stack(measured), clusters).as_dict() if measured else {}
         rows.append(row)
     return rows, ids
 
@@ -83,18 +92,19 @@ def _equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
     return all((a[role] == b[role]).all() for role in a.keys() & b.keys())
 
 
-def _estimate(scores: np.ndarray | None, seed: int) -> dict[str, float]:
-    return {} if scores is None else stats.mean(scores, seed).as_dict()
+def _estimate(arm: Arm, role: str) -> dict[str, float]:
+    scores = arm.scores(role)
+    return {} if scores is None else stats.mean(scores, arm.clusters(role)).as_dict()
 
 
-def _arm_row(arm: Arm, seed: int) -> dict[str, Any]:
+def _arm_row(arm: Arm) -> dict[str, Any]:
     """Return an arm's numbers; an estimate that is not measured is empty, a ratio without meaning is None."""
     return {
         "name": arm.name,
         "method": arm.settings.get("recover.method"),
         "seeds": len(arm.pooled),
-        **{role: _estimate(arm.scores(role), seed) for role in HEADLINE_ROLES},
-        **stats.outcome(arm.states("retention"), arm.states("domain"), seed),
+        **{role: _estimate(arm, role) for role in HEADLINE_ROLES},
+        **stats.outcome(arm.states("retention"), arm.states("domain")),
         "above_alpha_curve": None,
         "runs": [_run_row(member) for member in arm.members],
     }
@@ -112,7 +122,7 @@ def _run_row(member: Member) -> dict[str, Any]:
     }
 
 
-def _further(arms: list[Arm], seed: int) -> list[dict[str, Any]]:
+def _further(arms: list[Arm]) -> list[dict[str, Any]]:
     """Return the arms' scores on each further suite that all finished runs answered on the same prompts."""
     finished = [arm for arm in arms if not any(m.missing for m in arm.pooled)]
     members = [member for arm in finished for member in arm.pooled]
@@ -123,15 +133,16 @@ def _further(arms: list[Arm], seed: int) -> list[dict[str, Any]]:
             continue
         rows = []
         for arm in finished:
-            scores = {s: np.stack([m.further[name].values(s) for m in arm.pooled]) for s in STATES}
-            row = {state: stats.mean(x, seed).as_dict() for state, x in scores.items()}
-            d = stats.domain_retention(**scores, seed=seed) if suite.role == "domain" else None
+            states = pooled_states([m.further[name] for m in arm.pooled])
+            assert states
+            row = {s: stats.mean(getattr(states, s), states.clusters).as_dict() for s in STATES}
+            d = stats.domain_retention(states) if suite.role == "domain" else None
             rows.append({"name": arm.name, **row, "domain_retention": d and d.as_dict()})
         tables.append({"name": name, **suite.description, "arms": rows})
     return tables
 
 
-def _add_curve_distances(arms: list[Arm], rows: list[dict], tuned_ids: ResultIds, seed: int) -> None:
+def _add_curve_distances(arms: list[Arm], rows: list[dict], tuned_ids: ResultIds) -> None:
     """Add to each row its paired difference to a point of the alpha-curve and its height above the curve.
 
     The point is the first arm that scales the same tuned adapter; the curve runs over all such arms.
@@ -146,12 +157,12 @@ def _add_curve_distances(arms: list[Arm], rows: list[dict], tuned_ids: ResultIds
         for role in HEADLINE_ROLES:
             a, b = arm.scores(role), rivals[0].scores(role)
             if a is not None and b is not None:
-                above[role] = stats.difference(a, b, seed).as_dict()
+                above[role] = stats.difference(a, b, arm.clusters(role)).as_dict()
                 row["above_alpha_curve"] = above
         points = [arm.point("base"), arm.point("tuned"), *(rival.point() for rival in rivals)]
         measured = [point for point in points if point]
         if (own := arm.point()) and len(measured) == len(points):
-            above["at_its_domain"] = stats.above_mixtures(own, measured, seed).as_dict()
+            above["at_its_domain"] = stats.above_mixtures(own, measured).as_dict()
 
 
 def _alpha_curve(arms: list[Arm], tuned_ids: ResultIds) -> list[dict[str, Any]]:
@@ -166,8 +177,8 @@ def _alpha_curve(arms: list[Arm], tuned_ids: ResultIds) -> list[dict[str, Any]]:
     points = [point for point in candidates if point]
     edge = stats.upper_edge(points)
     rows = [
-        {"domain": float(domain.mean()), "retention": float(retention.mean()), "edge": i in edge}
-        for i, (domain, retention) in enumerate(points)
+        {"domain": float(p.domain.mean()), "retention": float(p.retention.mean()), "edge": i in edge}
+        for i, p in enumerate(points)
     ]
     return sorted(rows, key=lambda row: row["domain"])
 

@@ -17,7 +17,7 @@ from opdcl.config.load import flatten
 from opdcl.config.workflow import WITHOUT_MEANING
 from opdcl.errors import UsageError
 from opdcl.results.scores import HEADLINE_ROLES, STATES, Suite, headline_of, load_suites, section
-from opdcl.results.stats import Point, States
+from opdcl.results.stats import Clusters, Point, States
 from opdcl.results.summary import summarise
 from opdcl.rundir.layout import RunDir
 
@@ -77,6 +77,11 @@ class Arm:
         """The runs behind the arm's numbers: the finished ones, or all if none is finished."""
         return [m for m in self.members if not m.missing] or self.members
 
+    def clusters(self, role: str) -> Clusters:
+        """Return the clusters of a role's prompts; all runs answer the same ones."""
+        measured = [m.suites[role] for m in self.pooled if role in m.suites and m.suites[role].rows]
+        return measured[0].clusters if measured else None
+
     def scores(self, role: str, state: str = "recovered") -> np.ndarray | None:
         """Return `(seeds, N)` scores, or None if no run is measured."""
         measured = [scores[role] for m in self.pooled if role in (scores := m.scores(state))]
@@ -85,15 +90,24 @@ class Arm:
     def point(self, state: str = "recovered") -> Point | None:
         """Return the domain and the retention scores, or None unless both are measured."""
         domain, retention = self.scores("domain", state), self.scores("retention", state)
-        return None if domain is None or retention is None else (domain, retention)
+        if domain is None or retention is None:
+            return None
+        return Point(domain, retention, self.clusters("domain"), self.clusters("retention"))
 
     def states(self, role: str) -> States | None:
         """Return the scores of base, tuned and recovered, or None unless all three are measured."""
         suites = [m.suites[role] for m in self.pooled if role in m.suites]
-        if len(suites) < len(self.pooled) or not all(suite.complete for suite in suites):
-            return None
-        base, tuned, recovered = (np.stack([s.values(state) for s in suites]) for state in STATES)
-        return base, tuned, recovered
+        return pooled_states(suites) if len(suites) == len(self.pooled) else None
+
+
+def pooled_states(suites: list[Suite]) -> States | None:
+    """Return the `(S, N)` scores of one suite in several runs, or None unless all states are measured."""
+    if not all(suite.complete for suite in suites):
+        return None
+    base, tuned, recovered = (np.stack([s.values(state) for s in suites]) for state in STATES)
+    floors = [floor for s in suites if (floor := s.floor_values()) is not None]
+    floor = np.stack(floors) if len(floors) == len(suites) else None
+    return States(base, tuned, recovered, floor, suites[0].clusters)
 
 
 def load_arms(runs: list[RunDir]) -> list[Arm]:

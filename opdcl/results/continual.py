@@ -86,6 +86,15 @@ class Scores:
             scores.append(results.values(state))
         return np.stack(scores) if scores else None
 
+    def estimate(self, suite: str, scores: np.ndarray) -> dict[str, float]:
+        return stats.mean(scores, self.suites[suite].clusters).as_dict()
+
+    def average(self, changes: dict[str, np.ndarray]) -> dict[str, float]:
+        """Estimate the mean over suites."""
+        return stats.mean_over(
+            list(changes.values()), [self.suites[name].clusters for name in changes]
+        ).as_dict()
+
 
 class Chain(NamedTuple):
     """Consecutive steps. A line is one run per step, each started from the one before."""
@@ -110,7 +119,7 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     }
     return {
         "suites": {name: suite.description for name, suite in scores.suites.items()},
-        "base": {name: stats.mean(measured[0]).as_dict() for name, measured in base.items() if measured},
+        "base": {name: scores.estimate(name, measured[0]) for name, measured in base.items() if measured},
         "steps": [_step_row(step, scores) for step in steps],
         "chains": [_chain_row(chain, scores) for chain in chains],
         "differences": [d for a, b in itertools.combinations(chains, 2) if (d := _difference(a, b, scores))],
@@ -121,7 +130,7 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
 
 def _step_row(step: Step, scores: Scores) -> dict[str, Any]:
     measured = {name: x for name in scores.suites if (x := scores.of(step.runs, name)) is not None}
-    estimates = {name: stats.mean(x).as_dict() for name, x in measured.items()}
+    estimates = {name: scores.estimate(name, x) for name, x in measured.items()}
     paths = [str(run.path) for run in step.runs]
     return {"name": step.name, "seeds": len(paths), "runs": paths, "scores": estimates}
 
@@ -132,7 +141,7 @@ def _chain_row(chain: Chain, scores: Scores) -> dict[str, Any]:
         "name": chain.name,
         "steps": [step.name for step in chain.steps],
         "seeds": len(chain.lines),
-        **{k: stats.mean_over(list(v.values())).as_dict() if v else None for k, v in figures.items()},
+        **{k: scores.average(v) if v else None for k, v in figures.items()},
     }
 
 
@@ -209,8 +218,8 @@ def _difference(one: Chain, other: Chain, scores: Scores) -> dict[str, Any] | No
     row: dict[str, Any] = {"of": one.name, "against": other.name, "seeds": len(seeds)}
     for figure in ("average", "forgetting"):
         comparable = a[figure] and a[figure].keys() == b[figure].keys()
-        changes = [x - b[figure][name] for name, x in a[figure].items()] if comparable else []
-        row[figure] = stats.mean_over(changes).as_dict() if changes else None
+        changes = {name: x - b[figure][name] for name, x in a[figure].items()} if comparable else {}
+        row[figure] = scores.average(changes) if changes else None
     return row
 
 
@@ -226,7 +235,8 @@ def _kept_rows(step: Step, steps: list[Step], scores: Scores) -> list[dict[str, 
         base, student = scores.of(step.runs, suite, base=True), scores.of(step.runs, suite)
         teacher = scores.of([run for _, run in owners], suite)
         if base is not None and teacher is not None and student is not None:
-            share = stats.domain_retention(base, teacher, student)
+            clusters = scores.suites[suite].clusters
+            share = stats.domain_retention(stats.States(base, teacher, student, None, clusters))
             row = {"step": step.name, "teacher": name, "suite": suite, "kept": share and share.as_dict()}
             rows.append(row)
     return rows

@@ -150,6 +150,10 @@ def tradeoff(summary: dict[str, Any]) -> Markup | None:
             axes.annotate("", end, start, arrowprops=arrow)
         for state, (x, y) in points.items():
             _cross(axes, x, y, fmt=SHAPES[state], color=PAINT[state])
+        if (floor := suites[1]["floor"]) is not None:
+            axes.axhline(100 * floor, color=PAINT["muted"], linestyle="--", linewidth=0.9)
+            edge = {"xycoords": axes.get_yaxis_transform(), "color": PAINT["muted"]}
+            _label(axes, "floor", (1, 100 * floor), (0, 2), ha="right", va="bottom", **edge)
         axes.margins(0.16)
         left, right = axes.get_xlim()
         lowest = min(centres, key=lambda state: centres[state][1])
@@ -162,6 +166,35 @@ def tradeoff(summary: dict[str, Any]) -> Markup | None:
         axes.set_title(f"Retention: {_plain(names[1])} (%)")
         text = "; ".join(f"{s} {y:.0f} % at {x:.0f} % domain" for s, (x, y) in centres.items())
         return _svg(figure, "tradeoff", f"Retention against domain: {text}")
+
+
+def writing(summary: dict[str, Any]) -> Markup | None:
+    """Plot how each state's headline answers are written, one panel per measure; None without a measure."""
+    suite = summary["suites"].get(summary["headline"]["retention"], {"writing": {}})
+    titles = {"ended": "Answers that end before the token limit (%)", "repetition": "Repeated 4-grams (%)"}
+    estimates = {
+        measure: {s: e[measure] for s, e in suite["writing"].items() if measure in e} for measure in titles
+    }
+    estimates = {measure: states for measure, states in estimates.items() if states}
+    if not estimates:
+        return None
+    with _figure(rows=len(estimates), height=0.55 * HEIGHT * len(estimates)) as (figure, panels):
+        for axes, (measure, states) in zip(panels, estimates.items(), strict=True):
+            for state, estimate in states.items():
+                (value,), bars = _bars([estimate])
+                style: dict[str, Any] = {"fmt": SHAPES[state], "color": PAINT[state], "markersize": 7}
+                axes.errorbar([state], [value], yerr=bars, linewidth=1.2, **style)
+                _label(
+                    axes, f"{value:.0f}", (state, value), (8, 0), ha="left", va="center", color=PAINT[state]
+                )
+            axes.set_title(titles[measure])
+            axes.margins(x=0.2, y=0.15)
+            axes.set_ylim(bottom=0)
+        text = "; ".join(
+            f"{titles[measure]}: " + ", ".join(f"{s} {100 * e['value']:.0f}" for s, e in states.items())
+            for measure, states in estimates.items()
+        )
+        return _svg(figure, "writing", text)
 
 
 def frontier(comparison: dict[str, Any]) -> Markup | None:

@@ -9,6 +9,7 @@ from opdcl.hub import HUB_IDS
 from opdcl.results import format
 from opdcl.results.scores import STATES, Suite, headline_of, load_suites, section
 from opdcl.results.summary import summarise
+from opdcl.results.tables import writing_rows
 from opdcl.results.verdict import why_no_domain_retention, why_no_recovery
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.rundir.layout import RunDir
@@ -31,6 +32,7 @@ def write(run: RunDir, summary: dict[str, Any] | None = None) -> list[Path]:
         "loss": plots.finetune_loss(_metrics(run, "finetune")),
         "kl": plots.recovery_kl(_metrics(run, "recover"), _teachers(run)),
         "tradeoff": plots.tradeoff(context["summary"]),
+        "writing": plots.writing(context["summary"]),
     }
     texts = [
         render("report.md", context),
@@ -125,7 +127,7 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
         "summary": summary,
         "states": STATES,
         "tables": {s.name: _all_metrics(s, summary["suites"][s.name]) for s in measured},
-        "lengths": {s.name: _mean_lengths(s) for s in measured},
+        "writing": {name: writing_rows(suite["writing"]) for name, suite in summary["suites"].items()},
         "why_no_r": why_no_recovery(summary),
         "why_no_d": why_no_domain_retention(headline.get("domain")),
         "differences": _difference_rows(summary["tests"]),
@@ -149,11 +151,6 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
 def _all_metrics(suite: Suite, estimates: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return metric -> state -> value, the headline metric first."""
     return {suite.metric: {state: estimates[state]["value"] for state in suite.rows}} | estimates["metrics"]
-
-
-def _mean_lengths(suite: Suite) -> dict[str, float]:
-    """Return the mean answer length of each state, in tokens."""
-    return {s: sum(row.get("tokens") or 0 for row in rows) / len(rows) for s, rows in suite.rows.items()}
 
 
 def _facts(run: RunDir, manifest: dict, base: dict, adapters: dict) -> dict[str, str]:

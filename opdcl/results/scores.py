@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from opdcl.errors import UsageError
@@ -64,21 +65,56 @@ class Suite:
     def parts(self, state: str) -> list[list[float]]:
         """Return the headline scores of each prompt: usually one; several at IFEval's instruction level."""
         assert self.metric
-        scores = [row["scores"][self.metric] for row in self.rows[state]]
-        return [[float(x) for x in s] if isinstance(s, list) else [float(s)] for s in scores]
+        return _parts(row["scores"][self.metric] for row in self.rows[state])
 
     def values(self, state: str) -> np.ndarray:
         """Return `(N,)` numbers whose mean is the metric: prompts with more parts weigh more."""
+        return _weighted(self.parts(state))
+
+    @property
+    def clusters(self) -> np.ndarray | None:
+        """The cluster of each prompt, such as the fact that a question is about; None if there are none."""
         import numpy as np
 
-        parts = self.parts(state)
-        return np.array([sum(p) for p in parts]) * len(parts) / sum(len(p) for p in parts)
+        names = [row.get("cluster") for row in next(iter(self.rows.values()), [])]
+        if not any(names):
+            return None
+        return np.array([f"prompt {i}" if name is None else f"of {name}" for i, name in enumerate(names)])
+
+    @property
+    def groups(self) -> list[str]:
+        """The groups of prompts that are told apart, such as `seen` and `unseen`."""
+        return sorted({row["group"] for row in next(iter(self.rows.values()), []) if row.get("group")})
+
+    def only(self, group: str) -> Suite:
+        """Return the suite on the prompts of one group."""
+        chosen = {s: [row for row in rows if row.get("group") == group] for s, rows in self.rows.items()}
+        return replace(self, rows=chosen)
+
+    def floor_values(self) -> np.ndarray | None:
+        """Return the `(N,)` scores of the best content-free answer, or None if they were not stored."""
+        stored = [rows for rows in self.rows.values() if all("floor" in row for row in rows)]
+        floors = [_weighted(_parts(row["floor"] for row in rows)) for rows in stored]
+        return max(floors, key=lambda scores: float(scores.mean()), default=None)
 
     def states(self) -> States | None:
         """Return the scores of base, tuned and recovered, or None unless all three are measured."""
-        return (
-            (self.values("base"), self.values("tuned"), self.values("recovered")) if self.complete else None
-        )
+        from opdcl.results.stats import States
+
+        if not self.complete:
+            return None
+        base, tuned, recovered = (self.values(state) for state in STATES)
+        return States(base, tuned, recovered, self.floor_values(), self.clusters)
+
+
+def _parts(scores: Iterable[Any]) -> list[list[float]]:
+    return [[float(x) for x in s] if isinstance(s, list) else [float(s)] for s in scores]
+
+
+def _weighted(parts: list[list[float]]) -> np.ndarray:
+    import numpy as np
+
+    return np.array([sum(p) for p in parts]) * len(parts) / sum(len(p) for p in parts)
 
 
 def load_suites(run: RunDir) -> list[Suite]:

@@ -1,238 +1,310 @@
 """The statistics behind the verdict: always paired, because every model answers the same prompts.
 
-Scores are arrays of one value per prompt: 0 or 1 for fail or pass, or a fraction. Intervals are 95 %
-percentile bootstrap intervals over prompts. A prompt with several scored parts is resampled as one unit (a
-cluster).
-
-Scores of shape `(seeds, N)` come from several training seeds on the same N prompts. The estimate is the mean
-over seeds. Each resample draws seeds and, independently, prompts: one draw of prompts for all seeds (the
-pigeonhole bootstrap, Owen 2007), because a hard prompt is hard for every seed. With one seed, the interval
-covers prompts only. The bootstrap sees (S - 1) / S of the variance between S seeds.
+Scores are arrays of one value per prompt, 0 or 1 for fail or pass or a fraction, or one row per training
+seed (`opdcl.results.intervals`).
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, dataclass
-from functools import lru_cache
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-RESAMPLES = 10_000
+from opdcl.results.intervals import (
+    TWO_SIDED,
+    Clusters,
+    Estimate,
+    cluster_ids,
+    clustered_mean,
+    difference,
+    difference_sources,
+    half_width,
+    mean,
+    mean_over,
+    pass_or_fail,
+    ratio,
+    sources,
+    student,
+)
 
-# Below this drop a ratio of differences is mostly noise, so R is not computed.
+__all__ = ["Clusters", "Estimate", "clustered_mean", "difference", "mean", "mean_over", "ratio"]
+
+# Below this drop a ratio of differences is mostly noise, so R is not computed. A suite that finds a drop of
+# this size four times in five, and finds none, shows that nothing measurable was forgotten.
 SMALLEST_DROP = 0.10
-
-# Standard errors between no difference and one that a two-sided 5 % test finds in 80 % of repetitions.
-DETECTABLE = 2.80
 
 # How far below base "recovered" may lie and still count as non-inferior.
 NON_INFERIORITY_MARGIN = 0.035
 
-# The domain scores and the retention scores of one model.
-Point = tuple[np.ndarray, np.ndarray]
+# The share of base's score that a content-free answer may reach: beyond it, most of the score is no skill.
+LARGEST_FLOOR = 0.5
 
-# The scores of base, tuned and recovered.
-States = tuple[np.ndarray, np.ndarray, np.ndarray]
+# The share of repetitions in which a detectable difference is found.
+POWER = 0.8
 
-Status = Literal["recovered", "partly recovered", "not shown", "no measurable forgetting", "not measured"]
+Status = Literal[
+    "recovered",
+    "partly recovered",
+    "not shown",
+    "no measurable forgetting",
+    "too few prompts",
+    "no headroom",
+    "not measured",
+]
+Place = Literal["above", "level", "below", "not shown"]
+
+
+class States(NamedTuple):
+    """The scores of the three models on one suite, `(N,)` or `(S, N)`."""
+
+    base: np.ndarray
+    tuned: np.ndarray
+    recovered: np.ndarray
+    floor: np.ndarray | None = None
+    """The scores of the best content-free answer to each prompt, if they were measured."""
+    clusters: Clusters = None
+
+    @property
+    def start(self) -> np.ndarray:
+        """Where the recovery starts: tuned, or the floor if that scores higher."""
+        return self.tuned if self.floor is None or self.floor.mean() <= self.tuned.mean() else self.floor
+
+
+class Point(NamedTuple):
+    """One model's domain scores and retention scores, and the clusters of both suites."""
+
+    domain: np.ndarray
+    retention: np.ndarray
+    domain_clusters: Clusters = None
+    retention_clusters: Clusters = None
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A value with its 95 % interval."""
+class NonInferiority:
+    """Whether one model is shown to be less than `margin` worse than another."""
 
-    value: float
-    low: float
-    high: float
+    margin: float
+    shown: bool
+    at_most: float
+    """How much worse it is at most, with 95 % confidence; below zero if it is measurably better."""
+    power: float
+    """The probability of showing non-inferiority if both are equal, from the differences that were seen."""
 
-    def as_dict(self) -> dict[str, float]:
-        return {k: round(v, 6) for k, v in asdict(self).items()}
-
-
-@lru_cache(maxsize=16)
-def _resamples(n: int, seed: int, count: int) -> np.ndarray:
-    """Return how often each of n prompts is drawn: `(count, n)` bytes, small enough to cache many suites."""
-    return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=count).astype(np.uint8)
+    def as_dict(self) -> dict[str, Any]:
+        numbers = {"margin": self.margin, "at_most": round(self.at_most, 6), "power": round(self.power, 4)}
+        return {"shown": self.shown, **numbers}
 
 
-@lru_cache(maxsize=2)
-def _weights(n: int, seed: int, count: int) -> np.ndarray:
-    return _resamples(n, seed, count).astype(np.float64)
+def non_inferiority(
+    model: np.ndarray,
+    reference: np.ndarray,
+    clusters: Clusters = None,
+    margin: float = NON_INFERIORITY_MARGIN,
+    higher_is_better: bool = True,
+) -> NonInferiority:
+    """Test whether a model is less than `margin` worse than its reference, with 95 % confidence."""
+    gap = difference(model, reference, clusters)
+    at_most = -gap.low if higher_is_better else gap.high
+    parts = difference_sources(model, reference, clusters)
+    error = sum(variance for variance, _ in parts) ** 0.5
+    room = margin - half_width(parts)
+    power = NormalDist().cdf(room / error) if error else float(room > 0)
+    return NonInferiority(margin, at_most < margin, at_most, power)
 
 
-def _means(scores: np.ndarray, seed: int, suite: int = 0) -> np.ndarray:
-    """Return the mean of `(N,)` or `(seeds, N)` scores in each resample.
+def place(
+    student_scores: np.ndarray,
+    teacher: np.ndarray,
+    clusters: Clusters = None,
+    margin: float = NON_INFERIORITY_MARGIN,
+) -> Place:
+    """Say where a student is relative to its teacher; `level` only if it is shown to be non-inferior."""
+    gap = difference(student_scores, teacher, clusters)
+    if gap.low > 0:
+        return "above"
+    if gap.high < 0:
+        return "below"
+    return "level" if -gap.low < margin else "not shown"
 
-    Each `suite` index draws its prompts independently; the training seeds are shared by all suites.
+
+def three_way(
+    states: States, margin: float = NON_INFERIORITY_MARGIN, higher_is_better: bool = True
+) -> dict[str, Any]:
+    """Compare a number of each answer (did it end, how long is it) between the three models.
+
+    Return the three means, their paired differences, and the non-inferiority of recovered to base.
     """
-    rows = np.atleast_2d(scores)
-    seeds, n = rows.shape
-    weights = _weights(n, seed + 7919 * suite, RESAMPLES)
-    per_seed = np.stack([weights @ row / n for row in rows], axis=1)
-    means: np.ndarray = per_seed[:, 0]
-    if seeds > 1:
-        # Seeded with the number of seeds too: arms with different numbers are drawn independently.
-        random = np.random.default_rng((seed, seeds))
-        draws = random.multinomial(seeds, np.full(seeds, 1 / seeds), size=len(per_seed))
-        means = (per_seed * draws).sum(1) / seeds
-    return means
+    models = {name: getattr(states, name) for name in ("base", "tuned", "recovered")}
+    pairs = (("tuned", "base"), ("recovered", "tuned"), ("recovered", "base"))
+    gaps = {(a, b): difference(models[a], models[b], states.clusters) for a, b in pairs}
+    shown = non_inferiority(states.recovered, states.base, states.clusters, margin, higher_is_better)
+    return {
+        **{name: mean(scores, states.clusters).as_dict() for name, scores in models.items()},
+        **{f"{a}_minus_{b}": gap.as_dict() for (a, b), gap in gaps.items()},
+        "non_inferiority": shown.as_dict(),
+    }
 
 
-def _estimate(value: float, draws: np.ndarray) -> Estimate:
-    low, high = np.nanpercentile(draws, [2.5, 97.5])
-    return Estimate(float(value), float(low), float(high))
+def detectable_difference(a: np.ndarray, b: np.ndarray, clusters: Clusters = None) -> float:
+    """Return the smallest true difference that a paired test finds four times in five.
+
+    It follows from the spread of the observed differences, between prompts and between seeds. Passes and
+    failures that differ by d on average have at least the variance d (1 - d), whatever spread was seen.
+    """
+    parts = difference_sources(a, b, clusters)
+    smallest = half_width(parts) + half_width(parts, POWER)
+    if not pass_or_fail(a, b):
+        return smallest
+    _, count = cluster_ids(np.shape(a)[-1], clusters)
+    errors = student(TWO_SIDED, count - 1) + student(POWER, count - 1)
+    return max(smallest, errors**2 / (count + errors**2))
 
 
-def mean(scores: np.ndarray, seed: int = 0) -> Estimate:
-    """Estimate the mean of one score per prompt."""
-    scores = np.asarray(scores, float)
-    first, n = scores.flat[0], scores.shape[-1]
-    if first in (0.0, 1.0) and (scores == first).all():
-        # Resampling nothing but failures gives [0, 0]; Wilson's interval says what n prompts can exclude.
-        from scipy.stats import binomtest
+def mcnemar(a: np.ndarray, b: np.ndarray, clusters: Clusters = None) -> float:
+    """Return the two-sided p-value of equal pass rates: McNemar's exact test (1947).
 
-        wilson = binomtest(int(first * n), n).proportion_ci(method="wilson")
-        return Estimate(float(first), float(wilson.low), float(wilson.high))
-    return _estimate(scores.mean(), _means(scores, seed))
-
-
-def mean_over(suites: list[np.ndarray], seed: int = 0) -> Estimate:
-    """Estimate the unweighted mean of the suites' means; their scores are `(N,)` or `(seeds, N)`."""
-    arrays = [np.asarray(scores, float) for scores in suites]
-    draws = np.mean([_means(scores, seed, i) for i, scores in enumerate(arrays)], axis=0)
-    return _estimate(np.mean([scores.mean() for scores in arrays]), draws)
+    The names of the two models are exchanged in whole clusters, in all possible ways.
+    """
+    change = (np.asarray(a) > 0.5).astype(int) - (np.asarray(b) > 0.5)
+    ids, count = cluster_ids(len(change), clusters)
+    sums = np.abs(np.bincount(ids, change, count)).astype(int)
+    chances = np.ones(1)
+    for size in sums[sums > 0]:
+        step = np.zeros(2 * size + 1)
+        step[[0, -1]] = 0.5
+        chances = np.convolve(chances, step)
+    distance = np.abs(np.arange(len(chances)) - len(chances) // 2)
+    return min(1.0, float(chances[distance >= abs(int(change.sum()))].sum()))
 
 
-def clustered_mean(parts: list[list[float]], seed: int = 0) -> Estimate:
-    """Estimate the mean over all parts of all prompts (IFEval's instruction level), resampling prompts."""
-    sums = np.array([float(np.sum(p)) for p in parts])
-    sizes = np.array([len(p) for p in parts], float)
-    weights = _weights(len(parts), seed, RESAMPLES)
-    return _estimate(sums.sum() / sizes.sum(), (weights @ sums) / np.maximum(weights @ sizes, 1))
+def forgot(states: States) -> bool:
+    """Return whether the drop from base to tuned is significant; one seed must pass McNemar's test too."""
+    base, tuned, clusters = np.atleast_2d(states.base), np.atleast_2d(states.tuned), states.clusters
+    if difference(base, tuned, clusters).low <= 0:
+        return False
+    several = max(len(base), len(tuned)) > 1
+    return several or not pass_or_fail(base, tuned) or mcnemar(base[0], tuned[0], clusters) < 0.05
 
 
-def difference(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Estimate:
-    """Estimate mean(a) - mean(b) on the same prompts; equal numbers of seeds are paired in their order."""
-    a, b = np.asarray(a, float), np.asarray(b, float)
-    if a.shape == b.shape:
-        change = a - b
-        return _estimate(change.mean(), _means(change, seed))
-    return _estimate(a.mean() - b.mean(), _means(a, seed) - _means(b, seed))
+def has_headroom(states: States) -> bool:
+    """Return whether base is measurably above the floor, and the floor is at most half of base's score.
+
+    Otherwise most of what the suite counts comes without skill, and it can show neither loss nor recovery.
+    """
+    if states.floor is None:
+        return True
+    if states.floor.mean() > LARGEST_FLOOR * np.mean(states.base):
+        return False
+    return difference(states.base, states.floor, states.clusters).low > 0
 
 
-def above_mixtures(arm: Point, rivals: list[Point], seed: int = 0) -> Estimate:
+def status_of(states: States) -> Status:
+    """Return the outcome on the retention suite.
+
+    `recovered` is non-inferiority to base; a large p-value alone never counts. `partly recovered`: the
+    interval of recovered - tuned lies above zero.
+    """
+    if not has_headroom(states):
+        return "no headroom"
+    if not forgot(states):
+        found = detectable_difference(states.base, states.tuned, states.clusters) <= SMALLEST_DROP
+        return "no measurable forgetting" if found else "too few prompts"
+    if non_inferiority(states.recovered, states.base, states.clusters).shown:
+        return "recovered"
+    gain = difference(states.recovered, states.tuned, states.clusters)
+    return "partly recovered" if gain.low > 0 else "not shown"
+
+
+def recovery(states: States) -> Estimate | None:
+    """Estimate R = (recovered - start) / (base - start): the share of the skill above the start.
+
+    None without measurable forgetting, and if base is less than `SMALLEST_DROP` above the start.
+    """
+    return _recovery(states, states.start)
+
+
+def raw_recovery(states: States) -> Estimate | None:
+    """Estimate (recovered - tuned) / (base - tuned), wherever the floor lies."""
+    return _recovery(states, states.tuned)
+
+
+def _recovery(states: States, start: np.ndarray) -> Estimate | None:
+    if not forgot(states) or np.mean(states.base) - np.mean(start) < SMALLEST_DROP:
+        return None
+    return ratio(states.recovered - start, states.base - start, states.clusters)
+
+
+def why_no_recovery(states: States) -> str | None:
+    """Say why R is not computed; None if it is."""
+    if not has_headroom(states):
+        return "base is not well above the floor"
+    if not forgot(states):
+        return "no significant drop"
+    return None if recovery(states) else "the drop is too small for a ratio"
+
+
+def domain_retention(states: States) -> Estimate | None:
+    """Estimate D = (recovered - base) / (tuned - base); None unless the domain gain is above zero."""
+    base, tuned, recovered, _, clusters = states
+    if difference(tuned, base, clusters).low <= 0:
+        return None
+    return ratio(recovered - base, tuned - base, clusters)
+
+
+def outcome(retention: States | None, domain: States | None) -> dict[str, Any]:
+    """Return `status`, R as `recovery` with the raw ratio beside it, and D as `domain_retention`."""
+    status: Status = status_of(retention) if retention else "not measured"
+    usable = retention if status != "no headroom" else None
+    r, raw = (f(usable) if usable else None for f in (recovery, raw_recovery))
+    d = domain_retention(domain) if domain else None
+    margin = non_inferiority(retention.recovered, retention.base, retention.clusters) if retention else None
+    return {
+        "status": status,
+        "recovery": r and r.as_dict(),
+        "recovery_raw": raw and raw.as_dict(),
+        "no_recovery_because": why_no_recovery(retention) if retention else "not measured",
+        "non_inferiority": margin and margin.as_dict(),
+        "domain_retention": d and d.as_dict(),
+    }
+
+
+def above_mixtures(arm: Point, rivals: Sequence[Point]) -> Estimate:
     """Estimate how far an arm lies above the best retention of the rivals' mixtures at its domain score.
 
     Answering each prompt with one of two rivals at random costs nothing and gives every point on the line
     between them. The reference is therefore the upper edge of all these lines, not the rivals' points alone.
-    An arm with a higher domain score than every rival is compared with the rival that has the highest.
+    An arm with a higher domain score than every rival is compared with the rival that has the highest. The
+    interval is that of the distance to the line on which the reference lies.
     """
-    points = _centres([arm, *rivals])
-    draws = [(_means(domain, seed, suite=1), _means(retention, seed)) for domain, retention in (arm, *rivals)]
-    return _estimate(_above_edge(*points)[0], _above_edge(*draws))
+    at = min(arm.domain.mean(), max(rival.domain.mean() for rival in rivals))
+    left, right = max(itertools.product(rivals, repeat=2), key=lambda pair: _line(at, *pair)[0])
+    height, share, slope = _line(at, left, right)
+    retention = [arm.retention, (share - 1) * left.retention, -share * right.retention]
+    domain = [-slope * arm.domain, slope * (1 - share) * left.domain, slope * share * right.domain]
+    half = half_width(sources([(retention, arm.retention_clusters), (domain, arm.domain_clusters)]))
+    value = float(arm.retention.mean()) - height
+    return Estimate(value, value - half, value + half)
 
 
-def upper_edge(rivals: list[Point]) -> set[int]:
+def upper_edge(rivals: Sequence[Point]) -> set[int]:
     """Return the indices of the rivals that lie on the upper edge of all their mixtures."""
-    points = _centres(rivals)
-    return {i for i, point in enumerate(points) if _above_edge(point, *points)[0] >= -1e-9}
+    return {i for i, rival in enumerate(rivals) if above_mixtures(rival, rivals).value >= -1e-9}
 
 
-def _centres(points: list[Point]) -> list[Point]:
-    return [(np.array([np.mean(domain)]), np.array([np.mean(retention)])) for domain, retention in points]
+def _line(at: float, left: Point, right: Point) -> tuple[float, float, float]:
+    """Return the retention of two models' mixture at a domain score, the right one's share, and the slope.
 
-
-def _above_edge(arm: Point, *rivals: Point) -> np.ndarray:
-    """Return an arm's retention minus that of the rivals' upper edge at its domain score, per draw."""
-    at = np.minimum(arm[0], np.max([domain for domain, _ in rivals], axis=0))
-    edge = np.full_like(at, -np.inf)
-    for (left, low), (right, high) in itertools.product(rivals, repeat=2):
-        with np.errstate(divide="ignore", invalid="ignore"):
-            share = np.where(right > left, np.clip((at - left) / (right - left), 0, 1), 1)
-        edge = np.where(right >= at, np.maximum(edge, low + share * (high - low)), edge)
-    above: np.ndarray = arm[1] - edge
-    return above
-
-
-def detectable_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the smallest true difference that a paired test with this many prompts finds four times in five.
-
-    It follows from the spread of the observed differences; over several seeds, from the spread of their mean.
+    The retention is minus infinity where the line does not reach.
     """
-    change = np.atleast_2d(np.asarray(a, float) - np.asarray(b, float)).mean(0)
-    return float(DETECTABLE * change.std(ddof=1) / np.sqrt(len(change))) if len(change) > 1 else float("nan")
-
-
-def mcnemar(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the two-sided p-value of McNemar's test (1947) of equal pass rates, exact by the binomial."""
-    from scipy.stats import binomtest
-
-    a, b = np.asarray(a) > 0.5, np.asarray(b) > 0.5
-    only_a, only_b = int((a & ~b).sum()), int((~a & b).sum())
-    return 1.0 if only_a + only_b == 0 else float(binomtest(only_a, only_a + only_b).pvalue)
-
-
-def ratio(part: np.ndarray, whole: np.ndarray, seed: int = 0) -> Estimate:
-    """Estimate mean(part) / mean(whole) of per-prompt differences; R and D are such ratios.
-
-    Resamples with a denominator of zero or below have no meaningful ratio and do not count for the interval.
-    """
-    below = _means(whole, seed)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        draws = np.where(below > 0, _means(part, seed) / below, np.nan)
-    return _estimate(part.mean() / whole.mean(), draws)
-
-
-def recovery(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0) -> Estimate | None:
-    """Estimate R = (M2 - M1) / (M0 - M1); None unless the forgetting is measurable."""
-    if not forgetting_is_measurable(base, tuned, seed):
-        return None
-    return ratio(recovered - tuned, base - tuned, seed)
-
-
-def forgetting_is_measurable(base: np.ndarray, tuned: np.ndarray, seed: int = 0) -> bool:
-    """Return whether scores drop by at least `SMALLEST_DROP` from base to tuned, with an interval above zero.
-
-    For pass-or-fail scores McNemar's test must reject too, on every seed.
-    """
-    drop = difference(base, tuned, seed)
-    if drop.value < SMALLEST_DROP or drop.low <= 0:
-        return False
-    pairs = zip(np.atleast_2d(base), np.atleast_2d(tuned), strict=True)
-    pass_or_fail = bool(np.isin([base, tuned], (0.0, 1.0)).all())
-    return not pass_or_fail or all(mcnemar(b, t) < 0.05 for b, t in pairs)
-
-
-def domain_retention(
-    base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0
-) -> Estimate | None:
-    """Estimate D = (M2 - M0) / (M1 - M0); None unless the interval of the domain gain lies above zero."""
-    if difference(tuned, base, seed).low <= 0:
-        return None
-    return ratio(recovered - base, tuned - base, seed)
-
-
-def status_of(base: np.ndarray, tuned: np.ndarray, recovered: np.ndarray, seed: int = 0) -> Status:
-    """Return the outcome on the retention suite.
-
-    `recovered`: the interval of recovered - base lies above the negative margin (non-inferiority; a large
-    p-value alone never counts). `partly recovered`: the interval of recovered - tuned lies above zero.
-    """
-    if not forgetting_is_measurable(base, tuned, seed):
-        return "no measurable forgetting"
-    if difference(recovered, base, seed).low > -NON_INFERIORITY_MARGIN:
-        return "recovered"
-    return "partly recovered" if difference(recovered, tuned, seed).low > 0 else "not shown"
-
-
-def outcome(retention: States | None, domain: States | None, seed: int = 0) -> dict[str, Any]:
-    """Return `status`, R as `recovery` and D as `domain_retention`."""
-    r = recovery(*retention, seed=seed) if retention else None
-    d = domain_retention(*domain, seed=seed) if domain else None
-    return {
-        "status": status_of(*retention, seed=seed) if retention else "not measured",
-        "recovery": r and r.as_dict(),
-        "domain_retention": d and d.as_dict(),
-    }
+    start, end = (float(point.domain.mean()) for point in (left, right))
+    low, high = (float(point.retention.mean()) for point in (left, right))
+    if end < at:
+        return -np.inf, 1.0, 0.0
+    share = (at - start) / (end - start) if end > start else 1.0
+    if not 0 < share < 1:
+        return (low, 0.0, 0.0) if share <= 0 else (high, 1.0, 0.0)
+    return low + share * (high - low), share, (high - low) / (end - start)

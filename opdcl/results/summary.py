@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from opdcl.results import writing
 from opdcl.results.format import percent
 from opdcl.results.scores import STATES, Suite, headline_of, load_suites, section
-from opdcl.results.tables import ratio_cell, score_cell
+from opdcl.results.tables import ratio_cell, score_cell, writing_rows
 from opdcl.results.verdict import verdict
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
@@ -29,18 +30,17 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
     from opdcl.results import stats
 
     suites = load_suites(run) if suites is None else suites
-    seed = int(section(run, "eval").get("seed") or 0)
     headline = headline_of(suites)
     retention, domain = headline.get("retention"), headline.get("domain")
-    estimates = {s.name: _summarise_suite(s, seed) for s in suites}
+    estimates = {s.name: _summarise_suite(s) for s in suites}
     summary: dict[str, Any] = {
         "verdict": "",
         "name": run.settings().get("name") or run.path.name,
         "headline": {"retention": retention and retention.name, "domain": domain and domain.name},
         "suites": estimates,
-        **stats.outcome(retention.states() if retention else None, domain.states() if domain else None, seed),
-        "tests": _tests(retention, domain, seed),
-        "ceiling": _ceiling(suites, section(run, "recover"), seed),
+        **stats.outcome(retention.states() if retention else None, domain.states() if domain else None),
+        "tests": _tests(retention, domain),
+        "ceiling": _ceiling(suites, section(run, "recover")),
         "cost": _cost(run, suites),
         "notes": [*_suite_notes(run.read_manifest(), suites, estimates), *_recovery_notes(run)],
     }
@@ -68,20 +68,22 @@ def table_rows(summary: dict[str, Any]) -> list[list[str]]:
             floor = "" if suite["floor"] is None else percent(suite["floor"])
             scores = [score_cell(suite[state]) for state in STATES]
             rows.append([f"{name}\n{suite['metric']}", str(suite["n"]), floor, *scores])
+            if suite["role"] == "retention":
+                rows += [[label, "", "", *cells] for label, cells in writing_rows(suite["writing"])]
     for label, key in (("R", "recovery"), ("D", "domain_retention")):
         if summary[key]:
             rows.append([label, "", "", "", "", ratio_cell(summary[key])])
     return rows
 
 
-def _summarise_suite(suite: Suite, seed: int) -> dict[str, Any]:
+def _summarise_suite(suite: Suite) -> dict[str, Any]:
     from opdcl.results import stats
 
     def estimate(state: str) -> dict[str, float]:
         parts = suite.parts(state)
         if any(len(p) != 1 for p in parts):
-            return stats.clustered_mean(parts, seed).as_dict()
-        return stats.mean(suite.values(state), seed).as_dict()
+            return stats.clustered_mean(parts, suite.clusters).as_dict()
+        return stats.mean(suite.values(state), suite.clusters).as_dict()
 
     metrics: dict[str, dict[str, float]] = {}
     for state, result in suite.results.items():
@@ -95,30 +97,32 @@ def _summarise_suite(suite: Suite, seed: int) -> dict[str, Any]:
         "floor": suite.floor,
         **{state: estimate(state) if state in suite.rows else {} for state in STATES},
         "metrics": metrics,
+        "writing": writing.estimates(suite, seed),
     }
 
 
-def _tests(retention: Suite | None, domain: Suite | None, seed: int) -> dict[str, Any]:
+def _tests(retention: Suite | None, domain: Suite | None) -> dict[str, Any]:
     """Return the paired tests of the headline suites; None for pairs that are not measured."""
     from opdcl.results import stats
 
     def pairwise(suite: Suite | None, test: Callable) -> dict[str, Any]:
         return {
-            f"{later}_minus_{earlier}": test(suite.values(later), suite.values(earlier))
+            f"{later}_minus_{earlier}": test(suite.values(later), suite.values(earlier), suite.clusters)
             if suite and {later, earlier} <= suite.rows.keys()
             else None
             for later, earlier in PAIRS
         }
 
-    def difference(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
-        return stats.difference(a, b, seed).as_dict()
+    def difference(a: np.ndarray, b: np.ndarray, clusters: stats.Clusters) -> dict[str, float]:
+        return stats.difference(a, b, clusters).as_dict()
 
-    def mcnemar(a: np.ndarray, b: np.ndarray) -> float | None:
-        return stats.mcnemar(a, b) if {*a, *b} <= {0.0, 1.0} else None
+    def mcnemar(a: np.ndarray, b: np.ndarray, clusters: stats.Clusters) -> float | None:
+        return stats.mcnemar(a, b, clusters) if {*a, *b} <= {0.0, 1.0} else None
 
     resolution = None
     if retention and retention.complete:
-        resolution = stats.detectable_difference(retention.values("recovered"), retention.values("base"))
+        recovered, base = retention.values("recovered"), retention.values("base")
+        resolution = stats.detectable_difference(recovered, base, retention.clusters)
     return {
         "detectable_difference": resolution,
         "mcnemar": pairwise(retention, mcnemar),
@@ -127,7 +131,7 @@ def _tests(retention: Suite | None, domain: Suite | None, seed: int) -> dict[str
     }
 
 
-def _ceiling(suites: list[Suite], recover: dict[str, Any], seed: int) -> dict[str, dict]:
+def _ceiling(suites: list[Suite], recover: dict[str, Any]) -> dict[str, dict]:
     """Return student minus teacher per suite; near zero, only another teacher or a reward can improve it.
 
     A suite is left out unless its teacher is base (general) or tuned (domain): others are not measured.
@@ -142,9 +146,9 @@ def _ceiling(suites: list[Suite], recover: dict[str, Any], seed: int) -> dict[st
         if kind != teacher or (stream == "domain" and recover.get("teachers")):
             continue
         if {teacher, "recovered"} <= set(suite.rows):
-            gap = stats.difference(suite.values("recovered"), suite.values(teacher), seed).as_dict()
-            place = "above" if gap["low"] > 0 else "below" if gap["high"] < 0 else "level"
-            ceiling[suite.name] = {"teacher": teacher, **gap, "place": place}
+            pair = suite.values("recovered"), suite.values(teacher), suite.clusters
+            gap = stats.difference(*pair).as_dict()
+            ceiling[suite.name] = {"teacher": teacher, **gap, "place": stats.place(*pair)}
     return ceiling
 
 

@@ -10,6 +10,14 @@ from opdcl.results.scores import HEADLINE_ROLES, STATES
 
 MISSING = "\N{EN DASH}"
 
+# What is told of how answers are written, and its label.
+WRITING = {
+    "ended": "answers that end",
+    "tokens": "tokens per answer",
+    "repetition": "repeated 4-grams",
+    "script": "in the prompt's script",
+}
+
 
 class Table(NamedTuple):
     """A table; the second line of a cell is its interval or another small addition."""
@@ -56,6 +64,27 @@ def view(comparison: dict[str, Any]) -> View:
 def score_cell(estimate: dict | None) -> str:
     """Format a score in percent over its interval; empty without an estimate."""
     return f"{percent(estimate['value'])}\n{span(estimate)}" if estimate else ""
+
+
+def writing_rows(writing: dict[str, dict]) -> list[list[str]]:
+    """Return label and cell of each state for every measure that one of them has; see `results.writing`.
+
+    The script is left out where all answers keep to it.
+    """
+    rows = []
+    for measure, label in WRITING.items():
+        found = [writing.get(state, {}).get(measure) for state in STATES]
+        if any(found) and not (measure == "script" and all(e["value"] == 1 for e in found if e)):
+            rows.append([label, *(length_cell(e) if measure == "tokens" else score_cell(e) for e in found)])
+    return rows
+
+
+def length_cell(estimate: dict | None) -> str:
+    """Format a mean length over its interval; empty without an estimate."""
+    if not estimate:
+        return ""
+    value, low, high = (f"{estimate[key]:.0f}" for key in ("value", "low", "high"))
+    return f"{value}\n[{low}, {high}]"
 
 
 def ratio_cell(estimate: dict | None) -> str:

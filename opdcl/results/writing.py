@@ -17,8 +17,8 @@ from opdcl.results.scores import Suite
 if TYPE_CHECKING:
     import numpy as np
 
-# How far above base's the recovered model's share of cut answers, and of repeated 4-grams, may lie: one answer
-# in twenty. With 500 prompts a paired test shows this four times in five, if one pair in six differs.
+# How far above base's the recovered model's share of cut answers, and of repeated 4-grams, may lie: one in
+# twenty. With 500 prompts a paired test shows this four times in five, if one pair in six differs.
 MARGINS = {"cut": 0.05, "repetition": 0.05}
 
 # Scripts that one language mixes.
@@ -32,8 +32,8 @@ def values(suite: Suite, state: str) -> dict[str, np.ndarray]:
     """Return measure -> `(N,)` numbers, one per prompt, for what the rows of a state tell.
 
     `ended`: the answer ended before its token limit. `tokens`: its length. `repetition`: the share of its
-    4-grams of words that occurred earlier in it. `script`: its letters are mostly of the script of the prompt,
-    or of base's answer; telling languages apart within a script takes longer texts than many answers are.
+    4-grams of words that occurred earlier in it. `script`: its letters are mostly of the script of the prompt
+    or of base's answer; languages that share a script are not told apart, for which answers are too short.
     """
     import numpy as np
 

@@ -46,7 +46,7 @@ def test_a_changed_base_and_a_foreign_adapter_get_notes(run):
 
 def test_html_shows_verdict_scores_plots_cost_and_how_to_reproduce_the_run(trained):
     page = Page(pages(trained)["report.html"])
-    assert page.tags.count("svg") == 3
+    assert page.tags.count("svg") == 4
     for expected in (
         summarise(trained)["verdict"].replace(
             " %", "\N{NO-BREAK SPACE}%"

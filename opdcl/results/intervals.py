@@ -1,0 +1,198 @@
+"""95 % intervals of means, differences and ratios over prompts, clusters of prompts, and training seeds.
+
+Scores are arrays of one value per prompt, `(N,)`, or one row per training seed, `(S, N)`: every seed answers
+the same prompts. Prompts of one cluster (three wordings of one fact) are not independent: `clusters` holds N
+ids, and None makes each prompt a cluster of its own.
+
+A mean varies with the choice of prompts and with the training seeds. Each source has a variance and the
+quantile of Student's t that belongs to its number of clusters or seeds; the squares of the two half-widths
+add up (Howe 1974). So three seeds count as three. With one seed, an interval covers the choice of prompts
+only. Scores have Wilson's interval (1927) with the effective number of prompts, ratios Fieller's (1954).
+Nothing is drawn at random. benchmarks/coverage.py measures how often the intervals cover the truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+import numpy as np
+
+Clusters = np.ndarray | None
+
+# Arrays on the same prompts whose means add up, and the clusters of these prompts.
+Sum = tuple[Sequence[np.ndarray], Clusters]
+
+# A source of variance: the variance of the mean through it, and its degrees of freedom.
+Source = tuple[float, int]
+
+TWO_SIDED = 0.975
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def as_dict(self) -> dict[str, float]:
+        return {k: round(v, 6) for k, v in asdict(self).items()}
+
+
+def mean(scores: np.ndarray, clusters: Clusters = None) -> Estimate:
+    """Estimate the mean of one number per prompt: with Wilson's interval if all lie between 0 and 1."""
+    scores = np.asarray(scores, float)
+    if scores.min() < 0 or scores.max() > 1:
+        return mean_over([scores], [clusters])
+    value = float(scores.mean())
+    _, count = cluster_ids(scores.shape[-1], clusters)
+    if value in (0.0, 1.0):
+        # No spread is seen; Wilson's interval says what this many clusters can exclude.
+        inflation = student(TWO_SIDED, count - 1) ** 2 / count
+    else:
+        within = value * (1 - value)
+        inflation = half_width(sources([([scores], clusters)])) ** 2 / within
+        if pass_or_fail(scores):
+            # By chance a few passes can look more regular than independent ones.
+            inflation = max(inflation, student(TWO_SIDED, count - 1) ** 2 / scores.size)
+    centre = (value + inflation / 2) / (1 + inflation)
+    half = np.sqrt(inflation * value * (1 - value) + inflation**2 / 4) / (1 + inflation)
+    # Rounding would exclude 0 and 1 themselves.
+    low, high = max(min(centre - half, value), 0.0), min(max(centre + half, value), 1.0)
+    return Estimate(value, float(low), float(high))
+
+
+def mean_over(suites: Sequence[np.ndarray], clusters: Sequence[Clusters] | None = None) -> Estimate:
+    """Estimate the unweighted mean of the suites' means; their numbers are `(N,)` or `(S, N)`."""
+    scaled = [np.asarray(scores, float) / len(suites) for scores in suites]
+    return total([([x], c) for x, c in zip(scaled, clusters or [None] * len(suites), strict=True)])
+
+
+def clustered_mean(parts: Sequence[Sequence[float]], clusters: Clusters = None) -> Estimate:
+    """Estimate the mean over all parts of all prompts (IFEval's instruction level): a prompt is a cluster."""
+    ids = np.arange(len(parts)) if clusters is None else np.asarray(clusters)
+    return mean(np.concatenate([np.asarray(p, float) for p in parts]), ids.repeat([len(p) for p in parts]))
+
+
+def difference(a: np.ndarray, b: np.ndarray, clusters: Clusters = None) -> Estimate:
+    """Estimate mean(a) - mean(b) on the same prompts; equal numbers of seeds are paired in their order."""
+    value, half = float(np.mean(a) - np.mean(b)), half_width(difference_sources(a, b, clusters))
+    largest = 1.0 if pass_or_fail(a, b) else np.inf
+    return Estimate(value, max(value - half, -largest), min(value + half, largest))
+
+
+def difference_sources(a: np.ndarray, b: np.ndarray, clusters: Clusters = None) -> list[Source]:
+    """Return the variances of mean(a) - mean(b)."""
+    seen = sources([([a, -np.asarray(b, float)], clusters)])
+    return seen + (imagined_answers(np.shape(a)[-1], clusters) if pass_or_fail(a, b) else [])
+
+
+def imagined_answers(n: int, clusters: Clusters) -> list[Source]:
+    """Return the variance of two more clusters, in each of which another one of two models is better.
+
+    Without them, six prompts on which two models agree would prove them equal (Bonett and Price 2012).
+    """
+    _, count = cluster_ids(n, clusters)
+    return [(2 / count**2, max(count - 1, 1))]
+
+
+def total(sums: Sequence[Sum]) -> Estimate:
+    """Estimate a sum of means; the prompts of different sums are independent."""
+    value = float(sum(np.mean(array) for arrays, _ in sums for array in arrays))
+    half = half_width(sources(sums))
+    return Estimate(value, value - half, value + half)
+
+
+def ratio(part: np.ndarray, whole: np.ndarray, clusters: Clusters = None) -> Estimate | None:
+    """Estimate mean(part) / mean(whole) of paired differences of scores; R and D are such ratios.
+
+    The interval holds every ratio r for which mean(part - r * whole) may be zero. The result is None where
+    mean(whole) may be zero or below, because the interval would be unbounded.
+    """
+    part, whole = np.atleast_2d(np.asarray(part, float)), np.atleast_2d(np.asarray(whole, float))
+    above, below = float(part.mean()), float(whole.mean())
+    if below <= 0:
+        return None
+    value = above / below
+    # Seeds whose variance is not above zero at the estimate are left out of the whole parabola.
+    _, *seeds = sources([([part - value * whole], clusters)])
+    kept = [True, *(variance > 0 for variance, _ in seeds)]
+    imagined = 0.0
+    if np.isin([part, whole], (-1.0, 0.0, 1.0)).all():
+        imagined = half_width(imagined_answers(part.shape[1], clusters)) ** 2
+
+    def width(x: np.ndarray) -> float:
+        pairs = zip(sources([([x], clusters)], clipped=False), kept, strict=True)
+        return imagined + sum(v * student(TWO_SIDED, freedom) ** 2 for (v, freedom), keep in pairs if keep)
+
+    of_part, of_whole, of_gap = width(part), width(whole), width(part - whole)
+    a = below**2 - of_whole
+    b = above * below - (of_part + of_whole - of_gap) / 2
+    root = b**2 - a * (above**2 - of_part)
+    if a <= 0 or root < 0:
+        return None
+    return Estimate(value, (b - root**0.5) / a, (b + root**0.5) / a)
+
+
+def pass_or_fail(*scores: np.ndarray) -> bool:
+    """Return whether all scores are 0 or 1."""
+    return all(bool(np.isin(x, (0.0, 1.0)).all()) for x in scores)
+
+
+@lru_cache(maxsize=256)
+def student(probability: float, freedom: int) -> float:
+    """Return a quantile of Student's t."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(max(freedom, 1), probability))
+
+
+def half_width(parts: Sequence[Source], probability: float = TWO_SIDED) -> float:
+    """Return half the width of an interval whose upper end has this probability."""
+    return float(sum(v * student(probability, freedom) ** 2 for v, freedom in parts) ** 0.5)
+
+
+def sources(sums: Sequence[Sum], clipped: bool = True) -> list[Source]:
+    """Return the variances of a sum of means: through the prompts of each sum, then through the seeds.
+
+    Arrays with the same number of seeds share them. `clipped` replaces a negative estimate by zero.
+    """
+    prompts: list[Source] = []
+    seed_means: dict[int, np.ndarray] = {}
+    noise: dict[int, float] = {}
+    for arrays, clusters in sums:
+        ids, count = cluster_ids(np.shape(arrays[0])[-1], clusters)
+        rows: dict[int, np.ndarray] = {}
+        for x in (np.atleast_2d(np.asarray(array, float)) for array in arrays):
+            rows[len(x)] = rows[len(x)] + x if len(x) in rows else x
+        averages = np.sum([x.mean(0) for x in rows.values()], axis=0)
+        prompts.append((_between_clusters(averages[None], ids, count), max(count - 1, 1)))
+        for seeds, x in rows.items():
+            if seeds > 1:
+                seed_means[seeds] = seed_means.get(seeds, np.zeros(seeds)) + x.mean(1)
+                single = _between_clusters(x - x.mean(0), ids, count) / (seeds * (seeds - 1))
+                noise[seeds] = noise.get(seeds, 0.0) + single
+    through_seeds: list[Source] = []
+    for seeds, means in seed_means.items():
+        # A seed's mean holds the luck of its single answers too, which the prompts' variance has already.
+        variance = float(means.var(ddof=1) / seeds - noise[seeds])
+        through_seeds.append((max(variance, 0.0) if clipped else variance, seeds - 1))
+    return prompts + through_seeds
+
+
+def cluster_ids(n: int, clusters: Clusters) -> tuple[np.ndarray, int]:
+    """Return each prompt's cluster as a number from 0, and the number of clusters."""
+    if clusters is None:
+        return np.arange(n), n
+    names, ids = np.unique(np.asarray(clusters), return_inverse=True)
+    return ids, len(names)
+
+
+def _between_clusters(rows: np.ndarray, ids: np.ndarray, count: int) -> float:
+    """Return the sum of the variances of the rows' means, each from the sums of its clusters."""
+    centred = rows - rows.mean(1, keepdims=True)
+    sums = np.stack([np.bincount(ids, row, count) for row in centred])
+    return float((sums**2).sum() / rows.shape[1] ** 2 * count / max(count - 1, 1))
