@@ -71,11 +71,11 @@ def write_page(record: dict, page: Path) -> None:
         "# What we broke on purpose",
         "",
         "Written by `python benchmarks/reliability`, using a two-layer model that runs the whole job in "
-        + "seconds. Every",
-        "fault is injected for real; none is simulated inside the program. *Bit-identical* compares adapters, "
-        + "answers",
+        "seconds. Every",
+        "fault is injected for real; none is simulated inside the program. *Bit-identical* compares "
+        "adapters, answers",
         "and metrics with those of an undisturbed run. Error messages are quoted as the measured "
-        + "version printed them.",
+        "version printed them.",
         "",
     ]
     titles = {
