@@ -74,7 +74,10 @@ def suite_record(suites: list[Suite]) -> dict[str, Any]:
     """Return the scores of one suite over the runs; R and how it writes for retention, D for a domain."""
     first, states = suites[0], pooled_states(suites)
     assert states
-    record: dict[str, Any] = {**first.description, "floor": max(suite.floor or 0.0 for suite in suites)}
+    floor = (
+        max(suite.floor or 0.0 for suite in suites) if states.floor is None else float(states.floor.mean())
+    )
+    record: dict[str, Any] = {**first.description, "floor": round(floor, 6)}
     for name in STATES:
         record[name] = stats.mean(getattr(states, name), states.clusters).as_dict()
     if first.role == "retention":

@@ -190,7 +190,17 @@ def proof_recovery() -> str:
                 if suite["role"] == "retention":
                     rows.append([f"{data_set}, {method}", f"`{name}`", *recovery_cells(suite), kept])
                     kept = ""
-    columns = ["runs", "suite", "R", "R, raw", "R, seen", "R, unseen", "answers that end", "repetition", "D"]
+    columns = [
+        "runs",
+        "suite",
+        "R",
+        "R from tuned",
+        "R, seen",
+        "R, unseen",
+        "answers that end",
+        "repetition",
+        "D",
+    ]
     return rows_of(columns, rows, 2) if rows else NOT_MEASURED
 
 
@@ -200,7 +210,8 @@ def recovery_cells(suite: dict[str, Any]) -> list[str]:
     for measure in ("ended", "repetition"):
         both = [suite["writing"][state].get(measure) for state in ("base", "recovered")]
         styles.append(f"{score(both[1])} (base {percent(both[0]['value'])})" if all(both) else "")
-    return [*(ratio(r) for r in (suite["recovery"], suite.get("recovery_raw"), *groups)), *styles]
+    first = ratio(suite["recovery"]) or f"none: {suite['no_recovery_because']}"
+    return [first, *(ratio(r) for r in (suite["recovery_raw"], *groups)), *styles]
 
 
 def proof_conditions() -> str:
@@ -208,9 +219,9 @@ def proof_conditions() -> str:
     sentences = []
     for data_set, by_method in read("proof").items():
         for method, cell in by_method.items():
-            machine = cell["machine"] or {}
+            machine, seeds = cell["machine"] or {}, len(cell["seeds"])
             place = f"{machine.get('name')}, {machine.get('cores')} cores, {machine.get('dtype')}"
-            sentence = f"{data_set}, {method}: {len(cell['seeds'])} seeds, {place}, {cell['date']}"
+            sentence = f"{data_set}, {method}: {seeds} seed{'s' * (seeds > 1)}, {place}, {cell['date']}"
             if minutes := cell["minutes"]:
                 sentence += f", {min(minutes):.0f} to {max(minutes):.0f} minutes each"
             sentences.append(f"{sentence}, at most {max(cell['peak_memory_gib'])} GiB.")
@@ -231,7 +242,7 @@ def comparison(name: str) -> str:
         cells += [ratio(arm["domain_retention"]), ratio(further.get(arm["name"]))]
         cells.append(f"{points(above['value'])} {span(above)}" if above else "")
         rows.append([arm["name"].removesuffix("-1") if name == "defaults" else arm["name"], *cells])
-    columns = ["arm", f"`{found['headline']['retention']}`", found["headline"]["domain"], "R, raw", "D"]
+    columns = ["arm", f"`{found['headline']['retention']}`", found["headline"]["domain"], "R from tuned", "D"]
     columns += ["D, learned wordings", "above the alpha-curve, points"]
     kept = [i for i in range(len(columns)) if i == 0 or any(row[i] for row in rows)]
     return rows_of([columns[i] for i in kept], [[row[i] for i in kept] for row in rows])

@@ -145,7 +145,7 @@ def test_the_proof_pools_the_seeds(runs, tmp_path, monkeypatch, records):
     assert cell["minutes"] == [10, 11, 12]
     assert cell["peak_memory_gib"] == [2, 3, 4]
     suite = cell["suites"]["instructions"]
-    assert (suite["n"], suite["floor"], suite["base"]["value"]) == (40, 0.05, 0.8)
+    assert (suite["n"], suite["floor"], suite["base"]["value"]) == (40, 0.3, 0.8)
     assert suite["recovered"]["value"] == pytest.approx(28 / 40, abs=1e-6)
     assert suite["recovery"]["value"] == pytest.approx((28 - 12) / (32 - 12), abs=1e-6)
     assert suite["recovery_raw"]["value"] == pytest.approx((28 - 8) / (32 - 8), abs=1e-6)
@@ -159,7 +159,7 @@ def test_the_proof_pools_the_seeds(runs, tmp_path, monkeypatch, records):
 
     monkeypatch.setattr(records, "HERE", tmp_path)
     scores, recovery = records.proof_scores(), records.proof_recovery()
-    assert "| quickstart, cured | `instructions` | 40 | 5.0 % | 80.0 % [" in scores
+    assert "| quickstart, cured | `instructions` | 40 | 30.0 % | 80.0 % [" in scores
     assert "| quickstart, cured | `instructions` | 0.80 [" in recovery
     assert "| 0.83 [" in recovery
     assert "25.0 % [" in recovery
@@ -188,6 +188,17 @@ def test_runs_that_are_not_one_arm_are_refused(runs):
     write(runs[1].config, config)
     with pytest.raises(SystemExit, match="seeds only"):
         script("proof").measure(runs)
+
+
+def test_a_method_without_R_says_why(records):
+    suite = {
+        "recovery": None,
+        "recovery_raw": None,
+        "no_recovery_because": "no significant drop",
+        "groups": {},
+    }
+    suite["writing"] = {"base": {}, "recovered": {}}
+    assert records.recovery_cells(suite)[0] == "none: no significant drop"
 
 
 def test_without_runs_the_page_says_so(records, tmp_path, monkeypatch):
