@@ -39,11 +39,13 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
         "headline": {"retention": retention and retention.name, "domain": domain and domain.name},
         "suites": estimates,
         **stats.outcome(retention.states() if retention else None, domain.states() if domain else None),
+        "groups": _groups(retention),
         "tests": _tests(retention, domain),
         "ceiling": _ceiling(suites, section(run, "recover")),
         "cost": _cost(run, suites),
         "notes": [*_suite_notes(run.read_manifest(), suites, estimates), *_recovery_notes(run)],
     }
+    summary["status"] = writing.status_with(summary["tests"]["writing"], summary["status"])
     if retention and summary["status"] in ("partly recovered", "not shown"):
         summary["notes"].append(resolution_note(retention, [summary["tests"]["detectable_difference"]]))
     summary["verdict"] = verdict(summary, retention, domain)
@@ -69,7 +71,7 @@ def table_rows(summary: dict[str, Any]) -> list[list[str]]:
             scores = [score_cell(suite[state]) for state in STATES]
             rows.append([f"{name}\n{suite['metric']}", str(suite["n"]), floor, *scores])
             if suite["role"] == "retention":
-                rows += [[label, "", "", *cells] for label, cells in writing_rows(suite["writing"])]
+                rows += [[label, "", "", *cells] for label, *cells in writing_rows(suite["writing"])]
     for label, key in (("R", "recovery"), ("D", "domain_retention")):
         if summary[key]:
             rows.append([label, "", "", "", "", ratio_cell(summary[key])])
@@ -77,14 +79,6 @@ def table_rows(summary: dict[str, Any]) -> list[list[str]]:
 
 
 def _summarise_suite(suite: Suite) -> dict[str, Any]:
-    from opdcl.results import stats
-
-    def estimate(state: str) -> dict[str, float]:
-        parts = suite.parts(state)
-        if any(len(p) != 1 for p in parts):
-            return stats.clustered_mean(parts, suite.clusters).as_dict()
-        return stats.mean(suite.values(state), suite.clusters).as_dict()
-
     metrics: dict[str, dict[str, float]] = {}
     for state, result in suite.results.items():
         for metric, value in result["metrics"].items():
@@ -93,12 +87,44 @@ def _summarise_suite(suite: Suite) -> dict[str, Any]:
     return {
         "role": suite.role,
         "metric": suite.metric,
+        **_scores(suite),
+        "metrics": metrics,
+        "writing": writing.estimates(suite),
+    }
+
+
+def _scores(suite: Suite) -> dict[str, Any]:
+    """Return the number of prompts, the floor, and the estimated score of each state; empty without one."""
+    from opdcl.results import stats
+
+    def estimate(state: str) -> dict[str, float]:
+        parts = suite.parts(state)
+        if any(len(p) != 1 for p in parts):
+            return stats.clustered_mean(parts, suite.clusters).as_dict()
+        return stats.mean(suite.values(state), suite.clusters).as_dict()
+
+    return {
         "n": len(next(iter(suite.rows.values()), [])),
         "floor": suite.floor,
         **{state: estimate(state) if state in suite.rows else {} for state in STATES},
-        "metrics": metrics,
-        "writing": writing.estimates(suite, seed),
     }
+
+
+def _groups(retention: Suite | None) -> dict[str, Any]:
+    """Return the headline's scores and R for each group of prompts; empty unless there are several groups."""
+    from opdcl.results import stats
+
+    groups: dict[str, Any] = {}
+    for name in retention.groups if retention and len(retention.groups) > 1 else ():
+        suite = retention.only(name)
+        floor = suite.floor_values()
+        outcome = stats.outcome(suite.states(), None)
+        groups[name] = {
+            **_scores(suite),
+            "floor": None if floor is None else float(floor.mean()),
+            **{key: outcome[key] for key in ("recovery", "recovery_raw", "non_inferiority")},
+        }
+    return groups
 
 
 def _tests(retention: Suite | None, domain: Suite | None) -> dict[str, Any]:
@@ -119,12 +145,11 @@ def _tests(retention: Suite | None, domain: Suite | None) -> dict[str, Any]:
     def mcnemar(a: np.ndarray, b: np.ndarray, clusters: stats.Clusters) -> float | None:
         return stats.mcnemar(a, b, clusters) if {*a, *b} <= {0.0, 1.0} else None
 
-    resolution = None
-    if retention and retention.complete:
-        recovered, base = retention.values("recovered"), retention.values("base")
-        resolution = stats.detectable_difference(recovered, base, retention.clusters)
+    detectable = pairwise(retention, stats.detectable_difference)
     return {
-        "detectable_difference": resolution,
+        "detectable_difference": detectable["recovered_minus_base"],
+        "detectable_drop": detectable["tuned_minus_base"],
+        "writing": writing.compared_with_base([retention] if retention else []),
         "mcnemar": pairwise(retention, mcnemar),
         **pairwise(retention, difference),
         **{f"domain_{pair}": change for pair, change in pairwise(domain, difference).items()},
@@ -148,7 +173,8 @@ def _ceiling(suites: list[Suite], recover: dict[str, Any]) -> dict[str, dict]:
         if {teacher, "recovered"} <= set(suite.rows):
             pair = suite.values("recovered"), suite.values(teacher), suite.clusters
             gap = stats.difference(*pair).as_dict()
-            ceiling[suite.name] = {"teacher": teacher, **gap, "place": stats.place(*pair)}
+            place = {"place": stats.place(*pair), "detectable": stats.detectable_difference(*pair)}
+            ceiling[suite.name] = {"teacher": teacher, "n": len(suite.prompts), **gap, **place}
     return ceiling
 
 

@@ -1,64 +1,139 @@
-"""The verdict in words."""
+"""The verdict in words: no word claims more than the numbers show."""
 
 from __future__ import annotations
+
+import math
 
 from opdcl.results.format import interval, percent
 from opdcl.results.scores import STATES, Suite
 
-# If a smaller share of the domain gain is kept, the verdict says "but only".
+# If a smaller share of the domain gain is kept, the verdict says "only".
 MOST_OF_THE_GAIN = 0.9
+
+# What the groups of a suite's prompts are called in a sentence.
+GROUPS = {"seen": "constraint types that occur in the recovery prompts", "unseen": "others"}
 
 
 def verdict(summary: dict, retention: Suite | None, domain: Suite | None) -> str:
-    """Return the outcome as one plain sentence."""
+    """Return the outcome in one plain sentence, and in a second one R by group of prompts."""
     if retention is None or not retention.rows:
         missing = f"suite {retention.name} has no results" if retention else "there is no retention suite"
         return f"Not measured yet: {missing}."
     scores = {s: percent(summary["suites"][retention.name][s]["value"]) for s in retention.rows}
-    name = retention.plain
     if not retention.complete:
         missing = " and ".join(s for s in STATES if s not in scores)
         known = ", ".join(f"{s} {score}" for s, score in scores.items())
-        return f"Not measured yet: {name} has no result for {missing} (so far: {known})."
-    base, tuned, recovered = (scores[s] for s in STATES)
-    tail = _domain_clause(summary["domain_retention"], domain)
-    if summary["status"] == "no measurable forgetting":
-        levels = f"{name} is {base} for base, {tuned} for tuned and {recovered} for recovered"
-        return f"No measurable forgetting: {levels}, {why_no_recovery(summary)}, so no R is computed{tail}."
-    numbers = f"(base {base}, tuned {tuned}), R = {interval(summary['recovery'])}"
-    if summary["status"] == "recovered":
-        return f"Recovered: {name} is back to {recovered} {numbers}{tail}."
-    if summary["status"] == "partly recovered":
-        limit = "measurably above tuned but not demonstrably as good as base"
-        return f"Partly recovered: {name} rose to {recovered} {numbers}, which is {limit}{tail}."
-    return f"No recovery found: {name} is {recovered} {numbers}, which is not measurably above tuned{tail}."
+        return f"Not measured yet: {retention.plain} has no result for {missing} (so far: {known})."
+    parts = [_retention_clause(summary, retention, scores), *_writing_clauses(summary)]
+    first = ", but ".join([parts[0], " and ".join(parts[1:])] if parts[1:] else parts)
+    domain_clause = _domain_clause(summary["domain_retention"], domain)
+    return " ".join([f"{first}; {domain_clause}.", *_group_sentence(summary)])
+
+
+def _retention_clause(summary: dict, retention: Suite, scores: dict[str, str]) -> str:
+    name, status = retention.plain, summary["status"]
+    levels = f"{name} is {scores['base']} for base, {scores['tuned']} for tuned and "
+    levels += f"{scores['recovered']} for recovered"
+    if status == "no headroom":
+        floor = summary["suites"][retention.name]["floor"]
+        reason = (
+            f"a content-free answer scores {percent(floor)}, so neither a loss nor a recovery can be shown"
+        )
+        return f"Base is not well above the floor: {levels}, {reason}"
+    if status == "too few prompts":
+        return f"Too few prompts to tell: {levels}, {why_no_recovery(summary)}"
+    if status == "no measurable forgetting":
+        return f"No measurable forgetting: {levels}, {why_no_recovery(summary)}"
+    numbers = f"(base {scores['base']}, tuned {scores['tuned']})"
+    ratio = (
+        f"R = {interval(summary['recovery'])}" if summary["recovery"] else f"no R, {why_no_recovery(summary)}"
+    )
+    recovered = scores["recovered"]
+    if status == "recovered":
+        return f"Recovered: {name} is back to {recovered} {numbers}, {_bound(summary)}, {ratio}"
+    if status == "partly recovered":
+        return f"Partly recovered: {name} rose to {recovered} {numbers}, {_bound(summary)}, {ratio}"
+    return f"No recovery found: {name} is {recovered} {numbers}, not measurably above tuned, {ratio}"
+
+
+def _bound(summary: dict) -> str:
+    """Say how far recovered lies below base at most, with 95 % confidence."""
+    most = 100 * summary["non_inferiority"]["at_most"]
+    return f"at most {most:.1f} points below base" if most > 0 else "measurably above base"
+
+
+def _writing_clauses(summary: dict) -> list[str]:
+    """Say what is wrong with how recovered writes: what is measurably worse, or not shown to be as good."""
+    cut, repetition = (summary["tests"]["writing"][name] for name in ("cut", "repetition"))
+    recovers = summary["status"] == "partly recovered"
+    clauses = []
+    if cut and not cut["shown"] and cut["worse"]:
+        levels = f"{percent(cut['recovered'])} of its answers run into the token limit"
+        clauses.append(f"{levels} (base {percent(cut['base'])})")
+    elif cut and not cut["shown"] and recovers:
+        clauses.append(
+            f"up to {100 * cut['at_most']:.0f} % more of its answers than base's may run into the token limit"
+        )
+    if repetition and not repetition["shown"] and repetition["worse"]:
+        levels = f"{percent(repetition['recovered'])} of its 4-grams are repetitions"
+        clauses.append(f"{levels} (base {percent(repetition['base'])})")
+    elif repetition and not repetition["shown"] and recovers:
+        clauses.append(
+            f"up to {100 * repetition['at_most']:.0f} % more of its 4-grams than base's may be repetitions"
+        )
+    return clauses
+
+
+def _group_sentence(summary: dict) -> list[str]:
+    """Tell R apart by group of prompts, where it is computed for each of them."""
+    ratios = {name: group["recovery"] for name, group in summary["groups"].items()}
+    if not ratios or None in ratios.values() or summary["recovery"] is None:
+        return []
+    first, *rest = (f"{interval(r)} on {GROUPS.get(name, name)}" for name, r in ratios.items())
+    return [f"R = {', '.join([first, *rest])}."]
 
 
 def _domain_clause(estimate: dict | None, domain: Suite | None) -> str:
     if domain is None or not domain.complete:
-        return "; the share of the domain gain that was kept is not measured"
+        return "the share of the domain gain that was kept is not measured"
     if estimate is None:
-        return f"; the fine-tune's gain on {domain.plain} is not measurable, so no D is computed"
-    word = "but only" if estimate["value"] < MOST_OF_THE_GAIN else "and"
+        return f"the fine-tune's gain on {domain.plain} is not measurable, so no D is computed"
     value, low, high = (f"{100 * estimate[k]:.0f}" for k in ("value", "low", "high"))
-    return f", {word} {value} % [{low}, {high}] of the domain gain is kept"
+    only = "only " if estimate["value"] < MOST_OF_THE_GAIN else ""
+    return f"{only}{value} % [{low}, {high}] of the domain gain is kept"
 
 
 def why_no_recovery(summary: dict) -> str:
-    """Say why there is no R: a state is missing, the drop is too small, or it may be chance."""
+    """Say why there is no R: no result, no significant drop, a small one, or a floor that is too near."""
     from opdcl.results import stats
 
-    change = summary["tests"]["tuned_minus_base"]
+    change, detectable = summary["tests"]["tuned_minus_base"], summary["tests"]["detectable_drop"]
     if change is None:
         return "base and tuned are not both measured"
     if summary["status"] == "not measured":
         return "recovered is not measured"
+    if summary["status"] == "no headroom":
+        return "base is not well above the floor"
+    needed = 100 * stats.SMALLEST_DROP
     # + 0.0 turns -0.0 into 0.0.
     value, low, high = (round(-100 * change[k], 1) + 0.0 for k in ("value", "high", "low"))
     drop = f"a drop from base to tuned of {value} points [{low}, {high}]"
+    prompts = summary["suites"][summary["headline"]["retention"]]["n"]
+    if summary["status"] == "too few prompts":
+        enough = _rounded_up(prompts * (detectable / stats.SMALLEST_DROP) ** 2)
+        seen = f"{prompts} prompts show a drop from {100 * detectable:.0f} points on"
+        return f"{drop}: {seen}, one of {needed:.0f} points takes about {enough}"
+    if summary["status"] == "no measurable forgetting":
+        return f"{drop}, where {prompts} prompts would show one of {100 * detectable:.1f}"
     if -change["value"] < stats.SMALLEST_DROP:
-        return f"{drop}, less than the {100 * stats.SMALLEST_DROP:.0f} that a ratio needs"
-    return f"{drop}, whose interval or McNemar test does not exclude zero"
+        return f"because {drop} is too small for a ratio, which needs {needed:.0f}"
+    return f"because base is less than {needed:.0f} points above the floor"
+
+
+def _rounded_up(number: float) -> int:
+    """Round up to two significant digits: an estimate is not more exact."""
+    unit = 10 ** max(0, math.floor(math.log10(number)) - 1)
+    return math.ceil(number / unit) * unit
 
 
 def why_no_domain_retention(domain: Suite | None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from opdcl.repetition import repetition
@@ -16,6 +17,8 @@ from opdcl.results.scores import Suite
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from opdcl.results.stats import Status
 
 # How far above base's the recovered model's share of cut answers, and of repeated 4-grams, may lie: one in
 # twenty. With 500 prompts a paired test shows this four times in five, if one pair in six differs.
@@ -55,37 +58,54 @@ def values(suite: Suite, state: str) -> dict[str, np.ndarray]:
     }
 
 
-def estimates(suite: Suite, seed: int) -> dict[str, dict[str, dict[str, float]]]:
+def estimates(suite: Suite) -> dict[str, dict[str, dict[str, float]]]:
     """Return state -> measure -> estimate of its mean over prompts."""
     from opdcl.results import stats
 
     return {
-        state: {name: stats.mean(x, seed).as_dict() for name, x in values(suite, state).items()}
+        state: {name: stats.mean(x, suite.clusters).as_dict() for name, x in values(suite, state).items()}
         for state in suite.rows
     }
 
 
-def compared_with_base(base: dict[str, np.ndarray], recovered: dict[str, np.ndarray], seed: int) -> dict:
-    """Return, for cut answers and repetition, recovered - base and whether recovered is shown to be as good.
+def compared_with_base(suites: Sequence[Suite]) -> dict[str, dict[str, Any] | None]:
+    """Return, for cut answers and repetition, how recovered compares with base; None if not measured.
 
-    The arguments map measures to scores of shape `(N,)` or `(seeds, N)`. A measure that either lacks is None.
-    `as_good`: the interval lies below the margin. `worse`: it lies above zero.
+    `shown`: recovered is shown to be less than `margin` worse. `worse`: it is measurably worse. `at_most` is
+    how much worse it is at most, `base` and `recovered` are the two shares.
+
+    Args:
+        suites: One suite, or the same one of several training seeds.
     """
     from opdcl.results import stats
 
-    def cut(scores: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return scores | ({"cut": 1 - scores["ended"]} if "ended" in scores else {})
-
-    base, recovered = cut(base), cut(recovered)
-    tests: dict[str, dict[str, Any] | None] = {}
+    tests: dict[str, dict[str, Any] | None] = dict.fromkeys(MARGINS)
     for name, margin in MARGINS.items():
-        tests[name] = None
-        if name in base and name in recovered:
-            change = stats.difference(recovered[name], base[name], seed)
-            verdict = {"as_good": change.high < margin, "worse": change.low > 0}
-            levels = {"base": float(base[name].mean()), "recovered": float(recovered[name].mean())}
-            tests[name] = {**change.as_dict(), "margin": margin, **levels, **verdict}
+        scores = [_stacked(suites, state, name) for state in ("base", "recovered")]
+        if scores[0] is not None and scores[1] is not None:
+            base, recovered = scores
+            options = {"clusters": suites[0].clusters, "margin": margin, "higher_is_better": False}
+            shown = stats.non_inferiority(recovered, base, **options).as_dict()
+            worse = stats.difference(recovered, base, suites[0].clusters).low > 0
+            levels = {"base": float(base.mean()), "recovered": float(recovered.mean())}
+            tests[name] = {**levels, **shown, "worse": bool(worse)}
     return tests
+
+
+def status_with(tests: dict[str, dict[str, Any] | None], status: Status) -> Status:
+    """Return the status; `recovered` only if the answers are shown to be written as well as base's."""
+    as_good = all(test["shown"] for test in tests.values() if test)
+    return "partly recovered" if status == "recovered" and not as_good else status
+
+
+def _stacked(suites: Sequence[Suite], state: str, name: str) -> np.ndarray | None:
+    """Return a measure of a state, `(S, N)`, or None if a suite lacks it."""
+    import numpy as np
+
+    columns = [values(suite, state) for suite in suites]
+    if name == "cut":
+        columns = [c | ({"cut": 1 - c["ended"]} if "ended" in c else {}) for c in columns]
+    return np.stack([c[name] for c in columns]) if columns and all(name in c for c in columns) else None
 
 
 def script_of(text: str) -> str:

@@ -64,7 +64,10 @@ def change(run: RunDir, section: str, **values) -> None:
 def measure_fully(
     run: RunDir, state: str, suite: str, role: str, passes: set[int], n: int = N, **more
 ) -> None:
-    """Write one evaluation with answers, metrics, floors and cost; `passes` numbers the passed prompts."""
+    """Write one evaluation with answers, metrics, floors and cost; `passes` numbers the passed prompts.
+
+    `fields` returns further fields of the row of a prompt, such as `ended`, `group` and `floor`.
+    """
     rows = [
         {
             "doc_id": i,
@@ -73,6 +76,7 @@ def measure_fully(
             "target": None,
             "scores": {STRICT: i in passes, "inst_level_strict_acc": [True, i in passes]},
             "tokens": 50,
+            **(more["fields"](i) if "fields" in more else {}),
         }
         for i in range(n)
     ]

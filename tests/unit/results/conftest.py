@@ -3,14 +3,7 @@
 import pytest
 from helpers.synthetic import BASE, TUNED, measure, measure_fully, workflow, write
 
-from opdcl.results import stats
 from opdcl.rundir.layout import RunDir
-
-
-@pytest.fixture
-def few_resamples(monkeypatch):
-    """Draw a thousand resamples, which are enough for these tests."""
-    monkeypatch.setattr(stats, "RESAMPLES", 1000)
 
 
 @pytest.fixture
@@ -40,9 +33,8 @@ def three(make) -> list[RunDir]:
 
 
 @pytest.fixture
-def empty(tmp_path, monkeypatch) -> RunDir:
-    """A run that was planned but not started, with a thousand resamples."""
-    monkeypatch.setattr(stats, "RESAMPLES", 1000)
+def empty(tmp_path) -> RunDir:
+    """A run that was planned but not started."""
     run = RunDir(tmp_path / "quickstart")
     evaluation = {"retention": ["instructions"], "domain": ["handbook"], "control": ["neighbours"], "seed": 0}
     sections = {

@@ -7,7 +7,6 @@ import pytest
 from helpers.synthetic import STRICT, N, measure_fully, pages, write
 
 from opdcl.errors import UsageError
-from opdcl.results import report, stats
 from opdcl.results.summary import summarise
 
 
@@ -45,50 +44,6 @@ def test_the_summary_is_json_and_keeps_its_keys_on_an_empty_run(run, empty, tmp_
     assert nothing["cost"] == {"finetune": {}, "recover": {}, "eval": {}}
     assert nothing["status"] == "not measured"
     assert nothing["verdict"].startswith("Not measured yet")
-
-
-def test_partly_recovered_is_not_called_recovered(run):
-    summary = summarise(run)
-    assert summary["status"] == "partly recovered"
-    assert summary["verdict"].startswith(
-        "Partly recovered: instruction following rose to 70.0 % (base 80.0 %, tuned 20.0 %)"
-    )
-    assert "R = 0.83 [" in summary["verdict"]
-    assert "but only 88 % [" in summary["verdict"]
-    assert summary["verdict"].count(". ") == 0
-
-
-def test_the_verdict_of_a_full_recovery_includes_the_domain(run):
-    measure_fully(run, "recovered", "instructions", "retention", set(range(32)))
-    measure_fully(run, "recovered", "handbook", "domain", set(range(36)))
-    summary = summarise(run)
-    assert summary["status"] == "recovered"
-    assert summary["verdict"] == (
-        "Recovered: instruction following is back to 80.0 % (base 80.0 %, tuned 20.0 %), R = 1.00 [1.00, "
-        "1.00], and 100 % [100, 100] of the domain gain is kept."
-    )
-
-
-def test_a_recovery_that_loses_the_domain_says_so(run):
-    measure_fully(run, "recovered", "instructions", "retention", set(range(32)))
-    measure_fully(run, "recovered", "handbook", "domain", set(range(4)))
-    assert "but only 0 % [0, 0] of the domain gain is kept" in summarise(run)["verdict"]
-
-
-def test_without_a_gain_over_tuned_no_recovery_is_found(run):
-    measure_fully(run, "recovered", "instructions", "retention", set(range(8)))
-    summary = summarise(run)
-    assert summary["status"] == "not shown"
-    assert summary["verdict"].startswith("No recovery found: instruction following is 20.0 %")
-
-
-@pytest.mark.parametrize("tuned", [32, 30, 29, 36])
-def test_below_ten_points_of_drop_there_is_no_measurable_forgetting(run, tuned):
-    measure_fully(run, "tuned", "instructions", "retention", set(range(tuned)))
-    summary = summarise(run)
-    assert summary["recovery"] is None
-    assert summary["status"] == "no measurable forgetting"
-    assert summary["verdict"].startswith("No measurable forgetting")
 
 
 def test_without_a_domain_gain_there_is_no_d_and_the_reason_is_given(run):
@@ -221,12 +176,16 @@ def test_a_recovery_without_trouble_has_no_notes(run):
     assert not [note for note in summarise(run)["notes"] if note.startswith("Recovery")]
 
 
-@pytest.mark.parametrize(("passed", "place"), [(40, "above"), (32, "level"), (10, "below")])
-def test_the_ceiling_says_where_the_student_is_relative_to_its_teacher(run, passed, place):
-    measure_fully(run, "recovered", "instructions", "retention", set(range(passed)))
+@pytest.mark.parametrize(
+    ("passed", "n", "place"),
+    [(40, 40, "above"), (32, 40, "not shown"), (320, 400, "level"), (10, 40, "below")],
+)
+def test_the_ceiling_is_level_only_where_that_is_shown(run, passed, n, place):
+    for state, passes in (("base", 32 * n // 40), ("tuned", 0), ("recovered", passed)):
+        measure_fully(run, state, "instructions", "retention", set(range(passes)), n=n)
     gap = summarise(run)["ceiling"]["instructions"]
-    assert (gap["teacher"], gap["place"]) == ("base", place)
-    assert gap["value"] == pytest.approx((passed - 32) / N)
+    assert (gap["teacher"], gap["place"], gap["n"]) == ("base", place, n)
+    assert gap["value"] == pytest.approx((passed - 0.8 * n) / n)
 
 
 def test_the_teacher_of_a_control_suite_is_base(run):
@@ -234,17 +193,3 @@ def test_the_teacher_of_a_control_suite_is_base(run):
         measure_fully(run, state, "neighbours", "control", set(range(passed)))
     gap = summarise(run)["ceiling"]["neighbours"]
     assert (gap["teacher"], gap["value"]) == ("base", pytest.approx((20 - 30) / N))
-
-
-def test_the_prompts_of_a_suite_are_resampled_once(run):
-    for state in ("base", "tuned", "recovered"):
-        for n, suite in ((30, "arithmetic"), (20, "neighbours"), (10, "spelling")):
-            measure_fully(run, state, suite, "control", set(range(n // 2)), n=n)
-    stats._resamples.cache_clear()
-    stats._weights.cache_clear()
-    summary = summarise(run)
-    # 40, 30, 20 and 10 prompts.
-    assert stats._resamples.cache_info().misses == 4
-    report.write(run, summary)
-    summarise(run)
-    assert stats._resamples.cache_info().misses == 4

@@ -1,0 +1,226 @@
+"""The words of the verdict claim what the numbers show, and no more."""
+
+import pytest
+from helpers.synthetic import measure_fully, pages
+
+from opdcl.results.summary import summarise
+
+
+@pytest.fixture
+def measured(run):
+    """Return a function that measures the headline anew and returns the summary.
+
+    It takes the number of passed prompts of base, tuned and recovered out of `n`; `fields` maps a state to a
+    function from a prompt's number to further fields of its row.
+    """
+
+    def measure(*passed, n=400, **fields):
+        for state, passes in zip(("base", "tuned", "recovered"), passed, strict=True):
+            chosen = passes if isinstance(passes, set) else set(range(passes))
+            more = {"fields": fields.get(state, lambda i: {})}
+            measure_fully(run, state, "instructions", "retention", chosen, n=n, **more)
+        return summarise(run)
+
+    return measure
+
+
+def ending(share, n=400):
+    return lambda i: {"ended": i < share * n}
+
+
+def test_recovered_states_its_bound_and_the_domain(measured):
+    summary = measured(320, 80, 320)
+    assert summary["status"] == "recovered"
+    assert summary["verdict"].startswith(
+        "Recovered: instruction following is back to 80.0 % (base 80.0 %, tuned 20.0 %), at most 0.7 points "
+        "below base, R = 1.00 [0.99, 1.01]; only 88 % ["
+    )
+    assert summary["verdict"].endswith("of the domain gain is kept.")
+
+
+def test_a_gain_that_falls_short_of_base_is_partly_recovered(measured):
+    summary = measured(320, 80, 280)
+    assert summary["status"] == "partly recovered"
+    assert summary["verdict"].startswith(
+        "Partly recovered: instruction following rose to 70.0 % (base 80.0 %, tuned 20.0 %), at most 13."
+    )
+
+
+def test_a_score_above_base_is_called_that(measured):
+    assert "(base 80.0 %, tuned 20.0 %), measurably above base, R = 1.17" in measured(320, 80, 360)["verdict"]
+
+
+def test_most_of_the_domain_gain_is_kept_without_only(run, measured):
+    measure_fully(run, "recovered", "handbook", "domain", set(range(36)))
+    assert "; 100 % [" in measured(320, 80, 320)["verdict"]
+    measure_fully(run, "recovered", "handbook", "domain", set(range(4)))
+    assert "; only 0 % [" in measured(320, 80, 320)["verdict"]
+
+
+def test_without_a_gain_over_tuned_no_recovery_is_found(measured):
+    summary = measured(320, 80, 80)
+    assert summary["status"] == "not shown"
+    assert summary["verdict"].startswith(
+        "No recovery found: instruction following is 20.0 % (base 80.0 %, tuned 20.0 %), not measurably above "
+        "tuned, R = 0.00"
+    )
+
+
+@pytest.mark.parametrize(("recovered", "word"), [(320, "Recovered"), (305, "Partly recovered")])
+def test_a_significant_drop_below_ten_points_is_forgetting_without_a_ratio(measured, recovered, word):
+    summary = measured(320, 290, recovered)
+    assert summary["recovery"] is None
+    verdict = summary["verdict"]
+    assert verdict.startswith(f"{word}: instruction following")
+    assert "no R, because a drop from base to tuned of 7.5 points [4." in verdict
+    assert "is too small for a ratio, which needs 10; " in verdict
+
+
+def test_a_drop_of_seven_points_on_541_prompts_is_forgetting(measured):
+    base, tuned = set(range(97)), set(range(56))
+    summary = measured(base, tuned, set(range(84)), n=541)
+    assert summary["tests"]["tuned_minus_base"]["value"] == pytest.approx(-0.0758, abs=1e-4)
+    assert summary["status"] == "partly recovered"
+    assert "No measurable forgetting" not in summary["verdict"]
+
+
+def test_six_prompts_are_too_few_to_tell(measured):
+    summary = measured({0, 1, 2, 3}, {0, 1}, {0, 1, 2}, n=6)
+    assert summary["status"] == "too few prompts"
+    assert summary["verdict"].startswith(
+        "Too few prompts to tell: instruction following is 66.7 % for base, 33.3 % for tuned and 50.0 % for "
+        "recovered, a drop from base to tuned of 33.3 points ["
+    )
+    least = summary["tests"]["detectable_drop"]
+    assert least > 0.4
+    assert (
+        f"6 prompts show a drop from {100 * least:.0f} points on, one of 10 points takes about "
+        in (summary["verdict"])
+    )
+
+
+@pytest.mark.parametrize(("n", "enough"), [(40, "220"), (80, "190")])
+def test_the_prompts_that_would_do_are_told_in_round_numbers(measured, n, enough):
+    verdict = measured(n // 2, n // 2, n // 2, n=n)["verdict"]
+    assert f"one of 10 points takes about {enough}; " in verdict
+
+
+def test_no_forgetting_is_only_said_where_it_would_have_been_seen(measured):
+    summary = measured(320, 318, 320)
+    assert summary["status"] == "no measurable forgetting"
+    least = summary["tests"]["detectable_drop"]
+    assert least < 0.1
+    assert summary["verdict"].startswith(
+        "No measurable forgetting: instruction following is 80.0 % for base, 79.5 % for tuned and 80.0 % for "
+        "recovered, a drop from base to tuned of 0.5 points [-"
+    )
+    assert f"where 400 prompts would show one of {100 * least:.1f}; " in summary["verdict"]
+
+
+def test_a_base_near_the_floor_cannot_show_anything(measured):
+    def floor(passes):
+        return {state: lambda i: {"floor": i < passes} for state in ("base", "tuned", "recovered")}
+
+    summary = measured(80, 20, 80, **floor(70))
+    assert summary["status"] == "no headroom"
+    assert summary["verdict"].startswith(
+        "Base is not well above the floor: instruction following is 20.0 % for base, 5.0 % for tuned and "
+        "20.0 % for recovered, a content-free answer scores 17.5 %, so neither a loss nor a recovery can be shown"
+    )
+    assert measured(320, 80, 320, **floor(40))["status"] == "recovered"
+
+
+def test_r_starts_at_the_floor_and_the_raw_ratio_stays_beside_it(run, measured):
+    def floor(i):
+        return {"floor": i < 120}
+
+    summary = measured(320, 40, 270, base=floor, tuned=floor, recovered=floor)
+    assert summary["recovery"]["value"] == pytest.approx((270 - 120) / (320 - 120))
+    assert summary["recovery_raw"]["value"] == pytest.approx((270 - 40) / (320 - 40))
+    assert "R = 0.75 [" in summary["verdict"]
+    for page in ("report.md", "report.html"):
+        assert "0.82 [" in pages(run)[page]
+
+
+def test_without_room_above_the_floor_there_is_no_ratio(measured):
+    def floor(i):
+        return {"floor": i < 60}
+
+    summary = measured(90, 30, 80, base=floor, tuned=floor, recovered=floor)
+    if summary["status"] != "no headroom":
+        assert "no R, because base is less than 10 points above the floor" in summary["verdict"]
+
+
+def test_answers_that_do_not_end_are_not_recovered(measured):
+    summary = measured(320, 80, 320, base=ending(0.48), tuned=ending(1), recovered=ending(0.18))
+    assert summary["status"] == "partly recovered"
+    assert (
+        "R = 1.00 [0.99, 1.01], but 82.0 % of its answers run into the token limit (base 52.0 %); "
+    ) in summary["verdict"]
+
+
+def test_answers_that_repeat_themselves_are_not_recovered(measured):
+    loops = {"recovered": lambda i: {"response": "and so we met again " * 4, "ended": True}}
+    summary = measured(320, 80, 320, base=ending(1), tuned=ending(1), **loops)
+    assert summary["status"] == "partly recovered"
+    assert "but 70.6 % of its 4-grams are repetitions (base 0.0 %); " in summary["verdict"]
+
+
+def test_both_faults_are_told(measured):
+    loops = {"recovered": lambda i: {"response": "and so we met again " * 4, "ended": False}}
+    verdict = measured(320, 80, 320, base=ending(1), tuned=ending(1), **loops)["verdict"]
+    cut = "but 100.0 % of its answers run into the token limit (base 0.0 %)"
+    assert f"{cut} and 70.6 % of its 4-grams are repetitions (base 0.0 %); " in verdict
+
+
+def test_too_few_answers_to_show_that_they_end_as_often_do_not_count_as_recovered(measured):
+    # Equally many end, but not always the same.
+    other = {"recovered": lambda i: {"ended": (i // 2) % 2 == 0}}
+    summary = measured(320, 80, 320, base=lambda i: {"ended": i % 2 == 0}, tuned=ending(1), **other)
+    test = summary["tests"]["writing"]["cut"]
+    assert (test["shown"], test["worse"]) == (False, False)
+    assert summary["status"] == "partly recovered"
+    expected = (
+        f"but up to {100 * test['at_most']:.0f} % more of its answers than base's may run into the token"
+    )
+    assert expected in summary["verdict"]
+
+
+def test_bad_writing_is_told_without_a_recovery_too(measured):
+    verdict = measured(320, 318, 320, base=ending(0.9), tuned=ending(1), recovered=ending(0.3))["verdict"]
+    assert verdict.startswith("No measurable forgetting")
+    assert "but 70.0 % of its answers run into the token limit (base 10.0 %)" in verdict
+
+
+def grouped(i):
+    return {"group": "seen" if i % 2 else "unseen"}
+
+
+def test_seen_and_unseen_constraint_types_have_an_r_each(run, measured):
+    everyone = dict.fromkeys(("base", "tuned", "recovered"), grouped)
+    # Recovered passes all of the seen ones that base passes, and half of the unseen ones.
+    recovered = {i for i in range(320) if i % 2 or i < 160}
+    summary = measured(320, 0, recovered, **everyone)
+    groups = summary["groups"]
+    assert {name: group["n"] for name, group in groups.items()} == {"seen": 200, "unseen": 200}
+    assert groups["seen"]["recovery"]["value"] == pytest.approx(1)
+    assert groups["unseen"]["recovery"]["value"] == pytest.approx(0.5)
+    assert "R = 1.00 [" in summary["verdict"].split("; ")[1]
+    assert "] on constraint types that occur in the recovery prompts, 0.50 [" in summary["verdict"]
+    assert summary["verdict"].endswith("] on others.")
+    page = pages(run)["report.md"]
+    assert "| seen | 200 |" in page
+    assert "| unseen | 200 |" in page
+
+
+def test_one_group_alone_is_not_told_apart(measured):
+    everyone = dict.fromkeys(("base", "tuned", "recovered"), lambda i: {"group": "seen"})
+    assert measured(320, 0, 320, **everyone)["groups"] == {}
+
+
+def test_each_group_has_its_own_floor(measured):
+    def fields(i):
+        return grouped(i) | {"floor": i % 2 == 1 and i < 100}
+
+    groups = measured(320, 0, 320, **dict.fromkeys(("base", "tuned", "recovered"), fields))["groups"]
+    assert (groups["seen"]["floor"], groups["unseen"]["floor"]) == (0.25, 0)
