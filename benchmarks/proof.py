@@ -87,6 +87,8 @@ def suite_record(suites: list[Suite]) -> dict[str, Any]:
             only = [suite.only(group) for suite in suites]
             record["groups"][group] = {"n": len(only[0].prompts), **stats.outcome(pooled_states(only), None)}
         record["writing"] = {name: written(suites, name) for name in STATES}
+        record["writing_tests"] = writing.compared_with_base(suites)
+        record["status"] = writing.status_with(record["writing_tests"], record["status"])
     elif first.role == "domain":
         record["domain_retention"] = stats.outcome(None, states)["domain_retention"]
     return record

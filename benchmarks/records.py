@@ -190,18 +190,9 @@ def proof_recovery() -> str:
                 if suite["role"] == "retention":
                     rows.append([f"{data_set}, {method}", f"`{name}`", *recovery_cells(suite), kept])
                     kept = ""
-    columns = [
-        "runs",
-        "suite",
-        "R",
-        "R from tuned",
-        "R, seen",
-        "R, unseen",
-        "answers that end",
-        "repetition",
-        "D",
-    ]
-    return rows_of(columns, rows, 2) if rows else NOT_MEASURED
+    columns = ["runs", "suite", "outcome", "R", "R from tuned", "R, seen", "R, unseen"]
+    columns += ["answers that end", "repetition", "D"]
+    return rows_of(columns, rows, 3) if rows else NOT_MEASURED
 
 
 def recovery_cells(suite: dict[str, Any]) -> list[str]:
@@ -211,7 +202,7 @@ def recovery_cells(suite: dict[str, Any]) -> list[str]:
         both = [suite["writing"][state].get(measure) for state in ("base", "recovered")]
         styles.append(f"{score(both[1])} (base {percent(both[0]['value'])})" if all(both) else "")
     first = ratio(suite["recovery"]) or f"none: {suite['no_recovery_because']}"
-    return [first, *(ratio(r) for r in (suite["recovery_raw"], *groups)), *styles]
+    return [suite["status"], first, *(ratio(r) for r in (suite["recovery_raw"], *groups)), *styles]
 
 
 def proof_conditions() -> str:

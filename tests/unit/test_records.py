@@ -154,13 +154,14 @@ def test_the_proof_pools_the_seeds(runs, tmp_path, monkeypatch, records):
     assert suite["groups"]["unseen"]["recovery"]["value"] == pytest.approx((14 - 6) / (16 - 6), abs=1e-6)
     assert suite["writing"]["base"]["ended"]["value"] == 1
     assert suite["writing"]["recovered"]["ended"]["value"] == 0.25
+    assert suite["writing_tests"]["cut"]["worse"]
     kept = cell["suites"]["handbook"]["domain_retention"]
     assert kept["value"] == pytest.approx((34 - 4) / (36 - 4), abs=1e-6)
 
     monkeypatch.setattr(records, "HERE", tmp_path)
     scores, recovery = records.proof_scores(), records.proof_recovery()
     assert "| quickstart, cured | `instructions` | 40 | 30.0 % | 80.0 % [" in scores
-    assert "| quickstart, cured | `instructions` | 0.80 [" in recovery
+    assert "| quickstart, cured | `instructions` | partly recovered | 0.80 [" in recovery
     assert "| 0.83 [" in recovery
     assert "25.0 % [" in recovery
     assert "(base 100.0 %)" in recovery
@@ -198,7 +199,8 @@ def test_a_method_without_R_says_why(records):
         "groups": {},
     }
     suite["writing"] = {"base": {}, "recovered": {}}
-    assert records.recovery_cells(suite)[0] == "none: no significant drop"
+    suite["status"] = "no measurable forgetting"
+    assert records.recovery_cells(suite)[:2] == ["no measurable forgetting", "none: no significant drop"]
 
 
 def test_without_runs_the_page_says_so(records, tmp_path, monkeypatch):
