@@ -149,7 +149,7 @@ def test_teachers_equal_what_they_must(script, monkeypatch, tmp_path):
 def test_scaling_measures_every_kind(script, call, monkeypatch):
     script("throughput")
     scaling = script("scaling")
-    sizes = {"BATCHES": (1, 2), "LENGTHS": (2, 4), "LAYERS": (1, 2), "MEAN_LENGTH": 12, "STRAGGLERS": 4}
+    sizes = {"BATCHES": (1, 2), "LENGTHS": (2, 4), "LAYERS": (1, 2), "MEAN_LENGTH": 11, "STRAGGLERS": 2}
     for name, value in sizes.items():
         monkeypatch.setattr(scaling, name, value)
     record = call(scaling, "--repeats", 1)
@@ -171,10 +171,15 @@ def test_long_prompts_are_split(script, call, monkeypatch):
     assert len(record["prompt_tokens"]) == 8
 
 
-def test_sabotage_is_refused_or_runs(script, call, finished):
+def test_sabotage_is_refused_or_runs(script, call, finished, monkeypatch):
+    sabotage = script("sabotage")
     cases = ["a uniform teacher", "a reward for length"]
+    counts = ("rollouts", "domain_rollouts", "max_new_tokens", "domain_max_new_tokens", "validation_prompts")
+    for name in cases:
+        spoil, settings = sabotage.CASES[name]
+        monkeypatch.setitem(sabotage.CASES, name, (spoil, settings | dict.fromkeys(counts, 2)))
     adapter = finished / "stages" / "01-finetune" / "adapter"
-    rows = call(script("sabotage"), adapter, "--steps", 1, "--cases", *cases)["rows"]
+    rows = call(sabotage, adapter, "--steps", 1, "--cases", *cases)["rows"]
     assert [row["sabotage"] for row in rows] == cases
     assert "close to uniform" in rows[0]["ends"]
     assert [row["steps"] for row in rows] == [0, 1]
