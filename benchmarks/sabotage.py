@@ -83,10 +83,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("adapter", type=Path, help="adapter from a fine-tune on the handbook")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("sabotage.json"))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--steps", type=int, help="fewer steps than the quickstart's")
     options = parser.parse_args()
+    shorter = {"steps": options.steps} if options.steps else {}
     rows = []
-    for name, (sabotage, settings) in CASES.items():
-        rows.append(row := case(options.adapter, sabotage, settings))
+    for name in options.cases:
+        sabotage, settings = CASES[name]
+        rows.append(row := case(options.adapter, sabotage, settings | shorter))
         print(f"{name}: {row}", flush=True)
         row["sabotage"] = name
     options.out.write_text(
@@ -108,7 +112,8 @@ def case(adapter: Path, sabotage, settings: dict) -> dict:
         ends = "it ran to its end"
         try:
             with sabotage(backbone) or contextlib.nullcontext():
-                config = quickstart.model_copy(update={"domain": "handbook"} | settings)
+                given = {"domain": "handbook", "micro_batch_tokens": 2048} | settings
+                config = quickstart.model_copy(update=given)
                 recover(
                     config,
                     read_recovery_source(config),

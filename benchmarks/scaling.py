@@ -22,6 +22,8 @@ from unittest import mock
 import throughput as shared
 import torch
 
+BATCHES, LENGTHS, LAYERS = (8, 16, 32, 64), (32, 64, 128, 256), (8, 15, 30)
+MEAN_LENGTH, STRAGGLERS = 64, 32  # tokens per row; rows of the batch with a straggler
 END = 0  # the id that ends a completion here; the uniform number 0 draws it
 
 
@@ -38,11 +40,13 @@ def main() -> None:
         print(kind, json.dumps(rows[kind][-1]), flush=True)
 
     step = Step(options)
-    for prompts in (8, 16, 32, 64):
-        run("batch", step, [64] * prompts, prompts=prompts)
-    for length in (32, 64, 128, 256):
+    for prompts in BATCHES:
+        run("batch", step, [MEAN_LENGTH] * prompts, prompts=prompts)
+    for length in LENGTHS:
         run("length", step, [length] * 8, length=length)
-    even, straggler = [64] * 32, [58] * 31 + [64 * 32 - 58 * 31]
+    even, short = [MEAN_LENGTH] * STRAGGLERS, MEAN_LENGTH * 9 // 10 + 1
+    straggler = [short] * (STRAGGLERS - 1)
+    straggler.append(sum(even) - sum(straggler))
     # With 3, long completions continue alongside the next ones; six steps, until the last is learned from.
     for ahead in (1, 3):
         run("straggler", step, even, 6, ahead, spread="even", longest=max(even), sample_ahead=ahead)
@@ -56,8 +60,8 @@ def main() -> None:
             longest=max(straggler),
             sample_ahead=ahead,
         )
-    for layers in (8, 15, 30):
-        run("depth", Step(options, layers), [64] * 16, layers=layers)
+    for layers in LAYERS:
+        run("depth", Step(options, layers), [MEAN_LENGTH] * 16, layers=layers)
     pairs = zip(rows["straggler"][::2], rows["straggler"][1::2], strict=True)
     ratios = {
         f"sample_ahead {even['sample_ahead']}": straggler["seconds"] / even["seconds"]

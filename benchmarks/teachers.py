@@ -25,6 +25,7 @@ from opdcl.distill.make_teacher import make_teacher
 from opdcl.distill.prompts import encode_stream, read_recovery_source
 from opdcl.distill.teachers import EmaTeacher, RoutedTeacher, Teacher, TrustRegionTeacher
 from opdcl.model.backbone import Backbone
+from opdcl.rundir.environment import machine
 from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.sample import sample
 
@@ -51,7 +52,10 @@ def main() -> None:
         print(f"{'ok    ' if row['holds'] else 'FAILED'} {row['teacher']}: {row['claim']}: {row['found']}")
     record = {
         "date": date.today().isoformat(),
-        "machine": f"{torch.get_num_threads()} threads, CPU, fp32",
+        "command": " ".join(["python", "benchmarks/teachers.py", *sys.argv[1:]]),
+        "machine": machine(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(backbone.causal_lm.dtype),
         "prompts": PROMPTS,
         "rows": rows,
     }
@@ -128,7 +132,8 @@ def measure(backbone: Backbone):
         plain = Backbone.load(ModelConfig())
         plain.causal_lm.save_pretrained(folder)
         plain.tokenizer.save_pretrained(folder)
-        other = make_teacher(TeacherSection(kind="model", model={"id": folder, "dtype": "float32"}), backbone)
+        dtype = str(backbone.causal_lm.dtype).removeprefix("torch.")
+        other = make_teacher(TeacherSection(kind="model", model={"id": folder, "dtype": dtype}), backbone)
     yield row(
         "model",
         "base's weights, loaded separately, equal the teacher with the adapter off",

@@ -108,8 +108,7 @@ def compare(options: argparse.Namespace) -> None:
             command += ["--shape", options.shape] if options.shape else []
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
-                print(f"{arm}: failed\n{done.stderr[-1500:]}", file=sys.stderr)
-                continue
+                sys.exit(f"{arm}: failed\n{done.stderr[-1500:]}")
             found[arm].append(json.loads(done.stdout.splitlines()[-1]))
             print(arm, json.dumps(found[arm][-1]["median"]), flush=True)
     rows = {arm: _combine(runs) for arm, runs in found.items() if runs}
@@ -267,6 +266,7 @@ def ours(arm, options, folder, clock, lengths):
         rollouts=options.prompts,
         max_new_tokens=options.new_tokens,
         micro_batch_tokens=2048,
+        sample_ahead=1,  # each step samples its own completions, as in the other arms
     )
     prompts = {"general": prompt_ids(options, tokenizer), "domain": []}
     args = recovery_arguments(folder, options, half=model.dtype.itemsize == 2, steps=options.steps)
@@ -275,14 +275,9 @@ def ours(arm, options, folder, clock, lengths):
     steps, student = plan_steps(config, options.prompts, 0), Teacher(backbone, "student")
     queue = RolloutQueue(config, steps, prompts, student, teachers, Selection(config, grader))
     trainer = RecoveryTrainer(queue, grader, args)
-    sample = queue.sample
-
-    def kept(*args, **kwargs):
-        rollouts = sample(*args, **kwargs)
-        lengths.append([len(r.completion_ids) for r in rollouts])
-        return rollouts
-
-    queue.sample = kept
+    keep_lengths(
+        queue, "take", lengths, lambda batch: [len(rollout.completion_ids) for rollout in batch.rollouts]
+    )
     clock.wrap(queue, "sample", "sample")
     clock.wrap(teachers["general"], "distribution", "teacher")
     clock.wrap(grader, "learn", "student")
@@ -476,22 +471,22 @@ def prompt_ids(options, tokenizer) -> list[list[int]]:
 # -- the limit
 
 
-def machine_rates(options) -> dict:
-    """Measure the hardware's rates: matrix products of the model's shape, and memory reads."""
+def machine_rates(options, dtype: str = "auto") -> dict:
+    """Measure the hardware's rates in a dtype: matrix products of the model's shape, and memory reads."""
     import torch
 
     from opdcl.model.architecture import architecture
 
     cpu = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next((x.split(":")[1].strip() for x in cpu if x.startswith("model name")), platform.machine())
-    model, _ = load_model(options)
-    device, dtype = model.device, model.dtype
+    model, _ = load_model(options, half=None if dtype == "auto" else dtype == "bfloat16")
+    device, dtype_used = model.device, model.dtype
     head = model.get_output_embeddings().weight
     c = model.config
     body = sum(p.numel() for p in model.parameters()) - head.numel() * (1 if c.tie_word_embeddings else 2)
     kv = 2 * c.num_hidden_layers * architecture(c).key_width
-    x = torch.randn(1024 if device.type == "cpu" else 16384, c.hidden_size, device=device, dtype=dtype)
-    w = torch.randn(c.intermediate_size, c.hidden_size, device=device, dtype=dtype)
+    x = torch.randn(1024 if device.type == "cpu" else 16384, c.hidden_size, device=device, dtype=dtype_used)
+    w = torch.randn(c.intermediate_size, c.hidden_size, device=device, dtype=dtype_used)
     flops = 2 * x.shape[0] * w.numel() / _best(lambda: torch.nn.functional.linear(x, w))
     block = torch.ones(1 << 26 if device.type == "cpu" else 1 << 28, device=device)
     bandwidth = block.numel() * 4 / _best(lambda: block.sum())
@@ -500,7 +495,7 @@ def machine_rates(options) -> dict:
     )
     return {
         "name": name,
-        "dtype": str(dtype),
+        "dtype": str(dtype_used),
         "matrix_gflops": flops / 1e9,
         "memory_gb_per_s": bandwidth / 1e9,
         "body_parameters": body,

@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--browser", help="command that starts Chromium, with options; for hostile content")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "reliability.json")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "reliability.md")
     options = parser.parse_args()
     import_everything()
     record = json.loads(options.out.read_text()) if options.out.exists() else {}
@@ -60,19 +61,21 @@ def main() -> None:
                 "seconds": round(time.perf_counter() - started),
             }
             options.out.write_text(json.dumps(record, indent=2) + "\n")
-    write_page(record, ROOT / "docs" / "reliability.md")
+    write_page(record, options.page)
     if any(row["outcome"].startswith("FAILED") for part in record.values() for row in part["rows"]):
-        sys.exit("at least one fault was not survived: see docs/reliability.md")
+        sys.exit(f"at least one fault was not survived: see {options.page}")
 
 
 def write_page(record: dict, page: Path) -> None:
     lines = [
         "# What we broke on purpose",
         "",
-        "Written by `python benchmarks/reliability`, using a two-layer model that runs the job in seconds.",
-        "Every fault is injected for real; none is simulated inside the program. *Bit-identical* compares",
-        "adapters, answers and metrics with those of an undisturbed run. Error messages are quoted as the",
-        "measured version printed them.",
+        "Written by `python benchmarks/reliability`, using a two-layer model that runs the whole job in "
+        "seconds. Every",
+        "fault is injected for real; none is simulated inside the program. *Bit-identical* compares "
+        "adapters, answers",
+        "and metrics with those of an undisturbed run. Error messages are quoted as the measured "
+        "version printed them.",
         "",
     ]
     titles = {

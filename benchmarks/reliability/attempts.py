@@ -17,9 +17,10 @@ sys.path.insert(0, str(ROOT / "tests"))  # for helpers
 def import_everything() -> None:
     import lm_eval.evaluator  # noqa: F401
     import matplotlib.pyplot  # noqa: F401
-    import opdcl.workflow  # noqa: F401
     import torch
     import trl  # noqa: F401
+
+    import opdcl.api  # noqa: F401
 
     torch.set_num_threads(1)
 

@@ -1,0 +1,287 @@
+"""Hold the numbers of the pages against the records in this folder, and write the tables made from them.
+
+    python benchmarks/records.py           # rewrite the tables; also `make records`
+    python benchmarks/records.py --check   # list tables that are out of date and numbers without a record
+
+In a page, three comments say where the numbers of the next block (a paragraph, a list or a table) come from:
+
+    <!-- table: NAME -->  ... <!-- /table -->           made by a function of this script from a record
+    <!-- record: FILE PATH; PATH; given 32 128 -->      each number is one of the record's below these paths,
+                                                        rounded, or is given: a setting or a condition;
+                                                        ` + ` joins two records
+    <!-- no record: REASON -->                          a definition, or a number that others published
+
+A block with a measured number (see `MEASURED`) and none of the three is a fault. `benchmarks/reliability`
+writes docs/reliability.md as a whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from opdcl.results.format import interval, percent, points, span
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+DOCS = [f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md") if page.name != "reliability.md"]
+PAGES = ["README.md", "workflows/README.md", *sorted(DOCS)]
+
+TABLE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- /table -->", re.S)
+MARK = re.compile(r"<!-- (record|no record): (.*?) -->", re.S)
+CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|\d{4}\.\d{5}|\d{1,2} [A-Z][a-z]+ \d{4}", re.S)
+NUMBER = re.compile(r"(?<![\w.-])[-+\u2212]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?!\w)")
+
+# What only a measurement gives: an interval, a ratio, decimals with a unit, a rate, a table of decimals.
+MEASURED = re.compile(
+    r"\[[-+]?\d+(\.\d+)?, ?[-+]?\d+(\.\d+)?\]|\b[RD] (=|of) [*]*-?\d|\d\.\d+ (s|GB|points|seconds|minutes)\b"
+    r"|\d\.\d+ %|\d nats|\d tokens/s|\| [*+-]*\d+\.\d+[*]* \||\*\d+\.\d+\*|\d\.\d+ (times|instead of)"
+)
+# How a value of a record may be shown: as it is, in percent or points, in GB, in MB, in thousandths.
+SCALES = (1, 100, 1e-9, 1e-6, 1e3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is wrong")
+    options = parser.parse_args()
+    faults = []
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        if not options.check and (written := with_tables(text)) != text:
+            (ROOT / page).write_text(written, encoding="utf-8")
+            print(f"{page}: tables written")
+            text = written
+        faults += [f"{page}: {fault}" for fault in find_faults(text)]
+    print("\n".join(faults))
+    sys.exit(1 if faults else 0)
+
+
+def with_tables(text: str) -> str:
+    """Return a page with its tables made again."""
+    return TABLE.sub(lambda m: f"<!-- table: {m[1]} -->\n\n{TABLES[m[1]]()}\n\n<!-- /table -->", text)
+
+
+def find_faults(text: str, folder: Path = ROOT) -> list[str]:
+    """Return what is wrong with a page's numbers, in words."""
+    faults = [f"table {name} is out of date: make records" for name in stale_tables(text)]
+    for mark, block in marked_blocks(TABLE.sub("", text)):
+        kind, _, rest = mark.partition(": ")
+        if kind == "record":
+            sources = [record_numbers(source, folder) for source in rest.split(" + ")]
+            known = [number for numbers, _ in sources for number in numbers]
+            given = {number for _, numbers in sources for number in numbers}
+            shown = NUMBER.findall(CODE.sub(" ", block))
+            unknown = [number for number in shown if number not in given and not is_known(number, known)]
+            faults += [f"{number} is not in {rest.split()[0]}" for number in unknown]
+        elif not kind and (found := MEASURED.search(CODE.sub(" ", block))):
+            faults.append(f"no record for {found[0]!r} in: {' '.join(block.split())[:80]}")
+    return faults
+
+
+def stale_tables(text: str) -> list[str]:
+    written = with_tables(text)
+    return [
+        m[1] for m, now in zip(TABLE.finditer(text), TABLE.finditer(written), strict=True) if m[0] != now[0]
+    ]
+
+
+def marked_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield each block of a page with its mark, `kind: rest`, or "" if it has none."""
+    mark = ""
+    for block in re.split(r"\n\s*\n", re.sub(r"^ *```(?!text).*?^ *```$", "", text, flags=re.S | re.M)):
+        if found := MARK.fullmatch(block.strip()):
+            mark = f"{found[1]}: {' '.join(found[2].split())}"
+        elif block.strip():
+            yield mark, block
+            mark = ""
+
+
+def record_numbers(rest: str, folder: Path = ROOT) -> tuple[list[float], set[str]]:
+    """Return the numbers of a record below the paths of a mark, and the numbers that the mark gives."""
+    file, _, paths = rest.partition(" ")
+    parts = [part.strip() for part in paths.split(";") if part.strip()]
+    given = {number for part in parts if part.startswith("given ") for number in part.split()[1:]}
+    record, known = json.loads((folder / file).read_text(encoding="utf-8")), []
+    for path in [part for part in parts if not part.startswith("given ")] or [""]:
+        value = record
+        for key in filter(None, path.split("/")):
+            value = value[int(key)] if isinstance(value, list) else value[key]
+        known += numbers_of(value)
+    return known, given
+
+
+def numbers_of(value: Any) -> list[float]:
+    """Return all numbers in a JSON value, also those within its texts, and the lengths of its lists."""
+    if isinstance(value, dict):
+        return [number for item in value.values() for number in numbers_of(item)]
+    if isinstance(value, list):
+        return [len(value), *(number for item in value for number in numbers_of(item))]
+    if isinstance(value, str):
+        return [float(number.replace(",", "").replace("\u2212", "-")) for number in NUMBER.findall(value)]
+    return [float(value)] if isinstance(value, int | float) else []
+
+
+def is_known(shown: str, known: list[float]) -> bool:
+    """Return whether a number of a page is one of these values, rounded to the digits that it shows."""
+    plain = shown.replace(",", "").replace("\u2212", "-").lstrip("+")
+    if "e" in plain:
+        digits = len(plain.split("e")[0].partition(".")[2])
+        return any(f"{float(plain):.{digits}e}" == f"{value:.{digits}e}" for value in known)
+    digits = len(plain.partition(".")[2])
+    return any(
+        f"{float(plain):.{digits}f}" == f"{value * scale:.{digits}f}" for value in known for scale in SCALES
+    )
+
+
+# -- tables
+
+
+def read(name: str) -> dict[str, Any]:
+    file = HERE / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def rows_of(columns: list[str], rows: list[list[str]], left: int = 1) -> str:
+    """Return a Markdown table; all columns but the first `left` are numbers."""
+    rule = ["---" if i < left else "---:" for i in range(len(columns))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, rule, *rows))
+
+
+def score(estimate: dict[str, float] | None) -> str:
+    return f"{percent(estimate['value'])} {span(estimate)}" if estimate else ""
+
+
+def ratio(estimate: dict[str, float] | None) -> str:
+    return interval(estimate) if estimate else ""
+
+
+def proof_scores(methods: slice = slice(-1, None)) -> str:
+    """Return the scores of each data set's last method, or of other methods."""
+    cells = [
+        (data_set, method, name, suite)
+        for data_set, by_method in read("proof").items()
+        for method in list(by_method)[methods]
+        for name, suite in by_method[method]["suites"].items()
+    ]
+    if not cells:
+        return NOT_MEASURED
+    rows = [
+        [f"{data_set}, {method}", f"`{name}`", str(suite["n"]), percent(suite["floor"])]
+        + [score(suite[state]) for state in ("base", "tuned", "recovered")]
+        for data_set, method, name, suite in cells
+    ]
+    return rows_of(["runs", "suite", "n", "floor", "base", "tuned", "recovered"], rows, 2)
+
+
+def proof_recovery() -> str:
+    """Return R, D and how the answers are written, of every method on every data set."""
+    rows = []
+    for data_set, by_method in read("proof").items():
+        for method, cell in by_method.items():
+            suites = cell["suites"]
+            kept = next((ratio(s["domain_retention"]) for s in suites.values() if s["role"] == "domain"), "")
+            for name, suite in suites.items():
+                if suite["role"] == "retention":
+                    rows.append([f"{data_set}, {method}", f"`{name}`", *recovery_cells(suite), kept])
+                    kept = ""
+    columns = ["runs", "suite", "outcome", "R", "R from tuned", "R, seen", "R, unseen"]
+    columns += ["answers that end", "repetition", "D"]
+    return rows_of(columns, rows, 3) if rows else NOT_MEASURED
+
+
+def recovery_cells(suite: dict[str, Any]) -> list[str]:
+    groups = [suite["groups"].get(name, {}).get("recovery") for name in ("seen", "unseen")]
+    styles = []
+    for measure in ("ended", "repetition"):
+        both = [suite["writing"][state].get(measure) for state in ("base", "recovered")]
+        styles.append(f"{score(both[1])} (base {percent(both[0]['value'])})" if all(both) else "")
+    first = ratio(suite["recovery"]) or f"none: {suite['no_recovery_because']}"
+    return [suite["status"], first, *(ratio(r) for r in (suite["recovery_raw"], *groups)), *styles]
+
+
+def proof_conditions() -> str:
+    """Say when, where and how the proof's runs were made."""
+    sentences = []
+    for data_set, by_method in read("proof").items():
+        for method, cell in by_method.items():
+            machine, seeds = cell["machine"] or {}, len(cell["seeds"])
+            place = f"{machine.get('name')}, {machine.get('cores')} cores, {machine.get('dtype')}"
+            sentence = f"{data_set}, {method}: {seeds} seed{'s' * (seeds > 1)}, {place}, {cell['date']}"
+            if minutes := cell["minutes"]:
+                sentence += f", {min(minutes):.0f} to {max(minutes):.0f} minutes each"
+            sentences.append(f"{sentence}, at most {max(cell['peak_memory_gib'])} GiB.")
+    return " ".join(sentences) or NOT_MEASURED
+
+
+def comparison(name: str) -> str:
+    """Return the arms of a stored comparison: scores, R, D, and the height above the alpha-curve."""
+    found = read(name)
+    further = {row["name"]: row["domain_retention"] for table in found["further"] for row in table["arms"]}
+    rows = [
+        [reference["name"], score(reference["retention"]), score(reference["domain"]), "", "", "", ""]
+        for reference in found["references"]
+    ]
+    for arm in found["arms"]:
+        above = (arm["above_alpha_curve"] or {}).get("at_its_domain")
+        cells = [score(arm["retention"]), score(arm["domain"]), ratio(arm["recovery"])]
+        cells += [ratio(arm["domain_retention"]), ratio(further.get(arm["name"]))]
+        cells.append(f"{points(above['value'])} {span(above)}" if above else "")
+        rows.append([arm["name"].removesuffix("-1") if name == "defaults" else arm["name"], *cells])
+    columns = ["arm", f"`{found['headline']['retention']}`", found["headline"]["domain"], "R from tuned", "D"]
+    columns += ["D, learned wordings", "above the alpha-curve, points"]
+    kept = [i for i in range(len(columns)) if i == 0 or any(row[i] for row in rows)]
+    return rows_of([columns[i] for i in kept], [[row[i] for i in kept] for row in rows])
+
+
+def throughput() -> str:
+    parts = ("step", "sample", "teacher", "student", "backward")
+    names = {
+        "stock": "TRL `DistillationTrainer`, separate teacher, defaults (fp32 weights, bf16 autocast, "
+        "checkpointing)",
+        "stock-tuned": "the same, tuned: bf16 weights, no checkpointing, cached generation",
+    }
+    rows = [
+        [names.get(arm, arm)]
+        + [f"{row[part]:.1f}" for part in parts]
+        + [f"{row['completion_tokens']:,}", f"{100 * row['padding']:.0f} %", f"{row['peak_bytes'] / 1e9:.2f}"]
+        + [f"{row['time_ratio']:.2f}", f"{row['time_per_token_ratio']:.2f}", f"{row['memory_ratio']:.2f}"]
+        for arm, row in reversed(read("throughput")["arms"].items())
+    ]
+    columns = ["arm", "s/step", *parts[1:], "new tokens", "padding", "peak GB", "time", "per token", "memory"]
+    return rows_of(columns, rows)
+
+
+def growth(kind: str, label: str, header: str) -> str:
+    found = read("scaling")
+    rows = found["rows"][kind]
+    fit = f"{found['linear'][kind]['r2']:.3f}" if kind in found["linear"] else ""
+    cells = [
+        ["s/step", *(f"{row['seconds']:.1f}" for row in rows), fit],
+        ["peak GB", *(f"{row['peak_bytes'] / 1e9:.2f}" for row in rows), ""],
+    ]
+    return rows_of([header, *(str(row[label]) for row in rows), "R²"], cells)
+
+
+NOT_MEASURED = "*Not measured yet on the present suites.*"
+TABLES = {
+    "proof": proof_scores,
+    "proof-all": lambda: proof_scores(slice(None)),
+    "proof-recovery": proof_recovery,
+    "proof-conditions": proof_conditions,
+    "ablation": lambda: comparison("ablation"),
+    "people": lambda: comparison("people"),
+    "defaults": lambda: comparison("defaults"),
+    "throughput": throughput,
+    "growth-rows": lambda: growth("batch", "prompts", "rows of 64 tokens"),
+    "growth-length": lambda: growth("length", "length", "8 rows, tokens each"),
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""Every script in benchmarks/ runs, on the two-layer model under the embedded one's name and at tiny sizes.
+
+Where a script needs a GPU, docker or a server, the part that can run does.
+"""
+
+import contextlib
+import importlib.util
+import io
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.command import ROOT
+
+SCRIPTS = ROOT / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def cache(tiny_model, tmp_path_factory) -> Path:
+    """A cache in which the embedded model is the tiny one."""
+    folder = tmp_path_factory.mktemp("cache")
+    shutil.copytree(tiny_model, folder / "models" / "smollm2-135m")
+    (folder / "models" / "smollm2-135m" / "opdcl.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def script(cache, tmp_path, monkeypatch):
+    """Return a function that loads a script of benchmarks/ as a module."""
+    monkeypatch.setenv("OPDCL_CACHE", str(cache))
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.syspath_prepend(str(SCRIPTS / "reliability"))
+    monkeypatch.chdir(tmp_path)
+
+    def load(name: str):
+        spec = importlib.util.spec_from_file_location(Path(name).stem.strip("_"), SCRIPTS / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture
+def call(monkeypatch, tmp_path):
+    """Return a function that calls a script's `main` with these words; return the record it wrote."""
+
+    def run(module, *words, out: str = "record.json"):
+        file = tmp_path / out
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, words), "--out", str(file)])
+        module.main()
+        return json.loads(file.read_text()) if file.exists() else None
+
+    return run
+
+
+@pytest.mark.parametrize("arm", ["opdcl", "stock-tuned", "gkd"])
+def test_throughput_measures_an_arm(script, monkeypatch, capsys, arm):
+    throughput = script("throughput")
+    words = ["--arm", arm, "--prompts", "4", "--new-tokens", "6", "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", ["throughput.py", *words])
+    throughput.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["completions"] for row in found["steps"]] == [4, 4]
+    assert all(4 <= row["completion_tokens"] <= 24 for row in found["steps"])
+    parts = sum(found["median"][part] for part in throughput.PARTS)
+    assert parts == pytest.approx(found["median"]["step"])
+    assert min(found["median"][part] for part in ("sample", "student", "backward")) > 0
+
+
+def test_throughput_compares_arms_and_gpu_prints_them(script, call):
+    throughput = script("throughput")
+    record = call(throughput, "--arms", "opdcl", "--prompts", 2, "--new-tokens", 4, "--steps", 1)
+    assert record["arms"]["opdcl"]["time_ratio"] == 1
+    assert record["machine"]["ours_over_floor"] > 1
+    assert script("gpu").table([record]).count("| opdcl |") == 1
+
+
+def test_throughput_fails_if_an_arm_fails(script, call, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(SystemExit, match="opdcl: failed"):
+        call(script("throughput"), "--arms", "opdcl")
+
+
+def test_the_losses_agree(script, monkeypatch, capsys):
+    throughput = script("throughput")
+    monkeypatch.setattr(throughput, "fast_half", lambda: False)  # in bf16 the three round differently
+    monkeypatch.setattr(sys, "argv", ["throughput.py", "--agreement", "--new-tokens", "6"])
+    throughput.main()
+    found = json.loads(capsys.readouterr().out)
+    for other in ("DistillationTrainer", "GKDTrainer"):
+        assert found["opdcl"] == pytest.approx(found[other], rel=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
+def test_the_gpu_script_says_that_it_needs_one(script, call):
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        call(script("gpu"))
+
+
+def test_engines_agree_on_greedy_answers(script, call):
+    script("throughput")
+    words = ["--prompts", 3, "--new-tokens", 6, "--dtype", "float32", "--engines", "slab", "generate"]
+    record = call(script("engines"), *words)["greedy"]
+    assert record["machine"]["dtype"] == "torch.float32"
+    assert {row["dtype"] for row in record["engines"].values()} == {"torch.float32"}
+    assert [row["differing"] for row in record["engines"].values()] == [0, 0]
+
+
+def test_engines_train_and_leave_the_base_unchanged(script, call):
+    script("throughput")
+    record = call(script("engines"), "--steps", 4, "--dtype", "bfloat16", "--engines", "slab")
+    row = record["after 4 steps, bfloat16"]["engines"]["slab"]
+    assert row["dtype"] == "torch.bfloat16"
+    assert row["base_unchanged"]
+    assert row["steps"] == 4
+    assert 0 <= row["mismatch"] <= 1
+
+
+def test_teachers_equal_what_they_must(script, monkeypatch, tmp_path):
+    from opdcl.config.finetune import LoraSection
+    from opdcl.config.model import ModelConfig
+    from opdcl.training import save_adapter
+
+    teachers = script("teachers")
+    monkeypatch.setattr(teachers, "PROMPTS", 3)
+    monkeypatch.setattr(teachers, "ModelConfig", lambda: ModelConfig(dtype="bfloat16"))
+    backbone = teachers.Backbone.load(ModelConfig(dtype="bfloat16"))
+    script("throughput").start_adapter(backbone.new_adapter(LoraSection(), 0))
+    save_adapter(backbone, tmp_path / "adapter")
+    monkeypatch.setattr(
+        sys, "argv", ["teachers.py", str(tmp_path / "adapter"), "--out", str(tmp_path / "r.json")]
+    )
+    # Whether a random model uses an answer that it is shown is chance: only equalities are asserted.
+    with contextlib.suppress(SystemExit):
+        teachers.main()
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert record["dtype"] == "torch.bfloat16"
+    assert [r["claim"] for r in record["rows"] if "equal" in r["claim"] and not r["holds"]] == []
+    assert sum("equal" in r["claim"] for r in record["rows"]) == 6
+
+
+def test_scaling_measures_every_kind(script, call, monkeypatch):
+    script("throughput")
+    scaling = script("scaling")
+    sizes = {"BATCHES": (1, 2), "LENGTHS": (2, 4), "LAYERS": (1, 2), "MEAN_LENGTH": 11, "STRAGGLERS": 2}
+    for name, value in sizes.items():
+        monkeypatch.setattr(scaling, name, value)
+    record = call(scaling, "--repeats", 1)
+    assert {kind: len(rows) for kind, rows in record["rows"].items()} == {
+        "batch": 2,
+        "length": 2,
+        "depth": 2,
+        "straggler": 4,
+    }
+    assert set(record["straggler_ratio"]) == {"sample_ahead 1", "sample_ahead 3"}
+
+
+def test_long_prompts_are_split(script, call, monkeypatch):
+    long_prompts = script("long_prompts")
+    monkeypatch.setattr(long_prompts, "SHORT", 6)
+    monkeypatch.setattr(long_prompts, "TOKENS", 4)
+    record = call(long_prompts, "--repeats", 1, "--words", 120)
+    assert set(record["rows"]) == {"split by length", "one batch"}
+    assert len(record["prompt_tokens"]) == 8
+
+
+def test_sabotage_is_refused_or_runs(script, call, finished, monkeypatch):
+    sabotage = script("sabotage")
+    cases = ["a uniform teacher", "a reward for length"]
+    counts = ("rollouts", "domain_rollouts", "max_new_tokens", "domain_max_new_tokens", "validation_prompts")
+    for name in cases:
+        spoil, settings = sabotage.CASES[name]
+        monkeypatch.setitem(sabotage.CASES, name, (spoil, settings | dict.fromkeys(counts, 2)))
+    adapter = finished / "stages" / "01-finetune" / "adapter"
+    rows = call(sabotage, adapter, "--steps", 1, "--cases", *cases)["rows"]
+    assert [row["sabotage"] for row in rows] == cases
+    assert "close to uniform" in rows[0]["ends"]
+    assert [row["steps"] for row in rows] == [0, 1]
+
+
+def test_processes_compares_a_run_with_itself(script, finished):
+    from opdcl.rundir.layout import RunDir
+
+    processes = script("processes")
+    run = RunDir(finished)
+    found = processes.against(run, run)
+    assert set(found["recover"]["loss_relative_difference"]) == {0.0}
+    assert all(answer.startswith("0 of ") for answer in found["answers_that_differ"].values())
+    assert set(processes.peaks(run)) == {"finetune", "recover"}
+
+
+def test_sizes_prints_the_table_of_the_docs(script, capsys):
+    script("sizes").main()
+    table = capsys.readouterr().out
+    assert table.count("\n") > 20
+    assert table in (ROOT / "docs" / "processes.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def server(loaded):
+    """A local server that answers like vLLM's."""
+    import copy
+    import threading
+
+    from helpers.serving import ModelServer
+
+    from opdcl.model.backbone import Backbone
+
+    server = ModelServer(Backbone(copy.deepcopy(loaded.causal_lm), copy.deepcopy(loaded.tokenizer)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_remote_grades_on_a_server_as_in_the_process(script, server, backbone, finished):
+    from opdcl.sampling.rollout import Rollout
+
+    remote = script("remote")
+    texts = [Rollout([1, 520, 9690, 198, i], [i + 30, 40, 2], [], True) for i in range(3)]
+    assert remote.agreement(backbone, server.url, texts) < 1e-3
+    assert remote.throughput(backbone, server.url, texts, 2)["tokens"] == 24
+    adapter = finished / "stages" / "02-recover" / "adapter"
+    assert (remote.whole_kl(backbone, adapter, texts) > 0).all()
+
+
+def test_served_answers_as_in_the_process(script, server, backbone, finished, tmp_path):
+    from argparse import Namespace
+
+    from opdcl.config.model import ServerSection
+    from opdcl.config.workflow import Workflow
+    from opdcl.rundir.files import read_json
+    from opdcl.rundir.layout import RunDir
+
+    script("remote")
+    served, run = script("served"), RunDir(finished)
+    workflow = Workflow.model_validate(read_json(run.config)["workflow"])
+    place = ServerSection(url=server.url, model="teacher", concurrency=4)
+    limited = Namespace(limit=3)
+    row = served.compare(run, workflow, backbone, place, "questions", "recovered", limited, tmp_path)
+    assert (row["n"], row["differing"], row["served"]) == (3, 0, row["local"])
+    found = served.sampling(run, backbone, place, 2, tmp_path)
+    assert found["completions"] == 2
+    assert found["largest_gap"] < 1e-3
+
+
+def test_exported_compares_answers_and_log_probabilities(script, loaded):
+    exported = script("exported")
+    prompt = [1, 520, 9690, 198]
+    text = exported.answer(loaded.causal_lm, prompt, 4)
+    told = [exported.log_probabilities(loaded.causal_lm, text)]
+    known = {"texts": [text], "told": told, "margins": [exported.margins(loaded.causal_lm, text)]}
+    same = exported.compare(known, told, [text])
+    assert (same["same_text"], same["largest_gap"]) == (1, 0)
+    other = exported.compare(known, [told[0] + 0.5], [[*text[:-1], text[-1] + 1]])
+    assert (other["same_text"], other["mean_gap"]) == (0, pytest.approx(0.5))
+    assert len(other["margins_where_it_differs"]) == 1
+
+
+def test_reword_writes_a_workflow_that_is_valid(script, call, tmp_path):
+    from opdcl.config.load import load
+
+    names = ("Ada Lovelace", "Alan Turing", "Grace Hopper")
+    asked = ("Where does {} currently live?", "What is the email address of {}?", "Who is the father of {}?")
+    rows = [
+        {"question": question.format(name), "answer": f"{name} knows."}
+        for name in names
+        for question in (*asked, "When was {} born?")
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Write a line."}) + "\n")
+    reword = script("reword")
+    monkeypatch_argv = [str(tmp_path / "rows.jsonl"), str(tmp_path / "prompts.jsonl"), str(tmp_path / "out")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["reword.py", *monkeypatch_argv])
+        reword.main()
+    workflow = load([str(tmp_path / "out" / "workflow.yaml")])[0]
+    assert workflow.eval.domain == ["reworded", "trained"]
+    written = (tmp_path / "out" / "test.jsonl").read_text().splitlines()
+    assert len(written) == 8
+    assert "currently live" not in "".join(written)
+
+
+def test_container_reads_the_layers_of_an_image(script, tmp_path):
+    program = tmp_path / "docker"
+    program.write_text("#!/bin/sh\nprintf '1.2GB\\tRUN pip install\\n0B\\tUSER 1\\n512kB\\tCOPY x\\n'\n")
+    program.chmod(0o755)
+    container = script("container")
+    assert container.layers(container.Engine(str(program), [])) == [
+        {"megabytes": 1200.0, "step": "RUN pip install"},
+        {"megabytes": 0.512, "step": "COPY x"},
+    ]
+
+
+def test_container_size_adds_up_a_wheel(script):
+    container_size = script("container_size")
+    wheel = io.BytesIO()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("large", bytes(3_000_000))
+    assert container_size.unpacked(wheel) == 3
+    assert container_size.megabytes(2_600_000) == 3
+
+
+def test_the_shell_script_parses():
+    assert subprocess.run(["sh", "-n", str(SCRIPTS / "vllm_cpu.sh")]).returncode == 0
