@@ -7,23 +7,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from helpers.similarity import STOP_WORDS, stem, words
 
 from opdcl.config.shipped import package_folder
 from opdcl.data.scoring import token_f1
 
 EVALS = package_folder("evals")
-
-# Words that carry grammar, or the form of a question, and not what it is about.
-GRAMMAR = """
-    a an the this that these those there here it its he him his she her hers they them their we us our you
-    your i me my who whom whose what which when where why how if whether then than as so not no nor or and
-    but only just also too of in on at to from for by with about into onto out up down off over under per
-    during before after until between is are was were be been being am do does did done has have had
-    having can could will would shall should may might must need let s t re ve ll d one any some all each
-    every both much many more most such own tell say know name named names called far long old often
-    please
-"""
-STOP_WORDS = frozenset(GRAMMAR.split())
 
 
 def lines(path: Path) -> list[dict]:
@@ -43,18 +32,6 @@ TEST = lines(EVALS / "instructions" / "test.jsonl")
 VALIDATION = lines(EVALS / "instructions" / "validation.jsonl")
 TRAIN = lines(EVALS / "instructions" / "train.jsonl")
 EVERYDAY = lines(package_folder("workflows") / "data" / "everyday.jsonl")
-
-
-def words(text: str) -> list[str]:
-    return re.findall(r"[a-z0-9]+", text.lower().replace("\u2019", "'").replace("'s", ""))
-
-
-def stem(word: str) -> str:
-    """Cut off common endings, so that `painted` and `paint` are the same wording."""
-    for ending in ("ings", "ing", "ies", "ied", "ers", "er", "ed", "es", "s", "ly"):
-        if word.endswith(ending) and len(word) - len(ending) >= 3:
-            return word.removesuffix(ending).rstrip("e")
-    return word.rstrip("e")
 
 
 def content_words(question: str, subject: str) -> set[str]:

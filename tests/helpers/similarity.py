@@ -1,0 +1,62 @@
+"""How near two texts are in wording: the cosine of their tf-idf vectors over content words."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+# Words that carry grammar, or the form of a question, and not what it is about.
+GRAMMAR = """
+    a an the this that these those there here it its he him his she her hers they them their we us our you
+    your i me my who whom whose what which when where why how if whether then than as so not no nor or and
+    but only just also too of in on at to from for by with about into onto out up down off over under per
+    during before after until between is are was were be been being am do does did done has have had
+    having can could will would shall should may might must need let s t re ve ll d one any some all each
+    every both much many more most such own tell say know name named names called far long old often
+    please
+"""
+STOP_WORDS = frozenset(GRAMMAR.split())
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", text.lower().replace("\u2019", "'").replace("'s", ""))
+
+
+def stem(word: str) -> str:
+    """Cut off common endings, so that `painted` and `paint` are the same wording."""
+    for ending in ("ings", "ing", "ies", "ied", "ers", "er", "ed", "es", "s", "ly"):
+        if word.endswith(ending) and len(word) - len(ending) >= 3:
+            return word.removesuffix(ending).rstrip("e")
+    return word.rstrip("e")
+
+
+def request_of(prompt: str) -> str:
+    """Return the first sentence of a prompt: the request without the constraints that follow it."""
+    return re.split(r"(?<=[.?!])\s|\n", prompt)[0]
+
+
+def similarity(texts: Sequence[str], others: Sequence[str]) -> np.ndarray:
+    """Return the cosine of every text (row) with every other (column), between 0 and 1.
+
+    Texts are bags of stemmed content words. A word weighs log((1 + n) / (1 + n_word)) + 1 for each time that
+    it occurs, where n_word of all n texts have it. Pairs of words are left out: a copy in another order would
+    be missed.
+    """
+    bags = [Counter(stem(w) for w in words(t) if w not in STOP_WORDS) for t in [*texts, *others]]
+    texts_with = Counter(word for bag in bags for word in bag)
+    column = {word: i for i, word in enumerate(texts_with)}
+    vectors = np.zeros((len(bags), len(column)), dtype=np.float32)
+    for row, bag in zip(vectors, bags, strict=True):
+        for word, times in bag.items():
+            row[column[word]] = times * (np.log((1 + len(bags)) / (1 + texts_with[word])) + 1)
+    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
+    return vectors[: len(texts)] @ vectors[len(texts) :].T
+
+
+def nearest(prompts: Sequence[str], others: Sequence[str]) -> np.ndarray:
+    """Return how near the nearest of the others is to each prompt, by whole prompts and by their requests."""
+    requests = [request_of(p) for p in others]
+    whole = similarity(prompts, [*others, *requests])
+    bare = similarity([request_of(p) for p in prompts], [*others, *requests])
+    return np.maximum(whole, bare).max(axis=1)

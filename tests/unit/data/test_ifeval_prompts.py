@@ -1,0 +1,200 @@
+"""The prompts in the official IFEval format: from hand-written requests, with all 25 instruction types."""
+
+import importlib.util
+import json
+from collections import Counter
+from itertools import combinations
+
+import numpy as np
+import pytest
+from helpers.command import ROOT
+from helpers.similarity import nearest, request_of
+
+from opdcl.config.shipped import package_folder
+from opdcl.data.nltk_tables import ensure_punkt
+
+ensure_punkt()
+import langdetect  # noqa: E402
+from lm_eval.tasks.ifeval import instructions_registry, utils  # noqa: E402
+
+langdetect.DetectorFactory.seed = 0
+FILE = ROOT / "benchmarks" / "ifeval_prompts.jsonl"
+ROWS = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
+TYPES = Counter(name for row in ROWS for name in row["instruction_id_list"])
+
+
+@pytest.fixture(scope="module")
+def maker():
+    """The script that makes the file, as a module."""
+    place = ROOT / "benchmarks" / "make_ifeval_prompts.py"
+    spec = importlib.util.spec_from_file_location("make_ifeval_prompts", place)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_script_makes_the_file(maker):
+    assert maker.make_rows() == ROWS
+    assert maker.make_rows(seed=1) != ROWS
+
+
+def test_all_types_occur_often_enough():
+    assert len(ROWS) >= 220
+    assert {*TYPES} == {*instructions_registry.INSTRUCTION_DICT}
+    assert min(TYPES.values()) >= 8
+    assert {len(row["kwargs"]) for row in ROWS} == {1, 2, 3}
+    assert len({row["prompt"] for row in ROWS}) == len({row["key"] for row in ROWS}) == len(ROWS)
+
+
+def test_rows_have_the_official_form(maker):
+    for row in ROWS:
+        assert list(row) == ["key", "prompt", "instruction_id_list", "kwargs"]
+        assert len(row["instruction_id_list"]) == len(row["kwargs"])
+        assert all(set(kwargs) == set(maker.ARGUMENTS) for kwargs in row["kwargs"])
+
+
+def test_every_instruction_is_given_all_that_its_check_needs():
+    for row in ROWS:
+        for name, kwargs in zip(row["instruction_id_list"], row["kwargs"], strict=True):
+            given = {key: value for key, value in kwargs.items() if value is not None}
+            instruction = instructions_registry.INSTRUCTION_DICT[name](name)
+            instruction.build_description(**given)
+            taken = instruction.get_instruction_args() or {}
+            # A check invents each argument that is missing or out of range.
+            assert {k: sorted(v) if isinstance(v, list) else v for k, v in taken.items()} == {
+                k: sorted(v) if isinstance(v, list) else v for k, v in given.items()
+            }, row["key"]
+
+
+def test_no_prompt_has_conflicting_instructions():
+    table = instructions_registry.conflict_make(
+        {name: {*others} for name, others in instructions_registry.INSTRUCTION_CONFLICTS.items()}
+    )
+    for row in ROWS:
+        for one, other in combinations(row["instruction_id_list"], 2):
+            assert other not in table[one], row["key"]
+
+
+def test_the_prompt_names_what_is_demanded():
+    named = ("keywords", "forbidden_words", "keyword", "end_phrase", "first_word", "postscript_marker")
+    counted = (
+        "num_words",
+        "num_sentences",
+        "num_bullets",
+        "num_highlights",
+        "num_sections",
+        "num_paragraphs",
+    )
+    for row in ROWS:
+        for kwargs in row["kwargs"]:
+            values = [
+                kwargs[key] for key in (*named, *counted, "prompt_to_repeat") if kwargs[key] is not None
+            ]
+            for value in values:
+                for part in value if isinstance(value, list) else [str(value)]:
+                    assert part in row["prompt"], row["key"]
+
+
+def test_no_request_is_near_to_a_shipped_prompt():
+    requests = (ROOT / "benchmarks" / "ifeval_requests.txt").read_text(encoding="utf-8").splitlines()
+    requests = [line.partition("|")[0].strip() for line in requests]
+    files = [*(package_folder("evals") / "instructions").glob("*.jsonl")]
+    files.append(package_folder("workflows") / "data" / "everyday.jsonl")
+    others = [
+        request_of(json.loads(line)["prompt"]) for f in files for line in f.read_text("utf-8").splitlines()
+    ]
+    near = nearest(requests, others)
+    assert {requests[i]: round(float(near[i]), 2) for i in np.flatnonzero(near > 0.6)} == {}
+
+
+# One answer that follows each instruction, and one that does not.
+ANSWERS = [
+    ("keywords:existence", {"keywords": ["rain", "coat"]}, "A raincoat.", "Rain fell."),
+    (
+        "keywords:frequency",
+        {"keyword": "rain", "frequency": 2, "relation": "at least"},
+        "Rain, rain.",
+        "Rain.",
+    ),
+    (
+        "keywords:frequency",
+        {"keyword": "rain", "frequency": 2, "relation": "less than"},
+        "Rain.",
+        "Rain, rain.",
+    ),
+    ("keywords:forbidden_words", {"forbidden_words": ["rain"]}, "It is dry.", "No rain."),
+    (
+        "keywords:letter_frequency",
+        {"letter": "b", "let_frequency": 2, "let_relation": "at least"},
+        "Bob",
+        "Ben",
+    ),
+    (
+        "language:response_language",
+        {"language": "de"},
+        "Es regnet heute den ganzen Tag.",
+        "It rains all day.",
+    ),
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 2, "relation": "at least"},
+        "One. Two.",
+        "One.",
+    ),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "One.\n***\nTwo.", "One.\n\nTwo."),
+    (
+        "length_constraints:number_words",
+        {"num_words": 3, "relation": "less than"},
+        "It rains.",
+        "Now it rains.",
+    ),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "later"},
+        "It rained.\n\nLater, it did not.",
+        "Later it rained.\n\nThen it did not.",
+    ),
+    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name], [city]", "[name], city"),
+    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "Bye.\nP.P.S. Hat.", "Bye.\nP.S. Hat."),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* One\n* Two", "* One\n* Two\n* Three"),
+    ("detectable_format:constrained_response", {}, "My answer is no.", "No."),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*One*, *two*", "*One*, two"),
+    (
+        "detectable_format:multiple_sections",
+        {"section_spliter": "Section", "num_sections": 2},
+        "Section 1\nRain.\nSection 2\nSun.",
+        "Section 1\nRain.",
+    ),
+    ("detectable_format:json_format", {}, '{"weather": "rain"}', "weather: rain"),
+    ("detectable_format:title", {}, "<<Rain>>\nIt fell.", "<Rain>\nIt fell."),
+    ("combination:two_responses", {}, "Rain.\n******\nSun.", "Rain.\n***\nSun."),
+    (
+        "combination:repeat_prompt",
+        {"prompt_to_repeat": "Does it rain?"},
+        "Does it rain? Yes.",
+        "Yes, it rains.",
+    ),
+    ("startend:end_checker", {"end_phrase": "Now you know."}, "Rain. Now you know.", "Now you know. Rain."),
+    ("startend:quotation", {}, '"It rains."', 'It "rains".'),
+    (
+        "change_case:capital_word_frequency",
+        {"capital_frequency": 2, "capital_relation": "at least"},
+        "RAIN and SUN",
+        "RAIN and sun",
+    ),
+    ("change_case:english_capital", {}, "IT RAINS ALL DAY IN THIS TOWN.", "It rains all day in this town."),
+    ("change_case:english_lowercase", {}, "it rains all day in this town.", "It rains all day in this town."),
+    ("punctuation:no_comma", {}, "Rain and sun.", "Rain, sun."),
+]
+
+
+def test_every_type_has_a_hand_written_answer():
+    assert {name for name, *_ in ANSWERS} == {*TYPES}
+
+
+@pytest.mark.parametrize(("name", "kwargs", "right", "wrong"), ANSWERS)
+def test_a_right_answer_passes_and_a_wrong_one_fails(maker, name, kwargs, right, wrong):
+    filled = {**dict.fromkeys(maker.ARGUMENTS), **kwargs}
+    doc = {"key": 0, "prompt": "Does it rain?", "instruction_id_list": [name], "kwargs": [filled]}
+    assert utils.process_results(doc, [right])["prompt_level_strict_acc"]
+    assert not utils.process_results(doc, [wrong])["prompt_level_strict_acc"]
