@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from opdcl.config.model import ModelConfig, ServerSection
 from opdcl.config.section import Count, Positive, Section, Share
 
-LossKind = Literal["reverse_kl", "forward_kl", "top_k", "policy_gradient", "cross_entropy"]
+LossKind = Literal["reverse_kl", "forward_kl", "symmetric_kl", "top_k", "policy_gradient", "cross_entropy"]
 TEACHER_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,31}$"
 
 

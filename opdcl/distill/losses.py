@@ -53,6 +53,11 @@ def reverse_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return forward_kl(log_q, log_p)
 
 
+def symmetric_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """Return the mean of forward and reverse KL per row of `(N, V)`; half of Jeffreys' divergence."""
+    return ((log_q.exp() - log_p.exp()) * (log_q - log_p)).sum(-1) / 2
+
+
 def top_k(log_p: torch.Tensor, log_q: torch.Tensor, k: int) -> torch.Tensor:
     """Return reverse KL over the teacher's k most likely tokens and the rest as one outcome, per row.
 
@@ -237,6 +242,7 @@ def _cost(loss: LossSection, token_N: torch.Tensor, sampler_N: torch.Tensor) -> 
     costs: dict[str, Cost] = {
         "reverse_kl": lambda log_p, log_q, part: reverse_kl(log_p, log_q),
         "forward_kl": lambda log_p, log_q, part: forward_kl(log_p, log_q),
+        "symmetric_kl": lambda log_p, log_q, part: symmetric_kl(log_p, log_q),
         "top_k": lambda log_p, log_q, part: top_k(log_p, log_q, loss.k),
         "cross_entropy": lambda log_p, log_q, part: -_of_tokens(log_p, token_N[part]),
         "policy_gradient": lambda log_p, log_q, part: policy_gradient(
