@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import pvariance
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
@@ -184,7 +184,7 @@ class RolloutQueue:
         how = self.config, self._max_new_tokens(stream), seed, on_finished
         temperature = 1.0 if author else self.config.temperature
         if unfinished or max_unfinished:
-            partial = {"unfinished": unfinished, "max_unfinished": max_unfinished}
+            partial: dict[str, Any] = {"unfinished": unfinished, "max_unfinished": max_unfinished}
             return self.student.complete(prompts, *how, temperature, **partial)
         by_position: dict[int, Rollout] = {}
         for _, single, positions in (author or self.student).split(prompts):

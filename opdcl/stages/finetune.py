@@ -9,6 +9,7 @@ import logging
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -69,7 +70,23 @@ def finetune(
     else:
         model = backbone.new_adapter(config.lora, config.seed)
     steps = planned_steps(config, len(encoded))
-    stage = {
+    lengths = [len(e.input_ids) for e in encoded]
+    order = lay_out(lengths, config.batch_size, steps, config.seed)
+    callback = StageCallback(report, steps, backbone)
+    callback.tokens_per_step = round(sum(lengths) / len(lengths) * config.batch_size)
+    trainer = AnswerTrainer(
+        model=model,
+        args=SFTConfig(**trainer_arguments(config, backbone, out, steps, **_stage_arguments(config, steps))),
+        train_dataset=Dataset.from_list([vars(e) for e in encoded]).select(order),
+        processing_class=backbone.tokenizer,
+        callbacks=[callback],
+    )
+    callback.run(trainer, out)
+    save_adapter(backbone, out.adapter)
+
+
+def _stage_arguments(config: FinetuneConfig, steps: int) -> dict[str, Any]:
+    return {
         "per_device_train_batch_size": config.batch_size,
         "lr_scheduler_type": "cosine",
         "warmup_steps": math.ceil(steps * 0.05),
@@ -79,19 +96,6 @@ def finetune(
         "padding_free": config.packing == "on",
         "completion_only_loss": True,
     }
-    lengths = [len(e.input_ids) for e in encoded]
-    order = lay_out(lengths, config.batch_size, steps, config.seed)
-    callback = StageCallback(report, steps, backbone)
-    callback.tokens_per_step = round(sum(lengths) / len(lengths) * config.batch_size)
-    trainer = AnswerTrainer(
-        model=model,
-        args=SFTConfig(**trainer_arguments(config, backbone, out, steps, **stage)),
-        train_dataset=Dataset.from_list([vars(e) for e in encoded]).select(order),
-        processing_class=backbone.tokenizer,
-        callbacks=[callback],
-    )
-    callback.run(trainer, out)
-    save_adapter(backbone, out.adapter)
 
 
 def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:

@@ -60,7 +60,7 @@ def test_loss_and_gradient_equal_those_of_the_same_model_locally(backbone, elsew
     )
     sampler = (
         HiddenStates(student, head)
-        .log_probs(slice(0, len(tokens)), len(head), 1.0)
+        .log_probs(slice(0, len(tokens)), len(head))
         .gather(1, tokens[:, None])[:, 0]
         - 0.1
     )
