@@ -66,10 +66,7 @@ CONSTRAINTS = {
     ),
     "numbered": (
         [{"type": "numbered", "count": n} for n in (3, 4)],
-        [
-            "Give a numbered list of {count} short points.",
-            "Give {count} short points as a numbered list.",
-        ],
+        ["Give a numbered list of {count} short points.", "Give {count} short points as a numbered list."],
     ),
     "forbidden": (
         [{"type": "forbidden", "words": [w]} for w in ("people", "world", "life", "time", "many", "often")],
