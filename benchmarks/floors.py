@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import json
 import platform
-import sys
 import time
 from collections import defaultdict
 from datetime import date
@@ -145,7 +144,7 @@ def main() -> None:
     names = [line.split(":")[1].strip() for line in cpu.read_text().splitlines() if "model name" in line]
     record = {
         "date": date.today().isoformat(),
-        "command": " ".join(["python", "benchmarks/floors.py", *sys.argv[1:]]),
+        "command": " ".join(["python benchmarks/floors.py --suites", *options.suites]),
         "machine": f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} thread(s)",
         "torch": torch.__version__,
         "dtype": str(backbone.causal_lm.dtype),

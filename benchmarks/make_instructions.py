@@ -45,7 +45,7 @@ CONSTRAINTS = {
         [{"type": "postscript", "marker": "P.S."}],
         [
             "Write one or two sentences, and then a postscript that begins with P.S.",
-            "Write one or two sentences and a postscript; the postscript must begin with P.S.",
+            "Answer in one or two sentences, then add a postscript that begins with P.S.",
         ],
     ),
     "one sentence": (
@@ -66,10 +66,7 @@ CONSTRAINTS = {
     ),
     "numbered": (
         [{"type": "numbered", "count": n} for n in (3, 4)],
-        [
-            "Answer with a numbered list of {count} short points.",
-            "Give {count} short points as a numbered list.",
-        ],
+        ["Give a numbered list of {count} short points.", "Give {count} short points as a numbered list."],
     ),
     "forbidden": (
         [{"type": "forbidden", "words": [w]} for w in ("people", "world", "life", "time", "many", "often")],
