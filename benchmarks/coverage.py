@@ -1,11 +1,11 @@
-"""Simulate evaluations whose truth is known: how often the 95 % intervals and the verdicts of a report are right.
+"""Simulate evaluations whose truth is known: how often are the intervals and verdicts of a report right?
 
 python benchmarks/coverage.py             # 2,500 evaluations of each kind; a quarter of an hour on one core
 
-An answer passes where the model's level, its training seed's luck, the difficulty of the prompt (shared by all
-models), of the prompt's cluster, the model's own view of the prompt and the luck of the single answer add up to
-more than zero; all are normal. With one seed the truth is that of the trained model, with several that of the
-recipe. Nothing here uses the package's formulas.
+An answer passes where five normal numbers add up to more than zero: the model's level with the luck of its
+training seed, the difficulty of the prompt for all models, that of the prompt's cluster, the model's own view
+of the prompt, and the luck of the single answer. With one seed the truth is that of the trained model, with
+several that of the recipe. Nothing here uses the package's formulas.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Model:
 
 @dataclass(frozen=True)
 class World:
-    """An evaluation that can be repeated: the models, how many seeds, how many prompts in how many clusters."""
+    """An evaluation that can be repeated: the models, how many seeds, prompts and clusters."""
 
     models: tuple[Model, ...]
     seeds: int = 1
@@ -98,7 +98,7 @@ def estimates(kind: str, scores: list[np.ndarray], rates: list[float], clusters:
 
 
 def cover(kind: str, world: World, draws: int, seed: int = 0) -> dict[str, Any]:
-    """Return how often an interval covers the truth, how often it lies below or above, and its median width."""
+    """Return how often an interval covers the truth or lies below or above it, and its median width."""
     random = np.random.default_rng(seed)
     below = above = missing = 0
     widths = []
