@@ -84,11 +84,11 @@ def compared_with_base(suites: Sequence[Suite]) -> dict[str, dict[str, Any] | No
         scores = [_stacked(suites, state, name) for state in ("base", "recovered")]
         if scores[0] is not None and scores[1] is not None:
             base, recovered = scores
-            options = {"clusters": suites[0].clusters, "margin": margin, "higher_is_better": False}
-            shown = stats.non_inferiority(recovered, base, **options).as_dict()
-            change = stats.difference(recovered, base, suites[0].clusters)
+            clusters = suites[0].clusters
+            shown = stats.non_inferiority(recovered, base, clusters, margin, higher_is_better=False)
+            change = stats.difference(recovered, base, clusters)
             levels = {"base": float(base.mean()), "recovered": float(recovered.mean())}
-            tests[name] = {**levels, **change.as_dict(), **shown, "worse": change.low > 0}
+            tests[name] = {**levels, **change.as_dict(), **shown.as_dict(), "worse": change.low > 0}
     return tests
 
 

@@ -3,9 +3,12 @@
 import re
 
 import pytest
+from helpers.page import Page
 from helpers.synthetic import measure_fully, pages
 
-from opdcl.results.summary import summarise
+from opdcl.results import plots
+from opdcl.results.summary import summarise, table_rows
+from opdcl.results.tables import MISSING
 
 
 @pytest.fixture
@@ -229,3 +232,54 @@ def test_each_group_has_its_own_floor(measured):
 
     groups = measured(320, 0, 320, **dict.fromkeys(("base", "tuned", "recovered"), fields))["groups"]
     assert (groups["seen"]["floor"], groups["unseen"]["floor"]) == (0.25, 0)
+
+
+def test_the_report_says_how_often_equal_models_are_shown_to_be_equal(run, measured):
+    summary = measured(320, 80, 300)
+    power = f"{100 * summary['non_inferiority']['power']:.0f} % of repetitions"
+    assert 0 < summary["non_inferiority"]["power"] < 1
+    assert all(power in pages(run)[page] for page in ("report.md", "report.html"))
+
+
+def test_the_page_shows_how_answers_are_written(run, measured):
+    measured(320, 80, 320, base=ending(0.48), tuned=ending(1), recovered=ending(0.18))
+    page = pages(run)["report.md"]
+    assert f"| instructions | | answers that end | 400 | {MISSING} | 48.0 % [" in page
+    assert "| answers that do not end, recovered - base | +30.0 |" in page
+    html = Page(pages(run)["report.html"])
+    assert "answers that end" in html.text
+    assert ("class", "writing") in html.attributes
+    assert any(
+        value.startswith("Answers that end before the token limit (%): base 48")
+        for _, value in html.attributes
+    )
+    rows = table_rows(summarise(run))
+    (cells,) = [row for row in rows if row[0] == "answers that end"]
+    assert [cell.split("\n")[0] for cell in cells[3:]] == ["48.0 %", "100.0 %", "18.0 %"]
+    assert [row[0] for row in rows].count("answers that end") == 1
+
+
+def test_a_changed_script_has_a_line_of_its_own(run, measured):
+    def russian(i):
+        return {"response": "Пиши коротко." if i < 100 else "Keep it short."}
+
+    measured(320, 80, 320)
+    assert "prompt's script" not in pages(run)["report.md"]
+    measured(320, 80, 320, recovered=russian)
+    line = next(line for line in pages(run)["report.md"].splitlines() if "prompt's script" in line)
+    assert line.split(" | ")[-1].startswith("75.0 %")
+
+
+def test_a_ceiling_that_is_not_shown_says_what_would_be_seen(run, measured):
+    passed = {i for i in range(40) if i % 2}, set(), {i for i in range(40) if i % 2 == (i > 3)}
+    summary = measured(*passed, n=40)
+    gap = summary["ceiling"]["instructions"]
+    assert gap["place"] == "not shown"
+    words = f"not shown to differ: 40 prompts can show {100 * gap['detectable']:.1f} points"
+    assert all(words in pages(run)[page] for page in ("report.md", "report.html"))
+
+
+def test_the_plot_shows_the_floor(run, measured):
+    floor = dict.fromkeys(("base", "tuned", "recovered"), lambda i: {"floor": i < 40})
+    svg = plots.tradeoff(measured(320, 80, 320, **floor))
+    assert ">floor<" in svg
