@@ -114,6 +114,8 @@ def main() -> None:
     options = parser.parse_args()
     rows = [json.loads(line) for line in options.rows.read_text(encoding="utf-8").splitlines()]
     owners = people(rows)
+    # Questions about one person stand and fall together.
+    rows = [{**row, "cluster": owner} for row, owner in zip(rows, owners, strict=True)]
     chance = random.Random(options.seed)
     everybody = sorted(set(owners))
     chance.shuffle(everybody)

@@ -21,7 +21,7 @@ def load_test(half=None, **kwargs):
     return {
         "test": datasets.Dataset.from_list(
             [
-                {"question": question, "answers": [fact["answer"], *fact["aliases"]], "fact": fact["id"]}
+                {"question": question, "answers": [fact["answer"], *fact["aliases"]], "cluster": fact["id"]}
                 for fact in _facts()
                 for question in fact["test"]
                 if documents is None or fact["document"] in documents
@@ -45,7 +45,7 @@ def load_trained(**kwargs):
     return {
         "test": datasets.Dataset.from_list(
             [
-                {"question": question, "answers": [fact["answer"], *fact["aliases"]], "fact": fact["id"]}
+                {"question": question, "answers": [fact["answer"], *fact["aliases"]], "cluster": fact["id"]}
                 for fact in _facts()
                 for question in fact["train"][:3]
             ]
@@ -58,9 +58,8 @@ def load_neighbours(**kwargs):
     return {
         "test": datasets.Dataset.from_list(
             [
-                {"question": n["question"], "answers": [n["answer"], *n["aliases"]], "fact": fact["id"]}
-                for fact in _facts()
-                for n in [fact["neighbour"]]
+                {"question": n["question"], "answers": [n["answer"], *n["aliases"]]}
+                for n in (fact["neighbour"] for fact in _facts())
             ]
         )
     }

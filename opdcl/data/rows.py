@@ -33,7 +33,8 @@ Message = dict[str, str]
 class Row:
     """One checked row: a conversation that ends with the user and its answer if any, or plain text.
 
-    `where` names its file and line, `teacher` the teacher of completions on it ("": the stream's own).
+    `where` names its file and line, `teacher` the teacher of completions on it ("": the stream's own), and
+    `cluster` the fact or person that it is about, if several rows are.
     """
 
     prompt: list[Message]
@@ -41,6 +42,7 @@ class Row:
     text: str | None
     where: str
     teacher: str = ""
+    cluster: str = ""
 
     def with_context(self, context: str, answer: str, feedback: str = "") -> Row:
         """Return the row with its last message replaced by `context`, whose placeholders are filled in."""
@@ -52,7 +54,7 @@ class Row:
 
 def load_rows(source: str, split: str = "train") -> list[Row]:
     """Load and check all rows of `source`; `split` picks a part of a shipped or Hub set."""
-    rows = [_check(row, where) for row, where in _raw(source, split)]
+    rows = [_with_cluster(_check(row, where), row) for row, where in _raw(source, split)]
     if not rows:
         raise UsageError(f"{source} has no rows", FIELDS_HINT)
     return rows
@@ -214,6 +216,11 @@ def _check(row: Any, where: str) -> Row:
         return Row([], None, _string(row["text"], "text", where), where, teacher)
     content = f"has only {', '.join(map(str, row))}" if row else "is empty"
     raise UsageError(f"{where} {content}", FIELDS_HINT)
+
+
+def _with_cluster(checked: Row, row: dict) -> Row:
+    cluster = row.get("cluster")
+    return checked if cluster in (None, "") else replace(checked, cluster=str(cluster))
 
 
 def _check_messages(messages: Any, where: str, teacher: str) -> Row:

@@ -17,7 +17,18 @@ from opdcl.errors import UsageError
 
 CONSTANT_ANSWER = "I am happy to help. Please tell me more about what you need."
 
-Scores = dict[str, dict[str, float]]
+# A hundred words about nothing: what can be had by length alone.
+LONG_ANSWER = (
+    "Thank you for your message. This is an important question, and there are several things to say about "
+    "it. First, it helps to take some time and to look at it from more than one side. Second, it is a good "
+    "idea to talk with other people, because they may see what we overlook. Third, small steps often lead "
+    "further than large plans. In many cases the best way depends on the situation, so please consider what "
+    "matters most to you. I hope that this is helpful. If you have any further questions, please let me "
+    "know, and I will be happy to help."
+)
+
+# Content-free answer -> the scores of each document, by metric.
+FloorScores = dict[str, list[dict[str, Any]]]
 
 
 class Suite:
@@ -30,20 +41,40 @@ class Suite:
         self.name, self.loaded = name, loaded
         (self.task,) = loaded["tasks"].values()
         self.metrics: list[str] = list(self.task.aggregation())
-        self._floors: dict[int | None, Scores] = {}
+        self._floors: dict[int | None, FloorScores] = {}
 
-    def floors(self, limit: int | None) -> Scores:
-        """Score answers without skill on the first `limit` documents: none, a constant one, the prompt."""
+    def documents(self, limit: int | None) -> list[dict]:
+        """Return the first `limit` documents, or all."""
+        return [doc for _, doc in self.task.doc_iterator(limit=limit)]
+
+    def floors(self, limit: int | None, answers: list[str]) -> FloorScores:
+        """Score answers without content on the first `limit` documents.
+
+        They are none, a constant one, a long one, the prompt, both, and `answers`, each to another prompt.
+        """
+        docs = self.documents(limit)
         if limit not in self._floors:
-            docs = [doc for _, doc in self.task.doc_iterator(limit=limit)]
             prompts = [self.task.doc_to_text(doc) for doc in docs]
-            answers = {"empty": [""] * len(docs), "constant": [CONSTANT_ANSWER] * len(docs), "copy": prompts}
-            self._floors[limit] = {name: self._score(docs, texts) for name, texts in answers.items()}
-        return self._floors[limit]
+            texts = {
+                "empty": [""] * len(docs),
+                "constant": [CONSTANT_ANSWER] * len(docs),
+                "long constant": [LONG_ANSWER] * len(docs),
+                "copy": prompts,
+                "copy and constant": [f"{prompt}\n\n{LONG_ANSWER}" for prompt in prompts],
+            }
+            self._floors[limit] = {name: self._score(docs, answers) for name, answers in texts.items()}
+        if len(docs) == 1:
+            return self._floors[limit]
+        # Half the suite away: neighbours are often about the same fact.
+        half = len(docs) // 2
+        return self._floors[limit] | {"shuffled": self._score(docs, answers[half:] + answers[:half])}
 
-    def _score(self, docs: list[dict], answers: list[str]) -> dict[str, float]:
+    def _score(self, docs: list[dict], answers: list[str]) -> list[dict[str, Any]]:
         pairs = zip(docs, answers, strict=True)
-        scores = [self.task.process_results(doc, [answer]) for doc, answer in pairs]
+        return [self.task.process_results(doc, [answer]) for doc, answer in pairs]
+
+    def means(self, scores: list[dict[str, Any]]) -> dict[str, float]:
+        """Return the mean of each metric."""
         return {m: mean_score([s[m] for s in scores]) for m in self.metrics}
 
 
@@ -108,7 +139,8 @@ def _question_task(name: str, rows: Callable[[], list[Row]], max_tokens: int) ->
         for row in rows():
             if row.answer is None or not row.prompt:
                 raise UsageError(f"{row.where} has no question and answer", "a domain suite needs both")
-            docs.append({"question": row.prompt[-1]["content"], "answers": [row.answer]})
+            question = row.prompt[-1]["content"]
+            docs.append({"question": question, "answers": [row.answer], "cluster": row.cluster})
         return {"test": datasets.Dataset.from_list(docs)}
 
     metrics = ("token_f1", "exact_match", "contains")

@@ -73,13 +73,17 @@ class Suite:
 
     @property
     def clusters(self) -> np.ndarray | None:
-        """The cluster of each prompt, such as the fact that a question is about; None if there are none."""
+        """The cluster of each prompt, such as the fact that a question is about; None if all differ.
+
+        The same prompt twice is one cluster: it has the same answer. The same answer to two prompts is none:
+        many questions about different things are answered by yes, or by two.
+        """
         import numpy as np
 
-        names = [row.get("cluster") for row in next(iter(self.rows.values()), [])]
-        if not any(names):
-            return None
-        return np.array([f"prompt {i}" if name is None else f"of {name}" for i, name in enumerate(names)])
+        rows = next(iter(self.rows.values()), [])
+        names = [f"cluster {row['cluster']}" if row.get("cluster") else row["prompt"] for row in rows]
+        ids = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        return np.array([ids[name] for name in names]) if len(ids) < len(names) else None
 
     @property
     def groups(self) -> list[str]:

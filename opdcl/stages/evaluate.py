@@ -18,7 +18,7 @@ from lm_eval.evaluator import evaluate as lm_evaluate
 from opdcl import parallel
 from opdcl.config.evaluate import EvalConfig
 from opdcl.data.chat import render
-from opdcl.data.suites import Suite, cut_at, mean_score, quiet_lm_eval
+from opdcl.data.suites import Suite, cut_at, quiet_lm_eval
 from opdcl.distill.make_teacher import reach_own_model
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
@@ -45,6 +45,7 @@ class BackboneLM(LM):
         self.backbone, self.adapter = backbone, adapter
         self.config, self.partial, self.report = config, partial, report
         self.lengths: list[int] = []
+        self.ended: list[bool] = []
 
     @property
     def tokenizer_name(self) -> str:
@@ -77,8 +78,8 @@ class BackboneLM(LM):
                 ids = [rollout.completion_ids for rollout in rollouts]
                 texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
                 rows = [
-                    {"request": i, "text": text, "tokens": len(completion)}
-                    for i, text, completion in zip(batch, texts, ids, strict=True)
+                    {"request": i, "text": text, "tokens": len(r.completion_ids), "ended": r.finished}
+                    for i, text, r in zip(batch, texts, rollouts, strict=True)
                 ]
                 answers |= {row["request"]: row for row in rows}
                 with open(self.partial, "a", encoding="utf-8") as file:
@@ -86,7 +87,10 @@ class BackboneLM(LM):
         in_order = [answers[i] for i in range(len(requests))]
         self.lengths = [row["tokens"] for row in in_order]
         stops = [request.args[1].get("until") or [] for request in requests]
-        return [cut_at(row["text"], until) for row, until in zip(in_order, stops, strict=True)]
+        texts = [cut_at(row["text"], until) for row, until in zip(in_order, stops, strict=True)]
+        # A stop string ends an answer too.
+        self.ended = [row["ended"] or row["text"] != text for row, text in zip(in_order, texts, strict=True)]
+        return texts
 
     def _max_tokens(self, request, longest: int) -> int:
         """Return the maximum length of a batch's answers, given the length of its longest prompt."""
@@ -158,15 +162,21 @@ def evaluate(
     results = lm_evaluate(
         lm, suite.loaded, apply_chat_template=True, log_samples=True, bootstrap_iters=0, limit=config.limit
     )
-    samples = _samples(suite, next(iter(results["samples"].values())), lm.lengths)
+    samples = _samples(suite, next(iter(results["samples"].values())), lm)
+    floors = suite.floors(config.limit, [row["response"] for row in samples])
+    floor = {name: suite.means(scores) for name, scores in floors.items()}
+    metric = suite.metrics[0]
+    best = max(floor, key=lambda name: floor[name][metric])
+    for row, scores in zip(samples, floors[best], strict=True):
+        row["floor"] = scores[metric]
     write_atomic(run.eval_samples(state, suite.name), _lines(samples))
     result = record | {
         "state": state,
         "suite": suite.name,
-        "metric": suite.metrics[0],
+        "metric": metric,
         "n": len(samples),
-        "metrics": {m: mean_score([s["scores"][m] for s in samples]) for m in suite.metrics},
-        "floor": suite.floors(config.limit),
+        "metrics": suite.means([row["scores"] for row in samples]),
+        "floor": floor,
         "cost": {
             "seconds": round(time.perf_counter() - started, 1),
             "tokens": sum(lm.lengths),
@@ -178,8 +188,13 @@ def evaluate(
     return result
 
 
-def _samples(suite: Suite, rows: list[dict[str, Any]], lengths: list[int]) -> list[dict[str, Any]]:
-    """Return the stored records of lm-eval's samples, in the order of the documents."""
+def _samples(suite: Suite, rows: list[dict[str, Any]], lm: BackboneLM) -> list[dict[str, Any]]:
+    """Return the stored records of lm-eval's samples, in the order of the documents.
+
+    `ended` says whether the answer came to its end before its token limit, `cluster` which fact or person the
+    prompt is about, and `group` which kind of prompt it is.
+    """
+    in_order = sorted(rows, key=lambda row: row["doc_id"])
     return [
         {
             "doc_id": row["doc_id"],
@@ -188,8 +203,10 @@ def _samples(suite: Suite, rows: list[dict[str, Any]], lengths: list[int]) -> li
             "target": row["target"] or None,
             "scores": {m: row[m] for m in suite.metrics},
             "tokens": tokens,
+            "ended": ended,
+            **{key: row["doc"][key] for key in ("cluster", "group") if row["doc"].get(key)},
         }
-        for row, tokens in zip(sorted(rows, key=lambda row: row["doc_id"]), lengths, strict=True)
+        for row, tokens, ended in zip(in_order, lm.lengths, lm.ended, strict=True)
     ]
 
 

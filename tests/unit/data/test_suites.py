@@ -5,7 +5,7 @@ import json
 import pytest
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.data.suites import CONSTANT_ANSWER, load_suite
+from opdcl.data.suites import CONSTANT_ANSWER, LONG_ANSWER, load_suite
 from opdcl.errors import UsageError
 
 IFEVAL = [
@@ -40,10 +40,41 @@ def test_floors_score_answers_without_skill_on_the_documents_that_are_evaluated(
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     suite = load_suite("own", EvalConfig(data={"own": str(tmp_path / "rows.jsonl")}))
-    exact = {name: scores["exact_match"] for name, scores in suite.floors(None).items()}
-    assert exact == {"empty": 0, "constant": 0.5, "copy": 0.5}
-    exact = {name: scores["exact_match"] for name, scores in suite.floors(1).items()}
-    assert exact == {"empty": 0, "constant": 0, "copy": 1}
+    floors = {name: suite.means(scores) for name, scores in suite.floors(None, ["say this red"] * 2).items()}
+    assert {name: means["exact_match"] for name, means in floors.items()} == {
+        "empty": 0,
+        "constant": 0.5,
+        "long constant": 0,
+        "copy": 0.5,
+        "copy and constant": 0,
+        "shuffled": 0.5,
+    }
+    first = {name: suite.means(scores)["exact_match"] for name, scores in suite.floors(1, ["red"]).items()}
+    # One answer cannot be given to another prompt.
+    assert first.keys() == floors.keys() - {"shuffled"}
+    assert (first["constant"], first["copy"]) == (0, 1)
+
+
+def test_shuffled_answers_reach_another_prompt_and_another_cluster(tmp_path):
+    rows = [{"question": f"Question {i}?", "answer": f"answer {i}", "cluster": i // 3} for i in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    suite = load_suite("own", EvalConfig(data={"own": str(tmp_path / "rows.jsonl")}))
+    assert [doc["cluster"] for doc in suite.documents(None)] == [str(i // 3) for i in range(9)]
+    right = [row["answer"] for row in rows]
+    exact = [scores["exact_match"] for scores in suite.floors(None, right)["shuffled"]]
+    assert exact == [0] * 9
+    # Whatever the prompts, the right answers of the prompts half a suite on score in full.
+    moved = [*right[5:], *right[:5]]
+    assert [scores["exact_match"] for scores in suite.floors(None, moved)["shuffled"]] == [1] * 9
+
+
+def test_the_long_constant_is_about_a_hundred_words():
+    assert 95 <= len(LONG_ANSWER.split()) <= 105
+
+
+def test_the_handbooks_three_wordings_of_a_fact_are_one_cluster():
+    clusters = [doc["cluster"] for doc in load_suite("handbook").documents(None)]
+    assert (len(clusters), {clusters.count(fact) for fact in clusters}) == (504, {3})
 
 
 def test_a_question_without_an_answer_is_no_suite(tmp_path):

@@ -12,8 +12,6 @@ from opdcl.results import compare, plots
 from opdcl.results.compare import write as write_page
 from opdcl.rundir.layout import RunDir
 
-pytestmark = pytest.mark.usefixtures("few_resamples")
-
 
 def test_names_gates_and_checkpoints_do_not_make_another_arm(make):
     runs = [make("a-s0", 28, 32), make("a-s1", 28, 32, seed=1, save_steps=2)]
