@@ -24,7 +24,6 @@ HOSTILE = (
 )
 
 
-
 def test_writing_three_files_twice_gives_the_same_bytes(three, tmp_path):
     comparison = compare.compare(three)
     files = write_page(comparison, tmp_path / "new" / "out")
