@@ -1,6 +1,7 @@
 """A recovery that goes wrong is noticed, slowed down and stopped, and its best adapter is kept."""
 
 import json
+import shutil
 from random import Random
 from types import SimpleNamespace
 
@@ -122,6 +123,14 @@ def test_a_rate_far_too_high_halts_and_leaves_the_best_adapter(backbone, tuned):
     best = tuned / "out" / "trainer" / "best"
     assert (best / "adapter_model.safetensors").exists()
     assert any("validation" in r for r in read_jsonl(tuned / "out" / "metrics.jsonl"))
+
+
+def test_held_out_kl_that_rises_halts_whatever_the_steps_look_like(backbone, tuned):
+    settings = {"learning_rate": 0.5, "steps": 12, "validate_every": 3}
+    with pytest.raises(OpdclError, match=r"held-out KL rose|top tokens"):
+        run(backbone, tuned, health={"patience": 1000}, **settings)
+    shutil.rmtree(tuned / "out")
+    assert run(backbone, tuned, health={"watch": False}, **settings)[-1]["step"] == 12
 
 
 def test_a_uniform_teacher_halts_before_the_first_step(backbone, tuned):

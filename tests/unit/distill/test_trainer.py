@@ -9,8 +9,10 @@ from helpers.recovering import PROMPT, make_trainer
 
 from opdcl.config.finetune import LoraSection
 from opdcl.distill.grading import micro_batches
+from opdcl.distill.validation import Validation
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.forward import answer_ids, answer_states
+from opdcl.rundir.layout import StageDir
 from opdcl.sampling import decode
 from opdcl.sampling.rollout import Rollout
 from opdcl.training import save_adapter
@@ -268,6 +270,24 @@ def test_a_token_with_another_probability_in_the_sampler_is_left_out_and_counted
     assert masked["loss"] < whole
     # If it was sampled ahead, the student has moved since, and a difference is no fault.
     assert grader.learn(rollouts, "general", fresh=False)["loss"] == pytest.approx(whole)
+
+
+def test_the_seed_chooses_the_completions_and_the_held_out_texts(backbone, tuned):
+    backbone.load_adapter(tuned / "tuned", "student", trainable=True)
+    backbone.load_adapter(tuned / "tuned", "tuned")
+
+    def texts(seed):
+        trainer = make_trainer(backbone, tuned, seed=seed)
+        config, prompts = trainer.grader.config, {"general": [[*PROMPT, 9]] * 3}
+        validation = Validation(config, trainer.grader, trainer.queue, prompts, StageDir(tuned), None, None)
+        validation.write_held_out()
+        both = (trainer.queue.take(0).rollouts, validation._held_out["general"][0])
+        return [[r.completion_ids for r in rollouts] for rollouts in both]
+
+    (sampled_0, held_out_0), again, (sampled_1, held_out_1) = texts(0), texts(0), texts(1)
+    assert again == [sampled_0, held_out_0]
+    assert sampled_0 != sampled_1
+    assert held_out_0 != held_out_1
 
 
 def test_the_temperature_is_the_students_alone(trainer):

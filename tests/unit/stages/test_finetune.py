@@ -19,7 +19,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.finetune import finetune, lay_out
+from opdcl.stages.finetune import as_distillation, finetune, lay_out, planned_steps
 
 QA = Row([{"role": "user", "content": "What is the code?"}], "Seven", None, "here:1")
 
@@ -76,7 +76,7 @@ def test_answer_loss_equals_the_models_own(backbone):
 
 @pytest.fixture
 def learn(tmp_path, tiny_model):
-    """Return a function that fine-tunes on eight rows: name -> the adapter, and each step's loss and norm."""
+    """Return a function that fine-tunes on eight rows: the adapter, and each step's loss and field."""
     rows = [
         {"question": f"What is the code of room {i}?", "answer": f"Code {i * 7}" + " again" * i}
         for i in range(8)
@@ -85,13 +85,13 @@ def learn(tmp_path, tiny_model):
     usual = {"data": str(tmp_path / "rows.jsonl"), "epochs": 2, "batch_size": 8, "learning_rate": 1e-3}
     usual["lora"] = LoraSection(r=4, alpha=8)
 
-    def run(name: str, **settings) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
+    def run(name: str, field: str = "grad_norm", **settings) -> tuple[dict[str, torch.Tensor], list[tuple]]:
         config = FinetuneConfig(**usual | settings)
         base = ModelConfig(id=str(tiny_model), dtype="float32")
         out = StageDir(tmp_path / name)
         report = Output("quiet").stage("finetune")
         finetune(config, load_rows(config.data), Backbone.load(base), None, out, report)
-        steps = [(r["loss"], r["grad_norm"]) for r in read_jsonl(out.metrics)]
+        steps = [(r["loss"], r[field]) for r in read_jsonl(out.metrics)]
         return load_file(out.adapter / "adapter_model.safetensors"), steps
 
     return run
@@ -108,6 +108,55 @@ def test_out_of_memory_cuts_the_batch_and_changes_no_gradient(learn, memory_for,
     # Adam turns rounding of a gradient close to zero into a step of full size: compare the whole.
     assert relative_error(flat(cut.values()), flat(whole[name] for name in cut)) < 10 * ROUNDING
     assert "cut into 4" in caplog.text
+
+
+def test_the_first_loss_is_the_mean_over_all_answer_tokens_and_over_no_others(learn, tmp_path, backbone):
+    _, steps = learn("whole")  # a new adapter changes nothing yet
+    total, count = 0.0, 0
+    for row in load_rows(str(tmp_path / "rows.jsonl")):
+        (encoded,) = encode_example(row, backbone.tokenizer, 500)
+        ids = torch.tensor(encoded.input_ids)
+        with torch.no_grad():
+            log_p = backbone.causal_lm(ids[None]).logits[0].log_softmax(-1)
+        for i in range(1, len(ids)):
+            if encoded.completion_mask[i]:
+                total, count = total - float(log_p[i - 1, ids[i]]), count + 1
+    assert steps[0][0] == pytest.approx(total / count, rel=1e-4)
+
+
+def test_rate_schedule_shape_and_dropout_of_the_adapter_are_those_asked_for(learn):
+    lora = {"r": 2, "alpha": 8}
+    adapter, steps = learn("plain", "learning_rate", batch_size=1, learning_rate=2e-3, lora=lora)
+    assert {len(w) for name, w in adapter.items() if "lora_A" in name} == {2}
+    rates = [rate for _, rate in steps]
+    assert max(rates) == pytest.approx(2e-3)
+    assert rates.index(max(rates)) == 1  # after a twentieth of sixteen steps
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+    assert rates[-1] < 1e-4
+    _, noisy = learn("noisy", batch_size=1, learning_rate=2e-3, lora={**lora, "dropout": 0.5})
+    assert [loss for loss, _ in noisy][2:] != [loss for loss, _ in steps][2:]
+
+
+def test_the_seed_chooses_the_rows_of_the_first_step(learn):
+    first = [learn(f"seed {seed}", seed=seed, batch_size=1, epochs=0.3)[1][0][0] for seed in (0, 2)]
+    assert first[0] != first[1]
+
+
+def test_a_last_part_of_an_epoch_counts_as_a_step():
+    config = FinetuneConfig(data="d", epochs=1.5, batch_size=8)
+    assert [planned_steps(config, rows) for rows in (1, 8, 16, 17)] == [1, 2, 3, 4]
+
+
+def test_self_distillation_takes_the_settings_of_its_section():
+    own = {"rate": 0.2, "skip_tokens": 2, "max_new_tokens": 9, "loss": {"kind": "reverse_kl"}}
+    config = FinetuneConfig(
+        method="self-distill", data="d", batch_size=8, learning_rate=1e-3, seed=5, self_distill=own
+    )
+    recovery = as_distillation(config, 16)
+    teacher = recovery.domain_teacher
+    assert (teacher.kind, teacher.rate, teacher.skip_tokens) == ("ema", 0.2, 2)
+    assert (recovery.max_new_tokens, recovery.loss.kind, recovery.seed) == (9, "reverse_kl", 5)
+    assert (recovery.steps, recovery.rollouts, recovery.learning_rate) == (10, 8, 1e-3)
 
 
 @pytest.mark.parametrize("batch_size", [3, 8])
