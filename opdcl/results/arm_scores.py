@@ -82,7 +82,7 @@ def _references(state: str, arms: list[Arm]) -> tuple[list[dict[str, Any]], Resu
         }
         for role in HEADLINE_ROLES:
             measured = [results[i][role] for i in group if role in results[i]]
-            clusters = arms[0].clusters(role)
+            clusters = next((c for arm in arms if (c := arm.clusters(role)) is not None), None)
             row[role] = stats.mean(np.stack(measured), clusters).as_dict() if measured else {}
         rows.append(row)
     return rows, ids

@@ -238,7 +238,7 @@ def seed_notes(counts: set[int]) -> list[str]:
     notes = []
     if 1 in counts:
         notes.append("With one seed an interval covers the choice of prompts, not the training seed.")
-    if few := sorted(n for n in counts if 1 < n < 5):
-        reason = "the bootstrap sees (n - 1) / n of the variance between n seeds"
-        notes.append(f"Intervals over {' or '.join(map(str, few))} seeds are too narrow: {reason}.")
+    if 2 in counts:
+        reason = "two values say little about their spread; three seeds are enough"
+        notes.append(f"Intervals over two seeds cover the truth in less than 95 % of cases: {reason}.")
     return notes

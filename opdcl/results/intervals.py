@@ -46,7 +46,7 @@ def mean(scores: np.ndarray, clusters: Clusters = None) -> Estimate:
     """Estimate the mean of one number per prompt: with Wilson's interval if all lie between 0 and 1."""
     scores = np.asarray(scores, float)
     if scores.min() < 0 or scores.max() > 1:
-        return mean_over([scores], [clusters])
+        return total([([scores], clusters)])
     value = float(scores.mean())
     _, count = cluster_ids(scores.shape[-1], clusters)
     if value in (0.0, 1.0):
@@ -67,8 +67,10 @@ def mean(scores: np.ndarray, clusters: Clusters = None) -> Estimate:
 
 def mean_over(suites: Sequence[np.ndarray], clusters: Sequence[Clusters] | None = None) -> Estimate:
     """Estimate the unweighted mean of the suites' means; their numbers are `(N,)` or `(S, N)`."""
-    scaled = [np.asarray(scores, float) / len(suites) for scores in suites]
-    return total([([x], c) for x, c in zip(scaled, clusters or [None] * len(suites), strict=True)])
+    ids = clusters or [None] * len(suites)
+    if len(suites) == 1:
+        return mean(suites[0], ids[0])
+    return total([([np.asarray(x, float) / len(suites)], c) for x, c in zip(suites, ids, strict=True)])
 
 
 def clustered_mean(parts: Sequence[Sequence[float]], clusters: Clusters = None) -> Estimate:

@@ -179,6 +179,8 @@ def test_the_mean_over_suites_has_a_narrower_interval_than_one_suite():
     comparison = stats.mean_over(suites)
     assert comparison.value == pytest.approx(np.mean([s.mean() for s in suites]))
     assert stats.mean_over([suites[0]]) == stats.mean(suites[0])
+    clusters = np.repeat(np.arange(50), 4)
+    assert stats.mean_over([suites[0]], [clusters]) == stats.mean(suites[0], clusters)
     # Independent prompts: variances add up, each divided by the number of suites squared.
     width = np.sqrt(sum((s.std() / np.sqrt(len(s)) / 3) ** 2 for s in suites)) * 2 * 1.96
     assert comparison.high - comparison.low == pytest.approx(width, rel=0.1)

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from scipy.stats import t as student
 
 from opdcl.results import stats
+from opdcl.results.stats import Point, States
 
 N = 40
 
@@ -13,13 +15,126 @@ def answers(passed: int, n: int) -> np.ndarray:
     return (np.arange(n) < passed).astype(float)
 
 
-def simulated(n: int, base: float, tuned: float, recovered: float) -> list[np.ndarray]:
-    """Return three models' passes on the same n prompts; harder prompts are harder for all."""
-    difficulty = np.random.default_rng(7).random(n)
-    noise = np.random.default_rng(8).normal(0, 0.05, (3, n))
-    return [
-        (difficulty + e < rate).astype(float) for rate, e in zip((base, tuned, recovered), noise, strict=True)
-    ]
+def flipped(scores: np.ndarray, gained: int, lost: int) -> np.ndarray:
+    """Return the scores with the first `gained` failures passed and the first `lost` passes failed."""
+    changed = scores.copy()
+    changed[np.flatnonzero(scores == 0)[:gained]] = 1
+    changed[np.flatnonzero(scores == 1)[:lost]] = 0
+    return changed
+
+
+def triple(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each score three times, and the clusters of the copies."""
+    return np.repeat(scores, 3), np.repeat(np.arange(len(scores)), 3)
+
+
+def near(a, b):
+    return vars(a) == pytest.approx(vars(b), abs=1e-9)
+
+
+# One mean.
+
+
+def test_a_score_has_wilsons_interval():
+    # Wilson (1927) with the variance of a sample, whose divisor is n - 1, and Student's t.
+    p, n = 0.3, 200
+    k = student.ppf(0.975, n - 1) ** 2 / (n - 1)
+    half = np.sqrt(k * p * (1 - p) + k**2 / 4) / (1 + k)
+    estimate = stats.mean(answers(60, n))
+    assert estimate.value == pytest.approx(p)
+    assert (estimate.low, estimate.high) == pytest.approx(
+        ((p + k / 2) / (1 + k) - half, (p + k / 2) / (1 + k) + half)
+    )
+
+
+@pytest.mark.parametrize("passed", [0, 50])
+def test_only_failures_or_only_passes_have_wilsons_interval_too(passed):
+    square = student.ppf(0.975, 49) ** 2
+    width = square / (50 + square)
+    estimate = stats.mean(answers(passed, 50))
+    assert (estimate.low, estimate.high) == pytest.approx((0, width) if passed == 0 else (1 - width, 1))
+
+
+def test_failures_of_a_cluster_count_once():
+    scores, clusters = triple(np.zeros(50))
+    assert stats.mean(scores, clusters) == stats.mean(np.zeros(50))
+
+
+def test_numbers_that_are_no_scores_have_students_interval():
+    lengths = np.array([3.0, 5, 10, 2])
+    half = student.ppf(0.975, 3) * lengths.std(ddof=1) / 2
+    assert vars(stats.mean(lengths)) == pytest.approx({"value": 5, "low": 5 - half, "high": 5 + half})
+
+
+def test_three_wordings_of_a_fact_are_worth_one():
+    fact = answers(30, 80)
+    scores, clusters = triple(fact)
+    assert near(stats.mean(scores, clusters), stats.mean(fact))
+    apart = stats.mean(scores)
+    assert apart.high - apart.low < 0.6 * (stats.mean(fact).high - stats.mean(fact).low)
+
+
+def test_clusters_of_different_sizes_follow_the_formula():
+    scores, clusters = np.array([1.0, 0, 0, 1, 1, 2, 4]), np.array(["a", "a", "b", "b", "b", "c", "d"])
+    residuals = np.array([1 - 2 * 9 / 7, 2 - 3 * 9 / 7, 2 - 9 / 7, 4 - 9 / 7])
+    half = student.ppf(0.975, 3) * np.sqrt((residuals**2).sum() / 49 * 4 / 3)
+    estimate = stats.mean(scores, clusters)
+    assert (estimate.value, estimate.low, estimate.high) == pytest.approx((9 / 7, 9 / 7 - half, 9 / 7 + half))
+
+
+def test_clustered_mean_counts_parts_and_keeps_prompts_together():
+    parts = [[1.0, 1.0, 1.0], [0.0], [1.0, 0.0]] * 20
+    estimate = stats.clustered_mean(parts)
+    assert estimate.value == pytest.approx(4 / 6)
+    as_if_independent = stats.mean(np.concatenate([np.array(p) for p in parts]))
+    assert estimate.high - estimate.low > as_if_independent.high - as_if_independent.low
+    doubled = stats.clustered_mean([*parts, *parts], np.tile(np.arange(60), 2))
+    assert near(doubled, estimate)
+
+
+def test_clustered_mean_of_single_parts_is_the_mean():
+    scores = answers(12, 40)
+    assert stats.clustered_mean([[s] for s in scores]) == stats.mean(scores)
+
+
+def test_the_prompts_of_two_suites_are_independent():
+    scores = 10 * np.random.default_rng(0).random(200)
+    one, two = stats.mean(scores), stats.mean_over([scores, scores])
+    assert two.high - two.low == pytest.approx((one.high - one.low) / np.sqrt(2))
+    three, clusters = triple(scores)
+    assert near(stats.mean_over([three, scores], [clusters, None]), two)
+
+
+# Differences.
+
+
+def test_pairing_narrows_the_interval_of_a_difference():
+    easy_and_hard = np.random.default_rng(5).random(100)
+    paired = stats.difference(easy_and_hard + 0.1, easy_and_hard)
+    shuffled = stats.difference(easy_and_hard + 0.1, easy_and_hard[::-1])
+    assert paired.value == pytest.approx(0.1)
+    assert paired.high - paired.low < 1e-9 < shuffled.high - shuffled.low
+
+
+def test_a_difference_of_passes_has_the_interval_worked_out_by_hand():
+    # 14 gained and 4 lost among 100, and one imagined prompt of each kind.
+    base = answers(50, 100)
+    seen = (18 - 100 * 0.1**2) / 99 / 100
+    half = student.ppf(0.975, 99) * np.sqrt(seen + 2 / 100**2)
+    change = stats.difference(flipped(base, 14, 4), base)
+    assert (change.value, change.low, change.high) == pytest.approx((0.1, 0.1 - half, 0.1 + half))
+
+
+def test_six_prompts_with_equal_answers_do_not_prove_two_models_equal():
+    change = stats.difference(answers(3, 6), answers(3, 6))
+    assert change.low < -0.3 < 0.3 < change.high
+    assert stats.difference(answers(1, 1), answers(0, 1)).low == -1
+
+
+def test_copies_of_prompts_add_nothing_to_a_difference_and_little_against_chance_agreement():
+    a, b = np.random.default_rng(2).random((2, 60))
+    (three_a, clusters), (three_b, _) = triple(a), triple(b)
+    assert near(stats.difference(three_a, three_b, clusters), stats.difference(a, b))
 
 
 def test_mcnemar_equals_the_binomial_worked_out_by_hand():
@@ -34,36 +149,48 @@ def test_mcnemar_of_a_model_with_itself_is_one():
     assert stats.mcnemar(answers(5, 10), answers(5, 10)) == 1.0
 
 
-def test_mean_has_the_width_that_the_binomial_predicts():
-    estimate = stats.mean(answers(60, 200))
-    half = 1.96 * np.sqrt(0.3 * 0.7 / 200)
-    assert estimate.value == pytest.approx(0.3)
-    assert estimate.high - estimate.low == pytest.approx(2 * half, rel=0.06)
+def test_mcnemar_exchanges_the_models_in_whole_clusters():
+    a, b = np.array([1, 0, 0, 0, 0, 0, 0, 0]), np.array([0, 1, 1, 1, 1, 1, 1, 1])
+    (three_a, clusters), (three_b, _) = triple(a), triple(b)
+    assert stats.mcnemar(three_a, three_b, clusters) == pytest.approx(stats.mcnemar(a, b))
+    assert stats.mcnemar(three_a, three_b) < 0.01 < stats.mcnemar(a, b)
+    # Sums of 2 and 1 in two clusters: of the four exchanges +-2 +-1, two are as far from zero as 3.
+    assert stats.mcnemar(np.ones(3), np.zeros(3), np.array([0, 0, 1])) == pytest.approx(0.5)
 
 
-def test_a_95_percent_interval_covers_the_truth_about_95_times_in_100(monkeypatch):
-    monkeypatch.setattr(stats, "RESAMPLES", 2000)
-    draws = np.random.default_rng(3).random((80, 40)) < 0.4
-    covered = sum(e.low <= 0.4 <= e.high for e in (stats.mean(row.astype(float)) for row in draws))
-    assert 0.86 <= covered / 80 <= 1
+def test_a_detectable_difference_is_found_four_times_in_five():
+    rng = np.random.default_rng(0)
+    a, b = (rng.random((2, 400)) < 0.5).astype(float)
+    smallest = stats.detectable_difference(a, b)
+    # The difference of two independent coins has a standard error of sqrt(2 * 0.25 / n).
+    assert smallest == pytest.approx(2.81 * np.sqrt(0.5 / 400), rel=0.06)
+    chances = np.array([[0.5 + smallest / 2], [0.5 - smallest / 2]])
+    found = [stats.difference(*(rng.random((2, 400)) < chances).astype(float)).low > 0 for _ in range(1000)]
+    assert 0.76 < np.mean(found) < 0.84
 
 
-def test_the_same_seed_gives_the_same_interval_and_another_seed_another():
-    scores = np.random.default_rng(0).random(80)
-    assert stats.mean(scores, seed=1) == stats.mean(scores, seed=1)
-    assert stats.mean(scores, seed=1) != stats.mean(scores, seed=2)
+def test_seeds_that_differ_hide_a_difference():
+    rng = np.random.default_rng(1)
+    a, b = (rng.random((3, 400)) < 0.5).astype(float), (rng.random((3, 400)) < 0.5).astype(float)
+    apart = np.stack([answers(k, 400) for k in (120, 200, 280)])
+    assert stats.detectable_difference(apart, b) > 3 * stats.detectable_difference(a[0], b[0])
 
 
-def test_pairing_narrows_the_interval_of_a_difference():
-    easy_and_hard = np.random.default_rng(5).random(100)
-    paired = stats.difference(easy_and_hard + 0.1, easy_and_hard)
-    shuffled = stats.difference(easy_and_hard + 0.1, easy_and_hard[::-1])
-    assert paired.value == pytest.approx(0.1)
-    assert paired.high - paired.low < 1e-9 < shuffled.high - shuffled.low
+def test_models_that_agree_can_hide_a_small_difference_all_the_same():
+    # With no difference seen among 60 prompts, one of 10 points could have gone unseen: 2.8 standard errors.
+    needed = (student.ppf(0.975, 59) + student.ppf(0.8, 59)) ** 2
+    assert stats.detectable_difference(answers(9, 60), answers(9, 60)) == pytest.approx(
+        needed / (60 + needed)
+    )
+    assert stats.detectable_difference(answers(9, 60), answers(9, 60)) > stats.SMALLEST_DROP
+    assert stats.detectable_difference(answers(9, 90), answers(9, 90)) < stats.SMALLEST_DROP
 
 
-def point(domain: int, retention: int, n: int = 20) -> tuple[np.ndarray, np.ndarray]:
-    return answers(domain, n), answers(retention, n)
+# Mixtures.
+
+
+def point(domain: int, retention: int, n: int = 20) -> Point:
+    return Point(answers(domain, n), answers(retention, n))
 
 
 def test_the_distance_above_mixtures_equals_a_search_through_all_of_them():
@@ -94,69 +221,150 @@ def test_an_arm_with_the_best_domain_score_is_compared_with_the_second_best():
 
 def test_with_one_rival_the_distance_is_the_paired_difference():
     arm, rival = point(12, 150, 200), point(12, 90, 200)
-    assert vars(stats.above_mixtures(arm, [rival])) == pytest.approx(vars(stats.difference(arm[1], rival[1])))
-    over_seeds = [(np.stack([x, x]), np.stack([y, y])) for x, y in (arm, rival)]
+    above, change = stats.above_mixtures(arm, [rival]), stats.difference(arm[1], rival[1])
+    # Scores of 0 and 1 add two imagined prompts to the difference, and none to the distance.
+    assert vars(above) == pytest.approx(vars(change), abs=0.002)
+    over_seeds = [Point(np.stack([x, x]), np.stack([y, y])) for x, y, *_ in (arm, rival)]
     assert stats.above_mixtures(over_seeds[0], over_seeds[1:]).value == pytest.approx(0.3)
 
 
-def test_clustered_mean_counts_parts_and_resamples_whole_prompts():
-    parts = [[1.0, 1.0, 1.0], [0.0], [1.0, 0.0]] * 20
-    estimate = stats.clustered_mean(parts)
-    assert estimate.value == pytest.approx(4 / 6)
-    as_if_independent = stats.mean(np.concatenate([np.array(p) for p in parts]))
-    assert estimate.high - estimate.low > as_if_independent.high - as_if_independent.low
+def test_the_distance_above_a_mixture_varies_with_both_suites():
+    scores = 0.2 + 0.5 * np.random.default_rng(0).random(200)
+    rivals = [Point(np.zeros(200), np.ones(200)), Point(np.ones(200), np.zeros(200))]
+    # With constant rivals the distance is domain + retention - 1.
+    above = stats.above_mixtures(Point(scores, 1 - scores), rivals)
+    half = student.ppf(0.975, 199) * scores.std(ddof=1) / np.sqrt(200)
+    assert (above.value, above.high - above.low) == pytest.approx((0, 2 * np.sqrt(2) * half))
+    three, clusters = triple(scores)
+    clustered = Point(three, 1 - three, clusters, clusters)
+    constant = [Point(np.zeros(600), np.ones(600)), Point(np.ones(600), np.zeros(600))]
+    assert near(stats.above_mixtures(clustered, constant), above)
 
 
-def test_clustered_mean_of_single_parts_is_the_mean():
-    scores = answers(12, 40)
-    assert stats.clustered_mean([[s] for s in scores]) == stats.mean(scores)
+# R and D.
 
 
 def test_recovering_everything_is_one_nothing_is_zero_and_half_is_a_half():
     base, tuned = answers(80, 100), answers(20, 100)
-    everything, nothing = stats.recovery(base, tuned, base), stats.recovery(base, tuned, tuned)
-    assert everything is not None
-    assert nothing is not None
-    assert (everything.value, everything.low, everything.high) == pytest.approx((1, 1, 1))
-    assert (nothing.value, nothing.low, nothing.high) == pytest.approx((0, 0, 0))
-    half = stats.recovery(base, tuned, answers(50, 100))
-    assert half is not None
-    assert half.value == pytest.approx(0.5)
-    assert half.low < 0.5 < half.high
+    for recovered, share in ((base, 1), (tuned, 0), (answers(50, 100), 0.5)):
+        r = stats.recovery(States(base, tuned, recovered))
+        assert r is not None
+        assert r.value == pytest.approx(share)
+        assert r.low < share < r.high
+
+
+def test_a_ratio_contains_what_the_difference_cannot_exclude():
+    rng = np.random.default_rng(3)
+    whole = rng.normal(0.5, 0.5, 300)
+    part = 0.6 * whole + rng.normal(0, 0.3, 300)
+    estimate = stats.ratio(part, whole)
+    assert estimate is not None
+    # Fieller (1954): at either end, part - r * whole is just as far from zero as its half-width.
+    low, high = (stats.difference(part, end * whole) for end in (estimate.low, estimate.high))
+    assert (low.low, high.high) == pytest.approx((0, 0), abs=1e-9)
+
+
+def test_a_ratio_over_a_whole_that_may_be_zero_is_none():
+    whole = np.random.default_rng(3).normal(0.01, 1, 100)
+    assert stats.ratio(whole, whole) is None
+    assert stats.ratio(np.ones(5), -np.ones(5)) is None
+
+
+def test_r_starts_from_the_floor_where_tuned_lies_below_it():
+    base, tuned, recovered, floor = (answers(k, 200) for k in (100, 10, 80, 40))
+    states = States(base, tuned, recovered, floor)
+    r, raw = stats.recovery(states), stats.raw_recovery(states)
+    assert r is not None
+    assert raw is not None
+    assert (r.value, raw.value) == pytest.approx(((80 - 40) / (100 - 40), (80 - 10) / (100 - 10)))
+    above = stats.recovery(States(base, floor, recovered, tuned))
+    assert above is not None
+    assert above.value == pytest.approx(r.value)
+
+
+def test_the_floor_scores_as_it_does_and_not_as_recovered():
+    # A text without content that reaches the floor recovers nothing.
+    base, tuned, floor = (answers(k, 200) for k in (100, 10, 40))
+    r = stats.recovery(States(base, tuned, floor, floor))
+    assert r is not None
+    assert r.value == pytest.approx(0)
 
 
 def test_domain_retention_is_one_for_tuned_and_zero_for_base():
     base, tuned = answers(20, 100), answers(80, 100)
-    kept, gone = stats.domain_retention(base, tuned, tuned), stats.domain_retention(base, tuned, base)
+    kept, gone = (stats.domain_retention(States(base, tuned, x)) for x in (tuned, base))
     assert kept is not None
     assert gone is not None
-    assert kept.value == pytest.approx(1)
-    assert gone.value == pytest.approx(0)
+    assert (kept.value, gone.value) == pytest.approx((1, 0))
 
 
 def test_no_domain_retention_without_a_domain_gain():
-    assert stats.domain_retention(answers(50, 100), answers(50, 100), answers(90, 100)) is None
+    states = States(answers(50, 100), answers(50, 100), answers(90, 100))
+    assert stats.domain_retention(states) is None
 
 
-def test_a_six_point_gap_on_the_full_ifeval_gives_no_ratio():
-    base, tuned, recovered = simulated(541, 0.30, 0.24, 0.30)
-    assert stats.difference(base, tuned).value == pytest.approx(0.06, abs=0.02)
-    assert stats.mcnemar(base, tuned) < 0.05  # significant, and still too small to divide by
-    assert stats.recovery(base, tuned, recovered) is None
-    assert stats.status_of(base, tuned, recovered) == "no measurable forgetting"
+# Verdicts.
 
 
-def test_a_large_drop_on_few_prompts_gives_no_ratio():
-    # 5 of 10 to 3 of 10 is 20 points, on two prompts.
-    assert stats.recovery(answers(5, 10), answers(3, 10), answers(5, 10)) is None
+def test_a_drop_of_six_points_on_541_prompts_is_forgetting_without_a_ratio():
+    base = answers(97, 541)
+    tuned = flipped(base, 20, 61)  # 41 fewer passes: 7.6 points
+    recovered = flipped(base, 20, 33)
+    result = stats.outcome(States(base, tuned, recovered), None)
+    assert result["status"] == "partly recovered"
+    assert (result["recovery"], result["recovery_raw"]) == (None, None)
+    assert result["no_recovery_because"] == "the drop is too small for a ratio"
+    assert stats.outcome(States(base, tuned, tuned), None)["status"] == "not shown"
+
+
+def test_a_drop_of_33_points_on_six_prompts_is_too_few_prompts():
+    states = States(answers(4, 6), answers(2, 6), answers(4, 6))
+    assert stats.status_of(states) == "too few prompts"
+    assert stats.recovery(states) is None
+    assert stats.why_no_recovery(states) == "no significant drop"
+
+
+def test_nothing_was_forgotten_only_where_ten_points_would_have_been_found():
+    many, few = answers(150, 300), answers(30, 60)
+    assert stats.status_of(States(many, flipped(many, 8, 9), many)) == "no measurable forgetting"
+    assert stats.status_of(States(few, flipped(few, 8, 9), few)) == "too few prompts"
+
+
+def test_three_wordings_of_too_few_facts_stay_too_few():
+    facts = answers(20, 40)
+    (base, clusters), (tuned, _) = triple(facts), triple(flipped(facts, 3, 3))
+    assert stats.status_of(States(base, tuned, base, clusters=clusters)) == "too few prompts"
+
+
+@pytest.mark.parametrize(
+    ("floor", "status"),
+    [(10, "recovered"), (40, "recovered"), (41, "no headroom"), (80, "no headroom"), (90, "no headroom")],
+)
+def test_a_floor_above_half_of_bases_score_leaves_no_headroom(floor, status):
+    base, tuned = answers(80, 100), answers(20, 100)
+    assert stats.status_of(States(base, tuned, base, answers(floor, 100))) == status
+
+
+def test_a_base_that_is_not_measurably_above_the_floor_leaves_no_headroom():
+    states = States(answers(2, 100), answers(0, 100), answers(2, 100), answers(0, 100))
+    result = stats.outcome(states, None)
+    assert (result["status"], result["recovery"], result["recovery_raw"]) == ("no headroom", None, None)
+    assert result["no_recovery_because"] == "base is not well above the floor"
 
 
 @pytest.mark.parametrize(
     ("recovered", "status"),
-    [(80, "recovered"), (50, "partly recovered"), (20, "not shown"), (10, "not shown")],
+    [(800, "recovered"), (500, "partly recovered"), (200, "not shown"), (100, "not shown")],
 )
 def test_the_status_follows_from_how_much_came_back(recovered, status):
-    assert stats.status_of(answers(80, 100), answers(20, 100), answers(recovered, 100)) == status
+    states = States(answers(800, 1000), answers(200, 1000), answers(recovered, 1000))
+    assert stats.status_of(states) == status
+
+
+@pytest.mark.parametrize(("gap", "status"), [(0.034, "recovered"), (0.036, "partly recovered")])
+def test_recovered_means_less_than_three_and_a_half_points_below_base(gap, status):
+    base = np.full(100, 0.8)
+    assert stats.status_of(States(base, base - 0.6, base - gap)) == status
 
 
 def test_few_prompts_cannot_show_full_recovery_although_p_is_large():
@@ -164,93 +372,115 @@ def test_few_prompts_cannot_show_full_recovery_although_p_is_large():
     base, tuned = answers(24, 30), answers(4, 30)
     recovered = np.roll(answers(23, 30), 4)
     assert stats.mcnemar(recovered, base) > 0.5
-    assert stats.status_of(base, tuned, recovered) == "partly recovered"
-
-
-def test_a_detectable_difference_is_found_four_times_in_five():
-    rng = np.random.default_rng(0)
-    a, b = rng.random((2, 400)) < 0.5
-    smallest = stats.detectable_difference(a, b)
-    # The difference of two independent coins has a standard error of sqrt(2 * 0.25 / n).
-    assert smallest == pytest.approx(2.8 * np.sqrt(0.5 / 400), rel=0.05)
-    shifted = [
-        (rng.random(400) < 0.5 + smallest / 2).astype(float) - (rng.random(400) < 0.5 - smallest / 2)
-        for _ in range(500)
-    ]
-    detected = [abs(x.mean()) > 1.96 * x.std(ddof=1) / 20 for x in shifted]
-    assert 0.74 < np.mean(detected) < 0.86
-
-
-def test_more_seeds_detect_smaller_differences():
-    rng = np.random.default_rng(1)
-    a, b = (rng.random((3, 400)) < 0.5).astype(float), (rng.random((3, 400)) < 0.5).astype(float)
-    assert stats.detectable_difference(a, b) < stats.detectable_difference(a[0], b[0])
-
-
-@pytest.mark.parametrize(("gap", "status"), [(0.034, "recovered"), (0.036, "partly recovered")])
-def test_recovered_means_less_than_three_and_a_half_points_below_base(gap, status):
-    base = np.full(100, 0.8)
-    assert stats.status_of(base, base - 0.6, base - gap) == status
+    assert stats.status_of(States(base, tuned, recovered)) == "partly recovered"
 
 
 def test_a_gain_whose_interval_contains_zero_is_not_a_recovery():
     base, tuned = answers(80, 100), answers(20, 100)
     recovered = np.roll(answers(22, 100), 50)
     assert stats.difference(recovered, tuned).value > 0
-    assert stats.status_of(base, tuned, recovered) == "not shown"
+    assert stats.status_of(States(base, tuned, recovered)) == "not shown"
 
 
-@pytest.mark.parametrize("passed", [0, 50])
-def test_a_mean_of_zero_or_one_has_wilsons_interval(passed):
-    z = 1.959964
-    estimate = stats.mean(answers(passed, 50))
-    width = z**2 / (50 + z**2)
-    assert (estimate.low, estimate.high) == pytest.approx(
-        (0, width) if passed == 0 else (1 - width, 1), abs=1e-6
-    )
+def test_one_seed_needs_mcnemars_test_too():
+    # 6 of 40 prompts lost and none gained: p = 2 / 2^6. With one gained and seven lost, p = 18 / 256.
+    base = answers(30, 40)
+    assert stats.forgot(States(base, flipped(base, 0, 6), base))
+    tuned = flipped(base, 1, 7)
+    assert stats.mcnemar(base, tuned) == pytest.approx(18 / 256)
+    assert not stats.forgot(States(base, tuned, base))
 
 
-def test_the_prompts_of_two_suites_are_drawn_independently():
-    scores = np.random.default_rng(0).random(200)
-    one, two = stats.mean(scores), stats.mean_over([scores, scores])
-    assert two.high - two.low == pytest.approx((one.high - one.low) / np.sqrt(2), rel=0.05)
-    # With constant rivals the distance is domain + retention - 1: exactly 0 if both had the same draws.
-    rivals = [(np.zeros(200), np.ones(200)), (np.ones(200), np.zeros(200))]
-    above = stats.above_mixtures((scores, 1 - scores), rivals)
-    assert above.high - above.low == pytest.approx((one.high - one.low) * np.sqrt(2), rel=0.05)
+def test_non_inferiority_states_its_bound_and_its_power():
+    base = answers(150, 308)
+    recovered = flipped(base, 30, 30)
+    shown = stats.non_inferiority(recovered, base)
+    gap = stats.difference(recovered, base)
+    assert (shown.shown, shown.at_most, shown.margin) == (False, -gap.low, 0.035)
+    assert stats.non_inferiority(recovered, base, margin=0.06).shown
+    rng = np.random.default_rng(0)
+    signs = rng.choice([1.0, -1.0], (2000, 60))
+    # The same 60 prompts with different outcomes; either direction is as likely if both models are equal.
+    changes = np.concatenate([signs, np.zeros((2000, 248))], axis=1)
+    found = np.mean([stats.non_inferiority(base + c, base).shown for c in changes])
+    assert shown.power == pytest.approx(found, abs=0.03)
+
+
+def test_where_less_is_better_the_upper_end_counts():
+    shorter, longer = np.random.default_rng(0).normal(100, 5, (2, 300))
+    longer += 3
+    assert stats.non_inferiority(longer, shorter, margin=2, higher_is_better=True).shown
+    worse = stats.non_inferiority(longer, shorter, margin=2, higher_is_better=False)
+    assert not worse.shown
+    assert worse.at_most == pytest.approx(stats.difference(longer, shorter).high)
+
+
+def test_level_with_the_teacher_is_non_inferiority_and_not_a_large_p():
+    teacher = answers(500, 1000)
+    assert stats.place(flipped(teacher, 5, 5), teacher) == "level"
+    assert stats.place(flipped(teacher, 200, 200), teacher) == "not shown"
+    assert stats.place(flipped(teacher, 90, 5), teacher) == "above"
+    assert stats.place(flipped(teacher, 5, 90), teacher) == "below"
+
+
+def test_how_the_three_models_write_is_compared_by_prompt():
+    rng = np.random.default_rng(0)
+    base = rng.normal(100, 20, 300)
+    states = States(base, base - 80, base + rng.normal(10, 5, 300))
+    lengths = stats.three_way(states, margin=5, higher_is_better=False)
+    assert lengths["tuned_minus_base"]["value"] == pytest.approx(-80)
+    assert lengths["recovered_minus_base"] == stats.difference(states.recovered, base).as_dict()
+    assert lengths["recovered_minus_tuned"]["value"] == pytest.approx(90, abs=1)
+    assert lengths["base"] == stats.mean(base).as_dict()
+    assert not lengths["non_inferiority"]["shown"]
+    assert lengths["non_inferiority"]["at_most"] == pytest.approx(10, abs=1)
+
+
+def test_without_results_nothing_is_measured():
+    result = stats.outcome(None, None)
+    assert result["status"] == "not measured"
+    assert all(value is None for key, value in result.items() if key not in ("status", "no_recovery_because"))
 
 
 # Several seeds.
 
 
-def test_the_interval_of_two_constant_seeds_reaches_from_one_to_the_other():
-    # Each seed has one score on all prompts, so a resample's mean is 0.2, 0.4 or 0.6, at 1 : 2 : 1.
-    estimate = stats.mean(np.array([np.full(30, 0.2), np.full(30, 0.6)]))
-    assert (estimate.value, estimate.low, estimate.high) == pytest.approx((0.4, 0.2, 0.6))
+def test_three_seeds_have_the_interval_of_three():
+    # Each seed has one number on all prompts, so all variance lies between the seeds.
+    seeds = np.array([2.0, 4, 9])
+    half = student.ppf(0.975, 2) * seeds.std(ddof=1) / np.sqrt(3)
+    estimate = stats.mean(np.repeat(seeds[:, None], 30, axis=1))
+    assert (estimate.value, estimate.low, estimate.high) == pytest.approx((5, 5 - half, 5 + half))
 
 
-def test_the_interval_over_four_seeds_follows_the_binomial():
-    # One seed of four is better by 0.4. It is drawn more than three times with p = 1/256, more than twice
-    # with 13/256 and never with 81/256: the 97.5th percentile is three quarters of the way up, the 2.5th at
-    # the bottom.
-    estimate = stats.mean(np.array([[0.2] * 30] * 3 + [[0.6] * 30]))
-    assert (estimate.value, estimate.low, estimate.high) == pytest.approx((0.3, 0.2, 0.5))
+def test_the_widths_of_prompts_and_seeds_add_up_as_squares():
+    easy, seeds = np.random.default_rng(0).normal(0, 5, 50), np.array([2.0, 4, 9])
+    together = stats.mean(easy + seeds[:, None])
+    parts = [stats.mean(easy), stats.mean(np.repeat(seeds[:, None], 50, axis=1))]
+    squares = sum((part.high - part.low) ** 2 for part in parts)
+    assert together.high - together.low == pytest.approx(np.sqrt(squares))
+
+
+def test_the_luck_of_single_answers_is_counted_once():
+    # Independent numbers: the mean of 3 * 400 of them, whichever way they are arranged.
+    rng = np.random.default_rng(0)
+    widths = [(e := stats.mean(rng.normal(5, 1, (3, 400)))).high - e.low for _ in range(300)]
+    assert np.median(widths) == pytest.approx(2 * 1.96 / np.sqrt(1200), rel=0.1)
 
 
 @pytest.mark.parametrize("copies", [1, 2, 5])
 def test_seeds_that_agree_add_no_certainty(copies):
     # A hard prompt is hard for every seed: five copies of the answers are still answers to n prompts.
-    base, tuned, recovered = (np.random.default_rng(i).random(N) < p for i, p in enumerate((0.9, 0.2, 0.7)))
-    several = [np.tile(x.astype(float), (copies, 1)) for x in (base, tuned, recovered)]
-    one = [x.astype(float) for x in (base, tuned, recovered)]
-
-    def near(a, b):
-        return vars(a) == pytest.approx(vars(b))
-
-    assert near(stats.mean(several[0]), stats.mean(one[0]))
-    assert near(stats.difference(*several[1:]), stats.difference(*one[1:]))
-    assert near(stats.recovery(*several), stats.recovery(*one))
-    assert stats.status_of(*several) == stats.status_of(*one)
+    rng = np.random.default_rng(4)
+    one = States(*((rng.random(N) < p).astype(float) for p in (0.9, 0.2, 0.7)))
+    several = States(*(np.tile(x, (copies, 1)) for x in one[:3]))
+    assert near(
+        stats.difference(several.tuned, several.recovered), stats.difference(one.tuned, one.recovered)
+    )
+    assert near(stats.recovery(several), stats.recovery(one))
+    assert stats.status_of(several) == stats.status_of(one)
+    lengths = rng.normal(50, 9, N)
+    assert near(stats.mean(np.tile(lengths, (copies, 1))), stats.mean(lengths))
 
 
 def test_failures_only_have_the_same_interval_over_seeds_as_over_one():
@@ -259,27 +489,27 @@ def test_failures_only_have_the_same_interval_over_seeds_as_over_one():
 
 
 def test_a_ratio_over_seeds_divides_the_means():
-    # R of the seeds: 0.5 and 1.0, over the same loss.
-    whole = np.full((2, 30), 0.4)
-    estimate = stats.ratio(np.array([np.full(30, 0.2), np.full(30, 0.4)]), whole)
-    assert (estimate.value, estimate.low, estimate.high) == pytest.approx((0.75, 0.5, 1.0))
+    # R of the seeds: 0.4, 0.5 and 0.6, over the same loss.
+    whole = np.full((3, 30), 0.4)
+    estimate = stats.ratio(whole * np.array([[0.4], [0.5], [0.6]]), whole)
+    half = student.ppf(0.975, 2) * 0.1 / np.sqrt(3)
+    assert vars(estimate) == pytest.approx({"value": 0.5, "low": 0.5 - half, "high": 0.5 + half})
 
 
-def test_equal_numbers_of_seeds_are_paired_and_different_ones_drawn_separately():
-    low, high = np.full(30, 0.2), np.full(30, 0.6)
-    paired = stats.difference(np.array([low, high]), np.array([low, high]))
+def test_equal_numbers_of_seeds_are_paired_and_different_ones_are_not():
+    two, three = (np.repeat(np.array(x)[:, None], 30, axis=1) for x in ([0.2, 0.6], [0.2, 0.2, 0.6]))
+    paired = stats.difference(two, two)
     assert (paired.value, paired.low, paired.high) == pytest.approx((0, 0, 0))
-    # Against one seed at 0.4 the two seeds draw -0.2, 0 or 0.2.
-    apart = stats.difference(np.array([low, high]), np.full((1, 30), 0.4))
-    assert (apart.value, apart.low, apart.high) == pytest.approx((0, -0.2, 0.2))
-    # Three seeds at 0.2, 0.2 and 0.6 reach 0.2 to 0.6 themselves, so the difference reaches from -0.4 to 0.4.
-    wide = stats.difference(np.array([low, high]), np.array([low, low, high]))
-    assert (wide.value, wide.low, wide.high) == pytest.approx((0.4 - 1 / 3, -4 / 15, 0.4))
+    apart = stats.difference(two, three)
+    sources = [
+        (student.ppf(0.975, n - 1) ** 2 * x.mean(1).var(ddof=1) / n) for n, x in ((2, two), (3, three))
+    ]
+    assert apart.value == pytest.approx(0.4 - 1 / 3)
+    assert apart.high - apart.value == pytest.approx(np.sqrt(sum(sources)))
 
 
-def test_one_seed_without_a_significant_loss_prevents_the_ratio():
-    # 5 of 40 prompts lost are 12.5 points, but p = 2 / 2^5 in McNemar's test.
-    base, lost, little = ((np.arange(N) < k).astype(float) for k in (32, 8, 27))
-    assert stats.difference(np.array([base, base]), np.array([lost, little])).low > 0
-    assert stats.recovery(np.array([base, base]), np.array([lost, little]), np.array([base, base])) is None
-    assert stats.recovery(np.array([base, base]), np.array([lost, lost]), np.array([base, base])) is not None
+def test_a_seed_without_a_loss_widens_the_interval_until_no_ratio_is_left():
+    base, lost, none = (answers(k, 200) for k in (160, 40, 150))
+    three = np.stack([base] * 3)
+    assert stats.recovery(States(three, np.stack([lost] * 3), three)) is not None
+    assert stats.recovery(States(three, np.stack([lost, lost, none]), three)) is None
