@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from opdcl.results import stats
+from opdcl.results import stats, writing
 from opdcl.results.arms import (
     Arm,
     Member,
@@ -19,6 +19,7 @@ from opdcl.results.arms import (
 )
 from opdcl.results.scores import HEADLINE_ROLES, STATES
 from opdcl.results.summary import resolution_note
+from opdcl.results.verdict import writing_clauses
 from opdcl.rundir.layout import RunDir
 
 # Arm name -> indices of the different results of a state that its runs have.
@@ -46,6 +47,7 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
         "differences": differences,
         "notes": [
             *_reference_notes(rows, base, tuned),
+            *_writing_notes(rows),
             *_setting_notes(arms, differences),
             *_unfinished_notes(arms),
             *_run_notes(members),
@@ -99,12 +101,16 @@ def _estimate(arm: Arm, role: str) -> dict[str, float]:
 
 def _arm_row(arm: Arm) -> dict[str, Any]:
     """Return an arm's numbers; an estimate that is not measured is empty, a ratio without meaning is None."""
+    outcome = stats.outcome(arm.states("retention"), arm.states("domain"))
+    tests = writing.compared_with_base([m.suites["retention"] for m in arm.pooled if "retention" in m.suites])
     return {
         "name": arm.name,
         "method": arm.settings.get("recover.method"),
         "seeds": len(arm.pooled),
         **{role: _estimate(arm, role) for role in HEADLINE_ROLES},
-        **stats.outcome(arm.states("retention"), arm.states("domain")),
+        **outcome,
+        "status": writing.status_with(tests, outcome["status"]),
+        "writing": tests,
         "above_alpha_curve": None,
         "runs": [_run_row(member) for member in arm.members],
     }
@@ -208,6 +214,12 @@ def _reference_notes(rows: list[dict], base: list[dict], tuned: list[dict]) -> l
     if len(tuned) > 1 and any(row["above_alpha_curve"] for row in rows):
         notes.append("An arm that starts from another tuned model than the alpha-curve differs by that too.")
     return notes
+
+
+def _writing_notes(rows: list[dict]) -> list[str]:
+    """Say of each arm what keeps it from writing as well as base."""
+    clauses = {row["name"]: writing_clauses(row["writing"], row["status"]) for row in rows}
+    return [f"{name}: {' and '.join(found)}." for name, found in clauses.items() if found]
 
 
 def _setting_notes(arms: list[Arm], differences: dict[str, dict]) -> list[str]:

@@ -24,7 +24,10 @@ def verdict(summary: dict, retention: Suite | None, domain: Suite | None) -> str
         missing = " and ".join(s for s in STATES if s not in scores)
         known = ", ".join(f"{s} {score}" for s, score in scores.items())
         return f"Not measured yet: {retention.plain} has no result for {missing} (so far: {known})."
-    parts = [_retention_clause(summary, retention, scores), *_writing_clauses(summary)]
+    parts = [
+        _retention_clause(summary, retention, scores),
+        *writing_clauses(summary["tests"]["writing"], summary["status"]),
+    ]
     first = ", but ".join([parts[0], " and ".join(parts[1:])] if parts[1:] else parts)
     domain_clause = _domain_clause(summary["domain_retention"], domain)
     return " ".join([f"{first}; {domain_clause}.", *_group_sentence(summary)])
@@ -62,10 +65,10 @@ def _bound(summary: dict) -> str:
     return f"at most {most:.1f} points below base" if most > 0 else "measurably above base"
 
 
-def _writing_clauses(summary: dict) -> list[str]:
+def writing_clauses(tests: dict, status: str) -> list[str]:
     """Say what is wrong with how recovered writes: what is measurably worse, or not shown to be as good."""
-    cut, repetition = (summary["tests"]["writing"][name] for name in ("cut", "repetition"))
-    recovers = summary["status"] == "partly recovered"
+    cut, repetition = (tests[name] for name in ("cut", "repetition"))
+    recovers = status == "partly recovered"
     clauses = []
     if cut and not cut["shown"] and cut["worse"]:
         levels = f"{percent(cut['recovered'])} of its answers run into the token limit"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.command import opdcl
 from helpers.page import Page
-from helpers.synthetic import METRIC, N, change, measure
+from helpers.synthetic import METRIC, N, change, measure, write
 
 from opdcl.results import compare, plots, report
 from opdcl.results.compare import write as write_page
@@ -187,6 +187,7 @@ def test_the_command_gives_one_json_document_with_stable_keys(three, tmp_path):
         "non_inferiority",
         "domain_retention",
         "status",
+        "writing",
         "above_alpha_curve",
         "runs",
     }
@@ -247,3 +248,22 @@ def test_importing_the_comparison_loads_neither_a_model_library_nor_a_plotting_o
         cwd=Path(__file__).parents[3],
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_an_arm_that_no_longer_stops_is_not_recovered_and_a_note_says_why(make):
+    """Both arms score like base; the answers of one run on until the limit."""
+    arms = {"stops": 1.0, "writes_on": 0.2}
+    for name, ended in arms.items():
+        run = make(name, 32, 36, method="general" if name == "stops" else "alternating")
+        for state, passes, share in (("base", 320, 1.0), ("tuned", 80, 1.0), ("recovered", 320, ended)):
+            measure(run, state, {"instructions": range(passes)}, n=400)
+            path = run.eval_samples(state, "instructions")
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            write(path, [row | {"ended": i < share * 400} for i, row in enumerate(rows)])
+        arms[name] = run
+    comparison = compare.compare(list(arms.values()))
+    statuses = {arm["name"]: arm["status"] for arm in comparison["arms"]}
+    assert statuses == {"stops": "recovered", "writes_on": "partly recovered"}
+    assert comparison["arms"][1]["writing"]["cut"]["recovered"] == pytest.approx(0.8)
+    notes = [note for note in comparison["notes"] if "token limit" in note]
+    assert notes == ["writes_on: 80.0 % of its answers run into the token limit (base 0.0 %)."]

@@ -14,7 +14,7 @@ def suite_of(**answers):
     """Return a suite from state -> answers, or rows that lack some fields."""
     rows = {
         state: [
-            {"doc_id": i, "prompt": ENGLISH, "scores": {}}
+            {"doc_id": i, "prompt": f"{ENGLISH} {i}", "scores": {}}
             | (answer if isinstance(answer, dict) else {"response": answer})
             for i, answer in enumerate(texts)
         ]
@@ -90,7 +90,7 @@ def pair(base, recovered):
     """Return a suite whose answers of the two states end as listed, each in English."""
     rows = {
         state: [
-            {"doc_id": i, "prompt": ENGLISH, "scores": {}, "response": ENGLISH, "ended": bool(e)}
+            {"doc_id": i, "prompt": f"{ENGLISH} {i}", "scores": {}, "response": ENGLISH, "ended": bool(e)}
             for i, e in enumerate(ended)
         ]
         for state, ended in (("base", base), ("recovered", recovered))
