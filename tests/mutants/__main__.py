@@ -30,6 +30,8 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
@@ -126,14 +128,14 @@ def _run(
         positions.append(i)
     for done, (index, code, output) in enumerate(run(jobs, parallel, ROOT), 1):
         fault, is_planted, _ = faults[positions[index]]
+        found = code != 0
         failed = next((line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
-        by = "" if code == 0 else failed.partition(" - ")[0] or f"ended with {code}"
-        outcomes[positions[index]] = Outcome(fault, is_planted, code != 0, by)
-        print(
-            f"{done}/{len(jobs)} {'found' if code else 'LIVES'} {fault.name}  {by}",
-            file=sys.stderr,
-            flush=True,
-        )
+        by = failed.partition(" - ")[0] or f"ended with {code}"
+        if code == pytest.ExitCode.USAGE_ERROR and "not found:" in output:
+            found, by = False, "its tests have other names with the fault"
+        outcomes[positions[index]] = Outcome(fault, is_planted, found, by if code else "")
+        words = f"{done}/{len(jobs)} {'found' if found else 'LIVES'} {fault.name}  {by if code else ''}"
+        print(words, file=sys.stderr, flush=True)
     return [outcome for outcome in outcomes if outcome]
 
 

@@ -59,7 +59,7 @@ def test_a_completion_that_earlier_weights_began_is_not_fresh(backbone, tmp_path
 
 
 def test_a_frozen_teacher_samples_a_full_batch_ahead_and_nothing_of_it_is_fresh(queue, monkeypatch):
-    steps = queue(steps=40, rollouts=8, lmbda=0.0, general_per_domain=40)
+    steps = queue(steps=98, rollouts=1, lmbda=0.0, general_per_domain=98)
     sizes, plain = [], steps.sample
 
     def sample(prompts, *args, **kwargs):
@@ -67,5 +67,5 @@ def test_a_frozen_teacher_samples_a_full_batch_ahead_and_nothing_of_it_is_fresh(
         return plain(prompts, *args, **kwargs)
 
     monkeypatch.setattr(steps, "sample", sample)
-    assert not any(steps.take(i).fresh for i in range(13))
-    assert sizes == [96, 96]
+    assert not any(steps.take(i).fresh for i in range(98))
+    assert sizes == [96, 2]

@@ -1,0 +1,27 @@
+"""Hashes of values and files: what they depend on, and what not."""
+
+import hashlib
+
+from opdcl.rundir.hashes import file_hash, hash_files, hash_value
+
+
+def test_the_order_of_keys_does_not_change_a_values_hash_and_its_values_do():
+    assert hash_value({"a": 1, "b": [2, 3]}) == hash_value({"b": [2, 3], "a": 1})
+    assert hash_value({"a": 1, "b": [2, 3]}) != hash_value({"a": 1, "b": [3, 2]})
+    assert len(hash_value("a")) == 16  # as recorded in every run directory
+
+
+def test_a_hash_of_files_depends_on_names_contents_and_order(tmp_path):
+    one, two, same = (tmp_path / name for name in ("one", "two", "same"))
+    for file, text in ((one, "first"), (two, "second"), (same, "first")):
+        file.write_text(text)
+    hashes = [hash_files(files) for files in ([one, two], [two, one], [one, same], [one], [same])]
+    assert len(set(hashes)) == 5
+    assert hash_files([one, two]) == hashes[0]
+    two.write_text("third")
+    assert hash_files([one, two]) != hashes[0]
+
+
+def test_a_files_hash_is_the_one_that_sha256sum_prints(tmp_path):
+    (tmp_path / "file").write_bytes(b"weights")
+    assert file_hash(tmp_path / "file") == hashlib.sha256(b"weights").hexdigest()
