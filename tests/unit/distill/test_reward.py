@@ -1,5 +1,6 @@
 """A reward on completions: loss as in TRL, scores as in the evaluation, and the student learns from it."""
 
+import json
 import statistics
 
 import pytest
@@ -70,11 +71,7 @@ def test_answers_pass_the_suites_filters_before_they_are_scored(backbone):
     from lm_eval.filters import build_filter_ensemble
 
     reward = make_reward(backbone, metric="prompt_level_strict_acc")
-    prompt = next(
-        ids
-        for ids, (row, doc) in reward._sources.items()
-        if doc["instruction_id_list"] == ["detectable_format:title"]
-    )
+    prompt = next(ids for ids, (_, doc) in reward._sources.items() if "title" in doc["prompt"])
     written = backbone.tokenizer("No title here.", add_special_tokens=False)["input_ids"]
     assert reward([Rollout(list(prompt), written, [], True)]) == [0.0]
     reward.task._filters = [
@@ -219,11 +216,12 @@ def test_a_completion_is_scored_as_the_evaluation_scores_it(backbone, tmp_path):
     task.build_all_requests(limit=40, apply_chat_template=True, chat_template=lm.apply_chat_template)
     rows = reward_rows(reward.config, task)
     assert len(rows) == len(list(task.eval_docs))
-    answers = ["<<Title>>\n\nOne. Two. Three. Four. Five. Six.\n\nP.S. More.", "no", "*a* and *b* [c] [d]"]
     scores = set()
     for instance in task.instances:
         prompt = backbone.tokenizer(instance.args[0], add_special_tokens=False)["input_ids"]
-        for answer in answers:
+        constraints = json.loads(instance.doc["constraints"])
+        asked = " ".join(word for c in constraints for word in c.get("words", []))
+        for answer in (f"<<Title>>\n\n{asked}.", "no", "One. Two. Three.\n\nP.S. More."):
             written = backbone.tokenizer(answer, add_special_tokens=False)["input_ids"]
             (score,) = reward([Rollout(prompt, [*written, backbone.eos_ids[0]], [], True)])
             parts = task.process_results(instance.doc, [answer])["inst_level_strict_acc"]
