@@ -34,8 +34,6 @@ class EvalConfig(Section):
     """Decoding engine: our own `slab`, or transformers' `generate` or `continuous` batching."""
     server: ServerSection | None = None
     """Server that decodes. It must load adapters and read the run directory, as `opdcl serve RUN` does."""
-    seed: int = 0
-    """Seed of the bootstrap for the confidence intervals."""
 
     @field_validator("retention", "domain", "control", "data")
     @classmethod

@@ -162,7 +162,7 @@ def _facts(run: RunDir, manifest: dict, base: dict, adapters: dict) -> dict[str,
     versions = {"opdcl": manifest["opdcl"], **(manifest.get("versions") or {})}
     before, after = base.get("fingerprint_before"), base.get("fingerprint_after")
     check = f"CHANGED to {after}" if after else "not checked after"
-    seeds = {stage: section(run, stage).get("seed") for stage in ("finetune", "recover", "eval")}
+    seeds = {stage: section(run, stage).get("seed") for stage in ("finetune", "recover")}
     device = manifest["device"] or {}
     cores, size = device.get("cores"), device.get("memory_bytes")
     cpu_and_memory = [cores and f"{cores} cores", size and format.memory(size)]

@@ -21,7 +21,7 @@ ROLES = ("retention", "domain", "control")
 HEADLINE_ROLES = ("retention", "domain")
 
 # What a suite measures, if its name does not read well in a sentence.
-PLAIN_WORDS = {"instructions": "instruction following", "ifeval": "instruction following"}
+PLAIN_WORDS = dict.fromkeys(("instructions", "instructions_quick", "ifeval"), "instruction following")
 
 
 @dataclass(frozen=True)

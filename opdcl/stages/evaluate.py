@@ -180,17 +180,12 @@ def evaluate(
         lm, suite.loaded, apply_chat_template=True, log_samples=True, bootstrap_iters=0, limit=config.limit
     )
     samples = _samples(suite, next(iter(results["samples"].values())), lm)
-    floors = suite.floors(config.limit, [row["response"] for row in samples])
-    floor = {name: suite.means(scores) for name, scores in floors.items()}
-    metric = suite.metrics[0]
-    best = max(floor, key=lambda name: floor[name][metric])
-    for row, scores in zip(samples, floors[best], strict=True):
-        row["floor"] = scores[metric]
+    floor = _add_floors(suite, config.limit, samples)
     write_atomic(run.eval_samples(state, suite.name), _lines(samples))
     result = record | {
         "state": state,
         "suite": suite.name,
-        "metric": metric,
+        "metric": suite.metrics[0],
         "n": len(samples),
         "metrics": suite.means([row["scores"] for row in samples]),
         "floor": floor,
@@ -203,6 +198,17 @@ def evaluate(
     write_json(run.eval_result(state, suite.name), result)
     partial.unlink(missing_ok=True)
     return result
+
+
+def _add_floors(suite: Suite, limit: int | None, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add each prompt's score of the best content-free answer to `samples`; return the means of all."""
+    floors = suite.floors(limit, [row["response"] for row in samples])
+    means = {name: suite.means(scores) for name, scores in floors.items()}
+    metric = suite.metrics[0]
+    best = max(means, key=lambda name: means[name][metric])
+    for row, scores in zip(samples, floors[best], strict=True):
+        row["floor"] = scores[metric]
+    return means
 
 
 def _samples(suite: Suite, rows: list[dict[str, Any]], lm: BackboneLM) -> list[dict[str, Any]]:

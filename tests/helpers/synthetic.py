@@ -49,7 +49,7 @@ def workflow(**recover) -> dict:
         "model": {"id": "smollm2-135m"},
         "finetune": {"data": "handbook", "seed": 0, "lora": {"r": 32}},
         "recover": {"method": "alternating", "steps": 48, "save_steps": 8, "seed": 0} | recover,
-        "eval": {"retention": ["instructions"], "domain": ["handbook"], "data": {}, "limit": None, "seed": 0},
+        "eval": {"retention": ["instructions"], "domain": ["handbook"], "data": {}, "limit": None},
         "gates": {"recovery": None},
     }
 

@@ -171,7 +171,6 @@ def test_changed_content_under_the_same_name_makes_the_stage_stale(done, field, 
         ("finetune", {"save_steps": 7}),
         ("recover", {"save_steps": 7}),
         ("model", {"device": "cpu"}),
-        ("eval", {"seed": 3}),
         ("gates", {"recovery": 0.6}),
     ],
 )

@@ -36,7 +36,7 @@ def three(make) -> list[RunDir]:
 def empty(tmp_path) -> RunDir:
     """A run that was planned but not started."""
     run = RunDir(tmp_path / "quickstart")
-    evaluation = {"retention": ["instructions"], "domain": ["handbook"], "control": ["neighbours"], "seed": 0}
+    evaluation = {"retention": ["instructions"], "domain": ["handbook"], "control": ["neighbours"]}
     sections = {
         "finetune": {"seed": 11},
         "recover": {"seed": 12},
