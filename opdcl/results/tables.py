@@ -146,7 +146,7 @@ def _scores_table(comparison: dict[str, Any]) -> Table:
         rows.append([name, *(score_cell(row[role]) for role in HEADLINE_ROLES), "", "", ""])
     rows += [[_seed_count(row), *_headline_cells(row)] for row in comparison["arms"]]
     caption = (
-        "Brackets are 95 % intervals: a bootstrap over prompts, and over seeds if an arm has several. R is "
+        "Brackets are 95 % intervals over prompts, and over seeds if an arm has several. R is "
         "the share of the lost score that came back, D the share of the domain gain that was kept. A "
         "missing R or D is not measured, or the loss or gain in its denominator is too small. The status "
         "depends on retention alone."
@@ -194,7 +194,7 @@ def _chain_tables(comparison: dict[str, Any]) -> list[Table]:
     for step in comparison["steps"]:
         rows.append([_seed_count(step), *(score_cell(step["scores"].get(name)) for name in suites)])
     caption = (
-        "The model's scores after each step. Brackets are 95 % intervals: a bootstrap over prompts, and "
+        "The model's scores after each step. Brackets are 95 % intervals over prompts, and "
         "over seeds if there are several."
     )
     columns = ["step", *(f"{name}\n{suite['role']}" for name, suite in suites.items())]
