@@ -12,7 +12,7 @@ import torch
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
-from opdcl.distill.losses import TokenLosses, token_logprobs, token_losses, top_k_overlap
+from opdcl.distill.losses import TokenLosses, missed_ends, token_logprobs, token_losses, top_k_overlap
 from opdcl.distill.schedule import Stream
 from opdcl.distill.teachers import AnyTeacher, Teacher, sequence
 from opdcl.errors import OpdclError
@@ -109,9 +109,9 @@ class Grader:
         rollouts: list[Rollout],
         stream: Stream,
         distributions: Mapping[int, TeacherDistribution] | None = None,
-        overlap: bool = False,
+        agreement: bool = False,
     ) -> Sums:
-        """Return the sums without learning; with `overlap`, that of `top_k_overlap` as well.
+        """Return the sums without learning; with `agreement`, also of `top_k_overlap` and `missed_ends`.
 
         To grade the same completions repeatedly, pass what the method `distributions` returned for them.
         """
@@ -122,8 +122,11 @@ class Grader:
             else:
                 teacher = join([distributions[i] for i in batch.positions])
             student, losses, _ = self._compare(batch, teacher, learn=False)
-            if overlap and not batch.filler:
+            if agreement and not batch.filler:
                 sums["overlap"] += float(top_k_overlap(student, teacher).sum())
+                ends_N, missed_N = missed_ends(student, teacher, self.backbone.eos_ids)
+                sums["ends"] += float(ends_N.sum())
+                sums["missed_ends"] += float(missed_N.sum())
             _add(sums, batch, losses)
         return defaultdict(float, parallel.sum_over_workers(sums), tokens=_count_tokens(rollouts))
 

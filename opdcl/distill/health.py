@@ -2,16 +2,12 @@
 
 A sign that lasts for `patience` steps halves the learning rate, once. If it lasts as long again, the run
 halts. The best adapter by held-out KL is kept either way.
-
-Over-writing is only noted: a student whose answers run into the token limit more often than base's own. One
-step's few completions do not show it, so the last `RECENT` steps are counted together. Only prompts of the
-recovery are seen; on prompts of another kind the student may write on all the same.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +15,6 @@ from transformers import TrainerCallback
 
 from opdcl.config.recover import HealthSection
 from opdcl.data.chat import render
-from opdcl.distill.schedule import Step
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
@@ -29,12 +24,6 @@ from opdcl.training import StageCallback
 
 # Nats per token, both streams together, by which held-out KL may rise without an alarm.
 KL_SLACK = 0.5
-
-# The student's general steps whose answers are counted together, and by how much their share of cut answers
-# must exceed base's to be noted: as a difference, and in standard errors. Every step looks again; three
-# standard errors keep false notes rare all the same.
-RECENT = 8
-NOTABLE_EXCESS, STANDARD_ERRORS = 0.1, 3.0
 
 RATE_HALVED = "rate halved"
 CHECK_BASE = "check that the base model loads correctly: opdcl chat RUN"
@@ -68,62 +57,6 @@ class Baseline:
     adapter_norm: float
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How many answers there were, and how many of them ran into the token limit."""
-
-    answers: float = 0
-    cut: float = 0
-
-    @classmethod
-    def of_step(cls, row: dict[str, Any]) -> Cut:
-        answers = row["tokens"] / row["mean_length"]
-        return cls(answers, row["truncated"] * answers)
-
-    def __add__(self, other: Cut) -> Cut:
-        return Cut(self.answers + other.answers, self.cut + other.cut)
-
-    @property
-    def share(self) -> float:
-        return self.cut / self.answers
-
-    def exceeds(self, base: Cut) -> bool:
-        """Return whether more answers are cut than base's, by the test of two proportions."""
-        pooled = (self + base).share
-        error = (pooled * (1 - pooled) * (1 / self.answers + 1 / base.answers)) ** 0.5
-        return self.share - base.share > max(NOTABLE_EXCESS, STANDARD_ERRORS * error)
-
-
-class Overwriting:
-    """Compare the share of cut general answers with base's, over the student's last `RECENT` steps.
-
-    `base_steps` are the steps whose completions base wrote; they join its held-out answers.
-    """
-
-    def __init__(self, base: Cut, base_steps: Collection[int]):
-        self.base, self.base_steps = base, base_steps
-        self.found = False
-        self._recent: deque[Cut] = deque(maxlen=RECENT)
-
-    def add(self, step: int, row: dict[str, Any]) -> dict[str, Any] | None:
-        """Count one logged general step; return what to write if over-writing has begun or ended."""
-        if step in self.base_steps:
-            self.base += Cut.of_step(row)
-            return None
-        self._recent.append(Cut.of_step(row))
-        student = sum(self._recent, Cut())
-        found = len(self._recent) == RECENT and self.base.answers > 0 and student.exceeds(self.base)
-        if found == self.found:
-            return None
-        self.found = found
-        return {
-            "found": found,
-            "cut": student.share,
-            "base": self.base.share,
-            "answers": round(student.answers),
-        }
-
-
 def signs(row: dict[str, Any], limits: HealthSection, baseline: Baseline) -> list[Sign]:
     """Return what is wrong with one logged step."""
     checks = [
@@ -153,20 +86,15 @@ class Health(TrainerCallback):
         self.baseline: Baseline | None = None
         self._streaks: Counter[str] = Counter()
         self._rate_halved = False
-        self._overwriting = Overwriting(Cut(), ())
 
-    def on_start(self, general: list[Rollout], steps: list[Step]) -> None:
+    def on_start(self, general: list[Rollout]) -> None:
         """Take base's held-out answers as the baseline, and resume the counts of an interrupted run."""
         lengths = [len(r.completion_ids) for r in general] or [10**9]
-        unfinished = sum(not r.finished for r in general)
-        norm = self.backbone.adapter_norm("tuned")
-        self.baseline = Baseline(sum(lengths) / len(lengths), unfinished / len(lengths), norm)
-        base_steps = {number for number, step in enumerate(steps, 1) if not step.on_policy}
-        self._overwriting = Overwriting(Cut(len(general), unfinished), base_steps)
+        truncated = sum(not r.finished for r in general) / len(lengths)
+        self.baseline = Baseline(sum(lengths) / len(lengths), truncated, self.backbone.adapter_norm("tuned"))
         for row in read_jsonl(self.out.metrics):
             if "adapter_norm" in row:
                 self._count(row)
-                self._note_overwriting(row["step"], row, silent=True)
             self._rate_halved |= row.get("health", {}).get("action") == RATE_HALVED
 
     def _count(self, row: dict[str, Any]) -> list[Sign]:
@@ -181,7 +109,6 @@ class Health(TrainerCallback):
     def on_log(self, args, state, control, logs=None, lr_scheduler=None, **kwargs):
         if not self.limits.watch or not logs or "adapter_norm" not in logs:
             return
-        self._note_overwriting(state.global_step, logs)
         for sign in self._count(logs):
             if not self._rate_halved:
                 self._rate_halved = True
@@ -191,15 +118,6 @@ class Health(TrainerCallback):
                 return
             self._record(state.global_step, sign, "halted")
             raise halt_error(state.global_step, str(sign), sign.hint, self.out)
-
-    def _note_overwriting(self, step: int, row: dict[str, Any], silent: bool = False) -> None:
-        change = self._overwriting.add(step, row) if row["stream"] == "general" else None
-        if change and not silent:
-            self.callback.write({"step": step, "overwriting": change})
-            if change["found"]:
-                shares = "{cut:.0%} of the last {answers} general answers were cut at the token limit"
-                text = (shares + ", {base:.0%} of base's own").format(**change)
-                self.callback.report.note(f"step {step}: {text}")
 
     def _record(self, step: int, sign: Sign, action: str) -> None:
         health = {"sign": sign.name, "value": abs(sign.value), "bound": abs(sign.bound), "action": action}

@@ -15,7 +15,7 @@ Near equality every divergence is half a squared distance, so one learning rate 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -138,6 +138,27 @@ def top_k_overlap(student: HiddenStates, teacher: TeacherDistribution, k: int = 
         )
         shares.append((student_NK[:, :, None] == teacher_NK[:, None]).any(1).float().mean(-1))
     return torch.cat(shares)
+
+
+@torch.no_grad()
+def missed_ends(
+    student: HiddenStates, teacher: TeacherDistribution, eos_ids: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the teacher's probability of ending here, and how much of it the student lacks, both `(N,)`.
+
+    Summed over a teacher's own texts, their ratio is the share of its endings that the student would miss:
+    a student that does not know when to stop shows it here without sampling a single answer.
+    """
+    rows = shared_rows(student.head_VH, teacher)
+    ends, missed = [], []
+    for start in range(0, len(student.states_NH), CHUNK):
+        p_N, q_N = (
+            x.log_probs(slice(start, start + CHUNK), rows)[:, list(eos_ids)].exp().sum(-1)
+            for x in (student, teacher)
+        )
+        ends.append(q_N)
+        missed.append((q_N - p_N).clamp(min=0))
+    return torch.cat(ends), torch.cat(missed)
 
 
 class _TokenLoss(torch.autograd.Function):

@@ -94,7 +94,7 @@ class Validation(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.write_held_out()
         general, _ = self._held_out.get("general", ([], []))
-        self.health.on_start(general, self.queue.steps)
+        self.health.on_start(general)
         if state.global_step == 0:
             self._warm_start()
         else:
@@ -114,17 +114,22 @@ class Validation(TrainerCallback):
             self.callback.report.note(f"step {step}: stopping early: {reason}")
             control.should_training_stop = True
 
-    def held_out_kl(self, overlap: bool = False) -> KL:
-        """Return KL(student, teacher) per stream, in nats per token; with `overlap`, shared top tokens too.
+    def held_out_kl(self, agreement: bool = False) -> KL:
+        """Return KL(student, teacher) per stream, in nats per token.
+
+        With `agreement`, also the share of top tokens that both have, and of the general teacher's endings
+        that the student would miss.
 
         Raises:
             OpdclError: A KL is not finite, or a teacher's distributions are close to uniform.
         """
         kl = {}
         for stream, (rollouts, distributions) in self._held_out.items():
-            sums = self.grader.measure(rollouts, stream, distributions, overlap)
-            if overlap:
+            sums = self.grader.measure(rollouts, stream, distributions, agreement)
+            if agreement:
                 kl[f"{stream}_overlap"] = sums["overlap"] / sums["tokens"]
+            if agreement and stream == "general" and sums["ends"]:
+                kl["missed_ends"] = sums["missed_ends"] / sums["ends"]
             kl[f"{stream}_kl"] = sums["kl"] / sums["tokens"]
             kl |= {f"{stream}_{key}": value for key, value in kl_by_route(sums).items()}
             if not math.isfinite(kl[f"{stream}_kl"]):
@@ -144,7 +149,7 @@ class Validation(TrainerCallback):
         backbone, alpha = self.grader.backbone, self.config.warm_start
         with backbone.scaled(0.0):
             base = self.held_out_kl()
-        tuned = start = self.held_out_kl(overlap=True)
+        tuned = start = self.held_out_kl(agreement=True)
         if alpha < 1:
             backbone.shrink(alpha)
             for teacher in self.grader.single_teachers:
@@ -163,13 +168,14 @@ class Validation(TrainerCallback):
         Raises:
             OpdclError: The KL has drifted past the limits of `recover.health`.
         """
-        kl, first = self.held_out_kl(overlap=True), self.measurements
+        kl, first = self.held_out_kl(agreement=True), self.measurements
         best = self._keep_if_best(step, self._score(kl))
         whole = {"general_kl": first.tuned, "domain_kl": first.base}
         shares = {SHARES[k]: 1 - kl[k] / whole[k][k] for k in stream_kl(kl) if whole[k][k] > KL_NOISE}
         self.callback.write({"step": step, "validation": {**kl, **shares, "best": best}})
         suffix = " (best so far)" if best else ""
-        self.callback.report.note(f"step {step}: held-out {describe_kl(kl | shares)}{suffix}")
+        ends = f", {kl['missed_ends']:.0%} of endings missed" if "missed_ends" in kl else ""
+        self.callback.report.note(f"step {step}: held-out {describe_kl(kl | shares)}{ends}{suffix}")
         limits = self.config.health
         if limits.watch and (reason := drift(first.tuned, kl, self._score, limits)):
             raise halt_error(step, reason, LOWER_RATE, self.out)

@@ -97,15 +97,18 @@ def test_micro_batches_by_hand(lengths, tokens, batches):
 
 def test_measured_sums_equal_a_plain_computation(trainer):
     ours = trainer()
-    sums = ours.grader.measure(ROLLOUTS, "general", overlap=True)
+    sums = ours.grader.measure(ROLLOUTS, "general", agreement=True)
     log_p, log_q = (log_distributions(ours, state) for state in ("student", "base"))
     p, q = log_p.exp(), log_q.exp()
+    ends = list(ours.grader.backbone.eos_ids)
     tops = [[set(row.tolist()) for row in x.topk(16, -1).indices] for x in (log_p, log_q)]
     expected = {
         "kl": float((p * (log_p - log_q)).sum()),
         "student_entropy": float(-(p * log_p).sum()),
         "teacher_entropy": float(-(q * log_q).sum()),
         "overlap": sum(len(a & b) / 16 for a, b in zip(*tops, strict=True)),
+        "ends": float(q[:, ends].sum()),
+        "missed_ends": float((q[:, ends].sum(-1) - p[:, ends].sum(-1)).clamp(min=0).sum()),
         "tokens": TOKENS,
     }
     assert sums == pytest.approx(expected, rel=1e-3)

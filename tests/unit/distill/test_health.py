@@ -1,8 +1,6 @@
 """A recovery that goes wrong is noticed, slowed down and stopped, and its best adapter is kept."""
 
-import json
 import shutil
-from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +8,7 @@ import torch
 from helpers.recovering import Silent, run
 
 from opdcl.config.recover import HealthSection
-from opdcl.distill.health import RECENT, Baseline, Cut, Health, Overwriting, check_turn_end, drift, signs
-from opdcl.distill.schedule import Step
+from opdcl.distill.health import Baseline, Health, check_turn_end, drift, signs
 from opdcl.errors import OpdclError, UsageError
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
@@ -27,7 +24,6 @@ WELL = {
     "repetition": 0.1,
     "mean_length": 45.0,
     "truncated": 0.4,
-    "tokens": 720.0,
 }
 WRONG = {
     "teacher_entropy": (9.0, "teacher entropy"),
@@ -65,7 +61,7 @@ class Notes(Silent):
         self.notes.append(text)
 
 
-def watch(tmp_path, rows, limits=None, base=None):
+def watch(tmp_path, rows, limits=None):
     """Feed logged steps to a fresh watch; return the rates it leaves, and the rows it wrote."""
     out = StageDir(tmp_path / "stage")
     out.path.mkdir(exist_ok=True)
@@ -73,7 +69,6 @@ def watch(tmp_path, rows, limits=None, base=None):
     callback = SimpleNamespace(write=written.append, report=Notes())
     health = Health(limits or HealthSection(), None, out, callback)
     health.baseline = BASELINE
-    health._overwriting = Overwriting(base or Cut(), ())
     scheduler = SimpleNamespace(base_lrs=[1.0])
     for step, row in enumerate(rows, 1):
         health.on_log(None, SimpleNamespace(global_step=step), None, logs=row, lr_scheduler=scheduler)
@@ -168,101 +163,9 @@ def test_the_baseline_is_measured_on_base_s_answers(backbone, tuned):
     backbone.load_adapter(tuned / "tuned", "student", trainable=True)
     backbone.load_adapter(tuned / "tuned", "tuned")
     health = Health(HealthSection(), backbone, StageDir(tuned / "none"), None)
-    health.on_start([Rollout([1], [5, 6], [], True), Rollout([1], [5, 6, 7, 8], [], False)], ())
+    health.on_start([Rollout([1], [5, 6], [], True), Rollout([1], [5, 6, 7, 8], [], False)])
     assert (health.baseline.mean_length, health.baseline.truncated) == (3.0, 0.5)
     assert health.baseline.adapter_norm == pytest.approx(backbone.adapter_norm("student"))
-
-
-def steps_of(share, count, seed=0, answers=16):
-    """Return the rows of general steps whose answers are cut with a probability of `share`."""
-    random = Random(seed)
-    cuts = [sum(random.random() < share for _ in range(answers)) for _ in range(count)]
-    return [
-        {**WELL, "truncated": cut / answers, "mean_length": 50.0, "tokens": 50.0 * answers} for cut in cuts
-    ]
-
-
-def first_note(rows, base, base_steps=()):
-    """Return the number of the student's step after which over-writing is noted, or None."""
-    watch = Overwriting(base, base_steps)
-    changes = [(step, watch.add(step, row)) for step, row in enumerate(rows, 1)]
-    return next((step for step, change in changes if change), None)
-
-
-def test_over_writing_is_noted_as_soon_as_a_few_steps_show_it():
-    """82 % of the answers are cut, 52 % of base's: no single step crosses the limit of `truncated_excess`."""
-    base = Cut(112, 58)
-    noted = [first_note(steps_of(0.82, 24, seed), base) for seed in range(100)]
-    assert sum(step == RECENT for step in noted) > 0.8 * len(noted)
-    assert None not in noted
-    limits = HealthSection()
-    baseline = Baseline(mean_length=60.0, truncated=0.52, adapter_norm=10.0)
-    assert not [sign for row in steps_of(0.82, 24) for sign in signs(row, limits, baseline)]
-
-
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_a_student_that_writes_like_base_is_hardly_ever_noted(share):
-    random, noted = Random(1), 0
-    for seed in range(300):
-        base = Cut(112, sum(random.random() < share for _ in range(112)))
-        noted += first_note(steps_of(share, 36, seed), base) is not None
-    assert noted <= 12
-
-
-def test_answers_that_base_wrote_join_its_own():
-    rows = steps_of(0.5, 6) + steps_of(0.82, RECENT, seed=1)
-    assert first_note(rows, Cut(2, 1)) != len(rows)
-    watch = Overwriting(Cut(16, 8), range(1, 7))
-    change = [watch.add(step, row) for step, row in enumerate(rows, 1)][-1]
-    assert watch.base.answers == 16 + 6 * 16
-    assert (change["found"], change["answers"]) == (True, RECENT * 16)
-    assert change["cut"] == pytest.approx(sum(row["truncated"] for row in rows[6:]) / RECENT)
-    assert change["base"] == pytest.approx((8 + sum(16 * row["truncated"] for row in rows[:6])) / 112)
-
-
-def test_a_small_excess_is_not_notable_however_many_answers_show_it():
-    rows = [{**WELL, "truncated": 0.58, "tokens": 45.0 * 10_000}] * RECENT
-    assert first_note(rows, Cut(100_000, 50_000)) is None
-    assert first_note([{**row, "truncated": 0.62} for row in rows], Cut(100_000, 50_000)) == RECENT
-
-
-def test_without_answers_of_base_nothing_is_noted():
-    assert first_note(steps_of(1.0, 20), Cut()) is None
-
-
-def test_over_writing_is_written_once_and_halts_nothing(tmp_path):
-    limits = HealthSection(truncated_excess=0.9)
-    rows = steps_of(0.95, 20)
-    rates, written = watch(tmp_path, rows, limits, base=Cut(112, 58))
-    assert rates == [1.0]
-    assert [row["step"] for row in written] == [RECENT]
-    assert written[0]["overwriting"]["found"]
-    rates, written = watch(tmp_path, rows + steps_of(0.3, 20), limits, base=Cut(112, 58))
-    assert [row["overwriting"]["found"] for row in written] == [True, False]
-    domain = [{**row, "stream": "domain"} for row in rows]
-    assert watch(tmp_path, domain, limits, base=Cut(112, 58)) == ([1.0], [])
-
-
-def test_an_interrupted_run_resumes_its_count(backbone, tuned):
-    backbone.load_adapter(tuned / "tuned", "student", trainable=True)
-    backbone.load_adapter(tuned / "tuned", "tuned")
-    out = StageDir(tuned / "stage")
-    out.path.mkdir()
-    # Base wrote the first two steps.
-    steps = [Step("general", (0,), i > 1, 16) for i in range(RECENT + 2)]
-    rows = steps_of(0.5, 2) + steps_of(0.95, RECENT)
-    lines = [json.dumps({"step": step, **row}) for step, row in enumerate(rows, 1)]
-    out.metrics.write_text("\n".join(lines[:-1]) + "\n")
-    written = []
-    callback = SimpleNamespace(write=written.append, report=Notes())
-    health = Health(HealthSection(adapter_growth=1e9), backbone, out, callback)
-    health.on_start([Rollout([1], [5, 6], [], i % 2 == 0) for i in range(100)], steps)
-    assert written == []
-    scheduler = SimpleNamespace(base_lrs=[1.0])
-    last = RECENT + 2
-    health.on_log(None, SimpleNamespace(global_step=last), None, logs=rows[-1], lr_scheduler=scheduler)
-    assert [row["step"] for row in written if "overwriting" in row] == [last]
-    assert written[0]["overwriting"]["answers"] == 16 * RECENT
 
 
 def test_where_little_was_forgotten_a_small_rise_of_kl_is_no_alarm():

@@ -8,7 +8,7 @@ import torch
 from opdcl.config.recover import RewardSection
 from opdcl.config.teacher import LossSection
 from opdcl.distill import losses
-from opdcl.distill.losses import CHUNK, token_losses, top_k_overlap
+from opdcl.distill.losses import CHUNK, missed_ends, token_losses, top_k_overlap
 from opdcl.model.distributions import HiddenStates
 
 V, H = 37, 8
@@ -227,6 +227,15 @@ def test_policy_gradient_is_weighted_by_how_much_likelier_the_token_has_become()
         for shift in (0.0, math.log(2))
     )
     torch.testing.assert_close(half, 2 * same)
+
+
+def test_missed_ends_are_counted_where_the_student_is_less_likely_to_end():
+    weight = torch.eye(4)
+    teacher = torch.tensor([[0.5, 0.3, 0.1, 0.1], [0.1, 0.1, 0.4, 0.4], [0.2, 0.2, 0.3, 0.3]]).log()
+    student = torch.tensor([[0.1, 0.1, 0.4, 0.4], [0.5, 0.3, 0.1, 0.1], [0.2, 0.2, 0.3, 0.3]]).log()
+    ends, missed = missed_ends(HiddenStates(student, weight), HiddenStates(teacher, weight), [0, 1])
+    torch.testing.assert_close(ends, torch.tensor([0.8, 0.2, 0.4]))
+    torch.testing.assert_close(missed, torch.tensor([0.6, 0.0, 0.0]))
 
 
 def test_top_k_overlap_is_the_share_by_hand_and_one_for_equal_models():

@@ -157,9 +157,8 @@ def test_before_recovery_base_and_tuned_are_shown_without_a_verdict(run):
             "the tuned adapter times 0.55: no training was done",
         ),
         (
-            [{"step": 31, "overwriting": {"found": True, "cut": 0.82, "base": 0.52, "answers": 128}}],
-            "from step 31 on: 82% of the student's last 128 general answers were cut at the token limit, 52% "
-            "of base's own",
+            [{"step": 48, "validation": {"best": True, "missed_ends": 0.61}}],
+            "recovered lacks 61% of the probability to end",
         ),
         ([{"step": 1, "mismatch": 0.01, "tokens": 500, "loss": 1.0}], "For 1.00% of the fresh tokens"),
     ],
@@ -175,9 +174,8 @@ def test_a_recovery_without_trouble_has_no_notes(run):
         [
             {"step": 0, "validation": {"best": True}, "warm_start": {"alpha": 1.0}},
             {"step": 1, "mismatch": 0.0, "tokens": 500},
-            {"step": 4, "overwriting": {"found": True, "cut": 0.8, "base": 0.5, "answers": 128}},
-            {"step": 6, "overwriting": {"found": False, "cut": 0.6, "base": 0.5, "answers": 128}},
-            {"step": 8, "validation": {"best": True}},
+            {"step": 4, "validation": {"best": False, "missed_ends": 0.7}},
+            {"step": 8, "validation": {"best": True, "missed_ends": 0.3}},
         ],
     )
     assert not [note for note in summarise(run)["notes"] if note.startswith("Recovery")]
