@@ -132,10 +132,11 @@ class RecoverConfig(Section):
     """Further teachers by name. Each grades its own `prompts` and those whose `teacher` field names it."""
     reward: RewardSection | None = None
     """Verifiable reward for general completions, in addition to the teacher."""
-    steps: Positive = 72
+    steps: Positive = 96
     """Optimizer steps, both streams together."""
     rollouts: Positive | Auto = "auto"
-    """Completions per optimizer step. `auto`: 16 below hidden size 1536, 32 below 3072, 64 from there."""
+    """Completions per optimizer step. `auto`: 8 below hidden size 1536, 16 below 3072, 32 from there. With the
+    same number of completions in all, many small steps recover more than few large ones."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """Sample this many times `rollouts`, and train on the completions where student and teacher differ most,
     or on the groups whose rewards do (arXiv 2605.27115, 2503.14476)."""
@@ -168,7 +169,7 @@ class RecoverConfig(Section):
     """Loss and its parameters."""
     learning_rate: Rate | Auto = "auto"
     """Peak learning rate, reached after the first tenth of the steps and falling to zero at the last. `auto`:
-    0.3 times the automatic rate of the fine-tune, that is 3e-4 for the embedded model and 6.5e-5 at hidden
+    0.5 times the automatic rate of the fine-tune, that is 5e-4 for the embedded model and 1.1e-4 at hidden
     size 4096."""
     micro_batch_tokens: Positive | Auto = "auto"
     """Maximum tokens per forward and backward pass, padding included. It bounds memory; results change by

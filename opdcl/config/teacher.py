@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from opdcl.config.model import ModelConfig, ServerSection
 from opdcl.config.section import Count, Positive, Section, Share
 
-LossKind = Literal["reverse_kl", "forward_kl", "symmetric_kl", "top_k", "policy_gradient", "cross_entropy"]
+LossKind = Literal["reverse_kl", "forward_kl", "top_k", "policy_gradient", "cross_entropy"]
 TEACHER_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,31}$"
 
 
@@ -81,10 +81,10 @@ class LossSection(Section):
 
     unused = (("k", lambda s: s.kind != "top_k", "unless kind is top_k"),)
 
-    kind: LossKind = "reverse_kl"
-    """Divergence between student and teacher. `reverse_kl` and `forward_kl` compare whole distributions,
+    kind: LossKind = "forward_kl"
+    """Divergence between student and teacher. `forward_kl` and `reverse_kl` compare whole distributions,
     `top_k` the teacher's likeliest tokens; `policy_gradient` and `cross_entropy` use only the sampled
-    token."""
+    token. Reverse KL hardly moves a token that the student has given up, such as the end of an answer."""
     k: Positive = 100
     """`top_k`: number of the teacher's likeliest tokens that are compared one by one."""
     unfinished: Share = 1.0

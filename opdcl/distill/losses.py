@@ -53,11 +53,6 @@ def reverse_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return forward_kl(log_q, log_p)
 
 
-def symmetric_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """Return the mean of forward and reverse KL per row of `(N, V)`; half of Jeffreys' divergence."""
-    return ((log_q.exp() - log_p.exp()) * (log_q - log_p)).sum(-1) / 2
-
-
 def top_k(log_p: torch.Tensor, log_q: torch.Tensor, k: int) -> torch.Tensor:
     """Return reverse KL over the teacher's k most likely tokens and the rest as one outcome, per row.
 
@@ -165,11 +160,12 @@ class _TokenLoss(torch.autograd.Function):
     """Per-token losses from hidden states, saving hidden-sized gradients instead of vocabulary-sized logits.
 
     The head is frozen, so only the student's hidden state needs a gradient. With g = dL/dlog p it is
-    (g - p sum(g)) @ W. For reverse KL, g - p sum(g) = p (log p - log q - KL), done in place.
+    (g - p sum(g)) @ W. Done in place without a `cost`: g - p sum(g) = p - q for forward KL, and
+    p (log p - log q - KL) for reverse KL.
     """
 
     @staticmethod
-    def forward(ctx, student_NH, weight_VH, teacher, token_N, temperature, cost):
+    def forward(ctx, student_NH, weight_VH, teacher, token_N, temperature, kind, cost):
         grad_NH = torch.empty_like(student_NH)
         loss_N, kl_N, student_entropy_N, teacher_entropy_N, logprob_N = statistics = tuple(
             student_NH.new_empty(len(student_NH), dtype=torch.float32) for _ in TokenLosses._fields
@@ -197,9 +193,14 @@ class _TokenLoss(torch.autograd.Function):
                     loss_N[at] = loss.detach()
                     kl_N[at] = teacher.kl(at, log_p, log_q)
                     torch.sub(slope, p.mul_(slope.sum(-1, keepdim=True)), out=log_p)
+                    continue
+                ratio = log_p.sub_(log_q)
+                loss_N[at] = kl_N[at] = kl = (p * ratio).sum(-1)
+                if kind == "forward_kl":
+                    q = log_q.exp()
+                    loss_N[at] = -(q * ratio).sum(-1)
+                    torch.sub(p, q, out=ratio)
                 else:
-                    ratio = log_p.sub_(log_q)
-                    loss_N[at] = kl_N[at] = kl = (p * ratio).sum(-1)
                     ratio.sub_(kl[:, None]).mul_(p)
             grad_NH[part] = student_NV.to(weight_VH.dtype) @ weight_VH
         ctx.save_for_backward(grad_NH)
@@ -209,7 +210,7 @@ class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss_N, *_):
         (grad_NH,) = ctx.saved_tensors
-        return grad_NH * grad_loss_N[:, None].to(grad_NH.dtype), *[None] * 5
+        return grad_NH * grad_loss_N[:, None].to(grad_NH.dtype), *[None] * 6
 
 
 def token_losses(
@@ -233,7 +234,7 @@ def token_losses(
         sampler_N: Their log-probabilities at sampling time; only `policy_gradient` and a reward read them.
         temperature: At which the tokens were sampled. Only `logprob` and a reward's ratio are taken at it;
             losses, KL and entropies are those of the models themselves, at temperature 1.
-        loss: The divergence and its parameters; reverse KL by default.
+        loss: The divergence and its parameters; forward KL by default.
         reward: How a reward is weighed against the teacher's loss. It acts only together with `advantage_N`.
         advantage_N: The reward's advantage of each token.
     """
@@ -241,8 +242,8 @@ def token_losses(
     with torch.autocast(student_NH.device.type, enabled=False):
         weight_VH = weight_VH.detach()[: shared_rows(weight_VH, teacher)]
         student_NH = student_NH.to(weight_VH.dtype)
-        # Reverse KL alone has a path of its own, without autograd.
-        cost = None if loss.kind == "reverse_kl" else _cost(loss, token_N, sampler_N)
+        # The two divergences over whole vocabularies need no autograd.
+        cost = None if loss.kind in ("forward_kl", "reverse_kl") else _cost(loss, token_N, sampler_N)
         if reward and advantage_N is not None:
             teacher_cost = _cost(loss, token_N, sampler_N)
 
@@ -256,14 +257,14 @@ def token_losses(
                 )
                 return reward.weight * surrogate_N + reward.teacher * teacher_cost(log_p, log_q, part)
 
-        return TokenLosses(*_TokenLoss.apply(student_NH, weight_VH, teacher, token_N, temperature, cost))
+        inputs = student_NH, weight_VH, teacher, token_N, temperature, loss.kind, cost
+        return TokenLosses(*_TokenLoss.apply(*inputs))
 
 
 def _cost(loss: LossSection, token_N: torch.Tensor, sampler_N: torch.Tensor) -> Cost:
     costs: dict[str, Cost] = {
         "reverse_kl": lambda log_p, log_q, part: reverse_kl(log_p, log_q),
         "forward_kl": lambda log_p, log_q, part: forward_kl(log_p, log_q),
-        "symmetric_kl": lambda log_p, log_q, part: symmetric_kl(log_p, log_q),
         "top_k": lambda log_p, log_q, part: top_k(log_p, log_q, loss.k),
         "cross_entropy": lambda log_p, log_q, part: -_of_tokens(log_p, token_N[part]),
         "policy_gradient": lambda log_p, log_q, part: policy_gradient(

@@ -11,9 +11,9 @@ from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 from opdcl.rundir.layout import adapter_config
 
-# SmolLM2-135M. Only the recovery's 3e-4 was chosen in a sweep (benchmarks/defaults.json).
+# SmolLM2-135M. Neither rate comes from a sweep; the recovery's was tried beside others (benchmarks/cure.json).
 HIDDEN, ALPHA_OVER_R = 576, 2.0
-FINETUNE_RATE, RECOVER_SHARE = 1e-3, 0.3
+FINETUNE_RATE, RECOVER_SHARE = 1e-3, 0.5
 
 # Not measured here. Earlier versions of tinker-cookbook used this power of the hidden size for Llama models,
 # 0.0775 for Qwen; it now lists rates from its own sweep, 3e-4 to 1e-3 for most models. At a fixed alpha / r
@@ -33,7 +33,7 @@ def resolve(
     """
     rate = FINETUNE_RATE * (HIDDEN / hidden) ** EXPONENT * ALPHA_OVER_R / alpha_over_r
     size, adapter = f"hidden size {hidden}", f"hidden size {hidden}, alpha/r {alpha_over_r:g}"
-    rollouts = 16 if hidden < 1536 else 32 if hidden < 3072 else 64
+    rollouts = 8 if hidden < 1536 else 16 if hidden < 3072 else 32
     reward = workflow.recover.reward if workflow.recover else None
     group = reward.group if reward else 1  # rollouts are whole groups
     on_cuda = device.startswith("cuda")

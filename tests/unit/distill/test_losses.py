@@ -16,7 +16,7 @@ DIVERGENCES = ["reverse_kl", "forward_kl", "top_k"]
 
 
 def reverse_kl(student, teacher, weight, temperature=1.0):
-    return graded(student, teacher, weight, temperature).loss
+    return graded(student, teacher, weight, temperature, kind="reverse_kl").loss
 
 
 def of_kind(kind):
