@@ -60,7 +60,7 @@ def test_html_shows_verdict_scores_plots_cost_and_how_to_reproduce_the_run(train
         "torch 2.13.0",
         "feedbeef, identical before and after",
         "recovered-hash",
-        "finetune 11, recover 12, eval 0",
+        "finetune 11, recover 12",
     ):
         assert expected in page.text
     svg_text = " ".join(page.text.split())
