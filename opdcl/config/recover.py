@@ -111,6 +111,7 @@ class RecoverConfig(Section):
             "unless method is interpolate; to start nearer to base, use warm_start",
         ),
         ("general", lambda s: s.reward is not None, "with reward, whose suite has the general prompts"),
+        ("teacher_first", lambda s: s.lmbda == 0, "with lmbda 0, where the teacher writes every answer"),
         ("sampler", lambda s: s.server is not None, "with server: the server samples"),
     )
 
@@ -144,8 +145,9 @@ class RecoverConfig(Section):
     """Completions per domain step; domain answers are often short. Default: `rollouts`."""
     general_per_domain: Count = 1
     """General steps before each domain step; no step mixes the two. 0: domain steps only."""
-    lmbda: Share = 1.0
-    """Share of steps on the student's own completions; the other steps use the teacher's."""
+    lmbda: Share = 0.0
+    """Share of steps on the student's own completions; the other steps use the teacher's. 1 is on-policy. The
+    teacher's show where it ends an answer, which a student that does not stop never does."""
     teacher_first: Count = 9
     """First general steps, which use the teacher's answers: a terse student learns little from its own."""
     sample_ahead: Positive = 3

@@ -55,19 +55,19 @@ def test_a_setting_that_nothing_reads_is_noticed(tmp_path):
 SERVER = {"url": "http://127.0.0.1:8000/v1"}
 REMOTE = {"kind": "remote", "server": SERVER}
 DISTILL = {"data": "d", "method": "self-distill"}
-REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "teacher_first": 0}
+REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.0, "teacher_first": 0}
 
 
 @pytest.mark.parametrize(
     ("tree", "key"),
     [
         ({"recover": {"method": "interpolate", "warm_start": 0.5}}, "recover.warm_start"),
-        ({"recover": {"method": "interpolate", "loss": {"kind": "forward_kl"}}}, "recover.loss"),
+        ({"recover": {"method": "interpolate", "loss": {"kind": "reverse_kl"}}}, "recover.loss"),
         ({"recover": {"method": "interpolate", "lmbda": 0.5}}, "recover.lmbda"),
         ({"recover": {"method": "interpolate", "steps": 5}}, "recover.steps"),
         ({"recover": {"method": "interpolate", "trainer": {"weight_decay": 1}}}, "recover.trainer"),
         ({"recover": {"alpha": 0.5}}, "recover.alpha"),
-        ({"recover": {"method": "replay", "loss": {"kind": "forward_kl"}}}, "recover.loss.kind"),
+        ({"recover": {"method": "replay", "loss": {"kind": "reverse_kl"}}}, "recover.loss.kind"),
         ({"recover": {"method": "replay", "lmbda": 0.5}}, "recover.lmbda"),
         ({"recover": {"method": "general", "general_per_domain": 3}}, "recover.general_per_domain"),
         ({"recover": {"sampler": "slab", "server": SERVER}}, "recover.sampler"),
@@ -117,9 +117,10 @@ def test_interpolation_with_a_remote_teacher_may_name_the_loss_that_the_server_c
 
 
 def test_an_override_resets_what_it_makes_meaningless(tmp_path):
-    flow, origins = load(["quickstart"], ["recover.method=interpolate"])
+    (tmp_path / "trained.yaml").write_text("recover: {steps: 5, lmbda: 0.5}\n")
+    flow, origins = load([str(tmp_path / "trained.yaml")], ["recover.method=interpolate"])
     assert flow.recover.steps == validate({"recover": {}}).recover.steps
-    assert "recover.steps" not in origins
+    assert not {"recover.steps", "recover.lmbda"} & {*origins}
     with pytest.raises(UsageError, match=r"recover\.steps has no effect with method interpolate.*--set"):
         load(["quickstart"], ["recover.method=interpolate", "recover.steps=5"])
     (tmp_path / "flow.yaml").write_text("recover: {method: interpolate, steps: 5}\n")
@@ -130,15 +131,15 @@ def test_an_override_resets_what_it_makes_meaningless(tmp_path):
 def test_a_stage_added_to_a_stored_run_resets_what_it_makes_meaningless():
     stored = validate({"finetune": {"data": "d"}, "recover": {"steps": 5}}).model_dump()
     flow, _ = load_tree(stored, {}, ["recover.method=interpolate"], {}, "recover")
-    assert flow.recover.steps == 72
+    assert flow.recover.steps == 96
 
 
 def test_an_arm_resets_what_it_makes_meaningless_and_may_not_set_it(tmp_path):
-    common = {"recover": {"steps": 5, "loss": {"kind": "forward_kl"}}}
+    common = {"recover": {"steps": 5, "loss": {"kind": "reverse_kl"}}}
     arms = {"ours": {}, "replay": {"recover": {"method": "replay"}}}
     runs = expand(validate(common | {"arms": arms}), tmp_path)
-    assert runs["ours"].recover.loss.kind == "forward_kl"
-    assert runs["replay"].recover.loss.kind == "reverse_kl"
+    assert runs["ours"].recover.loss.kind == "reverse_kl"
+    assert runs["replay"].recover.loss.kind == "forward_kl"
     assert runs["replay"].recover.steps == 5
     assert validate(runs["replay"].model_dump()) == runs["replay"]
     wrong = {"replay": {"recover": {"method": "replay", "lmbda": 0.5}}}

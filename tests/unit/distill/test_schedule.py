@@ -7,7 +7,9 @@ from opdcl.distill.schedule import plan_steps
 
 
 def schedule(general=20, domain=20, **settings):
-    return plan_steps(RecoverConfig(**{"teacher_first": 0, "rollouts": 4} | settings), general, domain)
+    return plan_steps(
+        RecoverConfig(**{"lmbda": 1.0, "teacher_first": 0, "rollouts": 4} | settings), general, domain
+    )
 
 
 def test_a_domain_step_follows_each_run_of_general_steps():

@@ -303,6 +303,7 @@ def test_two_emas_are_independent(backbone, answered):
         general_teacher=mean | {"rate": 1.0},
         domain_teacher=mean | {"rate": 0.0},
         steps=4,
+        lmbda=1.0,
         teacher_first=0,
         rollouts=4,
         max_new_tokens=6,

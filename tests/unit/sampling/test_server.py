@@ -378,6 +378,7 @@ def recovery(backbone, tuned, name, general_teacher, loss, **settings):
         general_teacher=general_teacher,
         loss=loss,
         steps=4,
+        lmbda=1.0,
         teacher_first=1,
         rollouts=4,
         sample_ahead=2,

@@ -85,7 +85,9 @@ def test_completions_that_never_end_can_be_left_out(backbone, tuned):
 
 @pytest.mark.parametrize(("lmbda", "least", "most"), [(0.0, 0, 0), (0.5, 35, 65), (1.0, 100, 100)])
 def test_lmbda_is_the_share_of_on_policy_steps(lmbda, least, most):
-    steps = plan_steps(RecoverConfig(steps=100, lmbda=lmbda, teacher_first=0, rollouts=16), 50, 50)
+    steps = plan_steps(
+        RecoverConfig(steps=100, lmbda=lmbda, rollouts=16, **({"teacher_first": 0} if lmbda else {})), 50, 50
+    )
     assert least <= sum(s.on_policy for s in steps) <= most
 
 
@@ -96,7 +98,7 @@ def test_lmbda_outside_its_range_is_refused(lmbda):
 
 
 def test_the_first_general_steps_can_be_on_base_s_answers():
-    steps = plan_steps(RecoverConfig(steps=12, teacher_first=2, rollouts=16), 50, 50)
+    steps = plan_steps(RecoverConfig(steps=12, lmbda=1.0, teacher_first=2, rollouts=16), 50, 50)
     general = [s.on_policy for s in steps if s.stream == "general"]
     assert general == [False, False, True, True, True, True]
     assert all(s.on_policy for s in steps if s.stream == "domain")
@@ -174,7 +176,7 @@ def test_method_general_is_measured_by_the_general_stream_alone(backbone, tuned)
 
 
 def test_oversampling_draws_more_prompts_where_the_student_answers():
-    steps = plan_steps(RecoverConfig(steps=8, rollouts=4, oversample=1.5, teacher_first=1), 50, 50)
+    steps = plan_steps(RecoverConfig(steps=8, rollouts=4, oversample=1.5, lmbda=1.0, teacher_first=1), 50, 50)
     assert [len(s.prompts) for s in steps] == [4, 6, 6, 6, 6, 6, 6, 6]
     assert {s.keep for s in steps} == {4}
 
