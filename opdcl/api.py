@@ -126,7 +126,7 @@ def recover(
     seed: int | None = None,
     **options: Unpack[Options],
 ) -> Result | Plan:
-    """Recover what a fine-tune forgot, by on-policy distillation from the original model.
+    """Recover what a fine-tune forgot, by distillation from the original model.
 
     Args:
         path: Run directory with a fine-tuned adapter.

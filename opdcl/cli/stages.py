@@ -69,7 +69,7 @@ def recover(
     json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Recover what the fine-tune forgot, by on-policy distillation. The teacher is the original model."""
+    """Recover what the fine-tune forgot, by distillation. The teacher is the original model."""
     start(json, quiet, num_processes)
     shared: Options = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
     show(opdcl.recover(run_dir, prompts, domain, steps, learning_rate, seed, **shared))

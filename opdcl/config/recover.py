@@ -100,7 +100,7 @@ def _needs_no_loss(recover: RecoverConfig) -> bool:
 
 
 class RecoverConfig(Section):
-    """Recovery by on-policy distillation: the student samples, and a teacher grades every token."""
+    """Recovery by distillation: a teacher grades every token of its own answers, or of the student's."""
 
     unused = (
         *((k, lambda s, m=m: s.method == m, f"with method {m}, {why}") for m, (k, why) in UNUSED_BY.items()),
@@ -136,7 +136,7 @@ class RecoverConfig(Section):
     steps: Positive = 96
     """Optimizer steps, both streams together."""
     rollouts: Positive | Auto = "auto"
-    """Completions per optimizer step. `auto`: 8 below hidden size 1536, 16 below 3072, 32 from there. With the
+    """Completions per optimizer step. `auto`: 8 below hidden size 1536, 16 below 3072, 32 from there. For the
     same number of completions in all, many small steps recover more than few large ones."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """Sample this many times `rollouts`, and train on the completions where student and teacher differ most,

@@ -11,7 +11,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 from opdcl.rundir.layout import adapter_config
 
-# SmolLM2-135M. Neither rate comes from a sweep; the recovery's was tried beside others (benchmarks/cure.json).
+# SmolLM2-135M. Neither rate comes from a sweep.
 HIDDEN, ALPHA_OVER_R = 576, 2.0
 FINETUNE_RATE, RECOVER_SHARE = 1e-3, 0.5
 

@@ -1,4 +1,4 @@
-"""Win back what the fine-tune forgot: on-policy distillation from the original checkpoint.
+"""Win back what the fine-tune forgot: distillation from the original checkpoint.
 
 opdcl recover runs/mine --prompts prompts.jsonl
 """
