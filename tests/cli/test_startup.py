@@ -26,6 +26,7 @@ HEAVY_MODULES = (
     "results.arm_scores",
     "results.arms",
     "results.continual",
+    "results.intervals",
     "results.stats",
     "deploy.chat",
     "__main__",
