@@ -137,7 +137,7 @@ def reader(tmp_path, tiny_cache, monkeypatch) -> Path:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts = [{"prompt": f"Write a line about the number {i}."} for i in range(10)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    (tmp_path / "my-changes.yaml").write_text("recover: {temperature: 0.9}\n")
+    (tmp_path / "my-changes.yaml").write_text("recover: {validation_prompts: 8}\n")
     for folder in ("faq", "documents"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "leave.md").write_text(

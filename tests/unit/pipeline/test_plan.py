@@ -126,7 +126,7 @@ def test_a_stopped_stage_with_other_settings_is_stale_not_resumed(run):
         ("recover", {"steps": 9, "seed": 3}, "recover", {"steps", "seed"}),
         ("recover", {"micro_batch_tokens": 512}, "recover", {"micro_batch_tokens"}),
         ("recover", {"sampler": "generate"}, "recover", {"sampler"}),
-        ("recover", {"server": {"url": "http://one/v1"}}, "recover", {"server"}),
+        ("recover", {"server": {"url": "http://one/v1"}, "lmbda": 1.0}, "recover", {"server", "lmbda"}),
         ("finetune", {"epochs": 9}, "finetune", {"epochs"}),
         ("finetune", {"lora": {"r": 4}}, "finetune", {"lora"}),
         ("finetune", {"trainer": {"weight_decay": 0.1}}, "finetune", {"trainer"}),

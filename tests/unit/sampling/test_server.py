@@ -245,7 +245,7 @@ def test_a_server_with_another_model_is_refused(backbone, elsewhere):
 
 def test_a_server_is_refused_at_another_temperature_than_1():
     with pytest.raises(ValueError, match="temperature"):
-        RecoverConfig(server={"url": "http://127.0.0.1:1/v1"}, temperature=0.7)
+        RecoverConfig(server={"url": "http://127.0.0.1:1/v1"}, lmbda=1.0, temperature=0.7)
 
 
 def test_close_ends_pending_requests(backbone, elsewhere):
