@@ -39,6 +39,7 @@ SMALL = [
     "--set=recover.steps=2",
     "--set=recover.rollouts=4",
     "--set=recover.domain_rollouts=4",
+    "--set=recover.lmbda=1",
     "--set=recover.teacher_first=1",
     "--set=recover.sample_ahead=1",
     "--set=recover.max_new_tokens=16",

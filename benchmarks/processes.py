@@ -37,6 +37,7 @@ JOB = [
     "--set",
     "recover.domain_rollouts=8",
     "--set",
+    "recover.lmbda=1",
     "recover.teacher_first=2",
     "--set",
     "recover.max_new_tokens=32",

@@ -163,6 +163,7 @@ def measure(backbone: Backbone, served: Served, options: argparse.Namespace, fol
             loss={"kind": "policy_gradient"},
             steps=options.steps,
             rollouts=16,
+            lmbda=1.0,
             teacher_first=0,
             max_new_tokens=48,
             domain_max_new_tokens=12,

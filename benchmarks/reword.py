@@ -82,6 +82,7 @@ recover:
   steps: 72
   rollouts: 16
   general_per_domain: 1
+  lmbda: 1
   teacher_first: 9
   sample_ahead: 3
   max_new_tokens: 128

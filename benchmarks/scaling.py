@@ -124,6 +124,7 @@ class Step:
             steps=steps,
             rollouts=len(lengths),
             sample_ahead=ahead,
+            lmbda=1.0,
             teacher_first=0,
             max_new_tokens=max(lengths),
             micro_batch_tokens=2048,

@@ -262,6 +262,8 @@ def ours(arm, options, folder, clock, lengths):
     start_adapter(backbone.new_adapter(lora_section(), 0))
     config = RecoverConfig(
         steps=options.steps,
+        lmbda=1.0,
+        loss={"kind": "reverse_kl"},
         teacher_first=0,
         rollouts=options.prompts,
         max_new_tokens=options.new_tokens,

@@ -346,6 +346,7 @@ def memory(place: Path) -> dict:
         "recover.steps=2",
         "recover.rollouts=48",
         "recover.sample_ahead=1",
+        "recover.lmbda=1",
         "recover.teacher_first=0",
         "eval=null",
     ]
