@@ -111,7 +111,11 @@ class RecoverConfig(Section):
             "unless method is interpolate; to start nearer to base, use warm_start",
         ),
         ("general", lambda s: s.reward is not None, "with reward, whose suite has the general prompts"),
-        ("teacher_first temperature server", lambda s: s.lmbda == 0, "with lmbda 0: the teachers write all answers"),
+        (
+            "teacher_first temperature server",
+            lambda s: s.lmbda == 0,
+            "with lmbda 0: the teachers write all answers",
+        ),
         ("sampler", lambda s: s.server is not None, "with server: the server samples"),
     )
 
