@@ -336,7 +336,7 @@ def test_another_tokenizer_or_an_ambiguous_model_is_refused(backbone, elsewhere)
         ({"loss": {"kind": "top_k", "k": 21}}, False),
         ({"loss": {"kind": "top_k", "k": 20}}, True),
         ({"loss": {"kind": "policy_gradient"}}, True),
-        ({"loss": {"kind": "policy_gradient"}, "temperature": 0.7}, True),
+        ({"loss": {"kind": "policy_gradient"}, "lmbda": 1.0, "temperature": 0.7}, True),
     ],
 )
 def test_a_loss_that_needs_more_than_a_server_returns_is_refused(settings, supported):
