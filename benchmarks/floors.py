@@ -20,28 +20,7 @@ import numpy as np
 
 RECORD = Path(__file__).with_name("instructions.json")
 METRIC = "prompt_level_strict_acc"
-SHORT = "I am happy to help. Please tell me more about what you need."
-LONG = (
-    "Thank you for your message. I have thought about it for a while, and there are a few things that I "
-    "would like to say. First of all, it is a good idea to take one step after another. Many people find "
-    "that a plan helps, and that a friend can make the work easier. It may take some time, but the result "
-    "is worth the effort. Keep in mind that everybody makes mistakes, and that we learn from them. If "
-    "something is not clear, please ask again, and I will gladly explain it. I hope that this answer is "
-    "useful to you, and I wish you a very pleasant day."
-)
 SHIFTS = (1, 7, 31, 101)  # by how many prompts the answers are moved; means over all of them are recorded
-
-
-def content_free(prompts: list[str]) -> dict[str, list[str]]:
-    """Return the answers without skill, by name: one answer per prompt."""
-    n = len(prompts)
-    return {
-        "empty": [""] * n,
-        "constant": [SHORT] * n,
-        "long constant": [LONG] * n,
-        "copy": prompts,
-        "copy and constant": [f"{prompt}\n\n{LONG}" for prompt in prompts],
-    }
 
 
 def passed(task, docs: list[dict], answers: list[str]) -> np.ndarray:
@@ -52,6 +31,8 @@ def passed(task, docs: list[dict], answers: list[str]) -> np.ndarray:
 
 def floors(task, answers: list[str] | None = None) -> dict[str, float]:
     """Score the answers without skill, and a model's answers each given to another prompt."""
+    from opdcl.data.suites import content_free
+
     docs = list(task.test_docs())
     free = content_free([doc["prompt"] for doc in docs])
     scores = {name: float(passed(task, docs, texts).mean()) for name, texts in free.items()}

@@ -54,14 +54,7 @@ class Suite:
         """
         docs = self.documents(limit)
         if limit not in self._floors:
-            prompts = [self.task.doc_to_text(doc) for doc in docs]
-            texts = {
-                "empty": [""] * len(docs),
-                "constant": [CONSTANT_ANSWER] * len(docs),
-                "long constant": [LONG_ANSWER] * len(docs),
-                "copy": prompts,
-                "copy and constant": [f"{prompt}\n\n{LONG_ANSWER}" for prompt in prompts],
-            }
+            texts = content_free([self.task.doc_to_text(doc) for doc in docs])
             self._floors[limit] = {name: self._score(docs, answers) for name, answers in texts.items()}
         if len(docs) == 1:
             return self._floors[limit]
@@ -76,6 +69,17 @@ class Suite:
     def means(self, scores: list[dict[str, Any]]) -> dict[str, float]:
         """Return the mean of each metric."""
         return {m: mean_score([s[m] for s in scores]) for m in self.metrics}
+
+
+def content_free(prompts: list[str]) -> dict[str, list[str]]:
+    """Return the answers without content by name, one per prompt."""
+    return {
+        "empty": [""] * len(prompts),
+        "constant": [CONSTANT_ANSWER] * len(prompts),
+        "long constant": [LONG_ANSWER] * len(prompts),
+        "copy": prompts,
+        "copy and constant": [f"{prompt}\n\n{LONG_ANSWER}" for prompt in prompts],
+    }
 
 
 def load_suite(

@@ -12,7 +12,7 @@ from opdcl import parallel
 from opdcl.distill.grading import Grader, Sums, kl_by_route
 from opdcl.distill.rollout_queue import RolloutQueue, StepRollouts
 from opdcl.errors import UsageError
-from opdcl.sampling.rollout import repetition
+from opdcl.repetition import repetition
 from opdcl.training import finite_or_skipped
 
 

@@ -138,7 +138,7 @@ def _load(run: RunDir) -> Member:
     if not any(suite.rows for suite in headline.values()):
         raise UsageError(f"{run.path} has no results yet", f"opdcl eval {shlex.quote(str(run.path))}")
     further = {suite.name: suite for suite in suites if headline.get(suite.role) is not suite}
-    return Member(run, settings, training_seeds(seeds), headline, further)
+    return Member(run, settings, seeds, headline, further)
 
 
 def _without_seed(place: str, seeds: dict[str, Any]) -> str:
@@ -193,11 +193,6 @@ def split_seeds(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
     option = {key: key.rsplit(".", 1)[-1] for key in settings}
     seeds = {key: settings[key] for key in settings if option[key] in SEEDS}
     return {k: v for k, v in settings.items() if option[k] not in SEEDS | WITHOUT_MEANING}, seeds
-
-
-def training_seeds(seeds: dict[str, Any]) -> dict[str, Any]:
-    """Return the seeds without those of the evaluation, which only draw the intervals."""
-    return {key: value for key, value in seeds.items() if not key.startswith("eval.")}
 
 
 def pool(runs: list[RunDir], settings: list[str], seeds: list[str]) -> dict[str, list[RunDir]]:

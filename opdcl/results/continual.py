@@ -20,7 +20,7 @@ import numpy as np
 
 from opdcl.errors import UsageError
 from opdcl.results import stats
-from opdcl.results.arms import as_key, pool, seed_notes, split_seeds, training_seeds
+from opdcl.results.arms import as_key, pool, seed_notes, split_seeds
 from opdcl.results.scores import Suite, load_suites
 from opdcl.rundir.layout import RunDir
 
@@ -147,7 +147,7 @@ def _chain_row(chain: Chain, scores: Scores) -> dict[str, Any]:
 
 def _seed_key(run: RunDir) -> str:
     """Return a run's training seeds; runs of two chains with equal seeds form a pair."""
-    return str(sorted({str(seed) for seed in training_seeds(split_seeds(run)[1]).values()}))
+    return str(sorted({str(seed) for seed in split_seeds(run)[1].values()}))
 
 
 def _steps(runs: list[RunDir]) -> list[Step]:

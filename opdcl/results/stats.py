@@ -131,24 +131,6 @@ def place(
     return "level" if -gap.low < margin else "not shown"
 
 
-def three_way(
-    states: States, margin: float = NON_INFERIORITY_MARGIN, higher_is_better: bool = True
-) -> dict[str, Any]:
-    """Compare a number of each answer (did it end, how long is it) between the three models.
-
-    Return the three means, their paired differences, and the non-inferiority of recovered to base.
-    """
-    models = {name: getattr(states, name) for name in ("base", "tuned", "recovered")}
-    pairs = (("tuned", "base"), ("recovered", "tuned"), ("recovered", "base"))
-    gaps = {(a, b): difference(models[a], models[b], states.clusters) for a, b in pairs}
-    shown = non_inferiority(states.recovered, states.base, states.clusters, margin, higher_is_better)
-    return {
-        **{name: mean(scores, states.clusters).as_dict() for name, scores in models.items()},
-        **{f"{a}_minus_{b}": gap.as_dict() for (a, b), gap in gaps.items()},
-        "non_inferiority": shown.as_dict(),
-    }
-
-
 def detectable_difference(a: np.ndarray, b: np.ndarray, clusters: Clusters = None) -> float:
     """Return the smallest true difference that a paired test finds four times in five.
 

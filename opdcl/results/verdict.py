@@ -13,6 +13,9 @@ MOST_OF_THE_GAIN = 0.9
 # What the groups of a suite's prompts are called in a sentence.
 GROUPS = {"seen": "constraint types that occur in the recovery prompts", "unseen": "others"}
 
+# How an answer can be written badly: what is counted, and the fault.
+FAULTS = {"cut": ("answers", "run into the token limit"), "repetition": ("4-grams", "are repetitions")}
+
 
 def verdict(summary: dict, retention: Suite | None, domain: Suite | None) -> str:
     """Return the outcome in one plain sentence, and in a second one R by group of prompts."""
@@ -67,23 +70,17 @@ def _bound(summary: dict) -> str:
 
 def writing_clauses(tests: dict, status: str) -> list[str]:
     """Say what is wrong with how recovered writes: what is measurably worse, or not shown to be as good."""
-    cut, repetition = (tests[name] for name in ("cut", "repetition"))
-    recovers = status == "partly recovered"
     clauses = []
-    if cut and not cut["shown"] and cut["worse"]:
-        levels = f"{percent(cut['recovered'])} of its answers run into the token limit"
-        clauses.append(f"{levels} (base {percent(cut['base'])})")
-    elif cut and not cut["shown"] and recovers:
-        clauses.append(
-            f"up to {100 * cut['at_most']:.0f} % more of its answers than base's may run into the token limit"
-        )
-    if repetition and not repetition["shown"] and repetition["worse"]:
-        levels = f"{percent(repetition['recovered'])} of its 4-grams are repetitions"
-        clauses.append(f"{levels} (base {percent(repetition['base'])})")
-    elif repetition and not repetition["shown"] and recovers:
-        clauses.append(
-            f"up to {100 * repetition['at_most']:.0f} % more of its 4-grams than base's may be repetitions"
-        )
+    for name, (noun, fault) in FAULTS.items():
+        test = tests[name]
+        if not test or test["shown"]:
+            continue
+        if test["worse"]:
+            base, recovered = percent(test["base"]), percent(test["recovered"])
+            clauses.append(f"{recovered} of its {noun} {fault} (base {base})")
+        elif status == "partly recovered":
+            most = f"up to {100 * test['at_most']:.0f} % more of its {noun} than base's"
+            clauses.append(f"{most} may {fault.replace('are', 'be', 1)}")
     return clauses
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from opdcl.repetition import repetition as repetition
-
 Engine = Literal["slab", "generate", "continuous"]
 
 

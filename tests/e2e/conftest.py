@@ -1,5 +1,6 @@
 """One finished run, shared by the tests that read it or continue from it."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,15 @@ from helpers.tiny import make_project
 @pytest.fixture(scope="session")
 def project(tiny_model, tmp_path_factory) -> Path:
     return make_project(tmp_path_factory.mktemp("project"), tiny_model)
+
+
+@pytest.fixture(scope="session")
+def tiny_cache(tiny_model, tmp_path_factory) -> Path:
+    """A cache in which the embedded model is the tiny one."""
+    cache = tmp_path_factory.mktemp("cache")
+    shutil.copytree(tiny_model, cache / "models" / "smollm2-135m")
+    (cache / "models" / "smollm2-135m" / "opdcl.json").write_text("{}")
+    return cache
 
 
 @pytest.fixture(scope="session")

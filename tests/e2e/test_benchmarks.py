@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import io
 import json
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -20,19 +19,10 @@ from helpers.command import ROOT
 SCRIPTS = ROOT / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def cache(tiny_model, tmp_path_factory) -> Path:
-    """A cache in which the embedded model is the tiny one."""
-    folder = tmp_path_factory.mktemp("cache")
-    shutil.copytree(tiny_model, folder / "models" / "smollm2-135m")
-    (folder / "models" / "smollm2-135m" / "opdcl.json").write_text("{}")
-    return folder
-
-
 @pytest.fixture
-def script(cache, tmp_path, monkeypatch):
+def script(tiny_cache, tmp_path, monkeypatch):
     """Return a function that loads a script of benchmarks/ as a module."""
-    monkeypatch.setenv("OPDCL_CACHE", str(cache))
+    monkeypatch.setenv("OPDCL_CACHE", str(tiny_cache))
     monkeypatch.syspath_prepend(str(SCRIPTS))
     monkeypatch.syspath_prepend(str(SCRIPTS / "reliability"))
     monkeypatch.chdir(tmp_path)

@@ -120,15 +120,6 @@ SMALL = {
 FLAGS = {"--steps": 2, "--limit": 4, "--epochs": 1}
 
 
-@pytest.fixture(scope="session")
-def tiny_cache(tiny_model, tmp_path_factory) -> Path:
-    """A cache in which the embedded model is the tiny one."""
-    cache = tmp_path_factory.mktemp("cache")
-    shutil.copytree(tiny_model, cache / "models" / "smollm2-135m")
-    (cache / "models" / "smollm2-135m" / "opdcl.json").write_text("{}")
-    return cache
-
-
 @pytest.fixture
 def reader(tmp_path, tiny_cache, monkeypatch) -> Path:
     """A folder with the reader's own files: rows, prompts, documents, and vLLM in another environment."""

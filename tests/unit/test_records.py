@@ -1,11 +1,11 @@
 """Every measured number in the pages comes from a record: benchmarks/records.py and benchmarks/proof.py."""
 
-import importlib.util
 import json
 import sys
 
 import pytest
 from helpers.command import ROOT
+from helpers.scripts import load_script
 from helpers.synthetic import measure_fully, workflow, write
 
 from opdcl.rundir.layout import RunDir
@@ -15,10 +15,7 @@ NUMBERS = ["ablation", "people", "defaults", "throughput", "scaling", "engines",
 
 
 def script(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "benchmarks" / f"{name}.py")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The documentation site: its statements about the code are true, and it builds without a warning."""
 
 import ast
-import importlib.util
 import inspect
 import os
 import re
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.scripts import load_script
 
 import opdcl
 from opdcl.api import Options
@@ -24,10 +24,7 @@ DOCS = ROOT / "docs"
 
 @pytest.fixture(scope="module")
 def hooks():
-    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "hooks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(DOCS / "hooks.py")
 
 
 def literal(node: ast.AST) -> str:

@@ -1,6 +1,5 @@
 """The prompts in the official IFEval format: from hand-written requests, with all 25 instruction types."""
 
-import importlib.util
 import json
 from collections import Counter
 from itertools import combinations
@@ -8,6 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from helpers.command import ROOT
+from helpers.scripts import load_script
 from helpers.similarity import nearest, request_of
 
 from opdcl.config.shipped import package_folder
@@ -26,11 +26,7 @@ TYPES = Counter(name for row in ROWS for name in row["instruction_id_list"])
 @pytest.fixture(scope="module")
 def maker():
     """The script that makes the file, as a module."""
-    place = ROOT / "benchmarks" / "make_ifeval_prompts.py"
-    spec = importlib.util.spec_from_file_location("make_ifeval_prompts", place)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "benchmarks" / "make_ifeval_prompts.py")
 
 
 def test_the_script_makes_the_file(maker):

@@ -1,16 +1,15 @@
 """The suite `instructions`: what its verifiers accept, and which answers without skill its prompts reject."""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
+from helpers.scripts import load_script
 from helpers.similarity import nearest, similarity
 
 from opdcl.config.shipped import package_folder
-from opdcl.data.suites import load_suite
+from opdcl.data.suites import content_free, load_suite
 
 ROOT = Path(__file__).parents[3]
 SUITE = package_folder("evals") / "instructions"
@@ -20,20 +19,13 @@ SEEN = {"words", "word_count", "sentence_count", "title", "postscript"}
 EVERYDAY = package_folder("workflows") / "data" / "everyday.jsonl"
 
 
-def module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-UTILS = module(SUITE / "utils.py")
-FLOORS = module(ROOT / "benchmarks" / "floors.py")
-MAKE = module(ROOT / "benchmarks" / "make_instructions.py")
+UTILS = load_script(SUITE / "utils.py")
+FLOORS = load_script(ROOT / "benchmarks" / "floors.py")
+MAKE = load_script(ROOT / "benchmarks" / "make_instructions.py")
 ROWS = {split: lines(SUITE / f"{split}.jsonl") for split in SPLITS}
 ALL = [row for rows in ROWS.values() for row in rows]
 RECORD = json.loads(FLOORS.RECORD.read_text())
@@ -158,7 +150,7 @@ def test_answers_without_skill_score_at_most_a_third_of_base(suite):
 def test_the_floor_sees_prompts_that_can_be_passed_without_skill():
     task = load_suite("instructions").task
     doc = {"constraints": json.dumps([{"type": "word_count", "least": 90}])}
-    answers = FLOORS.content_free(["Write at least 90 words."])
+    answers = content_free(["Write at least 90 words."])
     scores = {name: FLOORS.passed(task, [doc], texts).tolist() for name, texts in answers.items()}
     assert scores == {
         "empty": [0],

@@ -1,12 +1,12 @@
 """What the shipped handbook promises: questions that are worded apart, and answers that are verified."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from helpers.scripts import load_script
 from helpers.similarity import STOP_WORDS, stem, words
 
 from opdcl.config.shipped import package_folder
@@ -21,10 +21,7 @@ def lines(path: Path) -> list[dict]:
 
 def module(name: str) -> ModuleType:
     """Load `evals/<name>/utils.py` as lm-eval does: from its file, as part of no package."""
-    spec = importlib.util.spec_from_file_location(f"{name}_utils", EVALS / name / "utils.py")
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
+    return load_script(EVALS / name / "utils.py")
 
 
 FACTS = lines(EVALS / "handbook" / "facts.jsonl")

@@ -10,9 +10,10 @@ from helpers.recovering import Silent, run
 from opdcl.config.recover import HealthSection
 from opdcl.distill.health import Baseline, Health, check_turn_end, drift, signs
 from opdcl.errors import OpdclError, UsageError
+from opdcl.repetition import repetition
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.sampling.rollout import Rollout, repetition
+from opdcl.sampling.rollout import Rollout
 
 BASELINE = Baseline(mean_length=40.0, truncated=0.2, adapter_norm=10.0)
 WELL = {

@@ -43,12 +43,6 @@ def test_the_same_seeds_twice_are_not_two_seeds(make):
     assert any(note.startswith("here, there, third: the settings are equal") for note in comparison["notes"])
 
 
-def test_the_evaluation_seed_is_no_training_seed(make):
-    runs = [make("a", 28, 32), make("b", 28, 32)]
-    change(runs[1], "eval", seed=5)
-    assert [row["seeds"] for row in compare.compare(runs)["arms"]] == [1, 1]
-
-
 def test_directories_with_equal_names_are_named_by_their_paths(make, tmp_path):
     runs = [make("x/run", 28, 32), make("y/run", 28, 32, steps=9)]
     assert [row["name"] for row in compare.compare(runs)["arms"]] == [

@@ -1,11 +1,10 @@
 """The intervals cover a known truth about 95 times in 100 (benchmarks/coverage.py at a small size)."""
 
-import importlib.util
 import json
-import sys
 
 import pytest
 from helpers.command import ROOT
+from helpers.scripts import load_script
 
 from opdcl.results import intervals
 
@@ -13,11 +12,7 @@ from opdcl.results import intervals
 @pytest.fixture(scope="module")
 def simulation():
     """The script, as a module."""
-    spec = importlib.util.spec_from_file_location("coverage_script", ROOT / "benchmarks" / "coverage.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["coverage_script"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "benchmarks" / "coverage.py")
 
 
 # With 2,000 draws the standard error of a share of 95 % is half a point.

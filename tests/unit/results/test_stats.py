@@ -423,19 +423,6 @@ def test_level_with_the_teacher_is_non_inferiority_and_not_a_large_p():
     assert stats.place(flipped(teacher, 5, 90), teacher) == "below"
 
 
-def test_how_the_three_models_write_is_compared_by_prompt():
-    rng = np.random.default_rng(0)
-    base = rng.normal(100, 20, 300)
-    states = States(base, base - 80, base + rng.normal(10, 5, 300))
-    lengths = stats.three_way(states, margin=5, higher_is_better=False)
-    assert lengths["tuned_minus_base"]["value"] == pytest.approx(-80)
-    assert lengths["recovered_minus_base"] == stats.difference(states.recovered, base).as_dict()
-    assert lengths["recovered_minus_tuned"]["value"] == pytest.approx(90, abs=1)
-    assert lengths["base"] == stats.mean(base).as_dict()
-    assert not lengths["non_inferiority"]["shown"]
-    assert lengths["non_inferiority"]["at_most"] == pytest.approx(10, abs=1)
-
-
 def test_without_results_nothing_is_measured():
     result = stats.outcome(None, None)
     assert result["status"] == "not measured"
