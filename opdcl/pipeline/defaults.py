@@ -131,8 +131,7 @@ def text_config(model: ModelConfig) -> Any:
 
 def _alpha_over_r(workflow: Workflow) -> float:
     if workflow.start:
-        from opdcl.model.adapters import find_adapter
+        from opdcl.model.adapters import adapter_scale, find_adapter
 
-        config = adapter_config(find_adapter(workflow.start))
-        return float(config["lora_alpha"] / config["r"])
+        return adapter_scale(adapter_config(find_adapter(workflow.start)))
     return workflow.finetune.lora.alpha / workflow.finetune.lora.r if workflow.finetune else ALPHA_OVER_R
