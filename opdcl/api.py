@@ -23,6 +23,7 @@ from opdcl.deploy.export import export as export_model
 from opdcl.deploy.push import push as push_adapter
 from opdcl.errors import UsageError
 from opdcl.outcomes import Comparison, Outcome, Plan, Result, Verification
+from opdcl.pipeline.begin import open_or_begin
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.fetch import fetch as fetch_all
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
@@ -31,7 +32,6 @@ from opdcl.results.compare import refuse_folder, write
 from opdcl.results.report import write as write_report
 from opdcl.results.summary import summarise
 from opdcl.results.tables import Table
-from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir, open_run
 from opdcl.rundir.verify import verify as verify_run
 
@@ -124,23 +124,27 @@ def recover(
     steps: int | None = None,
     learning_rate: float | None = None,
     seed: int | None = None,
+    out: PathLike | None = None,
+    model: PathLike | None = None,
     **options: Unpack[Options],
 ) -> Result | Plan:
     """Recover what a fine-tune forgot, by distillation from the original model.
 
     Args:
-        path: Run directory with a fine-tuned adapter.
+        path: Run directory with a fine-tuned adapter; or an adapter from any trainer: a folder, or a Hub id.
         prompts: General prompts: `everyday` (shipped) or a file.
         domain: Domain prompts. Default: the data of the fine-tune.
         steps: Optimizer steps.
         learning_rate: Peak learning rate.
         seed: Seed of the recovery.
+        out: For an adapter, the run directory to make. Default: `runs/NAME`, with the adapter's name.
+        model: For an adapter, its base model. Default: the one that its configuration names.
 
     Example: opdcl.recover("runs/mine", prompts="prompts.jsonl", steps=60)
     """
     named: dict[str, Any] = {"prompts": prompts, "domain": domain, "steps": steps}
-    named |= {"learning_rate": learning_rate, "seed": seed}
-    return _execute("recover", named, path, **options)
+    named |= {"learning_rate": learning_rate, "seed": seed, "model": model}
+    return _execute("recover", named, out, source=path, **options)
 
 
 def evaluate(
@@ -149,16 +153,20 @@ def evaluate(
     domain: PathLike | Sequence[PathLike] = (),
     data: Mapping[str, PathLike] | None = None,
     limit: int | None = None,
+    out: PathLike | None = None,
+    model: PathLike | None = None,
     **options: Unpack[Options],
 ) -> Result | Plan:
     """Score base, tuned and recovered on the same prompts, and write the report.
 
     Args:
-        path: Run directory.
+        path: Run directory; or an adapter from any trainer: a folder, or a Hub id.
         retention: Suites that measure forgetting.
         domain: Suites that measure the domain, or files of questions and answers.
         data: Suite -> local file to read instead of downloading the suite's data.
         limit: Evaluate only the first N documents of each suite.
+        out: For an adapter, the run directory to make. Default: `runs/NAME`, with the adapter's name.
+        model: For an adapter, its base model. Default: the one that its configuration names.
 
     Returns: The run's results: verdict, scores, R and D with intervals.
     Example: opdcl.evaluate("runs/mine", retention=["instructions"], domain=["test-rows.jsonl"])
@@ -167,9 +175,9 @@ def evaluate(
     files = {name: suite for suite, name in names.items() if name != suite}
     suites = [names[suite] for suite in _strings(domain)]
     named: dict[str, Any] = {"retention": _strings(retention) or None, "domain": suites or None}
-    named |= {"limit": limit}
+    named |= {"limit": limit, "model": model}
     named |= {f"eval.data.{name}": Path(file).resolve() for name, file in {**(data or {}), **files}.items()}
-    return _execute("eval", named, path, **options)
+    return _execute("eval", named, out, source=path, **options)
 
 
 def report(path: PathLike, update: bool = False, quiet: bool = False) -> Result:
@@ -333,19 +341,21 @@ def _execute(
     stage: str,
     arguments: Mapping[str, Any],
     out: PathLike | None,
-    sources: list[str] | None = None,
+    sources: Sequence[str] = (),
+    source: PathLike = "",
     settings: Settings = None,
     dry_run: bool = False,
     force: bool = False,
     quiet: bool = False,
 ) -> Any:
-    """Run a workflow from its sources or, without them, that of an existing run with one more stage."""
+    """Run a workflow from its `sources`; or the one of a run or an adapter, `source`, with one more stage."""
     overrides = _settings(settings, stage, arguments)
-    if sources is None:
-        saved = read_json(open_run(Path(out)).config)
+    if source:
+        model = arguments["model"]
+        out, saved = open_or_begin(str(source), Path(out) if out else None, str(model) if model else None)
         flow, origins = load_tree(saved["workflow"], saved["origins"], *overrides, stage)
     else:
-        flow, origins = load(sources, *overrides)
+        flow, origins = load([*sources], *overrides)
     path = Path(out or Path("runs") / flow.name)
     sweep = bool(sources) and bool(flow.arms or flow.seeds)
     if dry_run:

@@ -16,6 +16,12 @@ Texts = list[str] | None
 
 # Arguments.
 RunDir = Annotated[Path, Argument(metavar="RUN", help="Run directory.")]
+RunOrAdapter = Annotated[
+    str,
+    Argument(
+        metavar="RUN|ADAPTER", help="Run directory; or an adapter from any trainer: a folder, or a Hub id."
+    ),
+]
 Source = Annotated[
     str, Argument(metavar="RUN", help="Run directory, adapter folder, or Hub id of an adapter.")
 ]
@@ -31,6 +37,13 @@ Repository = Annotated[str, Argument(metavar="OWNER/NAME", help="Repository; cre
 
 # Options that several commands share.
 Out = Annotated[Path | None, Option("-o", "--out", metavar="RUN", help="Run directory. Default: runs/NAME.")]
+NewRun = Annotated[
+    Path | None,
+    Option("-o", "--out", metavar="RUN", help="Run directory to make for an adapter. Default: runs/NAME."),
+]
+BaseModel = Annotated[
+    str | None, Option("--model", help="Base model of an adapter. Default: the one that it names.")
+]
 Folder = Annotated[Path, Option("-o", "--out", metavar="FOLDER", help="Folder to write.")]
 Model = Annotated[str | None, Option(help="Base model: smollm2-135m (embedded), a Hub id, or a path.")]
 Seed = Annotated[int | None, Option(help="Random seed of the stage.")]

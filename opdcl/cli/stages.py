@@ -55,12 +55,14 @@ def finetune(
 
 
 def recover(
-    run_dir: opt.RunDir,
+    source: opt.RunOrAdapter,
     prompts: opt.Prompts = None,
     domain: opt.DomainPrompts = None,
     steps: opt.Steps = None,
     learning_rate: opt.LearningRate = None,
     seed: opt.Seed = None,
+    out: opt.NewRun = None,
+    model: opt.BaseModel = None,
     settings: opt.Settings = None,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
@@ -72,15 +74,17 @@ def recover(
     """Recover what the fine-tune forgot, by distillation. The teacher is the original model."""
     start(json, quiet, num_processes)
     shared: Options = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
-    show(opdcl.recover(run_dir, prompts, domain, steps, learning_rate, seed, **shared))
+    show(opdcl.recover(source, prompts, domain, steps, learning_rate, seed, out, model, **shared))
 
 
 def evaluate(
-    run_dir: opt.RunDir,
+    source: opt.RunOrAdapter,
     retention: opt.Retention = None,
     domain: opt.DomainSuites = None,
     data: opt.SuiteFiles = None,
     limit: opt.Limit = None,
+    out: opt.NewRun = None,
+    model: opt.BaseModel = None,
     settings: opt.Settings = None,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
@@ -93,7 +97,7 @@ def evaluate(
     start(json, quiet, num_processes)
     shared: Options = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
     files = dict(map(_suite_and_file, data or ()))
-    show(opdcl.evaluate(run_dir, retention or (), domain or (), files, limit, **shared))
+    show(opdcl.evaluate(source, retention or (), domain or (), files, limit, out, model, **shared))
 
 
 def fetch(

@@ -13,7 +13,6 @@ from opdcl.hub import HUB_IDS, parse, snapshot
 from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import RunDir, adapter_config
 
-
 # What an adapter's configuration may set -> why it is refused. Recovery switches between base and adapters on
 # one set of base weights, so all that an adapter has learned must lie in its low-rank matrices.
 REFUSED = {
@@ -54,7 +53,7 @@ def find_adapter(place: str) -> Path:
 
 
 def _not_found(place: str, path: Path) -> UsageError:
-    hint = "name a finished run directory, an adapter folder, or a Hub id: owner/name[@revision]"
+    hint = "name a run (opdcl finetune makes one), an adapter folder, or a Hub id: owner/name[@revision]"
     if (path / "adapter_model.bin").is_file():
         hint = "load it with peft and save it again: save_pretrained writes safetensors"
         return UsageError(f"{place} holds its adapter as a pickle, which can run code", hint)
