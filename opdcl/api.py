@@ -98,6 +98,7 @@ def finetune(
     epochs: float | None = None,
     learning_rate: float | None = None,
     seed: int | None = None,
+    columns: Mapping[str, str] | None = None,
     **options: Unpack[Options],
 ) -> Result | Plan:
     """Learn a domain: train a LoRA adapter on rows.
@@ -109,11 +110,13 @@ def finetune(
         epochs: Passes over the data.
         learning_rate: Peak learning rate.
         seed: Seed of the fine-tune.
+        columns: Columns of your rows that have other names: `{"question": "Frage", "answer": "Antwort"}`.
 
     Returns: The run's results; they hold no scores before `evaluate`.
     Example: opdcl.finetune("rows.jsonl", out="runs/mine", epochs=3)
     """
-    named = {"data": data, "model": model, "epochs": epochs, "learning_rate": learning_rate, "seed": seed}
+    named: dict[str, Any] = {"data": data, "model": model, "epochs": epochs}
+    named |= {"learning_rate": learning_rate, "seed": seed, "columns": columns}
     return _execute("finetune", named, out, [], **options)
 
 
@@ -126,6 +129,7 @@ def recover(
     seed: int | None = None,
     out: PathLike | None = None,
     model: PathLike | None = None,
+    columns: Mapping[str, str] | None = None,
     **options: Unpack[Options],
 ) -> Result | Plan:
     """Recover what a fine-tune forgot, by distillation from the original model.
@@ -139,11 +143,12 @@ def recover(
         seed: Seed of the recovery.
         out: For an adapter, the run directory to make. Default: `runs/NAME`, with the adapter's name.
         model: For an adapter, its base model. Default: the one that its configuration names.
+        columns: Columns of your rows that have other names, as in `finetune`.
 
     Example: opdcl.recover("runs/mine", prompts="prompts.jsonl", steps=60)
     """
     named: dict[str, Any] = {"prompts": prompts, "domain": domain, "steps": steps}
-    named |= {"learning_rate": learning_rate, "seed": seed, "model": model}
+    named |= {"learning_rate": learning_rate, "seed": seed, "model": model, "columns": columns}
     return _execute("recover", named, out, source=path, **options)
 
 
@@ -155,6 +160,7 @@ def evaluate(
     limit: int | None = None,
     out: PathLike | None = None,
     model: PathLike | None = None,
+    columns: Mapping[str, str] | None = None,
     **options: Unpack[Options],
 ) -> Result | Plan:
     """Score base, tuned and recovered on the same prompts, and write the report.
@@ -167,6 +173,7 @@ def evaluate(
         limit: Evaluate only the first N documents of each suite.
         out: For an adapter, the run directory to make. Default: `runs/NAME`, with the adapter's name.
         model: For an adapter, its base model. Default: the one that its configuration names.
+        columns: Columns of your rows that have other names, as in `finetune`.
 
     Returns: The run's results: verdict, scores, R and D with intervals.
     Example: opdcl.evaluate("runs/mine", retention=["instructions"], domain=["test-rows.jsonl"])
@@ -175,7 +182,7 @@ def evaluate(
     files = {name: suite for suite, name in names.items() if name != suite}
     suites = [names[suite] for suite in _strings(domain)]
     named: dict[str, Any] = {"retention": _strings(retention) or None, "domain": suites or None}
-    named |= {"limit": limit, "model": model}
+    named |= {"limit": limit, "model": model, "columns": columns}
     named |= {f"eval.data.{name}": Path(file).resolve() for name, file in {**(data or {}), **files}.items()}
     return _execute("eval", named, out, source=path, **options)
 

@@ -6,10 +6,20 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from opdcl.errors import UsageError
+
 
 def _go_offline(offline: bool) -> None:
     if offline:  # huggingface_hub reads it on import, which comes later
         os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def _columns(text: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    if not all(ours and theirs for ours, _, theirs in pairs):
+        hint = "--columns question=Frage,answer=Antwort"
+        raise UsageError(f"--columns {text!r} is not OURS=YOURS,...", hint)
+    return {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
 
 
 Texts = list[str] | None
@@ -65,6 +75,12 @@ State = Annotated[str | None, Option(help="Adapter: tuned or recovered. Default:
 Deterministic = Annotated[bool, Option("--deterministic", help="Use only kernels that repeat bit for bit.")]
 Rows = Annotated[
     str, Option("--data", help="Training rows: handbook (shipped), a file, a folder, or a Hub id.")
+]
+Columns = Annotated[
+    dict[str, str] | None,
+    Option(
+        parser=_columns, metavar="OURS=YOURS,...", help="Your columns' names: question=Frage,answer=Antwort."
+    ),
 ]
 Epochs = Annotated[float | None, Option(help="Passes over the data.")]
 

@@ -40,6 +40,7 @@ def finetune(
     epochs: opt.Epochs = None,
     learning_rate: opt.LearningRate = None,
     seed: opt.Seed = None,
+    columns: opt.Columns = None,
     settings: opt.Settings = None,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
@@ -51,7 +52,7 @@ def finetune(
     """Learn a domain: train a LoRA adapter on your rows."""
     start(json, quiet, num_processes)
     shared: Options = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
-    show(opdcl.finetune(data, out, model, epochs, learning_rate, seed, **shared))
+    show(opdcl.finetune(data, out, model, epochs, learning_rate, seed, columns, **shared))
 
 
 def recover(
@@ -63,6 +64,7 @@ def recover(
     seed: opt.Seed = None,
     out: opt.NewRun = None,
     model: opt.BaseModel = None,
+    columns: opt.Columns = None,
     settings: opt.Settings = None,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
@@ -74,7 +76,7 @@ def recover(
     """Recover what the fine-tune forgot, by distillation. The teacher is the original model."""
     start(json, quiet, num_processes)
     shared: Options = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
-    show(opdcl.recover(source, prompts, domain, steps, learning_rate, seed, out, model, **shared))
+    show(opdcl.recover(source, prompts, domain, steps, learning_rate, seed, out, model, columns, **shared))
 
 
 def evaluate(
@@ -85,6 +87,7 @@ def evaluate(
     limit: opt.Limit = None,
     out: opt.NewRun = None,
     model: opt.BaseModel = None,
+    columns: opt.Columns = None,
     settings: opt.Settings = None,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
@@ -97,7 +100,7 @@ def evaluate(
     start(json, quiet, num_processes)
     shared: Options = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
     files = dict(map(_suite_and_file, data or ()))
-    show(opdcl.evaluate(source, retention or (), domain or (), files, limit, out, model, **shared))
+    show(opdcl.evaluate(source, retention or (), domain or (), files, limit, out, model, columns, **shared))
 
 
 def fetch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from opdcl.data.rows import Message, Row
+from opdcl.data.formats import Message, Row
 from opdcl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int
         ids = [*tokenizer(row.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         pieces = [ids[i : i + max_length] for i in range(0, len(ids), max_length)]
         return [Encoded(piece, [1] * len(piece)) for piece in pieces if len(piece) > 1]
-    if row.answer is None:
+    if not row.answer:
         hint = "fine-tune rows need completion, answer or an assistant turn"
         raise UsageError(f"{row.where} has no answer to learn", hint)
     messages = [*row.prompt, {"role": "assistant", "content": row.answer}]

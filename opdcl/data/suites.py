@@ -141,7 +141,7 @@ def _question_task(name: str, rows: Callable[[], list[Row]], max_tokens: int) ->
     def load(**kwargs: Any) -> dict[str, Any]:
         docs = []
         for row in rows():
-            if row.answer is None or not row.prompt:
+            if not row.answer or not row.prompt:
                 raise UsageError(f"{row.where} has no question and answer", "a domain suite needs both")
             question = row.prompt[-1]["content"]
             docs.append({"question": question, "answers": [row.answer], "cluster": row.cluster})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from opdcl.data.chat import encode_prompt
-from opdcl.data.rows import Row
+from opdcl.data.formats import Row
 from opdcl.model.adapters import find_states
 from opdcl.model.backbone import Backbone
 from opdcl.sampling.sample import sample

@@ -8,7 +8,7 @@ from typing import Any
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
-from opdcl.data.rows import Row
+from opdcl.data.formats import Row
 from opdcl.distill.rollout_queue import FULL_BATCH
 from opdcl.model.architecture import architecture
 from opdcl.model.load import EMBEDDED, pick_device, pick_dtype

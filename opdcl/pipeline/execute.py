@@ -58,6 +58,8 @@ def execute(
         unfinished = any(t.action != "skip" for t in tasks)
         trackers = workflow.track if unfinished and parallel.rank() == 0 else []
         tracked = stack.enter_context(contextlib.closing(Tracking(trackers, local, output.note)))
+        for line in sources.recognised() if unfinished else ():
+            output.note(line)
         if unfinished and automatic:
             output.note(describe_automatic(workflow, automatic))
         if unfinished:

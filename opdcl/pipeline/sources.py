@@ -11,12 +11,12 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.shipped import shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
-from opdcl.data.rows import Row, load_rows, pinned, source_files
+from opdcl.data.rows import SHIPPED, Row, load_rows, pinned, recognised, source_files
 from opdcl.errors import UsageError
 from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_plan, stage_folder
 from opdcl.pipeline.trackers import check_trackers
 from opdcl.rundir.files import read_json
-from opdcl.rundir.hashes import ADAPTER, file_hash, hash_files
+from opdcl.rundir.hashes import ADAPTER, file_hash, hash_files, hash_value
 from opdcl.rundir.layout import RunDir
 
 if TYPE_CHECKING:
@@ -31,15 +31,16 @@ class Sources:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[str, str], list[Row]] = {}
+        self.columns: dict[str, str] = {}
+        self._rows: dict[tuple[str, ...], list[Row]] = {}
         self._suites: dict[tuple[str, str | None, int | None], Suite] = {}
         self._hashes: dict[tuple[Path, ...], str] = {}
 
     def rows(self, source: str, split: str = "train") -> list[Row]:
         """Return the checked rows of a source; the list is the caller's own."""
-        key = pinned(source), split
+        key = pinned(source), split, *map(str, self.columns.items())
         if key not in self._rows:
-            self._rows[key] = load_rows(source, split)
+            self._rows[key] = load_rows(source, split, self.columns)
         return list(self._rows[key])
 
     def suite(self, name: str, config: EvalConfig | None = None) -> Suite:
@@ -52,8 +53,17 @@ class Sources:
             self._suites[key] = load_suite(name, config, self.rows)
         return self._suites[key]
 
+    def recognised(self) -> list[str]:
+        """Describe the rows of the user's files that were read: their formats, and the first of each file."""
+        read = ((source, rows) for (source, *_), rows in self._rows.items())
+        return [recognised(source, rows) for source, rows in read if source not in SHIPPED]
+
     def inherit(self, workflow: Workflow) -> Workflow:
-        """Make the fine-tune's rows the recovery's domain, if it has none and the rows have prompts."""
+        """Make the fine-tune's rows the recovery's domain, if it has none and the rows have prompts.
+
+        From here on, rows are read by the workflow's names of columns.
+        """
+        self.columns = {str(ours): theirs for ours, theirs in workflow.columns.items()}
         finetune, recover = workflow.finetune, workflow.recover
         # Plain text has no question to sample on.
         if finetune and recover and not recover.domain and all(r.prompt for r in self.rows(finetune.data)):
@@ -69,7 +79,7 @@ class Sources:
         """
         if workflow.finetune:
             for row in self.rows(workflow.finetune.data):
-                if row.text is None and row.answer is None:
+                if row.text is None and not row.answer:
                     hint = "fine-tune rows need completion, answer or text"
                     raise UsageError(f"{row.where} has no answer to learn", hint)
         if workflow.recover:
@@ -97,6 +107,8 @@ class Sources:
             fields |= {f"eval.data.{suite}": path for suite, path in evaluation.data.items()}
         # A source on the Hub is identified by its pinned id.
         hashes = {k: self._hash(source_files(s)) or pinned(s) for k, s in fields.items() if s}
+        if workflow.columns:  # they decide what is read
+            hashes = {key: hash_value([value, workflow.columns]) for key, value in hashes.items()}
         for field, place in workflow.adapters().items():
             folder = find_adapter(place)
             hashes[field] = self._hash([folder / ADAPTER, folder / "adapter_config.json"])

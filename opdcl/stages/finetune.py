@@ -20,7 +20,7 @@ from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.data.chat import encode_example
-from opdcl.data.rows import Row
+from opdcl.data.formats import Row
 from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
