@@ -28,9 +28,7 @@ Texts = list[str] | None
 RunDir = Annotated[Path, Argument(metavar="RUN", help="Run directory.")]
 RunOrAdapter = Annotated[
     str,
-    Argument(
-        metavar="RUN|ADAPTER", help="Run directory; or an adapter from any trainer: a folder, or a Hub id."
-    ),
+    Argument(metavar="SOURCE", help="Run directory; or an adapter from any trainer: a folder, or a Hub id."),
 ]
 Source = Annotated[
     str, Argument(metavar="RUN", help="Run directory, adapter folder, or Hub id of an adapter.")

@@ -54,6 +54,7 @@ DRY = {
     "opdcl serve": "becomes the server",
     "opdcl run quickstart arms.yaml": "six runs; tests/e2e/test_arms.py does so",
     "opdcl run ablation": "thirty runs",
+    "opdcl run repair.yaml": "the small sizes would add a fine-tune; its verbs run above it",
     "opdcl run self-distillation": "six runs; tests/e2e/test_recipes.py does so",
     "opdcl run quickstart --num-processes": "starts processes; tests/e2e/test_processes.py does so",
     "opdcl recover runs/mine --num-processes": "starts processes",
@@ -88,6 +89,10 @@ NOT_ALONE = {
 
 # Commands that the reader of a page has run before.
 BEFORE = {
+    "docs/repair.md": [
+        "opdcl finetune --data rows.jsonl -o runs/elsewhere",
+        "cp -r runs/elsewhere/stages/01-finetune/adapter my-adapter",
+    ],
     "docs/processes.md": ["opdcl finetune --data rows.jsonl -o runs/mine"],
     "docs/export.md": [
         "opdcl finetune --data rows.jsonl -o runs/mine",
@@ -129,6 +134,8 @@ def reader(tmp_path, tiny_cache, monkeypatch) -> Path:
     prompts = [{"prompt": f"Write a line about the number {i}."} for i in range(10)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     (tmp_path / "my-changes.yaml").write_text("recover: {validation_prompts: 8}\n")
+    named = "".join(f"{row['question']};{row['answer']}\n" for row in rows)
+    (tmp_path / "rows.csv").write_text(f"Frage;Antwort\n{named}")
     for folder in ("faq", "documents"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "leave.md").write_text(

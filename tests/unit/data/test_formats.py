@@ -67,8 +67,8 @@ DOCUMENTED = {
     # databricks-dolly-15k.
     "dolly": (
         "dolly.jsonl",
-        '{"instruction": "When did Virgin Australia start operating?", "context": "Virgin Australia commenced '
-        'services on 31 August 2000.", "response": "On 31 August 2000.", "category": "closed_qa"}\n',
+        '{"instruction": "When did Virgin Australia start operating?", "context": "Virgin Australia '
+        'commenced services on 31 August 2000.", "response": "On 31 August 2000."}\n',
         [
             user(
                 "When did Virgin Australia start operating?\n\n"
@@ -81,7 +81,8 @@ DOCUMENTED = {
     "ShareGPT": (
         "sharegpt.jsonl",
         '{"id": "identity_0", "system": "Be brief.", "conversations": [{"from": "human", "value": '
-        '"Who are you?"}, {"from": "gpt", "value": "I am Vicuna."}, {"from": "human", "value": "Have a nice day!"},'
+        '"Who are you?"}, {"from": "gpt", "value": "I am Vicuna."}, {"from": "human", '
+        '"value": "Have a nice day!"},'
         ' {"from": "gpt", "value": "You too!"}]}\n',
         [system("Be brief."), user("Who are you?"), assistant("I am Vicuna."), user("Have a nice day!")],
         "You too!",

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,24 @@ def test_an_adapter_that_cannot_be_kept_is_refused_by_the_dry_run_too(adapter):
         assert refused.returncode == 2
         assert "it replaces whole modules of its base" in refused.stderr
     assert not Path("runs").exists()
+
+
+def test_a_quantized_base_is_refused_before_it_is_loaded(adapter, tiny_model, tmp_path):
+    shutil.copytree(tiny_model, tmp_path / "small-bnb-4bit")
+    config = tmp_path / "small-bnb-4bit" / "config.json"
+    packed = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    config.write_text(json.dumps(read_json(config) | packed))
+    for words in (("recover", "mine", "--dry-run"), ("eval", "mine")):
+        refused = opdcl(*words, "--model", "small-bnb-4bit")
+        assert refused.returncode == 2
+        assert "is quantized, which opdcl cannot load" in refused.stderr
+    assert not Path("runs").exists()
+
+
+def test_a_recovery_without_domain_prompts_says_that_nothing_guards_the_domain(adapter):
+    made = opdcl("recover", "mine", "--prompts", "prompts.jsonl", *settings(SMALL))
+    assert made.returncode == 0, made.stderr
+    assert "nothing guards what the fine-tune taught; --domain PROMPTS does" in made.stderr
 
 
 def test_another_adapter_is_not_mixed_into_a_run(adapter, project):
