@@ -55,8 +55,6 @@ def recover(
         train["domain"] = []
     if not any(train.values()):
         raise UsageError("recovery has no prompts", "set recover.general")
-    if config.method != "general" and not train["domain"]:
-        report.note("no domain prompts: nothing guards what the fine-tune taught; --domain PROMPTS does")
     backbone.drop_adapters()
     backbone.load_adapter(tuned, "student", trainable=True)
     backbone.load_adapter(tuned, "tuned")

@@ -115,12 +115,6 @@ def test_a_quantized_base_is_refused_before_it_is_loaded(adapter, tiny_model, tm
     assert not Path("runs").exists()
 
 
-def test_a_recovery_without_domain_prompts_says_that_nothing_guards_the_domain(adapter):
-    made = opdcl("recover", "mine", "--prompts", "prompts.jsonl", *settings(SMALL))
-    assert made.returncode == 0, made.stderr
-    assert "nothing guards what the fine-tune taught; --domain PROMPTS does" in made.stderr
-
-
 def test_another_adapter_is_not_mixed_into_a_run(adapter, project):
     assert opdcl("eval", "mine", *MEASURE, "-o", "run").returncode == 0
     config = read_json(adapter / "adapter_config.json")
