@@ -79,6 +79,18 @@ def test_the_two_verbs_and_the_workflow_key_start_the_same_run(adapter, tiny_mod
     assert "model" not in open_or_begin("mine", None, "another")[1]["workflow"]
 
 
+def test_the_recipe_continues_what_the_verbs_have_measured(adapter, tiny_model, project):
+    assert opdcl("eval", "mine", *MEASURE, "-o", "run").returncode == 0
+    assert opdcl("workflows", "cp", "repair", "repair.yaml").returncode == 0
+    own = f"start=mine model.id={tiny_model} recover.general=prompts.jsonl recover.domain=rows.jsonl {SMALL}"
+    own += " eval.limit=4 eval.max_new_tokens=6 eval.data.mine=rows.jsonl"
+    made = opdcl("run", "repair.yaml", "-o", "run", *settings(own))
+    assert made.returncode == 0, made.stderr
+    assert "finetune: skipped, done" in made.stderr
+    assert "eval instructions tuned: skipped, done" in made.stderr
+    assert RunDir(project / "run").eval_result("recovered", "mine").exists()
+
+
 def test_a_named_base_replaces_the_one_in_the_adapter(adapter, tiny_model):
     config = read_json(adapter / "adapter_config.json")
     (adapter / "adapter_config.json").write_text(
