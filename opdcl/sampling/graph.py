@@ -93,7 +93,7 @@ class GraphDecoder:
         layers = architecture(model.config).layers
         self.cache = Cache(layers=[StaticLayer(rows, capacity, self.column_1) for _ in range(layers)])
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self.addresses = _addresses(model)
+        self.addresses: tuple[int, ...] = ()
 
     def fits(self, model, rows: int, capacity: int, temperature: float) -> bool:
         """Return whether the buffers and graphs serve a batch; graphs need the weights where they were."""
@@ -107,6 +107,7 @@ class GraphDecoder:
 
     def start(self, model, layout: Layout, uniform_BT: torch.Tensor | None) -> None:
         """Fill the slabs with a batch's prompts, and draw the first token of each row."""
+        self.addresses = _addresses(model)
         rows = len(layout.tails)
         for layer in self.cache.layers:
             layer.rows, layer.columns = self.rows, 0
