@@ -15,7 +15,17 @@ def percent(value: float) -> str:
 
 def interval(estimate: dict) -> str:
     """Format a ratio with its interval as `0.98 [0.84, 1.13]`."""
-    return f"{estimate['value']:.2f} [{estimate['low']:.2f}, {estimate['high']:.2f}]"
+    return f"{value(estimate)} {bounds(estimate)}"
+
+
+def value(ratio: dict) -> str:
+    """Format a ratio without its interval as `0.98`."""
+    return f"{ratio['value']:.2f}"
+
+
+def bounds(ratio: dict) -> str:
+    """Format the interval of a ratio as `[0.84, 1.13]`."""
+    return f"[{ratio['low']:.2f}, {ratio['high']:.2f}]"
 
 
 def span(estimate: dict) -> str:
