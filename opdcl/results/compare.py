@@ -50,8 +50,7 @@ def write(comparison: dict[str, Any], folder: Path) -> list[Path]:
 
     layout = view(comparison)
     svg = getattr(plots, layout.figure.plot)(comparison)
-    faults = comparison.get("faults", [])
-    context = {"view": layout, "notes": comparison["notes"], "faults": faults}
+    context = {"view": layout, "notes": comparison["notes"], "faults": comparison["faults"]}
     context |= {"missing": MISSING, "states": STATES, "svg": svg}
     text, page, data = (folder / f"compare.{ending}" for ending in ("md", "html", "json"))
     write_atomic(text, render("compare.md", context))

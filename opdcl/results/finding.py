@@ -8,7 +8,7 @@ from opdcl.results.format import interval, points
 from opdcl.results.scores import HEADLINE_ROLES
 
 RATIOS = {"R": "recovery", "D": "domain_retention"}
-WHERE = {"retention": "in retention", "domain": "on the domain"}
+WHERE = {"retention": " in retention", "domain": " on the domain"}
 
 
 def of_arms(comparison: dict[str, Any]) -> str:
@@ -19,9 +19,13 @@ def of_arms(comparison: dict[str, Any]) -> str:
     clauses = []
     for role in HEADLINE_ROLES:
         if changes := {rival["name"]: rival[role] for rival in rivals if rival[role]}:
-            clause = _to_one(first, *changes.popitem()) if len(rivals) == 1 else _to_many(first, changes)
-            clauses.append(f"{clause} {WHERE[role]}")
-    return "; ".join(clauses) or "Not measured yet"
+            clause = _size(*changes.values()) if len(rivals) == 1 else _count(changes)
+            clauses.append(clause.format(rivals[0]["name"] if not clauses else "it") + WHERE[role])
+    if not clauses:
+        return "Not measured yet"
+    if all(clause.startswith("not shown") for clause in clauses):
+        return f"No difference between {first} and {rivals[0]['name']} is shown"
+    return f"{first} is " + "; ".join(clauses)
 
 
 def _alone(arm: dict[str, Any]) -> str:
@@ -30,26 +34,26 @@ def _alone(arm: dict[str, Any]) -> str:
     return ", ".join([f"{arm['seeds']} seeds: {arm['status']}", *ratios])
 
 
-def _to_one(first: str, rival: str, change: dict[str, float]) -> str:
+def _size(change: dict[str, float]) -> str:
+    """Say how far apart two arms are; `{}` stands for the second one."""
     size = f"{abs(100 * change['value']):.1f} points"
     if change["low"] > 0:
-        return f"{first} is {size} above {rival}"
-    if change["high"] < 0:
-        return f"{first} is {size} below {rival}"
-    return f"no difference between {first} and {rival} is shown"
+        return f"{size} above {{}}"
+    return f"{size} below {{}}" if change["high"] < 0 else "not shown to differ from {}"
 
 
-def _to_many(first: str, changes: dict[str, dict[str, float]]) -> str:
+def _count(changes: dict[str, dict[str, float]]) -> str:
     above = sum(change["low"] > 0 for change in changes.values())
     below = sum(change["high"] < 0 for change in changes.values())
-    return f"{first} is above {above} and below {below} of {len(changes)} other arms"
+    return f"above {above or 'none'} and below {below or 'none'} of {len(changes)} other arms"
 
 
 def of_chains(comparison: dict[str, Any]) -> str:
     """Name the difference of the first two chains at the end, or what one chain has forgotten."""
     for change in comparison["differences"]:
         if average := change["average"]:
-            return f"{_to_one(change['of'], change['against'], average)} at the end, on average over all suites"
+            size = _size(average).format(change["against"])
+            return f"{change['of']} is {size} at the end, on average over all suites"
     for chain in comparison["chains"]:
         if forgotten := chain["forgetting"]:
             steps = f"after {len(chain['steps'])} steps"

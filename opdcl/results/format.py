@@ -38,6 +38,11 @@ def points(change: float) -> str:
     return f"{100 * change:+.1f}"
 
 
+def unbroken(text: str) -> str:
+    """Keep a number and its percent sign, and an interval, on one line."""
+    return re.sub(r" (?=%)|(?<=,) (?=-?\d+(?:\.\d+)?\])", "\N{NO-BREAK SPACE}", text)
+
+
 def nats(kl: float | None) -> str:
     """Format a KL divergence in nats; an en dash for a stream that was not trained."""
     return "\N{EN DASH}" if kl is None else f"{kl:.3f}"

@@ -110,6 +110,7 @@ def render(page: str, context: dict[str, Any]) -> str:
     if kind == "md":
         filters += [format.code, format.fence, format.quoted, format.nats]
     environment.filters |= {f.__name__: lambda v, f=f: Markup(f(v)) for f in filters}
+    environment.filters["unbroken"] = format.unbroken
     return environment.get_template(f"{page}.j2").render(context)
 
 
@@ -155,7 +156,7 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
 
 def _ratios(summary: dict, domain: Suite | None) -> list[dict[str, Any]]:
     """Return R and D with what they mean, or why there is none."""
-    meaning = "of the lost score came back, counted from tuned or the floor, whichever is higher"
+    meaning = "of the lost score that came back, counted from tuned or the floor, whichever is higher"
     if (raw := summary["recovery_raw"]) and summary["recovery"]:
         if format.interval(raw) != format.interval(summary["recovery"]):
             meaning += f"; from tuned alone, {format.interval(raw)}"

@@ -48,7 +48,7 @@ def main_tables(summary: dict[str, Any]) -> list[Table]:
     for name, suite in summary["suites"].items():
         rows.append([f"{name}\n{_description(suite)}", *(score_cell(suite[state]) for state in STATES)])
         if suite["role"] == "retention":
-            rows += writing_rows(suite["writing"])
+            rows += [[f"{label}\n{name}", *cells] for label, *cells in writing_rows(suite["writing"])]
     caption = (
         "Brackets are 95 % intervals over prompts, for one training seed. The floor is the score of the best "
         "content-free answer, such as a copy of the prompt. Answers that do not end were cut at the token "
@@ -67,7 +67,9 @@ def main_tables(summary: dict[str, Any]) -> list[Table]:
 
 
 def _description(suite: dict[str, Any]) -> str:
-    return f"{suite['role']}: {metric_words(suite['metric'])}, {_size(suite)}" if suite["n"] else suite["role"]
+    return (
+        f"{suite['role']}: {metric_words(suite['metric'])}, {_size(suite)}" if suite["n"] else suite["role"]
+    )
 
 
 def _size(scores: dict[str, Any]) -> str:
@@ -111,7 +113,7 @@ def detail_tables(summary: dict[str, Any]) -> list[Table]:
         tables.append(Table("Teacher ceiling", columns, rows, caption))
     rows = [row for name, suite in summary["suites"].items() for row in _metric_rows(name, suite)]
     if rows:
-        caption = "The JSON of `opdcl report RUN --json` has these numbers under the names in small print."
+        caption = "The names in small print are those of the JSON."
         tables.append(Table("All metrics", ["metric", *STATES], rows, caption))
     rows = [[stage, *_cost_cells(spent)] for stage, spent in summary["cost"].items()]
     return [*tables, Table("Cost", ["stage", "time, min:s", "tokens", "peak memory"], rows, "")]
@@ -168,19 +170,18 @@ def _in_points(change: dict[str, float]) -> list[str]:
 def made(run: RunDir, manifest: dict[str, Any], base_model: str) -> dict[str, str]:
     """Return what a reader asks first: which model, what it learned, on what machine, when."""
     size = (manifest.get("base") or {}).get("parameters")
-    record = run.stage_record("finetune")
-    data, rows = section(run, "finetune").get("data"), record.get("rows")
+    data, rows = section(run, "finetune").get("data"), run.stage_record("finetune").get("rows")
     recover, device = section(run, "recover"), manifest.get("device") or {}
-    prompts = " and ".join(
-        _short_name(recover[s]) for s in ("general", "domain") if isinstance(recover.get(s), str)
-    )
+    prompts = [_short_name(recover[s]) for s in ("general", "domain") if isinstance(recover.get(s), str)]
+    minutes = manifest.get("seconds") and f"in {max(1, round(manifest['seconds'] / 60))} minutes"
+    cores = device.get("kind") == "cpu" and device.get("cores")
+    machine = f"on {cores} cores" if cores else device.get("name") and f"on {device['name']}"
     facts = {
-        "Model": base_model + (f", {_count(size)} parameters" if size else ""),
+        "Model": _short_name(base_model) + (f", {_count(size)} parameters" if size else ""),
         "Fine-tuned on": data and _short_name(str(data)) + (f", {rows:,} rows" if rows else ""),
-        "Recovered with": prompts and f"{prompts} prompts",
-        "Machine": ", ".join(filter(None, [device.get("name"), device.get("dtype")])),
-        "Date": manifest["created"] and _date(manifest["created"]),
-        "Time": manifest.get("seconds") and f"{manifest['seconds'] / 60:.0f} minutes",
+        "Recovered with prompts of": " and ".join(prompts),
+        "Made": manifest["created"]
+        and ", ".join([_date(manifest["created"]), " ".join(filter(None, [minutes, machine]))]).rstrip(", "),
     }
     return {label: value for label, value in facts.items() if value}
 
@@ -191,7 +192,7 @@ def _short_name(source: str) -> str:
 
 
 def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.0f} million"
+    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M"
 
 
 def _date(created: str) -> str:

@@ -61,7 +61,9 @@ def _readability(suite: Suite) -> list[tuple[bool, bool, int, int]]:
     count = len(suite.rows["base"])
     unclean = np.zeros(count, bool)
     for measure in measures:
-        unclean |= (measure.get("ended", np.ones(count)) < 1) | (measure.get("repetition", np.zeros(count)) > 0)
+        unclean |= (measure.get("ended", np.ones(count)) < 1) | (
+            measure.get("repetition", np.zeros(count)) > 0
+        )
     answers = [str(row.get("response") or "") for row in suite.rows["base"]]
     return [
         (bool(bad), len(answer.split()) < FEWEST_WORDS, len(answer), i)

@@ -24,6 +24,10 @@ WRITING = {
     "repetition": "repeated 4-grams",
     "script": "in the prompt's script",
 }
+CHAINS = (
+    "Each panel is one suite, each line one chain of steps, and all chains begin at base. A chain forgets a suite "
+    "if it ends below the best score that it had there before."
+)
 
 
 class Table(NamedTuple):
@@ -63,11 +67,13 @@ def view(comparison: dict[str, Any]) -> View:
     chains = "chains" in comparison
     names = ", ".join(row["name"] for row in comparison["steps" if chains else "arms"])
     if chains:
-        caption = "Each suite after each step. Bars are 95 % intervals; a falling line means forgetting."
+        caption = "A falling line means forgetting. Bars are 95 % intervals."
         lead = f"{names}: steps that build on one another, measured on {_suite_names(comparison)}."
-        figure = Figure("From step to step", "steps", caption)
+        figure = Figure("From step to step", "steps", caption, CHAINS)
         return View(finding.of_chains(comparison), lead, _chain_tables(comparison), [], figure)
-    caption = "Up and to the right is better. Bars are 95 % intervals. Arms that coincide lie inside one another."
+    caption = (
+        "Up and to the right is better. Bars are 95 % intervals. Arms that coincide lie inside one another."
+    )
     lead = f"{names}: compared on {_suite_names(comparison)}."
     figure = Figure("Retention against domain", "frontier", caption, FRONTIER)
     tables, details = _arm_tables(comparison)
@@ -141,13 +147,18 @@ def _arm_tables(comparison: dict[str, Any]) -> tuple[list[Table], list[Table]]:
     if any(row["above_alpha_curve"] for row in comparison["arms"]):
         tables.append(_curve_table(comparison))
     for suite in comparison["further"]:
+        ratio = ["D"] if suite["role"] == "domain" else []
         rows = [
-            [arm["name"], *(score_cell(arm[state]) for state in STATES), ratio_cell(arm["domain_retention"])]
+            [
+                arm["name"],
+                *(score_cell(arm[s]) for s in STATES),
+                *(ratio_cell(arm["domain_retention"]) for _ in ratio),
+            ]
             for arm in suite["arms"]
         ]
         words = metric_words(suite["metric"])
         caption = f"Score: {words}, on {suite['n']} prompts. This suite does not affect the status."
-        tables.append(Table(f"{suite['name']}, {suite['role']}", ["arm", *STATES, "D"], rows, caption))
+        tables.append(Table(f"{suite['name']}, {suite['role']}", ["arm", *STATES, *ratio], rows, caption))
     if comparison["differences"]:
         names = [row["name"] for row in comparison["arms"]]
         rows = [
