@@ -16,7 +16,7 @@ def of_arms(comparison: dict[str, Any]) -> str:
     first, rivals = comparison["arms"][0]["name"], comparison["against_first"]
     if not rivals:
         return _alone(comparison["arms"][0])
-    clauses = []
+    clauses: list[str] = []
     for role in HEADLINE_ROLES:
         if changes := {rival["name"]: rival[role] for rival in rivals if rival[role]}:
             clause = _size(*changes.values()) if len(rivals) == 1 else _count(changes)

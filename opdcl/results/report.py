@@ -17,8 +17,8 @@ from opdcl.rundir.layout import RunDir
 from opdcl.sanitize import harmless
 
 EMBEDDED = (
-    "All scores are of the embedded copy of {}, whose weights were quantized to 4 bits and dequantized again. "
-    "On the original weights, base and adapters score slightly differently."
+    "All scores are of the embedded copy of {}, whose weights were quantized to 4 bits and dequantized "
+    "again. On the original weights, base and adapters score slightly differently."
 )
 
 
@@ -157,9 +157,8 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
 def _ratios(summary: dict, domain: Suite | None) -> list[dict[str, Any]]:
     """Return R and D with what they mean, or why there is none."""
     meaning = "of the lost score that came back, counted from tuned or the floor, whichever is higher"
-    if (raw := summary["recovery_raw"]) and summary["recovery"]:
-        if format.interval(raw) != format.interval(summary["recovery"]):
-            meaning += f"; from tuned alone, {format.interval(raw)}"
+    if raw := report_tables.different_raw(summary):
+        meaning += f"; from tuned alone, {raw}"
     recovery = {"estimate": summary["recovery"], "why": why_no_recovery(summary)}
     kept = {"estimate": summary["domain_retention"], "why": why_no_domain_retention(domain)}
     return [

@@ -78,9 +78,14 @@ def _size(scores: dict[str, Any]) -> str:
 
 
 def _ratio(group: dict[str, Any]) -> str:
-    raw, ratio = group["recovery_raw"], ratio_cell(group["recovery"])
-    different = raw and format.interval(raw) != format.interval(group["recovery"])
-    return f"{ratio}; from tuned {format.interval(raw)}" if different else ratio
+    raw, ratio = different_raw(group), ratio_cell(group["recovery"])
+    return f"{ratio}; from tuned {raw}" if raw else ratio
+
+
+def different_raw(outcome: dict[str, Any]) -> str:
+    """Format R counted from tuned alone, if there is an R and the two differ in print; else empty."""
+    ratios = [outcome[key] and format.interval(outcome[key]) for key in ("recovery", "recovery_raw")]
+    return ratios[1] if all(ratios) and ratios[0] != ratios[1] else ""
 
 
 def detail_tables(summary: dict[str, Any]) -> list[Table]:
@@ -97,8 +102,8 @@ def detail_tables(summary: dict[str, Any]) -> list[Table]:
         )
         if test := summary["non_inferiority"]:
             caption += (
-                f" A model that scores exactly like base is shown not to be worse in {100 * test['power']:.0f} "
-                "% of repetitions with prompts like these."
+                " A model that scores exactly like base is shown not to be worse in "
+                f"{100 * test['power']:.0f} % of repetitions with prompts like these."
             )
         columns = [summary["headline"]["retention"], "points", "95 % interval", "McNemar p"]
         tables.append(Table("Differences on the same prompts", columns, rows, caption))
@@ -106,8 +111,8 @@ def detail_tables(summary: dict[str, Any]) -> list[Table]:
         rows = [[name, gap["teacher"], *_in_points(gap), _place(gap)] for name, gap in gaps.items()]
         caption = (
             f"Level means shown to be at most {margin} points worse. Level or above: the student has learned "
-            "all that this teacher can give; only another teacher or a reward can improve it. Below: more can "
-            "be recovered."
+            "all that this teacher can give; only another teacher or a reward can improve it. Below: more "
+            "can be recovered."
         )
         columns = ["suite", "teacher", "student - teacher,\npoints", "95 % interval", "the student is"]
         tables.append(Table("Teacher ceiling", columns, rows, caption))

@@ -25,8 +25,8 @@ WRITING = {
     "script": "in the prompt's script",
 }
 CHAINS = (
-    "Each panel is one suite, each line one chain of steps, and all chains begin at base. A chain forgets a suite "
-    "if it ends below the best score that it had there before."
+    "Each panel is one suite, each line one chain of steps, and all chains begin at base. A chain forgets a "
+    "suite if it ends below the best score that it had there before."
 )
 
 
