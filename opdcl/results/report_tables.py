@@ -42,7 +42,7 @@ def _at(score: float, axis: float) -> str:
 
 def main_tables(summary: dict[str, Any]) -> list[Table]:
     """Return the scores, and those of each group of prompts."""
-    if not summary["suites"]:
+    if not any(suite["n"] for suite in summary["suites"].values()):
         return []
     rows = []
     for name, suite in summary["suites"].items():
@@ -175,14 +175,16 @@ def _in_points(change: dict[str, float]) -> list[str]:
 def made(run: RunDir, manifest: dict[str, Any], base_model: str) -> dict[str, str]:
     """Return what a reader asks first: which model, what it learned, on what machine, when."""
     size = (manifest.get("base") or {}).get("parameters")
-    data, rows = section(run, "finetune").get("data"), run.stage_record("finetune").get("rows")
-    recover, device = section(run, "recover"), manifest.get("device") or {}
+    device = manifest.get("device") or {}
+    finetune, recover = (run.stage_record(stage) and section(run, stage) for stage in ("finetune", "recover"))
+    data, rows = finetune.get("data"), run.stage_record("finetune").get("rows")
     prompts = [_short_name(recover[s]) for s in ("general", "domain") if isinstance(recover.get(s), str)]
     minutes = manifest.get("seconds") and f"in {max(1, round(manifest['seconds'] / 60))} minutes"
     cores = device.get("kind") == "cpu" and device.get("cores")
     machine = f"on {cores} cores" if cores else device.get("name") and f"on {device['name']}"
     facts = {
         "Model": _short_name(base_model) + (f", {_count(size)} parameters" if size else ""),
+        "Started from": _short_name(run.settings().get("start") or ""),
         "Fine-tuned on": data and _short_name(str(data)) + (f", {rows:,} rows" if rows else ""),
         "Recovered with prompts of": " and ".join(prompts),
         "Made": manifest["created"]
