@@ -33,20 +33,12 @@ def photograph(page: str, browser: str, picture: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "page.html"
         file.write_text(page, encoding="utf-8")
-        options = [
-            "--headless",
-            "--no-sandbox",
-            "--hide-scrollbars",
-            "--blink-settings=preferredColorScheme=1",
+        words = [
+            *(browser, "--headless", "--no-sandbox", "--hide-scrollbars", f"--user-data-dir={folder}/user"),
+            *("--blink-settings=preferredColorScheme=1", f"--window-size={WIDTH},{TALLEST}"),
+            *(f"--screenshot={picture}", file.as_uri()),
         ]
-        size = [
-            f"--window-size={WIDTH},{TALLEST}",
-            f"--screenshot={picture}",
-            f"--user-data-dir={folder}/user",
-        ]
-        subprocess.run(
-            [browser, *options, *size, file.as_uri()], check=True, capture_output=True, timeout=120
-        )
+        subprocess.run(words, check=True, capture_output=True, timeout=120)
 
 
 def trim(picture: Path) -> None:

@@ -24,7 +24,8 @@ def of_arms(comparison: dict[str, Any]) -> str:
     if not clauses:
         return "Not measured yet"
     if all(clause.startswith("not shown") for clause in clauses):
-        return f"No difference between {first} and {rivals[0]['name']} is shown"
+        others = rivals[0]["name"] if len(rivals) == 1 else f"the {len(rivals)} other arms"
+        return f"No difference between {first} and {others} is shown"
     return f"{first} is " + "; ".join(clauses)
 
 
@@ -45,6 +46,8 @@ def _size(change: dict[str, float]) -> str:
 def _count(changes: dict[str, dict[str, float]]) -> str:
     above = sum(change["low"] > 0 for change in changes.values())
     below = sum(change["high"] < 0 for change in changes.values())
+    if not above and not below:
+        return f"not shown to differ from any of {len(changes)} other arms"
     return f"above {above or 'none'} and below {below or 'none'} of {len(changes)} other arms"
 
 

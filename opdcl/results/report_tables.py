@@ -199,7 +199,8 @@ def _short_name(source: str) -> str:
 
 
 def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M"
+    size, unit = (parameters / 1e9, "B") if parameters >= 1e9 else (parameters / 1e6, "M")
+    return f"{size:.0f} {unit}" if size >= 10 else f"{size:.1f} {unit}"
 
 
 def _date(created: str) -> str:

@@ -111,6 +111,8 @@ def test_the_title_is_a_finding(three, make, tmp_path):
     )
     twins = [three[0], make("twin", 28, 32, steps=47)]
     assert view(compare.compare(twins)).finding == "No difference between ours and twin is shown"
+    triplets = view(compare.compare([*twins, make("third", 28, 32, steps=46)]))
+    assert triplets.finding == "No difference between ours and the 2 other arms is shown"
     unfinished = [make("a", None, None), make("b", None, None, steps=9)]
     assert view(compare.compare(unfinished)).finding == "Not measured yet"
 
