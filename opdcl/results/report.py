@@ -147,7 +147,7 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
         "manifest": manifest,
         "base": base,
         "base_model": base_model,
-        "facts": report_tables.facts(run, manifest, base),
+        "facts": _facts(run, manifest, base, adapters),
         "card_state": next((state for state in ("recovered", "tuned") if state in states), None),
         "embedded": EMBEDDED.format(base_model) if name in HUB_IDS else "",
         "adapter_path": next((adapters[s].get("path") for s in reversed(STATES) if s in adapters), None),
@@ -165,6 +165,33 @@ def _ratios(summary: dict, domain: Suite | None) -> list[dict[str, Any]]:
         {"name": "Recovery R", "meaning": f"Share {meaning}.", **recovery},
         {"name": "Domain retention D", "meaning": "Share of the domain gain that was kept.", **kept},
     ]
+
+
+def _facts(run: RunDir, manifest: dict, base: dict, adapters: dict) -> dict[str, str]:
+    """Return what a reader needs to repeat the run and to check that the result is the same."""
+    versions = {"opdcl": manifest["opdcl"], **(manifest.get("versions") or {})}
+    before, after = base.get("fingerprint_before"), base.get("fingerprint_after")
+    check = f"CHANGED to {after}" if after else "not checked after"
+    seeds = {stage: section(run, stage).get("seed") for stage in ("finetune", "recover")}
+    device = manifest["device"] or {}
+    cores, size = device.get("cores"), device.get("memory_bytes")
+    cpu_and_memory = [cores and f"{cores} cores", size and format.memory(size)]
+    hardware = [device.get("name"), device.get("dtype"), *cpu_and_memory]
+    facts = {
+        "command": manifest.get("command"),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+        "device": ", ".join(filter(None, hardware)),
+        "seeds": ", ".join(f"{stage} {seed}" for stage, seed in seeds.items() if seed is not None),
+        "base": " at ".join(str(base[k]) for k in ("id", "revision") if base[k]),
+        "base fingerprint": before
+        and f"{before}, {'identical before and after' if before == after else check}",
+        **{
+            f"adapter {state}": f"{a.get('path', '')} sha256 {a.get('sha256', 'unknown')}"
+            for state, a in adapters.items()
+        },
+        "whole run, min:s": manifest.get("seconds") and format.clock(manifest["seconds"]),
+    }
+    return {name: value for name, value in facts.items() if value}
 
 
 def _teachers(run: RunDir) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Lay out a run's report: the tables, the bars of the headline scores, and the facts to repeat the run."""
+"""Lay out a run's report: the tables, the bars of the headline scores, and the facts at its top."""
 
 from __future__ import annotations
 
@@ -207,30 +207,3 @@ def _date(created: str) -> str:
     """Format `2026-11-23T01:35:24Z` as `23 November 2026`."""
     day = datetime.fromisoformat(created.replace("Z", "+00:00"))
     return f"{day.day} {day:%B %Y}"
-
-
-def facts(run: RunDir, manifest: dict[str, Any], base: dict[str, Any]) -> dict[str, str]:
-    """Return what a reader needs to repeat the run and to check that the result is the same."""
-    versions = {"opdcl": manifest["opdcl"], **(manifest.get("versions") or {})}
-    before, after = base.get("fingerprint_before"), base.get("fingerprint_after")
-    check = f"CHANGED to {after}" if after else "not checked after"
-    seeds = {stage: section(run, stage).get("seed") for stage in ("finetune", "recover")}
-    device = manifest["device"] or {}
-    cores, size = device.get("cores"), device.get("memory_bytes")
-    cpu_and_memory = [cores and f"{cores} cores", size and format.memory(size)]
-    hardware = [device.get("name"), device.get("dtype"), *cpu_and_memory]
-    values = {
-        "command": manifest.get("command"),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
-        "device": ", ".join(filter(None, hardware)),
-        "seeds": ", ".join(f"{stage} {seed}" for stage, seed in seeds.items() if seed is not None),
-        "base": " at ".join(str(base[k]) for k in ("id", "revision") if base[k]),
-        "base fingerprint": before
-        and f"{before}, {'identical before and after' if before == after else check}",
-        **{
-            f"adapter {state}": f"{a.get('path', '')} sha256 {a.get('sha256', 'unknown')}"
-            for state, a in (manifest.get("adapters") or {}).items()
-        },
-        "whole run, min:s": manifest.get("seconds") and format.clock(manifest["seconds"]),
-    }
-    return {name: value for name, value in values.items() if value}
