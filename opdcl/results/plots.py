@@ -134,7 +134,7 @@ def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> Markup | None:
                 _label(axes, text, validated[-1], (0, 9), ha="right", va="bottom", color=colour)
             top = max((v for _, v in trained + validated), default=0.0) or 1.0
             axes.set_ylim(-0.04 * top, 1.12 * top)
-            _label_steps(axes, f"{stream.capitalize()} prompts: KL to teacher {teacher}, nats per token")
+            _label_steps(axes, f"{stream.capitalize()} prompts: KL to teacher {teacher} (nats)")
         panels[-1].set_xlabel("optimizer step")
         return _svg(figure, "kl", "KL to the teacher per stream over the steps of recovery")
 

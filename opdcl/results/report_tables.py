@@ -114,7 +114,7 @@ def detail_tables(summary: dict[str, Any]) -> list[Table]:
             "all that this teacher can give; only another teacher or a reward can improve it. Below: more "
             "can be recovered."
         )
-        columns = ["suite", "teacher", "student - teacher,\npoints", "95 % interval", "the student is"]
+        columns = ["suite", "teacher", "points\nstudent - teacher", "95 % interval", "the student is"]
         tables.append(Table("Teacher ceiling", columns, rows, caption))
     rows = [row for name, suite in summary["suites"].items() for row in _metric_rows(name, suite)]
     if rows:
