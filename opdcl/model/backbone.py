@@ -36,6 +36,8 @@ class Backbone:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.causal_lm, self.tokenizer, self.eos_ids = model, tokenizer, eos_ids(model, tokenizer)
         self.peft: PeftModel | None = None
+        self.sums: dict[int, torch.Tensor] | None = None
+        """`merged` keeps its sums here, at the same addresses, if this is not None: CUDA graphs need it."""
 
     @classmethod
     def load(cls, config: ModelConfig) -> Backbone:
@@ -44,6 +46,8 @@ class Backbone:
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.deterministic)
+        # cuDNN's attention makes a plan for each new shape, and nearly every step has one.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         return cls(*load_base(config))
 
     @property
@@ -98,6 +102,7 @@ class Backbone:
         if self.peft is not None:
             self.causal_lm = self.peft.unload()
             self.peft = None
+            self.sums = None if self.sums is None else {}
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the base weights' bits, which proves that training did not change them."""
@@ -170,7 +175,13 @@ class Backbone:
                 for layer in layers:
                     weight = layer.get_base_layer().weight
                     saved.append((weight, weight.data))
-                    weight.data = merged_weight(layer, name)
+                    with torch.no_grad():
+                        merged = merged_weight(layer, name)
+                        if self.sums is None:
+                            weight.data = merged
+                        else:
+                            place = self.sums.setdefault(len(saved), torch.empty_like(weight.data))
+                            weight.data = place.copy_(merged)
                 with self.state("base") as model:
                     yield model
             finally:

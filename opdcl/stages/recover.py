@@ -116,6 +116,8 @@ def _student(config: RecoverConfig, backbone: Backbone, out: StageDir, report: S
         return ServedStudent(backbone, server, out.trainer / "served")
     if config.sampler == "auto":
         report.note("sampler {}: {}".format(*pick_engine(backbone.causal_lm)))
+    if config.sampler == "graph" and backbone.device.type == "cuda":
+        backbone.sums = {}
     return Teacher(backbone, "student")
 
 
