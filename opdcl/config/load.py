@@ -41,7 +41,7 @@ def load(
 ) -> tuple[Workflow, dict[str, str]]:
     """Return the workflow and the origin of each set value (`"recover.steps" -> "quickstart.yaml:31"`).
 
-    Precedence: defaults < first file < further files < `--set a.b=c` < named flags.
+    Precedence: defaults < first file < further files < `--set a.b=c` < named arguments.
     """
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -71,7 +71,7 @@ def _override(
         if not separator or not key.strip():
             raise UsageError(f"--set {override!r} is not KEY=VALUE", "--set recover.steps=60")
         values.append((key.strip(), _parse_value(text, key), "--set"))
-    values += [(key, value, "flag") for key, value in flags.items() if value is not None]
+    values += [(key, value, "argument") for key, value in flags.items() if value is not None]
     for key, value, origin in values:
         *sections, name = key.split(".")
         node = tree

@@ -93,6 +93,7 @@ def _prepare(
         shutil.rmtree(run.evals / STATE_OF[task.name], ignore_errors=True)
     write_atomic(run.workflow, dump(workflow))
     write_json(run.config, {"workflow": workflow.model_dump(), "origins": origins})
+    sources.save()
     for task, donor in copy_finished(sources.plan(workflow, run), run, donors):
         output.note(f"{task.label}: taken from {donor.path.name}")
     return sources.plan(workflow, run)

@@ -81,12 +81,12 @@ def _other_runs(out: Path, runs: dict[str, Workflow]) -> list[RunDir]:
     return [RunDir(p) for p in sorted(out.glob("*")) if p.name not in runs and RunDir(p).is_run()]
 
 
-def describe_all(flow: Workflow, out: Path) -> tuple[list[list[str]], list[dict[str, Any]]]:
+def describe_all(flow: Workflow, out: Path, sources: Sources) -> tuple[list[list[str]], list[dict[str, Any]]]:
     """Return what each run would do, as table rows and as data. Writes nothing."""
     from opdcl.pipeline.dry_run import describe
 
     rows, plans = [], []
-    runs, sources = expand(flow, out), Sources()
+    runs = expand(flow, out)
     made_by = {f: donor.path.name for donor in _other_runs(out, runs) for f in outcomes(donor)}
     for name, workflow in runs.items():
         needs = _needs(workflow, out)
@@ -102,7 +102,7 @@ def describe_all(flow: Workflow, out: Path) -> tuple[list[list[str]], list[dict[
 
 
 def execute_all(
-    flow: Workflow, origins: dict[str, str], out: Path, output: Output, force: bool = False
+    flow: Workflow, origins: dict[str, str], out: Path, output: Output, force: bool, sources: Sources
 ) -> dict[str, Any]:
     """Run every arm with every seed, then compare them; return the comparison.
 
@@ -117,7 +117,7 @@ def execute_all(
     from opdcl.results.compare import compare, refuse_folder, write
 
     parallel.on_first_worker(lambda: refuse_folder(out))
-    runs, sources = expand(flow, out), Sources()
+    runs = expand(flow, out)
     finished: list[RunDir] = []
     others = _other_runs(out, runs)
     failed: set[str] = set()

@@ -20,7 +20,7 @@ WRONG = {
     "run quickstart -o out --set recover.steps=many": ("recover.steps", "integer", "'many'", "--set"),
     "run quickstart -o out --set recover.steps": ("is not KEY=VALUE", "--set recover.steps=60"),
     "finetune --data missing.jsonl -o out": ("missing.jsonl' does not exist",),
-    "finetune --data handbook -o out --epochs 0": ("finetune.epochs", "greater than 0", "flag"),
+    "finetune --data handbook -o out --epochs 0": ("finetune.epochs", "greater than 0", "argument"),
     "finetune --data handbook -o out --epochs few": ("--epochs", "number"),
     "finetune -o out": ("--data", "opdcl finetune --help"),
     "recover nowhere": ("nowhere is not a run directory", "opdcl finetune"),

@@ -53,7 +53,7 @@ def test_each_source_overrides_the_one_before_and_leaves_the_rest(write):
     assert origins["recover.steps"] == f"{first}:2"
     assert origins["recover.rollouts"] == f"{second}:2"
     assert origins["recover.seed"] == "--set"
-    assert origins["recover.max_new_tokens"] == "flag"
+    assert origins["recover.max_new_tokens"] == "argument"
 
 
 def test_the_last_of_two_set_options_wins(write):
