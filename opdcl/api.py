@@ -23,6 +23,8 @@ from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.deploy.export import export as export_model
 from opdcl.deploy.push import push as push_adapter
+from opdcl.errors import UsageError
+from opdcl.model.adapters import find_states
 from opdcl.outcomes import Comparison, Outcome, Plan, Result, Verification
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.fetch import fetch as fetch_all
@@ -230,31 +232,48 @@ def fetch(
     return Outcome("", [table], [vars(item) for item in items])
 
 
-def chat(source: PathLike, prompts: str | Iterable[str], max_new_tokens: int = 200) -> Iterator[Outcome]:
-    """Yield, prompt by prompt, the greedy answers of base, tuned and recovered.
+def chat(
+    source: PathLike,
+    prompts: str | Iterable[str],
+    max_new_tokens: int = 200,
+    system: str | None = None,
+    temperature: float = 0.0,
+    quiet: bool = False,
+) -> Iterator[Outcome]:
+    """Yield, prompt by prompt, the answers of base, tuned and recovered. No prompt knows the earlier ones.
 
     Args:
         source: A run directory, an adapter's folder, or an adapter's Hub id.
         prompts: One prompt or several; an iterator is read one prompt at a time.
         max_new_tokens: Longest answer, in tokens.
+        system: System prompt.
+        temperature: 0 takes the likeliest token each time; above, answers are sampled.
+        quiet: Print errors only. Otherwise a terminal shows who is answering.
 
     Returns: An iterator of outcomes; `data["answers"]` has the answers by state.
-    Raises: UsageError: there is no such run or adapter.
+    Raises: UsageError: there is no such run or adapter, or the temperature is below 0.
     Example:
         for answers in opdcl.chat("runs/mine", "Who signs the form?"):
             print(answers.data["answers"]["recovered"])
     """
-    from opdcl.deploy.chat import answers
+    if temperature < 0:
+        raise UsageError(f"temperature {temperature} is below 0", "0 takes the likeliest token each time")
+    base, adapters = find_states(str(source))
+    asked = [prompts] if isinstance(prompts, str) else prompts
+    output = _output(quiet)
 
-    turns = answers(str(source), [prompts] if isinstance(prompts, str) else prompts, max_new_tokens)
-    while True:
-        with quiet_libraries():
-            turn = next(turns, None)
-        if turn is None:
-            return
-        prompt, by_state = turn
-        table = Table(prompt, ["state", "answer"], [[*pair] for pair in by_state.items()], "")
-        yield Outcome(prompt, [table], {"prompt": prompt, "answers": by_state})
+    def turns() -> Iterator[Outcome]:
+        with output.busy("loading the model") as say, quiet_libraries():
+            from opdcl.deploy.chat import Chat
+
+            states = Chat(base, adapters)
+        for prompt in asked:
+            with output.busy("reading the prompt") as say, quiet_libraries():
+                texts = states.answers(prompt, max_new_tokens, system, temperature, say)
+            table = Table("", ["state", "answer"], [[*pair] for pair in texts.items()], "")
+            yield Outcome(prompt, [table], {"prompt": prompt, "answers": texts})
+
+    return turns()
 
 
 def export(
@@ -285,7 +304,8 @@ def export(
     """
     with quiet_libraries(), _output(quiet).stage("export") as line:
         written = export_model(str(source), state, Path(out), format, outtype, converter, check, line)
-    return Outcome(f"{written['state']} written to {out}", [], written)
+    what = {"merged": "merged model", "adapter": "adapter"}.get(format, "GGUF file")
+    return Outcome(f"{what} ({written['state']}) written to {out}", [], written)
 
 
 def push(

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from opdcl.config.reference import error_key, explain
+from opdcl.config.reference import REMOVED_KEYS, error_key, explain
 from opdcl.config.shipped import find_workflow
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
@@ -54,10 +54,23 @@ def load(
 def load_tree(
     tree: dict[str, Any], origins: dict[str, str], overrides: list[str], flags: dict[str, Any], stage: str
 ) -> tuple[Workflow, dict[str, str]]:
-    """Return the workflow of an earlier command with one stage added, overridden as in `load`."""
-    tree = {k: v for k, v in tree.items() if v is not None}
+    """Return the workflow of an earlier command with one stage added, overridden as in `load`.
+
+    Keys that an earlier version has stored and this one has removed are left out.
+    """
+    tree = {k: _without_removed(v, k) for k, v in tree.items() if v is not None}
     tree[stage] = dict(tree.get(stage) or {})
     return _override(tree, dict(origins), overrides, flags)
+
+
+def _without_removed(value: Any, key: str) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_removed(inner, f"{key}.{name}")
+        for name, inner in value.items()
+        if not f"{key}.{name}".endswith(tuple(REMOVED_KEYS))
+    }
 
 
 def _override(

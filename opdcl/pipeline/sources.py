@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.shipped import shipped_suites
+from opdcl.config.shipped import package_folder, shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
 from opdcl.data.rows import Row, check_lines, load_rows, on_hub, pinned, source_files
@@ -78,7 +78,13 @@ class Sources:
         Raises:
             UsageError: A source is missing or malformed, or a row has no answer to learn.
         """
-        for source in self._fields(workflow).values():
+        shipped = package_folder("workflows")
+        for key, source in self._fields(workflow).items():
+            if source and Path(source).is_relative_to(shipped) and not os.path.exists(source):
+                file = Path(source).relative_to(shipped)
+                hint = f"opdcl workflows cp {workflow.name} copies it, to put {file} beside it; "
+                hint += f"or --set {key}=FILE"
+                raise UsageError(f"recipe {workflow.name} needs data of yours: {key} is {file}", hint)
             if source and not on_hub(source):
                 self.rows(source)
         if workflow.finetune:

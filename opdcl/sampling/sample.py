@@ -82,8 +82,8 @@ def sample(
 def pick_engine(model) -> tuple[Engine, str]:
     """Return the engine for a model, and the reason."""
     if architecture(model.config).full_attention:
-        return "slab", "every layer is full attention: slab decoding, finished sequences leave the batch"
-    return "generate", "some layers are not full attention, which only transformers' own cache serves"
+        return "slab", "every layer is full attention"
+    return "generate", "some layers are not full attention"
 
 
 class _LogprobRecorder(LogitsProcessor):

@@ -217,7 +217,7 @@ def test_all_faults_are_reported_at_once(write):
     assert complaint([file]).message.splitlines() == [
         f"finetune.epochs: must be a number (got 'x', {file}:1)",
         f"recover.seed: must be an integer (got 'x', {file}:4)",
-        f"unknown key recover.stepz, {file}:3",
+        f"unknown key recover.stepz, {file}:3; did you mean recover.steps?",
     ]
 
 
@@ -345,7 +345,7 @@ def test_the_quickstart_is_shipped_and_needs_nothing_else():
 
 def test_every_field_is_described_once():
     rows = describe_fields()
-    keys = [key for key, _, _ in rows]
+    keys = [key for key, *_ in rows]
     assert len(keys) == len(set(keys))
     assert {
         "model.id",
@@ -355,8 +355,8 @@ def test_every_field_is_described_once():
         "eval.retention",
         "gates.recovery",
     } <= {*keys}
-    assert [key for key, _, meaning in rows if len(meaning) < 4] == []
-    assert {key: default for key, default, _ in rows}["finetune.data"] == "required"
+    assert [key for key, *_, meaning in rows if len(meaning) < 4] == []
+    assert {key: default for key, _, default, _ in rows}["finetune.data"] == "required"
 
 
 @pytest.mark.parametrize(
