@@ -128,6 +128,15 @@ def to_user_error(fault: Exception, repository: Repository) -> OpdclError:
     return UsageError(problem, hint)
 
 
+def fail_fast() -> None:
+    """Keep libraries from retrying for a minute if the Hub is unreachable: they then use the cache only."""
+    if not reachable():
+        import datasets
+        from huggingface_hub import constants
+
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+
+
 def reachable() -> bool:
     """Return within seconds whether the Hub may be asked and answers; its client would retry for a minute."""
     from huggingface_hub import constants

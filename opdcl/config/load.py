@@ -54,21 +54,19 @@ def load(
 def load_tree(
     tree: dict[str, Any], origins: dict[str, str], overrides: list[str], flags: dict[str, Any], stage: str
 ) -> tuple[Workflow, dict[str, str]]:
-    """Return the workflow of an earlier command with one stage added, overridden as in `load`.
-
-    Keys that an earlier version has stored and this one has removed are left out.
-    """
-    tree = {k: _without_removed(v, k) for k, v in tree.items() if v is not None}
+    """Return the workflow of an earlier command with one stage added, overridden as in `load`."""
+    tree = {k: v for k, v in without_removed(tree).items() if v is not None}
     tree[stage] = dict(tree.get(stage) or {})
     return _override(tree, dict(origins), overrides, flags)
 
 
-def _without_removed(value: Any, key: str) -> Any:
-    if not isinstance(value, dict):
-        return value
+def without_removed(tree: Any, key: str = "") -> Any:
+    """Return stored settings without the keys that an earlier version had and this one has removed."""
+    if not isinstance(tree, dict):
+        return tree
     return {
-        name: _without_removed(inner, f"{key}.{name}")
-        for name, inner in value.items()
+        name: without_removed(value, f"{key}.{name}")
+        for name, value in tree.items()
         if not f"{key}.{name}".endswith(tuple(REMOVED_KEYS))
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
@@ -38,7 +39,7 @@ class Chat:
         row = Row([*messages, {"role": "user", "content": prompt}], None, None, "prompt")
         longest_prompt = self.backbone.causal_lm.config.max_position_embeddings - max_new_tokens
         ids = encode_prompt(row, self.backbone.tokenizer, longest_prompt)
-        options = {"max_new_tokens": max_new_tokens, "eos_ids": self.backbone.eos_ids}
+        options: Any = {"max_new_tokens": max_new_tokens, "eos_ids": self.backbone.eos_ids}
         texts = {}
         for state, slot in self.slots.items():
             on_state(f"{state} is answering")
