@@ -37,7 +37,7 @@ WORDS = {
     "text": "string_type",
     "valid text": "string_unicode",
     "text that is not empty": "string_too_short",
-    "text of the form {pattern}": "string_pattern_mismatch",
+    "{form}": "string_pattern_mismatch",
     "a list": "list_type",
     "a mapping": "dict_type",
     "a section of settings": "model_type model_attributes_type",
@@ -153,7 +153,9 @@ def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
             lines[key] = f"{key} {error['msg']}{where}"
         elif words := next((words for words, types in WORDS.items() if error["type"] in types.split()), ""):
             removed = REMOVED_VALUES.get(error["input"]) if isinstance(error["input"], str) else None
-            expected.setdefault(key, []).append(words.format(**context))
+            is_address = "http" in context.get("pattern", "")
+            form = "an http address" if is_address else "a name of letters, digits, hyphens and underscores"
+            expected.setdefault(key, []).append(words.format(**context, form=form))
             kinds = " or ".join(dict.fromkeys(expected[key]))
             lines[key] = f"{key}: must be {kinds} (got {_brief(error['input'])}{where})"
             lines[key] += f": {error['input']} was removed; {removed}" if removed else ""

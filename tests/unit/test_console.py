@@ -78,7 +78,7 @@ def test_a_terminal_shows_what_is_being_done():
     output, screen = on_a_terminal()
     with output.busy("loading the model") as say:
         say("base is answering")
-    assert "loading the model" in screen.getvalue()
+    assert "base is answering" in screen.getvalue()
 
 
 def test_no_spinner_off_a_terminal(capsys):
