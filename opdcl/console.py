@@ -136,9 +136,13 @@ class Output:
 
     def ask(self) -> str:
         """Read one line from stdin, with a prompt on a terminal. Returns "" at the end of the input."""
-        if sys.stdin.isatty():
-            self._err.print("> ", end="")
-        return sys.stdin.readline()
+        if not sys.stdin.isatty():
+            return sys.stdin.readline()
+        self._err.print("> ", end="")
+        line = sys.stdin.readline()
+        if not line:
+            self._err.print()  # Ctrl-D leaves the cursor behind the prompt
+        return line
 
     def error(self, fault: OpdclError, from_any_worker: bool = False) -> None:
         """Print what is wrong and what to do next."""
@@ -169,10 +173,10 @@ class StageLine:
             self._live = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(24),
-                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                TextColumn("{task.fields[count]}"),
                 TextColumn("{task.fields[values]}"),
                 TimeElapsedColumn(),
-                TextColumn("left"),
+                TextColumn("{task.fields[left]}"),
                 TimeRemainingColumn(),
                 console=console,
                 # A library's own bars go where `quiet_libraries` sends them, not above this one.
@@ -180,7 +184,8 @@ class StageLine:
                 redirect_stderr=False,
             )
             self._live.start()
-            self._task = self._live.add_task(self.name, total=None, values="", visible=False)
+            # Until the first step the bar pulses, so that loading and the first validation are not silent.
+            self._task = self._live.add_task(self.name, total=None, count="", values="", left="")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -192,7 +197,8 @@ class StageLine:
         self._values |= values
         text = " ".join(f"{k.replace('_per_s', '/s')} {_short(v)}" for k, v in self._values.items())
         if self._live:
-            self._live.update(self._task, completed=done, total=total, values=text, visible=True)
+            fields = {"count": f"{done}/{total}", "values": text, "left": "left"}
+            self._live.update(self._task, completed=done, total=total, **fields)
         elif time.monotonic() - self._last >= LINE_EVERY or done == total:
             self._last = time.monotonic()
             self.output.note(f"{self.name} {done}/{total} {text}".rstrip())
