@@ -71,7 +71,7 @@ def test_a_gguf_file_is_the_merged_model(tuned, converter):
 
     report = Report()
     written = export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f32", converter, True, report)
-    assert {p.name for p in (tuned / "out").iterdir()} == {"model.gguf", "Modelfile"}
+    assert {p.name for p in (tuned / "out").iterdir()} == {"model.gguf", "Modelfile", "README.md"}
     assert written["bytes"] == (tuned / "out/model.gguf").stat().st_size
     assert written["gap"]["same_ids"]
     assert written["gap"]["mean"] < 1e-4
