@@ -197,7 +197,7 @@ class StageLine:
         self._values |= values
         text = " ".join(f"{k.replace('_per_s', '/s')} {_short(v)}" for k, v in self._values.items())
         if self._live:
-            fields = {"count": f"{done}/{total}", "values": text, "left": "left"}
+            fields: Any = {"count": f"{done}/{total}", "values": text, "left": "left"}
             self._live.update(self._task, completed=done, total=total, **fields)
         elif time.monotonic() - self._last >= LINE_EVERY or done == total:
             self._last = time.monotonic()
