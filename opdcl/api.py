@@ -41,16 +41,18 @@ from opdcl.rundir.verify import verify as verify_run
 
 
 class Options(TypedDict, total=False):
-    """What `run`, `finetune`, `recover` and `evaluate` have in common."""
+    """What `run`, `finetune`, `recover` and `evaluate` have in common.
+
+    settings: The keys of `opdcl config schema`: a mapping, or "KEY=VALUE" strings. Arguments take precedence.
+    dry_run: Return the plan of the run, and write nothing.
+    force: Repeat stages whose settings or data have changed, instead of refusing to start.
+    quiet: Print errors only. Otherwise progress goes to stderr.
+    """
 
     settings: Settings
-    """By the keys of `opdcl config schema`: a mapping, or "KEY=VALUE" strings. Arguments take precedence."""
     dry_run: bool
-    """Return the plan of the run, and write nothing."""
     force: bool
-    """Repeat stages whose settings or data have changed, instead of refusing to start."""
     quiet: bool
-    """Print errors only. Otherwise progress goes to stderr."""
 
 
 def run(

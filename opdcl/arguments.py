@@ -33,7 +33,7 @@ ARGUMENTS = {
 
 # Settings that name data, where rows may stand instead.
 DATA = re.compile(r"finetune\.data|recover\.(general|domain|teachers\.[^.]+\.prompts)|eval\.data\.[^.]+")
-ROWS = "a list of dicts, a datasets.Dataset (one split of a DatasetDict), or the path of a file"
+ROWS = "a list of dicts, one split of a datasets.Dataset, dataframe.to_dict('records'), or the path of a file"
 # The suite of rows that `evaluate` is given without a name.
 UNNAMED = "domain"
 
