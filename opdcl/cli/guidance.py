@@ -49,12 +49,12 @@ def hint_for(fault: Any) -> str:
     if kind == "NoSuchOption":
         options = [option for p in fault.ctx.command.params for option in p.opts if option.startswith("--")]
         near = similar_option(fault.option_name, options) or similar_setting(fault.option_name)
-        return f"did you mean {near}? {help_line} lists all options" if near else help_line
+        return f"did you mean {near}? {help_line}" if near else help_line
     if "No such command" in fault.format_message():
         typed = fault.format_message().split("'")[1]
         names = list(fault.ctx.command.commands)
         near = next((n for n in names if typed.startswith(n)), "") or _nearest(typed, names)
-        return f"did you mean {command} {near}?" if near else help_line
+        return f"{command} {near} --help  # did you mean {near}?" if near else help_line
     return help_line
 
 

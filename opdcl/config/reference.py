@@ -26,7 +26,7 @@ REMOVED_KEYS = {
 }
 REMOVED_VALUES = {"jsd": JSD, "entropy_switched": JSD}
 
-SCHEMA = "opdcl config schema lists every key with its values"
+SCHEMA = "opdcl config schema  # lists every key with its values"
 
 # Plain words, with the values of the error's context -> Pydantic's error types.
 WORDS = {

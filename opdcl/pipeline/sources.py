@@ -82,8 +82,9 @@ class Sources:
         for key, source in self._fields(workflow).items():
             if source and Path(source).is_relative_to(shipped) and not os.path.exists(source):
                 file = Path(source).relative_to(shipped)
-                hint = f"opdcl workflows cp {workflow.name} copies it, to put {file} beside it; "
-                hint += f"or --set {key}=FILE"
+                hint = (
+                    f"opdcl workflows cp {workflow.name} .  # then put {file} beside it; or --set {key}=FILE"
+                )
                 raise UsageError(f"recipe {workflow.name} needs data of yours: {key} is {file}", hint)
             if source and not on_hub(source):
                 self.rows(source)

@@ -27,8 +27,8 @@ WRONG = {
     "finetune --data x --learn 1e-4": ("did you mean --learning-rate?",),
     "finetune --data x --batch-size 4": ("did you mean --set finetune.batch_size=VALUE?",),
     "recover": ("RUN", "hint: opdcl recover runs/mine"),
-    "evaluate x": ("No such command 'evaluate'.\n", "did you mean opdcl eval?"),
-    "config schemas": ("did you mean opdcl config schema?",),
+    "evaluate x": ("No such command 'evaluate'.\n", "opdcl eval --help  # did you mean eval?"),
+    "config schemas": ("opdcl config schema --help",),
     "config schema recover.los": ("no setting 'recover.los'", "did you mean recover.loss?"),
     "config validate quickstart --set eval.retention=[instructons]": (
         "eval.retention names no suite 'instructons', --set",
