@@ -73,7 +73,7 @@ class Sources:
         return workflow
 
     def read(self, workflow: Workflow) -> None:
-        """Read and check all rows that lie here. Imports no heavy library.
+        """Read and check the rows that lie here, before a library is imported that takes seconds.
 
         Raises:
             UsageError: A source is missing or malformed, or a row has no answer to learn.
@@ -82,26 +82,33 @@ class Sources:
         for key, source in self._fields(workflow).items():
             if source and Path(source).is_relative_to(shipped) and not os.path.exists(source):
                 file = Path(source).relative_to(shipped)
-                hint = (
-                    f"opdcl workflows cp {workflow.name} .  # then put {file} beside it; or --set {key}=FILE"
-                )
+                hint = f"opdcl workflows cp {workflow.name} .  # then put {file} beside it"
                 raise UsageError(f"recipe {workflow.name} needs data of yours: {key} is {file}", hint)
+        for source in self._fields(self.inherit(workflow)).values():
             if source and not on_hub(source):
                 self.rows(source)
+        if workflow.finetune and not on_hub(workflow.finetune.data):
+            self._check_answers(workflow.finetune.data)
+
+    def _check_answers(self, source: str) -> None:
+        for row in self.rows(source):
+            if row.text is None and row.answer is None:
+                hint = "fine-tune rows need completion, answer or text"
+                raise UsageError(f"{row.where} has no answer to learn", hint)
+
+    def check(self, workflow: Workflow) -> None:
+        """Check that every row can be used where the workflow uses it.
+
+        Raises:
+            UsageError: A source is missing or malformed, or a row lacks what its stage needs.
+        """
         if workflow.finetune:
-            for row in self.rows(workflow.finetune.data):
-                if row.text is None and row.answer is None:
-                    hint = "fine-tune rows need completion, answer or text"
-                    raise UsageError(f"{row.where} has no answer to learn", hint)
+            self._check_answers(workflow.finetune.data)
+        if workflow.recover:
+            self.recovery(workflow.recover)
         for suite, path in (workflow.eval.data if workflow.eval else {}).items():
             if path not in self._given and not os.path.isfile(path):
                 raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
-
-    def check(self, workflow: Workflow) -> None:
-        """Check that every row can be used where the workflow uses it, as `read` does and beyond it."""
-        self.read(workflow)
-        if workflow.recover:
-            self.recovery(workflow.recover)
 
     def _fields(self, workflow: Workflow) -> dict[str, str | None]:
         """Return the sources of rows by the names of their fields."""

@@ -42,7 +42,6 @@ WRONG = {
     "run qwen3-1.7b-24gb -o out": (
         "recipe qwen3-1.7b-24gb needs data of yours: finetune.data is data/domain.jsonl",
         "opdcl workflows cp qwen3-1.7b-24gb",
-        "--set finetune.data=FILE",
     ),
     "finetune --data handbook --model gpt2 -o out": ("'gpt2' is not in the local cache",),
     "finetune --data handbook --model gpt2.gguf -o out": ("neither a folder nor a hub id",),
