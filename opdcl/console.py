@@ -89,6 +89,11 @@ class Output:
     def _shows_notes(self) -> bool:
         return self.mode == "human" and parallel.rank() == 0
 
+    @property
+    def width(self) -> int:
+        """The number of characters of a line of results."""
+        return self._out.width
+
     def result(self, human: str, data: Any) -> None:
         """Print the command's result: text for people, or one JSON document."""
         if parallel.rank():

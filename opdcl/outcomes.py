@@ -54,6 +54,10 @@ class Result(Outcome):
     def _next(self) -> str:
         """Return the command that leads on: what the run lacks, else its answers."""
         place = shlex.quote(str(self.path))
+        if not self.adapters:
+            learns = RunDir(self.path).settings().get("finetune")
+            resume = f"opdcl run {place}/workflow.yaml -o {place}"
+            return resume if learns else f"opdcl finetune --data ROWS.jsonl -o {place}-2"
         if "recovered" not in self.adapters:
             return f"opdcl recover {place}"
         measured = any(suite["recovered"] for suite in self.summary["suites"].values())

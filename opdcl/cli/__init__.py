@@ -48,7 +48,7 @@ app.add_typer(config_app, name="config")
 
 
 @app.command(name="help", hidden=True)
-def _help(context: typer.Context, words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+def _help(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
     """Show the help of opdcl or of one command."""
     raise typer.Exit(app([*(words or ()), "--help"], prog_name="opdcl", standalone_mode=False))
 

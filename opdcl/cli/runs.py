@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from pathlib import Path
 
 import typer
 
@@ -82,9 +83,12 @@ def export(
     json: opt.Json = False,
 ) -> None:
     """Write the merged model, or its adapter, for other programs."""
+    from opdcl.rundir.layout import RunDir
+
     start(json)
     show(opdcl.export(source, out, state, format, outtype, converter, check, quiet=json))
-    lead("push", source, "OWNER/NAME")
+    is_run = RunDir(Path(source)).is_run()
+    lead(*(("push", source, "OWNER/NAME") if is_run else ("chat", source, "PROMPT")))
 
 
 def push(

@@ -13,8 +13,10 @@ from helpers.tiny import make_project
 import opdcl
 from opdcl.console import Output
 from opdcl.errors import UsageError
-from opdcl.outcomes import Outcome, Verification
+from opdcl.outcomes import Outcome, Result, Verification
 from opdcl.results.tables import Table
+from opdcl.rundir.files import write_json
+from opdcl.rundir.layout import RunDir
 from opdcl.rundir.verify import Finding
 
 
@@ -156,6 +158,27 @@ def test_a_setting_without_its_section_is_suggested_in_full(rows):
     with pytest.raises(UsageError, match="unknown key epochs") as fault:
         opdcl.finetune(rows, settings={"epochs": 1}, dry_run=True)
     assert fault.value.hint == "did you mean finetune.epochs?"
+
+
+@pytest.mark.parametrize(
+    ("config", "states", "suites", "command"),
+    [
+        ({"finetune": {}}, (), {}, "opdcl run {}/workflow.yaml -o {}"),
+        ({"eval": {}}, (), {"mine": {"recovered": {}}}, "opdcl finetune --data ROWS.jsonl -o {}-2"),
+        ({}, ("finetune",), {"mine": {"recovered": {}}}, "opdcl recover {}"),
+        ({}, ("finetune", "recover"), {"mine": {"recovered": {}}}, "opdcl eval {} --domain TEST.jsonl"),
+        ({}, ("finetune", "recover"), {"mine": {"recovered": {"value": 1}}}, "opdcl chat {}"),
+    ],
+)
+def test_a_result_names_the_command_that_leads_on(tmp_path, config, states, suites, command):
+    run = RunDir(tmp_path)
+    write_json(run.config, {"workflow": config, "origins": {}})
+    for number, stage in enumerate(states, 1):
+        write_json(run.stage(number, stage).record, {"status": "done"})
+    entry = {"n": 0, "floor": None, "metric": "", "role": "domain", "writing": {}}
+    summary = dict.fromkeys(("recovery", "recovery_raw", "domain_retention")) | {"verdict": "fine"}
+    result = Result(tmp_path, summary | {"suites": {name: entry | s for name, s in suites.items()}})
+    assert result.notes[-1] == f"next: {command.replace('{}', str(tmp_path))}"
 
 
 def test_what_a_notebook_shows_is_inert():
