@@ -99,9 +99,10 @@ def print_schema(key: opt.Key = None, json: opt.Json = False) -> None:
     fields = fields_below(key) if key else describe_fields()
     names = "key", "values", "default", "meaning"
     data: Any = [dict(zip(names, field, strict=True)) for field in fields]
+    wrapped = [textwrap.fill(field[-1], screen.output.width - 4) for field in fields]
     blocks = [
-        f"{name}: {default}  ({kind})\n{textwrap.indent(textwrap.fill(meaning, screen.output.width - 4), '    ')}"
-        for name, kind, default, meaning in fields
+        f"{name}: {default}  ({kind})\n{textwrap.indent(meaning, '    ')}"
+        for (name, kind, default, _), meaning in zip(fields, wrapped, strict=True)
     ]
     screen.output.result("\n".join(blocks), data if key else Workflow.model_json_schema())
     lead("run", "quickstart", "--set", f"{fields[0][0]}=VALUE", "--dry-run")
