@@ -55,9 +55,9 @@ class Result(Outcome):
         """Return the command that leads on: what the run lacks, else its answers."""
         place = shlex.quote(str(self.path))
         if not self.adapters:
-            learns = RunDir(self.path).settings().get("finetune")
-            resume = f"opdcl run {place}/workflow.yaml -o {place}"
-            return resume if learns else f"opdcl finetune --data ROWS.jsonl -o {place}-2"
+            manifest = RunDir(self.path).read_manifest()
+            commands = manifest.get("commands") or [manifest.get("command")]
+            return commands[-1] or f"opdcl finetune --data ROWS.jsonl -o {place}"
         if "recovered" not in self.adapters:
             return f"opdcl recover {place}"
         measured = any(suite["recovered"] for suite in self.summary["suites"].values())

@@ -161,18 +161,19 @@ def test_a_setting_without_its_section_is_suggested_in_full(rows):
 
 
 @pytest.mark.parametrize(
-    ("config", "states", "suites", "command"),
+    ("manifest", "states", "suites", "command"),
     [
-        ({"finetune": {}}, (), {}, "opdcl run {}/workflow.yaml -o {}"),
-        ({"eval": {}}, (), {"mine": {"recovered": {}}}, "opdcl finetune --data ROWS.jsonl -o {}-2"),
+        ({"commands": ["opdcl run a.yaml", "opdcl run b.yaml"]}, (), {}, "opdcl run b.yaml"),
+        ({"command": "opdcl run a.yaml"}, (), {"mine": {"recovered": {}}}, "opdcl run a.yaml"),
+        ({}, (), {}, "opdcl finetune --data ROWS.jsonl -o {}"),
         ({}, ("finetune",), {"mine": {"recovered": {}}}, "opdcl recover {}"),
         ({}, ("finetune", "recover"), {"mine": {"recovered": {}}}, "opdcl eval {} --domain TEST.jsonl"),
         ({}, ("finetune", "recover"), {"mine": {"recovered": {"value": 1}}}, "opdcl chat {}"),
     ],
 )
-def test_a_result_names_the_command_that_leads_on(tmp_path, config, states, suites, command):
+def test_a_result_names_the_command_that_leads_on(tmp_path, manifest, states, suites, command):
     run = RunDir(tmp_path)
-    write_json(run.config, {"workflow": config, "origins": {}})
+    write_json(run.manifest, manifest)
     for number, stage in enumerate(states, 1):
         write_json(run.stage(number, stage).record, {"status": "done"})
     entry = {"n": 0, "floor": None, "metric": "", "role": "domain", "writing": {}}
