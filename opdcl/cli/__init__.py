@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from opdcl.cli import runs, screen, stages
 from opdcl.cli.config import config_app, workflows_app
 from opdcl.cli.guidance import describe_commands, hint_for
 from opdcl.errors import Interrupted, OpdclError, UsageError, translate
+from opdcl.sanitize import redact
 from opdcl.version import __version__
 
 app = typer.Typer(
@@ -71,9 +73,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
         code = 0
     except (KeyboardInterrupt, typer.Abort):
-        from opdcl.pipeline.session import command_line
-
-        code = _fail(Interrupted("interrupted", command_line()))
+        code = _fail(Interrupted("interrupted", redact(shlex.join(["opdcl", *sys.argv[1:]]))))
     except OpdclError as fault:
         code = _fail(fault)
     except Exception as fault:

@@ -34,7 +34,8 @@ class EvalConfig(Section):
     batch_size: Positive | Auto = "auto"
     """Number of answers decoded together. `auto`: 320 on CPU, 256 on CUDA."""
     sampler: Sampler = "auto"
-    """Decoding engine: our own `slab`, or transformers' `generate` or `continuous` batching."""
+    """Decoding engine: our own `slab`, the same on CUDA graphs, or transformers' `generate` or `continuous`
+    batching."""
     server: ServerSection | None = None
     """Server that decodes. It must load adapters and read the run directory, as `opdcl serve RUN` does."""
 

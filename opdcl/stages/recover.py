@@ -117,6 +117,8 @@ def _student(config: RecoverConfig, backbone: Backbone, out: StageDir, report: S
     engine, reason = pick_engine(backbone.causal_lm)
     if config.sampler == "auto" and engine != "slab":
         report.note(f"the slower sampler `{engine}` is used: {reason}")
+    if config.sampler == "graph" and backbone.device.type == "cuda":
+        backbone.sums = {}
     return Teacher(backbone, "student")
 
 

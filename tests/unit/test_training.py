@@ -55,9 +55,9 @@ def test_only_a_slower_sampler_is_mentioned(backbone):
     report = Shown()
     _student(RecoverConfig(), backbone, None, report)
     assert report.notes == []
-    backbone.causal_lm.config.layer_types = ["sliding_attention", "full_attention"]
+    backbone.causal_lm.config.layer_types = ["full_attention", "linear_attention"]
     _student(RecoverConfig(), backbone, None, report)
-    reason = "some layers are not full attention"
+    reason = "some layers are not attention"
     assert report.notes == [f"the slower sampler `generate` is used: {reason}"]
 
 
