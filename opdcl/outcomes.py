@@ -86,7 +86,7 @@ class Comparison(Outcome):
         if scores.columns[-1] == "status":
             rows = [[*cells, status.replace(" ", "\n")] for *cells, status in rows]
         notes = [page.lead, *(f"note: {note}" for note in data["notes"])]
-        super().__init__(page.lead, [scores._replace(title="", rows=rows), *others], data, notes)
+        super().__init__(page.finding, [scores._replace(title="", rows=rows), *others], data, notes)
 
     def runs(self) -> list[Path]:
         """Return the run directories in the comparison's folder."""

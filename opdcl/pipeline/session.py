@@ -85,6 +85,8 @@ class Session:
             "started": earlier.get("started", now()),
             "cost": cost,
         }
+        if task.name == "finetune":
+            record["rows"] = len(self.sources.rows(self.workflow.finetune.data))
         write_json(stage.record, record)
         _ = self.backbone  # loading it is no part of the stage's cost
         reset_peak_memory()
@@ -170,6 +172,7 @@ class Session:
             hint = f"--set model.dtype={earlier}, or a new run directory"
             raise UsageError(f"this run was begun in {earlier} and would go on in {dtype}", hint)
         base = self.manifest.setdefault("base", {"id": model.id, "revision": model.revision})
+        base.setdefault("parameters", sum(p.numel() for p in backbone.causal_lm.parameters()))
         fingerprint = backbone.fingerprint()
         if base.setdefault("fingerprint_before", fingerprint) != fingerprint:
             message = f"the weights of {model.id} are not those that this run began with"
