@@ -37,6 +37,12 @@ def load_rows(source: str, split: str = "train", columns: Mapping[str, str] | No
     return rows
 
 
+def check_lines(text: str, name: str, columns: Mapping[str, str] | None = None) -> list[Row]:
+    """Check the rows of a JSONL text; errors call them by `name`."""
+    rows = [(json.loads(line), f"{name} row {n}") for n, line in enumerate(text.split("\n"), 1) if line]
+    return [check_row(_renamed(row, columns or {}, where), where) for row, where in rows]
+
+
 def _renamed(row: Any, columns: Mapping[str, str], where: str) -> Any:
     """Return what a row has in the named columns; the row itself if it has none of them."""
     if not isinstance(row, dict) or not row.keys() & {*columns.values()}:

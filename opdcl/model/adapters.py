@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.config.model import ModelConfig
-from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, snapshot
 from opdcl.rundir.hashes import ADAPTER
@@ -116,6 +115,6 @@ def find_states(place: str) -> tuple[ModelConfig, dict[str, Path]]:
     """Return the base and the adapters by state, of a run directory, an adapter folder or a Hub id."""
     run = RunDir(Path(place))
     if run.is_run():
-        return Workflow.model_validate(run.settings()).model, run.adapters()
+        return ModelConfig.model_validate(run.settings()["model"]), run.adapters()
     folder = find_adapter(place)
     return base_of(place, folder), {"adapter": folder}
