@@ -55,14 +55,20 @@ class Suite:
         docs = self.documents(limit)
         if limit not in self._floors:
             texts = content_free([self.task.doc_to_text(doc) for doc in docs])
-            self._floors[limit] = {name: self._score(docs, answers) for name, answers in texts.items()}
+            self._floors[limit] = {name: self.score(docs, answers) for name, answers in texts.items()}
         if len(docs) == 1:
             return self._floors[limit]
         # Half the suite away: neighbours are often about the same fact.
         half = len(docs) // 2
-        return self._floors[limit] | {"shuffled": self._score(docs, answers[half:] + answers[:half])}
+        return self._floors[limit] | {"shuffled": self.score(docs, answers[half:] + answers[:half])}
 
-    def _score(self, docs: list[dict], answers: list[str]) -> list[dict[str, Any]]:
+    @property
+    def max_tokens(self) -> int:
+        """The longest answer that the suite asks for, in tokens."""
+        return int((self.task.config.generation_kwargs or {}).get("max_gen_toks", 256))
+
+    def score(self, docs: list[dict], answers: list[str]) -> list[dict[str, Any]]:
+        """Score one answer per document."""
         pairs = zip(docs, answers, strict=True)
         return [self.task.process_results(doc, [answer]) for doc, answer in pairs]
 
@@ -141,7 +147,7 @@ def _question_task(name: str, rows: Callable[[], list[Row]], max_tokens: int) ->
     def load(**kwargs: Any) -> dict[str, Any]:
         docs = []
         for row in rows():
-            if row.answer is None or not row.prompt:
+            if not row.answer or not row.prompt:
                 raise UsageError(f"{row.where} has no question and answer", "a domain suite needs both")
             question = row.prompt[-1]["content"]
             docs.append({"question": question, "answers": [row.answer], "cluster": row.cluster})

@@ -21,7 +21,7 @@ def answers(source: str, prompts: Iterable[str], max_new_tokens: int) -> Iterato
         backbone.load_adapter(adapters[state], slot)
     if slots:
         backbone.peft.set_adapter("student")
-    longest_prompt = backbone.causal_lm.config.max_position_embeddings - max_new_tokens
+    longest_prompt = backbone.context_length - max_new_tokens
     for prompt in prompts:
         row = Row([{"role": "user", "content": prompt}], None, None, "prompt")
         ids = encode_prompt(row, backbone.tokenizer, longest_prompt)

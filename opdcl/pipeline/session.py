@@ -116,14 +116,11 @@ class Session:
             report = TrackedReport(line, self.tracked, stage, offset)
             if name == "finetune":
                 start = find_adapter(workflow.start) if workflow.start else None
-                rows = self.sources.rows(workflow.finetune.data)
-                finetune(workflow.finetune, rows, self.backbone, start, stage, report)
-            elif tuned := self.run.adapters().get("tuned"):
-                source = self.sources.recovery(workflow.recover)
-                recover(workflow.recover, source, self.backbone, tuned, stage, report)
+                examples = self.sources.examples(workflow)
+                finetune(workflow.finetune, examples, self.backbone, start, stage, report)
             else:
-                hint = f"opdcl finetune --data ROWS -o {self.run.path}"
-                raise UsageError(f"{self.run.path} has no fine-tuned adapter to recover", hint)
+                source, tuned = self.sources.recovery(workflow), self.run.adapters()["tuned"]
+                recover(workflow.recover, source, self.backbone, tuned, stage, report)
             self.tracked.follow(stage, offset)
 
     def _measure(self, task: Task) -> None:
@@ -166,9 +163,6 @@ class Session:
         """Check that the base is the one that the run began with, and record base and device."""
         model = self.workflow.model
         dtype = str(backbone.causal_lm.dtype).removeprefix("torch.")
-        if (earlier := self.manifest.get("device", {}).get("dtype", dtype)) != dtype:
-            hint = f"--set model.dtype={earlier}, or a new run directory"
-            raise UsageError(f"this run was begun in {earlier} and would go on in {dtype}", hint)
         base = self.manifest.setdefault("base", {"id": model.id, "revision": model.revision})
         fingerprint = backbone.fingerprint()
         if base.setdefault("fingerprint_before", fingerprint) != fingerprint:

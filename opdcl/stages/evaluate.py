@@ -30,6 +30,9 @@ from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.sample import sample
 from opdcl.training import StageReport, peak_memory, reset_peak_memory
 
+LIKELIHOODS = "suites that compare log-likelihoods are not supported yet"
+GENERATIVE = "choose a generative task"
+
 # Prompts, maximum tokens of each completion, callback for finished completions -> completions.
 Decode = Callable[[list[list[int]], int, Callable[[list[Rollout]], None]], list[Rollout]]
 
@@ -111,16 +114,8 @@ class BackboneLM(LM):
 
     def _max_tokens(self, request, length: int) -> int:
         """Return the maximum length of an answer, in tokens."""
-        max_tokens = int(request.args[1].get("max_gen_toks", 256))
-        if self.config.max_new_tokens:
-            max_tokens = min(max_tokens, self.config.max_new_tokens)
-        room = self.backbone.causal_lm.config.max_position_embeddings
-        if length + max_tokens > room:
-            raise UsageError(
-                f"a prompt of {length} tokens and an answer of {max_tokens} exceed the context of {room}",
-                "set eval.max_new_tokens, or leave the suite out",
-            )
-        return max_tokens
+        suite_limit = int(request.args[1].get("max_gen_toks", 256))
+        return max_answer_tokens(self.config, suite_limit, length, self.backbone.context_length)
 
     @contextlib.contextmanager
     def _decoder(self) -> Iterator[Decode]:
@@ -145,10 +140,25 @@ class BackboneLM(LM):
             )
 
     def loglikelihood(self, requests, disable_tqdm: bool = False):
-        hint = "choose a generative task"
-        raise UsageError("suites that compare log-likelihoods are not supported yet", hint)
+        raise UsageError(LIKELIHOODS, GENERATIVE)
 
     loglikelihood_rolling = loglikelihood
+
+
+def max_answer_tokens(config: EvalConfig, suite_limit: int, prompt_length: int, context_length: int) -> int:
+    """Return the maximum length of an answer in tokens; raise a UsageError if it exceeds the context."""
+    max_tokens = min(suite_limit, config.max_new_tokens or suite_limit)
+    if prompt_length + max_tokens > context_length:
+        message = f"a prompt of {prompt_length} tokens and an answer of {max_tokens} exceed the context of "
+        hint = "set eval.max_new_tokens, or leave the suite out"
+        raise UsageError(f"{message}{context_length}", hint)
+    return max_tokens
+
+
+def check_output_type(suite: Suite) -> None:
+    """Refuse a suite that does not ask for written answers."""
+    if suite.task.OUTPUT_TYPE != "generate_until":
+        raise UsageError(f"{suite.name}: {LIKELIHOODS}", GENERATIVE)
 
 
 def evaluate(
