@@ -349,11 +349,16 @@ def _execute(
     path = Path(out or Path("runs") / flow.name)
     sweep = bool(sources) and bool(flow.arms or flow.seeds)
     if dry_run:
-        from opdcl.pipeline.dry_run import describe
+        from opdcl.pipeline.dry_run import data_table, describe
 
-        rows, data = describe_all(flow, path) if sweep else describe(flow, RunDir(path))
         title = f"dry run of {flow.name} in {path}"
-        return Plan(title, [Table(title, ["run"] * sweep + ["stage", "action", "why"], rows, "")], data)
+        if sweep:
+            rows, data = describe_all(flow, path, origins, force)
+            return Plan(title, [Table(title, ["run", "stage", "action", "why"], rows, "")], data)
+        with quiet_libraries():
+            rows, plan = describe(flow, RunDir(path), origins=origins, force=force)
+        table = Table(title, ["stage", "action", "why"], rows, "")
+        return Plan(title, [table, *data_table(plan)], plan, [*plan["notes"], plan["seconds_from"]])
     parallel.join()
     if sweep:
         data = execute_all(flow, origins, path, _output(quiet), force)

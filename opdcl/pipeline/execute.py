@@ -59,6 +59,11 @@ def execute(
         unfinished = any(t.action != "skip" for t in tasks)
         trackers = workflow.track if unfinished and parallel.rank() == 0 else []
         tracked = stack.enter_context(contextlib.closing(Tracking(trackers, local, output.note)))
+        if unfinished and parallel.rank() == 0:
+            from opdcl.pipeline.dry_run import opening, remarks
+
+            for line in (opening(workflow, run, tasks, sources), *remarks(workflow, tasks, sources)):
+                output.note(line)
         if unfinished and automatic:
             output.note(describe_automatic(workflow, automatic))
         if unfinished:
@@ -87,6 +92,7 @@ def _prepare(
     for task in tasks:
         if task.name in STATE_OF and task.action in ("run", "stale"):
             shutil.rmtree(stage_folder(run, task.name).path, ignore_errors=True)
+        if task.action == "stale":
             shutil.rmtree(run.evals / STATE_OF[task.name], ignore_errors=True)
     write_atomic(run.workflow, dump(workflow))
     write_json(run.config, {"workflow": workflow.model_dump(), "origins": origins})

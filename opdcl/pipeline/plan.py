@@ -109,7 +109,9 @@ def _training_task(name: str, record: StageRecord | None, inputs: dict[str, Any]
     if record is None:
         return Task(name, "run", "not started", fingerprint, inputs=inputs)
     if record.state["fingerprint"] != fingerprint and not (record.done or record.checkpoint):
-        return Task(name, "run", "an earlier try with other settings or data made nothing", fingerprint, inputs=inputs)
+        return Task(
+            name, "run", "an earlier try with other settings or data made nothing", fingerprint, inputs=inputs
+        )
     if record.state["fingerprint"] != fingerprint:
         before = record.state.get("inputs", {})
         changed = sorted(k for k in {*before, *inputs} if before.get(k) != inputs.get(k))
