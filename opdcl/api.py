@@ -351,7 +351,7 @@ def _execute(
     if dry_run:
         from opdcl.pipeline.dry_run import data_table, describe
 
-        title = f"dry run of {flow.name} in {path}"
+        title = f"dry run: {path}"
         if sweep:
             rows, data = describe_all(flow, path, origins, force)
             return Plan(title, [Table(title, ["run", "stage", "action", "why"], rows, "")], data)

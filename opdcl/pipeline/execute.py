@@ -16,7 +16,7 @@ from opdcl.config.load import dump
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.errors import GateError, Interrupted
-from opdcl.pipeline.defaults import describe_automatic, resolve_for_machine
+from opdcl.pipeline.defaults import describe_automatic, named_after, resolve_for_machine
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.pipeline.preflight import checked_plan
 from opdcl.pipeline.reuse import copy_finished
@@ -48,7 +48,7 @@ def execute(
         GateError: Everything ran, but a required score was missed.
     """
     sources = sources or Sources()
-    workflow, automatic = resolve_for_machine(sources.inherit(workflow))
+    workflow, automatic = resolve_for_machine(sources.inherit(named_after(workflow, run.path)))
     origins = origins | automatic
     with interruptible(), contextlib.ExitStack() as stack:
         tasks = parallel.on_first_worker(

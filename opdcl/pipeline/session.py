@@ -43,8 +43,9 @@ class Session:
             OpdclError: A task failed, or the base weights changed on the way.
         """
         started = time.perf_counter()
-        first = {"created": now(), "command": command_line()}
-        self.manifest = first | self.manifest | {"opdcl": __version__, "versions": versions()}
+        commands = [*dict.fromkeys([*self.manifest.get("commands", []), command_line()])]
+        made_with = {"commands": commands, "opdcl": __version__, "versions": versions()}
+        self.manifest = {"created": now()} | self.manifest | made_with
         self._save_manifest()
         try:
             for task in tasks:

@@ -47,7 +47,7 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
         "tests": _tests(retention, domain),
         "ceiling": _ceiling(suites, section(run, "recover")),
         "cost": _cost(run, suites),
-        "notes": [*_suite_notes(run.read_manifest(), suites, estimates), *_recovery_notes(run)],
+        "notes": [*_damaged_adapters(run), *_suite_notes(run.read_manifest(), suites, estimates), *_recovery_notes(run)],
     }
     summary["status"] = writing.status_with(summary["tests"]["writing"], summary["status"])
     if retention and summary["status"] in ("partly recovered", "not shown"):
@@ -190,6 +190,11 @@ def _cost(run: RunDir, suites: list[Suite]) -> dict[str, dict]:
     totals: list[Callable] = [sum, sum, max]
     cost["eval"] = {k: of(c.get(k) or 0 for c in evals) for k, of in zip(keys, totals, strict=True) if evals}
     return cost
+
+
+def _damaged_adapters(run: RunDir) -> list[str]:
+    hint = "the results here are those of the adapter that the run recorded, not of this file"
+    return [f"{problem}: {hint}." for problem in run.adapter_damage().values()]
 
 
 def _suite_notes(manifest: dict, suites: list[Suite], estimates: dict[str, dict]) -> list[str]:

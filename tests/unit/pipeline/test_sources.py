@@ -105,7 +105,7 @@ def test_rows_that_a_caller_changes_stay_as_they_were_read(project):
 def test_a_row_without_an_answer_is_refused_before_anything_is_written(project):
     (project / "rows.jsonl").write_text(json.dumps({"question": "What is the code?"}))
     workflow, origins = load(["tiny.yaml"], ["eval=null"])
-    with pytest.raises(UsageError, match=r"rows\.jsonl:1 has no answer to learn"):
+    with pytest.raises(UsageError, match=r"1 row has no answer to learn \(first: .*rows\.jsonl:1\)"):
         execute(workflow, origins, RunDir(project / "run"), Output("quiet"))
     assert not (project / "run").exists()
 
