@@ -47,7 +47,11 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
         "tests": _tests(retention, domain),
         "ceiling": _ceiling(suites, section(run, "recover")),
         "cost": _cost(run, suites),
-        "notes": [*_damaged_adapters(run), *_suite_notes(run.read_manifest(), suites, estimates), *_recovery_notes(run)],
+        "notes": [
+            *_damaged_adapters(run),
+            *_suite_notes(run.read_manifest(), suites, estimates),
+            *_recovery_notes(run),
+        ],
     }
     summary["status"] = writing.status_with(summary["tests"]["writing"], summary["status"])
     if retention and summary["status"] in ("partly recovered", "not shown"):
