@@ -353,8 +353,8 @@ def _execute(
 
         title = f"dry run: {path}"
         if sweep:
-            rows, data = describe_all(flow, path, origins, force)
-            return Plan(title, [Table(title, ["run", "stage", "action", "why"], rows, "")], data)
+            rows, plans = describe_all(flow, path, origins, force)
+            return Plan(title, [Table(title, ["run", "stage", "action", "why"], rows, "")], plans)
         with quiet_libraries():
             rows, plan = describe(flow, RunDir(path), origins=origins, force=force)
         table = Table(title, ["stage", "action", "why"], rows, "")

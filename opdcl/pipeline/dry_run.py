@@ -157,7 +157,7 @@ def _repeated_rows(rows: list[Any]) -> list[str]:
     if duplicates:
         notes.append(f"{len(duplicates)} of {len(rows)} rows repeat an earlier one (first: {duplicates[0]})")
     if several := sum(len(answers) > 1 for answers in seen.values()):
-        notes.append(f"{several} questions have several different answers")
+        notes.append(f"questions with several different answers: {several}")
     return notes
 
 
@@ -173,6 +173,6 @@ def opening(workflow: Workflow, run: RunDir, tasks: list[Task], sources: Sources
     stages = [f"{name} ({sizes['steps'][name]} steps)" for name in sizes["steps"]]
     if count:
         stages.append(f"{count} measurements" if count > 1 else "1 measurement")
-    parts.append(", ".join(stages or [name for name in sizes["memory_bytes"]]))
+    parts.append(", ".join(stages or list(sizes["memory_bytes"])))
     total = duration(sum(sizes["seconds"].values()))
     return "; ".join([*filter(None, parts), f"about {total}, estimated", f"in {run.path}"])

@@ -23,9 +23,9 @@ from opdcl.stages.finetune import planned_steps
 TRAINING, FORWARD, DECODING = 0.12, 0.28, 0.037
 
 SECONDS_FROM = (
-    "estimates: a matrix product timed here, and the parts of its rate that training, grading and decoding "
-    "reached with the embedded model on a CPU. Other models and GPUs can differ several times over; evaluation "
-    "is counted with every answer at its longest"
+    "Times are estimates, from a matrix product timed here and the parts of its rate that training, grading "
+    "and decoding reached with the embedded model on a CPU; other models and GPUs can differ several times "
+    "over. Evaluation is counted with every answer at its longest."
 )
 
 

@@ -1,4 +1,4 @@
-"""What a command reads, once: rows, suites, tokenizers, their hashes, and the records of the run directory."""
+"""What a command reads, once: rows, suites, tokenizers, hashes, and the records of the run directory."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class RunDir:
         return {state: stage.adapter for state, stage in stages.items() if stage and stage.is_done()}
 
     def adapter_damage(self) -> dict[str, str]:
-        """Return state -> problem for finished adapters whose weights are not those that their stage recorded."""
+        """Return state -> problem for finished adapters that are not those which their stages recorded."""
         problems = {}
         for state, folder in self.adapters().items():
             recorded = StageDir(folder.parent).state().get("adapter_sha256")
@@ -125,7 +125,7 @@ class RunDir:
         return problems
 
     def intact_adapters(self) -> dict[str, Path]:
-        """Return `adapters`; raise a UsageError if the weights of one are not those that its stage recorded."""
+        """Return `adapters`; raise a UsageError if one is not that which its stage recorded."""
         for problem in self.adapter_damage().values():
             hint = "restore the file from a copy, or repeat the stage: "
             raise UsageError(problem, f"{hint}opdcl run {self.workflow} -o {self.path} --force")

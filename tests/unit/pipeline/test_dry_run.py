@@ -8,6 +8,7 @@ from helpers.tiny import make_project
 
 from opdcl.config.load import load
 from opdcl.pipeline import forecast
+from opdcl.pipeline.defaults import resolve_for_machine
 from opdcl.pipeline.dry_run import data_table, describe, opening, remarks
 from opdcl.pipeline.sources import Sources
 from opdcl.rundir.layout import RunDir
@@ -41,7 +42,7 @@ def test_rows_tokens_longest_row_and_duplicates_are_counted(plan, tmp_path, load
     notes = " ".join(made["notes"])
     assert "2 of 5 rows repeat an earlier one (first: " in notes
     assert "rows.jsonl:2" in notes
-    assert "1 questions have several different answers" in notes
+    assert "questions with several different answers: 1" in notes
 
 
 def test_one_row_is_shown_as_the_model_sees_it_with_the_learned_part_marked(plan, loaded):
@@ -66,7 +67,7 @@ def test_every_stage_that_runs_has_a_time_and_more_work_takes_longer(plan):
     assert short["seconds"].keys() == long["seconds"].keys() == {"finetune", "recover", "eval"}
     for stage in ("finetune", "recover"):
         assert long["seconds"][stage] > short["seconds"][stage]
-    assert "estimates" in short["seconds_from"]
+    assert "Times are estimates" in short["seconds_from"]
 
 
 def test_the_parts_of_the_machines_rate_are_those_of_the_record():
@@ -98,7 +99,7 @@ def test_an_unguarded_domain_is_said_before_training(plan, tmp_path):
 def test_the_opening_names_model_rows_device_stages_directory_and_time(plan, tmp_path):
     workflow, _ = load(["tiny.yaml"])
     sources, run = Sources(), RunDir(tmp_path / "run")
-    workflow = sources.inherit(workflow)
+    workflow, _ = resolve_for_machine(sources.inherit(workflow))
     tasks = sources.plan(workflow, run)
     line = opening(workflow, run, tasks, sources)
     for words in (
