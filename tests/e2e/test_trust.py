@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 from helpers.command import opdcl
-from helpers.page import text_of
 
 ADAPTER = "stages/02-recover/adapter/adapter_model.safetensors"
 
