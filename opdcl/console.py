@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -152,7 +159,7 @@ class StageLine:
             self._live = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(24),
-                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                MofNCompleteColumn(),
                 TextColumn("{task.fields[values]}"),
                 TimeElapsedColumn(),
                 TextColumn("left"),
@@ -160,7 +167,7 @@ class StageLine:
                 console=console,
             )
             self._live.start()
-            self._task = self._live.add_task(self.name, total=None, values="", visible=False)
+            self._task = self._live.add_task(self.name, total=None, values="")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -172,7 +179,7 @@ class StageLine:
         self._values |= values
         text = " ".join(f"{k.replace('_per_s', '/s')} {_short(v)}" for k, v in self._values.items())
         if self._live:
-            self._live.update(self._task, completed=done, total=total, values=text, visible=True)
+            self._live.update(self._task, completed=done, total=total, values=text)
         elif time.monotonic() - self._last >= LINE_EVERY or done == total:
             self._last = time.monotonic()
             self.output.note(f"{self.name} {done}/{total} {text}".rstrip())

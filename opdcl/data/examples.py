@@ -1,4 +1,4 @@
-"""The rows that a fine-tune learns from: those without an answer or over the limit are refused or left out."""
+"""The rows of a fine-tune; those without an answer or over the limit are refused, left out or cut."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def _size(task: Task, sizes: dict[str, Any]) -> str:
 
 
 def data_table(plan: dict[str, Any]) -> list[Table]:
-    """Return the table of a plan's rows, with one of them as the model will see it; none without a fine-tune."""
+    """Return a table of the fine-tune's rows with one as the model sees it; nothing without a fine-tune."""
     data = plan["data"]
     if not data:
         return []

@@ -51,9 +51,10 @@ def execute(
     workflow, automatic = resolve_for_machine(sources.inherit(named_after(workflow, run.path)))
     origins = origins | automatic
     with interruptible(), contextlib.ExitStack() as stack:
-        tasks = parallel.on_first_worker(
-            lambda: _prepare(workflow, origins, run, output, force, donors, sources, stack)
-        )
+        with quiet_libraries():
+            tasks = parallel.on_first_worker(
+                lambda: _prepare(workflow, origins, run, output, force, donors, sources, stack)
+            )
         local = stack.enter_context(own(run))
         stack.enter_context(quiet_libraries(local.new_log()))
         unfinished = any(t.action != "skip" for t in tasks)

@@ -31,7 +31,7 @@ def checked_plan(
     Raises:
         UsageError: The run would refuse it later.
     """
-    from opdcl.model.load import check_exists
+    from opdcl.model.load import check_exists, pick_device
 
     refuse_foreign(run)
     sources.check(workflow)
@@ -40,6 +40,7 @@ def checked_plan(
         _refuse_stale(tasks, run, origins)
     _refuse_other_dtype(workflow, run)
     todo = {task.name for task in tasks if task.action != "skip"}
+    pick_device(workflow.model.device)
     for model in workflow.models():
         check_exists(model)
     check_trackers(workflow.track)

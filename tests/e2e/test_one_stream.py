@@ -1,4 +1,4 @@
-"""A recovery with one stream, verb by verb: it is warned about before training, and is measured and reported."""
+"""A recovery with one stream, verb by verb: a warning before training, then a measurement and a report."""
 
 import json
 
