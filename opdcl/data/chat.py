@@ -30,7 +30,7 @@ def encode_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, room: int) -> li
 
 
 def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Encoded]:
-    """Encode a training row: as one sequence of any length, or for plain text as pieces of `max_length` tokens."""
+    """Encode a training row as one sequence of any length; plain text as pieces of `max_length` tokens."""
     if row.text is not None:
         ids = [*tokenizer(row.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         pieces = [ids[i : i + max_length] for i in range(0, len(ids), max_length)]
