@@ -77,8 +77,8 @@ def read_examples(rows: list[Row], config: FinetuneConfig, tokenizer: PreTrained
 def _long_rows(long: list[tuple[int, str]], unlearnable: int, config: FinetuneConfig) -> str:
     """Return the note on rows over the limit; raise a UsageError if they are refused."""
     size, where = long[0]
-    found = f"{_rows(len(long), 'is', 'are')} longer than {config.max_length} tokens"
-    found += f" (first: {where} with {size})"
+    counted = _rows(len(long), "is", "are")
+    found = f"{counted} longer than {config.max_length} tokens (first: {where} with {size})"
     if config.long_rows == "refuse":
         most = max(size for size, _ in long)
         hint = f"raise finetune.max_length (the longest row has {most} tokens), or --set finetune.long_rows="

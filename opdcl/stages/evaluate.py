@@ -145,14 +145,17 @@ class BackboneLM(LM):
     loglikelihood_rolling = loglikelihood
 
 
-def max_answer_tokens(config: EvalConfig, suite_limit: int, prompt_length: int, context_length: int) -> int:
-    """Return the maximum length of an answer in tokens; raise a UsageError if it exceeds the context."""
-    max_tokens = min(suite_limit, config.max_new_tokens or suite_limit)
-    if prompt_length + max_tokens > context_length:
-        message = f"a prompt of {prompt_length} tokens and an answer of {max_tokens} exceed the context of "
-        hint = "set eval.max_new_tokens, or leave the suite out"
-        raise UsageError(f"{message}{context_length}", hint)
-    return max_tokens
+def max_answer_tokens(config: EvalConfig, suite_limit: int, length: int, room: int) -> int:
+    """Return the maximum length of an answer, in tokens, to a prompt of `length` in a context of `room`.
+
+    Raises:
+        UsageError: Both together exceed the context.
+    """
+    limit = min(suite_limit, config.max_new_tokens or suite_limit)
+    if length + limit > room:
+        message = f"a prompt of {length} tokens and an answer of {limit} exceed the context of {room}"
+        raise UsageError(message, "set eval.max_new_tokens, or leave the suite out")
+    return limit
 
 
 def check_output_type(suite: Suite) -> None:
