@@ -50,7 +50,7 @@ def execute(
     sources = sources or Sources()
     workflow, automatic = resolve_for_machine(sources.inherit(named_after(workflow, run.path)))
     origins = origins | automatic
-    with interruptible(), contextlib.ExitStack() as stack:
+    with interruptible(run), contextlib.ExitStack() as stack:
         with quiet_libraries():
             tasks = parallel.on_first_worker(
                 lambda: _prepare(workflow, origins, run, output, force, donors, sources, stack)
@@ -126,9 +126,9 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible(run: RunDir) -> Iterator[None]:
     """Turn Ctrl-C and SIGTERM into an error whose hint is the command that resumes the run."""
-    hint = f"{command_line()}  # resumes where it stopped"
+    hint = f"{command_line(run)}  # resumes where it stopped"
 
     def stop(number, frame):
         raise KeyboardInterrupt

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
@@ -43,7 +44,7 @@ class Session:
             OpdclError: A task failed, or the base weights changed on the way.
         """
         started = time.perf_counter()
-        commands = [*dict.fromkeys([*self.manifest.get("commands", []), command_line()])]
+        commands = [*dict.fromkeys([*self.manifest.get("commands", []), command_line(self.run)])]
         made_with = {"commands": commands, "opdcl": __version__, "versions": versions()}
         self.manifest = {"created": now()} | self.manifest | made_with
         self._save_manifest()
@@ -193,9 +194,13 @@ def steps_done(run: RunDir, before: StageDir | None = None) -> int:
     return sum(stage.state().get("cost", {}).get("steps", 0) for stage in stages)
 
 
-def command_line() -> str:
-    """Return the command that started this process, ready to be pasted."""
-    return redact(" ".join(["opdcl", *(shlex.quote(a) for a in sys.argv[1:])]))
+def command_line(run: RunDir) -> str:
+    """Return the command that started this process; from Python, one that continues the run."""
+    program = Path(sys.argv[0])
+    words = sys.argv[1:]
+    if program.stem != "opdcl" and program.parent.name != "opdcl":  # neither the script nor `python -m opdcl`
+        words = ["run", str(run.workflow), "-o", str(run.path)]
+    return redact(shlex.join(["opdcl", *words]))
 
 
 def _cost_of_determinism(device: str) -> str:

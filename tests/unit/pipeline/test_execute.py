@@ -1,6 +1,8 @@
 """A run that goes on elsewhere keeps the precision it was begun in, or is refused with the option to add."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from opdcl.errors import UsageError
 from opdcl.pipeline.defaults import resolve_for_machine, with_dtype
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.plan import stage_folder
+from opdcl.pipeline.session import command_line
 from opdcl.pipeline.sources import Sources
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.hashes import seal
@@ -59,3 +62,17 @@ def test_a_run_without_stages_keeps_its_precision_too(tmp_path, tiny_model):
     with pytest.raises(UsageError, match="begun in float16") as caught:
         execute(workflow, {}, run, Output("quiet"))
     assert "--set model.dtype=float16" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["/usr/bin/opdcl", "eval", "my run"], "opdcl eval 'my run'"),
+        (["/lib/opdcl/__main__.py", "run", "quickstart"], "opdcl run quickstart"),
+        (["ipykernel_launcher.py", "-f", "kernel.json"], "opdcl run runs/x/workflow.yaml -o runs/x"),
+        (["study.py"], "opdcl run runs/x/workflow.yaml -o runs/x"),
+    ],
+)
+def test_a_run_records_a_command_that_can_be_typed(monkeypatch, argv, command):
+    monkeypatch.setattr(sys, "argv", argv)
+    assert command_line(RunDir(Path("runs/x"))) == command
