@@ -70,7 +70,8 @@ def read_examples(rows: list[Row], config: FinetuneConfig, tokenizer: PreTrained
     if long:
         notes.append(_long_rows(long, unlearnable, config))
     if not encoded:
-        raise UsageError(f"{config.data} has no row to learn from: {notes[-1]}", "raise finetune.max_length")
+        reasons = "; ".join(notes)
+        raise UsageError(f"{config.data} has no row to learn from: {reasons}", "raise finetune.max_length")
     return Examples(used, notes, encoded, longest)
 
 
