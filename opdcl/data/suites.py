@@ -55,20 +55,19 @@ class Suite:
         docs = self.documents(limit)
         if limit not in self._floors:
             texts = content_free([self.task.doc_to_text(doc) for doc in docs])
-            self._floors[limit] = {name: self.score(docs, answers) for name, answers in texts.items()}
+            self._floors[limit] = {name: self._score(docs, answers) for name, answers in texts.items()}
         if len(docs) == 1:
             return self._floors[limit]
         # Half the suite away: neighbours are often about the same fact.
         half = len(docs) // 2
-        return self._floors[limit] | {"shuffled": self.score(docs, answers[half:] + answers[:half])}
+        return self._floors[limit] | {"shuffled": self._score(docs, answers[half:] + answers[:half])}
 
     @property
     def max_tokens(self) -> int:
         """The longest answer that the suite asks for, in tokens."""
         return int((self.task.config.generation_kwargs or {}).get("max_gen_toks", 256))
 
-    def score(self, docs: list[dict], answers: list[str]) -> list[dict[str, Any]]:
-        """Score one answer per document."""
+    def _score(self, docs: list[dict], answers: list[str]) -> list[dict[str, Any]]:
         pairs = zip(docs, answers, strict=True)
         return [self.task.process_results(doc, [answer]) for doc, answer in pairs]
 

@@ -30,9 +30,6 @@ from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.sample import sample
 from opdcl.training import StageReport, peak_memory, reset_peak_memory
 
-LIKELIHOODS = "suites that compare log-likelihoods are not supported yet"
-GENERATIVE = "choose a generative task"
-
 # Prompts, maximum tokens of each completion, callback for finished completions -> completions.
 Decode = Callable[[list[list[int]], int, Callable[[list[Rollout]], None]], list[Rollout]]
 
@@ -140,7 +137,8 @@ class BackboneLM(LM):
             )
 
     def loglikelihood(self, requests, disable_tqdm: bool = False):
-        raise UsageError(LIKELIHOODS, GENERATIVE)
+        hint = "choose a generative task"
+        raise UsageError("suites that compare log-likelihoods are not supported yet", hint)
 
     loglikelihood_rolling = loglikelihood
 
@@ -156,12 +154,6 @@ def max_answer_tokens(config: EvalConfig, suite_limit: int, length: int, room: i
         message = f"a prompt of {length} tokens and an answer of {limit} exceed the context of {room}"
         raise UsageError(message, "set eval.max_new_tokens, or leave the suite out")
     return limit
-
-
-def check_output_type(suite: Suite) -> None:
-    """Refuse a suite that does not ask for written answers."""
-    if suite.task.OUTPUT_TYPE != "generate_until":
-        raise UsageError(f"{suite.name}: {LIKELIHOODS}", GENERATIVE)
 
 
 def evaluate(

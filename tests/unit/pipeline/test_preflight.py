@@ -45,11 +45,10 @@ REFUSED = {
     "one prompt": (["recover.general=one.jsonl"], "", "the general stream has one prompt"),
     "long answers": (["eval.max_new_tokens=2000"], "", "exceed the context of 512"),
     "a suite without answers": (["eval.data.questions=prompts.jsonl"], "", "has no question and answer"),
-    "likelihoods": (["eval.retention=[hellaswag]", "eval.data.hellaswag=rows.jsonl"], "", ""),
 }
 
 
-@pytest.mark.parametrize("case", [name for name in REFUSED if name != "likelihoods"])
+@pytest.mark.parametrize("case", REFUSED)
 def test_a_dry_run_refuses_what_the_run_refuses_with_the_same_words(project, case):
     settings, rows, message = REFUSED[case]
     (project / "one.jsonl").write_text(lines({"prompt": "Only this."}))
