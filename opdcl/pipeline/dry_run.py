@@ -128,20 +128,14 @@ def remarks(workflow: Workflow, tasks: list[Task], sources: Sources) -> list[str
     if workflow.finetune and "finetune" in todo:
         notes += sources.examples(workflow).notes
         notes += _repeated_rows(sources.rows(workflow.finetune.data))
-    recover = workflow.recover
-    if recover and "recover" in todo:
+    if workflow.recover and "recover" in todo:
         rows = sources.recovery(workflow).rows
         if not rows["domain"]:
-            why = (
-                "" if recover.domain else ": the fine-tune's rows are not questions; name some with --domain"
-            )
-            notes.append(
-                f"warning: no prompts guard the domain, so the recovery may undo what was learned{why}"
-            )
+            lost = "so the recovery may undo what was learned; name some with --domain"
+            notes.append(f"warning: no prompts guard the domain, {lost}")
         if not rows["general"]:
-            notes.append(
-                "warning: there are no general prompts, so the recovery wins nothing back (--prompts)"
-            )
+            lost = "so the recovery wins nothing back; name some with --prompts"
+            notes.append(f"warning: there are no general prompts, {lost}")
     return notes
 
 
