@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from throughput import lora_section, machine_rates, start_adapter
 
-ENGINES = ("slab", "generate", "continuous")
+ENGINES = ("slab", "graph", "generate", "continuous")
 
 
 def main() -> None:

@@ -167,7 +167,8 @@ class RecoverConfig(Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Temperature at which the student samples. Teachers write, and loss and held-out KL are taken, at 1."""
     sampler: Sampler = "auto"
-    """Sampling engine: our own `slab`, or transformers' `generate` or `continuous` batching."""
+    """Sampling engine: our own `slab`, the same on CUDA graphs, or transformers' `generate` or `continuous`
+    batching."""
     server: ServerSection | None = None
     """Server that samples the student's completions. It must load adapters and read the run directory, as
     `opdcl serve RUN` does."""

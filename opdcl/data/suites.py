@@ -14,6 +14,7 @@ from opdcl.data.nltk_tables import ensure_punkt
 from opdcl.data.rows import Row, load_rows, read_json_lines
 from opdcl.data.scoring import process_results
 from opdcl.errors import UsageError
+from opdcl.hub import fail_fast
 
 CONSTANT_ANSWER = "I am happy to help. Please tell me more about what you need."
 
@@ -113,7 +114,9 @@ def load_suite(
         if name not in manager.all_tasks:
             hint = f"shipped: {', '.join(shipped)}; or any task of lm-eval"
             raise UsageError(f"unknown suite {name!r}", hint)
-        if name in config.data:
+        if name not in config.data:
+            fail_fast()
+        else:
             task = _with_local_data(manager.task_index[name].yaml_path, config.data[name])
     try:
         loaded = manager.load([task])

@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -88,7 +89,7 @@ class Grader:
 
     def _accumulate(self, rollouts: list[Rollout], stream: Stream, fresh: bool) -> Sums:
         total = _count_tokens(rollouts)
-        sums: Sums = defaultdict(float)
+        sums: dict[str, Any] = defaultdict(float)
         for batch in self._micro_batches(rollouts, self.teachers[stream]):
             teacher = batch.teacher.distribution(batch.rollouts)
             _, losses, sampler_N = self._compare(batch, teacher, learn=True)
@@ -96,12 +97,12 @@ class Grader:
             if fresh and len(sampler_N):
                 mismatch_N = (losses.logprob - sampler_N).abs() > math.log(MISMATCH_RATIO)
                 weight_N = weight_N * ~mismatch_N
-                sums["mismatched"] += 0 if batch.filler else int(mismatch_N.sum())
+                sums["mismatched"] += 0 if batch.filler else mismatch_N.sum()
             loss = (losses.loss * weight_N).sum()
-            sums["loss"] += float(loss.detach())
+            sums["loss"] += loss.detach().double()
             (loss / total).backward()
             _add(sums, batch, losses)
-        return defaultdict(float, parallel.sum_over_workers(sums), tokens=total)
+        return defaultdict(float, parallel.sum_over_workers(_read(sums)), tokens=total)
 
     @torch.no_grad()
     def measure(
@@ -115,7 +116,7 @@ class Grader:
 
         To grade the same completions repeatedly, pass what the method `distributions` returned for them.
         """
-        sums: Sums = defaultdict(float)
+        sums: dict[str, Any] = defaultdict(float)
         for batch in self._micro_batches(rollouts, self.teachers[stream]):
             if distributions is None:
                 teacher = batch.teacher.distribution(batch.rollouts)
@@ -123,12 +124,12 @@ class Grader:
                 teacher = join([distributions[i] for i in batch.positions])
             student, losses, _ = self._compare(batch, teacher, learn=False)
             if agreement and not batch.filler:
-                sums["overlap"] += float(top_k_overlap(student, teacher).sum())
+                sums["overlap"] += top_k_overlap(student, teacher).sum().double()
                 ends_N, missed_N = missed_ends(student, teacher, self.backbone.eos_ids)
-                sums["ends"] += float(ends_N.sum())
-                sums["missed_ends"] += float(missed_N.sum())
+                sums["ends"] += ends_N.sum().double()
+                sums["missed_ends"] += missed_N.sum().double()
             _add(sums, batch, losses)
-        return defaultdict(float, parallel.sum_over_workers(sums), tokens=_count_tokens(rollouts))
+        return defaultdict(float, parallel.sum_over_workers(_read(sums)), tokens=_count_tokens(rollouts))
 
     def distributions(self, rollouts: list[Rollout], teacher: AnyTeacher) -> dict[int, TeacherDistribution]:
         """Return the teacher's distributions over the completions of this worker's share, by position."""
@@ -233,15 +234,20 @@ def micro_batches(lengths: Mapping[int, int], tokens: int) -> list[list[int]]:
     return batches
 
 
-def _add(sums: Sums, batch: MicroBatch, losses: TokenLosses) -> None:
+def _add(sums: dict[str, Any], batch: MicroBatch, losses: TokenLosses) -> None:
     """Add a micro-batch's KL and entropies to the sums."""
     if batch.filler:
         return
     for name in ("kl", "student_entropy", "teacher_entropy"):
-        sums[name] += float(getattr(losses, name).sum())
+        sums[name] += getattr(losses, name).sum().double()
     if batch.route:
-        sums[f"kl/{batch.route}"] += float(losses.kl.sum())
+        sums[f"kl/{batch.route}"] += losses.kl.sum().double()
         sums[f"tokens/{batch.route}"] += len(losses.kl)
+
+
+def _read(sums: dict[str, Any]) -> dict[str, float]:
+    """Return the sums as numbers. Only here does the host wait for the device, once for all micro-batches."""
+    return {name: float(value) for name, value in sums.items()}
 
 
 def _count_tokens(rollouts: list[Rollout]) -> int:

@@ -24,8 +24,9 @@ from opdcl.config.recover import RewardSection
 from opdcl.config.teacher import LossSection
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, rows_at_once, shared_rows
 
-# Positions projected onto the vocabulary at once: 256 x 49,152 fp32 logits are 50 MB.
-CHUNK = 256
+# Positions projected onto the vocabulary at once: 256 x 49,152 fp32 logits are 50 MB. A GPU needs more of
+# them to be busy: 2,048 positions of 152,000 words are 1.2 GB.
+CHUNK, CUDA_CHUNK = 256, 2048
 
 # Both log-distributions and the slice of positions that they cover -> the losses of these positions.
 Cost = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
@@ -106,14 +107,20 @@ def group_advantages(rewards: list[float], group: int) -> list[float]:
     return advantage_PG.masked_fill(tied_P1, 0.0).flatten().tolist()
 
 
+def _parts(x_N: torch.Tensor) -> list[slice]:
+    """Cut N positions into parts whose logits are computed at once."""
+    size = CUDA_CHUNK if x_N.is_cuda else CHUNK
+    return [slice(start, start + size) for start in range(0, len(x_N), size)]
+
+
 @torch.no_grad()
 def token_logprobs(
     distribution: TeacherDistribution, token_N: torch.Tensor, rows: int, temperature: float
 ) -> torch.Tensor:
     """Return the log-probability of each token under the distribution at its position, `(N,)`."""
-    parts = [slice(start, start + CHUNK) for start in range(0, len(token_N), CHUNK)]
     logprobs = [
-        _of_tokens(tempered(distribution.log_probs(part, rows), temperature), token_N[part]) for part in parts
+        _of_tokens(tempered(distribution.log_probs(part, rows), temperature), token_N[part])
+        for part in _parts(token_N)
     ]
     return torch.cat(logprobs) if logprobs else torch.empty(0, device=token_N.device)
 
@@ -126,10 +133,9 @@ def top_k_overlap(student: HiddenStates, teacher: TeacherDistribution, k: int = 
     """
     shares = []
     rows = shared_rows(student.head_VH, teacher)
-    for start in range(0, len(student.states_NH), CHUNK):
+    for part in _parts(student.states_NH):
         student_NK, teacher_NK = (
-            x.log_probs(slice(start, start + CHUNK), rows).topk(min(k, rows), -1).indices
-            for x in (student, teacher)
+            x.log_probs(part, rows).topk(min(k, rows), -1).indices for x in (student, teacher)
         )
         shares.append((student_NK[:, :, None] == teacher_NK[:, None]).any(1).float().mean(-1))
     return torch.cat(shares)
@@ -146,11 +152,8 @@ def missed_ends(
     """
     rows = shared_rows(student.head_VH, teacher)
     ends, missed = [], []
-    for start in range(0, len(student.states_NH), CHUNK):
-        p_N, q_N = (
-            x.log_probs(slice(start, start + CHUNK), rows)[:, list(eos_ids)].exp().sum(-1)
-            for x in (student, teacher)
-        )
+    for part in _parts(student.states_NH):
+        p_N, q_N = (x.log_probs(part, rows)[:, list(eos_ids)].exp().sum(-1) for x in (student, teacher))
         ends.append(q_N)
         missed.append((q_N - p_N).clamp(min=0))
     return torch.cat(ends), torch.cat(missed)
@@ -170,12 +173,11 @@ class _TokenLoss(torch.autograd.Function):
         loss_N, kl_N, student_entropy_N, teacher_entropy_N, logprob_N = statistics = tuple(
             student_NH.new_empty(len(student_NH), dtype=torch.float32) for _ in TokenLosses._fields
         )
-        for start in range(0, len(student_NH), CHUNK):
-            part = slice(start, start + CHUNK)
+        for part in _parts(student_NH):
             student_NV = HiddenStates(student_NH, weight_VH).log_probs(part, len(weight_VH))
             teacher_NV = teacher.log_probs(part, len(weight_VH))
             block = rows_at_once(student_NV)
-            starts = itertools.count(start, block)
+            starts = itertools.count(part.start, block)
             # Each block of `student_NV` ends as the gradient of its logits.
             for first, log_p, log_q in zip(
                 starts, student_NV.split(block), teacher_NV.split(block), strict=False

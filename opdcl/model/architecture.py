@@ -16,8 +16,20 @@ class Architecture:
     heads: int
     kv_heads: int
     head_dim: int
-    full_attention: bool
-    """Whether every layer is full attention, so that a mask of our own is the whole mask."""
+    kinds: frozenset[str]
+    """The kinds of layers: full_attention, sliding_attention and others."""
+    window: int | None
+    """How many tokens a layer with a sliding window sees, itself included; None without such layers."""
+
+    @property
+    def full_attention(self) -> bool:
+        """Whether every layer is full attention."""
+        return self.kinds == {"full_attention"}
+
+    @property
+    def attention_only(self) -> bool:
+        """Whether every layer attends, fully or in a window, so that a mask of ours is the whole mask."""
+        return self.kinds <= {"full_attention", "sliding_attention"}
 
     @property
     def key_width(self) -> int:
@@ -29,14 +41,16 @@ def architecture(config: PretrainedConfig) -> Architecture:
     """Return the architecture that a model's config describes."""
     config = config.get_text_config(decoder=True)
     heads = getattr(config, "num_attention_heads", None) or 0
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        kinds = ["sliding" if getattr(config, "sliding_window", None) else "full_attention"]
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+    if getattr(config, "is_encoder_decoder", False):
+        kinds = ["encoder_decoder"]
     return Architecture(
         layers=config.num_hidden_layers,
         vocabulary=config.vocab_size,
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0),
-        full_attention=set(kinds) == {"full_attention"} and not getattr(config, "is_encoder_decoder", False),
+        kinds=frozenset(kinds),
+        window=window if "sliding_attention" in kinds else None,
     )

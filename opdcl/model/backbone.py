@@ -35,6 +35,8 @@ class Backbone:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.causal_lm, self.tokenizer, self.eos_ids = model, tokenizer, eos_ids(model, tokenizer)
         self.peft: PeftModel | None = None
+        self.sums: dict[int, torch.Tensor] | None = None
+        """`merged` keeps its sums here, at the same addresses, if this is not None: CUDA graphs need it."""
 
     @classmethod
     def load(cls, config: ModelConfig) -> Backbone:
@@ -43,6 +45,8 @@ class Backbone:
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.deterministic)
+        # cuDNN's attention makes a plan for each new shape, and nearly every step has one.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         return cls(*load_base(config))
 
     @property
@@ -97,6 +101,7 @@ class Backbone:
         if self.peft is not None:
             self.causal_lm = self.peft.unload()
             self.peft = None
+            self.sums = None if self.sums is None else {}
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the base weights' bits, which proves that training did not change them."""
@@ -172,8 +177,12 @@ class Backbone:
                     weight = layer.get_base_layer().weight
                     saved.append((weight, weight.data))
                     with torch.no_grad():
-                        delta = layer.get_delta_weight(name)
-                        weight.data = (weight.data.float() + delta.float()).to(weight.dtype)
+                        merged = weight.data.float() + layer.get_delta_weight(name).float()
+                        if self.sums is None:
+                            weight.data = merged.to(weight.dtype)
+                        else:
+                            place = self.sums.setdefault(len(saved), torch.empty_like(weight.data))
+                            weight.data = place.copy_(merged)
                 with self.state("base") as model:
                     yield model
             finally:

@@ -51,7 +51,7 @@ def execute(
     workflow, automatic = resolve_for_machine(sources.inherit(named_after(workflow, run.path)))
     origins = origins | automatic
     with interruptible(run), contextlib.ExitStack() as stack:
-        with quiet_libraries():
+        with output.busy("checking model and data"), quiet_libraries():
             tasks = parallel.on_first_worker(
                 lambda: _prepare(workflow, origins, run, output, force, donors, sources, stack)
             )
@@ -97,6 +97,7 @@ def _prepare(
             shutil.rmtree(run.evals / STATE_OF[task.name], ignore_errors=True)
     write_atomic(run.workflow, dump(workflow))
     write_json(run.config, {"workflow": workflow.model_dump(), "origins": origins})
+    sources.save()
     for task, donor in copy_finished(sources.plan(workflow, run), run, donors):
         output.note(f"{task.label}: taken from {donor.path.name}")
     return sources.plan(workflow, run)

@@ -87,6 +87,8 @@ class Session:
             "started": earlier.get("started", now()),
             "cost": cost,
         }
+        if task.name == "finetune":
+            record["rows"] = len(self.sources.rows(self.workflow.finetune.data))
         write_json(stage.record, record)
         _ = self.backbone  # loading it is no part of the stage's cost
         reset_peak_memory()
@@ -166,6 +168,7 @@ class Session:
         model = self.workflow.model
         dtype = str(backbone.causal_lm.dtype).removeprefix("torch.")
         base = self.manifest.setdefault("base", {"id": model.id, "revision": model.revision})
+        base.setdefault("parameters", sum(p.numel() for p in backbone.causal_lm.parameters()))
         fingerprint = backbone.fingerprint()
         if base.setdefault("fingerprint_before", fingerprint) != fingerprint:
             message = f"the weights of {model.id} are not those that this run began with"

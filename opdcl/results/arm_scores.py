@@ -37,15 +37,19 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
         role: s for role in HEADLINE_ROLES if (s := first_measured(members, role).suites.get(role)) and s.rows
     }
     differences = _differences(arms)
+    faults = [f"{m.run.path}: {fault}" for m in members for fault in m.summary["faults"]]
     return {
         "headline": {role: s.name if (s := members[0].suites.get(role)) else None for role in HEADLINE_ROLES},
         "suites": {s.name: s.description for s in suites.values()},
         "references": base + tuned,
         "arms": rows,
+        "against_first": _against_first(arms),
         "further": _further(arms),
         "alpha_curve": _alpha_curve(arms, tuned_ids),
         "differences": differences,
+        "faults": faults,
         "notes": [
+            *faults,
             *_reference_notes(rows, base, tuned),
             *_writing_notes(rows),
             *_setting_notes(arms, differences),
@@ -126,6 +130,20 @@ def _run_row(member: Member) -> dict[str, Any]:
         **{key: member.summary[key] for key in ("recovery", "domain_retention", "status")},
         "missing": member.missing,
     }
+
+
+def _against_first(arms: list[Arm]) -> list[dict[str, Any]]:
+    """Return the first arm's paired differences to each other arm; empty where one is not measured."""
+    first, *rivals = arms
+    rows = []
+    for rival in rivals:
+        row: dict[str, Any] = {"name": rival.name}
+        for role in HEADLINE_ROLES:
+            a, b = first.scores(role), rival.scores(role)
+            measured = a is not None and b is not None
+            row[role] = stats.difference(a, b, first.clusters(role)).as_dict() if measured else {}
+        rows.append(row)
+    return rows
 
 
 def _further(arms: list[Arm]) -> list[dict[str, Any]]:
@@ -256,7 +274,7 @@ def _run_notes(members: list[Member]) -> list[str]:
         if smallest := member.summary["tests"]["detectable_difference"]:
             note = resolution_note(member.suites["retention"], [smallest])
             resolution |= {note: smallest} if note in member.summary["notes"] else {}
-        for note in member.summary["notes"]:
+        for note in member.summary["notes"][len(member.summary["faults"]) :]:
             runs_of.setdefault(note, []).append(str(member.run.path))
     notes = [
         note if len(runs) == len(members) else f"{', '.join(runs)}: {note}"

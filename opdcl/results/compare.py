@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.errors import UsageError
+from opdcl.results.scores import STATES
 from opdcl.results.tables import MISSING, view
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import RunDir
@@ -49,7 +50,8 @@ def write(comparison: dict[str, Any], folder: Path) -> list[Path]:
 
     layout = view(comparison)
     svg = getattr(plots, layout.figure.plot)(comparison)
-    context = {"view": layout, "notes": comparison["notes"], "missing": MISSING, "svg": svg}
+    context = {"view": layout, "notes": comparison["notes"], "faults": comparison["faults"]}
+    context |= {"missing": MISSING, "states": STATES, "svg": svg}
     text, page, data = (folder / f"compare.{ending}" for ending in ("md", "html", "json"))
     write_atomic(text, render("compare.md", context))
     write_atomic(page, render("compare.html", context))

@@ -124,6 +124,7 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
         "chains": [_chain_row(chain, scores) for chain in chains],
         "differences": [d for a, b in itertools.combinations(chains, 2) if (d := _difference(a, b, scores))],
         "kept": [row for step in steps for row in _kept_rows(step, steps, scores)],
+        "faults": [],
         "notes": _notes(steps, chains, scores),
     }
 

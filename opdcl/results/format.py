@@ -15,7 +15,17 @@ def percent(value: float) -> str:
 
 def interval(estimate: dict) -> str:
     """Format a ratio with its interval as `0.98 [0.84, 1.13]`."""
-    return f"{estimate['value']:.2f} [{estimate['low']:.2f}, {estimate['high']:.2f}]"
+    return f"{value(estimate)} {bounds(estimate)}"
+
+
+def value(ratio: dict) -> str:
+    """Format a ratio without its interval as `0.98`."""
+    return f"{ratio['value']:.2f}"
+
+
+def bounds(ratio: dict) -> str:
+    """Format the interval of a ratio as `[0.84, 1.13]`."""
+    return f"[{ratio['low']:.2f}, {ratio['high']:.2f}]"
 
 
 def span(estimate: dict) -> str:
@@ -26,6 +36,11 @@ def span(estimate: dict) -> str:
 def points(change: float) -> str:
     """Format a difference of fractions in percentage points, with its sign, as `+4.2`."""
     return f"{100 * change:+.1f}"
+
+
+def unbroken(text: str) -> str:
+    """Keep a number and its percent sign, and an interval, on one line."""
+    return re.sub(r" (?=%)|(?<=,) (?=-?\d+(?:\.\d+)?\])", "\N{NO-BREAK SPACE}", text)
 
 
 def nats(kl: float | None) -> str:

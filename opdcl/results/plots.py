@@ -25,12 +25,18 @@ SHAPES = {"base": "s", "tuned": "v", "recovered": "o"}
 ARM_SHAPES = "oD^PX*p"
 ARM_COLOURS = ("recovered", "domain", "general", "ink")
 
-# 324 points wide, so that 9-point text stays readable on a phone.
-WIDTH, HEIGHT = 4.5, 3.3
+# In inches. A phone shows 259 points at 324 pixels, so 9-point text stays readable there.
+WIDTH, HEIGHT = 3.6, 2.7
+# The plots that stand in one row.
+PANELS = 3.3
+# The main plot has half a desktop page.
+WIDE, TALL = 4.1, 3.1
 
 
 @contextmanager
-def _figure(rows: int = 1, height: float = HEIGHT) -> Iterator[tuple[Figure, list[Axes]]]:
+def _figure(
+    rows: int = 1, height: float = HEIGHT, width: float = WIDTH
+) -> Iterator[tuple[Figure, list[Axes]]]:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -52,7 +58,7 @@ def _figure(rows: int = 1, height: float = HEIGHT) -> Iterator[tuple[Figure, lis
         **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
     }
     with mpl.rc_context(style):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
         yield figure, list(figure.subplots(rows, sharex=True, squeeze=False)[:, 0])
 
 
@@ -92,7 +98,7 @@ def finetune_loss(rows: list[dict]) -> Markup | None:
     if len(points) < 2:
         return None
     steps, losses = zip(*points, strict=True)
-    with _figure() as (figure, (axes,)):
+    with _figure(height=PANELS) as (figure, (axes,)):
         axes.plot(steps, losses, color=PAINT["tuned"])
         axes.plot(steps[-1], losses[-1], "o", color=PAINT["tuned"], markersize=4)
         _label(axes, f"{losses[-1]:.2f}", (steps[-1], losses[-1]), (6, 0), ha="left", va="center")
@@ -112,7 +118,7 @@ def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> Markup | None:
     if not training and not held_out:
         return None
     best = max((r["step"] for r in held_out if r["validation"].get("best")), default=None)
-    with _figure(rows=2, height=1.25 * HEIGHT) as (figure, panels):
+    with _figure(rows=2, height=PANELS) as (figure, panels):
         for axes, (stream, teacher) in zip(panels, teachers.items(), strict=True):
             colour = PAINT[stream]
             trained = [(r["step"], r["kl"]) for r in training if r["stream"] == stream]
@@ -128,7 +134,7 @@ def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> Markup | None:
                 _label(axes, text, validated[-1], (0, 9), ha="right", va="bottom", color=colour)
             top = max((v for _, v in trained + validated), default=0.0) or 1.0
             axes.set_ylim(-0.04 * top, 1.12 * top)
-            _label_steps(axes, f"{stream.capitalize()} prompts, teacher {teacher}: KL in nats per token")
+            _label_steps(axes, f"{stream.capitalize()} prompts: KL to teacher {teacher} (nats)")
         panels[-1].set_xlabel("optimizer step")
         return _svg(figure, "kl", "KL to the teacher per stream over the steps of recovery")
 
@@ -142,7 +148,7 @@ def tradeoff(summary: dict[str, Any]) -> Markup | None:
     points = {s: [suite[s] for suite in suites] for s in SHAPES if all(suite[s] for suite in suites)}
     if len(points) < 2:
         return None
-    with _figure() as (figure, (axes,)):
+    with _figure(height=TALL, width=WIDE) as (figure, (axes,)):
         axes.grid(True, axis="both")
         centres = {s: (100 * x["value"], 100 * y["value"]) for s, (x, y) in points.items()}
         arrow = {"arrowstyle": "->", "color": PAINT["muted"], "linewidth": 0.8, "shrinkA": 7, "shrinkB": 7}
@@ -171,14 +177,14 @@ def tradeoff(summary: dict[str, Any]) -> Markup | None:
 def writing(summary: dict[str, Any]) -> Markup | None:
     """Plot how each state's headline answers are written, one panel per measure; None without a measure."""
     suite = summary["suites"].get(summary["headline"]["retention"], {"writing": {}})
-    titles = {"ended": "Answers that end before the token limit (%)", "repetition": "Repeated 4-grams (%)"}
+    titles = {"ended": "Answers that end (%)", "repetition": "Repeated 4-grams (%)"}
     estimates = {
         measure: {s: e[measure] for s, e in suite["writing"].items() if measure in e} for measure in titles
     }
     estimates = {measure: states for measure, states in estimates.items() if states}
     if not estimates:
         return None
-    with _figure(rows=len(estimates), height=0.55 * HEIGHT * len(estimates)) as (figure, panels):
+    with _figure(rows=len(estimates), height=PANELS) as (figure, panels):
         for axes, (measure, states) in zip(panels, estimates.items(), strict=True):
             for state, estimate in states.items():
                 (value,), bars = _bars([estimate])
@@ -188,8 +194,9 @@ def writing(summary: dict[str, Any]) -> Markup | None:
                     axes, f"{value:.0f}", (state, value), (8, 0), ha="left", va="center", color=PAINT[state]
                 )
             axes.set_title(titles[measure])
-            axes.margins(x=0.2, y=0.15)
-            axes.set_ylim(bottom=0)
+            axes.margins(x=0.2)
+            top = 100 * max(0.01, *(e["high"] for e in states.values()))
+            axes.set_ylim(-0.06 * top, 1.2 * top)
         text = "; ".join(
             f"{titles[measure]}: " + ", ".join(f"{s} {100 * e['value']:.0f}" for s, e in states.items())
             for measure, states in estimates.items()
@@ -210,15 +217,22 @@ def frontier(comparison: dict[str, Any]) -> Markup | None:
     curve = comparison["alpha_curve"]
     edge = [point for point in curve if point["edge"]]
     lines = {"alpha-curve": ("-", curve), "its mixtures": ("--", edge)} if curve else {}
-    with _figure(height=HEIGHT + 0.2 * -(-(len(rows) + len(lines)) // columns)) as (figure, (axes,)):
+    with _figure(height=TALL + 0.2 * -(-(len(rows) + len(lines)) // columns), width=WIDE) as (
+        figure,
+        (axes,),
+    ):
         axes.grid(True, axis="both")
         for name, (line, points) in lines.items():
             centres = [(100 * point["domain"], 100 * point["retention"]) for point in points]
             axes.plot(*_columns(centres), color=PAINT["muted"], linestyle=line, linewidth=0.9, label=name)
+        drawn: list[dict[str, Any]] = []
         for row, label in zip(rows, labels, strict=True):
             shape, colour = (SHAPES[row["state"]], row["state"]) if "state" in row else next(styles)
             colour = "muted" if row.get("method") == "interpolate" else colour
-            _cross(axes, row["domain"], row["retention"], fmt=shape, color=PAINT[colour], label=label)
+            style: dict[str, Any] = {"fmt": shape, "color": PAINT[colour], "label": label}
+            style |= {"markerfacecolor": "none", "markersize": 7 + 6 * _coinciding(row, drawn)}
+            _cross(axes, row["domain"], row["retention"], **style)
+            drawn.append(row)
         axes.margins(0.08)
         axes.set_xlabel(f"domain: {_plain(names[0])} (%)")
         axes.set_title(f"Retention: {_plain(names[1])} (%)")
@@ -230,6 +244,13 @@ def frontier(comparison: dict[str, Any]) -> Markup | None:
         return _svg(figure, "frontier", escape(f"Retention against domain: {text}"))
 
 
+def _coinciding(row: dict[str, Any], drawn: list[dict[str, Any]]) -> int:
+    """Count the drawn marks at the place of a row: its own must be larger, or it would hide them."""
+    return sum(
+        all(abs(row[k]["value"] - r[k]["value"]) < 0.01 for k in ("domain", "retention")) for r in drawn
+    )
+
+
 def steps(comparison: dict[str, Any]) -> Markup | None:
     """Plot each suite from base through the steps of each chain, in its own panel; None without chains."""
     scores = {step["name"]: step["scores"] for step in comparison["steps"]}
@@ -237,8 +258,8 @@ def steps(comparison: dict[str, Any]) -> Markup | None:
     suites = [name for name in comparison["suites"] if name in base]
     if not chains or not suites:
         return None
-    height = 0.55 * HEIGHT * len(suites) + 0.25 * len(chains)
-    with _figure(rows=len(suites), height=height) as (figure, panels):
+    height = 1.1 * len(suites) + 0.25 * len(chains) + 0.4
+    with _figure(rows=len(suites), height=height, width=WIDE) as (figure, panels):
         for axes, suite in zip(panels, suites, strict=True):
             for i, (chain, (shape, colour)) in enumerate(zip(chains, _arm_styles(), strict=False)):
                 measured = [(x, scores[n]) for x, n in enumerate(chain["steps"], 1) if suite in scores[n]]
@@ -271,7 +292,7 @@ def _bars(estimates: list[dict[str, float]]) -> tuple[list[float], list[list[flo
 def _cross(axes: Axes, x: dict[str, float], y: dict[str, float], **style: Any) -> None:
     """Mark the point of two estimates, in percent, with both intervals."""
     (xs, xerr), (ys, yerr) = _bars([x]), _bars([y])
-    axes.errorbar(xs, ys, xerr=xerr, yerr=yerr, markersize=7, linewidth=1.2, **style)
+    axes.errorbar(xs, ys, xerr=xerr, yerr=yerr, **{"markersize": 7, "linewidth": 1.2} | style)
 
 
 def _plain(name: str) -> str:

@@ -6,19 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.hub import HUB_IDS
-from opdcl.results import format
+from opdcl.results import format, report_tables
+from opdcl.results.samples import RULE, pick_examples, pick_samples
 from opdcl.results.scores import STATES, Suite, headline_of, load_suites, section
 from opdcl.results.summary import summarise
-from opdcl.results.tables import writing_rows
-from opdcl.results.verdict import why_no_domain_retention, why_no_recovery
-from opdcl.results.writing import MARGINS
+from opdcl.results.tables import MISSING
+from opdcl.results.verdict import split, why_no_domain_retention, why_no_recovery
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.rundir.layout import RunDir
 from opdcl.sanitize import harmless
 
-SAMPLES_PER_GROUP = 4
-GROUP_NOTE = "Seen: types of constraints that also occur in the recovery prompts. Unseen: types that do not."
-LONGEST_HEAD, LONGEST_PROMPT, LONGEST_ANSWER = 90, 900, 700
+EMBEDDED = (
+    "All scores are of the embedded copy of {}, whose weights were quantized to 4 bits and dequantized "
+    "again. On the original weights, base and adapters score slightly differently."
+)
 
 
 def write(run: RunDir, summary: dict[str, Any] | None = None) -> list[Path]:
@@ -109,56 +110,65 @@ def render(page: str, context: dict[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = [format.percent, format.interval, format.span, format.score, format.clock, format.memory]
+    filters = [format.percent, format.interval, format.span, format.value, format.bounds]
     if kind == "md":
         filters += [format.code, format.fence, format.quoted, format.nats]
     environment.filters |= {f.__name__: lambda v, f=f: Markup(f(v)) for f in filters}
+    environment.filters["unbroken"] = format.unbroken
     return environment.get_template(f"{page}.j2").render(context)
 
 
 def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
     """Return what the three templates print."""
-    from opdcl.results import stats
-
     manifest = {"created": None, "device": None, "opdcl": None} | run.read_manifest()
     base = dict.fromkeys(("id", "revision", "license")) | section(run, "model") | (manifest.get("base") or {})
     name = str(base["id"] or "unknown")
+    # A local path means nothing to readers of the card, and may reveal more than its owner wants.
+    base_model = HUB_IDS.get(name, Path(name).name if Path(name).is_absolute() else name)
     adapters = manifest.get("adapters") or {}
-    headline = headline_of(suites)
     losses = [row["loss"] for row in _metrics(run, "finetune") if row.get("loss") is not None]
     validations = [row for row in _metrics(run, "recover") if row.get("validation")]
-    measured = [s for s in suites if s.rows]
     states = {state for suite in suites for state in suite.rows}
+    samples = {s.name: groups for s in headline_of(suites).values() if (groups := pick_samples(s))}
+    heading, sentence = split(summary["verdict"])
     return {
         "summary": summary,
+        "heading": heading,
+        "sentence": sentence,
         "states": STATES,
-        "tables": {s.name: _all_metrics(s, summary["suites"][s.name]) for s in measured},
-        "writing": {name: writing_rows(suite["writing"]) for name, suite in summary["suites"].items()},
-        "why_no_r": why_no_recovery(summary),
-        "why_no_d": why_no_domain_retention(headline.get("domain")),
-        "differences": _difference_rows(summary["tests"]),
-        "ceiling": {n: gap | _in_points(gap) | _place(gap) for n, gap in summary["ceiling"].items()},
-        "margin": f"{100 * stats.NON_INFERIORITY_MARGIN:g}",
-        "writing_margin": f"{100 * max(MARGINS.values()):g}",
-        "group_note": GROUP_NOTE if {*summary["groups"]} == {"seen", "unseen"} else "",
-        "samples": {s.name: groups for s in headline.values() if (groups := pick_samples(s))},
+        "missing": MISSING,
+        "made": report_tables.made(run, manifest, base_model),
+        "bars": report_tables.bars(summary),
+        "ratios": _ratios(summary, headline_of(suites).get("domain")),
+        "tables": report_tables.main_tables(summary),
+        "details": report_tables.detail_tables(summary),
+        "examples": pick_examples(samples),
+        "samples": samples,
+        "sample_rule": RULE,
         "loss_ends": losses[:1] + losses[-1:],
         "validations": validations,
         "best_step": max((r["step"] for r in validations if r["validation"].get("best")), default=None),
         "manifest": manifest,
         "base": base,
-        # A local path means nothing to readers of the card, and may reveal more than its owner wants.
-        "base_model": HUB_IDS.get(name, Path(name).name if Path(name).is_absolute() else name),
+        "base_model": base_model,
         "facts": _facts(run, manifest, base, adapters),
         "card_state": next((state for state in ("recovered", "tuned") if state in states), None),
-        "embedded": name in HUB_IDS,
+        "embedded": EMBEDDED.format(base_model) if name in HUB_IDS else "",
         "adapter_path": next((adapters[s].get("path") for s in reversed(STATES) if s in adapters), None),
     }
 
 
-def _all_metrics(suite: Suite, estimates: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return metric -> state -> value, the headline metric first."""
-    return {suite.metric: {state: estimates[state]["value"] for state in suite.rows}} | estimates["metrics"]
+def _ratios(summary: dict, domain: Suite | None) -> list[dict[str, Any]]:
+    """Return R and D with what they mean, or why there is none."""
+    meaning = "of the lost score that came back, counted from tuned or the floor, whichever is higher"
+    if raw := report_tables.different_raw(summary):
+        meaning += f"; from tuned alone, {raw}"
+    recovery = {"estimate": summary["recovery"], "why": why_no_recovery(summary)}
+    kept = {"estimate": summary["domain_retention"], "why": why_no_domain_retention(domain)}
+    return [
+        {"name": "Recovery R", "meaning": f"Share {meaning}.", **recovery},
+        {"name": "Domain retention D", "meaning": "Share of the domain gain that was kept.", **kept},
+    ]
 
 
 def _facts(run: RunDir, manifest: dict, base: dict, adapters: dict) -> dict[str, str]:
@@ -195,32 +205,6 @@ def _commands(manifest: dict) -> dict[str, str]:
     return dict(zip(names, commands, strict=True))
 
 
-def _difference_rows(tests: dict) -> list[dict[str, str]]:
-    """Return the paired differences on the retention suite, in points."""
-    rows = []
-    for pair, p in tests["mcnemar"].items():
-        if change := tests[pair]:
-            p_value = "n/a" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
-            rows.append({"pair": pair.replace("_minus_", " - "), **_in_points(change), "p": p_value})
-    for measure, label in (("cut", "answers that do not end"), ("repetition", "repeated 4-grams")):
-        if change := tests["writing"][measure]:
-            rows.append({"pair": f"{label}, recovered - base", **_in_points(change), "p": "n/a"})
-    return rows
-
-
-def _place(gap: dict[str, Any]) -> dict[str, str]:
-    """Say where the student is; to find no difference does not make it level."""
-    if gap["place"] != "not shown":
-        return {"place": gap["place"]}
-    detectable = f"{gap['n']} prompts can show {100 * gap['detectable']:.1f} points"
-    return {"place": f"not shown to differ: {detectable}"}
-
-
-def _in_points(change: dict[str, float]) -> dict[str, str]:
-    low, high = format.points(change["low"]), format.points(change["high"])
-    return {"value": format.points(change["value"]), "span": f"{low} to {high}"}
-
-
 def _teachers(run: RunDir) -> dict[str, str]:
     """Return the names of each stream's teachers: base and tuned unless configured otherwise."""
     config = run.stage_record("recover").get("config", {})
@@ -238,48 +222,3 @@ def _metrics(run: RunDir, stage: str) -> list[dict]:
     rows = read_jsonl(folder.metrics) if folder else []
     last = {(row.get("step", 0), "validation" in row, "loss" in row): row for row in rows}
     return [last[key] for key in sorted(last)]
-
-
-def pick_samples(suite: Suite) -> list[dict[str, Any]]:
-    """Return prompts whose outcome the fine-tune changed, grouped by their outcome after recovery."""
-    if not {"base", "tuned"} <= set(suite.rows):
-        return []
-    # Several parts must all pass; one fractional score passes from a half on.
-    needed = 1.0 if any(len(parts) != 1 for parts in suite.parts("base")) else 0.5
-    shares = {state: [sum(p) / max(len(p), 1) for p in suite.parts(state)] for state in suite.rows}
-    passed = {state: [share >= needed for share in values] for state, values in shares.items()}
-    lost = suite.role == "retention"
-    outcomes = enumerate(zip(passed["base"], passed["tuned"], strict=True))
-    changed = [i for i, (base, tuned) in outcomes if base == lost and tuned != base]
-    title = "Lost by the fine-tune" if lost else "Learned by the fine-tune"
-    groups = {title: changed}
-    if "recovered" in suite.rows:
-        good, bad = ("regained by recovery", "not regained") if lost else ("kept by recovery", "lost again")
-        groups = {
-            f"{title}, {word}": [i for i in changed if passed["recovered"][i] == ok]
-            for word, ok in ((good, True), (bad, False))
-        }
-    rows = []
-    for title, indices in groups.items():
-        samples = [_sample(suite, i, shares, passed) for i in indices[:SAMPLES_PER_GROUP]]
-        rows.append({"title": title, "count": len(indices), "of": len(changed), "samples": samples})
-    return rows
-
-
-def _sample(suite: Suite, i: int, shares: dict[str, list], passed: dict[str, list]) -> dict[str, Any]:
-    """Return one prompt with its expected answer and the answer of every state."""
-    row = suite.rows["base"][i]
-    line = " ".join(str(row["prompt"]).split())
-    answers = []
-    for state, rows in suite.rows.items():
-        share, ok = shares[state][i], passed[state][i]
-        mark = ("pass" if ok else "fail") if share in (0, 1) else f"{100 * share:.0f} %"
-        text = format.cut(str(rows[i].get("response") or ""), LONGEST_ANSWER)
-        answers.append({"state": state, "text": text, "passed": ok, "mark": mark})
-    return {
-        "number": row["doc_id"],
-        "head": line if len(line) <= LONGEST_HEAD else f"{line[:LONGEST_HEAD]}…",
-        "prompt": format.cut(str(row["prompt"]), LONGEST_PROMPT),
-        "target": format.cut(str(row["target"]), LONGEST_ANSWER) if row.get("target") else None,
-        "answers": answers,
-    }

@@ -23,6 +23,25 @@ HEADLINE_ROLES = ("retention", "domain")
 # What a suite measures, if its name does not read well in a sentence.
 PLAIN_WORDS = dict.fromkeys(("instructions", "instructions_quick", "ifeval"), "instruction following")
 
+# Metrics in words; files and JSON keep the keys.
+METRIC_WORDS = {
+    "prompt_level_strict_acc": "answers that meet every constraint",
+    "inst_level_strict_acc": "constraints met",
+    "prompt_level_loose_acc": "answers that meet every constraint, read loosely",
+    "inst_level_loose_acc": "constraints met, read loosely",
+    "exact_match": "exact answers",
+    "contains": "answers that contain the expected one",
+    "token_f1": "word overlap with the expected answer",
+    "acc": "correct answers",
+    "acc_norm": "correct answers, corrected for length",
+}
+
+
+def metric_words(metric: str) -> str:
+    """Return a metric's name as people read it."""
+    name = metric.split(",")[0]
+    return METRIC_WORDS.get(name, name.replace("_", " "))
+
 
 @dataclass(frozen=True)
 class Suite:

@@ -37,6 +37,7 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
     headline = headline_of(suites)
     retention, domain = headline.get("retention"), headline.get("domain")
     estimates = {s.name: _summarise_suite(s) for s in suites}
+    faults = [*_damaged_adapters(run), *_faults(run, suites)]
     summary: dict[str, Any] = {
         "verdict": "",
         "name": run.settings().get("name") or run.path.name,
@@ -47,11 +48,8 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
         "tests": _tests(retention, domain),
         "ceiling": _ceiling(suites, section(run, "recover")),
         "cost": _cost(run, suites),
-        "notes": [
-            *_damaged_adapters(run),
-            *_suite_notes(run.read_manifest(), suites, estimates),
-            *_recovery_notes(run),
-        ],
+        "faults": faults,
+        "notes": [*faults, *_suite_notes(suites, estimates), *_recovery_notes(run)],
     }
     summary["status"] = writing.status_with(summary["tests"]["writing"], summary["status"])
     if retention and summary["status"] in ("partly recovered", "not shown"):
@@ -201,13 +199,13 @@ def _damaged_adapters(run: RunDir) -> list[str]:
     return [f"{problem}: {hint}." for problem in run.adapter_damage().values()]
 
 
-def _suite_notes(manifest: dict, suites: list[Suite], estimates: dict[str, dict]) -> list[str]:
-    """Return the caveats about base weights, adapters, missing answers and floors."""
-    notes = []
+def _faults(run: RunDir, suites: list[Suite]) -> list[str]:
+    """Return the reasons not to believe the results: other base weights, or other adapters."""
+    manifest, faults = run.read_manifest(), []
     base, adapters = (manifest.get(key) or {} for key in ("base", "adapters"))
     before, after = base.get("fingerprint_before"), base.get("fingerprint_after")
     if before and after and before != after:
-        notes.append(
+        faults.append(
             "The base weights changed during the run: base is no longer a valid teacher or reference."
         )
     for suite in suites:
@@ -216,7 +214,14 @@ def _suite_notes(manifest: dict, suites: list[Suite], estimates: dict[str, dict]
             present = (adapters.get(state) or {}).get("sha256")
             if measured and present and measured != present:
                 problem = f"{state} was measured with another adapter than the one in this run"
-                notes.append(f"{suite.name}: {problem}.")
+                faults.append(f"{suite.name}: {problem}.")
+    return faults
+
+
+def _suite_notes(suites: list[Suite], estimates: dict[str, dict]) -> list[str]:
+    """Return the caveats about missing answers and floors."""
+    notes = []
+    for suite in suites:
         if suite.unpaired:
             reason = "because not every measured state answered them; the further metrics still include them"
             notes.append(f"{suite.name}: {suite.unpaired} prompts are left out {reason}.")

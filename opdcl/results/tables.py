@@ -5,10 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from opdcl.results import finding
 from opdcl.results.format import interval, percent, points, span
-from opdcl.results.scores import HEADLINE_ROLES, STATES
+from opdcl.results.scores import HEADLINE_ROLES, STATES, metric_words
 
 MISSING = "\N{EN DASH}"
+
+FRONTIER = (
+    "Each mark is one arm. The arms with no other one both above and to the right of them form the frontier: "
+    "there, more retention costs domain score, and the other way round. An arm inside the frontier is beaten "
+    "on both."
+)
 
 # What is told of how answers are written, and its label.
 WRITING = {
@@ -17,6 +24,10 @@ WRITING = {
     "repetition": "repeated 4-grams",
     "script": "in the prompt's script",
 }
+CHAINS = (
+    "Each panel is one suite, each line one chain of steps, and all chains begin at base. A chain forgets a "
+    "suite if it ends below the best score that it had there before."
+)
 
 
 class Table(NamedTuple):
@@ -34,11 +45,15 @@ class Figure(NamedTuple):
     title: str
     plot: str
     caption: str
+    explanation: str = ""
+    """How to read it, in more than a caption."""
 
 
 class View(NamedTuple):
     """A comparison laid out, without its notes."""
 
+    finding: str
+    """What was found, in one sentence."""
     lead: str
     """One sentence that says what is compared."""
     tables: list[Table]
@@ -52,13 +67,17 @@ def view(comparison: dict[str, Any]) -> View:
     chains = "chains" in comparison
     names = ", ".join(row["name"] for row in comparison["steps" if chains else "arms"])
     if chains:
-        caption = "Each suite after each step. Bars are 95 % intervals; a falling line means forgetting."
+        caption = "A falling line means forgetting. Bars are 95 % intervals."
         lead = f"{names}: steps that build on one another, measured on {_suite_names(comparison)}."
-        return View(lead, _chain_tables(comparison), [], Figure("From step to step", "steps", caption))
-    caption = "Domain score against retention score. Bars are 95 % intervals; up and to the right is better."
+        figure = Figure("From step to step", "steps", caption, CHAINS)
+        return View(finding.of_chains(comparison), lead, _chain_tables(comparison), [], figure)
+    caption = (
+        "Up and to the right is better. Bars are 95 % intervals. Arms that coincide lie inside one another."
+    )
     lead = f"{names}: compared on {_suite_names(comparison)}."
-    figure = Figure("Frontier", "frontier", caption)
-    return View(lead, _arm_tables(comparison), [_runs_table(comparison)], figure)
+    figure = Figure("Retention against domain", "frontier", caption, FRONTIER)
+    tables, details = _arm_tables(comparison)
+    return View(finding.of_arms(comparison), lead, tables, details, figure)
 
 
 def score_cell(estimate: dict | None) -> str:
@@ -114,18 +133,32 @@ def _suite_names(comparison: dict[str, Any]) -> str:
     return f"{', '.join(rest)} and {last}" if rest else last
 
 
-def _arm_tables(comparison: dict[str, Any]) -> list[Table]:
-    """Return the scores, the distance to the alpha-curve, further suites and the settings that differ."""
+def _arm_tables(comparison: dict[str, Any]) -> tuple[list[Table], list[Table]]:
+    """Return the main tables, and those for which a terminal has no room."""
     tables = [_scores_table(comparison)]
+    if rivals := [row for row in comparison["against_first"] if row["retention"] or row["domain"]]:
+        first = comparison["arms"][0]["name"]
+        rows = [[row["name"], *(_points_cell(row[role]) for role in HEADLINE_ROLES)] for row in rivals]
+        caption = (
+            "Differences on the same prompts, in points. If an interval contains zero, the difference may be "
+            "chance. Each interval stands for itself: of twenty, one may exclude zero by chance."
+        )
+        tables.append(Table(f"{first} minus each other arm", ["arm", *HEADLINE_ROLES], rows, caption))
     if any(row["above_alpha_curve"] for row in comparison["arms"]):
         tables.append(_curve_table(comparison))
     for suite in comparison["further"]:
+        ratio = ["D"] if suite["role"] == "domain" else []
         rows = [
-            [arm["name"], *(score_cell(arm[state]) for state in STATES), ratio_cell(arm["domain_retention"])]
+            [
+                arm["name"],
+                *(score_cell(arm[s]) for s in STATES),
+                *(ratio_cell(arm["domain_retention"]) for _ in ratio),
+            ]
             for arm in suite["arms"]
         ]
-        caption = f"{suite['metric']} on {suite['n']} prompts. This suite does not affect the status."
-        tables.append(Table(f"{suite['name']}, {suite['role']}", ["arm", *STATES, "D"], rows, caption))
+        words = metric_words(suite["metric"])
+        caption = f"Score: {words}, on {suite['n']} prompts. This suite does not affect the status."
+        tables.append(Table(f"{suite['name']}, {suite['role']}", ["arm", *STATES, *ratio], rows, caption))
     if comparison["differences"]:
         names = [row["name"] for row in comparison["arms"]]
         rows = [
@@ -134,7 +167,7 @@ def _arm_tables(comparison: dict[str, Any]) -> list[Table]:
         ]
         caption = "Seeds, names and gates are left out."
         tables.append(Table("Settings that differ", ["setting", *names], rows, caption))
-    return tables
+    return tables, [_runs_table(comparison)]
 
 
 def _scores_table(comparison: dict[str, Any]) -> Table:

@@ -143,3 +143,9 @@ def why_no_domain_retention(domain: Suite | None) -> str:
     if not domain.complete:
         return f"{domain.name} is not measured on {', '.join(s for s in STATES if s not in domain.rows)}"
     return "the fine-tune's gain on the domain is not measurably above zero"
+
+
+def split(text: str) -> tuple[str, str]:
+    """Split a verdict into its first words and the sentence after them."""
+    heading, _, rest = text.partition(": ")
+    return (heading, rest[:1].upper() + rest[1:]) if rest else ("Verdict", text)

@@ -11,6 +11,8 @@ neither on its neighbours in the batch nor on when they finish.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,10 +21,15 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from opdcl import parallel
 from opdcl.model.architecture import architecture
 from opdcl.model.forward import common_prefix
+from opdcl.sampling.layout import PADDING, Layout, attention_mask
 from opdcl.sampling.llama_step import decoding_step
 
 if TYPE_CHECKING:
     from opdcl.sampling.rollout import Request, Rollout
+
+# Completes a batch, given its layout, the request, how many rollouts may be left unfinished, and the uniform
+# numbers `(B, T)` or None; returns how many it left unfinished.
+Complete = Callable[[list["Rollout"], Layout, "Request", int, "torch.Tensor | None"], int]
 
 # Rows are dropped from the slabs once a fifth of them is finished: copying the rest then costs less than
 # decoding the finished ones.
@@ -100,7 +107,12 @@ class SlabLayer(CacheLayerMixin):
 
 
 def decode(model, rollouts: list[Rollout], request: Request) -> None:
-    """Complete the rollouts in place; every layer of `model` must be plain full attention."""
+    """Complete the rollouts in place; every layer of `model` must attend, fully or in a window."""
+    decode_batches(partial(_decode_batch, model), rollouts, request)
+
+
+def decode_batches(complete: Complete, rollouts: list[Rollout], request: Request) -> None:
+    """Cut the rollouts into batches, and let `complete` decode each."""
     uniform_NT: torch.Tensor | None = None
     if request.temperature:
         # Drawn for all workers, so that a sequence gets the same numbers on any of them.
@@ -112,35 +124,31 @@ def decode(model, rollouts: list[Rollout], request: Request) -> None:
     max_unfinished = request.max_unfinished
     for indices in request.batches(rollouts):
         batch = [rollouts[i] for i in indices]
+        layout = Layout(prefix, [(r.prompt_ids + r.completion_ids)[len(prefix) :] for r in batch])
         uniform_BT = None if uniform_NT is None else uniform_NT[indices]
-        max_unfinished -= _decode_batch(model, batch, prefix, request, max_unfinished, uniform_BT)
+        max_unfinished -= complete(batch, layout, request, max_unfinished, uniform_BT)
 
 
 @torch.no_grad()
 def _decode_batch(
-    model, batch: list[Rollout], prefix: list[int], request: Request, max_unfinished: int, uniform_BT
+    model, batch: list[Rollout], layout: Layout, request: Request, max_unfinished: int, uniform_BT
 ) -> int:
     """Complete a batch in place; return how many of its rollouts were left unfinished."""
     device, max_new_tokens = model.device, request.max_new_tokens
-    tails = [(r.prompt_ids + r.completion_ids)[len(prefix) :] for r in batch]
-    width = max(len(t) for t in tails)
-    capacity = len(prefix) + width + max_new_tokens
+    capacity = layout.end + max_new_tokens
     cache = Cache(layers=[SlabLayer(capacity) for _ in range(architecture(model.config).layers)])
-    # Layout of a row: shared prefix, left padding, its own tail, completion. Padding is masked everywhere.
-    visible_BC = torch.ones(len(batch), capacity, dtype=torch.bool)
-    for row, tail in enumerate(tails):
-        visible_BC[row, len(prefix) : len(prefix) + width - len(tail)] = False
-    visible_BC = visible_BC.to(device)
-    logits_BV = _prefill(model, cache, prefix, tails, width)
-    position_B = torch.tensor([len(prefix) + len(tail) - 1 for tail in tails], device=device)
+    logits_BV = prefill(model, cache, layout)
+    key_BC = layout.positions(capacity).to(device)
+    position_B = key_BC[:, layout.end - 1]
     run_step = decoding_step(model)
     # In 16 bits the CPU's fast kernels need two rows, so a finished one stays with the last.
     min_rows = 2 if model.dtype.itemsize == 2 else 1
     done = [False] * len(batch)
     for step in range(max_new_tokens):
         uniform_B = None if uniform_BT is None else uniform_BT[:, step].to(device)
-        token_B, logprob_B = _draw(logits_BV, request.temperature, uniform_B)
-        _append(batch, done, token_B, logprob_B, request)
+        token_B, logprob_B = draw(logits_BV, request.temperature, uniform_B)
+        logprobs = [] if logprob_B is None else logprob_B.tolist()
+        append(batch, done, token_B.tolist(), logprobs, request)
         running = done.count(False)
         if not running or (running <= max_unfinished and max_new_tokens - step > WORTH_LEAVING):
             break
@@ -152,17 +160,18 @@ def _decode_batch(
             keep = torch.tensor(indices, device=device)
             for layer in cache.layers:
                 layer.keep(keep)
-            token_B, position_B, visible_BC = token_B[keep], position_B[keep], visible_BC[keep]
+            token_B, position_B, key_BC = token_B[keep], position_B[keep], key_BC[keep]
         position_B = position_B + 1
-        logits_BV = run_step(token_B, position_B, visible_BC[:, : cache.get_seq_length() + 1], cache)
+        logits_BV = run_step(token_B, position_B, key_BC[:, : cache.get_seq_length() + 1], cache)
     return done.count(False)
 
 
-def _append(batch: list[Rollout], done: list[bool], token_B, logprob_B, request: Request) -> None:
-    """Append the drawn tokens to the rows that are not done, and report the completions that have ended."""
+def append(
+    batch: list[Rollout], done: list[bool], tokens: list[int], logprobs: list[float], request: Request
+) -> None:
+    """Append a drawn token to each row that is not done, and report the completions that have ended."""
     ended = []
-    logprobs = [] if logprob_B is None else logprob_B.tolist()
-    for row, (rollout, token) in enumerate(zip(batch, token_B.tolist(), strict=True)):
+    for row, (rollout, token) in enumerate(zip(batch, tokens, strict=True)):
         if done[row]:
             continue
         rollout.completion_ids.append(token)
@@ -174,50 +183,51 @@ def _append(batch: list[Rollout], done: list[bool], token_B, logprob_B, request:
         request.on_finished(ended)
 
 
-def _prefill(model, cache: Cache, prefix: list[int], tails: list[list[int]], width: int) -> torch.Tensor:
-    """Fill the slabs with all prompts, which end at `prefix + width`; return next-token logits `(B, V)`.
+def prefill(model, cache: Cache, layout: Layout, batch_rows: int = PREFILL_ROWS) -> torch.Tensor:
+    """Fill the slabs with all prompts, which end at `layout.end`; return next-token logits `(B, V)`.
 
     The prefix runs once. Tails run a few rows at a time, and each of these batches is only as wide as its
     longest tail: one long prompt would otherwise pad all the others.
     """
-    device = model.device
-    shared = Cache(layers=[SlabLayer(len(prefix)) for _ in cache.layers])
+    device, prefix = model.device, len(layout.prefix)
+    shared = Cache(layers=[SlabLayer(prefix) for _ in cache.layers])
+    full = architecture(model.config).full_attention  # transformers' own mask then needs no memory
     if prefix:
-        model.base_model(input_ids=torch.tensor([prefix], device=device), past_key_values=shared)
+        position_1P = torch.arange(prefix, device=device)[None]
+        model.base_model(
+            input_ids=torch.tensor([layout.prefix], device=device),
+            attention_mask=None if full else attention_mask(model, position_1P, position_1P),
+            position_ids=position_1P,
+            past_key_values=shared,
+        )
     logits = []
-    for start in range(0, len(tails), PREFILL_ROWS):
-        batch = tails[start : start + PREFILL_ROWS]
-        local = max(len(t) for t in batch)
-        ids_BW = torch.zeros(len(batch), local, dtype=torch.long)
-        padding_B = torch.tensor([local - len(t) for t in batch], device=device)
-        for row, tail in enumerate(batch):
-            ids_BW[row, local - len(tail) :] = torch.tensor(tail)
-        column_W = torch.arange(local, device=device)
-        tail_BW = column_W >= padding_B[:, None]
-        causal_WW = column_W[:, None] >= column_W
-        # A padding query sees only itself: softmax over nothing is NaN.
-        tail_BWW = (causal_WW & tail_BW[:, None]) | torch.eye(local, dtype=torch.bool, device=device)
-        prefix_BWP = torch.ones(len(batch), local, len(prefix), dtype=torch.bool, device=device)
-        part = Cache(layers=[SlabLayer(len(prefix) + local) for _ in cache.layers])
+    for start in range(0, len(layout.tails), batch_rows):
+        batch = Layout(layout.prefix, layout.tails[start : start + batch_rows])
+        ids_BW = torch.zeros(len(batch.tails), batch.width, dtype=torch.long)
+        for row, tail in enumerate(batch.tails):
+            ids_BW[row, batch.width - len(tail) :] = torch.tensor(tail)
+        part = Cache(layers=[SlabLayer(batch.end) for _ in cache.layers])
         for layer, source in zip(part.layers, shared.layers, strict=True):
             if prefix:
-                layer.copy_part(source, slice(None), len(batch), len(prefix), len(prefix))
+                layer.copy_part(source, slice(None), len(batch.tails), prefix, prefix)
+        key_BC = batch.positions(batch.end).to(device)
+        position_BW = key_BC[:, prefix:]
         output = model(
             input_ids=ids_BW.to(device),
-            attention_mask=torch.cat([prefix_BWP, tail_BWW], -1)[:, None],
-            position_ids=(len(prefix) + column_W - padding_B[:, None]).clamp(min=0),
+            attention_mask=attention_mask(model, position_BW, key_BC),
+            position_ids=position_BW.masked_fill(position_BW == PADDING, 0),
             past_key_values=part,
             # As an index tensor: the copy that it makes avoids one copy of the output head per row.
-            logits_to_keep=torch.tensor([local - 1], device=device),
+            logits_to_keep=torch.tensor([batch.width - 1], device=device),
         )
         logits.append(output.logits[:, -1])
-        rows = slice(start, start + len(batch))
+        rows = slice(start, start + len(batch.tails))
         for layer, source in zip(cache.layers, part.layers, strict=True):
-            layer.copy_part(source, rows, len(tails), len(prefix), len(prefix) + width)
+            layer.copy_part(source, rows, len(layout.tails), prefix, layout.end)
     return torch.cat(logits)
 
 
-def _draw(logits_BV: torch.Tensor, temperature: float, uniform_B: torch.Tensor | None):
+def draw(logits_BV: torch.Tensor, temperature: float, uniform_B: torch.Tensor | None):
     """Draw a token per row by inverting the cumulative distribution; return ids and logprobs, `(B,)`.
 
     Without uniform numbers the most likely token is taken, and its log-probability is not computed.
@@ -238,7 +248,7 @@ def _draw(logits_BV: torch.Tensor, temperature: float, uniform_B: torch.Tensor |
     cumulative_BN = block_BN.cumsum(-1)
     total_B1 = cumulative_BN[:, -1:]
     # Rounding must not move a draw to a block, or to a token of its block, that has no probability.
-    draw_B1 = torch.minimum(uniform_B[:, None], total_B1.new_tensor(1 - 1e-6)) * total_B1
+    draw_B1 = uniform_B[:, None].clamp(max=1 - 1e-6) * total_B1
     # NaN of a broken model lies in no block and draws the last token; its log-probability is NaN too.
     block_B1 = torch.searchsorted(cumulative_BN, draw_B1, right=True).clamp_(max=cumulative_BN.shape[-1] - 1)
     inside_BW = weight_BNW[torch.arange(rows, device=logits_BV.device), block_B1[:, 0]].cumsum(-1)

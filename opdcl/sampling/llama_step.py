@@ -18,6 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from opdcl.model.architecture import architecture
+from opdcl.sampling.layout import attention_mask
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -30,10 +31,10 @@ Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Cache"], torch.Tenso
 def decoding_step(model) -> Step:
     """Return the function that runs one token per row through `model`.
 
-    It takes token ids `(B,)`, their positions `(B,)`, the cached positions visible to each row, itself
-    included, `(B, S)`, and the cache, which it extends; it returns next-token logits `(B, V)`.
+    It takes token ids `(B,)`, their positions `(B,)`, the position of each column's token in the cache, the
+    new one included, `(B, S)`, and the cache, which it extends; it returns next-token logits `(B, V)`.
     """
-    return LlamaStep(model) if is_llama(model) else lambda *inputs: _plain_step(model, *inputs)
+    return LlamaStep(model) if is_llama(model) else lambda *inputs: plain_step(model, *inputs)
 
 
 def is_llama(model) -> bool:
@@ -41,15 +42,17 @@ def is_llama(model) -> bool:
     return (
         type(model).__name__ in FAMILY
         and model.config.hidden_act == "silu"
+        and architecture(model.config).full_attention
         and not getattr(model.config, "pretraining_tp", 1) > 1
         and all(m.disable_adapters or m.merged for m in model.modules() if isinstance(m, BaseTunerLayer))
     )
 
 
-def _plain_step(model, token_B, position_B, visible_BS, cache) -> torch.Tensor:
+def plain_step(model, token_B, position_B, key_BS, cache) -> torch.Tensor:
+    """Run one token per row through the model's own forward pass; arguments as for `decoding_step`."""
     return model(
         input_ids=token_B[:, None],
-        attention_mask=visible_BS[:, None, None],
+        attention_mask=attention_mask(model, position_B[:, None], key_BS),
         position_ids=position_B[:, None],
         past_key_values=cache,
     ).logits[:, -1]
@@ -61,13 +64,14 @@ class LlamaStep:
     def __init__(self, model):
         self.model, self.shape = model, architecture(model.config)
 
-    def __call__(self, token_B, position_B, visible_BS, cache) -> torch.Tensor:
+    def __call__(self, token_B, position_B, key_BS, cache) -> torch.Tensor:
         body = self.model.model
         h_HB = body.embed_tokens(token_B).T.contiguous()
         # Both halves of a head rotate by the same angles.
         angles, half = body.rotary_emb(h_HB, position_B[:, None]), self.shape.head_dim // 2
         rotation = tuple(x[:, 0, :half].T.contiguous() for x in angles)
-        bias_BS = torch.zeros_like(visible_BS, dtype=h_HB.dtype).masked_fill_(~visible_BS, -torch.inf)
+        bias_BS = torch.zeros_like(key_BS, dtype=h_HB.dtype)
+        bias_BS.masked_fill_(key_BS > position_B[:, None], -torch.inf)
         bias_B11S = bias_BS[:, None, None]
         for layer, slots in zip(body.layers, cache.layers, strict=True):
             x_HB = _normed(h_HB, layer.input_layernorm)

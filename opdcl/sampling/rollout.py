@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Engine = Literal["slab", "generate", "continuous"]
+Engine = Literal["slab", "graph", "generate", "continuous"]
 
 
 @dataclass

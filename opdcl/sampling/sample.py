@@ -1,9 +1,10 @@
-"""Sample completions from the resident model, for recovery and evaluation, with one of three engines.
+"""Sample completions from the resident model, for recovery and evaluation, with one of four engines.
 
 | engine | what it is | when |
 | --- | --- | --- |
-| `slab` | opdcl's own loop (`opdcl.sampling.decode`) | every layer is plain full attention |
-| `generate` | transformers' `generate` | any other model: sliding windows, state-space layers |
+| `slab` | opdcl's own loop (`opdcl.sampling.decode`) | every layer attends, fully or in a sliding window |
+| `graph` | the same on CUDA graphs (`opdcl.sampling.graph`) | only when named |
+| `generate` | transformers' `generate` | any other model: state-space layers |
 | `continuous` | transformers' continuous batching, with CUDA graphs | only when named |
 """
 
@@ -23,6 +24,7 @@ from opdcl import parallel
 from opdcl.errors import OpdclError
 from opdcl.model.architecture import architecture
 from opdcl.sampling.decode import decode
+from opdcl.sampling.graph import decode_with_graphs
 from opdcl.sampling.rollout import Engine, Request, Rollout
 
 # Tokens per page of the continuous engine's cache.
@@ -52,9 +54,10 @@ def sample(
 ) -> list[Rollout]:
     """Sample one completion per prompt, in the order of `prompts`; each worker samples its share.
 
-    The same seed, prompts and engine give the same completions; with `slab` for any batch size and any number
-    of workers. With `max_unfinished`, a batch does not wait for its last, long completions: they are returned
-    as they are and resumed by a later call (partial rollouts, arXiv 2501.12599).
+    The same seed, prompts and engine give the same completions; with `slab` and `graph` also for any batch
+    size and any number of workers. With `max_unfinished`, a batch does not wait for its last, long
+    completions: they are returned as they are and resumed by a later call (partial rollouts, arXiv
+    2501.12599).
 
     Args:
         model: A causal language model.
@@ -67,13 +70,13 @@ def sample(
         engine: The decoding loop.
         on_finished: Called with the completions that have ended since the last call.
         unfinished: Rollouts of an earlier call to resume; they come first in the result.
-        max_unfinished: Maximum completions per call that may be returned unfinished (`slab` only).
+        max_unfinished: Maximum completions per call that may be returned unfinished (`slab` and `graph`).
     """
     rollouts = [*unfinished, *(Rollout(list(p)) for p in prompts)]
     own_rollouts = list(parallel.my_share(rollouts))
     options = max_new_tokens, eos_ids, temperature, seed, batch_size + len(unfinished), on_finished
     request = Request(*options, len(rollouts), weights_in_tokens(model), max_unfinished)
-    run = {"slab": decode, "generate": _generate, "continuous": _continuous}
+    run = {"slab": decode, "graph": decode_with_graphs, "generate": _generate, "continuous": _continuous}
     if own_rollouts:
         run[pick_engine(model)[0] if engine == "auto" else engine](model, own_rollouts, request)
     return parallel.gather_shares(own_rollouts)
@@ -81,9 +84,9 @@ def sample(
 
 def pick_engine(model) -> tuple[Engine, str]:
     """Return the engine for a model, and the reason."""
-    if architecture(model.config).full_attention:
-        return "slab", "every layer is full attention: slab decoding, finished sequences leave the batch"
-    return "generate", "some layers are not full attention, which only transformers' own cache serves"
+    if architecture(model.config).attention_only:
+        return "slab", "every layer is attention"
+    return "generate", "some layers are not attention"
 
 
 class _LogprobRecorder(LogitsProcessor):

@@ -1,5 +1,6 @@
 """The verbs from Python: they do what the command line does, and display themselves in a notebook."""
 
+import json
 import subprocess
 import sys
 
@@ -51,6 +52,13 @@ def test_each_verb_continues_the_run_and_displays_itself(folder, tiny_model, mon
     assert measured.report.exists()
     assert repr(whole).startswith("<opdcl: ")
     assert "<table>" in compared._repr_html_()
+    # What the top of the report says of the model and its rows.
+    top = measured.report.read_text().split("<main>")[0]
+    manifest = json.loads((folder / "mine" / "manifest.json").read_text())
+    weights = json.loads((tiny_model / "config.json").read_text())
+    assert manifest["base"]["parameters"] > weights["vocab_size"] * weights["hidden_size"]
+    assert f"{len((folder / 'rows.jsonl').read_text().splitlines())} rows" in top
+    assert "M parameters" in top
     assert (folder / "side" / "compare.html").exists()
     with pytest.raises(OpdclError) as refused:
         api.recover("nowhere")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.command import ROOT
+from PIL import Image
 
 SCRIPTS = ROOT / "benchmarks"
 
@@ -296,6 +297,23 @@ def test_container_size_adds_up_a_wheel(script):
         archive.writestr("large", bytes(3_000_000))
     assert container_size.unpacked(wheel) == 3
     assert container_size.megabytes(2_600_000) == 3
+
+
+def test_the_picture_of_a_report_is_its_whole_head(script, finished, tmp_path):
+    picture = script("report_picture")
+    page = (finished / "report.html").read_text()
+    assert '<main>\n<section class="top"' in page  # the only section that the picture keeps
+    assert picture.head(page).index("section ~ section { display: none; }") < page.index("<main>")
+    shot = tmp_path / "shot.png"
+    image = Image.new("RGB", (60, 200), "white")
+    image.putpixel((5, 99), (0, 0, 0))
+    image.save(shot)
+    picture.trim(shot)
+    assert Image.open(shot).size == (60, 100 + picture.MARGIN)
+    image.putpixel((5, 190), (0, 0, 0))
+    image.save(shot)
+    with pytest.raises(SystemExit, match="taller than"):
+        picture.trim(shot)
 
 
 def test_the_shell_script_parses():

@@ -120,7 +120,8 @@ def test_without_a_curve_there_is_no_distance_to_it(three):
     comparison = compare.compare(three[:2])
     assert [row["above_alpha_curve"] for row in comparison["arms"]] == [None, None]
     assert comparison["alpha_curve"] == []
-    assert [table.title for table in view(comparison).tables] == ["Scores", "Settings that differ"]
+    titles = [table.title for table in view(comparison).tables]
+    assert titles == ["Scores", "ours minus each other arm", "Settings that differ"]
 
 
 def test_an_arm_is_compared_with_the_alpha_curve_of_its_own_tuned_model(make):

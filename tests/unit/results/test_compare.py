@@ -14,6 +14,7 @@ from helpers.synthetic import METRIC, N, change, measure, write
 
 from opdcl.results import compare, plots, report
 from opdcl.results.compare import write as write_page
+from opdcl.results.tables import view
 from opdcl.rundir.layout import RunDir
 
 ROOT = Path(__file__).parents[3]
@@ -41,7 +42,7 @@ def test_writing_three_files_twice_gives_the_same_bytes(three, tmp_path):
 
 def test_markdown_and_html_show_scores_distance_settings_and_runs(three, tmp_path):
     text, page, _ = (p.read_text() for p in write_page(compare.compare(three), tmp_path / "out"))
-    assert "| ours 1 seed | 70.0 % [" in text
+    assert "| ours (1 seed) | 70.0 % [" in text
     assert "0.83 [" in text
     assert re.search(
         r"\| general \| [+-]\d+\.\d \[[^]]+\] \| \+20\.0 \[\+\d+\.\d, \+\d+\.\d\] "
@@ -57,7 +58,8 @@ def test_markdown_and_html_show_scores_distance_settings_and_runs(three, tmp_pat
         "-20.0",
         "recover.method",
         str(three[0].path),
-        "Frontier",
+        "form the frontier",
+        "ours minus each other arm",
     ):
         assert words in visible
 
@@ -87,6 +89,53 @@ def test_the_plot_marks_base_tuned_and_every_arm(three):
     assert (
         plots.frontier({"headline": {"retention": "a", "domain": "b"}, "references": [], "arms": []}) is None
     )
+
+
+def test_the_title_is_a_finding(three, make, tmp_path):
+    """Ours and general pass the same retention prompts; on the domain ours passes 20 of 40 more."""
+    comparison = compare.compare(three[:2])
+    (rival,) = comparison["against_first"]
+    assert rival["retention"]["value"] == 0
+    assert rival["domain"]["value"] == pytest.approx(0.5)
+    finding = "ours is not shown to differ from general in retention; 50.0 points above it on the domain"
+    text, html, _ = (p.read_text() for p in write_page(comparison, tmp_path / "out"))
+    assert text.startswith(f"# {finding}\n")
+    assert f'<h1 class="finding">{finding}</h1>' in html
+    reverse = view(compare.compare(three[1::-1])).finding
+    assert (
+        reverse == "general is not shown to differ from ours in retention; 50.0 points below it on the domain"
+    )
+    assert view(compare.compare(three)).finding == (
+        "ours is above 1 and below none of 2 other arms in retention; "
+        "above 2 and below none of 2 other arms on the domain"
+    )
+    twins = [three[0], make("twin", 28, 32, steps=47)]
+    assert view(compare.compare(twins)).finding == "No difference between ours and twin is shown"
+    triplets = view(compare.compare([*twins, make("third", 28, 32, steps=46)]))
+    assert triplets.finding == "No difference between ours and the 2 other arms is shown"
+    unfinished = [make("a", None, None), make("b", None, None, steps=9)]
+    assert view(compare.compare(unfinished)).finding == "Not measured yet"
+
+
+def test_coinciding_arms_have_marks_of_different_sizes(three, make):
+    twins = compare.compare([three[0], make("twin", 28, 32, steps=47)])
+    apart = compare.compare([three[0], make("apart", 20, 20, steps=46)])
+    sizes = []
+    for comparison in (twins, apart):
+        first, second = comparison["arms"]
+        sizes.append(plots._coinciding(second, [first]))
+    assert sizes == [1, 0]
+    assert plots.frontier(twins) != plots.frontier(apart)
+
+
+def test_a_fault_of_a_run_is_told_apart_from_notes(three, tmp_path):
+    write(three[1].manifest, {"base": {"fingerprint_before": "one", "fingerprint_after": "other"}})
+    comparison = compare.compare(three)
+    (fault,) = comparison["faults"]
+    assert fault.startswith(f"{three[1].path}: The base weights changed")
+    assert comparison["notes"].count(fault) == 1
+    html = write_page(comparison, tmp_path / "out")[1].read_text()
+    assert fault in html.split('class="faults"')[1].split("</section>")[0]
 
 
 @pytest.fixture
@@ -144,7 +193,8 @@ def test_the_command_prints_tables_on_stdout_and_writes_nothing(three, tmp_path)
     before = snapshot(tmp_path)
     done = opdcl_compare("ours", "general", "scaled", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    *lines, finding = done.stdout.splitlines()
+    assert finding.startswith("ours is above 1 and below none of 2 other arms in retention")
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines if " %" in line] == [
         "base",
@@ -169,9 +219,11 @@ def test_the_command_gives_one_json_document_with_stable_keys(three, tmp_path):
         "suites",
         "references",
         "arms",
+        "against_first",
         "further",
         "alpha_curve",
         "differences",
+        "faults",
         "notes",
     ]
     assert comparison["suites"]["handbook"] == {"role": "domain", "metric": METRIC, "n": N}

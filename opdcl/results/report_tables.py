@@ -1,0 +1,209 @@
+"""Lay out a run's report: the tables, the bars of the headline scores, and the facts at its top."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from opdcl.results import format
+from opdcl.results.scores import HEADLINE_ROLES, STATES, metric_words, section
+from opdcl.results.tables import Table, ratio_cell, score_cell, writing_rows
+from opdcl.results.writing import MARGINS
+from opdcl.rundir.layout import RunDir
+
+GROUP_NOTE = "Seen: types of constraints that also occur in the recovery prompts. Unseen: types that do not."
+# Where the axis of a pair of bars may end.
+AXES = (0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+def bars(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return one block of bars per headline suite that is measured; positions are in percent of the axis."""
+    blocks = []
+    for role in HEADLINE_ROLES:
+        name = summary["headline"][role]
+        suite = summary["suites"][name] if name else {}
+        measured = [suite[state] for state in STATES if suite.get(state)]
+        if not measured:
+            continue
+        axis = next((end for end in AXES if end >= max(e["high"] for e in measured)), 1.0)
+        rows = [
+            {"state": state, "score": suite[state], "at": {k: _at(v, axis) for k, v in suite[state].items()}}
+            for state in STATES
+        ]
+        title = f"{name}, {metric_words(suite['metric'])}, {suite['n']} prompts"
+        floor = suite["floor"] and _at(suite["floor"], axis)
+        blocks.append({"role": role, "title": title, "axis": axis, "floor": floor, "rows": rows})
+    return blocks
+
+
+def _at(score: float, axis: float) -> str:
+    return f"{100 * min(max(score / axis, 0), 1):.1f}"
+
+
+def main_tables(summary: dict[str, Any]) -> list[Table]:
+    """Return the scores, and those of each group of prompts."""
+    if not any(suite["n"] for suite in summary["suites"].values()):
+        return []
+    rows = []
+    for name, suite in summary["suites"].items():
+        rows.append([f"{name}\n{_description(suite)}", *(score_cell(suite[state]) for state in STATES)])
+        if suite["role"] == "retention":
+            rows += [[f"{label}\n{name}", *cells] for label, *cells in writing_rows(suite["writing"])]
+    caption = (
+        "Brackets are 95 % intervals over prompts, for one training seed. The floor is the score of the best "
+        "content-free answer, such as a copy of the prompt. Answers that do not end were cut at the token "
+        "limit. A repeated 4-gram is four words in a row that occurred earlier in the same answer."
+    )
+    tables = [Table("Scores", ["suite", *STATES], rows, caption)]
+    if groups := summary["groups"]:
+        rows = [
+            [f"{name}\n{_size(group)}", *(score_cell(group[state]) for state in STATES), _ratio(group)]
+            for name, group in groups.items()
+        ]
+        note = GROUP_NOTE if {*groups} == {"seen", "unseen"} else ""
+        columns = [summary["headline"]["retention"], *STATES, "R"]
+        tables.append(Table("Scores by group of prompts", columns, rows, note))
+    return tables
+
+
+def _description(suite: dict[str, Any]) -> str:
+    return (
+        f"{suite['role']}: {metric_words(suite['metric'])}, {_size(suite)}" if suite["n"] else suite["role"]
+    )
+
+
+def _size(scores: dict[str, Any]) -> str:
+    floor = "" if scores["floor"] is None else f", floor {format.percent(scores['floor'])}"
+    return f"{scores['n']} prompts{floor}"
+
+
+def _ratio(group: dict[str, Any]) -> str:
+    raw, ratio = different_raw(group), ratio_cell(group["recovery"])
+    return f"{ratio}; from tuned {raw}" if raw else ratio
+
+
+def different_raw(outcome: dict[str, Any]) -> str:
+    """Format R counted from tuned alone, if there is an R and the two differ in print; else empty."""
+    ratios = [outcome[key] and format.interval(outcome[key]) for key in ("recovery", "recovery_raw")]
+    return ratios[1] if all(ratios) and ratios[0] != ratios[1] else ""
+
+
+def detail_tables(summary: dict[str, Any]) -> list[Table]:
+    """Return what few readers look up: differences, teacher ceiling, all metrics, and cost."""
+    from opdcl.results import stats
+
+    margin = f"{100 * stats.NON_INFERIORITY_MARGIN:g}"
+    tables = []
+    if rows := _difference_rows(summary["tests"]):
+        caption = (
+            f"“Recovered” means that the interval of recovered - base lies above -{margin} points, and that "
+            "its answers are shown to end as often as base's and to repeat themselves as little, within "
+            f"{100 * max(MARGINS.values()):g} points. A large p-value alone never counts."
+        )
+        if test := summary["non_inferiority"]:
+            caption += (
+                " A model that scores exactly like base is shown not to be worse in "
+                f"{100 * test['power']:.0f} % of repetitions with prompts like these."
+            )
+        columns = [summary["headline"]["retention"], "points", "95 % interval", "McNemar p"]
+        tables.append(Table("Differences on the same prompts", columns, rows, caption))
+    if gaps := summary["ceiling"]:
+        rows = [[name, gap["teacher"], *_in_points(gap), _place(gap)] for name, gap in gaps.items()]
+        caption = (
+            f"Level means shown to be at most {margin} points worse. Level or above: the student has learned "
+            "all that this teacher can give; only another teacher or a reward can improve it. Below: more "
+            "can be recovered."
+        )
+        columns = ["suite", "teacher", "points\nstudent - teacher", "95 % interval", "the student is"]
+        tables.append(Table("Teacher ceiling", columns, rows, caption))
+    rows = [row for name, suite in summary["suites"].items() for row in _metric_rows(name, suite)]
+    if rows:
+        caption = "The names in small print are those of the JSON."
+        tables.append(Table("All metrics", ["metric", *STATES], rows, caption))
+    rows = [[stage, *_cost_cells(spent)] for stage, spent in summary["cost"].items()]
+    return [*tables, Table("Cost", ["stage", "time, min:s", "tokens", "peak memory"], rows, "")]
+
+
+def _metric_rows(name: str, suite: dict[str, Any]) -> list[list[str]]:
+    headline = {state: suite[state]["value"] for state in STATES if suite[state]}
+    rows = [
+        [f"{metric_words(metric)}\n{name}: {metric}", *(_metric(values.get(state)) for state in STATES)]
+        for metric, values in ({suite["metric"]: headline} | suite["metrics"]).items()
+        if values
+    ]
+    # The table of scores has these lines for the retention suites.
+    writing = [] if suite["role"] == "retention" else writing_rows(suite["writing"])
+    return rows + [[f"{label}\n{name}", *cells] for label, *cells in writing]
+
+
+def _metric(value: float | None) -> str:
+    return "" if value is None else format.score(value)
+
+
+def _cost_cells(spent: dict[str, Any]) -> list[str]:
+    if not spent:
+        return ["not run", "", ""]
+    tokens = f"{spent['tokens']:,}"
+    return [format.clock(spent["seconds"]), tokens, format.memory(spent["peak_memory_bytes"])]
+
+
+def _difference_rows(tests: dict[str, Any]) -> list[list[str]]:
+    """Return the paired differences on the retention suite, in points."""
+    rows = []
+    for pair, p in tests["mcnemar"].items():
+        if change := tests[pair]:
+            p_value = "n/a" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+            rows.append([pair.replace("_minus_", " - "), *_in_points(change), p_value])
+    for measure, label in (("cut", "answers that do not end"), ("repetition", "repeated 4-grams")):
+        if change := tests["writing"][measure]:
+            rows.append([f"{label}, recovered - base", *_in_points(change), "n/a"])
+    return rows
+
+
+def _place(gap: dict[str, Any]) -> str:
+    """Say where the student is; to find no difference does not make it level."""
+    if gap["place"] != "not shown":
+        return str(gap["place"])
+    return f"not shown to differ: {gap['n']} prompts can show {100 * gap['detectable']:.1f} points"
+
+
+def _in_points(change: dict[str, float]) -> list[str]:
+    low, high = format.points(change["low"]), format.points(change["high"])
+    return [format.points(change["value"]), f"{low} to {high}"]
+
+
+def made(run: RunDir, manifest: dict[str, Any], base_model: str) -> dict[str, str]:
+    """Return what a reader asks first: which model, what it learned, on what machine, when."""
+    size = (manifest.get("base") or {}).get("parameters")
+    device = manifest.get("device") or {}
+    finetune, recover = (run.stage_record(stage) and section(run, stage) for stage in ("finetune", "recover"))
+    data, rows = finetune.get("data"), run.stage_record("finetune").get("rows")
+    prompts = [_short_name(recover[s]) for s in ("general", "domain") if isinstance(recover.get(s), str)]
+    minutes = manifest.get("seconds") and f"in {max(1, round(manifest['seconds'] / 60))} minutes"
+    cores = device.get("kind") == "cpu" and device.get("cores")
+    machine = f"on {cores} cores" if cores else device.get("name") and f"on {device['name']}"
+    facts = {
+        "Model": _short_name(base_model) + (f", {_count(size)} parameters" if size else ""),
+        "Started from": _short_name(run.settings().get("start") or ""),
+        "Fine-tuned on": data and _short_name(str(data)) + (f", {rows:,} rows" if rows else ""),
+        "Recovered with prompts of": " and ".join(prompts),
+        "Made": manifest["created"]
+        and ", ".join([_date(manifest["created"]), " ".join(filter(None, [minutes, machine]))]).rstrip(", "),
+    }
+    return {label: value for label, value in facts.items() if value}
+
+
+def _short_name(source: str) -> str:
+    """Return the last part of a path; a report may be shown to others."""
+    return source.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _count(parameters: int) -> str:
+    size, unit = (parameters / 1e9, "B") if parameters >= 1e9 else (parameters / 1e6, "M")
+    return f"{size:.0f} {unit}" if size >= 10 else f"{size:.1f} {unit}"
+
+
+def _date(created: str) -> str:
+    """Format `2026-11-23T01:35:24Z` as `23 November 2026`."""
+    day = datetime.fromisoformat(created.replace("Z", "+00:00"))
+    return f"{day.day} {day:%B %Y}"

@@ -1,0 +1,88 @@
+"""Pick the prompts that a report shows, with the answers of all states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from opdcl.results import format, writing
+from opdcl.results.scores import Suite
+
+SAMPLES_PER_GROUP = 4
+LONGEST_PROMPT, LONGEST_ANSWER = 900, 700
+# A base answer of fewer words says little.
+FEWEST_WORDS = 10
+RULE = (
+    "Prompts whose outcome the fine-tune changed, chosen by a rule, not by hand: first those where every "
+    f"answer ends and repeats nothing, then by the length of base's answer, from {FEWEST_WORDS} words on."
+)
+
+
+def pick_samples(suite: Suite) -> list[dict[str, Any]]:
+    """Return prompts whose outcome the fine-tune changed, grouped by their outcome after recovery."""
+    if not {"base", "tuned"} <= set(suite.rows):
+        return []
+    # Several parts must all pass; one fractional score passes from a half on.
+    needed = 1.0 if any(len(parts) != 1 for parts in suite.parts("base")) else 0.5
+    shares = {state: [sum(p) / max(len(p), 1) for p in suite.parts(state)] for state in suite.rows}
+    passed = {state: [share >= needed for share in values] for state, values in shares.items()}
+    lost = suite.role == "retention"
+    outcomes = enumerate(zip(passed["base"], passed["tuned"], strict=True))
+    changed = [i for i, (base, tuned) in outcomes if base == lost and tuned != base]
+    changed.sort(key=_readability(suite).__getitem__)
+    title = "Lost by the fine-tune" if lost else "Learned by the fine-tune"
+    groups = {title: changed}
+    if "recovered" in suite.rows:
+        good, bad = ("regained by recovery", "not regained") if lost else ("kept by recovery", "lost again")
+        groups = {
+            f"{title}, {word}": [i for i in changed if passed["recovered"][i] == ok]
+            for word, ok in ((good, True), (bad, False))
+        }
+    rows = []
+    for title, indices in groups.items():
+        samples = [_sample(suite, i, shares, passed) for i in indices[:SAMPLES_PER_GROUP]]
+        rows.append({"title": title, "count": len(indices), "of": len(changed), "samples": samples})
+    return rows
+
+
+def pick_examples(samples: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Take the first sample of each suite out of its groups, for the top of the report."""
+    examples = []
+    for name, groups in samples.items():
+        if group := next((group for group in groups if group["samples"]), None):
+            examples.append(group | {"suite": name, "sample": group["samples"].pop(0)})
+    return examples
+
+
+def _readability(suite: Suite) -> list[tuple[bool, bool, int, int]]:
+    """Return a sort key per prompt, by `RULE`."""
+    measures = [writing.values(suite, state) for state in suite.rows]
+    count = len(suite.rows["base"])
+    unclean = np.zeros(count, bool)
+    for measure in measures:
+        unclean |= (measure.get("ended", np.ones(count)) < 1) | (
+            measure.get("repetition", np.zeros(count)) > 0
+        )
+    answers = [str(row.get("response") or "") for row in suite.rows["base"]]
+    return [
+        (bool(bad), len(answer.split()) < FEWEST_WORDS, len(answer), i)
+        for i, (bad, answer) in enumerate(zip(unclean, answers, strict=True))
+    ]
+
+
+def _sample(suite: Suite, i: int, shares: dict[str, list], passed: dict[str, list]) -> dict[str, Any]:
+    """Return one prompt with its expected answer and the answer of every state."""
+    row = suite.rows["base"][i]
+    answers = []
+    for state, rows in suite.rows.items():
+        share, ok = shares[state][i], passed[state][i]
+        mark = ("pass" if ok else "fail") if share in (0, 1) else f"{100 * share:.0f} %"
+        text = format.cut(str(rows[i].get("response") or ""), LONGEST_ANSWER)
+        answers.append({"state": state, "text": text, "passed": ok, "mark": mark})
+    return {
+        "number": row["doc_id"],
+        "prompt": format.cut(str(row["prompt"]), LONGEST_PROMPT),
+        "target": format.cut(str(row["target"]), LONGEST_ANSWER) if row.get("target") else None,
+        "answers": answers,
+    }

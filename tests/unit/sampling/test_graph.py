@@ -1,0 +1,189 @@
+"""Decoding on graphs: every family's numbers, the buckets, and a step that never waits for the device."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from opdcl.config.finetune import LoraSection
+from opdcl.model.architecture import architecture
+from opdcl.sampling import graph
+from opdcl.sampling.graph import COLUMNS, STEPS, GraphDecoder, bucket
+from opdcl.sampling.sample import pick_engine, sample
+
+# What each family adds to the plain decoder: windows, norms of queries and keys, soft caps, biases, sinks.
+FAMILIES = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 9},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 24, "attention_bias": True},
+    "Gemma2": {"sliding_window": 9, "head_dim": 16, "initializer_range": 0.1},
+    "Gemma3": {"sliding_window": 9, "head_dim": 16},
+    "Phi3": {"pad_token_id": 0},
+    "Olmo2": {},
+    "Olmo3": {"sliding_window": 9},
+    "Granite": {},
+    "GptOss": {"sliding_window": 9, "head_dim": 16, "num_local_experts": 4},
+}
+PROMPTS = [[1, 2, 3, 4 + i, *range(5, 5 + i * 5 % 23)] for i in range(9)]
+
+
+def build(family: str, dtype: torch.dtype = torch.float64):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4}
+    special = {
+        "max_position_embeddings": 1024,
+        "eos_token_id": 7,
+        "bos_token_id": 1,
+        "initializer_range": 0.3,
+    }
+    config = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")(
+        vocab_size=600, num_key_value_heads=2, **{**sizes, **special, **FAMILIES[family]}
+    )
+    if family == "GptOss" and dtype == torch.float64:
+        dtype = torch.float32  # its grouped products know no doubles
+    return getattr(transformers, f"{family}ForCausalLM")._from_config(config, dtype=dtype).eval()
+
+
+def ids(rollouts) -> list[list[int]]:
+    return [rollout.completion_ids for rollout in rollouts]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("engine", ["graph", "slab"])
+def test_every_familys_draws_have_the_plain_forward_passs_probabilities(family, engine):
+    model = build(family)
+    assert pick_engine(model)[0] == "slab"
+    rollouts = sample(model, PROMPTS, max_new_tokens=20, eos_ids=[7], temperature=0.9, seed=1, engine=engine)
+    for rollout in rollouts:
+        with torch.no_grad():
+            logits = model(torch.tensor([rollout.prompt_ids + rollout.completion_ids])).logits[0] / 0.9
+        expected = logits.log_softmax(-1)[len(rollout.prompt_ids) - 1 : -1]
+        drawn = expected.gather(-1, torch.tensor(rollout.completion_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(rollout.logprobs).double(), drawn.double(), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_the_same_numbers_draw_the_same_tokens_as_in_the_loop_without_graphs(family, temperature):
+    model = build(family)
+    options = {"max_new_tokens": 20, "eos_ids": [7, 9, 11], "temperature": temperature, "seed": 2}
+    assert ids(sample(model, PROMPTS, engine="graph", **options)) == ids(
+        sample(model, PROMPTS, engine="slab", **options)
+    )
+
+
+def test_rows_leave_columns_grow_and_long_prompts_stay_exact():
+    model = build("Qwen2")
+    prompts = [[1, 2, 3, *(5 + (7 * i + j) % 590 for j in range(3 + 37 * i))] for i in range(14)]
+    free = sample(model, prompts, max_new_tokens=40, eos_ids=[], seed=3, engine="slab")
+    # Ids that end about half of the sequences, at different steps.
+    ends = [free[i].completion_ids[3 + 5 * i] for i in range(7)]
+    options = {"max_new_tokens": 40, "eos_ids": ends, "seed": 3}
+    seen = []
+    run = GraphDecoder.run
+
+    def watched(self, model, count, rows, columns):
+        seen.append((rows, columns))
+        run(self, model, count, rows, columns)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphDecoder, "run", watched)
+        rollouts = sample(model, prompts, engine="graph", **options)
+    assert ids(rollouts) == ids(sample(model, prompts, engine="slab", **options))
+    assert len({rows for rows, _ in seen}) > 2
+    assert {columns for _, columns in seen} >= {COLUMNS, 2 * COLUMNS}
+    assert all(rows == bucket(rows) and columns % COLUMNS == 0 for rows, columns in seen)
+
+
+def test_buffers_serve_later_calls_until_the_weights_move(backbone):
+    backbone.new_adapter(LoraSection(r=2), seed=0)
+    for layer in backbone.adapted_layers("student"):
+        layer.lora_B["student"].weight.data.normal_()
+    options = {"max_new_tokens": 6, "eos_ids": [2], "seed": 1}
+    with backbone.merged("base") as model:
+        base = ids(sample(model, PROMPTS, engine="graph", **options))
+        first = graph._DECODERS[model]
+        assert ids(sample(model, PROMPTS[:4], engine="graph", **options)) == base[:4]
+        assert graph._DECODERS[model] is first
+    with backbone.merged("student") as model:
+        tuned = ids(sample(model, PROMPTS, engine="graph", **options))
+        assert tuned == ids(sample(model, PROMPTS, engine="slab", **options)) != base
+        assert graph._DECODERS[model] is not first
+
+
+def test_kept_sums_stay_where_a_graph_expects_them(backbone):
+    backbone.new_adapter(LoraSection(r=2), seed=0)
+    backbone.sums = {}
+    places = []
+    for _ in range(2):
+        for layer in backbone.adapted_layers("student"):
+            layer.lora_B["student"].weight.data.normal_()
+        with backbone.merged("student") as model:
+            kept = sample(model, PROMPTS, max_new_tokens=6, eos_ids=[2], engine="graph")
+            places.append(graph._DECODERS[model])
+        backbone.sums, sums = None, backbone.sums
+        with backbone.merged("student") as model:
+            fresh = sample(model, PROMPTS, max_new_tokens=6, eos_ids=[2], engine="slab")
+        backbone.sums = sums
+        assert ids(kept) == ids(fresh)
+    assert places[0] is places[1]
+
+
+def test_a_broken_batch_leaves_nothing_to_the_next(backbone):
+    model = backbone.causal_lm
+    options = {"max_new_tokens": 6, "eos_ids": [2], "seed": 1}
+    sound = ids(sample(model, PROMPTS, engine="graph", **options))
+    for layer in graph._DECODERS[model].cache.layers:
+        layer.keys.fill_(torch.nan)
+    assert ids(sample(model, PROMPTS, engine="graph", **options)) == sound
+
+
+def test_unfinished_completions_are_resumed_with_the_same_tokens(backbone):
+    model = backbone.causal_lm.double()
+    options = {"max_new_tokens": 60, "seed": 5, "engine": "graph", "temperature": 0}
+    whole = sample(model, PROMPTS, eos_ids=[], **options)
+    ends = [r.completion_ids[2] for r in whole[:-1]]
+    complete = sample(model, PROMPTS, eos_ids=ends, **options)
+    parts = sample(model, PROMPTS, eos_ids=ends, max_unfinished=1, **options)
+    left = [r for r in parts if not r.finished and len(r.completion_ids) < 60]
+    assert len(left) == 1
+    resumed = sample(model, [], eos_ids=ends, unfinished=copy.deepcopy(left), **options)
+    position = parts.index(left[0])
+    assert resumed[0].completion_ids == complete[position].completion_ids
+    others = [i for i in range(len(PROMPTS)) if i != position]
+    assert [parts[i].completion_ids for i in others] == [complete[i].completion_ids for i in others]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_neither_waits_for_the_device_nor_depends_on_a_value(family):
+    with FakeTensorMode():
+        # Under fake tensors there are no values: whatever asks for one, a shape or a branch, fails.
+        model = build(family, torch.bfloat16)
+        decoder = GraphDecoder(model, 4, 2 * COLUMNS, 0.9)
+        for layer in decoder.cache.layers:
+            shape = architecture(model.config)
+            part = torch.empty(4, shape.kv_heads, 1, shape.head_dim, dtype=model.dtype)
+            layer.lazy_initialization(part, part)
+        with torch.no_grad():
+            decoder.step(model, 4, COLUMNS)
+            decoder.step(model, 2, 2 * COLUMNS)
+
+
+def test_fake_tensors_notice_a_step_that_asks_for_a_value():
+    with FakeTensorMode(), pytest.raises(DataDependentOutputException):
+        int(torch.zeros(1, dtype=torch.long))
+
+
+def test_buckets_are_few_and_waste_at_most_a_third():
+    assert [bucket(n) for n in (1, 2, 3, 4, 5, 7, 33, 48, 49, 64, 65, 200)] == [
+        *(1, 2, 3, 4, 6, 8, 48, 48, 64, 64, 96, 256)
+    ]
+    assert all(n <= bucket(n) < 1.5 * n or n < 3 for n in range(1, 400))
+
+
+def test_steps_past_the_last_token_are_never_read(backbone):
+    rollouts = sample(backbone.causal_lm, PROMPTS, max_new_tokens=STEPS + 3, eos_ids=[], engine="graph")
+    assert {len(r.completion_ids) for r in rollouts} == {STEPS + 3}
