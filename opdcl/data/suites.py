@@ -63,6 +63,11 @@ class Suite:
         half = len(docs) // 2
         return self._floors[limit] | {"shuffled": self._score(docs, answers[half:] + answers[:half])}
 
+    @property
+    def max_tokens(self) -> int:
+        """The longest answer that the suite asks for, in tokens."""
+        return int((self.task.config.generation_kwargs or {}).get("max_gen_toks", 256))
+
     def _score(self, docs: list[dict], answers: list[str]) -> list[dict[str, Any]]:
         pairs = zip(docs, answers, strict=True)
         return [self.task.process_results(doc, [answer]) for doc, answer in pairs]

@@ -31,7 +31,7 @@ def serve_command(
             "python -m venv ~/vllm && ~/vllm/bin/pip install vllm; opdcl serve RUN --vllm ~/vllm/bin/vllm",
         )
     model = Workflow.model_validate(run.settings()).model
-    adapters = run.adapters()
+    adapters = run.intact_adapters()
     configs = [adapter_config(folder) for folder in adapters.values()]
     if any(config.get("use_dora") for config in configs):
         hint = f"opdcl export {run.path} -o MODEL writes a merged model, which vLLM serves"

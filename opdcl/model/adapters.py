@@ -47,6 +47,7 @@ def find_adapter(place: str) -> Path:
         check_adapter(path)
         return path
     if last_stage := RunDir(path).last_stage():
+        RunDir(path).intact_adapters()
         return last_stage.adapter
     raise _not_found(place, path)
 
@@ -115,6 +116,6 @@ def find_states(place: str) -> tuple[ModelConfig, dict[str, Path]]:
     """Return the base and the adapters by state, of a run directory, an adapter folder or a Hub id."""
     run = RunDir(Path(place))
     if run.is_run():
-        return ModelConfig.model_validate(run.settings()["model"]), run.adapters()
+        return ModelConfig.model_validate(run.settings()["model"]), run.intact_adapters()
     folder = find_adapter(place)
     return base_of(place, folder), {"adapter": folder}
