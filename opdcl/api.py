@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from opdcl import parallel
-from opdcl.arguments import Data, PathLike, Settings, as_settings, question_suites, strings, take_rows
-from opdcl.config.load import load, load_tree
-from opdcl.config.workflow import Workflow
+from opdcl.arguments import Data, PathLike, Settings, as_settings, configure, question_suites, strings
+from opdcl.config.load import load
 from opdcl.console import Output, quiet_libraries
 from opdcl.deploy.export import export as export_model
 from opdcl.deploy.push import push as push_adapter
@@ -29,14 +28,12 @@ from opdcl.outcomes import Comparison, Outcome, Plan, Result, Verification
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.fetch import fetch as fetch_all
 from opdcl.pipeline.preflight import refuse_foreign
-from opdcl.pipeline.sources import Sources
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
 from opdcl.results.compare import compare as compare_runs
 from opdcl.results.compare import refuse_folder, write
 from opdcl.results.report import write as write_report
 from opdcl.results.summary import summarise
 from opdcl.results.tables import Table
-from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir, open_run
 from opdcl.rundir.verify import verify as verify_run
 
@@ -88,6 +85,7 @@ def finetune(
     epochs: float | None = None,
     learning_rate: float | None = None,
     seed: int | None = None,
+    columns: Mapping[str, str] | None = None,
     **options: Unpack[Options],
 ) -> Result | Plan:
     """Learn a domain: train a LoRA adapter on rows.
@@ -100,6 +98,7 @@ def finetune(
         epochs: Passes over the data.
         learning_rate: Peak learning rate.
         seed: Seed of the fine-tune.
+        columns: Columns of your rows that have other names: `{"question": "Frage", "answer": "Antwort"}`.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
     Returns: The run's results; they hold no scores before `evaluate`.
@@ -108,7 +107,8 @@ def finetune(
         rows = [{"question": f"Who signs form {n}?", "answer": "Perpetua."} for n in range(1, 17)]
         opdcl.finetune(rows, out="runs/mine", epochs=3)  # or finetune("rows.jsonl", ...)
     """
-    named = {"data": data, "model": model, "epochs": epochs, "learning_rate": learning_rate, "seed": seed}
+    named: dict[str, Any] = {"data": data, "model": model, "epochs": epochs}
+    named |= {"learning_rate": learning_rate, "seed": seed, "columns": columns}
     return _execute("finetune", named, out, [], **options)
 
 
@@ -119,17 +119,23 @@ def recover(
     steps: int | None = None,
     learning_rate: float | None = None,
     seed: int | None = None,
+    out: PathLike | None = None,
+    model: PathLike | None = None,
+    columns: Mapping[str, str] | None = None,
     **options: Unpack[Options],
 ) -> Result | Plan:
     """Recover what a fine-tune forgot, by distillation from the original model.
 
     Args:
-        path: Run directory with a fine-tuned adapter.
+        path: Run directory with a fine-tuned adapter; or an adapter from any trainer: a folder, or a Hub id.
         prompts: General prompts: `everyday` (shipped), a file, or rows as in `finetune`.
         domain: Domain prompts, likewise. Default: the data of the fine-tune.
         steps: Optimizer steps.
         learning_rate: Peak learning rate.
         seed: Seed of the recovery.
+        out: For an adapter, the run directory to make. Default: `runs/NAME`, with the adapter's name.
+        model: For an adapter, its base model. Default: the one that its configuration names.
+        columns: Columns of your rows that have other names, as in `finetune`.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
     Returns: The run's results; they hold no scores before `evaluate`.
@@ -137,8 +143,8 @@ def recover(
     Example: opdcl.recover("runs/mine", prompts="prompts.jsonl", steps=60)
     """
     named: dict[str, Any] = {"prompts": prompts, "domain": domain, "steps": steps}
-    named |= {"learning_rate": learning_rate, "seed": seed}
-    return _execute("recover", named, path, **options)
+    named |= {"learning_rate": learning_rate, "seed": seed, "model": model, "columns": columns}
+    return _execute("recover", named, out, source=path, **options)
 
 
 def evaluate(
@@ -147,16 +153,22 @@ def evaluate(
     domain: Data | Sequence[PathLike] = (),
     data: Mapping[str, Data] | None = None,
     limit: int | None = None,
+    out: PathLike | None = None,
+    model: PathLike | None = None,
+    columns: Mapping[str, str] | None = None,
     **options: Unpack[Options],
 ) -> Result | Plan:
     """Score base, tuned and recovered on the same prompts, and write the report.
 
     Args:
-        path: Run directory.
+        path: Run directory; or an adapter from any trainer: a folder, or a Hub id.
         retention: Suites that measure forgetting.
         domain: Suites that measure the domain, files of questions and answers, or rows of these.
         data: Suite -> its data: a local file instead of a download, or rows.
         limit: Evaluate only the first N documents of each suite.
+        out: For an adapter, the run directory to make. Default: `runs/NAME`, with the adapter's name.
+        model: For an adapter, its base model. Default: the one that its configuration names.
+        columns: Columns of your rows that have other names, as in `finetune`.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
     Returns: The run's results: verdict, scores, R and D with intervals.
@@ -164,8 +176,9 @@ def evaluate(
     Example: opdcl.evaluate("runs/mine", retention=["instructions"], domain=["test-rows.jsonl"])
     """
     suites, files = question_suites(domain, data)
-    named = {"retention": strings(retention) or None, "domain": suites or None, "limit": limit, **files}
-    return _execute("eval", named, path, **options)
+    named: dict[str, Any] = {"retention": strings(retention) or None, "domain": suites or None}
+    named |= {"limit": limit, "model": model, "columns": columns, **files}
+    return _execute("eval", named, out, source=path, **options)
 
 
 def report(path: PathLike, update: bool = False, quiet: bool = False) -> Result:
@@ -336,14 +349,16 @@ def _execute(
     stage: str,
     arguments: Mapping[str, Any],
     out: PathLike | None,
-    sources: list[str] | None = None,
+    sources: Sequence[str] = (),
+    source: PathLike = "",
     settings: Settings = None,
     dry_run: bool = False,
     force: bool = False,
     quiet: bool = False,
 ) -> Any:
-    """Run a workflow from its sources or, without them, that of an existing run with one more stage."""
-    flow, origins, path, data = _configure(stage, *as_settings(settings, stage, arguments), out, sources)
+    """Run a workflow from its `sources`; or the one of a run or an adapter, `source`, with one more stage."""
+    settled = as_settings(settings, stage, arguments)
+    flow, origins, path, data = configure(stage, *settled, out, sources, source)
     sweep = bool(sources) and bool(flow.arms or flow.seeds)
     if not sweep:  # found before the libraries are imported
         refuse_foreign(RunDir(path))
@@ -365,26 +380,6 @@ def _execute(
         # One arm with one seed has nothing to be compared with.
         return Comparison(comparison, path) if comparison else report(path / next(iter(expand(flow, path))))
     return Result(path, execute(flow, origins, RunDir(path), _output(quiet), force, sources=data))
-
-
-def _configure(
-    stage: str, overrides: list[str], flags: dict[str, Any], out: PathLike | None, sources: list[str] | None
-) -> tuple[Workflow, dict[str, str], Path, Sources]:
-    """Return the workflow, the origins of its settings, its run directory and its data."""
-
-    def configure() -> tuple[Workflow, dict[str, str]]:
-        if sources is not None:
-            return load(sources, overrides, flags)
-        saved = read_json(open_run(Path(out or "")).config)
-        return load_tree(saved["workflow"], saved["origins"], overrides, flags, stage)
-
-    texts = take_rows(flags)
-    flow, origins = configure()
-    path = Path(out or Path("runs") / flow.name)
-    if texts:  # rows in memory become files of the run, whose directory is known only now
-        flags |= {key: str((path / "data" / flags[key]).resolve()) for key in texts}
-        flow, origins = configure()
-    return flow, origins, path, Sources({flags[key]: text for key, text in texts.items()})
 
 
 def _output(quiet: bool) -> Output:

@@ -8,8 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from opdcl.config.load import FILE_ENDINGS
+from opdcl.config.load import FILE_ENDINGS, load, load_tree
+from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
+from opdcl.pipeline.begin import open_or_begin
+from opdcl.pipeline.sources import Sources
 
 PathLike = str | Path
 Settings = Mapping[str, Any] | Sequence[str] | None
@@ -100,3 +103,28 @@ def _is_question_file(suite: str) -> bool:
 def strings(value: PathLike | Sequence[PathLike]) -> list[str]:
     """Return one path or several as a list of text."""
     return [str(value)] if isinstance(value, str | Path) else [str(one) for one in value]
+
+
+def configure(
+    stage: str,
+    overrides: list[str],
+    flags: dict[str, Any],
+    out: PathLike | None,
+    sources: Sequence[str],
+    source: PathLike,
+) -> tuple[Workflow, dict[str, str], Path, Sources]:
+    """Return the workflow, the origins of its settings, its run directory and its data."""
+
+    def read() -> tuple[Workflow, dict[str, str], Path]:
+        if not source:
+            flow, origins = load([*sources], overrides, flags)
+            return flow, origins, Path(out or Path("runs") / flow.name)
+        path, saved = open_or_begin(str(source), Path(out) if out else None, flags.get("model.id"))
+        return *load_tree(saved["workflow"], saved["origins"], overrides, flags, stage), path
+
+    texts = take_rows(flags)
+    flow, origins, path = read()
+    if texts:  # rows in memory become files of the run, whose directory is known only now
+        flags |= {key: str((path / "data" / flags[key]).resolve()) for key in texts}
+        flow, origins, path = read()
+    return flow, origins, path, Sources({flags[key]: text for key, text in texts.items()})

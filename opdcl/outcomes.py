@@ -59,7 +59,10 @@ class Result(Outcome):
             commands = manifest.get("commands") or [manifest.get("command")]
             return commands[-1] or f"opdcl finetune --data ROWS.jsonl -o {place}"
         if "recovered" not in self.adapters:
-            return f"opdcl recover {place}"
+            settings = RunDir(self.path).settings()
+            # An adapter made elsewhere brings no prompts of its domain.
+            made_elsewhere = settings.get("start") and not settings.get("finetune")
+            return f"opdcl recover {place}{' --domain PROMPTS.jsonl' if made_elsewhere else ''}"
         measured = any(suite["recovered"] for suite in self.summary["suites"].values())
         return f"opdcl chat {place}" if measured else f"opdcl eval {place} --domain TEST.jsonl"
 

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from opdcl.errors import UsageError
+
 
 def _go_offline(offline: bool) -> None:
     if offline:  # huggingface_hub reads it on import, which comes later
@@ -17,10 +19,22 @@ def _setting(example: str) -> Any:
     return Option("--set", metavar="KEY=VALUE", help=text)
 
 
+def _columns(text: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    if not all(ours and theirs for ours, _, theirs in pairs):
+        hint = "--columns question=Frage,answer=Antwort"
+        raise UsageError(f"--columns {text!r} is not OURS=YOURS,...", hint)
+    return {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
+
+
 Texts = list[str] | None
 
 # Arguments.
 RunDir = Annotated[Path, Argument(metavar="RUN", help="Run directory.")]
+RunOrAdapter = Annotated[
+    str,
+    Argument(metavar="SOURCE", help="Run directory; or an adapter from any trainer: a folder, or a Hub id."),
+]
 Source = Annotated[
     str, Argument(metavar="RUN", help="Run directory, adapter folder, or Hub id of an adapter.")
 ]
@@ -37,6 +51,13 @@ Repository = Annotated[str, Argument(metavar="OWNER/NAME", help="Repository; cre
 
 # Options that several commands share.
 Out = Annotated[Path | None, Option("-o", "--out", metavar="RUN", help="Run directory. Default: runs/NAME.")]
+NewRun = Annotated[
+    Path | None,
+    Option("-o", "--out", metavar="RUN", help="Run directory to make for an adapter. Default: runs/NAME."),
+]
+BaseModel = Annotated[
+    str | None, Option("--model", help="Base model of an adapter. Default: the one that it names.")
+]
 Folder = Annotated[Path, Option("-o", "--out", metavar="FOLDER", help="Folder to write.")]
 Model = Annotated[str | None, Option(help="Base model: smollm2-135m (embedded), a Hub id, or a path.")]
 Seed = Annotated[int | None, Option(help="Random seed of the stage.")]
@@ -61,6 +82,12 @@ Rows = Annotated[
 ]
 FinetuneOut = Annotated[Path, Option("-o", "--out", metavar="RUN", help="Run directory.")]
 FinetuneSettings = Annotated[Texts, _setting("finetune.lora.r=16")]
+Columns = Annotated[
+    dict[str, str] | None,
+    Option(
+        parser=_columns, metavar="OURS=YOURS,...", help="Your columns' names: question=Frage,answer=Antwort."
+    ),
+]
 Epochs = Annotated[float | None, Option(help="Passes over the data.")]
 
 # recover.

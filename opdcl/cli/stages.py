@@ -45,6 +45,7 @@ def finetune(
     epochs: opt.Epochs = None,
     learning_rate: opt.LearningRate = None,
     seed: opt.Seed = None,
+    columns: opt.Columns = None,
     settings: opt.FinetuneSettings = None,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
@@ -56,16 +57,19 @@ def finetune(
     """Learn a domain: train a LoRA adapter on your rows."""
     start(json, quiet, num_processes)
     shared: Options = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
-    show(opdcl.finetune(data, out, model, epochs, learning_rate, seed, **shared))
+    show(opdcl.finetune(data, out, model, epochs, learning_rate, seed, columns, **shared))
 
 
 def recover(
-    run_dir: opt.RunDir,
+    source: opt.RunOrAdapter,
     prompts: opt.Prompts = None,
     domain: opt.DomainPrompts = None,
     steps: opt.Steps = None,
     learning_rate: opt.LearningRate = None,
     seed: opt.Seed = None,
+    out: opt.NewRun = None,
+    model: opt.BaseModel = None,
+    columns: opt.Columns = None,
     settings: opt.Settings = None,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
@@ -77,15 +81,18 @@ def recover(
     """Recover what the fine-tune forgot, by distillation. The teacher is the original model."""
     start(json, quiet, num_processes)
     shared: Options = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
-    show(opdcl.recover(run_dir, prompts, domain, steps, learning_rate, seed, **shared))
+    show(opdcl.recover(source, prompts, domain, steps, learning_rate, seed, out, model, columns, **shared))
 
 
 def evaluate(
-    run_dir: opt.RunDir,
+    source: opt.RunOrAdapter,
     retention: opt.Retention = None,
     domain: opt.DomainSuites = None,
     data: opt.SuiteFiles = None,
     limit: opt.Limit = None,
+    out: opt.NewRun = None,
+    model: opt.BaseModel = None,
+    columns: opt.Columns = None,
     settings: opt.EvalSettings = None,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
@@ -98,7 +105,7 @@ def evaluate(
     start(json, quiet, num_processes)
     shared: Options = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
     files = dict(map(_suite_and_file, data or ()))
-    show(opdcl.evaluate(run_dir, retention or (), domain or (), files, limit, **shared))
+    show(opdcl.evaluate(source, retention or (), domain or (), files, limit, out, model, columns, **shared))
 
 
 def fetch(

@@ -26,7 +26,7 @@ QUOTE = "put it in quotes to make it text"
 # Names of shipped models and data, which are not file names.
 ALIASES = ("smollm2-135m", "handbook", "handbook/staff", "handbook/site", "everyday")
 
-FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".parquet", ".gguf", ".txt", ".md")
+FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".gguf", ".txt", ".md")
 
 # Settings that may name a file; relative paths start at the workflow file's folder.
 PATH_FIELDS = (

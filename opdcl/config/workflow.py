@@ -15,6 +15,7 @@ from opdcl.config.teacher import TeacherSection
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Trackers = Annotated[list[Literal["trackio", "tensorboard", "wandb", "mlflow"]], BeforeValidator(as_list)]
+Column = Literal["question", "answer", "messages", "text", "system", "teacher", "cluster"]
 
 # Settings that change where or how fast a result is made, not what it is: of the model, a stage, a server.
 # Sizes of batches are not among them: they change rounding, which training amplifies.
@@ -34,6 +35,8 @@ class Workflow(Section):
     """One line for `opdcl workflows ls`."""
     model: ModelConfig = ModelConfig()
     """The base model."""
+    columns: dict[Column, Annotated[str, Field(min_length=1)]] = {}
+    """Columns of your files of rows that have other names than ours: `{question: Frage, answer: Antwort}`."""
     start: Annotated[str, Field(min_length=1)] | None = None
     """Adapter to continue instead of a new one: a run directory (its last adapter is used), an adapter
     folder, or a Hub id."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from opdcl.data.rows import Message, Row
+from opdcl.data.formats import Message, Row
 from opdcl.errors import UsageError
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Load rows and check them one by one; every error names the file and line.
 
-A row is `messages`, `prompt` with or without `completion`, `question` with or without `answer`, or plain
-`text`. It comes from a shipped set, a JSONL, CSV or Parquet file, a folder of documents, or a Hub dataset.
+They come from a shipped set, a JSON, JSONL, CSV or Parquet file, a folder of documents, or a Hub dataset, in
+any of the formats of `opdcl.data.formats`.
 """
 
 from __future__ import annotations
@@ -11,59 +11,57 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from opdcl.config.shipped import package_folder
+from opdcl.data.formats import FIELDS_HINT, MAX_ROW_CHARS, Row, check_row
 from opdcl.errors import UsageError
 from opdcl.hub import Repository, parse, snapshot
 
-MAX_ROW_CHARS = 200_000
-
 SHIPPED = ("handbook", "handbook/staff", "handbook/site", "everyday")
 
-FIELDS_HINT = "a row has messages, prompt (and completion), question (and answer), or text"
-
-Message = dict[str, str]
+ONE_PER_LINE = "one JSON object per line, or one list of objects"
 
 
-@dataclass(frozen=True)
-class Row:
-    """One checked row: a conversation that ends with the user and its answer if any, or plain text.
+def load_rows(source: str, split: str = "train", columns: Mapping[str, str] | None = None) -> list[Row]:
+    """Load and check all rows of `source`; `split` picks a part of a shipped or Hub set.
 
-    `where` names its file and line, `teacher` the teacher of completions on it ("": the stream's own), and
-    `cluster` the fact or person that it is about, if several rows are.
+    `columns` names the source's columns where they are not ours: `{"question": "Frage"}`.
     """
-
-    prompt: list[Message]
-    answer: str | None
-    text: str | None
-    where: str
-    teacher: str = ""
-    cluster: str = ""
-
-    def with_context(self, context: str, answer: str, feedback: str = "") -> Row:
-        """Return the row with its last message replaced by `context`, whose placeholders are filled in."""
-        *before, last = self.prompt
-        values = {"{prompt}": last["content"], "{answer}": answer, "{feedback}": feedback}
-        content = re.sub(r"\{(?:prompt|answer|feedback)\}", lambda m: values[m[0]], context)
-        return replace(self, prompt=[*before, {**last, "content": content}])
-
-
-def load_rows(source: str, split: str = "train") -> list[Row]:
-    """Load and check all rows of `source`; `split` picks a part of a shipped or Hub set."""
-    rows = [_with_cluster(_check(row, where), row) for row, where in _raw(source, split)]
+    rows = [check_row(_renamed(row, columns or {}, where), where) for row, where in _raw(source, split)]
     if not rows:
         raise UsageError(f"{source} has no rows", FIELDS_HINT)
     return rows
 
 
-def check_lines(text: str, name: str) -> list[Row]:
+def check_lines(text: str, name: str, columns: Mapping[str, str] | None = None) -> list[Row]:
     """Check the rows of a JSONL text; errors call them by `name`."""
     rows = [(json.loads(line), f"{name} row {n}") for n, line in enumerate(text.split("\n"), 1) if line]
-    return [_with_cluster(_check(row, where), row) for row, where in rows]
+    return [check_row(_renamed(row, columns or {}, where), where) for row, where in rows]
+
+
+def _renamed(row: Any, columns: Mapping[str, str], where: str) -> Any:
+    """Return what a row has in the named columns; the row itself if it has none of them."""
+    if not isinstance(row, dict) or not row.keys() & {*columns.values()}:
+        return row
+    # Prompts need no answers.
+    if missing := [theirs for ours, theirs in columns.items() if theirs not in row and ours != "answer"]:
+        hint = f"its columns are {', '.join(map(str, row))}"
+        raise UsageError(f"{where} has no column {missing[0]!r}", hint)
+    return {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+
+
+def recognised(source: str, rows: list[Row]) -> str:
+    """Describe rows for the user: how many of which format, and the first one."""
+    formats = ", ".join(f"{count} of {name}" for name, count in Counter(r.format for r in rows).items())
+    first = rows[0]
+    parts = [f"{message['role']}: {message['content']}" for message in first.prompt]
+    parts += [f"assistant: {first.answer}"] if first.answer is not None else [first.text or ""]
+    example = " ".join(" ".join(filter(None, parts)).split())
+    return f"{source}: {formats}; the first: {example if len(example) <= 160 else f'{example[:157]}...'}"
 
 
 def load_prompts(source: str, split: str = "train") -> list[Row]:
@@ -129,7 +127,7 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
                 yield {"text": text}, str(file)
     elif path.suffix in (".jsonl", ".json", ".ndjson"):
         yield from read_json_lines(path)
-    elif path.suffix == ".csv":
+    elif path.suffix in (".csv", ".tsv"):
         yield from _csv(path)
     elif path.suffix == ".parquet":
         import pyarrow.parquet
@@ -141,7 +139,7 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
         yield from ((row, f"{path} row {n}") for n, row in enumerate(table.to_pylist(), 1))
     elif os.path.exists(path):
         message = f"{path}: cannot tell the format of {path.suffix or 'a file without an ending'}"
-        raise UsageError(message, "use .jsonl, .csv, .parquet, or a folder of .md and .txt")
+        raise UsageError(message, "use .jsonl, .json, .csv, .parquet, or a folder of .md and .txt")
     else:
         yield from _hub(source, repository, split)
 
@@ -171,12 +169,15 @@ def _text(path: Path) -> str:
 
 def _csv(path: Path) -> Iterator[tuple[Any, str]]:
     csv.field_size_limit(MAX_ROW_CHARS + 1)
-    reader = csv.DictReader(io.StringIO(_text(path), newline=""))
+    text = _text(path)
+    # The separator is the one that the header has most of.
+    separator = max(",;\t", key=text.partition("\n")[0].count)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)
     try:
         for row in reader:
             if None in row:
                 message = f"{path}:{reader.line_num} has more fields than the header"
-                raise UsageError(message, "quote fields that hold a comma")
+                raise UsageError(message, f"quote fields that hold a {separator!r}")
             yield row, f"{path}:{reader.line_num}"
     except csv.Error as fault:
         hint = f"a field has at most {MAX_ROW_CHARS} characters"
@@ -184,81 +185,34 @@ def _csv(path: Path) -> Iterator[tuple[Any, str]]:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[Any, str]]:
-    """Yield each value of a JSONL file with its file and line."""
-    for number, line in enumerate(_text(path).split("\n"), 1):
+    """Yield each value of a JSONL file, or of a JSON file that holds one list, with its file and line."""
+    text = _text(path)
+    if text.lstrip().startswith("["):
+        yield from _json_list(text, path)
+        return
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             yield json.loads(line), f"{path}:{number}"
         except (json.JSONDecodeError, RecursionError) as fault:
             message = f"{path}:{number} is not valid JSON: {fault}"
-            raise UsageError(message, "one JSON object per line") from fault
+            raise UsageError(message, ONE_PER_LINE) from fault
 
 
-def _kind(value: Any) -> str:
-    kinds = {str: "text", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
-    kinds |= dict.fromkeys((int, float), "a number")
-    return kinds.get(type(value), type(value).__name__)
-
-
-def _check(row: Any, where: str) -> Row:
-    if not isinstance(row, dict):
-        raise UsageError(f"{where} is {_kind(row)}, not an object", FIELDS_HINT)
-    # An empty cell of a CSV or Parquet file names no teacher.
-    teacher = _string(row["teacher"], "teacher", where) if row.get("teacher") not in (None, "") else ""
-    if row.get("messages"):
-        return _check_messages(row["messages"], where, teacher)
-    for asked, answered in (("prompt", "completion"), ("question", "answer")):
-        if row.get(asked) is not None:
-            answer = row.get(answered)
-            if isinstance(row[asked], list):
-                if answer is not None and not isinstance(answer, list):
-                    content = _string(answer, answered, where, may_be_empty=True)
-                    answer = [{"role": "assistant", "content": content}]
-                return _check_messages([*row[asked], *(answer or [])], where, teacher)
-            prompt = [{"role": "user", "content": _string(row[asked], asked, where)}]
-            answer = None if answer is None else _string(answer, answered, where, may_be_empty=True)
-            return Row(prompt, answer, None, where, teacher)
-    if row.get("text") is not None:
-        return Row([], None, _string(row["text"], "text", where), where, teacher)
-    content = f"has only {', '.join(map(str, row))}" if row else "is empty"
-    raise UsageError(f"{where} {content}", FIELDS_HINT)
-
-
-def _with_cluster(checked: Row, row: dict) -> Row:
-    cluster = row.get("cluster")
-    return checked if cluster in (None, "") else replace(checked, cluster=str(cluster))
-
-
-def _check_messages(messages: Any, where: str, teacher: str) -> Row:
-    if not isinstance(messages, list):
-        raise UsageError(f"{where}: messages is {_kind(messages)}, not a list", FIELDS_HINT)
-    turns = []
-    for number, message in enumerate(messages, 1):
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ("system", "user", "assistant"):
-            raise UsageError(f"{where}: message role {role!r}", "roles are system, user and assistant")
-        is_answer = role == "assistant" and number == len(messages)
-        content = _string(message.get("content"), f"{role} content", where, may_be_empty=is_answer)
-        turns.append({"role": role, "content": content})
-    if not any(t["role"] == "user" for t in turns):
-        raise UsageError(f"{where}: no user message", FIELDS_HINT)
-    if turns[-1]["role"] == "assistant":
-        return Row(turns[:-1], turns[-1]["content"], None, where, teacher)
-    return Row(turns, None, None, where, teacher)
-
-
-def _string(value: Any, name: str, where: str, may_be_empty: bool = False) -> str:
-    if not isinstance(value, str):
-        raise UsageError(f"{where}: {name} is {_kind(value)}, not text", FIELDS_HINT)
-    if not value.strip():
-        if may_be_empty:
-            return ""
-        raise UsageError(f"{where}: {name} is empty", FIELDS_HINT)
-    if any("\ud800" <= char <= "\udfff" for char in value):
-        message = f"{where}: {name} holds half of a surrogate pair, which is not a character"
-        raise UsageError(message, "write the text as UTF-8")
-    if len(value) > MAX_ROW_CHARS:
-        message = f"{where}: {name} has {len(value)} characters, at most {MAX_ROW_CHARS} are read"
-        raise UsageError(message, "split the row")
-    return value
+def _json_list(text: str, path: Path) -> Iterator[tuple[Any, str]]:
+    try:
+        count = len(json.loads(text))
+    except json.JSONDecodeError as fault:
+        raise UsageError(f"{path}:{fault.lineno} is not valid JSON: {fault.msg}", ONE_PER_LINE) from fault
+    except RecursionError as fault:
+        raise UsageError(f"{path} is not valid JSON: {fault}", ONE_PER_LINE) from fault
+    # Once more, value by value, for the line of each.
+    decoder, separator = json.JSONDecoder(), re.compile(r"[\s,]*")
+    position, line = text.index("[") + 1, text.count("\n", 0, text.index("[")) + 1
+    for _ in range(count):
+        start = separator.match(text, position).end()
+        line += text.count("\n", position, start)
+        value, position = decoder.raw_decode(text, start)
+        yield value, f"{path}:{line}"
+        line += text.count("\n", start, position)

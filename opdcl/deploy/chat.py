@@ -8,7 +8,7 @@ from typing import Any
 
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
-from opdcl.data.rows import Row
+from opdcl.data.formats import Row
 from opdcl.model.backbone import Backbone
 from opdcl.sampling.sample import sample
 

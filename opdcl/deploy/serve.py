@@ -6,7 +6,7 @@ import os
 import shutil
 
 from opdcl.config.workflow import Workflow
-from opdcl.errors import EnvironmentFault
+from opdcl.errors import EnvironmentFault, UsageError
 from opdcl.rundir.layout import RunDir, adapter_config
 
 # LoRA ranks for which vLLM has kernels; the server is started for the smallest that is large enough.
@@ -32,7 +32,12 @@ def serve_command(
         )
     model = Workflow.model_validate(run.settings()).model
     adapters = run.intact_adapters()
-    largest = max((adapter_config(folder)["r"] for folder in adapters.values()), default=DEFAULT_RANK)
+    configs = [adapter_config(folder) for folder in adapters.values()]
+    if any(config.get("use_dora") for config in configs):
+        hint = f"opdcl export {run.path} -o MODEL writes a merged model, which vLLM serves"
+        raise UsageError("vLLM cannot load DoRA adapters", hint)
+    ranks = [rank for config in configs for rank in (config["r"], *config.get("rank_pattern", {}).values())]
+    largest = max(ranks, default=DEFAULT_RANK)
     options = {
         "--served-model-name": "base",
         "--host": host,

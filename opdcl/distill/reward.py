@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl.config.recover import RewardSection
 from opdcl.data.chat import encode_prompt
-from opdcl.data.rows import Row
+from opdcl.data.formats import Row
 from opdcl.errors import UsageError
 from opdcl.sampling.rollout import Rollout
 

@@ -35,6 +35,7 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, TopTokens, join
 from opdcl.model.forward import answer_states
+from opdcl.model.lora import parts
 from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.sample import sample
 from opdcl.sampling.server import Server
@@ -178,8 +179,7 @@ class EmaTeacher(Teacher):
 
     def _weight_pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for layer in self.backbone.adapted_layers(self.state):
-            for part in (layer.lora_A, layer.lora_B):
-                yield part[self.state].weight, part["student"].weight
+            yield from zip(parts(layer, self.state), parts(layer, "student"), strict=True)
 
     def save(self, folder: Path) -> None:
         self.backbone.peft.save_pretrained(folder, selected_adapters=[self.state])

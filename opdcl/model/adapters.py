@@ -1,36 +1,115 @@
-"""Find adapters: in a run directory, in a folder, or on the Hub."""
+"""Find adapters, in a run directory, in a folder or on the Hub, and check that opdcl can recover them."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, snapshot
+from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import RunDir, adapter_config
+
+# What an adapter's configuration may set -> why it is refused. Recovery switches between base and adapters on
+# one set of base weights, so all that an adapter has learned must lie in its low-rank matrices.
+REFUSED = {
+    "modules_to_save": "it replaces whole modules of its base",
+    "bias": "it changes the biases of its base",
+    "lora_bias": "its low-rank matrices have biases",
+    "trainable_token_indices": "it changes the embeddings of some tokens",
+    "target_parameters": "it adapts parameters outside of linear layers, such as fused experts",
+    "layer_replication": "it repeats layers of its base",
+    "alora_invocation_tokens": "it is an activated LoRA, which acts on a part of each text only",
+    "arrow_config": "it routes between adapters",
+    "use_qalora": "it is a QALoRA adapter, which needs its quantized base",
+    "use_bdlora": "its matrices are block-diagonal",
+    "kasa_config": "it changes the weights of its base",
+    "monteclora_config": "its matrices are random",
+}
+# These ways to initialise an adapter leave the base as it is; all others subtract their start from it.
+PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 def find_adapter(place: str) -> Path:
     """Return the adapter folder of `place`: a run's last adapter, the folder itself, or a Hub download.
 
     Raises:
-        UsageError: There is no adapter.
+        UsageError: There is no adapter, or recovery could not keep all that it has learned.
     """
     path = Path(place)
-    if not os.path.exists(place) and (hub_ref := parse("adapter", place)):
+    # `runs/x` has the form of a Hub id, but next to a folder `runs` it is a mistyped path.
+    mistyped = "@" not in place and path.parent != Path() and path.parent.is_dir()
+    if not os.path.exists(place) and not mistyped and (hub_ref := parse("adapter", place)):
         path = snapshot(hub_ref)
-    if (path / "adapter_model.safetensors").is_file():
+    if (path / ADAPTER).is_file():
+        check_adapter(path)
         return path
-    last_stage = RunDir(path).last_stage()
-    if last_stage is None and (path / "config.json").is_file() and not RunDir(path).is_run():
+    if last_stage := RunDir(path).last_stage():
+        RunDir(path).intact_adapters()
+        return last_stage.adapter
+    raise _not_found(place, path)
+
+
+def _not_found(place: str, path: Path) -> UsageError:
+    hint = "name a run (opdcl finetune makes one), an adapter folder, or a Hub id: owner/name[@revision]"
+    if (path / "adapter_model.bin").is_file():
+        hint = "load it with peft and save it again: save_pretrained writes safetensors"
+        return UsageError(f"{place} holds its adapter as a pickle, which can run code", hint)
+    if (path / "config.json").is_file() and not RunDir(path).is_run():
         hint = "--model names it as the base of a new run; transformers and vLLM load it as it is"
-        raise UsageError(f"{place} is a model folder: it holds no adapter", hint)
-    if last_stage is None:
-        hint = "name a finished run directory, an adapter folder, or a Hub id: owner/name[@revision]"
-        raise UsageError(f"{place} holds no adapter", hint)
-    RunDir(path).intact_adapters()
-    return last_stage.adapter
+        return UsageError(f"{place} is a model folder: it holds no adapter", hint)
+    if inner := sorted(path.glob(f"*/{ADAPTER}"), key=lambda file: file.stat().st_mtime):
+        hint = f"name the folder of one of its adapters, such as {inner[-1].parent}"
+    return UsageError(f"{place} holds no adapter" if path.exists() else f"{place} does not exist", hint)
+
+
+def check_adapter(folder: Path) -> None:
+    """Refuse an adapter that has learned more than low-rank changes of linear layers.
+
+    Raises:
+        UsageError: The adapter is of another kind, or damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    config = adapter_config(folder)
+    try:
+        with safe_open(folder / ADAPTER, framework="numpy") as file:
+            names = list(file.keys())
+    except (SafetensorError, OSError) as fault:
+        raise UsageError(f"{folder / ADAPTER} is damaged: {fault}", "copy it again") from fault
+    kind, start = config.get("peft_type"), config.get("init_lora_weights")
+    reasons = [
+        f"{why} ({key}: {config[key]})"
+        for key, why in REFUSED.items()
+        if config.get(key) not in (None, False, "none", [], {})
+    ]
+    if kind != "LORA":
+        reasons.append(f"it is of type {kind}, not LORA")
+    if start not in PLAIN_STARTS:
+        reasons.append(f"its start was subtracted from its base (init_lora_weights: {start})")
+    if outside := next((n for n in names if "lora_" not in n or "lora_embedding" in n or "lm_head" in n), ""):
+        reasons.append(f"it holds weights other than low-rank changes of linear layers ({outside})")
+    if reasons:
+        hint = "train it without that; docs/repair.md lists what an adapter may have"
+        raise UsageError(f"adapter {folder} cannot be recovered: {reasons[0]}", hint)
+
+
+def adapter_scale(config: dict[str, Any]) -> float:
+    """Return the factor on an adapter's update: alpha / r, or with rsLoRA alpha / sqrt(r)."""
+    return float(config["lora_alpha"] / config["r"] ** (0.5 if config.get("use_rslora") else 1))
+
+
+def base_of(place: str, folder: Path) -> ModelConfig:
+    """Return the base model that an adapter's configuration names."""
+    config = adapter_config(folder)
+    base = config.get("base_model_name_or_path")
+    if not base:
+        hint = "name it with --model, or set base_model_name_or_path in its adapter_config.json"
+        raise UsageError(f"adapter {place} does not name its base model", hint)
+    embedded = {hub_id: name for name, hub_id in HUB_IDS.items()}
+    return ModelConfig(id=embedded.get(base, base), revision=config.get("revision"))
 
 
 def find_states(place: str) -> tuple[ModelConfig, dict[str, Path]]:
@@ -39,10 +118,4 @@ def find_states(place: str) -> tuple[ModelConfig, dict[str, Path]]:
     if run.is_run():
         return ModelConfig.model_validate(run.settings()["model"]), run.intact_adapters()
     folder = find_adapter(place)
-    config = adapter_config(folder)
-    base = config.get("base_model_name_or_path")
-    if not base:
-        hint = "set base_model_name_or_path in its adapter_config.json"
-        raise UsageError(f"adapter {place} does not name its base model", hint)
-    embedded = {hub_id: name for name, hub_id in HUB_IDS.items()}
-    return ModelConfig(id=embedded.get(base, base), revision=config.get("revision")), {"adapter": folder}
+    return base_of(place, folder), {"adapter": folder}

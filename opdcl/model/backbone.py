@@ -20,6 +20,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.model.fused_lora import fuse
 from opdcl.model.load import eos_ids, load_base
+from opdcl.model.lora import merged_weight, parts, scale
 
 # `base`, `tuned`, `student`, or the name of a teacher that has an adapter of its own.
 State = str
@@ -85,14 +86,19 @@ class Backbone:
             UsageError: The adapter does not fit the base model.
         """
         options = {"adapter_name": state, "is_trainable": trainable}
+        hint = "use the base model that the adapter was trained on"
         try:
             if self.peft is None:
                 self.peft = PeftModel.from_pretrained(self.causal_lm, str(folder), **options)
-            else:
-                self.peft.load_adapter(str(folder), **options)
+            # Only this returns the names that do not match: for those PEFT keeps an untrained adapter.
+            result = self.peft.load_adapter(str(folder), **options)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
-            message = f"adapter {folder} does not fit the base model: {str(error)[:300]}"
-            raise UsageError(message, "use the base model that the adapter was trained on") from error
+            raise UsageError(
+                f"adapter {folder} does not fit the base model: {str(error)[:300]}", hint
+            ) from error
+        if wrong := [*result.missing_keys, *result.unexpected_keys]:
+            problem = f"{len(wrong)} of its weights have no counterpart, such as {wrong[0]}"
+            raise UsageError(f"adapter {folder} does not fit the base model: {problem}", hint)
         fuse(self.causal_lm)
         return self.peft
 
@@ -142,26 +148,24 @@ class Backbone:
     @contextlib.contextmanager
     def scaled(self, alpha: float) -> Iterator[None]:
         """Scale the student adapter's contribution by `alpha` inside the block: 0 is base, 1 the adapter."""
-        layers = self.adapted_layers("student")
-        saved = [layer.scaling["student"] for layer in layers]
-        for layer in layers:
-            layer.scaling["student"] *= alpha
+        weights = [weight for layer in self.adapted_layers("student") for weight in parts(layer, "student")]
+        saved = [weight.data.clone() for weight in weights]
+        self.shrink(alpha)
         try:
             yield
         finally:
-            for layer, scaling in zip(layers, saved, strict=True):
-                layer.scaling["student"] = scaling
+            for weight, original in zip(weights, saved, strict=True):
+                weight.data = original
 
     def shrink(self, alpha: float) -> None:
         """Scale the student adapter's contribution by `alpha` permanently."""
-        with torch.no_grad():
-            for layer in self.adapted_layers("student"):
-                layer.lora_B["student"].weight.mul_(alpha)
+        for layer in self.adapted_layers("student"):
+            scale(layer, "student", alpha)
 
     def adapter_norm(self, state: State) -> float:
         """Return the L2 norm of all weights of an adapter."""
-        parts = [part for layer in self.adapted_layers(state) for part in (layer.lora_A, layer.lora_B)]
-        return float(torch.stack([part[state].weight.detach().float().norm() for part in parts]).norm())
+        weights = [weight for layer in self.adapted_layers(state) for weight in parts(layer, state)]
+        return float(torch.stack([weight.detach().float().norm() for weight in weights]).norm())
 
     @contextlib.contextmanager
     def merged(self, name: State) -> Iterator[PreTrainedModel]:
@@ -177,9 +181,9 @@ class Backbone:
                     weight = layer.get_base_layer().weight
                     saved.append((weight, weight.data))
                     with torch.no_grad():
-                        merged = weight.data.float() + layer.get_delta_weight(name).float()
+                        merged = merged_weight(layer, name)
                         if self.sums is None:
-                            weight.data = merged.to(weight.dtype)
+                            weight.data = merged
                         else:
                             place = self.sums.setdefault(len(saved), torch.empty_like(weight.data))
                             weight.data = place.copy_(merged)

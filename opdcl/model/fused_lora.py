@@ -66,6 +66,7 @@ def _is_plain(layer: Linear, x: torch.Tensor) -> bool:
         not getattr(layer, "lora_variant", {}).get(name)
         and (isinstance(layer.lora_dropout[name], torch.nn.Identity) or not layer.training)
         and layer.lora_B[name].bias is None
+        and not layer.fan_in_fan_out
         and x.dtype == layer.get_base_layer().weight.dtype
         and layer.lora_A[name].weight.dtype in (x.dtype, torch.float32)
         and (not torch.is_autocast_enabled(device) or x.dtype == torch.get_autocast_dtype(device))

@@ -131,17 +131,19 @@ def text_config(model: ModelConfig) -> Any:
     try:
         config = AutoConfig.from_pretrained(source, **options).get_text_config()
         config.hidden_size = int(config.hidden_size)  # refuse a config without one
-        return config
     except (OSError, ValueError, KeyError, AttributeError) as fault:
         reason = (str(fault).strip() or type(fault).__name__).splitlines()[0][:300]
         hint = "check the model's config.json, and HF_TOKEN if it is gated"
         raise UsageError(f"model {model.id!r} cannot be loaded: {reason}", hint) from fault
+    if getattr(config, "quantization_config", None) and "gguf_file" not in extra:
+        hint = "--model NAME names the model that it was made from, which an adapter fits as well"
+        raise UsageError(f"model {model.id!r} is quantized, which opdcl cannot load", hint)
+    return config
 
 
 def _alpha_over_r(workflow: Workflow) -> float:
     if workflow.start:
-        from opdcl.model.adapters import find_adapter
+        from opdcl.model.adapters import adapter_scale, find_adapter
 
-        config = adapter_config(find_adapter(workflow.start))
-        return float(config["lora_alpha"] / config["r"])
+        return adapter_scale(adapter_config(find_adapter(workflow.start)))
     return workflow.finetune.lora.alpha / workflow.finetune.lora.r if workflow.finetune else ALPHA_OVER_R

@@ -63,7 +63,8 @@ def execute(
         if unfinished and parallel.rank() == 0:
             from opdcl.pipeline.dry_run import opening, remarks
 
-            for line in (opening(workflow, run, tasks, sources), *remarks(workflow, tasks, sources)):
+            notes = [*sources.recognised(), *remarks(workflow, tasks, sources)]
+            for line in (opening(workflow, run, tasks, sources), *notes):
                 output.note(line)
         if unfinished and automatic:
             output.note(describe_automatic(workflow, automatic))

@@ -49,10 +49,14 @@ def outcomes(donor: RunDir) -> set[str]:
 def take_start(place: str, run: RunDir, task: Task) -> None:
     """Copy the adapter that a run starts from into the run, as the outcome of a fine-tune done elsewhere."""
     from opdcl.model.adapters import find_adapter
-    from opdcl.rundir.hashes import adapter_hash
+    from opdcl.rundir.hashes import ADAPTER, adapter_hash
 
+    adapter = find_adapter(place)
     with folder_appears_whole(stage_folder(run, task.name).path) as temporary:
-        shutil.copytree(find_adapter(place), temporary / "adapter")
+        (temporary / "adapter").mkdir()
+        # A trainer's folder may hold much else: checkpoints, optimizer states, logs.
+        for name in (ADAPTER, "adapter_config.json"):
+            shutil.copyfile(adapter / name, temporary / "adapter" / name)
         record = {"stage": task.name, "status": "done", "fingerprint": task.fingerprint, "config": {}}
         record |= {"inputs": task.inputs, "taken_from": place, "finished": now(), "cost": {}}
         record["adapter_sha256"] = adapter_hash(temporary / "adapter")

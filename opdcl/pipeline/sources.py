@@ -14,11 +14,11 @@ from opdcl.config.shipped import package_folder, shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
 from opdcl.data.examples import Examples, read_examples, with_answers
-from opdcl.data.rows import Row, check_lines, load_rows, on_hub, pinned, source_files
+from opdcl.data.rows import SHIPPED, Row, check_lines, load_rows, on_hub, pinned, recognised, source_files
 from opdcl.errors import UsageError
 from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_plan, stage_folder
 from opdcl.rundir.files import read_json, write_atomic
-from opdcl.rundir.hashes import ADAPTER, file_hash, hash_files
+from opdcl.rundir.hashes import ADAPTER, file_hash, hash_files, hash_value
 from opdcl.rundir.layout import RunDir
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ class Sources:
     def __init__(self, given: Mapping[str, str] | None = None) -> None:
         """Take `given`, the contents of JSONL files by path, as files that `save` will write."""
         self._given = dict(given or {})
-        self._rows: dict[tuple[str, str], list[Row]] = {}
+        self.columns: dict[str, str] = {}
+        self._rows: dict[tuple[str, ...], list[Row]] = {}
         self._suites: dict[tuple[str, str | None, int | None], Suite] = {}
         self._hashes: dict[tuple[Path, ...], str] = {}
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
@@ -50,11 +51,11 @@ class Sources:
 
     def rows(self, source: str, split: str = "train") -> list[Row]:
         """Return the checked rows of a source; the list is the caller's own."""
-        key = pinned(source), split
+        key = pinned(source), split, *map(str, self.columns.items())
         if key not in self._rows:
             text = self._given.get(source)
-            given = check_lines(text, Path(source).stem) if text else None
-            self._rows[key] = given or load_rows(source, split)
+            given = check_lines(text, Path(source).stem, self.columns) if text else None
+            self._rows[key] = given or load_rows(source, split, self.columns)
         return list(self._rows[key])
 
     def suite(self, name: str, config: EvalConfig | None = None) -> Suite:
@@ -73,8 +74,17 @@ class Sources:
             if not os.path.isfile(path) or Path(path).read_text(encoding="utf-8") != text:
                 write_atomic(Path(path), text)
 
+    def recognised(self) -> list[str]:
+        """Describe the rows of the user's files that were read: their formats, and the first of each file."""
+        read = ((source, rows) for (source, *_), rows in self._rows.items())
+        return [recognised(source, rows) for source, rows in read if source not in SHIPPED]
+
     def inherit(self, workflow: Workflow) -> Workflow:
-        """Make the fine-tune's rows the recovery's domain, if it has none and the rows have prompts."""
+        """Make the fine-tune's rows the recovery's domain, if it has none and the rows have prompts.
+
+        From here on, rows are read by the workflow's names of columns.
+        """
+        self.columns = {str(ours): theirs for ours, theirs in workflow.columns.items()}
         finetune, recover = workflow.finetune, workflow.recover
         # Plain text has no question to sample on.
         if finetune and recover and not recover.domain and all(r.prompt for r in self.rows(finetune.data)):
@@ -191,6 +201,8 @@ class Sources:
             fields |= {f"eval.data.{suite}": path for suite, path in evaluation.data.items()}
         # A source on the Hub is identified by its pinned id.
         hashes = {k: self._hash(self._files(s)) or pinned(s) for k, s in fields.items() if s}
+        if workflow.columns:  # they decide what is read
+            hashes = {key: hash_value([value, workflow.columns]) for key, value in hashes.items()}
         for field, place in workflow.adapters().items():
             folder = find_adapter(place)
             hashes[field] = self._hash([folder / ADAPTER, folder / "adapter_config.json"])

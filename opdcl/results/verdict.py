@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from opdcl.results.format import interval, percent
+from opdcl.results.format import interval, percent, points
 from opdcl.results.scores import STATES, Suite
 
 # If a smaller share of the domain gain is kept, the verdict says "only".
@@ -23,6 +23,8 @@ def verdict(summary: dict, retention: Suite | None, domain: Suite | None) -> str
         missing = f"suite {retention.name} has no results" if retention else "there is no retention suite"
         return f"Not measured yet: {missing}."
     scores = {s: percent(summary["suites"][retention.name][s]["value"]) for s in retention.rows}
+    if summary["tests"]["tuned_minus_base"] and not retention.complete:
+        return _cost_of_the_fine_tune(summary, retention, scores)
     if not retention.complete:
         missing = " and ".join(s for s in STATES if s not in scores)
         known = ", ".join(f"{s} {score}" for s, score in scores.items())
@@ -34,6 +36,16 @@ def verdict(summary: dict, retention: Suite | None, domain: Suite | None) -> str
     first = ", but ".join([parts[0], " and ".join(parts[1:])] if parts[1:] else parts)
     domain_clause = _domain_clause(summary["domain_retention"], domain)
     return " ".join([f"{first}; {domain_clause}.", *_group_sentence(summary)])
+
+
+def _cost_of_the_fine_tune(summary: dict, retention: Suite, scores: dict[str, str]) -> str:
+    """Say how base and tuned differ, where nothing is recovered yet."""
+    change = summary["tests"]["tuned_minus_base"]
+    value, low, high = (points(change[key]) for key in ("value", "low", "high"))
+    return (
+        f"Not recovered yet: the fine-tune changed {retention.plain} by {value} points [{low}, {high}], "
+        f"from {scores['base']} to {scores['tuned']}."
+    )
 
 
 def _retention_clause(summary: dict, retention: Suite, scores: dict[str, str]) -> str:

@@ -43,6 +43,7 @@ CANNOT = {
     "git clone": "fetches from the network",
     "ollama": "needs Ollama",
     "accelerate launch": "takes a GPU per process; tests/e2e/test_processes.py launches its configurations",
+    "opdcl run repair.yaml": "small sizes would add a fine-tune; tests/unit/pipeline/test_begin.py runs it",
     "opdcl run qwen3": "takes GPUs and a model from the hub",
     "opdcl push": "needs the hub; tests/e2e/test_hub.py has one of its own",
     "opdcl export runs/mine -o gguf": "needs llama.cpp's converter; tests/unit/test_export.py",
@@ -88,6 +89,10 @@ NOT_ALONE = {
 
 # Commands that the reader of a page has run before.
 BEFORE = {
+    "docs/repair.md": [
+        "opdcl finetune --data rows.jsonl -o runs/elsewhere",
+        "cp -r runs/elsewhere/stages/01-finetune/adapter my-adapter",
+    ],
     "docs/processes.md": ["opdcl finetune --data rows.jsonl -o runs/mine"],
     "docs/export.md": [
         "opdcl finetune --data rows.jsonl -o runs/mine",
@@ -129,6 +134,8 @@ def reader(tmp_path, tiny_cache, monkeypatch) -> Path:
     prompts = [{"prompt": f"Write a line about the number {i}."} for i in range(10)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     (tmp_path / "my-changes.yaml").write_text("recover: {validation_prompts: 8}\n")
+    named = "".join(f"{row['question']};{row['answer']}\n" for row in rows)
+    (tmp_path / "rows.csv").write_text(f"Frage;Antwort\n{named}")
     for folder in ("faq", "documents"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "leave.md").write_text(

@@ -234,7 +234,7 @@ def test_a_stronger_model_teaches_a_weaker_one(folder, tiny_model):
     ("arms", "message"),
     [
         ("one: {start: 'arm:two'}\n  two: {}", "arms.one: arm:two names no earlier arm"),
-        ("one: {start: nowhere}", "nowhere holds no adapter"),
+        ("one: {start: nowhere}", "nowhere does not exist"),
     ],
 )
 def test_a_start_that_does_not_exist_is_refused(folder, arms, message):

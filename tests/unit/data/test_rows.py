@@ -116,7 +116,6 @@ def test_malformed_json_is_refused_with_its_line(tmp_path):
     ("row", "said"),
     [
         ({"answer": "Ada."}, "has only answer"),
-        ({"instruction": "Who?", "output": "Ada."}, "has only instruction, output"),
         ({}, ":2 is empty"),
         ({"prompt": "\ud800"}, "half of a surrogate pair"),
         ([1, 2], "is a list, not an object"),
@@ -130,7 +129,7 @@ def test_malformed_json_is_refused_with_its_line(tmp_path):
         ({"messages": "Who?"}, "messages is text, not a list"),
         ({"messages": [ASSISTANT]}, "no user message"),
         ({"messages": ["Who?"]}, "message role None"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "message role 'tool'"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "a message has the role 'tool'"),
         ({"messages": [{"role": "user", "content": ""}]}, "user content is empty"),
         ({"messages": [{"role": "user", "content": None}]}, "user content is null, not text"),
         ({"text": "x" * 200_001}, "200001 characters"),
@@ -141,6 +140,20 @@ def test_a_bad_row_is_refused_with_its_line(tmp_path, row, said):
     message = complaint(jsonl(path, {"text": "good"}, row))
     assert message.startswith(f"{path}:2")
     assert said in message
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "Who?", "answer": ""},
+        {"question": "Who?", "answer": " "},
+        {"prompt": [USER], "completion": ""},
+        {"messages": [USER, {"role": "assistant", "content": ""}]},
+    ],
+)
+def test_whether_an_answer_may_be_empty_is_left_to_its_use(tmp_path, row):
+    [checked] = load_rows(jsonl(tmp_path / "rows.jsonl", row))
+    assert (checked.prompt, checked.answer) == ([USER], "")
 
 
 @pytest.mark.parametrize(

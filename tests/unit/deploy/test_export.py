@@ -134,7 +134,7 @@ def test_the_converter_is_found_by_option_variable_and_path(converter, tmp_path,
         ({"outtype": "q4_k_m"}, "outtype 'q4_k_m' is not known"),
         ({"state": "base"}, "state 'base' cannot be exported"),
         ({"state": "tuned"}, "has no tuned adapter"),
-        ({"source": "nowhere"}, "nowhere holds no adapter"),
+        ({"source": "nowhere"}, "nowhere does not exist"),
     ],
 )
 def test_a_wrong_argument_is_refused_before_anything_is_written(tuned, converter, change, message):

@@ -2,7 +2,9 @@
 
 import json
 
+import numpy
 import pytest
+from safetensors.numpy import save_file
 
 from opdcl.config.load import load_tree, validate
 from opdcl.pipeline.defaults import describe_automatic, resolve, resolve_for_machine, with_dtype
@@ -105,10 +107,12 @@ def test_the_hidden_size_is_that_of_the_model(tiny_model):
 
 
 def test_the_scale_is_that_of_the_adapter_to_start_from(tmp_path):
-    (tmp_path / "adapter_model.safetensors").touch()
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": 32, "r": 8}))
-    _, origins = resolve_for_machine(validate({"start": str(tmp_path), "recover": {}}))
-    assert origins["recover.learning_rate"] == "auto: hidden size 576, alpha/r 4"
+    save_file({"q.lora_A.weight": numpy.zeros((8, 2))}, tmp_path / "adapter_model.safetensors")
+    for rslora, scale in ((False, "2"), (True, "8")):
+        config = {"peft_type": "LORA", "lora_alpha": 32, "r": 16, "use_rslora": rslora}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        _, origins = resolve_for_machine(validate({"start": str(tmp_path), "recover": {}}))
+        assert origins["recover.learning_rate"] == f"auto: hidden size 576, alpha/r {scale}"
 
 
 def test_a_run_that_is_continued_has_the_same_inputs(tmp_path):

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from helpers.command import opdcl
 from helpers.tiny import make_project
 
 from opdcl.config.load import load
@@ -74,6 +75,30 @@ def test_a_fine_tune_and_its_evaluation_parse_each_file_and_build_each_suite_onc
         assert [base[name] for name in base if name != "shuffled"] == [
             tuned[name] for name in base if name != "shuffled"
         ]
+
+
+def test_named_columns_are_read_told_and_part_of_the_run(project):
+    (project / "rows.csv").write_text("Frage;Antwort;Thema\nWer?;Ada.;Leute\nWo?;London.;Orte\n")
+    model = load(["tiny.yaml"])[0].model.id
+    words = ("finetune", "--data", "rows.csv", "--model", model, "-o", "run", "--epochs", "1")
+    assert "has only Frage, Antwort, Thema" in opdcl(*words).stderr
+    made = opdcl(*words, "--columns", "question=Frage,answer=Antwort", "--set", "finetune.lora.r=2")
+    assert made.returncode == 0, made.stderr
+    assert "rows.csv: 2 of question and answer; the first: user: Wer? assistant: Ada." in made.stderr
+    assert read_json(project / "run" / "config.json")["workflow"]["columns"] == {
+        "question": "Frage",
+        "answer": "Antwort",
+    }
+    other = opdcl(*words, "--columns", "question=Frage,answer=Thema", "--set", "finetune.lora.r=2")
+    assert other.returncode == 2
+    assert "finetune changed: content of data" in other.stderr
+
+
+@pytest.mark.parametrize("columns", ["question", "question=", "=Frage", "query=Frage"])
+def test_a_malformed_option_for_columns_is_refused(project, columns):
+    refused = opdcl("finetune", "--data", "rows.jsonl", "--columns", columns)
+    assert refused.returncode == 2
+    assert "columns" in refused.stderr
 
 
 def test_a_whole_run_parses_each_file_and_builds_each_suite_once(project, opened, monkeypatch):

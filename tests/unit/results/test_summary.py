@@ -121,9 +121,12 @@ def test_before_recovery_base_and_tuned_are_shown_without_a_verdict(run):
         run.eval_result("recovered", suite).unlink()
     summary = summarise(run)
     assert summary["status"] == "not measured"
+    change = summary["tests"]["tuned_minus_base"]
+    low, high = (f"{100 * change[end]:.1f}" for end in ("low", "high"))
+    assert float(low) < -60 < float(high) < 0
     assert summary["verdict"] == (
-        "Not measured yet: instruction following has no result for recovered (so far: base 80.0 %, tuned "
-        "20.0 %)."
+        f"Not recovered yet: the fine-tune changed instruction following by -60.0 points [{low}, {high}], "
+        "from 80.0 % to 20.0 %."
     )
     assert summary["recovery"] is None
     assert summary["suites"]["instructions"]["recovered"] == {}

@@ -275,5 +275,5 @@ def test_a_model_folder_is_refused_and_nothing_is_written(model_folder, verb):
     before = {path: path.read_bytes() for path in model_folder.iterdir()}
     done = opdcl(verb, model_folder)
     assert done.returncode == 2
-    assert f"{model_folder} is a model folder, not a run directory" in done.stderr
+    assert f"{model_folder} is a model folder" in done.stderr
     assert {path: path.read_bytes() for path in model_folder.iterdir()} == before

@@ -1,0 +1,57 @@
+"""Open the run that a command continues, or begin one from an adapter made elsewhere.
+
+opdcl recover my-adapter --domain prompts.jsonl -o runs/mine
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from opdcl.errors import UsageError
+from opdcl.model.adapters import base_of, find_adapter
+from opdcl.rundir.files import read_json
+from opdcl.rundir.layout import RunDir
+
+
+def open_or_begin(source: str, out: Path | None, model: str | None) -> tuple[Path, dict[str, Any]]:
+    """Return the run directory of `source`, a run or an adapter, and the settings that it has so far.
+
+    `out` is the run directory for an adapter; if a run is there, it goes on. `model` replaces the base that
+    the adapter names. Nothing is written.
+
+    Raises:
+        UsageError: `source` is neither, or the adapter's base was not found.
+    """
+    run = RunDir(Path(source))
+    if run.is_run():
+        if out and out.resolve() != run.path.resolve():
+            raise UsageError(f"{source} is a run directory: what is made stays in it", "leave out -o")
+        return run.path, read_json(run.config)
+    folder = find_adapter(source)
+    place = str(Path(source).resolve()) if os.path.exists(source) else source
+    run = RunDir(out or Path("runs") / Path(place.partition("@")[0]).name)
+    if run.is_run():
+        saved = read_json(run.config)
+        return run.path, {**saved, "workflow": saved["workflow"] | {"start": place}}
+    tree: dict[str, Any] = {"start": place}
+    origins = {"start": "argument"}
+    if not model:
+        tree["model"] = _base(source, folder)
+        origins["model.id"] = f"{source}/adapter_config.json"
+    return run.path, {"workflow": tree, "origins": origins}
+
+
+def _base(source: str, folder: Path) -> dict[str, Any]:
+    """Return the settings of the base that an adapter names, if it can be had."""
+    from opdcl.model.load import check_exists
+
+    base = base_of(source, folder)
+    try:
+        check_exists(base)
+    except UsageError as fault:
+        hint = "--model BASE names the folder or Hub id of the model that the adapter was trained on"
+        raise UsageError(f"the base of adapter {source} was not found: {fault.message}", hint) from fault
+    id = str(Path(base.id).resolve()) if os.path.exists(base.id) else base.id
+    return {"id": id, "revision": base.revision}

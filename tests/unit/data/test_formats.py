@@ -1,0 +1,324 @@
+"""Rows as other trainers and data sets write them, in files as their own documentation shows them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from opdcl.data.rows import load_rows, recognised
+from opdcl.errors import UsageError
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+# Format -> file, its content, and of its last row the prompt and the answer.
+DOCUMENTED = {
+    # github.com/tatsu-lab/stanford_alpaca: one list, an input that may be empty.
+    "alpaca": (
+        "alpaca_data.json",
+        """[
+    {
+        "instruction": "Give three tips for staying healthy.",
+        "input": "",
+        "output": "1.Eat a balanced diet. 2. Exercise regularly. 3. Get enough sleep."
+    },
+    {
+        "instruction": "Identify the odd one out.",
+        "input": "Twitter, Instagram, Telegram",
+        "output": "Telegram"
+    }
+]
+""",
+        [user("Identify the odd one out.\n\nTwitter, Instagram, Telegram")],
+        "Telegram",
+    ),
+    # LLaMA-Factory's alpaca: system and history beside the instruction.
+    "alpaca with history": (
+        "data.json",
+        """[
+  {
+    "instruction": "And in winter?",
+    "input": "",
+    "output": "At eight.",
+    "system": "You are a porter.",
+    "history": [
+      ["When does the gate open?", "At seven."]
+    ]
+  }
+]""",
+        [
+            system("You are a porter."),
+            user("When does the gate open?"),
+            assistant("At seven."),
+            user("And in winter?"),
+        ],
+        "At eight.",
+    ),
+    # databricks-dolly-15k.
+    "dolly": (
+        "dolly.jsonl",
+        '{"instruction": "When did Virgin Australia start operating?", "context": "Virgin Australia '
+        'commenced services on 31 August 2000.", "response": "On 31 August 2000."}\n',
+        [
+            user(
+                "When did Virgin Australia start operating?\n\n"
+                "Virgin Australia commenced services on 31 August 2000."
+            )
+        ],
+        "On 31 August 2000.",
+    ),
+    # FastChat, axolotl's `type: chat_template`, LLaMA-Factory's sharegpt.
+    "ShareGPT": (
+        "sharegpt.jsonl",
+        '{"id": "identity_0", "system": "Be brief.", "conversations": [{"from": "human", "value": '
+        '"Who are you?"}, {"from": "gpt", "value": "I am Vicuna."}, {"from": "human", '
+        '"value": "Have a nice day!"},'
+        ' {"from": "gpt", "value": "You too!"}]}\n',
+        [system("Be brief."), user("Who are you?"), assistant("I am Vicuna."), user("Have a nice day!")],
+        "You too!",
+    ),
+    # OpenAI's fine-tuning guide.
+    "OpenAI messages": (
+        "openai.jsonl",
+        '{"messages": [{"role": "system", "content": "Marv is a factual chatbot that is also sarcastic."},'
+        ' {"role": "user", "content": "What is the capital of France?"},'
+        ' {"role": "assistant", "content": "Paris, as if everyone does not know that already."}]}\n',
+        [system("Marv is a factual chatbot that is also sarcastic."), user("What is the capital of France?")],
+        "Paris, as if everyone does not know that already.",
+    ),
+    "OpenAI messages in parts": (
+        "openai.jsonl",
+        '{"messages": [{"role": "developer", "content": "Be kind."},'
+        ' {"role": "user", "content": [{"type": "text", "text": "Hello."}]},'
+        ' {"role": "assistant", "content": "Hi."}]}\n',
+        [system("Be kind."), user("Hello.")],
+        "Hi.",
+    ),
+    # TRL's dataset formats.
+    "prompt and completion": (
+        "trl.jsonl",
+        '{"prompt": "The sky is", "completion": " blue."}\n',
+        [user("The sky is")],
+        " blue.",
+    ),
+    "prompt and response": (
+        "rows.jsonl",
+        '{"prompt": "What color is the sky?", "response": "It is blue."}\n',
+        [user("What color is the sky?")],
+        "It is blue.",
+    ),
+    "input and output": (
+        "rows.jsonl",
+        '{"input": "What color is the sky?", "output": "It is blue."}\n',
+        [user("What color is the sky?")],
+        "It is blue.",
+    ),
+    # ms-swift.
+    "query and response": (
+        "swift.jsonl",
+        '{"system": "00000", "query": "55555", "response": "66666", "history": [["11111", "22222"]]}\n',
+        [system("00000"), user("11111"), assistant("22222"), user("55555")],
+        "66666",
+    ),
+    # OpenOrca.
+    "OpenOrca": (
+        "orca.jsonl",
+        '{"id": "t0.1", "system_prompt": "You are an AI assistant.", "question": "Is water wet?",'
+        ' "response": "Yes."}\n',
+        [system("You are an AI assistant."), user("Is water wet?")],
+        "Yes.",
+    ),
+    # TRL's preference data, with an explicit prompt, and as conversations.
+    "preference": (
+        "dpo.jsonl",
+        '{"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}\n',
+        [user("The sky is")],
+        " blue.",
+    ),
+    "preference turns": (
+        "dpo.jsonl",
+        '{"prompt": [{"role": "user", "content": "What color is the sky?"}],'
+        ' "chosen": [{"role": "assistant", "content": "It is blue."}],'
+        ' "rejected": [{"role": "assistant", "content": "It is green."}]}\n',
+        [user("What color is the sky?")],
+        "It is blue.",
+    ),
+    "preference conversations": (
+        "dpo.jsonl",
+        '{"chosen": [{"role": "user", "content": "What color is the sky?"},'
+        ' {"role": "assistant", "content": "It is blue."}],'
+        ' "rejected": [{"role": "user", "content": "What color is the sky?"},'
+        ' {"role": "assistant", "content": "It is green."}]}\n',
+        [user("What color is the sky?")],
+        "It is blue.",
+    ),
+    # LLaMA-Factory's sharegpt preference.
+    "ShareGPT preference": (
+        "dpo.json",
+        '[{"conversations": [{"from": "human", "value": "What color is the sky?"}],'
+        ' "chosen": {"from": "gpt", "value": "It is blue."},'
+        ' "rejected": {"from": "gpt", "value": "It is green."}}]',
+        [user("What color is the sky?")],
+        "It is blue.",
+    ),
+    # UltraFeedback binarized: the chosen conversation twice.
+    "UltraFeedback": (
+        "dpo.jsonl",
+        '{"prompt": "Hi?", "messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": '
+        '"Hello!"}], "chosen": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": '
+        '"Hello!"}]}\n',
+        [user("Hi?")],
+        "Hello!",
+    ),
+    "text": ("pages.jsonl", '{"text": "The sky is blue."}\n', [], None),
+    "semicolons": ("rows.csv", 'question;answer\n"Red; or blue?";Blue\n', [user("Red; or blue?")], "Blue"),
+    "tabs": ("rows.tsv", "question\tanswer\nRed, or blue?\tBlue\n", [user("Red, or blue?")], "Blue"),
+}
+
+
+def written(tmp_path: Path, name: str, content: str) -> str:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    return str(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_file_as_its_documentation_shows_it_is_read(name, tmp_path):
+    file, content, prompt, answer = DOCUMENTED[name]
+    row = load_rows(written(tmp_path, file, content))[-1]
+    assert (row.prompt, row.answer) == (prompt, answer)
+    assert row.text == (None if prompt else "The sky is blue.")
+    assert "rejected" not in repr(row)
+    assert "green" not in repr(row)
+
+
+def test_rows_of_a_list_know_their_lines(tmp_path):
+    content = '\n[\n  {"text": "a"},\n  {\n    "text": "b"\n  }, {"text": "c"}\n]\n'
+    rows = load_rows(written(tmp_path, "rows.json", content))
+    assert [row.where.rpartition(":")[2] for row in rows] == ["3", "4", "6"]
+
+
+# A malformed file, and the words of its complaint.
+MALFORMED = {
+    "a speaker that nobody knows": (
+        {"conversations": [{"from": "narrator", "value": "x"}]},
+        "message role 'narrator'",
+    ),
+    "a tool call in ShareGPT": (
+        {"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "{}"}]},
+        "a message has the role 'function_call'",
+    ),
+    "a tool call in messages": (
+        {"messages": [user("x"), {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+        "a message has tool_calls",
+    ),
+    "tools": ({"messages": [user("x"), assistant("y")], "tools": [{"type": "function"}]}, "has tools"),
+    "a picture": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, assistant("y")]},
+        "a part of type image_url",
+    ),
+    "thoughts": (
+        {"messages": [user("x"), {**assistant("y"), "reasoning_content": "hm"}]},
+        "a message has reasoning_content",
+    ),
+    "an answer that is not to be learned": (
+        {"messages": [user("x"), {**assistant("y"), "weight": 0}]},
+        "a message has weight 0",
+    ),
+    "a conversation that is text": ({"conversations": "Human: x"}, "conversations is text, not a list"),
+    "a history without pairs": (
+        {"query": "x", "response": "y", "history": ["z"]},
+        "history is not a list of pairs",
+    ),
+    "preferences without a prompt": (
+        {"chosen": "\n\nHuman: x\n\nAssistant: y", "rejected": "z"},
+        "has only chosen, rejected",
+    ),
+    "a bad completion": (
+        {"prompt": "x", "completion": "y", "label": False},
+        "its completion is marked as a bad one",
+    ),
+    "an empty instruction": ({"instruction": " ", "output": "y"}, "instruction is empty"),
+    "an answer that is a number": ({"instruction": "x", "output": 4}, "output is a number, not text"),
+    "columns of other names": ({"Frage": "x", "Antwort": "y"}, "has only Frage, Antwort"),
+}
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_a_malformed_row_is_refused_with_its_line_and_reason(fault, tmp_path):
+    row, words = MALFORMED[fault]
+    lines = [json.dumps({"text": "good"}), json.dumps(row)]
+    for name, content, line in (
+        ("rows.jsonl", "\n".join(lines), 2),
+        ("rows.json", "[\n" + ",\n".join(lines) + "]", 3),
+    ):
+        path = written(tmp_path, name, content)
+        with pytest.raises(UsageError) as refused:
+            load_rows(path)
+        assert refused.value.message.startswith(f"{path}:{line}")
+        assert words in refused.value.message
+        assert refused.value.hint
+
+
+def test_each_fault_has_an_error_of_its_own():
+    assert len(MALFORMED) >= 10
+    assert len({words for _, words in MALFORMED.values()}) == len(MALFORMED)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('[\n{"text": "a"},\n{"text": "b"\n]', ":4 is not valid JSON"),
+        ('[{"text": "a"}]\n[{"text": "b"}]', ":2 is not valid JSON: Extra data"),
+        ('{\n"text": "a"\n}', ":1 is not valid JSON"),
+        ("[1]", ":1 is a number, not an object"),
+        ("[]", " has no rows"),
+    ],
+)
+def test_a_malformed_list_is_refused_with_its_line(content, words, tmp_path):
+    path = written(tmp_path, "rows.json", content)
+    with pytest.raises(UsageError) as refused:
+        load_rows(path)
+    assert refused.value.message.startswith(path + words)
+
+
+COLUMNS = {"question": "Frage", "answer": "Antwort"}
+
+
+def test_named_columns_take_the_place_of_ours(tmp_path):
+    path = written(tmp_path, "rows.csv", "Nr;Frage;Antwort;text\n1;Wer?;Ada.;unused\n")
+    (row,) = load_rows(path, columns=COLUMNS)
+    assert (row.prompt, row.answer) == ([user("Wer?")], "Ada.")
+
+
+def test_prompts_need_no_column_of_answers_and_other_files_keep_their_names(tmp_path):
+    (row,) = load_rows(written(tmp_path, "a.csv", "Nr;Frage\n1;Wer?\n"), columns=COLUMNS)
+    assert (row.prompt, row.answer) == ([user("Wer?")], None)
+    (row,) = load_rows(written(tmp_path, "b.jsonl", '{"prompt": "Who?"}'), columns=COLUMNS)
+    assert row.prompt == [user("Who?")]
+
+
+def test_a_named_column_that_is_missing_is_refused_with_the_line_and_the_columns(tmp_path):
+    path = written(tmp_path, "rows.csv", "Nr;Frage;Antwort\n1;Wer?;Ada.\n")
+    with pytest.raises(UsageError, match=r"rows.csv:2 has no column 'Fragen'") as refused:
+        load_rows(path, columns={"question": "Fragen", "answer": "Antwort"})
+    assert refused.value.hint == "its columns are Nr, Frage, Antwort"
+
+
+def test_what_was_recognised_is_told_with_an_example(tmp_path):
+    rows = load_rows(written(tmp_path, "rows.json", DOCUMENTED["alpaca"][1]))
+    assert recognised("rows.json", rows) == (
+        "rows.json: 2 of alpaca; the first: user: Give three tips for staying healthy. assistant: "
+        "1.Eat a balanced diet. 2. Exercise regularly. 3. Get enough sleep."
+    )
+    long = load_rows(written(tmp_path, "long.jsonl", json.dumps({"text": "word " * 900})))
+    assert len(recognised("long.jsonl", long)) < 200

@@ -1,0 +1,152 @@
+"""A run begins from an adapter made elsewhere: where it lies, what its base is, and what goes on in it."""
+
+import copy
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers.command import opdcl
+from helpers.tiny import make_project
+from peft import LoraConfig, get_peft_model
+
+from opdcl.errors import UsageError
+from opdcl.pipeline.begin import open_or_begin
+from opdcl.rundir.files import read_json
+from opdcl.rundir.layout import RunDir
+
+SMALL = "recover.steps=2 recover.rollouts=4 recover.max_new_tokens=6 recover.validation_prompts=2"
+MEASURE = ("--retention", "instructions", "--limit", "4", "--set", "eval.max_new_tokens=6")
+
+
+def settings(text: str) -> list[str]:
+    return [word for pair in text.split() for word in ("--set", pair)]
+
+
+@pytest.fixture
+def project(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(make_project(tmp_path, tiny_model))
+    return tmp_path
+
+
+@pytest.fixture
+def adapter(loaded, project) -> Path:
+    """The output folder of a trainer: an adapter, and what else trainers leave behind."""
+    config = LoraConfig(r=4, lora_alpha=8, use_dora=True, target_modules=["q_proj", "v_proj"])
+    model = get_peft_model(copy.deepcopy(loaded.causal_lm), config)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data += 0.3
+    model.save_pretrained(project / "mine")
+    (project / "mine" / "checkpoint-3").mkdir()
+    (project / "mine" / "optimizer.pt").write_text("large")
+    return project / "mine"
+
+
+def test_an_adapter_is_measured_recovered_and_measured_again(adapter, project):
+    made = opdcl("eval", "mine", *MEASURE, "--domain", "rows.jsonl")
+    assert made.returncode == 0, made.stderr
+    run = RunDir(project / "runs" / "mine")  # the default, named after the adapter
+    assert set(os.listdir(run.stages()[0].adapter)) == {"adapter_config.json", "adapter_model.safetensors"}
+    assert {p.parent.name for p in run.evals.glob("*/*.json")} == {"base", "tuned"}
+    measured = run.eval_result("tuned", "instructions").read_bytes()
+    assert "next: opdcl recover runs/mine --domain PROMPTS.jsonl\n" in made.stderr
+
+    words = ("--prompts", "prompts.jsonl", "--domain", "rows.jsonl", *settings(SMALL))
+    made = opdcl("recover", "mine", *words)
+    assert made.returncode == 0, made.stderr
+    assert "taken from" not in made.stderr, "the adapter is in the run already"
+    assert run.eval_result("tuned", "instructions").read_bytes() == measured
+    assert run.eval_result("recovered", "instructions").exists()
+    recovered = read_json(run.adapters()["recovered"] / "adapter_config.json")
+    assert recovered["use_dora"]
+    assert recovered["r"] == 4
+
+    again = opdcl("eval", "runs/mine")
+    assert "everything is done already" in again.stderr
+    assert "all " in opdcl("verify", "runs/mine").stdout
+    exported = opdcl("export", "runs/mine", "-o", "merged")
+    assert exported.returncode == 0, exported.stderr
+
+
+def test_the_two_verbs_and_the_workflow_key_start_the_same_run(adapter, tiny_model, project):
+    for path in (str(adapter), "mine", "./mine/"):
+        run, saved = open_or_begin(path, None, None)
+        assert run == Path("runs/mine")
+        assert saved["workflow"]["start"] == str(adapter)
+        assert saved["workflow"]["model"] == {"id": str(tiny_model), "revision": None}
+    assert open_or_begin("mine", Path("elsewhere"), None)[0] == Path("elsewhere")
+    assert "model" not in open_or_begin("mine", None, "another")[1]["workflow"]
+
+
+def test_the_recipe_continues_what_the_verbs_have_measured(adapter, tiny_model, project):
+    assert opdcl("eval", "mine", *MEASURE, "-o", "run").returncode == 0
+    assert opdcl("workflows", "cp", "repair", "repair.yaml").returncode == 0
+    own = f"start=mine model.id={tiny_model} recover.general=prompts.jsonl recover.domain=rows.jsonl {SMALL}"
+    own += " eval.limit=4 eval.max_new_tokens=6 eval.data.mine=rows.jsonl"
+    made = opdcl("run", "repair.yaml", "-o", "run", *settings(own))
+    assert made.returncode == 0, made.stderr
+    assert "finetune: skipped, done" in made.stderr
+    assert "eval instructions tuned: skipped, done" in made.stderr
+    assert RunDir(project / "run").eval_result("recovered", "mine").exists()
+
+
+def test_a_named_base_replaces_the_one_in_the_adapter(adapter, tiny_model):
+    config = read_json(adapter / "adapter_config.json")
+    (adapter / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": "/gone/model"})
+    )
+    refused = opdcl("eval", "mine", *MEASURE)
+    assert refused.returncode == 2
+    assert "the base of adapter mine was not found" in refused.stderr
+    assert "--model BASE" in refused.stderr
+    assert not Path("runs").exists()
+    planned = opdcl("eval", "mine", *MEASURE, "--model", tiny_model, "--dry-run")
+    assert planned.returncode == 0, planned.stderr
+
+
+def test_an_adapter_that_cannot_be_kept_is_refused_by_the_dry_run_too(adapter):
+    config = read_json(adapter / "adapter_config.json")
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"modules_to_save": ["lm_head"]}))
+    for words in (("recover", "mine", "--dry-run"), ("eval", "mine"), ("chat", "mine", "hi")):
+        refused = opdcl(*words)
+        assert refused.returncode == 2
+        assert "it replaces whole modules of its base" in refused.stderr
+    assert not Path("runs").exists()
+
+
+def test_a_quantized_base_is_refused_before_it_is_loaded(adapter, tiny_model, tmp_path):
+    shutil.copytree(tiny_model, tmp_path / "small-bnb-4bit")
+    config = tmp_path / "small-bnb-4bit" / "config.json"
+    packed = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    config.write_text(json.dumps(read_json(config) | packed))
+    for words in (("recover", "mine", "--dry-run"), ("eval", "mine")):
+        refused = opdcl(*words, "--model", "small-bnb-4bit")
+        assert refused.returncode == 2
+        assert "is quantized, which opdcl cannot load" in refused.stderr
+    assert not Path("runs").exists()
+
+
+def test_another_adapter_is_not_mixed_into_a_run(adapter, project):
+    assert opdcl("eval", "mine", *MEASURE, "-o", "run").returncode == 0
+    config = read_json(adapter / "adapter_config.json")
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 16}))
+    refused = opdcl("eval", "mine", "-o", "run")
+    assert refused.returncode == 2
+    assert "changed: start" in refused.stderr
+
+
+def test_a_run_keeps_its_directory(adapter):
+    assert opdcl("eval", "mine", *MEASURE, "-o", "run").returncode == 0
+    with pytest.raises(UsageError, match="run is a run directory"):
+        open_or_begin("run", Path("other"), None)
+    assert open_or_begin("run", Path("run"), None)[0] == Path("run")
+
+
+def test_every_verb_that_needs_a_run_says_how_an_adapter_becomes_one(adapter):
+    for words in (("report", "mine"), ("compare", "mine", "mine"), ("verify", "mine")):
+        refused = opdcl(*words)
+        assert refused.returncode == 2
+        assert "mine is an adapter folder, not a run directory" in refused.stderr
+        assert "opdcl recover mine --domain PROMPTS" in refused.stderr
