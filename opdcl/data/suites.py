@@ -82,17 +82,22 @@ class Suite:
             UsageError: A document lacks a field, or a score is not a number for each prompt.
         """
         field = self.task.config.doc_to_text
+        hint = f"lm-eval's task {self.name} must be able to read each row, and score each by a number"
         for number, doc in enumerate(self.documents(limit), 1):
             try:
                 # lm-eval takes the name of a column that is missing for the prompt itself.
-                if self.task.doc_to_text(doc) == field and field.isidentifier() and not doc.get(field):
+                if isinstance(field, str) and field.isidentifier() and not doc.get(field):
                     raise KeyError(field)
+                self.task.doc_to_text(doc)
                 (scores,) = self._score([doc], [""])
-                self.means([scores])
             except Exception as fault:  # whatever lm-eval's templates and functions raise on other columns
                 message = f"row {number} of suite {self.name!r} cannot be scored: {_reason(fault)}"
-                hint = f"lm-eval's task {self.name} must be able to read each row, and score each by a number"
                 raise UsageError(message, hint) from fault
+            try:
+                self.means([scores])
+            except (KeyError, TypeError, ValueError) as fault:
+                message = f"suite {self.name!r} does not score prompt by prompt (as BLEU does not)"
+                raise UsageError(f"{message}, which is not supported", hint) from fault
 
     def means(self, scores: list[dict[str, Any]]) -> dict[str, float]:
         """Return the mean of each metric."""

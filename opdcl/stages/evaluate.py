@@ -145,8 +145,7 @@ class BackboneLM(LM):
             )
 
     def loglikelihood(self, requests, disable_tqdm: bool = False):
-        hint = "choose a generative task"
-        raise UsageError("suites that compare log-likelihoods are not supported yet", hint)
+        raise NotImplementedError("only generative suites are loaded")
 
     loglikelihood_rolling = loglikelihood
 
