@@ -136,7 +136,7 @@ class Walk:
                 self._interrupted(words)
             else:
                 self._checked(words)
-        for run in RUNS:
+        for run in (*RUNS, "c", "d"):
             self._has_a_way_on(run)
 
     # What is done.
@@ -144,13 +144,14 @@ class Walk:
     def _command(self, damaged: str) -> list[str]:
         pick = self.random.choice
         run = damaged or pick([*RUNS * 5, *BAD_RUNS])
+        new = pick(["c", "d", run])
         data = pick([*ROWS * 2, *BAD_ROWS])
         flow = pick([["small.yaml"]] * 4 + [["typo.yaml"], ["gone.yaml"], ["missing.yaml"], ["quickstrt"]])
         commands = [
-            ["run", *flow, "-o", run],
-            ["run", *flow, "-o", run, "--dry-run"],
-            _finetune(self.model, run, data),
-            [*_finetune(self.model, run, data), "--dry-run"],
+            ["run", *flow, "-o", new],
+            ["run", *flow, "-o", new, "--dry-run"],
+            _finetune(self.model, new, data),
+            [*_finetune(self.model, new, data), "--dry-run"],
             _recover(run),
             [*_recover(run), "--domain", data],
             [*_recover(run), "--dry-run"],
@@ -175,7 +176,7 @@ class Walk:
             ["workflows", "cp", "quickstart", pick(["mine.yaml", "small.yaml", "nowhere/mine.yaml"])],
         ]
         words = pick([*commands, *(words for words in commands if self._trains(words))])
-        if self._trains(words) and self.random.random() < 0.4:
+        if self._trains(words) and self.random.random() < 0.3:
             words = [*words, *pick(OPTIONS)]
         return words
 
@@ -186,6 +187,8 @@ class Walk:
         """Change or delete one file of a run, as a disk or a user may; return the run."""
         run = self.random.choice(RUNS)
         files = sorted(p for p in (self.folder / run).rglob("*") if p.is_file() and "logs" not in p.parts)
+        if self.random.random() < 0.7:  # most files belong to checkpoints, which few commands read
+            files = [p for p in files if "trainer" not in p.parts]
         if not files:
             return ""
         file = self.random.choice(files)
