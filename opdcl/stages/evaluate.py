@@ -145,7 +145,7 @@ class BackboneLM(LM):
             )
 
     def loglikelihood(self, requests, disable_tqdm: bool = False):
-        raise NotImplementedError("only generative suites are loaded")
+        raise UsageError("suites that compare log-likelihoods are not supported", "choose a generative task")
 
     loglikelihood_rolling = loglikelihood
 
