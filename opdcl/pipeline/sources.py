@@ -152,7 +152,9 @@ def refuse_foreign(run: RunDir) -> None:
     if run.path.exists() and not run.path.is_dir():
         raise UsageError(f"{run.path} is a file", hint)
     names = {p.name for p in run.path.iterdir()} if run.path.is_dir() else set()
-    if names - {".lock", "logs"} and not run.is_run():
+    # A crash can leave the temporary file of config.json, which is the first that a run writes.
+    begun = {name for name in names if name.startswith(f".{run.config.name}.")}
+    if names - begun - {".lock", "logs"} and not run.is_run():
         raise UsageError(f"{run.path} exists and is not a run directory", hint)
     for folder, folders, files in os.walk(run.path):
         if link := next((p for name in (*folders, *files) if (p := Path(folder, name)).is_symlink()), None):

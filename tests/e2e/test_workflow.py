@@ -9,6 +9,7 @@ import time
 
 import pytest
 from helpers.command import ENV, OPDCL, opdcl
+from helpers.interrupts import killed
 
 
 def test_a_run_writes_every_file_of_the_layout(finished, project):
@@ -136,6 +137,15 @@ def test_an_interrupted_run_resumes_to_the_same_bits(finished, project, stage, m
             folder / "stages" / name / "adapter/adapter_model.safetensors" for folder in (finished, out)
         ]
         assert adapters[0].read_bytes() == adapters[1].read_bytes(), name
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_run_killed_before_its_first_files_are_there_can_be_begun_again(project, tmp_path, count):
+    words = ["run", "tiny.yaml", "-o", tmp_path / "run"]
+    assert killed(lambda: opdcl(*words, cwd=project), "rename", count, tmp_path / "log")
+    assert (tmp_path / "run").exists()
+    again = opdcl(*words, "--dry-run", cwd=project)
+    assert again.returncode == 0, again.stderr
 
 
 def test_an_interrupt_during_evaluation_keeps_what_was_scored(finished, project):
