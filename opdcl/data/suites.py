@@ -56,15 +56,14 @@ class Suite:
         docs = self.documents(limit)
         if limit not in self._floors:
             texts = content_free([self.task.doc_to_text(doc) for doc in docs])
-            self._floors[limit] = {name: self.score(docs, answers) for name, answers in texts.items()}
+            self._floors[limit] = {name: self._score(docs, answers) for name, answers in texts.items()}
         if len(docs) == 1:
             return self._floors[limit]
         # Half the suite away: neighbours are often about the same fact.
         half = len(docs) // 2
-        return self._floors[limit] | {"shuffled": self.score(docs, answers[half:] + answers[:half])}
+        return self._floors[limit] | {"shuffled": self._score(docs, answers[half:] + answers[:half])}
 
-    def score(self, docs: list[dict], answers: list[str]) -> list[dict[str, Any]]:
-        """Score one answer per document."""
+    def _score(self, docs: list[dict], answers: list[str]) -> list[dict[str, Any]]:
         from lm_eval.api.instance import Instance
 
         # What counts is the part of an answer that the task's first filter leaves, such as a number.
@@ -90,7 +89,7 @@ class Suite:
                 if isinstance(field, str) and field.isidentifier() and not doc.get(field):
                     raise KeyError(field)
                 self.task.doc_to_text(doc)
-                (scores,) = self.score([doc], [""])
+                (scores,) = self._score([doc], [""])
             except Exception as fault:  # whatever lm-eval's templates and functions raise on other columns
                 message = f"row {number} of suite {self.name!r} cannot be scored: {_reason(fault)}"
                 raise UsageError(message, hint) from fault

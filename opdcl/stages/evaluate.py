@@ -145,7 +145,8 @@ class BackboneLM(LM):
             )
 
     def loglikelihood(self, requests, disable_tqdm: bool = False):
-        raise UsageError("suites that compare log-likelihoods are not supported", "choose a generative task")
+        hint = "choose a generative task"
+        raise UsageError("suites that compare log-likelihoods are not supported yet", hint)
 
     loglikelihood_rolling = loglikelihood
 
