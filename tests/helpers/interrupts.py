@@ -48,7 +48,7 @@ def killed(
     place: str,
     count: int,
     log: Path,
-    timeout: float = 60,
+    timeout: float = 300,
 ) -> bool:
     """Run a command in a copy of this process and kill it at a place; return whether it came that far."""
     child = os.fork()
