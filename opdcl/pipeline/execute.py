@@ -81,10 +81,12 @@ def _prepare(
     stale = [t for t in checked_plan(workflow, run, sources) if t.action == "stale"]
     if stale and not force:
         reasons = "; ".join(f"{t.name} {t.why}" for t in stale)
-        others = "the old settings and files, or --force to redo these stages"
+        ways = ["the old settings and files", "--force to redo these stages"]
         if earlier := [option for task in stale for option in _earlier_values(task, run, origins)]:
-            others = f"or what it was made with: {' '.join(dict.fromkeys(earlier))}"
-        hint = f"a new directory (-o {run.path}-2), {others}"
+            ways = [f"what it was made with: {' '.join(dict.fromkeys(earlier))}"]
+        if stale[0].name == "finetune":  # a later stage is added to its run and has no other directory
+            ways.insert(0, f"a new directory (-o {run.path}-2)")
+        hint = ", or ".join(ways)
         raise UsageError(f"{run.path} does not hold what this command would make; {reasons}", hint)
     if dead := stack.enter_context(run.lock()):
         output.note(f"took over the lock of process {dead.get('pid')}, which has ended")

@@ -94,6 +94,14 @@ def test_a_changed_setting_is_refused_by_name(finished, project):
     assert "--force" in refused.stderr
 
 
+def test_a_changed_stage_of_a_run_is_not_sent_to_a_directory_that_its_command_cannot_name(finished, project):
+    refused = opdcl("recover", "whole", "--steps", "3", cwd=project)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1] == (
+        "hint: the old settings and files, or --force to redo these stages"
+    )
+
+
 def test_a_dry_run_writes_nothing(project):
     dry = opdcl("run", "tiny.yaml", "-o", "dry", "--dry-run", "--json", cwd=project)
     assert dry.returncode == 0, dry.stderr
