@@ -331,7 +331,7 @@ def _following(words: list[str], done: subprocess.CompletedProcess[str]) -> list
     for text in re.findall(r"\bopdcl [a-z][^;#|]*", advice):
         command = text.split("  ")[0].strip()
         if not re.search(r"\b[A-Z]{2,}\b|owner/name|…", command):
-            commands.append(shlex.split(command)[1:])
+            commands.append(_small(shlex.split(command)[1:]))
     if not commands and (folder := re.search(r"\(-o ([^\s)]+)\)", advice)):
         commands.append(_with_out(words, folder[1]))
     if (
@@ -342,6 +342,13 @@ def _following(words: list[str], done: subprocess.CompletedProcess[str]) -> list
     ):
         commands.append([*words, "--force"])
     return commands
+
+
+def _small(words: list[str]) -> list[str]:
+    """Return a printed command with fewer steps or prompts than the defaults."""
+    if words[0] == "eval" and "--limit" not in words:
+        return [*words, "--limit", "1", "--set", "eval.max_new_tokens=4"]
+    return _recover(words[1]) if words[0] == "recover" and len(words) == 2 else words
 
 
 def _with_out(words: list[str], out: str) -> list[str]:
