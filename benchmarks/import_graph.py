@@ -33,7 +33,7 @@ ORDER = (
     ("console",),
     ("pipeline",),
     ("deploy",),
-    ("outcomes",),
+    ("arguments", "outcomes"),
     ("api", "doctor"),
     ("opdcl",),
     ("cli",),

@@ -56,7 +56,7 @@ def commands() -> str:
 def settings() -> str:
     """Return all settings with defaults and meanings as Markdown, one table per section."""
     sections: dict[str, list[str]] = {}
-    for key, default, meaning in describe_fields():
+    for key, _, default, meaning in describe_fields():
         value = f"`{_cell(default)}`" if default else ""
         row = f"| `{key}` | {value} | {_cell(meaning)} |"
         sections.setdefault(key.rpartition(".")[0], []).append(row)

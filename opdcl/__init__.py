@@ -33,8 +33,9 @@ def __getattr__(name: str) -> Any:
         from opdcl import api
 
         return getattr(api, name)
-    raise AttributeError(f"module 'opdcl' has no attribute {name!r}")
+    near = next((f"; did you mean opdcl.{verb}?" for verb in __all__ if verb.startswith(name)), "")
+    raise AttributeError(f"module 'opdcl' has no attribute {name!r}{near}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [name for name in __all__ if name != "__version__"]  # what completion offers

@@ -17,14 +17,18 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from opdcl import parallel
-from opdcl.config.load import FILE_ENDINGS, load, load_tree
+from opdcl.arguments import Data, PathLike, Settings, as_settings, question_suites, strings, take_rows
+from opdcl.config.load import load, load_tree
+from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.deploy.export import export as export_model
 from opdcl.deploy.push import push as push_adapter
 from opdcl.errors import UsageError
+from opdcl.model.adapters import find_states
 from opdcl.outcomes import Comparison, Outcome, Plan, Result, Verification
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.fetch import fetch as fetch_all
+from opdcl.pipeline.sources import Sources, refuse_foreign
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
 from opdcl.results.compare import compare as compare_runs
 from opdcl.results.compare import refuse_folder, write
@@ -35,38 +39,20 @@ from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir, open_run
 from opdcl.rundir.verify import verify as verify_run
 
-PathLike = str | Path
-
-Settings = Mapping[str, Any] | Sequence[str] | None
-
 
 class Options(TypedDict, total=False):
-    """What `run`, `finetune`, `recover` and `evaluate` have in common."""
+    """What `run`, `finetune`, `recover` and `evaluate` have in common.
+
+    settings: The keys of `opdcl config schema`: a mapping, or "KEY=VALUE" strings. Arguments take precedence.
+    dry_run: Return the plan of the run, and write nothing.
+    force: Repeat stages whose settings or data have changed, instead of refusing to start.
+    quiet: Print errors only. Otherwise progress goes to stderr.
+    """
 
     settings: Settings
-    """By the keys of `opdcl config schema`: a mapping, or "KEY=VALUE" strings. Arguments take precedence."""
     dry_run: bool
-    """Return the plan of the run, and write nothing."""
     force: bool
-    """Repeat stages whose settings or data have changed, instead of refusing to start."""
     quiet: bool
-    """Print errors only. Otherwise progress goes to stderr."""
-
-
-# Argument of a verb -> the setting that it stands for.
-ARGUMENTS = {
-    "data": "finetune.data",
-    "deterministic": "model.deterministic",
-    "domain": "{stage}.domain",
-    "epochs": "finetune.epochs",
-    "learning_rate": "{stage}.learning_rate",
-    "limit": "eval.limit",
-    "model": "model.id",
-    "prompts": "recover.general",
-    "retention": "eval.retention",
-    "seed": "{stage}.seed",
-    "steps": "recover.steps",
-}
 
 
 def run(
@@ -83,16 +69,19 @@ def run(
         out: Run directory. Default: `runs/NAME`, with the workflow's name.
         model: Base model: `smollm2-135m` (embedded), a Hub id, or a path.
         deterministic: Use only kernels that repeat bit for bit.
+        options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
     Returns: The run's results; the comparison of all runs if the workflow has arms or seeds.
+    Raises: UsageError: a setting or the data is wrong, and nothing was written. GateError: a score missed
+        its gate.
     Example: opdcl.run("quickstart", out="runs/quickstart", settings={"recover.steps": 60})
     """
     named = {"model": model, "deterministic": deterministic or None}
-    return _execute("model", named, out, _strings(workflow), **options)
+    return _execute("model", named, out, strings(workflow), **options)
 
 
 def finetune(
-    data: PathLike,
+    data: Data,
     out: PathLike = "runs/finetune",
     model: PathLike | None = None,
     epochs: float | None = None,
@@ -103,15 +92,20 @@ def finetune(
     """Learn a domain: train a LoRA adapter on rows.
 
     Args:
-        data: Rows to learn from: `handbook` (shipped), a file, a folder, or a Hub id.
+        data: Rows to learn from: `handbook` (shipped), a file, a folder, a Hub id, a list of dicts, or a
+            `datasets.Dataset`. Rows in memory are stored in the run directory.
         out: Run directory.
         model: Base model: `smollm2-135m` (embedded), a Hub id, or a path.
         epochs: Passes over the data.
         learning_rate: Peak learning rate.
         seed: Seed of the fine-tune.
+        options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
     Returns: The run's results; they hold no scores before `evaluate`.
-    Example: opdcl.finetune("rows.jsonl", out="runs/mine", epochs=3)
+    Raises: UsageError: a setting or a row is wrong, and nothing was written.
+    Example:
+        rows = [{"question": f"Who signs form {n}?", "answer": "Perpetua."} for n in range(1, 17)]
+        opdcl.finetune(rows, out="runs/mine", epochs=3)  # or finetune("rows.jsonl", ...)
     """
     named = {"data": data, "model": model, "epochs": epochs, "learning_rate": learning_rate, "seed": seed}
     return _execute("finetune", named, out, [], **options)
@@ -119,8 +113,8 @@ def finetune(
 
 def recover(
     path: PathLike,
-    prompts: PathLike | None = None,
-    domain: PathLike | None = None,
+    prompts: Data | None = None,
+    domain: Data | None = None,
     steps: int | None = None,
     learning_rate: float | None = None,
     seed: int | None = None,
@@ -130,12 +124,15 @@ def recover(
 
     Args:
         path: Run directory with a fine-tuned adapter.
-        prompts: General prompts: `everyday` (shipped) or a file.
-        domain: Domain prompts. Default: the data of the fine-tune.
+        prompts: General prompts: `everyday` (shipped), a file, or rows as in `finetune`.
+        domain: Domain prompts, likewise. Default: the data of the fine-tune.
         steps: Optimizer steps.
         learning_rate: Peak learning rate.
         seed: Seed of the recovery.
+        options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
+    Returns: The run's results; they hold no scores before `evaluate`.
+    Raises: UsageError: the run has no fine-tuned adapter, or a setting or a row is wrong.
     Example: opdcl.recover("runs/mine", prompts="prompts.jsonl", steps=60)
     """
     named: dict[str, Any] = {"prompts": prompts, "domain": domain, "steps": steps}
@@ -146,8 +143,8 @@ def recover(
 def evaluate(
     path: PathLike,
     retention: str | Sequence[str] = (),
-    domain: PathLike | Sequence[PathLike] = (),
-    data: Mapping[str, PathLike] | None = None,
+    domain: Data | Sequence[PathLike] = (),
+    data: Mapping[str, Data] | None = None,
     limit: int | None = None,
     **options: Unpack[Options],
 ) -> Result | Plan:
@@ -156,19 +153,17 @@ def evaluate(
     Args:
         path: Run directory.
         retention: Suites that measure forgetting.
-        domain: Suites that measure the domain, or files of questions and answers.
-        data: Suite -> local file to read instead of downloading the suite's data.
+        domain: Suites that measure the domain, files of questions and answers, or rows of these.
+        data: Suite -> its data: a local file instead of a download, or rows.
         limit: Evaluate only the first N documents of each suite.
+        options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
     Returns: The run's results: verdict, scores, R and D with intervals.
+    Raises: UsageError: the path is no run, a suite is unknown, or its data was not found.
     Example: opdcl.evaluate("runs/mine", retention=["instructions"], domain=["test-rows.jsonl"])
     """
-    names = {suite: Path(suite).stem if _is_question_file(suite) else suite for suite in _strings(domain)}
-    files = {name: suite for suite, name in names.items() if name != suite}
-    suites = [names[suite] for suite in _strings(domain)]
-    named: dict[str, Any] = {"retention": _strings(retention) or None, "domain": suites or None}
-    named |= {"limit": limit}
-    named |= {f"eval.data.{name}": Path(file).resolve() for name, file in {**(data or {}), **files}.items()}
+    suites, files = question_suites(domain, data)
+    named = {"retention": strings(retention) or None, "domain": suites or None, "limit": limit, **files}
     return _execute("eval", named, path, **options)
 
 
@@ -177,6 +172,7 @@ def report(path: PathLike, update: bool = False, quiet: bool = False) -> Result:
 
     `update` also writes report.md, report.html and the model card again, and names them unless `quiet`.
 
+    Raises: UsageError: the path is not a run directory.
     Example: opdcl.report("runs/mine").summary["status"]
     """
     directory = open_run(Path(path))
@@ -194,11 +190,13 @@ def compare(
     Runs that differ only in their seeds are pooled. `out` is a folder for compare.md, compare.html and
     compare.json, whose paths are printed unless `quiet`.
 
+    Returns: The comparison; its `data` has the keys of compare.json.
+    Raises: UsageError: a path is no run, or the runs were measured on different prompts.
     Example: opdcl.compare(["runs/mine", "runs/other"], out="comparison").data["arms"]
     """
     if out:
         refuse_folder(Path(out))
-    data = compare_runs([open_run(Path(path)) for path in _strings(paths)])
+    data = compare_runs([open_run(Path(path)) for path in strings(paths)])
     for file in write(data, Path(out)) if out else ():
         _output(quiet).note(f"wrote {file}")
     return Comparison(data, Path(out) if out else None)
@@ -207,6 +205,8 @@ def compare(
 def verify(path: PathLike) -> Verification:
     """Compare the hashes of a run's files with those it recorded.
 
+    Returns: The checks; `failed` names those that do not hold.
+    Raises: UsageError: the path is not a run directory.
     Example: assert not opdcl.verify("runs/mine").failed
     """
     return Verification(verify_run(open_run(Path(path))))
@@ -223,38 +223,59 @@ def fetch(
 
     Takes a recipe or YAML files; `model` and `settings` replace theirs. `dry_run` only lists names and sizes.
 
+    Returns: Names, commits and sizes of what was downloaded.
+    Raises: OpdclError: the Hub did not give it; the hint says what to do.
     Example: opdcl.fetch("quickstart")
     """
-    flow, _ = load(_strings(workflow), *_settings(settings, "model", {"model": model}))
+    flow, _ = load(strings(workflow), *as_settings(settings, "model", {"model": model}))
     with quiet_libraries():
         items = fetch_all(flow, dry_run, _output(quiet).note)
     table = Table("", ["what", "which", "commit", "size", ""], [item.row() for item in items], "")
     return Outcome("", [table], [vars(item) for item in items])
 
 
-def chat(source: PathLike, prompts: str | Iterable[str], max_new_tokens: int = 200) -> Iterator[Outcome]:
-    """Yield, prompt by prompt, the greedy answers of base, tuned and recovered.
+def chat(
+    source: PathLike,
+    prompts: str | Iterable[str],
+    max_new_tokens: int = 200,
+    system: str | None = None,
+    temperature: float = 0.0,
+    quiet: bool = False,
+) -> Iterator[Outcome]:
+    """Yield, prompt by prompt, the answers of base, tuned and recovered. No prompt knows the earlier ones.
 
     Args:
         source: A run directory, an adapter's folder, or an adapter's Hub id.
         prompts: One prompt or several; an iterator is read one prompt at a time.
         max_new_tokens: Longest answer, in tokens.
+        system: System prompt.
+        temperature: 0 takes the likeliest token each time; above, answers are sampled.
+        quiet: Print errors only. Otherwise a terminal shows who is answering.
 
+    Returns: An iterator of outcomes; `data["answers"]` has the answers by state.
+    Raises: UsageError: there is no such run or adapter, or the temperature is below 0.
     Example:
         for answers in opdcl.chat("runs/mine", "Who signs the form?"):
             print(answers.data["answers"]["recovered"])
     """
-    from opdcl.deploy.chat import answers
+    if temperature < 0:
+        raise UsageError(f"temperature {temperature} is below 0", "0 takes the likeliest token each time")
+    base, adapters = find_states(str(source))
+    asked = [prompts] if isinstance(prompts, str) else prompts
+    output = _output(quiet)
 
-    turns = answers(str(source), [prompts] if isinstance(prompts, str) else prompts, max_new_tokens)
-    while True:
-        with quiet_libraries():
-            turn = next(turns, None)
-        if turn is None:
-            return
-        prompt, by_state = turn
-        table = Table(prompt, ["state", "answer"], [[*pair] for pair in by_state.items()], "")
-        yield Outcome(prompt, [table], {"prompt": prompt, "answers": by_state})
+    def turns() -> Iterator[Outcome]:
+        with output.busy("loading the model") as say, quiet_libraries():
+            from opdcl.deploy.chat import Chat
+
+            states = Chat(base, adapters)
+        for prompt in asked:
+            with output.busy("reading the prompt") as say, quiet_libraries():
+                texts = states.answers(prompt, max_new_tokens, system, temperature, say)
+            table = Table("", ["state", "answer"], [[*pair] for pair in texts.items()], "")
+            yield Outcome(prompt, [table], {"prompt": prompt, "answers": texts})
+
+    return turns()
 
 
 def export(
@@ -279,11 +300,14 @@ def export(
         check: Load a GGUF file back and compare its probabilities with those of the merged model.
         quiet: Print errors only.
 
+    Returns: What was written, in `data`: `path`, `state`, `format`.
+    Raises: UsageError: the state does not exist, or the folder does. EnvironmentFault: no converter.
     Example: opdcl.export("runs/mine", "my-model")
     """
     with quiet_libraries(), _output(quiet).stage("export") as line:
         written = export_model(str(source), state, Path(out), format, outtype, converter, check, line)
-    return Outcome(f"{written['state']} written to {out}", [], written)
+    what = {"merged": "merged model", "adapter": "adapter"}.get(format, "GGUF file")
+    return Outcome(f"{what} ({written['state']}) written to {out}", [], written)
 
 
 def push(
@@ -298,35 +322,13 @@ def push(
         private: Create the repository as a private one.
         base: The base model's Hub id, needed if the run used a local folder.
 
+    Returns: Where it is, in `data`: `url`, `commit`, `state`.
+    Raises: UsageError: the state does not exist, or the Hub refused the upload.
     Example: opdcl.push("runs/mine", "me/my-adapter").data["url"]
     """
     with quiet_libraries():
         upload = push_adapter(open_run(Path(path)), state, repository, private, base)
     return Outcome(f"{upload['state']} is at {upload['url']}, commit {upload['commit']}", [], upload)
-
-
-def _settings(
-    settings: Settings, stage: str, arguments: Mapping[str, Any]
-) -> tuple[list[str], dict[str, Any]]:
-    """Return `KEY=VALUE` overrides and a mapping of settings, in which arguments take precedence."""
-    overrides, flags = ([], dict(settings)) if isinstance(settings, Mapping) else ([*(settings or ())], {})
-    for name, value in arguments.items():
-        if value is not None:
-            key = ARGUMENTS.get(name, name).format(stage=stage)
-            flags[key] = str(value) if isinstance(value, Path) else value
-    return overrides, flags
-
-
-def _is_question_file(suite: str) -> bool:
-    path = Path(suite)
-    if path.suffix in FILE_ENDINGS and not path.is_file():
-        hint = "give a file of questions and answers, or the name of a suite"
-        raise UsageError(f"domain questions {suite!r} do not exist", hint)
-    return bool(path.suffix) and path.is_file()
-
-
-def _strings(value: PathLike | Sequence[PathLike]) -> list[str]:
-    return [str(value)] if isinstance(value, str | Path) else [str(one) for one in value]
 
 
 def _execute(
@@ -340,26 +342,43 @@ def _execute(
     quiet: bool = False,
 ) -> Any:
     """Run a workflow from its sources or, without them, that of an existing run with one more stage."""
-    overrides = _settings(settings, stage, arguments)
-    if sources is None:
-        saved = read_json(open_run(Path(out)).config)
-        flow, origins = load_tree(saved["workflow"], saved["origins"], *overrides, stage)
-    else:
-        flow, origins = load(sources, *overrides)
-    path = Path(out or Path("runs") / flow.name)
+    flow, origins, path, data = _configure(stage, *as_settings(settings, stage, arguments), out, sources)
     sweep = bool(sources) and bool(flow.arms or flow.seeds)
+    if not sweep:  # found before the libraries are imported
+        refuse_foreign(RunDir(path))
+        data.read(flow)
     if dry_run:
         from opdcl.pipeline.dry_run import describe
 
-        rows, data = describe_all(flow, path) if sweep else describe(flow, RunDir(path))
+        lines, plan = describe_all(flow, path, data) if sweep else describe(flow, RunDir(path), sources=data)
         title = f"dry run of {flow.name} in {path}"
-        return Plan(title, [Table(title, ["run"] * sweep + ["stage", "action", "why"], rows, "")], data)
+        return Plan(title, [Table(title, ["run"] * sweep + ["stage", "action", "why"], lines, "")], plan)
     parallel.join()
     if sweep:
-        data = execute_all(flow, origins, path, _output(quiet), force)
+        comparison = execute_all(flow, origins, path, _output(quiet), force, data)
         # One arm with one seed has nothing to be compared with.
-        return Comparison(data, path) if data else report(path / next(iter(expand(flow, path))))
-    return Result(path, execute(flow, origins, RunDir(path), _output(quiet), force))
+        return Comparison(comparison, path) if comparison else report(path / next(iter(expand(flow, path))))
+    return Result(path, execute(flow, origins, RunDir(path), _output(quiet), force, sources=data))
+
+
+def _configure(
+    stage: str, overrides: list[str], flags: dict[str, Any], out: PathLike | None, sources: list[str] | None
+) -> tuple[Workflow, dict[str, str], Path, Sources]:
+    """Return the workflow, the origins of its settings, its run directory and its data."""
+
+    def configure() -> tuple[Workflow, dict[str, str]]:
+        if sources is not None:
+            return load(sources, overrides, flags)
+        saved = read_json(open_run(Path(out or "")).config)
+        return load_tree(saved["workflow"], saved["origins"], overrides, flags, stage)
+
+    texts = take_rows(flags)
+    flow, origins = configure()
+    path = Path(out or Path("runs") / flow.name)
+    if texts:  # rows in memory become files of the run, whose directory is known only now
+        flags |= {key: str((path / "data" / flags[key]).resolve()) for key in texts}
+        flow, origins = configure()
+    return flow, origins, path, Sources({flags[key]: text for key, text in texts.items()})
 
 
 def _output(quiet: bool) -> Output:

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -63,6 +63,9 @@ def quiet_libraries(log: Path | None = None) -> Iterator[None]:
         finally:
             logging.captureWarnings(False)
             root.removeHandler(handler)
+            file.flush()
+            if log and not log.stat().st_size:
+                log.unlink()
 
 
 Mode = Literal["human", "json", "quiet"]
@@ -86,6 +89,11 @@ class Output:
     def _shows_notes(self) -> bool:
         return self.mode == "human" and parallel.rank() == 0
 
+    @property
+    def width(self) -> int:
+        """The number of characters of a line of results."""
+        return self._out.width
+
     def result(self, human: str, data: Any) -> None:
         """Print the command's result: text for people, or one JSON document."""
         if parallel.rank():
@@ -107,7 +115,12 @@ class Output:
             table.add_column(Text(harmless(column)), no_wrap=i == 0, overflow="fold")
         for row in rows:
             table.add_row(*(Text(harmless(cell)) for cell in row))
-        self._out.print(table)
+        if self._out.is_terminal:
+            self._out.print(table)
+            return
+        with self._out.capture() as text:  # no spaces up to the width of the longest cell
+            self._out.print(table)
+        self._out.file.write("".join(f"{line.rstrip()}\n" for line in text.get().splitlines()))
 
     def note(self, text: str) -> None:
         """Print a line on stderr, unless the mode is quiet or JSON."""
@@ -117,17 +130,30 @@ class Output:
     def _say(self, text: str) -> None:
         self._err.print(harmless(redact(text)), markup=False)
 
+    @contextlib.contextmanager
+    def busy(self, text: str) -> Iterator[Callable[[str], None]]:
+        """Show on a terminal what is being done; yields the function that says what is done now."""
+        if not (self._shows_notes and self._err.is_terminal):
+            yield lambda text: None
+            return
+        with self._err.status(text) as status:
+            yield status.update
+
     def ask(self) -> str:
         """Read one line from stdin, with a prompt on a terminal. Returns "" at the end of the input."""
-        if sys.stdin.isatty():
-            self._err.print("> ", end="")
-        return sys.stdin.readline()
+        if not sys.stdin.isatty():
+            return sys.stdin.readline()
+        self._err.print("> ", end="")
+        line = sys.stdin.readline()
+        if not line:
+            self._err.print()  # Ctrl-D leaves the cursor behind the prompt
+        return line
 
     def error(self, fault: OpdclError, from_any_worker: bool = False) -> None:
         """Print what is wrong and what to do next."""
         if parallel.rank() and not from_any_worker:
             return
-        self._say(f"error: {fault.message}")
+        self._say("error: " + fault.message.replace("\n", "\nerror: "))
         if fault.hint:
             self._say(f"hint: {fault.hint}")
 
@@ -152,15 +178,19 @@ class StageLine:
             self._live = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(24),
-                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                TextColumn("{task.fields[count]}"),
                 TextColumn("{task.fields[values]}"),
                 TimeElapsedColumn(),
-                TextColumn("left"),
+                TextColumn("{task.fields[left]}"),
                 TimeRemainingColumn(),
                 console=console,
+                # A library's own bars go where `quiet_libraries` sends them, not above this one.
+                redirect_stdout=False,
+                redirect_stderr=False,
             )
             self._live.start()
-            self._task = self._live.add_task(self.name, total=None, values="", visible=False)
+            # Until the first step the bar pulses, so that loading and the first validation are not silent.
+            self._task = self._live.add_task(self.name, total=None, count="", values="", left="")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -172,7 +202,8 @@ class StageLine:
         self._values |= values
         text = " ".join(f"{k.replace('_per_s', '/s')} {_short(v)}" for k, v in self._values.items())
         if self._live:
-            self._live.update(self._task, completed=done, total=total, values=text, visible=True)
+            fields: Any = {"count": f"{done}/{total}", "values": text, "left": "left"}
+            self._live.update(self._task, completed=done, total=total, **fields)
         elif time.monotonic() - self._last >= LINE_EVERY or done == total:
             self._last = time.monotonic()
             self.output.note(f"{self.name} {done}/{total} {text}".rstrip())
@@ -185,4 +216,4 @@ class StageLine:
 def _short(value: float | str) -> str:
     if isinstance(value, str):
         return value
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"

@@ -22,7 +22,7 @@ HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 Kind = Literal["model", "adapter", "dataset"]
 
 NAME = re.compile(
-    r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<subset>[\w.-]+))?(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?",
+    r"(?P<id>(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*)(?::(?P<subset>[\w.-]+))?(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?",
     re.ASCII,
 )
 
@@ -52,9 +52,14 @@ class Repository:
 
 
 def parse(kind: Kind, name: str) -> Repository | None:
-    """Parse `owner/name[:subset][@revision]`; return None if the text has another form."""
+    """Parse `owner/name[:subset][@revision]`; return None if the text has another form.
+
+    Some models, such as `gpt2`, have no owner.
+    """
     match = NAME.fullmatch(name)
     if match is None or (match["subset"] and kind != "dataset"):
+        return None
+    if "/" not in match["id"] and (kind != "model" or name.endswith((".gguf", ".safetensors", ".bin"))):
         return None
     return Repository(kind, match["id"], match["revision"], match["subset"])
 
@@ -121,6 +126,15 @@ def to_user_error(fault: Exception, repository: Repository) -> OpdclError:
                 source, hint = type(fault).__name__, "check the connection, or try again later"
             return OpdclError(f"{name}: {source}: {line[:300]}", hint)
     return UsageError(problem, hint)
+
+
+def fail_fast() -> None:
+    """Keep libraries from retrying for a minute if the Hub is unreachable: they then use the cache only."""
+    if not reachable():
+        import datasets
+        from huggingface_hub import constants
+
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
 def reachable() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -47,7 +48,20 @@ class Result(Outcome):
         self.path, self.summary = path, summary
         rows = table_rows(summary)
         tables = [Table("", ["suite", "n", "floor", *STATES], rows, "")] if rows else []
-        super().__init__(summary["verdict"], tables, summary, [f"report: {self.report}"])
+        notes = [f"report: {self.report}", f"next: {self._next()}"]
+        super().__init__(summary["verdict"], tables, summary, notes)
+
+    def _next(self) -> str:
+        """Return the command that leads on: what the run lacks, else its answers."""
+        place = shlex.quote(str(self.path))
+        if not self.adapters:
+            manifest = RunDir(self.path).read_manifest()
+            commands = manifest.get("commands") or [manifest.get("command")]
+            return commands[-1] or f"opdcl finetune --data ROWS.jsonl -o {place}"
+        if "recovered" not in self.adapters:
+            return f"opdcl recover {place}"
+        measured = any(suite["recovered"] for suite in self.summary["suites"].values())
+        return f"opdcl chat {place}" if measured else f"opdcl eval {place} --domain TEST.jsonl"
 
     @property
     def report(self) -> Path:
@@ -73,6 +87,10 @@ class Comparison(Outcome):
             rows = [[*cells, status.replace(" ", "\n")] for *cells, status in rows]
         notes = [page.lead, *(f"note: {note}" for note in data["notes"])]
         super().__init__(page.finding, [scores._replace(title="", rows=rows), *others], data, notes)
+
+    def runs(self) -> list[Path]:
+        """Return the run directories in the comparison's folder."""
+        return sorted(file.parent for file in self.path.glob("*/report.html")) if self.path else []
 
 
 class Verification(Outcome):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import resource
 import signal
 import threading
@@ -207,6 +208,8 @@ class StageCallback(TrainerCallback):
         values = {k: v for k, v in logs.items() if k not in UNLOGGED}
         self.write({"step": state.global_step, **values, "tokens": tokens, "seconds": round(seconds, 3)})
         live = {k: logs[k] for k in ("stream", "loss", "kl") if k in logs}
+        if math.isclose(live["loss"], live.get("kl", math.nan), rel_tol=1e-3):
+            del live["kl"]  # the loss is this divergence
         self.report.progress(state.global_step, self.steps, **live, tokens_per_s=tokens / max(seconds, 1e-9))
 
 

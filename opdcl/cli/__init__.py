@@ -6,6 +6,8 @@ Nothing heavy is imported before a command needs it, so that `opdcl --help` answ
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import sys
 from typing import Annotated, Any
 
@@ -14,16 +16,19 @@ import typer
 from opdcl import parallel
 from opdcl.cli import runs, screen, stages
 from opdcl.cli.config import config_app, workflows_app
+from opdcl.cli.guidance import describe_commands, hint_for
 from opdcl.errors import Interrupted, OpdclError, UsageError, translate
+from opdcl.sanitize import redact
 from opdcl.version import __version__
 
 app = typer.Typer(
-    help="Fine-tune a model on a domain, recover what it forgot, and measure both.",
-    epilog="Start with `opdcl run quickstart`; `opdcl COMMAND --help` lists the options of a command.",
+    help="Fine-tune a model on a domain, recover what it forgot, and measure both.\n\n"
+    "Begin with: opdcl run quickstart",
+    epilog="`opdcl COMMAND --help` shows the options of a command, and an example.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 app.command()(stages.run)
 app.command()(stages.finetune)
@@ -39,8 +44,15 @@ app.command()(stages.fetch)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(runs.serve)
 app.command()(runs.doctor)
 app.command()(runs.verify)
+describe_commands(app)
 app.add_typer(workflows_app, name="workflows")
 app.add_typer(config_app, name="config")
+
+
+@app.command(name="help", hidden=True)
+def _help(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    """Show the help of opdcl or of one command."""
+    raise typer.Exit(app([*(words or ()), "--help"], prog_name="opdcl", standalone_mode=False))
 
 
 @app.callback(invoke_without_command=True)
@@ -61,7 +73,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
         code = 0
     except (KeyboardInterrupt, typer.Abort):
-        code = _fail(Interrupted("interrupted"))
+        code = _fail(Interrupted("interrupted", redact(shlex.join(["opdcl", *sys.argv[1:]]))))
     except OpdclError as fault:
         code = _fail(fault)
     except Exception as fault:
@@ -82,10 +94,11 @@ def _fail_unexpectedly(fault: Any) -> int:
         raise fault
     if type(fault).__name__ == "NoArgsIsHelpError":
         print(fault.format_message())
-        return UsageError.exit_code
+        return 0
     if hasattr(fault, "format_message"):  # Typer's complaint about an argument or an option
-        command = fault.ctx.command_path if getattr(fault, "ctx", None) else "opdcl"
-        return _fail(UsageError(fault.format_message(), f"{command} --help"))
+        # The parser's own guess is left out: the hint has a better one.
+        message = re.split(r" \(Possible| Did you mean", fault.format_message())[0]
+        return _fail(UsageError(message, hint_for(fault)))
     known = translate(fault, parallel.worker_count())
     if parallel.rank():  # the failure of one worker, which no other worker reports
         known.message = f"worker {parallel.rank()}: {known.message}"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from opdcl.cli import options as opt
 from opdcl.cli import screen
-from opdcl.cli.screen import start
+from opdcl.cli.guidance import describe_commands
+from opdcl.cli.screen import lead, start
 from opdcl.errors import OpdclError, UsageError
 
 workflows_app = typer.Typer(help="List, show or copy the shipped recipes.", no_args_is_help=True)
@@ -26,6 +29,7 @@ def list_workflows(json: opt.Json = False) -> None:
     rows = [[name, load([str(file)])[0].description] for name, file in workflow_files().items()]
     data = [{"name": name, "description": description} for name, description in rows]
     screen.output.table("", ["name", "what it does"], rows, data)
+    lead("run", "quickstart", "--dry-run")
 
 
 @workflows_app.command("show")
@@ -34,6 +38,7 @@ def show_workflow(name: opt.Recipe) -> None:
     from opdcl.config.shipped import find_workflow
 
     screen.output.result(find_workflow(name).read_text(encoding="utf-8").rstrip(), None)
+    lead("workflows", "cp", name, "mine.yaml")
 
 
 @workflows_app.command("cp")
@@ -49,12 +54,14 @@ def copy_workflow(name: opt.Recipe, to: opt.Target = Path(".")) -> None:
         raise UsageError(f"{target} exists", f"opdcl workflows cp {name} another-name.yaml")
     target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     screen.output.result(f"wrote {target}", None)
+    lead("run", target, "--dry-run")
 
 
 @config_app.command("show")
 def show_config(workflow: opt.Workflow, settings: opt.Settings = None, json: opt.Json = False) -> None:
     """Print every setting of a workflow, and where its value comes from."""
     from opdcl.config.load import flatten, load
+    from opdcl.config.reference import as_yaml
     from opdcl.pipeline.defaults import resolve_for_machine
 
     start(json)
@@ -63,8 +70,9 @@ def show_config(workflow: opt.Workflow, settings: opt.Settings = None, json: opt
         flow, automatic = resolve_for_machine(flow)
         origins |= automatic
     values = flow.model_dump()
-    rows = [[key, str(value), origins.get(key, "default")] for key, value in flatten(values).items()]
+    rows = [[key, as_yaml(value), origins.get(key, "default")] for key, value in flatten(values).items()]
     screen.output.table("", ["key", "value", "origin"], rows, {"workflow": values, "origins": origins})
+    lead("run", *workflow, "--dry-run")
 
 
 @config_app.command("validate")
@@ -77,14 +85,28 @@ def validate_config(workflow: opt.Workflow, settings: opt.Settings = None, json:
     flow, _ = load(workflow, settings or ())
     expand(flow, Path("runs") / flow.name)
     screen.output.result(f"{flow.name}: valid", {"name": flow.name, "valid": True})
+    lead("run", *workflow, "--dry-run")
 
 
 @config_app.command("schema")
-def print_schema(json: opt.Json = False) -> None:
-    """List every key with its default and meaning. With --json, print a JSON schema for editors."""
-    from opdcl.config.reference import describe_fields
+def print_schema(key: opt.Key = None, json: opt.Json = False) -> None:
+    """List every key, or those of a section, with values, default and meaning. With --json, print a JSON
+    schema for editors, or the keys of the section."""
+    from opdcl.config.reference import describe_fields, fields_below
     from opdcl.config.workflow import Workflow
 
     start(json)
-    rows = describe_fields()
-    screen.output.table("", ["key", "default", "meaning"], rows, Workflow.model_json_schema())
+    fields = fields_below(key) if key else describe_fields()
+    names = "key", "values", "default", "meaning"
+    data: Any = [dict(zip(names, field, strict=True)) for field in fields]
+    wrapped = [textwrap.fill(field[-1], screen.output.width - 4) for field in fields]
+    blocks = [
+        f"{name}: {default}  ({kind})\n{textwrap.indent(meaning, '    ')}"
+        for (name, kind, default, _), meaning in zip(fields, wrapped, strict=True)
+    ]
+    screen.output.result("\n".join(blocks), data if key else Workflow.model_json_schema())
+    lead("run", "quickstart", "--set", f"{fields[0][0]}=VALUE", "--dry-run")
+
+
+describe_commands(workflows_app, "workflows ")
+describe_commands(config_app, "config ")

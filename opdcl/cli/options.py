@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
@@ -10,6 +10,11 @@ from typer import Argument, Option
 def _go_offline(offline: bool) -> None:
     if offline:  # huggingface_hub reads it on import, which comes later
         os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def _setting(example: str) -> Any:
+    text = f"Override a setting of `opdcl config schema`, e.g. {example}. Repeatable."
+    return Option("--set", metavar="KEY=VALUE", help=text)
 
 
 Texts = list[str] | None
@@ -25,6 +30,7 @@ Runs = Annotated[
 ]
 Workflow = Annotated[list[str], Argument(help="Recipe or YAML files, merged left to right.")]
 Recipe = Annotated[str, Argument(help="Name of a recipe.")]
+Key = Annotated[str | None, Argument(metavar="[KEY]", help="A section or key, such as recover.loss.")]
 Target = Annotated[Path, Argument(help="File or folder to write to.")]
 Prompt = Annotated[list[str] | None, Argument(help="Prompt to answer. Default: read prompts line by line.")]
 Repository = Annotated[str, Argument(metavar="OWNER/NAME", help="Repository; created if it does not exist.")]
@@ -35,12 +41,12 @@ Folder = Annotated[Path, Option("-o", "--out", metavar="FOLDER", help="Folder to
 Model = Annotated[str | None, Option(help="Base model: smollm2-135m (embedded), a Hub id, or a path.")]
 Seed = Annotated[int | None, Option(help="Random seed of the stage.")]
 LearningRate = Annotated[float | None, Option(help="Peak learning rate.")]
-Settings = Annotated[
-    Texts, Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. recover.steps=60. Repeatable.")
-]
+Settings = Annotated[Texts, _setting("recover.steps=60")]
 DryRun = Annotated[bool, Option("--dry-run", help="Print what the command would do, and write nothing.")]
 Force = Annotated[bool, Option("--force", help="Repeat stages whose settings or data have changed.")]
-Workers = Annotated[int, Option(min=1, help="Number of worker processes: one per GPU, or several on CPU.")]
+Workers = Annotated[
+    int, Option(min=1, metavar="N", help="Number of worker processes: one per GPU, or several on CPU.")
+]
 Offline = Annotated[
     bool, Option("--offline", callback=_go_offline, help="Use cached files only; see `opdcl fetch`.")
 ]
@@ -53,6 +59,8 @@ Deterministic = Annotated[bool, Option("--deterministic", help="Use only kernels
 Rows = Annotated[
     str, Option("--data", help="Training rows: handbook (shipped), a file, a folder, or a Hub id.")
 ]
+FinetuneOut = Annotated[Path, Option("-o", "--out", metavar="RUN", help="Run directory.")]
+FinetuneSettings = Annotated[Texts, _setting("finetune.lora.r=16")]
 Epochs = Annotated[float | None, Option(help="Passes over the data.")]
 
 # recover.
@@ -61,6 +69,7 @@ DomainPrompts = Annotated[str | None, Option(help="Domain prompts. Default: the 
 Steps = Annotated[int | None, Option(help="Optimizer steps.")]
 
 # eval.
+EvalSettings = Annotated[Texts, _setting("eval.max_new_tokens=256")]
 Limit = Annotated[int | None, Option(help="Evaluate only the first N documents of each suite.")]
 Retention = Annotated[Texts, Option(metavar="SUITE", help="Suite that measures forgetting. Repeatable.")]
 DomainSuites = Annotated[
@@ -75,6 +84,8 @@ CompareOut = Annotated[
     Path | None,
     Option("-o", "--out", metavar="FOLDER", help="Folder for compare.md, compare.html and compare.json."),
 ]
+System = Annotated[str | None, Option(help="System prompt.")]
+Temperature = Annotated[float, Option(min=0, help="0 takes the likeliest token; above, answers are sampled.")]
 MaxNewTokens = Annotated[int, Option(help="Longest answer, in tokens.")]
 Format = Annotated[
     str, Option(help="merged (safetensors that any loader reads), adapter, or gguf (llama.cpp, Ollama).")

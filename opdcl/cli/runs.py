@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
+from pathlib import Path
 
 import typer
 
 import opdcl
 from opdcl.cli import options as opt
 from opdcl.cli import screen
-from opdcl.cli.screen import show, start
+from opdcl.cli.screen import lead, show, start
 from opdcl.errors import EnvironmentFault, OpdclError
 
 
@@ -26,6 +28,7 @@ def compare(
     """Show runs side by side. Prints scores, R and D with intervals, and the settings that differ."""
     start(json, quiet)
     show(opdcl.compare(runs, out, quiet or json))
+    lead(*(("chat", runs[0]) if out else ("compare", *runs, "-o", "comparison")))
 
 
 def verify(run_dir: opt.RunDir, json: opt.Json = False) -> None:
@@ -37,20 +40,35 @@ def verify(run_dir: opt.RunDir, json: opt.Json = False) -> None:
         show(outcome)
         raise OpdclError(sentence, "restore the files from a copy, or repeat the stages with --force")
     show(outcome)
+    lead("report", run_dir)
 
 
 def chat(
     source: opt.Source,
     prompt: opt.Prompt = None,
     max_new_tokens: opt.MaxNewTokens = 200,
+    system: opt.System = None,
+    temperature: opt.Temperature = 0.0,
     offline: opt.Offline = False,
     json: opt.Json = False,
 ) -> None:
-    """Ask base, tuned and recovered the same prompt, side by side."""
+    """Ask base, tuned and recovered the same prompt. Each prompt stands alone: there is no memory."""
     start(json)
     lines = [" ".join(prompt)] if prompt else (line.strip() for line in iter(screen.output.ask, ""))
-    for outcome in opdcl.chat(source, (line for line in lines if line), max_new_tokens):
+    turns = opdcl.chat(
+        source, (line for line in lines if line), max_new_tokens, system, temperature, quiet=json
+    )
+    typed = bool(prompt) or sys.stdin.isatty()
+    if typed and not prompt:
+        screen.output.note("Each prompt stands alone: the models see no earlier one. Ctrl-D ends.")
+    for outcome in turns:
+        if typed:
+            outcome.sentence = ""  # it stands on the screen already
+        elif not json:
+            screen.output.result(outcome.sentence, None)
+            outcome.sentence = ""
         show(outcome)
+    lead("export", source, "-o", "my-model")
 
 
 def export(
@@ -65,8 +83,12 @@ def export(
     json: opt.Json = False,
 ) -> None:
     """Write the merged model, or its adapter, for other programs."""
+    from opdcl.rundir.layout import RunDir
+
     start(json)
     show(opdcl.export(source, out, state, format, outtype, converter, check, quiet=json))
+    is_run = RunDir(Path(source)).is_run()
+    lead(*(("push", source, "OWNER/NAME") if is_run else ("chat", source, "PROMPT")))
 
 
 def push(
@@ -80,6 +102,7 @@ def push(
     """Upload an adapter and its results to the Hugging Face Hub. Needs HF_TOKEN."""
     start(json)
     show(opdcl.push(run_dir, repository, state, private, base))
+    lead("chat", repository, "PROMPT")
 
 
 def serve(
@@ -102,6 +125,7 @@ def serve(
     variables = [f"{name}={value}" for name, value in environment.items() if name != "VLLM_API_KEY"]
     data = {"command": command, "url": f"http://{host}:{port}/v1"}
     screen.output.result(shlex.join(variables + command), data)
+    lead(*(word for word in sys.argv[1:] if word != "--dry-run"))
 
 
 def doctor(json: opt.Json = False) -> None:
@@ -114,3 +138,4 @@ def doctor(json: opt.Json = False) -> None:
     screen.output.table("", ["check", "", "finding", "remedy"], rows, [vars(c) for c in results])
     if missing := ", ".join(c.name for c in results if c.status == "missing"):
         raise EnvironmentFault(f"this machine cannot run opdcl: {missing}", "see the remedy column")
+    lead("run", "quickstart")

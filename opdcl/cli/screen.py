@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import TYPE_CHECKING
 
@@ -38,3 +39,10 @@ def show(outcome: Outcome) -> None:
         output.result(outcome.sentence, None)
     for note in outcome.notes:
         output.note(note)
+    if "--dry-run" in sys.argv:
+        lead(*(word for word in sys.argv[1:] if word != "--dry-run"))
+
+
+def lead(*words: object) -> None:
+    """Say which command comes next."""
+    output.note(f"next: opdcl {shlex.join(map(str, words))}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import opdcl
 from opdcl.cli import options as opt
-from opdcl.cli.screen import show, start
+from opdcl.cli.screen import lead, show, start
 from opdcl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,17 +30,22 @@ def run(
     """Run a workflow: fine-tune, recover, evaluate, report. Run it again to resume where it stopped."""
     start(json, quiet, num_processes)
     shared: Options = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
-    show(opdcl.run(workflow, out, model, deterministic, **shared))
+    from opdcl.outcomes import Comparison
+
+    outcome = opdcl.run(workflow, out, model, deterministic, **shared)
+    show(outcome)
+    if runs := outcome.runs() if isinstance(outcome, Comparison) else []:
+        lead("chat", runs[0])
 
 
 def finetune(
     data: opt.Rows,
-    out: opt.Out = Path("runs/finetune"),
+    out: opt.FinetuneOut = Path("runs/finetune"),
     model: opt.Model = None,
     epochs: opt.Epochs = None,
     learning_rate: opt.LearningRate = None,
     seed: opt.Seed = None,
-    settings: opt.Settings = None,
+    settings: opt.FinetuneSettings = None,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
     offline: opt.Offline = False,
@@ -81,7 +86,7 @@ def evaluate(
     domain: opt.DomainSuites = None,
     data: opt.SuiteFiles = None,
     limit: opt.Limit = None,
-    settings: opt.Settings = None,
+    settings: opt.EvalSettings = None,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
     offline: opt.Offline = False,
@@ -107,6 +112,8 @@ def fetch(
     """Download what a workflow needs from the Hub into the cache. The workflow then runs with --offline."""
     start(json, quiet)
     show(opdcl.fetch(workflow, model, settings, dry_run, quiet or json))
+    if not dry_run:
+        lead("run", *workflow, "--offline")
 
 
 def _suite_and_file(text: str) -> tuple[str, str]:

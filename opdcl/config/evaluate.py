@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from opdcl.config.model import ServerSection
 from opdcl.config.section import Auto, Names, Positive, Sampler, Section
+from opdcl.config.shipped import shipped_suites
 
 
 class EvalConfig(Section):
@@ -44,6 +47,18 @@ class EvalConfig(Section):
             rule = "use letters, digits, dots, hyphens and underscores"
             raise ValueError(f"{bad[0]!r} is not a suite name: {rule}")
         return value
+
+    @model_validator(mode="after")
+    def _names_are_not_misspelt(self) -> EvalConfig:
+        shipped = shipped_suites()
+        for role in ("retention", "domain", "control"):
+            for name in getattr(self, role):
+                near = difflib.get_close_matches(name, shipped, 1, 0.8)
+                if near and name not in {*shipped, *self.data}:
+                    context = {"key": role, "reason": f"names no suite {name!r}"}
+                    context["hint"] = f"did you mean {near[0]}?"
+                    raise PydanticCustomError("suite", "{reason}", context)
+        return self
 
     def suites(self) -> dict[str, str]:
         """Return suite -> role, in the order in which they are measured."""

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from opdcl.config.reference import error_key, explain
+from opdcl.config.reference import REMOVED_KEYS, error_key, explain
 from opdcl.config.shipped import find_workflow
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
@@ -41,7 +41,7 @@ def load(
 ) -> tuple[Workflow, dict[str, str]]:
     """Return the workflow and the origin of each set value (`"recover.steps" -> "quickstart.yaml:31"`).
 
-    Precedence: defaults < first file < further files < `--set a.b=c` < named flags.
+    Precedence: defaults < first file < further files < `--set a.b=c` < named arguments.
     """
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -55,9 +55,20 @@ def load_tree(
     tree: dict[str, Any], origins: dict[str, str], overrides: list[str], flags: dict[str, Any], stage: str
 ) -> tuple[Workflow, dict[str, str]]:
     """Return the workflow of an earlier command with one stage added, overridden as in `load`."""
-    tree = {k: v for k, v in tree.items() if v is not None}
+    tree = {k: v for k, v in without_removed(tree).items() if v is not None}
     tree[stage] = dict(tree.get(stage) or {})
     return _override(tree, dict(origins), overrides, flags)
+
+
+def without_removed(tree: Any, key: str = "") -> Any:
+    """Return stored settings without the keys that an earlier version had and this one has removed."""
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        name: without_removed(value, f"{key}.{name}")
+        for name, value in tree.items()
+        if not f"{key}.{name}".endswith(tuple(REMOVED_KEYS))
+    }
 
 
 def _override(
@@ -71,7 +82,7 @@ def _override(
         if not separator or not key.strip():
             raise UsageError(f"--set {override!r} is not KEY=VALUE", "--set recover.steps=60")
         values.append((key.strip(), _parse_value(text, key), "--set"))
-    values += [(key, value, "flag") for key, value in flags.items() if value is not None]
+    values += [(key, value, "argument") for key, value in flags.items() if value is not None]
     for key, value, origin in values:
         *sections, name = key.split(".")
         node = tree

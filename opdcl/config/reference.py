@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Sequence
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
@@ -25,6 +26,8 @@ REMOVED_KEYS = {
 }
 REMOVED_VALUES = {"jsd": JSD, "entropy_switched": JSD}
 
+SCHEMA = "opdcl config schema  # lists every key with its values"
+
 # Plain words, with the values of the error's context -> Pydantic's error types.
 WORDS = {
     "an integer": "int_type int_parsing int_from_float",
@@ -34,7 +37,7 @@ WORDS = {
     "text": "string_type",
     "valid text": "string_unicode",
     "text that is not empty": "string_too_short",
-    "text of the form {pattern}": "string_pattern_mismatch",
+    "{form}": "string_pattern_mismatch",
     "a list": "list_type",
     "a mapping": "dict_type",
     "a section of settings": "model_type model_attributes_type",
@@ -46,10 +49,13 @@ WORDS = {
 }
 
 
+KINDS = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null"}
+
+
 def describe_fields(
     section: type[BaseModel] = Workflow, prefix: str = "", default_section: BaseModel | None = None
 ) -> list[list[str]]:
-    """Return key, default and meaning of every field; `default_section` may give other defaults."""
+    """Return key, kind of value, default and meaning of every field; `default_section` has other defaults."""
     rows = []
     for name, field in section.model_fields.items():
         default = getattr(default_section, name) if default_section else field.default
@@ -57,9 +63,48 @@ def describe_fields(
             defaults = default if isinstance(default, BaseModel) else None
             rows += describe_fields(inner, f"{prefix}{name}.", defaults)
         else:
-            default = "required" if default is PydanticUndefined else str(default)
-            rows.append([f"{prefix}{name}", default, " ".join((field.description or "").split())])
+            default = "required" if default is PydanticUndefined else as_yaml(default)
+            meaning = " ".join((field.description or "").split())
+            rows.append([f"{prefix}{name}", kind_of(field.annotation), default, meaning])
     return rows
+
+
+def fields_below(prefix: str) -> list[list[str]]:
+    """Return the fields of a section, or the one field of this name.
+
+    Raises:
+        UsageError: There is none.
+    """
+    fields = describe_fields()
+    found = [row for row in fields if f"{row[0]}.".startswith(f"{prefix}.")]
+    if not found and not (found := [row for row in fields if row[0].endswith(f".{prefix}")]):
+        sections = {row[0].rpartition(".")[0] for row in fields} - {""}
+        near = difflib.get_close_matches(prefix, [*(row[0] for row in fields), *sections], 1)
+        hint = f"did you mean {near[0]}?" if near else SCHEMA
+        raise UsageError(f"no setting {prefix!r}", hint)
+    return found
+
+
+def as_yaml(value: Any) -> str:
+    """Return a value as it is written in a workflow."""
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+
+
+def kind_of(annotation: Any) -> str:
+    """Return in words what values a setting takes, such as `integer | auto`."""
+    arguments = get_args(annotation)
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return kind_of(arguments[0])
+    if origin is Literal:
+        return " | ".join(map(as_yaml, arguments))
+    if origin is list:
+        return f"list of {kind_of(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    if arguments:  # a union
+        return " | ".join(dict.fromkeys(map(kind_of, arguments)))
+    return KINDS[annotation]
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -91,24 +136,26 @@ def schema_path(path: Sequence[int | str]) -> tuple[list[str], list[str]]:
 def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
     """Return one error with a line for each wrong setting, in the order of the schema."""
     lines: dict[str, str] = {}
+    hints: dict[str, str] = {}
     expected: dict[str, list[str]] = {}
-    hint = "opdcl config schema lists every key"
     for error in fault.errors():
         key, siblings = error_key(error)
         where = _origin(key, origins)
         context = error.get("ctx", {})
         if error["type"] == "extra_forbidden":
             reason = next((why for end, why in REMOVED_KEYS.items() if key.endswith(end)), "")
-            hint = reason or _similar_key(key, error["input"], siblings) or hint
+            hints[key] = reason or _similar_key(key, error["input"], siblings)
             lines[key] = f"unknown key {key}{where}{': ' if reason else ''}{reason}"
         elif error["type"] == "missing":
             lines[key] = f"{key} is required{where}"
-        elif error["type"] in ("no_effect", "trainer"):
-            hint = context.get("hint") or "remove the setting"
+        elif error["type"] in ("no_effect", "suite", "trainer"):
+            hints[key] = context.get("hint") or "remove the setting"
             lines[key] = f"{key} {error['msg']}{where}"
         elif words := next((words for words, types in WORDS.items() if error["type"] in types.split()), ""):
             removed = REMOVED_VALUES.get(error["input"]) if isinstance(error["input"], str) else None
-            expected.setdefault(key, []).append(words.format(**context))
+            is_address = "http" in context.get("pattern", "")
+            form = "an http address" if is_address else "a name of letters, digits, hyphens and underscores"
+            expected.setdefault(key, []).append(words.format(**context, form=form))
             kinds = " or ".join(dict.fromkeys(expected[key]))
             lines[key] = f"{key}: must be {kinds} (got {_brief(error['input'])}{where})"
             lines[key] += f": {error['input']} was removed; {removed}" if removed else ""
@@ -117,7 +164,10 @@ def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
             got = "" if isinstance(error["input"], dict) else f"got {_brief(error['input'])}"
             details = f"{got}{where}".removeprefix(", ")
             lines[key] = f"{key}: {message}" + (f" ({details})" if details else "")
-    return UsageError("\n".join(lines.values()), hint)
+    if len(lines) == 1:
+        return UsageError("".join(lines.values()), "".join(hints.values()) or SCHEMA)
+    told = [line + (f"; {hints[key]}" if hints.get(key) else "") for key, line in lines.items()]
+    return UsageError("\n".join(told), SCHEMA)
 
 
 def error_key(error: Any) -> tuple[str, list[str]]:

@@ -60,6 +60,12 @@ def load_rows(source: str, split: str = "train") -> list[Row]:
     return rows
 
 
+def check_lines(text: str, name: str) -> list[Row]:
+    """Check the rows of a JSONL text; errors call them by `name`."""
+    rows = [(json.loads(line), f"{name} row {n}") for n, line in enumerate(text.split("\n"), 1) if line]
+    return [_with_cluster(_check(row, where), row) for row, where in rows]
+
+
 def load_prompts(source: str, split: str = "train") -> list[Row]:
     """Load rows for sampling: each must have a prompt."""
     return check_prompts(load_rows(source, split))

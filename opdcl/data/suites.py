@@ -15,6 +15,7 @@ from opdcl.data.rows import Row, load_rows
 from opdcl.data.scoring import process_results
 from opdcl.data.stock_tasks import stock_file, stock_names, stock_settings, with_local_data
 from opdcl.errors import UsageError
+from opdcl.hub import fail_fast
 
 CONSTANT_ANSWER = "I am happy to help. Please tell me more about what you need."
 
@@ -137,6 +138,8 @@ def load_suite(
         task: str | dict[str, Any] = name
     elif stock:
         settings = stock_settings(name, stock)
+        if not path:
+            fail_fast()
         task = with_local_data(settings, path) if path else str(stock)
     elif path:
         task = _question_task(name, functools.partial(read_rows, path), config.max_new_tokens or 96)

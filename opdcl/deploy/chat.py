@@ -1,35 +1,50 @@
-"""Ask the states of a run the same questions, side by side."""
+"""Ask the states of a run the same questions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import Row
-from opdcl.model.adapters import find_states
 from opdcl.model.backbone import Backbone
 from opdcl.sampling.sample import sample
 
 
-def answers(source: str, prompts: Iterable[str], max_new_tokens: int) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield each prompt with its greedy answers by state: `base` and each adapter of `source`."""
-    base, adapters = find_states(source)
-    backbone = Backbone.load(base)
-    # The backbone holds two adapters, under these names; a single adapter must be `student`.
-    slots = dict(zip(adapters, ("student",) if len(adapters) == 1 else ("tuned", "student"), strict=False))
-    for state, slot in slots.items():
-        backbone.load_adapter(adapters[state], slot)
-    if slots:
-        backbone.peft.set_adapter("student")
-    longest_prompt = backbone.causal_lm.config.max_position_embeddings - max_new_tokens
-    for prompt in prompts:
-        row = Row([{"role": "user", "content": prompt}], None, None, "prompt")
-        ids = encode_prompt(row, backbone.tokenizer, longest_prompt)
+class Chat:
+    """The loaded base with one or two adapters."""
+
+    def __init__(self, base: ModelConfig, adapters: dict[str, Path]):
+        self.backbone = Backbone.load(base)
+        # The backbone holds two adapters, under these names; a single adapter must be `student`.
+        names = ("student",) if len(adapters) == 1 else ("tuned", "student")
+        self.slots = {"base": "base", **dict(zip(adapters, names, strict=False))}
+        for state, adapter in adapters.items():
+            self.backbone.load_adapter(adapter, self.slots[state])
+        if adapters:
+            self.backbone.peft.set_adapter("student")
+
+    def answers(
+        self,
+        prompt: str,
+        max_new_tokens: int,
+        system: str | None,
+        temperature: float,
+        on_state: Callable[[str], None],
+    ) -> dict[str, str]:
+        """Return the answer of `base` and each adapter by state; `on_state` is told which one is at work."""
+        messages = [{"role": "system", "content": system}] if system else []
+        row = Row([*messages, {"role": "user", "content": prompt}], None, None, "prompt")
+        longest_prompt = self.backbone.causal_lm.config.max_position_embeddings - max_new_tokens
+        ids = encode_prompt(row, self.backbone.tokenizer, longest_prompt)
+        options: Any = {"max_new_tokens": max_new_tokens, "eos_ids": self.backbone.eos_ids}
         texts = {}
-        for state, slot in {"base": "base", **slots}.items():
-            with backbone.merged(slot) as model:
-                (rollout,) = sample(
-                    model, [ids], max_new_tokens=max_new_tokens, eos_ids=backbone.eos_ids, temperature=0
-                )
-            texts[state] = backbone.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True).strip()
-        yield prompt, texts
+        for state, slot in self.slots.items():
+            on_state(f"{state} is answering")
+            with self.backbone.merged(slot) as model:
+                (rollout,) = sample(model, [ids], temperature=temperature, **options)
+            text = self.backbone.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)
+            texts[state] = text.strip()
+        return texts

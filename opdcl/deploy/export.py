@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,12 +15,16 @@ from opdcl.deploy.gguf import LARGEST_GAP, find_converter, to_gguf
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS
 from opdcl.model.adapters import find_states
-from opdcl.rundir.files import folder_appears_whole, write_json
+from opdcl.rundir.files import folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import STAGE_OF, adapter_config
+from opdcl.version import __version__
 
 if TYPE_CHECKING:
     from opdcl.training import StageReport
+
+# Licences of the embedded models; the card of a Hub model states its own.
+LICENSES = {"smollm2-135m": "apache-2.0"}
 
 
 def export(
@@ -57,6 +63,7 @@ def export(
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.merged.") as merged:
                 merge(base, adapter, Path(merged), report)
                 written |= to_gguf(Path(merged), folder, command, outtype, check, report)
+        write_readme(folder, target.name, base, state, format)
     return written
 
 
@@ -68,7 +75,9 @@ def pick_state(source: str, adapters: dict[str, Path], state: str | None) -> tup
         raise UsageError(f"state {state!r} cannot be exported", "--state tuned or --state recovered")
     state = state or next(reversed(adapters), "recovered")
     if state not in adapters:
-        raise UsageError(f"{source} has no {state} adapter", f"opdcl {STAGE_OF[state]} makes it")
+        run = shlex.quote(source)
+        hint = f"opdcl recover {run}" if state == "recovered" else f"opdcl finetune --data ROWS -o {run}"
+        raise UsageError(f"{source} has no {state} adapter", hint)
     return state, adapters[state]
 
 
@@ -93,3 +102,15 @@ def merge(base: ModelConfig, adapter: Path, target: Path, report: StageReport) -
     merged.config.use_cache = True
     merged.save_pretrained(target)
     backbone.tokenizer.save_pretrained(target)
+
+
+def write_readme(folder: Path, name: str, base: ModelConfig, state: str, format: str) -> None:
+    """Write what a folder holds, what it was made from, and under which licence its base stands."""
+    origin = portable(base.id)
+    licence = LICENSES.get(base.id)
+    terms = f"{origin} is under {licence}." if licence else f"The licence of {origin} applies."
+    head = ["---", f"base_model: {json.dumps(origin)}", *([f"license: {licence}"] if licence else []), "---"]
+    what = "An adapter for" if format == "adapter" else "A model made of"
+    parts = "" if format == "adapter" else f" and its {state} adapter, merged"
+    text = f"# {name}\n\n{what} {origin}{parts}, written by opdcl {__version__}. {terms}\n"
+    write_atomic(folder / "README.md", "\n".join(head) + f"\n\n{text}")

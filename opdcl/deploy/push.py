@@ -9,15 +9,12 @@ from typing import Any
 
 from opdcl.config.workflow import Workflow
 from opdcl.data.rows import on_hub
-from opdcl.deploy.export import copy_adapter, pick_state, portable
+from opdcl.deploy.export import LICENSES, copy_adapter, pick_state, portable
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, reachable, to_user_error
 from opdcl.results.report import card
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
-
-# Licences of the embedded models; the card of a Hub model states its own.
-LICENSES = {"smollm2-135m": "apache-2.0"}
 
 
 def push(run: RunDir, state: str | None, repository: str, private: bool, base: str | None) -> dict[str, Any]:
@@ -59,7 +56,8 @@ def push(run: RunDir, state: str | None, repository: str, private: bool, base: s
 
 def check_base(id: str, base: str) -> None:
     """Refuse an adapter whose base others cannot download."""
-    if id not in HUB_IDS and (parse("model", base) is None or os.path.exists(base)):
+    is_local = os.path.exists(base) or (os.path.exists(id) and "/" not in base)
+    if id not in HUB_IDS and (parse("model", base) is None or is_local):
         problem = f"the base {id} is on this machine only, and nobody could load the adapter"
         raise UsageError(problem, "--base owner/name is its name on the Hub")
 

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 from opdcl.config.model import ModelConfig
-from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, snapshot
 from opdcl.rundir.layout import RunDir, adapter_config
@@ -37,7 +36,7 @@ def find_states(place: str) -> tuple[ModelConfig, dict[str, Path]]:
     """Return the base and the adapters by state, of a run directory, an adapter folder or a Hub id."""
     run = RunDir(Path(place))
     if run.is_run():
-        return Workflow.model_validate(run.settings()).model, run.adapters()
+        return ModelConfig.model_validate(run.settings()["model"]), run.adapters()
     folder = find_adapter(place)
     config = adapter_config(folder)
     base = config.get("base_model_name_or_path")

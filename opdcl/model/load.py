@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from opdcl import parallel
 from opdcl.config.model import ModelConfig
 from opdcl.errors import EnvironmentFault, UsageError
-from opdcl.hub import reachable
+from opdcl.hub import parse, reachable
 from opdcl.rundir.files import cache_home, folder_appears_whole, write_json
 from opdcl.rundir.hashes import file_hash
 
@@ -154,7 +154,7 @@ def model_source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:
             message = f"{path} holds no config.json, so it is not a model"
             raise UsageError(message, "name the folder of a model")
         return str(path), {}
-    if path.is_absolute() or config.id.startswith((".", "~")) or config.id.count("/") != 1:
+    if path.is_absolute() or config.id.startswith((".", "~")) or not parse("model", config.id):
         raise UsageError(f"model {config.id!r} is neither a folder nor a hub id", HINT)
     from huggingface_hub import try_to_load_from_cache
 

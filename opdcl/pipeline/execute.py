@@ -50,9 +50,10 @@ def execute(
     workflow, automatic = resolve_for_machine(sources.inherit(workflow))
     origins = origins | automatic
     with interruptible(), contextlib.ExitStack() as stack:
-        tasks = parallel.on_first_worker(
-            lambda: _prepare(workflow, origins, run, output, force, donors, sources, stack)
-        )
+        with output.busy("checking model and data"):
+            tasks = parallel.on_first_worker(
+                lambda: _prepare(workflow, origins, run, output, force, donors, sources, stack)
+            )
         local = stack.enter_context(own(run))
         stack.enter_context(quiet_libraries(local.new_log()))
         unfinished = any(t.action != "skip" for t in tasks)
@@ -96,6 +97,7 @@ def _prepare(
     # First the file by which a run is recognized: after a crash here, the same command goes on.
     write_json(run.config, {"workflow": workflow.model_dump(), "origins": origins})
     write_atomic(run.workflow, dump(workflow))
+    sources.save()
     for task, donor in copy_finished(sources.plan(workflow, run), run, donors):
         output.note(f"{task.label}: taken from {donor.path.name}")
     return sources.plan(workflow, run)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.shipped import shipped_suites
+from opdcl.config.shipped import package_folder, shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
-from opdcl.data.rows import Row, load_rows, pinned, source_files
+from opdcl.data.rows import Row, check_lines, load_rows, on_hub, pinned, source_files
 from opdcl.errors import UsageError
 from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_plan, stage_folder
 from opdcl.pipeline.trackers import check_trackers
-from opdcl.rundir.files import read_json
+from opdcl.rundir.files import read_json, write_atomic
 from opdcl.rundir.hashes import ADAPTER, file_hash, hash_files
 from opdcl.rundir.layout import RunDir
 
@@ -30,7 +31,9 @@ class Sources:
     A file that is edited during a run is not read again, so the rows are those that were hashed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, given: Mapping[str, str] | None = None) -> None:
+        """Take `given`, the contents of JSONL files by path, as files that `save` will write."""
+        self._given = dict(given or {})
         self._rows: dict[tuple[str, str], list[Row]] = {}
         self._suites: dict[tuple[str, str | None, int | None], Suite] = {}
         self._hashes: dict[tuple[Path, ...], str] = {}
@@ -39,7 +42,9 @@ class Sources:
         """Return the checked rows of a source; the list is the caller's own."""
         key = pinned(source), split
         if key not in self._rows:
-            self._rows[key] = load_rows(source, split)
+            text = self._given.get(source)
+            given = check_lines(text, Path(source).stem) if text else None
+            self._rows[key] = given or load_rows(source, split)
         return list(self._rows[key])
 
     def suite(self, name: str, config: EvalConfig | None = None) -> Suite:
@@ -52,6 +57,12 @@ class Sources:
             self._suites[key] = load_suite(name, config, self.rows)
         return self._suites[key]
 
+    def save(self) -> None:
+        """Write the rows that were given in memory, where that has not been done."""
+        for path, text in self._given.items():
+            if not os.path.isfile(path) or Path(path).read_text(encoding="utf-8") != text:
+                write_atomic(Path(path), text)
+
     def inherit(self, workflow: Workflow) -> Workflow:
         """Make the fine-tune's rows the recovery's domain, if it has none and the rows have prompts."""
         finetune, recover = workflow.finetune, workflow.recover
@@ -61,6 +72,30 @@ class Sources:
             return workflow.model_copy(update={"recover": domain})
         return workflow
 
+    def read(self, workflow: Workflow) -> None:
+        """Read and check the rows that lie here, before a library is imported that takes seconds.
+
+        Raises:
+            UsageError: A source is missing or malformed, or a row has no answer to learn.
+        """
+        shipped = package_folder("workflows")
+        for key, source in self._fields(workflow).items():
+            if source and Path(source).is_relative_to(shipped) and not os.path.exists(source):
+                file = Path(source).relative_to(shipped)
+                hint = f"opdcl workflows cp {workflow.name} .  # then put {file} beside it"
+                raise UsageError(f"recipe {workflow.name} needs data of yours: {key} is {file}", hint)
+        for source in self._fields(self.inherit(workflow)).values():
+            if source and not on_hub(source):
+                self.rows(source)
+        if workflow.finetune and not on_hub(workflow.finetune.data):
+            self._check_answers(workflow.finetune.data)
+
+    def _check_answers(self, source: str) -> None:
+        for row in self.rows(source):
+            if row.text is None and row.answer is None:
+                hint = "fine-tune rows need completion, answer or text"
+                raise UsageError(f"{row.where} has no answer to learn", hint)
+
     def check(self, workflow: Workflow) -> None:
         """Check that every row can be used where the workflow uses it.
 
@@ -68,15 +103,21 @@ class Sources:
             UsageError: A source is missing or malformed, or a row lacks what its stage needs.
         """
         if workflow.finetune:
-            for row in self.rows(workflow.finetune.data):
-                if row.text is None and row.answer is None:
-                    hint = "fine-tune rows need completion, answer or text"
-                    raise UsageError(f"{row.where} has no answer to learn", hint)
+            self._check_answers(workflow.finetune.data)
         if workflow.recover:
             self.recovery(workflow.recover)
         for suite, path in (workflow.eval.data if workflow.eval else {}).items():
-            if not os.path.isfile(path):
+            if path not in self._given and not os.path.isfile(path):
                 raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
+
+    def _fields(self, workflow: Workflow) -> dict[str, str | None]:
+        """Return the sources of rows by the names of their fields."""
+        recover = workflow.recover
+        fields = {"finetune.data": workflow.finetune.data} if workflow.finetune else {}
+        if recover:
+            fields |= {f"recover.{stream}": recover.source(stream) for stream in ("general", "domain")}
+            fields |= {f"recover.teachers.{k}.prompts": t.prompts for k, t in recover.teachers.items()}
+        return fields
 
     def recovery(self, config: RecoverConfig) -> RecoverySource:
         """Return the checked prompts of a recovery, and the suite of its reward."""
@@ -89,14 +130,11 @@ class Sources:
         from opdcl.model.adapters import find_adapter
 
         recover, evaluation = workflow.recover, workflow.eval
-        fields = {"finetune.data": workflow.finetune.data} if workflow.finetune else {}
-        if recover:
-            fields |= {f"recover.{stream}": recover.source(stream) for stream in ("general", "domain")}
-            fields |= {f"recover.teachers.{k}.prompts": t.prompts for k, t in recover.teachers.items()}
+        fields = self._fields(workflow)
         if evaluation:
             fields |= {f"eval.data.{suite}": path for suite, path in evaluation.data.items()}
         # A source on the Hub is identified by its pinned id.
-        hashes = {k: self._hash(source_files(s)) or pinned(s) for k, s in fields.items() if s}
+        hashes = {k: self._hash(self._files(s)) or pinned(s) for k, s in fields.items() if s}
         for field, place in workflow.adapters().items():
             folder = find_adapter(place)
             hashes[field] = self._hash([folder / ADAPTER, folder / "adapter_config.json"])
@@ -109,11 +147,14 @@ class Sources:
                 hashes[field] = self._hash([*files, Path(scoring.__file__)])
         return hashes
 
+    def _files(self, source: str) -> list[Path]:
+        return [Path(source)] if source in self._given else source_files(source)
+
     def _hash(self, files: list[Path]) -> str:
         """Return the hash of files' contents, read once; "" for no files."""
         key = tuple(files)
         if files and key not in self._hashes:
-            self._hashes[key] = hash_files(files)
+            self._hashes[key] = hash_files(files, self._given)
         return self._hashes.get(key, "")
 
     def plan(self, workflow: Workflow, run: RunDir) -> list[Task]:

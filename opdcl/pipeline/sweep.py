@@ -81,12 +81,14 @@ def _other_runs(out: Path, runs: dict[str, Workflow]) -> list[RunDir]:
     return [RunDir(p) for p in sorted(out.glob("*")) if p.name not in runs and RunDir(p).is_run()]
 
 
-def describe_all(flow: Workflow, out: Path) -> tuple[list[list[str]], list[dict[str, Any]]]:
+def describe_all(
+    flow: Workflow, out: Path, sources: Sources | None = None
+) -> tuple[list[list[str]], list[dict[str, Any]]]:
     """Return what each run would do, as table rows and as data. Writes nothing."""
     from opdcl.pipeline.dry_run import describe
 
     rows, plans = [], []
-    runs, sources = expand(flow, out), Sources()
+    runs, sources = expand(flow, out), sources or Sources()
     made_by = {f: donor.path.name for donor in _other_runs(out, runs) for f in outcomes(donor)}
     for name, workflow in runs.items():
         needs = _needs(workflow, out)
@@ -102,7 +104,12 @@ def describe_all(flow: Workflow, out: Path) -> tuple[list[list[str]], list[dict[
 
 
 def execute_all(
-    flow: Workflow, origins: dict[str, str], out: Path, output: Output, force: bool = False
+    flow: Workflow,
+    origins: dict[str, str],
+    out: Path,
+    output: Output,
+    force: bool = False,
+    sources: Sources | None = None,
 ) -> dict[str, Any]:
     """Run every arm with every seed, then compare them; return the comparison.
 
@@ -117,7 +124,7 @@ def execute_all(
     from opdcl.results.compare import compare, refuse_folder, write
 
     parallel.on_first_worker(lambda: refuse_folder(out))
-    runs, sources = expand(flow, out), Sources()
+    runs, sources = expand(flow, out), sources or Sources()
     finished: list[RunDir] = []
     others = _other_runs(out, runs)
     failed: set[str] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,15 @@ def adapter_hash(folder: Path) -> str:
     return file_hash(folder / ADAPTER)
 
 
-def hash_files(files: list[Path]) -> str:
-    """Return a hash of 16 digits over the files' names and contents, in their order."""
+def hash_files(files: list[Path], unwritten: Mapping[str, str] | None = None) -> str:
+    """Return a hash of 16 digits over the files' names and contents, in their order.
+
+    `unwritten` has the contents of files that do not exist yet, by path.
+    """
     digest = hashlib.sha256()
     for file in files:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        text = (unwritten or {}).get(str(file))
+        digest.update(file.name.encode() + b"\0" + (file.read_bytes() if text is None else text.encode()))
     return digest.hexdigest()[:16]
 
 

@@ -85,8 +85,8 @@ def sample(
 def pick_engine(model) -> tuple[Engine, str]:
     """Return the engine for a model, and the reason."""
     if architecture(model.config).attention_only:
-        return "slab", "every layer is attention: slab decoding, finished sequences leave the batch"
-    return "generate", "some layers are not attention, which only transformers' own cache serves"
+        return "slab", "every layer is attention"
+    return "generate", "some layers are not attention"
 
 
 class _LogprobRecorder(LogitsProcessor):

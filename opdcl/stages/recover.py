@@ -114,8 +114,9 @@ def _student(config: RecoverConfig, backbone: Backbone, out: StageDir, report: S
     if config.server:
         server = reach_own_model(config.server, backbone, report.note)
         return ServedStudent(backbone, server, out.trainer / "served")
-    if config.sampler == "auto":
-        report.note("sampler {}: {}".format(*pick_engine(backbone.causal_lm)))
+    engine, reason = pick_engine(backbone.causal_lm)
+    if config.sampler == "auto" and engine != "slab":
+        report.note(f"the slower sampler `{engine}` is used: {reason}")
     if config.sampler == "graph" and backbone.device.type == "cuda":
         backbone.sums = {}
     return Teacher(backbone, "student")

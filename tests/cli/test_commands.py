@@ -1,9 +1,15 @@
 """The commands that need no trained model: help, recipes, settings, dry runs and the check of the machine."""
 
 import json
+import shlex
 
+import pytest
 from helpers import command as runner
 from helpers.command import ROOT
+from typer.main import get_command
+
+from opdcl.cli import app
+from opdcl.cli.guidance import EXAMPLES
 
 
 def test_help_names_every_command(opdcl):
@@ -30,11 +36,61 @@ def test_help_has_a_short_form(opdcl):
     assert opdcl("recover", "-h") == opdcl("recover", "--help")
 
 
-def test_opdcl_alone_shows_where_to_begin(tmp_path):
-    done = runner.opdcl(cwd=tmp_path)
-    assert done.returncode == 2
-    assert "opdcl run quickstart" in done.stdout
-    assert " finetune " in done.stdout
+def test_opdcl_alone_shows_where_to_begin(opdcl):
+    assert "Begin with: opdcl run quickstart" in opdcl()
+    assert opdcl() == opdcl("help") == opdcl("--help")
+    assert opdcl("help", "recover") == opdcl("recover", "--help")
+    assert opdcl("help", "config", "show") == opdcl("config", "show", "--help")
+    assert " validate " in opdcl("config")
+
+
+@pytest.mark.parametrize("columns", ["60", "160"])
+def test_no_summary_is_cut(tmp_path, columns):
+    for words in ((), ("config",), ("workflows",)):
+        shown = runner.opdcl(*words, cwd=tmp_path, env={"COLUMNS": columns}).stdout
+        assert "..." not in shown.replace("[ARGS]...", "")
+    assert "and where its value comes from." in " ".join(shown_config(tmp_path, columns).split())
+
+
+def shown_config(folder, columns: str) -> str:
+    return runner.opdcl("config", cwd=folder, env={"COLUMNS": columns}).stdout
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_help_of_each_command_has_an_example_that_parses(opdcl, name):
+    assert EXAMPLES[name] in opdcl(*name.split(), "--help")
+    words = shlex.split(EXAMPLES[name])
+    command = get_command(app)
+    for word in name.split():
+        command = command.commands[word]
+    assert command.make_context(name, words[1 + len(name.split()) :]).params
+
+
+def test_every_command_has_an_example():
+    commands = get_command(app).commands
+    names = {n for n, c in commands.items() if not hasattr(c, "commands") and not c.hidden}
+    names |= {f"{n} {inner}" for n, c in commands.items() for inner in getattr(c, "commands", ())}
+    assert names == {*EXAMPLES}
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("workflows ls", "opdcl run quickstart --dry-run"),
+        ("workflows show own-data", "opdcl workflows cp own-data mine.yaml"),
+        ("workflows cp own-data mine.yaml", "opdcl run mine.yaml --dry-run"),
+        ("config validate quickstart", "opdcl run quickstart --dry-run"),
+        ("config schema recover.loss", "opdcl run quickstart --set recover.loss.kind=VALUE --dry-run"),
+        ("doctor", "opdcl run quickstart"),
+        ("finetune --data handbook -o out --dry-run", "opdcl finetune --data handbook -o out"),
+    ],
+)
+def test_each_command_ends_with_the_next_one(tmp_path, words, command):
+    done = runner.opdcl(*words.split(), cwd=tmp_path)
+    assert done.stderr.splitlines()[-1] == f"next: {command}"
+    assert "next:" not in done.stdout
+    if "cp" not in words and "show" not in words:
+        assert runner.opdcl(*words.split(), "--json", cwd=tmp_path).stderr == ""
 
 
 def test_version_is_one_line(opdcl):
@@ -92,11 +148,29 @@ def test_config_validate_answers_as_text_and_as_json(opdcl):
 
 
 def test_config_schema_is_a_table_or_a_json_schema(opdcl):
-    table = opdcl("config", "schema")
-    assert "recover.general_per_domain" in table
+    listed = opdcl("config", "schema")
+    assert "recover.general_per_domain: " in listed
+    for line in (
+        "finetune.learning_rate: auto  (number | auto)",
+        "model.revision: null  (text | null)",
+        "model.shard: false  (true | false)",
+        "finetune.data: required  (text)",
+        "finetune.lora.target_modules: all-linear  (text | list of text)",
+        "seeds: []  (list of integer)",
+    ):
+        assert f"{line}\n" in listed
     schema = json.loads(opdcl("config", "schema", "--json"))
     assert schema["additionalProperties"] is False
     assert "recover" in schema["properties"]
+
+
+def test_config_schema_may_be_asked_for_one_section_or_key(opdcl):
+    keys = [field["key"] for field in json.loads(opdcl("config", "schema", "recover.loss", "--json"))]
+    assert keys == ["recover.loss.kind", "recover.loss.k", "recover.loss.unfinished"]
+    assert opdcl("config", "schema", "recover.loss.kind").startswith(
+        "recover.loss.kind: forward_kl  (reverse_kl | forward_kl | top_k | policy_gradient | cross_entropy)\n"
+    )
+    assert "finetune.lora.r: 32  (integer)" in opdcl("config", "schema", "r")
 
 
 def test_a_dry_run_is_one_json_document_and_writes_nothing(opdcl, tmp_path):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from helpers.command import ENV, ROOT
 
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "lm_eval", "accelerate", "pandas", "numpy")
@@ -80,6 +81,28 @@ def test_reading_a_workflow_and_rows_imports_no_heavy_library(tmp_path):
     assert imported(code, tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("finetune --data rows.jsonl -o out --dry-run", "rows.jsonl:1 has only answer"),
+        ("run flow.yaml -o out --dry-run", "rows.jsonl:1 has only answer"),
+        ("run quickstart -o folder", "folder exists and is not a run directory"),
+        ("chat folder hi", "folder holds no adapter"),
+        ("run quickstart --set eval.retention=instructons", "names no suite"),
+    ],
+)
+def test_a_fault_is_found_before_a_heavy_library_is_imported(tmp_path, words, message):
+    (tmp_path / "rows.jsonl").write_text('{"answer": "a"}\n')
+    (tmp_path / "flow.yaml").write_text("finetune: {data: handbook}\nrecover: {general: rows.jsonl}\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "cat.jpg").write_text("meow")
+    code = f"sys.argv = ['opdcl', *{words.split()!r}]\nfrom opdcl.cli import main\n"
+    code += "try: main()\nexcept SystemExit as end: print(end.code)"
+    done = python(f"import sys\n{code}\nprint([m for m in {HEAVY!r} if m in sys.modules])", cwd=tmp_path)
+    assert message in done.stderr
+    assert done.stdout.split() == ["2", "[]"]
+
+
 def test_help_answers_in_under_half_a_second(tmp_path):
     best = float("inf")
     for _ in range(6):
@@ -114,4 +137,4 @@ def test_a_reader_that_closes_the_pipe_early_causes_no_error(tmp_path):
         cwd=tmp_path,
     )
     assert done.stdout.splitlines()[-1] == "0"
-    assert done.stderr == ""
+    assert [line for line in done.stderr.splitlines() if not line.startswith("next: ")] == []

@@ -226,3 +226,12 @@ def test_what_the_hub_lacks_is_named(online, connected, pushed):
     unreachable = online | {"HF_ENDPOINT": "http://127.0.0.1:9"}
     gone = opdcl_process("chat", "someone/nothing", "Hello", env=unreachable, timeout=60)
     assert "the Hub is unreachable" in gone.stderr
+
+
+def test_the_data_of_a_suite_is_not_waited_for_offline(online, finished):
+    unreachable = online | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    words = ("eval", finished, "--retention", "ifeval", "--dry-run")
+    done = opdcl_process(*words, env=unreachable, timeout=200)
+    assert done.returncode == 2
+    assert "could not load the data of suite 'ifeval'" in done.stderr
+    assert "Retrying" not in done.stderr

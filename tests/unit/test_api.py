@@ -1,15 +1,22 @@
 """The verbs of `opdcl.api`: arguments become settings, and a notebook shows the outcome."""
 
+import inspect
 import json
 import re
+import textwrap
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
+from helpers.tiny import make_project
 
 import opdcl
 from opdcl.console import Output
 from opdcl.errors import UsageError
-from opdcl.outcomes import Outcome, Verification
+from opdcl.outcomes import Outcome, Result, Verification
 from opdcl.results.tables import Table
+from opdcl.rundir.files import write_json
+from opdcl.rundir.layout import RunDir
 from opdcl.rundir.verify import Finding
 
 
@@ -23,6 +30,10 @@ def rows(tmp_path, monkeypatch):
 
 def steps(plan) -> int:
     return plan.data["steps"]["finetune"]
+
+
+def actions(plan) -> dict[str, str]:
+    return {task["stage"]: task["action"] for task in plan.data["tasks"]}
 
 
 def test_an_argument_means_the_same_as_its_setting(rows):
@@ -49,15 +60,126 @@ def test_an_unknown_argument_is_refused(rows):
         opdcl.finetune(rows, epochs=0, dry_run=True)
 
 
-def test_completion_and_help_know_the_verbs():
-    assert {"run", "finetune", "recover", "evaluate", "report", "compare"} <= {*dir(opdcl)}
-    for name in set(opdcl.__all__) - {"__version__"}:
-        verb = getattr(opdcl, name)
-        assert "Example:" in verb.__doc__
-        arguments = re.findall(r"^        (\w+): ", verb.__doc__, re.M)
-        assert set(arguments) <= {*verb.__code__.co_varnames}, (
-            f"{name} documents an argument it does not have"
-        )
+def test_completion_shows_exactly_the_verbs():
+    verbs = "chat compare evaluate export fetch finetune push recover report run verify"
+    assert " ".join(dir(opdcl)) == verbs
+    with pytest.raises(AttributeError, match=r"did you mean opdcl\.evaluate\?"):
+        _ = opdcl.eval
+
+
+@pytest.mark.parametrize("name", dir(opdcl))
+def test_help_says_what_a_verb_takes_returns_and_raises(name):
+    verb = getattr(opdcl, name)
+    for part in ("Returns: ", "Raises: ", "Example:"):
+        assert part in verb.__doc__ or (part == "Returns: " and verb.__doc__.startswith("Return"))
+    arguments = set(re.findall(r"^        (\w+): ", verb.__doc__.partition("Args:")[2], re.M))
+    assert arguments <= {*inspect.signature(verb).parameters}
+
+
+TINY = {"finetune.batch_size": 4, "finetune.lora.r": 4, "finetune.lora.alpha": 8}
+TINY_RECOVERY = {"recover.rollouts": 4, "recover.max_new_tokens": 8, "recover.validation_prompts": 2}
+
+
+def test_the_examples_run(tiny_model, tmp_path, monkeypatch):
+    make_project(tmp_path, tiny_model)
+    (tmp_path / "test-rows.jsonl").write_bytes((tmp_path / "rows.jsonl").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    examples = {name: getattr(opdcl, name).__doc__.partition("Example:")[2] for name in dir(opdcl)}
+    small = SimpleNamespace(**{name: getattr(opdcl, name) for name in dir(opdcl)})
+    small.finetune = partial(opdcl.finetune, model=tiny_model, settings=TINY, quiet=True)
+    small.recover = lambda *a, **k: opdcl.recover(*a, **{**k, "steps": 2}, settings=TINY_RECOVERY, quiet=True)
+    small.evaluate = partial(
+        opdcl.evaluate, limit=4, settings={"eval.max_new_tokens": 8, "eval.batch_size": 4}, quiet=True
+    )
+    small.chat = partial(opdcl.chat, max_new_tokens=4)
+    for name in ("finetune", "recover", "evaluate", "report", "verify", "chat", "export"):
+        exec(textwrap.dedent(examples[name].strip("\n")).strip(), {"opdcl": small})
+    assert (tmp_path / "my-model" / "model.safetensors").is_file()
+    assert opdcl.report("runs/mine").adapters.keys() == {"tuned", "recovered"}
+
+
+IN_MEMORY = [{"question": f"Who signs form {i}?", "answer": f"Clerk {i}."} for i in range(16)]
+
+
+@pytest.mark.parametrize("kind", ["list", "dataset", "generator"])
+def test_rows_may_lie_in_memory(tmp_path, monkeypatch, kind):
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    rows = {
+        "list": IN_MEMORY,
+        "dataset": datasets.Dataset.from_list(IN_MEMORY),
+        "generator": (row for row in IN_MEMORY),
+    }[kind]
+    assert steps(opdcl.finetune(rows, epochs=3, dry_run=True)) == 3
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_rows_in_memory_are_stored_so_that_a_run_resumes(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tune = partial(opdcl.finetune, model=tiny_model, epochs=1, settings=TINY, quiet=True)
+    tune(IN_MEMORY)
+    stored = tmp_path / "runs" / "finetune" / "data" / "finetune.data.jsonl"
+    assert [json.loads(line) for line in stored.read_text().splitlines()] == IN_MEMORY
+    assert actions(tune(IN_MEMORY, dry_run=True)) == {"finetune": "skip"}
+    prompts = [{"prompt": f"Write a line about {i}."} for i in range(10)]
+    plan = opdcl.recover("runs/finetune", prompts, settings=TINY_RECOVERY, dry_run=True)
+    assert actions(plan) == {"finetune": "skip", "recover": "run"}
+    before = stored.read_bytes()
+    with pytest.raises(UsageError, match="content of data"):
+        tune(IN_MEMORY[:12])
+    assert stored.read_bytes() == before
+    scores = opdcl.evaluate(
+        "runs/finetune", domain=IN_MEMORY, retention=[], limit=2, settings={"eval.retention": []}, quiet=True
+    )
+    assert [*scores.summary["suites"]] == ["domain"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "finetune.data has no rows"),
+        ([{"answer": "x"}], "finetune.data row 1 has only answer"),
+        ([IN_MEMORY[0], "text"], "finetune.data row 2 is str, not a dict"),
+        ([{"question": "q", "answer": b"x"}], "finetune.data row 1: Object of type bytes"),
+        ({"train": IN_MEMORY}, "dict is neither a path nor rows"),
+        (3, "int is neither a path nor rows"),
+    ],
+)
+def test_wrong_rows_are_named(tmp_path, monkeypatch, rows, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=re.escape(message)) as fault:
+        opdcl.finetune(rows)
+    assert fault.value.hint
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_setting_without_its_section_is_suggested_in_full(rows):
+    with pytest.raises(UsageError, match="unknown key epochs") as fault:
+        opdcl.finetune(rows, settings={"epochs": 1}, dry_run=True)
+    assert fault.value.hint == "did you mean finetune.epochs?"
+
+
+@pytest.mark.parametrize(
+    ("manifest", "states", "suites", "command"),
+    [
+        ({"commands": ["opdcl run a.yaml", "opdcl run b.yaml"]}, (), {}, "opdcl run b.yaml"),
+        ({"command": "opdcl run a.yaml"}, (), {"mine": {"recovered": {}}}, "opdcl run a.yaml"),
+        ({}, (), {}, "opdcl finetune --data ROWS.jsonl -o {}"),
+        ({}, ("finetune",), {"mine": {"recovered": {}}}, "opdcl recover {}"),
+        ({}, ("finetune", "recover"), {"mine": {"recovered": {}}}, "opdcl eval {} --domain TEST.jsonl"),
+        ({}, ("finetune", "recover"), {"mine": {"recovered": {"value": 1}}}, "opdcl chat {}"),
+    ],
+)
+def test_a_result_names_the_command_that_leads_on(tmp_path, manifest, states, suites, command):
+    run = RunDir(tmp_path)
+    write_json(run.manifest, manifest)
+    for number, stage in enumerate(states, 1):
+        write_json(run.stage(number, stage).record, {"status": "done"})
+    entry = {"n": 0, "floor": None, "metric": "", "role": "domain", "writing": {}}
+    summary = dict.fromkeys(("recovery", "recovery_raw", "domain_retention")) | {"verdict": "fine"}
+    result = Result(tmp_path, summary | {"suites": {name: entry | s for name, s in suites.items()}})
+    assert result.notes[-1] == f"next: {command.replace('{}', str(tmp_path))}"
 
 
 def test_what_a_notebook_shows_is_inert():

@@ -1,6 +1,12 @@
 """The console shows data as it is, and nothing in it takes effect."""
 
-from opdcl.console import Output
+import io
+import sys
+
+from rich.console import Console
+
+from opdcl.console import Output, quiet_libraries
+from opdcl.errors import UsageError
 
 
 def test_brackets_in_cells_and_titles_are_shown(capsys):
@@ -32,3 +38,64 @@ def test_json_mode_prints_one_document_and_no_notes(capsys):
     captured = capsys.readouterr()
     assert captured.err == ""
     assert captured.out == '{\n  "a": "b"\n}\n'
+
+
+def on_a_terminal() -> tuple[Output, io.StringIO]:
+    output, screen = Output(), io.StringIO()
+    output._err = Console(file=screen, force_terminal=True, width=100, soft_wrap=True)
+    return output, screen
+
+
+def test_the_bars_of_libraries_do_not_reach_the_terminal(tmp_path):
+    output, screen = on_a_terminal()
+    with quiet_libraries(tmp_path / "log"), output.stage("eval instructions base") as line:
+        line.progress(1, 8)
+        print("  0%|          | 0/8", file=sys.stderr)
+        print("library chatter")
+        line.progress(8, 8)
+    assert "8/8" in screen.getvalue()
+    assert "0%|" not in screen.getvalue()
+    assert (tmp_path / "log").read_text() == "  0%|          | 0/8\nlibrary chatter\n"
+
+
+def test_a_stage_shows_on_a_terminal_before_its_first_step():
+    output, screen = on_a_terminal()
+    with output.stage("load"):
+        pass
+    assert "load " in screen.getvalue()
+    assert "left" not in screen.getvalue()
+
+
+def test_a_log_without_content_is_not_left_behind(tmp_path):
+    with quiet_libraries(tmp_path / "logs" / "attempt_1.log"):
+        pass
+    assert [*(tmp_path / "logs").iterdir()] == []
+
+
+def test_several_faults_have_a_line_each(capsys):
+    Output().error(UsageError("one is wrong\ntwo is wrong", "do this"))
+    assert capsys.readouterr().err == "error: one is wrong\nerror: two is wrong\nhint: do this\n"
+
+
+def test_off_a_terminal_lines_end_with_their_last_cell(capsys):
+    Output().table("", ["state", "answer"], [["base", "short"], ["tuned", "long " * 80]], {})
+    assert not any(line.endswith(" ") for line in capsys.readouterr().out.splitlines())
+
+
+def test_a_terminal_shows_what_is_being_done():
+    output, screen = on_a_terminal()
+    with output.busy("loading the model") as say:
+        say("base is answering")
+    assert "base is answering" in screen.getvalue()
+
+
+def test_no_spinner_off_a_terminal(capsys):
+    with Output().busy("loading the model") as say:
+        say("base is answering")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_numbers_of_a_progress_line_have_three_digits(capsys):
+    with Output().stage("recover") as line:
+        line.progress(1, 1, loss=0.739, tokens_per_s=23.947)
+    assert capsys.readouterr().err == "recover 1/1 loss 0.739 tokens/s 23.9\n"

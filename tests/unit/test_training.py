@@ -1,5 +1,6 @@
 """Training steps whose loss or gradient is not finite."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 from helpers.recovering import Silent, run
 
+from opdcl.config.recover import RecoverConfig
 from opdcl.errors import OpdclError
+from opdcl.stages.recover import _student
 from opdcl.training import StageCallback, finite_or_skipped
 
 
@@ -20,6 +23,42 @@ class Recorder(StageCallback):
 
     def write(self, row):
         self.rows.append(row)
+
+
+class Shown(Silent):
+    """A report that keeps what a progress line shows, and the notes."""
+
+    def __init__(self):
+        self.values, self.notes = {}, []
+
+    def progress(self, done, total, **values):
+        self.values = values
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize(
+    ("kl", "shown"), [(0.739, {"stream", "loss"}), (0.502, {"stream", "loss", "kl"}), (None, {"loss"})]
+)
+def test_a_divergence_that_is_the_loss_is_shown_once(tmp_path, kl, shown):
+    callback = StageCallback(Shown(), 9)
+    callback._metrics = tmp_path / "metrics.jsonl"
+    logs = {"loss": 0.739} | ({"kl": kl, "stream": "general"} if kl else {})
+    state = SimpleNamespace(log_history=[], global_step=1)
+    callback.on_log(None, state, None, logs=logs)
+    assert callback.report.values.keys() == shown | {"tokens_per_s"}
+    assert json.loads(callback._metrics.read_text()).get("kl") == kl  # the file has both
+
+
+def test_only_a_slower_sampler_is_mentioned(backbone):
+    report = Shown()
+    _student(RecoverConfig(), backbone, None, report)
+    assert report.notes == []
+    backbone.causal_lm.config.layer_types = ["full_attention", "linear_attention"]
+    _student(RecoverConfig(), backbone, None, report)
+    reason = "some layers are not attention"
+    assert report.notes == [f"the slower sampler `generate` is used: {reason}"]
 
 
 def trainer_with(callback):

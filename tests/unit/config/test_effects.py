@@ -39,7 +39,7 @@ def is_read(key: str, read: set[str]) -> bool:
     return reader in read
 
 
-@pytest.mark.parametrize("key", [key for key, _, _ in describe_fields()])
+@pytest.mark.parametrize("key", [key for key, *_ in describe_fields()])
 def test_every_setting_is_read_outside_the_schema(key):
     assert is_read(key, READ)
 

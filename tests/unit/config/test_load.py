@@ -1,11 +1,12 @@
 """Workflow files: what is accepted, which source wins, and errors that name the file and line."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from opdcl.config.load import dump, load, validate
+from opdcl.config.load import dump, load, load_tree, validate
 from opdcl.config.reference import describe_fields
 from opdcl.config.shipped import workflow_files
 from opdcl.data.rows import load_rows
@@ -53,7 +54,7 @@ def test_each_source_overrides_the_one_before_and_leaves_the_rest(write):
     assert origins["recover.steps"] == f"{first}:2"
     assert origins["recover.rollouts"] == f"{second}:2"
     assert origins["recover.seed"] == "--set"
-    assert origins["recover.max_new_tokens"] == "flag"
+    assert origins["recover.max_new_tokens"] == "argument"
 
 
 def test_the_last_of_two_set_options_wins(write):
@@ -115,7 +116,7 @@ def test_an_unknown_key_is_named_with_its_place_and_the_nearest_key(write, text,
     file = write(text)
     fault = complaint([file])
     assert f"unknown key {key}, {file}:{line}" in fault.message
-    assert f"did you mean {meant}?" in fault.hint
+    assert f"did you mean {meant}?" in f"{fault.message} {fault.hint}"
 
 
 def test_an_unknown_key_in_set_is_named_with_its_origin():
@@ -154,6 +155,35 @@ def test_a_key_of_another_section_is_suggested_in_full(override, meant):
 )
 def test_a_wrong_value_is_explained_in_plain_words(override, words):
     assert words in complaint(["quickstart"], [override]).message
+
+
+VALUES = ["../x", "", -1, 2.5, [], {}, None, True, [1], [[]], {"a": 1}, {"kind": 3}, float("nan")]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_no_error_speaks_the_language_of_the_schema_library(value):
+    messages = []
+    for key, *_ in describe_fields():
+        tree: dict = {"finetune": {"data": "d"}}
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+        try:
+            validate(tree)
+        except UsageError as fault:
+            messages.append(fault.message)
+    assert messages
+    assert [m for m in messages if re.search(r"Input should|valid |parse|instance of|\^\[", m)] == []
+
+
+def test_removed_keys_of_a_stored_run_are_left_out():
+    stored = {"finetune": {"data": "d"}, "recover": {"loss": {"beta": 0.5, "k": 100}}, "eval": {"seed": 0}}
+    flow, _ = load_tree(stored, {"eval.limit": "--set"}, ["eval.limit=5"], {}, "eval")
+    assert (flow.eval.limit, flow.recover.loss.k) == (5, 100)
+    with pytest.raises(UsageError, match=r"unknown key eval\.seed, --set"):
+        load_tree(stored, {}, ["eval.seed=1"], {}, "eval")
 
 
 @pytest.mark.parametrize("section", ["recover.loss", "finetune.self_distill.loss"])
@@ -217,7 +247,7 @@ def test_all_faults_are_reported_at_once(write):
     assert complaint([file]).message.splitlines() == [
         f"finetune.epochs: must be a number (got 'x', {file}:1)",
         f"recover.seed: must be an integer (got 'x', {file}:4)",
-        f"unknown key recover.stepz, {file}:3",
+        f"unknown key recover.stepz, {file}:3; did you mean recover.steps?",
     ]
 
 
@@ -345,7 +375,7 @@ def test_the_quickstart_is_shipped_and_needs_nothing_else():
 
 def test_every_field_is_described_once():
     rows = describe_fields()
-    keys = [key for key, _, _ in rows]
+    keys = [key for key, *_ in rows]
     assert len(keys) == len(set(keys))
     assert {
         "model.id",
@@ -355,8 +385,8 @@ def test_every_field_is_described_once():
         "eval.retention",
         "gates.recovery",
     } <= {*keys}
-    assert [key for key, _, meaning in rows if len(meaning) < 4] == []
-    assert {key: default for key, default, _ in rows}["finetune.data"] == "required"
+    assert [key for key, *_, meaning in rows if len(meaning) < 4] == []
+    assert {key: default for key, _, default, _ in rows}["finetune.data"] == "required"
 
 
 @pytest.mark.parametrize(

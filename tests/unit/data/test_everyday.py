@@ -142,6 +142,6 @@ def test_kinds_and_splits_keep_their_sizes():
     assert {r["kind"] for r in ROWS} == {*kinds}
     assert len(ROWS) == 1880
     assert sum(held_out.values()) == 202
-    # A step of eight prompts has about four short questions: with fewer, a model answers them from its domain.
+    # Half are short questions: with fewer, a model keeps answering those from its domain.
     assert 0.5 < sum(r["kind"] == "fact" for r in ROWS) / len(ROWS) < 0.6
     assert min(held_out.values()) >= 8, "the held-out part must have every kind"

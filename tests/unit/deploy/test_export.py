@@ -10,7 +10,9 @@ import torch
 from helpers import gguf_script
 from tokenizers.processors import TemplateProcessing
 
-from opdcl.deploy.export import export
+import opdcl
+from opdcl.config.model import ModelConfig
+from opdcl.deploy.export import export, write_readme
 from opdcl.deploy.gguf import SCRIPT, find_converter
 from opdcl.deploy.ollama import go_template, modelfile
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
@@ -69,7 +71,7 @@ def test_a_gguf_file_is_the_merged_model(tuned, converter):
 
     report = Report()
     written = export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f32", converter, True, report)
-    assert {p.name for p in (tuned / "out").iterdir()} == {"model.gguf", "Modelfile"}
+    assert {p.name for p in (tuned / "out").iterdir()} == {"model.gguf", "Modelfile", "README.md"}
     assert written["bytes"] == (tuned / "out/model.gguf").stat().st_size
     assert written["gap"]["same_ids"]
     assert written["gap"]["mean"] < 1e-4
@@ -154,6 +156,17 @@ def test_other_users_can_read_every_exported_file(tuned):
     export(str(tuned / "tuned"), None, tuned / "out", "merged", "f16", None, True, Report())
     unreadable = [p.name for p in (tuned / "out").iterdir() if p.stat().st_mode & 0o044 != 0o044]
     assert not unreadable
+    assert "model.safetensors" in {p.name for p in (tuned / "out").iterdir()}
+
+
+def test_an_export_says_what_it_is_and_under_which_licence(tuned, tiny_model):
+    outcome = opdcl.export(tuned / "tuned", tuned / "out", quiet=True)
+    assert outcome.sentence == f"merged model (adapter) written to {tuned / 'out'}"
+    readme = (tuned / "out" / "README.md").read_text()
+    assert f'base_model: "{tiny_model.name}"' in readme
+    assert f"The licence of {tiny_model.name} applies." in readme
+    write_readme(tuned, "mine", ModelConfig(), "recovered", "adapter")
+    assert "license: apache-2.0\n" in (tuned / "README.md").read_text()
 
 
 def test_a_model_folder_is_not_exported_again(tiny_model, tmp_path):
@@ -165,7 +178,9 @@ def test_a_model_folder_is_not_exported_again(tiny_model, tmp_path):
 
 def test_an_exported_adapter_names_no_path_of_this_machine(tuned, tiny_model):
     export(str(tuned / "tuned"), None, tuned / "out", "adapter", "f16", None, True, Report())
-    assert {p.name for p in (tuned / "out").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    files = {p.name for p in (tuned / "out").iterdir()}
+    assert files == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert str(tiny_model) not in (tuned / "out" / "README.md").read_text()
     assert (
         json.loads((tuned / "out/adapter_config.json").read_text())["base_model_name_or_path"]
         == tiny_model.name

@@ -1,0 +1,102 @@
+"""Arguments of the verbs as settings. Rows in memory become files of the run, so that it can be resumed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from opdcl.config.load import FILE_ENDINGS
+from opdcl.errors import UsageError
+
+PathLike = str | Path
+Settings = Mapping[str, Any] | Sequence[str] | None
+# What names data, or is data: a list of dicts, a `datasets.Dataset`.
+Data: TypeAlias = PathLike | Iterable[Mapping[str, Any]]
+
+# Argument of a verb -> the setting that it stands for.
+ARGUMENTS = {
+    "data": "finetune.data",
+    "deterministic": "model.deterministic",
+    "domain": "{stage}.domain",
+    "epochs": "finetune.epochs",
+    "learning_rate": "{stage}.learning_rate",
+    "limit": "eval.limit",
+    "model": "model.id",
+    "prompts": "recover.general",
+    "retention": "eval.retention",
+    "seed": "{stage}.seed",
+    "steps": "recover.steps",
+}
+
+# Settings that name data, where rows may stand instead.
+DATA = re.compile(r"finetune\.data|recover\.(general|domain|teachers\.[^.]+\.prompts)|eval\.data\.[^.]+")
+ROWS = "a list of dicts, one split of a datasets.Dataset, dataframe.to_dict('records'), or the path of a file"
+# The suite of rows that `evaluate` is given without a name.
+UNNAMED = "domain"
+
+
+def as_settings(
+    settings: Settings, stage: str, arguments: Mapping[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """Return `KEY=VALUE` overrides and a mapping of settings, in which arguments take precedence."""
+    overrides, flags = ([], dict(settings)) if isinstance(settings, Mapping) else ([*(settings or ())], {})
+    for name, value in arguments.items():
+        if value is not None:
+            flags[ARGUMENTS.get(name, name).format(stage=stage)] = value
+    return overrides, {key: str(value) if isinstance(value, Path) else value for key, value in flags.items()}
+
+
+def take_rows(flags: dict[str, Any]) -> dict[str, str]:
+    """Return the rows in memory as the text of JSONL files, by setting; a file name takes their place."""
+    texts = {}
+    for key, value in flags.items():
+        if DATA.fullmatch(key) and not isinstance(value, str | None):
+            texts[key] = "".join(f"{line}\n" for line in _json_lines(value, key))
+            if not texts[key]:
+                raise UsageError(f"{key} has no rows", ROWS)
+            flags[key] = f"{key}.jsonl"
+    return texts
+
+
+def _json_lines(rows: Any, key: str) -> Iterable[str]:
+    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
+        raise UsageError(f"{key}: {type(rows).__name__} is neither a path nor rows", ROWS)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, Mapping):
+            raise UsageError(f"{key} row {number} is {type(row).__name__}, not a dict", ROWS)
+        try:
+            yield json.dumps(dict(row), ensure_ascii=False)
+        except (TypeError, ValueError) as fault:
+            raise UsageError(
+                f"{key} row {number}: {fault}", "rows hold text and lists of messages"
+            ) from fault
+
+
+def question_suites(domain: Any, data: Mapping[str, Data] | None) -> tuple[list[str], dict[str, Any]]:
+    """Return the names of domain suites, and the data of those that are files or rows, by setting."""
+    given: Any = [domain] if isinstance(domain, str | Path) else domain
+    sources: dict[str, Any] = dict(data or {})
+    if not isinstance(given, Sequence) or any(isinstance(one, Mapping) for one in given):
+        given, sources[UNNAMED] = [UNNAMED], given
+    names = {str(one): Path(one).stem if _is_question_file(str(one)) else str(one) for one in given}
+    sources |= {name: Path(file) for file, name in names.items() if name != file}
+    for name, one in sources.items():
+        if isinstance(one, str | Path):
+            sources[name] = str(Path(one).resolve())
+    return list(names.values()), {f"eval.data.{name}": one for name, one in sources.items()}
+
+
+def _is_question_file(suite: str) -> bool:
+    path = Path(suite)
+    if path.suffix in FILE_ENDINGS and not path.is_file():
+        hint = "give a file of questions and answers, or the name of a suite"
+        raise UsageError(f"domain questions {suite!r} do not exist", hint)
+    return bool(path.suffix) and path.is_file()
+
+
+def strings(value: PathLike | Sequence[PathLike]) -> list[str]:
+    """Return one path or several as a list of text."""
+    return [str(value)] if isinstance(value, str | Path) else [str(one) for one in value]

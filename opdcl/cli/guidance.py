@@ -1,0 +1,79 @@
+"""What leads a user on: an example for each command, and the likely meaning of one that was mistyped."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import typer
+
+# Command -> how it is typed.
+EXAMPLES = {
+    "run": "opdcl run quickstart",
+    "finetune": "opdcl finetune --data rows.jsonl -o runs/mine",
+    "recover": "opdcl recover runs/mine --prompts prompts.jsonl",
+    "eval": "opdcl eval runs/mine --domain test-rows.jsonl",
+    "report": "opdcl report runs/mine",
+    "compare": "opdcl compare runs/mine runs/other -o comparison",
+    "chat": 'opdcl chat runs/mine "Who signs the form?"',
+    "export": "opdcl export runs/mine -o my-model",
+    "push": "opdcl push runs/mine OWNER/NAME",
+    "fetch": "opdcl fetch qwen3-1.7b-24gb",
+    "serve": "opdcl serve runs/mine -- --max-model-len 2048",
+    "doctor": "opdcl doctor",
+    "verify": "opdcl verify runs/mine",
+    "workflows ls": "opdcl workflows ls",
+    "workflows show": "opdcl workflows show own-data",
+    "workflows cp": "opdcl workflows cp own-data mine.yaml",
+    "config show": "opdcl config show quickstart --set recover.steps=60",
+    "config validate": "opdcl config validate mine.yaml",
+    "config schema": "opdcl config schema recover.loss",
+}
+
+
+def describe_commands(group: typer.Typer, prefix: str = "") -> None:
+    """Give each command its first sentence as its summary, whatever the width, and its example."""
+    for info in group.registered_commands:
+        name = prefix + str(info.name or getattr(info.callback, "__name__", ""))
+        info.short_help = (getattr(info.callback, "__doc__", None) or "").split(". ")[0].rstrip(".") + "."
+        info.epilog = f"\b\nExample:\n  {EXAMPLES[name]}" if name in EXAMPLES else None
+
+
+def hint_for(fault: Any) -> str:
+    """Return what to type instead of a command that its parser refused."""
+    command = fault.ctx.command_path if getattr(fault, "ctx", None) else "opdcl"
+    help_line = f"{command} --help"
+    kind = type(fault).__name__
+    if kind == "MissingParameter" and (example := EXAMPLES.get(command.removeprefix("opdcl "))):
+        return f"{example}  # {help_line} lists all options"
+    if kind == "NoSuchOption":
+        options = [option for p in fault.ctx.command.params for option in p.opts if option.startswith("--")]
+        near = similar_option(fault.option_name, options) or similar_setting(fault.option_name)
+        return f"did you mean {near}? {help_line}" if near else help_line
+    if "No such command" in fault.format_message():
+        typed = fault.format_message().split("'")[1]
+        names = list(fault.ctx.command.commands)
+        near = next((n for n in names if typed.startswith(n)), "") or _nearest(typed, names)
+        return f"{command} {near} --help  # did you mean {near}?" if near else help_line
+    return help_line
+
+
+def similar_option(typed: str, options: list[str]) -> str:
+    """Return the option that is meant by a similar name, by its beginning, or by its initials."""
+    name = typed.lstrip("-")
+    initials = {"".join(word[0] for word in option[2:].split("-")): option for option in options}
+    begun = [option for option in options if option[2:].startswith(name)]
+    return initials.get(name) or next(iter(begun), "") or _nearest(f"--{name}", options)
+
+
+def similar_setting(typed: str) -> str:
+    """Return the setting of this name, as an option."""
+    from opdcl.config.reference import describe_fields  # it imports the schema, which takes time
+
+    name = typed.lstrip("-").replace("-", "_")
+    key = next((row[0] for row in describe_fields() if row[0].endswith(f".{name}")), "")
+    return f"--set {key}=VALUE" if key else ""
+
+
+def _nearest(typed: str, names: list[str]) -> str:
+    return next(iter(difflib.get_close_matches(typed, names, 1, 0.7)), "")

@@ -1,0 +1,57 @@
+"""Chat: every state answers, with the system prompt and temperature asked for, and nothing is remembered."""
+
+import pytest
+from helpers import command as runner
+
+import opdcl
+from opdcl.config.model import ModelConfig
+from opdcl.deploy.chat import Chat
+from opdcl.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def states(tiny_model):
+    return Chat(ModelConfig(id=str(tiny_model), dtype="float32"), {})
+
+
+def ask(states: Chat, prompt: str, system: str | None = None, temperature: float = 0.0) -> str:
+    return states.answers(prompt, 8, system, temperature, lambda text: None)["base"]
+
+
+def test_a_system_prompt_and_a_temperature_change_the_answer(states):
+    plain = ask(states, "Hello")
+    assert ask(states, "Hello") == plain
+    assert ask(states, "Hello", system="Answer in French, as a pirate would.") != plain
+    assert ask(states, "Hello", temperature=5.0) != plain
+
+
+def test_a_prompt_does_not_see_the_one_before(states):
+    alone = ask(states, "And then?")
+    ask(states, "Tell me a story.")
+    assert ask(states, "And then?") == alone
+
+
+def test_each_state_is_named_while_it_answers(tuned, tiny_model):
+    named: list[str] = []
+    both = Chat(ModelConfig(id=str(tiny_model), dtype="float32"), {"adapter": tuned / "tuned"})
+    assert [*both.answers("Hello", 4, None, 0.0, named.append)] == ["base", "adapter"]
+    assert named == ["base is answering", "adapter is answering"]
+
+
+def test_what_is_wrong_is_said_before_the_first_prompt_is_read(tmp_path):
+    def prompts():
+        raise AssertionError("a prompt was read")
+        yield ""
+
+    with pytest.raises(UsageError, match="holds no adapter"):
+        opdcl.chat(tmp_path, prompts())
+    with pytest.raises(UsageError, match="temperature -1 is below 0"):
+        opdcl.chat(tmp_path, prompts(), temperature=-1)
+
+
+def test_a_prompt_on_the_command_line_is_not_repeated(tuned):
+    done = runner.opdcl("chat", tuned / "tuned", "Hello", "--max-new-tokens", "2", "--system", "Be brief.")
+    assert done.returncode == 0, done.stderr
+    assert "Hello" not in done.stdout
+    assert done.stdout.split()[:3] == ["state", "answer", "base"]
+    assert done.stderr == f"next: opdcl export {tuned / 'tuned'} -o my-model\n"
