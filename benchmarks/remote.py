@@ -126,7 +126,9 @@ def main() -> None:
 
 def measure(backbone: Backbone, served: Served, options: argparse.Namespace, folder: Path) -> dict:
     held_out = RecoverConfig(validation_prompts=options.prompts)
-    prompts = encode_stream(held_out, read_recovery_source(held_out), "general", backbone)
+    prompts = encode_stream(
+        held_out, read_recovery_source(held_out), "general", backbone.tokenizer, backbone.context_length
+    )
     with backbone.merged("base") as model:
         how = {"max_new_tokens": 64, "eos_ids": backbone.eos_ids, "temperature": 1.0}
         texts = sample(model, prompts.held_out, seed=5, **how)

@@ -124,7 +124,9 @@ def sampling(run: RunDir, backbone: Backbone, place: ServerSection, count: int, 
     backbone.drop_adapters()
     backbone.load_adapter(adapter, "student", trainable=True)
     config = RecoverConfig(validation_prompts=count)
-    prompts = encode_stream(config, read_recovery_source(config), "general", backbone).held_out
+    prompts = encode_stream(
+        config, read_recovery_source(config), "general", backbone.tokenizer, backbone.context_length
+    ).held_out
     student = ServedStudent(backbone, reach_server(place, backbone, print), folder / "served")
     began = time.monotonic()
     rollouts = student.complete(prompts, RecoverConfig(), 64, seed=1)

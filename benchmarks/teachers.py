@@ -68,7 +68,9 @@ def measure(backbone: Backbone):
     """Yield one row per claim."""
     section = {"kind": "base", "context": CONTEXT}
     config = RecoverConfig(domain="handbook", domain_teacher=section, validation_prompts=PROMPTS)
-    prompts = encode_stream(config, read_recovery_source(config), "domain", backbone)
+    prompts = encode_stream(
+        config, read_recovery_source(config), "domain", backbone.tokenizer, backbone.context_length
+    )
     contexts = prompts.contexts[""]
     with backbone.merged("student") as model:
         rollouts = sample(

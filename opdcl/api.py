@@ -28,7 +28,8 @@ from opdcl.model.adapters import find_states
 from opdcl.outcomes import Comparison, Outcome, Plan, Result, Verification
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.fetch import fetch as fetch_all
-from opdcl.pipeline.sources import Sources, refuse_foreign
+from opdcl.pipeline.preflight import refuse_foreign
+from opdcl.pipeline.sources import Sources
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
 from opdcl.results.compare import compare as compare_runs
 from opdcl.results.compare import refuse_folder, write
@@ -348,11 +349,16 @@ def _execute(
         refuse_foreign(RunDir(path))
         data.read(flow)
     if dry_run:
-        from opdcl.pipeline.dry_run import describe
+        from opdcl.pipeline.dry_run import data_table, describe
 
-        lines, plan = describe_all(flow, path, data) if sweep else describe(flow, RunDir(path), sources=data)
-        title = f"dry run of {flow.name} in {path}"
-        return Plan(title, [Table(title, ["run"] * sweep + ["stage", "action", "why"], lines, "")], plan)
+        title = f"dry run: {path}"
+        if sweep:
+            lines, plans = describe_all(flow, path, origins, force, data)
+            return Plan(title, [Table(title, ["run", "stage", "action", "why"], lines, "")], plans)
+        with quiet_libraries(), _output(quiet).busy("checking model and data"):
+            lines, plan = describe(flow, RunDir(path), sources=data, origins=origins, force=force)
+        table = Table(title, ["stage", "action", "why"], lines, "")
+        return Plan(title, [table, *data_table(plan)], plan, [*plan["notes"], plan["seconds_from"]])
     parallel.join()
     if sweep:
         comparison = execute_all(flow, origins, path, _output(quiet), force, data)

@@ -70,7 +70,7 @@ class FinetuneConfig(Section):
     unused = (
         ("self_distill", lambda s: s.method == "sft", "unless finetune.method is self-distill"),
         (
-            "max_length packing lora.dropout",
+            "max_length long_rows packing lora.dropout",
             lambda s: s.method != "sft",
             "with method self-distill, which samples",
         ),
@@ -94,7 +94,14 @@ class FinetuneConfig(Section):
     batch_size: Positive | Auto = "auto"
     """Rows per optimizer step. `auto`: 16."""
     max_length: Positive = 1024
-    """Maximum row length in tokens. Longer rows are refused; plain text is split into pieces of this size."""
+    """Maximum row length in tokens. Plain text is split into pieces of this size; for longer rows see
+    `long_rows`."""
+    long_rows: Literal["refuse", "skip", "cut"] = "refuse"
+    """What to do with rows over `max_length`. `refuse`: stop before training and say how many there are.
+    `skip`: leave them out. `cut`: keep their first `max_length` tokens; their answers lose their end."""
+    empty_answers: Literal["refuse", "skip"] = "refuse"
+    """What to do with rows whose answer is empty or missing. `refuse`: stop before training and say how many
+    there are. `skip`: leave them out."""
     packing: Annotated[Literal["on", "off"], BeforeValidator(_never_packed)] = "off"
     """`on`: put the rows of a step into one sequence, without padding. Steps, rows and results stay the same;
     it pays where rows of one step differ in length and the model has a flash-attention kernel."""

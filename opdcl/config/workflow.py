@@ -82,7 +82,8 @@ class Workflow(Section):
 
 def meaningful_settings(config: dict[str, Any], ignored: set[str] = WITHOUT_MEANING) -> dict[str, Any]:
     """Return the settings of a stage that determine its result, at every depth."""
-    settings = {key: value for key, value in config.items() if key not in ignored}
+    # Where rows are refused nothing is made, so `refuse` is no part of a result.
+    settings = {key: value for key, value in config.items() if key not in ignored and value != "refuse"}
     for key, value in settings.items():
         if isinstance(value, dict):
             settings[key] = meaningful_settings(value, {"server": PLACE, "model": MACHINE}.get(key, set()))

@@ -30,15 +30,12 @@ def encode_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, room: int) -> li
 
 
 def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Encoded]:
-    """Encode a training row: as one sequence, or for plain text as pieces of `max_length` tokens."""
+    """Encode a training row as one sequence of any length; plain text as pieces of `max_length` tokens."""
     if row.text is not None:
         ids = [*tokenizer(row.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         pieces = [ids[i : i + max_length] for i in range(0, len(ids), max_length)]
         return [Encoded(piece, [1] * len(piece)) for piece in pieces if len(piece) > 1]
-    if row.answer is None:
-        hint = "fine-tune rows need completion, answer or an assistant turn"
-        raise UsageError(f"{row.where} has no answer to learn", hint)
-    messages = [*row.prompt, {"role": "assistant", "content": row.answer}]
+    messages = [*row.prompt, {"role": "assistant", "content": row.answer or ""}]
     ids = _template(tokenizer, messages)
     mask = [0] * len(ids)
     for turn, message in enumerate(messages):
@@ -52,9 +49,6 @@ def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int
     while mask[-1] and ids[-1] != tokenizer.eos_token_id and tokenizer.eos_token_id in ids[len(ids) - 4 :]:
         ids.pop()
         mask.pop()
-    if len(ids) > max_length:
-        hint = "raise finetune.max_length, or shorten the row"
-        raise UsageError(f"{row.where}: the row has {len(ids)} tokens, max_length is {max_length}", hint)
     return [Encoded(ids, mask)]
 
 

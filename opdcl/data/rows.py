@@ -224,10 +224,11 @@ def _check(row: Any, where: str) -> Row:
             answer = row.get(answered)
             if isinstance(row[asked], list):
                 if answer is not None and not isinstance(answer, list):
-                    answer = [{"role": "assistant", "content": _string(answer, answered, where)}]
+                    content = _string(answer, answered, where, may_be_empty=True)
+                    answer = [{"role": "assistant", "content": content}]
                 return _check_messages([*row[asked], *(answer or [])], where, teacher)
             prompt = [{"role": "user", "content": _string(row[asked], asked, where)}]
-            answer = None if answer is None else _string(answer, answered, where)
+            answer = None if answer is None else _string(answer, answered, where, may_be_empty=True)
             return Row(prompt, answer, None, where, teacher)
     if row.get("text") is not None:
         return Row([], None, _string(row["text"], "text", where), where, teacher)
@@ -244,11 +245,13 @@ def _check_messages(messages: Any, where: str, teacher: str) -> Row:
     if not isinstance(messages, list):
         raise UsageError(f"{where}: messages is {_kind(messages)}, not a list", FIELDS_HINT)
     turns = []
-    for message in messages:
+    for number, message in enumerate(messages, 1):
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ("system", "user", "assistant"):
             raise UsageError(f"{where}: message role {role!r}", "roles are system, user and assistant")
-        turns.append({"role": role, "content": _string(message.get("content"), f"{role} content", where)})
+        is_answer = role == "assistant" and number == len(messages)
+        content = _string(message.get("content"), f"{role} content", where, may_be_empty=is_answer)
+        turns.append({"role": role, "content": content})
     if not any(t["role"] == "user" for t in turns):
         raise UsageError(f"{where}: no user message", FIELDS_HINT)
     if turns[-1]["role"] == "assistant":
@@ -256,10 +259,12 @@ def _check_messages(messages: Any, where: str, teacher: str) -> Row:
     return Row(turns, None, None, where, teacher)
 
 
-def _string(value: Any, name: str, where: str) -> str:
+def _string(value: Any, name: str, where: str, may_be_empty: bool = False) -> str:
     if not isinstance(value, str):
         raise UsageError(f"{where}: {name} is {_kind(value)}, not text", FIELDS_HINT)
     if not value.strip():
+        if may_be_empty:
+            return ""
         raise UsageError(f"{where}: {name} is empty", FIELDS_HINT)
     if any("\ud800" <= char <= "\udfff" for char in value):
         message = f"{where}: {name} holds half of a surrogate pair, which is not a character"

@@ -64,6 +64,11 @@ class Suite:
         half = len(docs) // 2
         return self._floors[limit] | {"shuffled": self._score(docs, answers[half:] + answers[:half])}
 
+    @property
+    def max_tokens(self) -> int:
+        """The longest answer that the suite asks for, in tokens."""
+        return int((self.task.config.generation_kwargs or {}).get("max_gen_toks", 256))
+
     def _score(self, docs: list[dict], answers: list[str]) -> list[dict[str, Any]]:
         from lm_eval.api.instance import Instance
 
@@ -180,7 +185,7 @@ def _question_task(name: str, rows: Callable[[], list[Row]], max_tokens: int) ->
     def load(**kwargs: Any) -> dict[str, Any]:
         docs = []
         for row in rows():
-            if row.answer is None or not row.prompt:
+            if not row.answer or not row.prompt:
                 raise UsageError(f"{row.where} has no question and answer", "a domain suite needs both")
             question = row.prompt[-1]["content"]
             docs.append({"question": question, "answers": [row.answer], "cluster": row.cluster})

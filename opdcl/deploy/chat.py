@@ -37,7 +37,7 @@ class Chat:
         """Return the answer of `base` and each adapter by state; `on_state` is told which one is at work."""
         messages = [{"role": "system", "content": system}] if system else []
         row = Row([*messages, {"role": "user", "content": prompt}], None, None, "prompt")
-        longest_prompt = self.backbone.causal_lm.config.max_position_embeddings - max_new_tokens
+        longest_prompt = self.backbone.context_length - max_new_tokens
         ids = encode_prompt(row, self.backbone.tokenizer, longest_prompt)
         options: Any = {"max_new_tokens": max_new_tokens, "eos_ids": self.backbone.eos_ids}
         texts = {}

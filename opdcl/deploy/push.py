@@ -30,7 +30,7 @@ def push(run: RunDir, state: str | None, repository: str, private: bool, base: s
         problem = f"{repository!r} is not the name of a repository"
         raise UsageError(problem, f"opdcl push {run.path} owner/name")
     workflow = Workflow.model_validate(run.settings())
-    state, adapter = pick_state(str(run.path), run.adapters(), state)
+    state, adapter = pick_state(str(run.path), run.intact_adapters(), state)
     base = base or portable(workflow.model.id)
     check_base(workflow.model.id, base)
     check_access()

@@ -31,7 +31,7 @@ def serve_command(
             "python -m venv ~/vllm && ~/vllm/bin/pip install vllm; opdcl serve RUN --vllm ~/vllm/bin/vllm",
         )
     model = Workflow.model_validate(run.settings()).model
-    adapters = run.adapters()
+    adapters = run.intact_adapters()
     largest = max((adapter_config(folder)["r"] for folder in adapters.values()), default=DEFAULT_RANK)
     options = {
         "--served-model-name": "base",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from opdcl.config.recover import HealthSection
 from opdcl.data.chat import render
@@ -147,16 +147,15 @@ def halt_error(step: int, reason: str, hint: str, out: StageDir) -> OpdclError:
     )
 
 
-def check_turn_end(backbone: Backbone) -> None:
+def check_turn_end(tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> None:
     """Refuse a chat template that does not end answers with an end-of-sequence id, so stopping is learned."""
-    tokenizer = backbone.tokenizer
     marker = "finis"
     turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": marker}]
     text = render(tokenizer, turns, False, tokenize=False)
     rest = tokenizer(text[text.rindex(marker) + len(marker) :], add_special_tokens=False)["input_ids"]
-    if not set(rest) & set(backbone.eos_ids):
+    if not set(rest) & set(eos_ids):
         ends = tokenizer.convert_ids_to_tokens(rest[:3])
-        known = tokenizer.convert_ids_to_tokens(backbone.eos_ids)
+        known = tokenizer.convert_ids_to_tokens(eos_ids)
         raise UsageError(
             f"the chat template ends an answer with {ends}, none of which is an end of sequence ({known})",
             "use the template and generation config that the checkpoint was trained with",

@@ -15,8 +15,9 @@ from opdcl.distill.schedule import STREAMS, Stream
 from opdcl.errors import UsageError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from opdcl.distill.teachers import Contexts
-    from opdcl.model.backbone import Backbone
 
 
 @dataclass(frozen=True)
@@ -89,25 +90,29 @@ def _check_teacher(config: RecoverConfig, stream: Stream, row: Row) -> None:
         known = ", ".join(config.teachers)
         hint = f"recover.teachers has {known}" if known else "define it in recover.teachers"
         raise UsageError(f"{row.where} names an unknown teacher {row.teacher!r}", hint)
-    if row.answer is None and teacher_section(config, stream, row.teacher).context is not None:
+    if not row.answer and teacher_section(config, stream, row.teacher).context is not None:
         hint = "give every row of that teacher an answer"
         raise UsageError(f"{row.where} has no answer for its teacher's context", hint)
 
 
 def encode_stream(
-    config: RecoverConfig, source: RecoverySource, stream: Stream, backbone: Backbone
+    config: RecoverConfig,
+    source: RecoverySource,
+    stream: Stream,
+    tokenizer: PreTrainedTokenizerBase,
+    context_length: int,
 ) -> Prompts:
-    """Encode a stream's prompts, and split off the held-out ones.
+    """Encode a stream's prompts, and split off the held-out ones; `context_length` is the model's, in tokens.
 
     Raises:
         UsageError: The same prompt names two teachers, or there is only one prompt.
     """
     rows = source.rows[stream]
     max_new_tokens = (config.domain_max_new_tokens if stream == "domain" else None) or config.max_new_tokens
-    room = backbone.causal_lm.config.max_position_embeddings - max_new_tokens
+    room = context_length - max_new_tokens
 
     def encode(row: Row) -> list[int]:
-        return encode_prompt(row, backbone.tokenizer, room)
+        return encode_prompt(row, tokenizer, room)
 
     ids = [encode(row) for row in rows]
     count = config.validation_prompts
@@ -124,7 +129,7 @@ def encode_stream(
         if row.teacher:
             prompts.routes[prompt] = row.teacher
         context = teacher_section(config, stream, row.teacher).context
-        if context is not None and row.answer is not None:
+        if context is not None and row.answer:
             in_context = encode(row.with_context(context, row.answer))
             prompts.contexts.setdefault(row.teacher, {}).setdefault(prompt, in_context)
     return prompts

@@ -36,7 +36,7 @@ class Reward:
         context: str | None = None,
     ):
         self.config, self.task, self.context = config, task, context
-        self._tokenizer, self._room = backbone.tokenizer, backbone.causal_lm.config.max_position_embeddings
+        self._tokenizer, self._room = backbone.tokenizer, backbone.context_length
         self._sources: dict[tuple[int, ...], tuple[Row, dict]] = {
             tuple(self._encode(row)): (row, doc) for row, doc in zip(rows, task.eval_docs, strict=True)
         }

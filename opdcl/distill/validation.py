@@ -92,6 +92,7 @@ class Validation(TrainerCallback):
                 self._held_out[stream] = rollouts, self.grader.distributions(rollouts, teacher)
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self.callback.report.note("the teachers answer the held-out prompts, then the first validation")
         self.write_held_out()
         general, _ = self._held_out.get("general", ([], []))
         self.health.on_start(general)

@@ -29,6 +29,7 @@ def find_adapter(place: str) -> Path:
     if last_stage is None:
         hint = "name a finished run directory, an adapter folder, or a Hub id: owner/name[@revision]"
         raise UsageError(f"{place} holds no adapter", hint)
+    RunDir(path).intact_adapters()
     return last_stage.adapter
 
 
@@ -36,7 +37,7 @@ def find_states(place: str) -> tuple[ModelConfig, dict[str, Path]]:
     """Return the base and the adapters by state, of a run directory, an adapter folder or a Hub id."""
     run = RunDir(Path(place))
     if run.is_run():
-        return ModelConfig.model_validate(run.settings()["model"]), run.adapters()
+        return ModelConfig.model_validate(run.settings()["model"]), run.intact_adapters()
     folder = find_adapter(place)
     config = adapter_config(folder)
     base = config.get("base_model_name_or_path")

@@ -54,6 +54,11 @@ class Backbone:
         return self.causal_lm.device
 
     @property
+    def context_length(self) -> int:
+        """The longest sequence that the model was made for, in tokens."""
+        return int(self.causal_lm.config.max_position_embeddings)
+
+    @property
     def head_VH(self) -> torch.Tensor:
         """The output embedding that turns hidden states into logits."""
         return self.causal_lm.get_output_embeddings().weight

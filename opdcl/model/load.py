@@ -17,7 +17,7 @@ from opdcl.rundir.files import cache_home, folder_appears_whole, write_json
 from opdcl.rundir.hashes import file_hash
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 EMBEDDED = "smollm2-135m"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -51,9 +51,6 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
         options["use_safetensors"] = True
     with _to_user_error(config):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
-    if not tokenizer.chat_template:
-        hint = "choose the instruct version of the model, or add a chat_template.jinja to its folder"
-        raise UsageError(f"model {config.id!r} has no chat template: it is not an instruct model", hint)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.use_cache = False
@@ -67,12 +64,16 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer."""
+    """Load a model's tokenizer; raise a UsageError if it has no chat template."""
     from transformers import AutoTokenizer
 
     source, options = _loading_options(config)
     with _to_user_error(config):
-        return AutoTokenizer.from_pretrained(source, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    if not tokenizer.chat_template:
+        hint = "choose the instruct version of the model, or add a chat_template.jinja to its folder"
+        raise UsageError(f"model {config.id!r} has no chat template: it is not an instruct model", hint)
+    return tokenizer
 
 
 def _loading_options(config: ModelConfig) -> tuple[str, dict]:
@@ -105,9 +106,38 @@ def check_exists(config: ModelConfig) -> None:
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return every id that ends a turn: the tokenizer's, and those in the generation config."""
-    declared = model.generation_config.eos_token_id
+    return _eos_ids(model.generation_config, tokenizer)
+
+
+def _eos_ids(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    declared = generation.eos_token_id
     declared = declared if isinstance(declared, list) else [declared]
     return sorted({i for i in [tokenizer.eos_token_id, *declared] if i is not None})
+
+
+def declared_eos_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return `eos_ids` without loading the model."""
+    from transformers import AutoConfig, GenerationConfig
+
+    source, options = _loading_options(config)
+    try:
+        generation = GenerationConfig.from_pretrained(source, revision=config.revision)
+    except OSError:  # a model need not have a generation_config.json
+        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(source, **options))
+    return _eos_ids(generation, tokenizer)
+
+
+def linear_layers(config: ModelConfig) -> list[str]:
+    """Return the names of a model's linear layers without loading its weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
+
+    source, options = _loading_options(config)
+    with _to_user_error(config), torch.device("meta"):
+        trusted = {"trust_remote_code": config.trust_remote_code}
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, **options), **trusted)
+    return [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear | Conv1D)]
 
 
 def pick_device(name: str = "auto") -> str:

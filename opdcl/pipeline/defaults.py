@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 from opdcl.config.load import flatten
@@ -102,6 +104,13 @@ def with_dtype(workflow: Workflow, dtype: str, device: str) -> tuple[Workflow, d
         named = {name: teachers.pop(f"teachers.{name}") for name in recover.teachers}
         update["recover"] = recover.model_copy(update={**teachers, "teachers": named})
     return workflow.model_copy(update=update), origins
+
+
+def named_after(workflow: Workflow, directory: Path) -> Workflow:
+    """Return the workflow, which takes the name of its run directory if it has none of its own."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", directory.resolve().name).strip("-._")[:64]
+    own = workflow.name != Workflow.model_fields["name"].default
+    return workflow if own or not name else workflow.model_copy(update={"name": name})
 
 
 def describe_automatic(workflow: Workflow, origins: dict[str, str]) -> str:

@@ -1,149 +1,172 @@
-"""Describe what a run would do, and estimate its size from the model's config alone."""
+"""Describe what a run would do: its tasks, their size and time, and the rows as the model will see them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import itertools
+import json
+from dataclasses import replace
 from typing import Any
 
-from opdcl.config.model import ModelConfig
-from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
-from opdcl.data.rows import Row
-from opdcl.distill.rollout_queue import FULL_BATCH
-from opdcl.model.architecture import architecture
-from opdcl.model.load import EMBEDDED, pick_device, pick_dtype
-from opdcl.pipeline.defaults import resolve_for_machine, text_config
+from opdcl.pipeline.defaults import resolve_for_machine
+from opdcl.pipeline.forecast import forecast
 from opdcl.pipeline.plan import Task
-from opdcl.pipeline.sources import Sources, checked_plan
+from opdcl.pipeline.preflight import checked_plan
+from opdcl.pipeline.sources import Sources
+from opdcl.results.format import duration
+from opdcl.results.tables import Table
 from opdcl.rundir.layout import RunDir
-from opdcl.stages.finetune import planned_steps
+
+# Characters of the rendered row that a terminal shows.
+SHOWN = 2000
 
 
 def describe(
-    workflow: Workflow, run: RunDir, made_by: dict[str, str] | None = None, sources: Sources | None = None
+    workflow: Workflow,
+    run: RunDir,
+    made_by: dict[str, str] | None = None,
+    sources: Sources | None = None,
+    origins: dict[str, str] | None = None,
+    force: bool = False,
 ) -> tuple[list[list[str]], dict[str, Any]]:
-    """Return what a run would do, as table rows and as data, with steps, memory and disk. Writes nothing.
+    """Return what a run would do, as table rows and as data. Writes nothing.
 
     In a sweep, `made_by` maps a fingerprint to the earlier run whose result would be copied; this run's
     fingerprints are added.
+
+    Raises:
+        OpdclError: The run would refuse it.
     """
     sources = sources or Sources()
-    workflow, _ = resolve_for_machine(sources.inherit(workflow))
+    workflow, automatic = resolve_for_machine(sources.inherit(workflow))
     made_by = {} if made_by is None else made_by
     tasks = []
-    for task in checked_plan(workflow, run, sources):
+    for task in checked_plan(workflow, run, sources, (origins or {}) | automatic, force):
         if task.action == "run" and task.fingerprint in made_by:
             task = replace(task, action="take", why=f"from {made_by[task.fingerprint]}")
         tasks.append(task)
     made_by |= {t.fingerprint: run.path.name for t in tasks if t.action != "take"}
-    sizes = estimate(workflow, tasks, sources)
-    rows = []
-    for task in tasks:
-        size = ""
-        if task.name in sizes["steps"] and task.action != "take":
-            memory = sizes["memory_bytes"][task.name] / 2**30
-            size = f"{sizes['steps'][task.name]} steps, about {memory:.1f} GiB; "
-        rows.append([task.label, task.action, size + task.why])
+    sizes = forecast(workflow, tasks, sources)
+    rows = [[task.label, task.action, _size(task, sizes) + task.why] for task in tasks]
     parameters, disk = sizes["parameters"] / 1e6, sizes["disk_bytes"] / 2**20
     totals = f"{parameters:,.0f}M parameters; about {disk:,.0f} MiB of disk"
+    if sizes["seconds"]:
+        totals += f"; about {duration(sum(sizes['seconds'].values()))} in all, estimated"
     rows.append(["machine", sizes["device"], totals])
     plan = [
         {"stage": t.name} | {k: getattr(t, k) for k in ("state", "suite", "action", "why")} for t in tasks
     ]
-    return rows, {"tasks": plan, **sizes}
+    data = {"data": _data(workflow, sources), "notes": remarks(workflow, tasks, sources)}
+    return rows, {"tasks": plan, **sizes, **data}
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """The dimensions of a model, the bytes of one number, and the device."""
-
-    layers: int
-    hidden: int
-    inner: int
-    vocabulary: int
-    keys: int
-    width: int
-    device: str
-
-    @property
-    def parameters(self) -> int:
-        per_layer = self.hidden * (2 * self.hidden + 2 * self.keys + 3 * self.inner)
-        return self.layers * per_layer + self.vocabulary * self.hidden
-
-    @property
-    def weights(self) -> int:
-        return self.parameters * self.width  # bytes
-
-    @property
-    def activations(self) -> int:
-        """Bytes per token of a micro-batch, at about 17 values per layer and hidden unit.
-
-        Korthikanti et al. (arXiv 2205.05198) count 34 bytes in 16 bits, with fused attention and without
-        tensor parallelism.
-        """
-        return self.layers * self.hidden * 17 * self.width
-
-    def adapter(self, rank: int) -> int:
-        """Return the number of parameters of an adapter on all linear layers."""
-        return self.layers * rank * (9 * self.hidden + 2 * self.keys + 3 * self.inner)
+def _size(task: Task, sizes: dict[str, Any]) -> str:
+    """Return a task's steps, memory and time as text, or "" if it will not run."""
+    if task.action in ("skip", "take") or task.name not in sizes["memory_bytes"]:
+        return ""
+    steps = f"{sizes['steps'][task.name]} steps, " if task.name in sizes["steps"] else ""
+    memory = sizes["memory_bytes"][task.name] / 2**30
+    if task.suite:
+        return f"about {memory:.1f} GiB, at most {duration(sizes['eval_seconds'][task.label])}; "
+    return f"{steps}about {memory:.1f} GiB, about {duration(sizes['seconds'][task.name])}; "
 
 
-def estimate(workflow: Workflow, tasks: list[Task], sources: Sources) -> dict[str, Any]:
-    """Estimate steps, memory and disk for a dry run, from the model's config alone.
+def data_table(plan: dict[str, Any]) -> list[Table]:
+    """Return a table of the fine-tune's rows with one as the model sees it; nothing without a fine-tune."""
+    data = plan["data"]
+    if not data:
+        return []
+    longest, shown = data["longest"], ""
+    for part in data["example"]["parts"]:
+        shown += f"⟦{part['text']}⟧" if part["learned"] else part["text"]
+    if len(shown) > SHOWN:
+        shown = f"{shown[: SHOWN // 2]}\n[...]\n{shown[-SHOWN // 2 :]}"
+    rows = [["rows", f"{data['used']:,} of {data['rows']:,} in {data['source']}"]]
+    if data["tokens"]:
+        learned = f"{data['tokens']:,} per epoch, of which {data['learned_tokens']:,} are learned"
+        rows += [["tokens", learned], ["longest row", f"{longest['tokens']:,} tokens, {longest['where']}"]]
+    rows.append(["duplicated rows", f"{data['duplicates']:,}"])
+    if shown:
+        rows.append([f"{data['example']['where']}\nlearned: ⟦...⟧", shown])
+    return [Table("rows of the fine-tune", ["", ""], rows, "")]
 
-    Memory counts the weights, their merged copy while sampling, the adapter with its gradient and two Adam
-    moments in fp32, the activations of one micro-batch, and the key-value cache of the rollouts.
-    """
-    device = pick_device(workflow.model.device)
-    shape = _shape(workflow.model, device)
-    finetune, recover = workflow.finetune, workflow.recover
-    adapter = shape.adapter(finetune.lora.r if finetune else 32)
-    fixed = shape.weights + (0 if device.startswith("cuda") else 900_000_000)
-    memory: dict[str, int] = {}
-    steps: dict[str, int] = {}
-    names = {task.name for task in tasks}
-    if finetune and "finetune" in names:
-        rows = sources.rows(finetune.data)
-        steps["finetune"] = planned_steps(finetune, len(rows))
-        longest = max(_tokens(r, r.text, r.answer) for r in rows)
-        tokens = finetune.batch_size * min(finetune.max_length, longest)
-        memory["finetune"] = fixed + adapter * 16 + tokens * shape.activations
-    if recover and "recover" in names:
-        if recover.method != "interpolate":  # which scales the adapter and trains nothing
-            steps["recover"] = recover.steps
-        rows = [row for stream in sources.recovery(recover).rows.values() for row in stream]
-        memory["recover"] = fixed + _recovery_memory(recover, rows, shape, adapter)
-    return {
-        "device": device,
-        "parameters": shape.parameters,
-        "steps": steps,
-        "memory_bytes": memory,
-        "disk_bytes": (adapter * 4) * (2 + 2 * 3 * len(steps)),
+
+def _data(workflow: Workflow, sources: Sources) -> dict[str, Any]:
+    """Return the figures of the fine-tune's rows and the first one as the model will see it."""
+    if not workflow.finetune:
+        return {}
+    rows, examples = sources.rows(workflow.finetune.data), sources.examples(workflow)
+    size, where = examples.longest
+    figures: dict[str, Any] = {
+        "source": workflow.finetune.data,
+        "rows": len(rows),
+        "used": len(examples.rows),
+        "tokens": sum(len(example.input_ids) for example in examples.encoded),
+        "learned_tokens": sum(sum(example.completion_mask) for example in examples.encoded),
+        "longest": {"tokens": size, "where": where},
+        "duplicates": len(rows) - len({json.dumps([r.prompt, r.answer, r.text]) for r in rows}),
+        "example": {"where": "", "parts": []},
     }
+    if examples.encoded:
+        tokenizer = sources.tokenizer(workflow.model)
+        first = examples.encoded[0]
+        pairs = zip(first.input_ids, first.completion_mask, strict=True)
+        figures["example"] = {
+            "where": examples.rows[0].where,
+            "parts": [
+                {"text": tokenizer.decode([token for token, _ in part]), "learned": bool(learned)}
+                for learned, part in itertools.groupby(pairs, key=lambda pair: pair[1])
+            ],
+        }
+    return figures
 
 
-def _recovery_memory(recover: RecoverConfig, rows: list[Row], shape: _Shape, adapter: int) -> int:
-    """Return the bytes that a recovery needs besides the base."""
-    teachers = recover.all_teachers().values()
-    other_models = sum(_shape(t.model, shape.device).weights for t in teachers if t.model)
-    copies = sum(t.kind in ("ema", "adapter") for t in teachers)
-    rows_at_once = max(recover.rollouts * recover.sample_ahead, FULL_BATCH)
-    cache = rows_at_once * (recover.max_new_tokens + 128) * shape.layers * 2 * shape.keys * shape.width
-    longest = max(map(_tokens, rows), default=0) + recover.max_new_tokens
-    # A micro-batch holds one sequence at least.
-    step = max(recover.micro_batch_tokens, longest) * shape.activations
-    return other_models + adapter * (20 + 4 * copies) + max(shape.weights + cache, step)
+def remarks(workflow: Workflow, tasks: list[Task], sources: Sources) -> list[str]:
+    """Return what a user should know before the training: rows left out, duplicates, an unguarded stream."""
+    todo = {task.name for task in tasks if task.action not in ("skip", "take")}
+    notes: list[str] = []
+    if workflow.finetune and "finetune" in todo:
+        notes += sources.examples(workflow).notes
+        notes += _repeated_rows(sources.rows(workflow.finetune.data))
+    if workflow.recover and "recover" in todo:
+        rows = sources.recovery(workflow).rows
+        if not rows["domain"]:
+            lost = "so the recovery may undo what was learned; name some with --domain"
+            notes.append(f"warning: no prompts guard the domain, {lost}")
+        if not rows["general"]:
+            lost = "so the recovery wins nothing back; name some with --prompts"
+            notes.append(f"warning: there are no general prompts, {lost}")
+    return notes
 
 
-def _shape(model: ModelConfig, device: str) -> _Shape:
-    width = {"float32": 4}.get(pick_dtype(model.dtype, device), 2)
-    if model.id == EMBEDDED:
-        return _Shape(30, 576, 1536, 49152, 192, width, device)
-    c = text_config(model)
-    size = c.num_hidden_layers, c.hidden_size, c.intermediate_size, c.vocab_size, architecture(c).key_width
-    return _Shape(*size, width, device)
+def _repeated_rows(rows: list[Any]) -> list[str]:
+    seen: dict[str, set[str]] = {}
+    duplicates: list[str] = []
+    for row in rows:
+        answers = seen.setdefault(json.dumps([row.prompt, row.text]), set())
+        if (answer := row.answer or "") in answers:
+            duplicates.append(row.where)
+        answers.add(answer)
+    notes = []
+    if duplicates:
+        notes.append(f"{len(duplicates)} of {len(rows)} rows repeat an earlier one (first: {duplicates[0]})")
+    if several := sum(len(answers) > 1 for answers in seen.values()):
+        notes.append(f"questions with several different answers: {several}")
+    return notes
 
 
-def _tokens(row: Row, *answer: str | None) -> int:
-    """Guess a row's length without a tokenizer: three characters per token, plus the chat template."""
-    return sum(len(text or "") for text in (*(m["content"] for m in row.prompt), *answer)) // 3 + 32
+def opening(workflow: Workflow, run: RunDir, tasks: list[Task], sources: Sources) -> str:
+    """Return the line that opens a run: model, device, rows, tokens, stages, directory, time."""
+    sizes = forecast(workflow, tasks, sources)
+    parts = [f"{workflow.model.id} on {sizes['device']} in {sizes['dtype']}"]
+    if workflow.finetune and "finetune" in sizes["memory_bytes"]:
+        examples = sources.examples(workflow)
+        tokens = sum(len(example.input_ids) for example in examples.encoded)
+        parts.append(f"{len(examples.rows):,} rows" + (f", {tokens:,} tokens per epoch" if tokens else ""))
+    count = sum(task.name == "eval" and task.action != "skip" for task in tasks)
+    stages = [f"{name} ({sizes['steps'][name]} steps)" for name in sizes["steps"]]
+    if count:
+        stages.append(f"{count} measurements" if count > 1 else "1 measurement")
+    parts.append(", ".join(stages or list(sizes["memory_bytes"])))
+    total = duration(sum(sizes["seconds"].values()))
+    return "; ".join([*filter(None, parts), f"about {total}, estimated", f"in {run.path}"])

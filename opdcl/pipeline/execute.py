@@ -15,12 +15,13 @@ from opdcl import parallel
 from opdcl.config.load import dump
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
-from opdcl.errors import GateError, Interrupted, UsageError
-from opdcl.pipeline.defaults import describe_automatic, resolve_for_machine
+from opdcl.errors import GateError, Interrupted
+from opdcl.pipeline.defaults import describe_automatic, named_after, resolve_for_machine
 from opdcl.pipeline.plan import Task, stage_folder
+from opdcl.pipeline.preflight import checked_plan
 from opdcl.pipeline.reuse import copy_finished
 from opdcl.pipeline.session import Session, command_line, steps_done
-from opdcl.pipeline.sources import Sources, checked_plan
+from opdcl.pipeline.sources import Sources, read_records
 from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import STATE_OF, RunDir
@@ -47,10 +48,10 @@ def execute(
         GateError: Everything ran, but a required score was missed.
     """
     sources = sources or Sources()
-    workflow, automatic = resolve_for_machine(sources.inherit(workflow))
+    workflow, automatic = resolve_for_machine(sources.inherit(named_after(workflow, run.path)))
     origins = origins | automatic
-    with interruptible(), contextlib.ExitStack() as stack:
-        with output.busy("checking model and data"):
+    with interruptible(run), contextlib.ExitStack() as stack:
+        with output.busy("checking model and data"), quiet_libraries():
             tasks = parallel.on_first_worker(
                 lambda: _prepare(workflow, origins, run, output, force, donors, sources, stack)
             )
@@ -59,6 +60,11 @@ def execute(
         unfinished = any(t.action != "skip" for t in tasks)
         trackers = workflow.track if unfinished and parallel.rank() == 0 else []
         tracked = stack.enter_context(contextlib.closing(Tracking(trackers, local, output.note)))
+        if unfinished and parallel.rank() == 0:
+            from opdcl.pipeline.dry_run import opening, remarks
+
+            for line in (opening(workflow, run, tasks, sources), *remarks(workflow, tasks, sources)):
+                output.note(line)
         if unfinished and automatic:
             output.note(describe_automatic(workflow, automatic))
         if unfinished:
@@ -79,21 +85,16 @@ def _prepare(
     stack: contextlib.ExitStack,
 ) -> list[Task]:
     """Check everything, lock the run directory until the stack closes, and return the tasks."""
-    stale = [t for t in checked_plan(workflow, run, sources) if t.action == "stale"]
-    if stale and not force:
-        reasons = "; ".join(f"{t.name} {t.why}" for t in stale)
-        ways = ["the old settings and files", "--force to redo these stages"]
-        if earlier := [option for task in stale for option in _earlier_values(task, run, origins)]:
-            ways = [f"what it was made with: {' '.join(dict.fromkeys(earlier))}"]
-        if stale[0].name == "finetune":  # a later stage is added to its run and has no other directory
-            ways.insert(0, f"a new directory (-o {run.path}-2)")
-        hint = ", or ".join(ways)
-        raise UsageError(f"{run.path} does not hold what this command would make; {reasons}", hint)
+    tasks = checked_plan(workflow, run, sources, origins, force)
     if dead := stack.enter_context(run.lock()):
         output.note(f"took over the lock of process {dead.get('pid')}, which has ended")
-    for task in stale:
-        shutil.rmtree(stage_folder(run, task.name).path, ignore_errors=True)
-        shutil.rmtree(run.evals / STATE_OF[task.name], ignore_errors=True)
+    if read_records(run).empty:  # what an earlier try recorded, of another model perhaps, binds nobody
+        run.manifest.unlink(missing_ok=True)
+    for task in tasks:
+        if task.name in STATE_OF and task.action in ("run", "stale"):
+            shutil.rmtree(stage_folder(run, task.name).path, ignore_errors=True)
+        if task.action == "stale":
+            shutil.rmtree(run.evals / STATE_OF[task.name], ignore_errors=True)
     # First the file by which a run is recognized: after a crash here, the same command goes on.
     write_json(run.config, {"workflow": workflow.model_dump(), "origins": origins})
     write_atomic(run.workflow, dump(workflow))
@@ -101,17 +102,6 @@ def _prepare(
     for task, donor in copy_finished(sources.plan(workflow, run), run, donors):
         output.note(f"{task.label}: taken from {donor.path.name}")
     return sources.plan(workflow, run)
-
-
-def _earlier_values(task: Task, run: RunDir, origins: dict[str, str]) -> list[str]:
-    """Return the options that give automatic settings the values with which a stage was made."""
-    before = stage_folder(run, task.name).state().get("inputs", {})
-    changed = {
-        "model.dtype" if key == "dtype" else f"{task.name}.{key}": value
-        for key, value in before.items()
-        if task.inputs.get(key) != value
-    }
-    return [f"--set {k}={v}" for k, v in changed.items() if origins.get(k, "").startswith("auto: ")]
 
 
 def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -> dict[str, Any]:
@@ -138,9 +128,9 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible(run: RunDir) -> Iterator[None]:
     """Turn Ctrl-C and SIGTERM into an error whose hint is the command that resumes the run."""
-    hint = f"{command_line()}  # resumes where it stopped"
+    hint = f"{command_line(run)}  # resumes where it stopped"
 
     def stop(number, frame):
         raise KeyboardInterrupt

@@ -56,6 +56,11 @@ class Records:
     stages: Mapping[str, StageRecord] = field(default_factory=dict)
     results: Mapping[tuple[str, str], str | None] = field(default_factory=dict)
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was made: no finished stage, no checkpoint, no result."""
+        return not self.results and not any(s.done or s.checkpoint for s in self.stages.values())
+
     def finished(self, stage: str) -> str | None:
         """Return the fingerprint of a stage that is done, or None."""
         record = self.stages.get(stage)
@@ -103,6 +108,10 @@ def _training_task(name: str, record: StageRecord | None, inputs: dict[str, Any]
     fingerprint = hash_value(inputs)
     if record is None:
         return Task(name, "run", "not started", fingerprint, inputs=inputs)
+    if record.state["fingerprint"] != fingerprint and not (record.done or record.checkpoint):
+        return Task(
+            name, "run", "an earlier try with other settings or data made nothing", fingerprint, inputs=inputs
+        )
     if record.state["fingerprint"] != fingerprint:
         before = record.state.get("inputs", {})
         changed = sorted(k for k in {*before, *inputs} if before.get(k) != inputs.get(k))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
@@ -43,8 +44,9 @@ class Session:
             OpdclError: A task failed, or the base weights changed on the way.
         """
         started = time.perf_counter()
-        first = {"created": now(), "command": command_line()}
-        self.manifest = first | self.manifest | {"opdcl": __version__, "versions": versions()}
+        commands = [*dict.fromkeys([*self.manifest.get("commands", []), command_line(self.run)])]
+        made_with = {"commands": commands, "opdcl": __version__, "versions": versions()}
+        self.manifest = {"created": now()} | self.manifest | made_with
         self._save_manifest()
         try:
             for task in tasks:
@@ -118,14 +120,11 @@ class Session:
             report = TrackedReport(line, self.tracked, stage, offset)
             if name == "finetune":
                 start = find_adapter(workflow.start) if workflow.start else None
-                rows = self.sources.rows(workflow.finetune.data)
-                finetune(workflow.finetune, rows, self.backbone, start, stage, report)
-            elif tuned := self.run.adapters().get("tuned"):
-                source = self.sources.recovery(workflow.recover)
-                recover(workflow.recover, source, self.backbone, tuned, stage, report)
+                examples = self.sources.examples(workflow)
+                finetune(workflow.finetune, examples, self.backbone, start, stage, report)
             else:
-                hint = f"opdcl finetune --data ROWS -o {self.run.path}"
-                raise UsageError(f"{self.run.path} has no fine-tuned adapter to recover", hint)
+                source, tuned = self.sources.recovery(workflow), self.run.adapters()["tuned"]
+                recover(workflow.recover, source, self.backbone, tuned, stage, report)
             self.tracked.follow(stage, offset)
 
     def _measure(self, task: Task) -> None:
@@ -168,9 +167,6 @@ class Session:
         """Check that the base is the one that the run began with, and record base and device."""
         model = self.workflow.model
         dtype = str(backbone.causal_lm.dtype).removeprefix("torch.")
-        if (earlier := self.manifest.get("device", {}).get("dtype", dtype)) != dtype:
-            hint = f"--set model.dtype={earlier}, or a new run directory"
-            raise UsageError(f"this run was begun in {earlier} and would go on in {dtype}", hint)
         base = self.manifest.setdefault("base", {"id": model.id, "revision": model.revision})
         base.setdefault("parameters", sum(p.numel() for p in backbone.causal_lm.parameters()))
         fingerprint = backbone.fingerprint()
@@ -201,9 +197,13 @@ def steps_done(run: RunDir, before: StageDir | None = None) -> int:
     return sum(stage.state().get("cost", {}).get("steps", 0) for stage in stages)
 
 
-def command_line() -> str:
-    """Return the command that started this process, ready to be pasted."""
-    return redact(" ".join(["opdcl", *(shlex.quote(a) for a in sys.argv[1:])]))
+def command_line(run: RunDir) -> str:
+    """Return the command that started this process; from Python, one that continues the run."""
+    program = Path(sys.argv[0])
+    words = sys.argv[1:]
+    if program.stem != "opdcl" and program.parent.name != "opdcl":  # neither the script nor `python -m opdcl`
+        words = ["run", str(run.workflow), "-o", str(run.path)]
+    return redact(shlex.join(["opdcl", *words]))
 
 
 def _cost_of_determinism(device: str) -> str:

@@ -1,28 +1,35 @@
-"""What a command reads and checks before it trains: rows, suites, their hashes, models, the run directory."""
+"""What a command reads, once: rows, suites, tokenizers, hashes, and the records of the run directory."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.config.recover import RecoverConfig
+from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import package_folder, shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
+from opdcl.data.examples import Examples, read_examples, with_answers
 from opdcl.data.rows import Row, check_lines, load_rows, on_hub, pinned, source_files
 from opdcl.errors import UsageError
 from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_plan, stage_folder
-from opdcl.pipeline.trackers import check_trackers
 from opdcl.rundir.files import read_json, write_atomic
 from opdcl.rundir.hashes import ADAPTER, file_hash, hash_files
 from opdcl.rundir.layout import RunDir
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from opdcl.data.suites import Suite
     from opdcl.distill.prompts import RecoverySource
+
+
+# The settings of a fine-tune on which its encoded rows depend.
+ENCODING = {"data", "max_length", "long_rows", "empty_answers"}
 
 
 class Sources:
@@ -37,6 +44,9 @@ class Sources:
         self._rows: dict[tuple[str, str], list[Row]] = {}
         self._suites: dict[tuple[str, str | None, int | None], Suite] = {}
         self._hashes: dict[tuple[Path, ...], str] = {}
+        self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
+        self._examples: dict[tuple[str, str], Examples] = {}
+        self._lengths: dict[tuple[Suite, int | None, str], list[int]] = {}
 
     def rows(self, source: str, split: str = "train") -> list[Row]:
         """Return the checked rows of a source; the list is the caller's own."""
@@ -88,13 +98,7 @@ class Sources:
             if source and not on_hub(source):
                 self.rows(source)
         if workflow.finetune and not on_hub(workflow.finetune.data):
-            self._check_answers(workflow.finetune.data)
-
-    def _check_answers(self, source: str) -> None:
-        for row in self.rows(source):
-            if row.text is None and row.answer is None:
-                hint = "fine-tune rows need completion, answer or text"
-                raise UsageError(f"{row.where} has no answer to learn", hint)
+            with_answers(self.rows(workflow.finetune.data), workflow.finetune)
 
     def check(self, workflow: Workflow) -> None:
         """Check that every row can be used where the workflow uses it.
@@ -103,9 +107,9 @@ class Sources:
             UsageError: A source is missing or malformed, or a row lacks what its stage needs.
         """
         if workflow.finetune:
-            self._check_answers(workflow.finetune.data)
+            with_answers(self.rows(workflow.finetune.data), workflow.finetune)
         if workflow.recover:
-            self.recovery(workflow.recover)
+            self.recovery(workflow)
         for suite, path in (workflow.eval.data if workflow.eval else {}).items():
             if path not in self._given and not os.path.isfile(path):
                 raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
@@ -119,11 +123,63 @@ class Sources:
             fields |= {f"recover.teachers.{k}.prompts": t.prompts for k, t in recover.teachers.items()}
         return fields
 
-    def recovery(self, config: RecoverConfig) -> RecoverySource:
-        """Return the checked prompts of a recovery, and the suite of its reward."""
+    def tokenizer(self, model: ModelConfig) -> PreTrainedTokenizerBase:
+        """Return a model's tokenizer, which has a chat template."""
+        from opdcl.model.load import load_tokenizer
+
+        key = model.model_dump_json()
+        if key not in self._tokenizers:
+            self._tokenizers[key] = load_tokenizer(model)
+        return self._tokenizers[key]
+
+    def examples(self, workflow: Workflow) -> Examples:
+        """Return the encoded rows of the fine-tune; raise a UsageError if any is refused."""
+        config, model = workflow.finetune, workflow.model
+        assert config
+        if config.method == "self-distill":  # which samples answers, and so has no sequences beforehand
+            return Examples(*with_answers(self.rows(config.data), config))
+        key = config.model_dump_json(include=ENCODING), model.model_dump_json()
+        if key not in self._examples:
+            self._examples[key] = read_examples(self.rows(config.data), config, self.tokenizer(model))
+        return self._examples[key]
+
+    def learned_rows(self, workflow: Workflow) -> list[Row]:
+        """Return the rows that the fine-tune learns from, without those that it leaves out."""
+        config = workflow.finetune
+        assert config
+        if config.method == "sft" and config.long_rows != "refuse":
+            return self.examples(workflow).rows
+        return with_answers(self.rows(config.data), config)[0]
+
+    def prompt_lengths(self, name: str, workflow: Workflow) -> list[int]:
+        """Return the length of each prompt of a suite in tokens, without few-shot examples."""
+        from opdcl.data.chat import encode_prompt
+
+        assert workflow.eval
+        suite, tokenizer = self.suite(name, workflow.eval), self.tokenizer(workflow.model)
+        key = suite, workflow.eval.limit, workflow.model.model_dump_json()
+        if key not in self._lengths:
+            texts = [str(suite.task.doc_to_text(doc)) for doc in suite.documents(workflow.eval.limit)]
+            rows = [Row([{"role": "user", "content": text}], None, None, name) for text in texts]
+            self._lengths[key] = [len(encode_prompt(row, tokenizer, sys.maxsize)) for row in rows]
+        return self._lengths[key]
+
+    def recovery(self, workflow: Workflow) -> RecoverySource:
+        """Return the checked prompts of a recovery, and the suite of its reward.
+
+        Of a domain that the fine-tune has learned, rows that it left out are no prompts either.
+        """
         from opdcl.distill.prompts import read_recovery_source
 
-        return read_recovery_source(config, self.rows, lambda suite: self.suite(suite).task)
+        finetune, recover = workflow.finetune, workflow.recover
+        assert recover
+
+        def read(source: str, split: str = "train") -> list[Row]:
+            if finetune and source == finetune.data and split == "train":
+                return self.learned_rows(workflow)
+            return self.rows(source, split)
+
+        return read_recovery_source(recover, read, lambda suite: self.suite(suite).task)
 
     def hashes(self, workflow: Workflow) -> dict[str, str]:
         """Return the hash of each source's content, by the name of its field."""
@@ -175,57 +231,3 @@ def read_records(run: RunDir) -> Records:
             stages[name] = StageRecord(state, checkpoint=checkpoint.name if checkpoint else None)
     files = run.evals.glob("*/*.json")
     return Records(stages, {(f.parent.name, f.stem): read_json(f).get("fingerprint") for f in files})
-
-
-def checked_plan(workflow: Workflow, run: RunDir, sources: Sources) -> list[Task]:
-    """Check the run directory, the data and what the tasks need; return the tasks. Writes nothing."""
-    refuse_foreign(run)
-    sources.check(workflow)
-    tasks = sources.plan(workflow, run)
-    check_tasks(workflow, sources)
-    check_servers(workflow, {task.name for task in tasks if task.action != "skip"})
-    return tasks
-
-
-def refuse_foreign(run: RunDir) -> None:
-    """Refuse a directory that is not a run's, or that links out of itself, so that nothing is overwritten."""
-    hint = "choose another directory with -o"
-    if run.path.exists() and not run.path.is_dir():
-        raise UsageError(f"{run.path} is a file", hint)
-    names = {p.name for p in run.path.iterdir()} if run.path.is_dir() else set()
-    # A crash can leave the temporary file of config.json, which is the first that a run writes.
-    begun = {name for name in names if name.startswith(f".{run.config.name}.")}
-    if names - begun - {".lock", "logs"} and not run.is_run():
-        raise UsageError(f"{run.path} exists and is not a run directory", hint)
-    for folder, folders, files in os.walk(run.path):
-        if link := next((p for name in (*folders, *files) if (p := Path(folder, name)).is_symlink()), None):
-            hint = "replace it by what it points to; the run directory itself may be a link"
-            raise UsageError(f"{link} is a symbolic link: what a run writes stays inside its directory", hint)
-
-
-def check_tasks(workflow: Workflow, sources: Sources) -> None:
-    """Check what needs libraries but no weights: the models' locations, trackers, prompts, suites."""
-    from opdcl.model.load import check_exists
-
-    finetune = workflow.finetune
-    for model in workflow.models():
-        check_exists(model)
-    check_trackers(workflow.track)
-    if finetune and finetune.method == "self-distill":
-        from opdcl.stages.finetune import as_distillation
-
-        sources.recovery(as_distillation(finetune, len(sources.rows(finetune.data))))
-    if workflow.eval:
-        for suite in workflow.eval.suites():
-            sources.suite(suite, workflow.eval)
-
-
-def check_servers(workflow: Workflow, unfinished: set[str]) -> None:
-    """Check that every server that the unfinished stages need grants access."""
-    from opdcl.sampling.server import check_access
-
-    servers = [workflow.eval.server] if workflow.eval and "eval" in unfinished else []
-    if workflow.recover and "recover" in unfinished:
-        servers += [workflow.recover.server, *(t.server for t in workflow.teachers().values())]
-    for server in filter(None, servers):
-        check_access(server)

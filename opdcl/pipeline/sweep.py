@@ -82,7 +82,11 @@ def _other_runs(out: Path, runs: dict[str, Workflow]) -> list[RunDir]:
 
 
 def describe_all(
-    flow: Workflow, out: Path, sources: Sources | None = None
+    flow: Workflow,
+    out: Path,
+    origins: dict[str, str] | None = None,
+    force: bool = False,
+    sources: Sources | None = None,
 ) -> tuple[list[list[str]], list[dict[str, Any]]]:
     """Return what each run would do, as table rows and as data. Writes nothing."""
     from opdcl.pipeline.dry_run import describe
@@ -97,7 +101,7 @@ def describe_all(
             rows.append([name, "all stages", "run", why])
             plans.append({"run": name, "tasks": [], "why": why})
             continue
-        lines, plan = describe(workflow, RunDir(out / name), made_by, sources)
+        lines, plan = describe(workflow, RunDir(out / name), made_by, sources, origins, force)
         rows += [[name, *line] for line in lines if line[0] != "machine"]
         plans.append({"run": name, **plan})
     return rows, plans

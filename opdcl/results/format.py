@@ -90,5 +90,12 @@ def clock(seconds: float) -> str:
     return f"{round(seconds) // 60}:{round(seconds) % 60:02d}"
 
 
+def duration(seconds: float) -> str:
+    """Format an estimated time as `40 s`, `12 min` or `3.4 h`."""
+    if seconds < 90:
+        return f"{max(10, round(seconds, -1)):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def memory(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"

@@ -55,8 +55,12 @@ def card(run: RunDir, state: str, base: str, place: str, license: str | None, da
     suites = load_suites(run)
     context = _context(run, summarise(run, suites), suites)
     # The command and the paths may name private files, so a public card leaves them out.
-    private = ("command", "base", "adapter tuned", "adapter recovered")
-    facts = {name: value for name, value in context["facts"].items() if name not in private}
+    private = ("base", "adapter tuned", "adapter recovered")
+    facts = {
+        name: value
+        for name, value in context["facts"].items()
+        if name not in private and not name.startswith("command")
+    }
     context |= {"card_state": state, "base_model": base, "adapter_path": place, "facts": facts}
     return _render_card(context, base, license, datasets)
 
@@ -178,7 +182,7 @@ def _facts(run: RunDir, manifest: dict, base: dict, adapters: dict) -> dict[str,
     cpu_and_memory = [cores and f"{cores} cores", size and format.memory(size)]
     hardware = [device.get("name"), device.get("dtype"), *cpu_and_memory]
     facts = {
-        "command": manifest.get("command"),
+        **_commands(manifest),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         "device": ", ".join(filter(None, hardware)),
         "seeds": ", ".join(f"{stage} {seed}" for stage, seed in seeds.items() if seed is not None),
@@ -192,6 +196,13 @@ def _facts(run: RunDir, manifest: dict, base: dict, adapters: dict) -> dict[str,
         "whole run, min:s": manifest.get("seconds") and format.clock(manifest["seconds"]),
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def _commands(manifest: dict) -> dict[str, str]:
+    """Return the commands that made the run, in order: one for each verb."""
+    commands = manifest.get("commands") or [manifest.get("command", "")]
+    names = [f"command {number}" for number in range(1, len(commands) + 1)] if commands[1:] else ["command"]
+    return dict(zip(names, commands, strict=True))
 
 
 def _teachers(run: RunDir) -> dict[str, str]:

@@ -37,7 +37,7 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
     headline = headline_of(suites)
     retention, domain = headline.get("retention"), headline.get("domain")
     estimates = {s.name: _summarise_suite(s) for s in suites}
-    faults = _faults(run, suites)
+    faults = [*_damaged_adapters(run), *_faults(run, suites)]
     summary: dict[str, Any] = {
         "verdict": "",
         "name": run.settings().get("name") or run.path.name,
@@ -192,6 +192,11 @@ def _cost(run: RunDir, suites: list[Suite]) -> dict[str, dict]:
     totals: list[Callable] = [sum, sum, max]
     cost["eval"] = {k: of(c.get(k) or 0 for c in evals) for k, of in zip(keys, totals, strict=True) if evals}
     return cost
+
+
+def _damaged_adapters(run: RunDir) -> list[str]:
+    hint = "the results here are those of the adapter that the run recorded, not of this file"
+    return [f"{problem}: {hint}." for problem in run.adapter_damage().values()]
 
 
 def _faults(run: RunDir, suites: list[Suite]) -> list[str]:

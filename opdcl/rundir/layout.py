@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from opdcl.config.load import without_removed
 from opdcl.errors import UsageError
 from opdcl.rundir.files import now, read_json
-from opdcl.rundir.hashes import damage
+from opdcl.rundir.hashes import ADAPTER, check, damage
 
 # The stage that makes the adapter of each state, and the other way round.
 STAGE_OF = {"tuned": "finetune", "recovered": "recover"}
@@ -115,6 +115,22 @@ class RunDir:
         """Return the folders of finished adapters by state, `tuned` before `recovered`."""
         stages = {state: self.find_stage(name) for state, name in STAGE_OF.items()}
         return {state: stage.adapter for state, stage in stages.items() if stage and stage.is_done()}
+
+    def adapter_damage(self) -> dict[str, str]:
+        """Return state -> problem for finished adapters that are not those which their stages recorded."""
+        problems = {}
+        for state, folder in self.adapters().items():
+            recorded = StageDir(folder.parent).state().get("adapter_sha256")
+            if recorded and (problem := check(folder / ADAPTER, recorded)):
+                problems[state] = f"{folder / ADAPTER} {problem} since its stage recorded it"
+        return problems
+
+    def intact_adapters(self) -> dict[str, Path]:
+        """Return `adapters`; raise a UsageError if one is not that which its stage recorded."""
+        for problem in self.adapter_damage().values():
+            hint = "restore the file from a copy, or repeat the stage: "
+            raise UsageError(problem, f"{hint}opdcl run {self.workflow} -o {self.path} --force")
+        return self.adapters()
 
     def eval_result(self, state: str, suite: str) -> Path:
         return self.evals / state / f"{suite}.json"

@@ -111,16 +111,8 @@ class BackboneLM(LM):
 
     def _max_tokens(self, request, length: int) -> int:
         """Return the maximum length of an answer, in tokens."""
-        max_tokens = int(request.args[1].get("max_gen_toks", 256))
-        if self.config.max_new_tokens:
-            max_tokens = min(max_tokens, self.config.max_new_tokens)
-        room = self.backbone.causal_lm.config.max_position_embeddings
-        if length + max_tokens > room:
-            raise UsageError(
-                f"a prompt of {length} tokens and an answer of {max_tokens} exceed the context of {room}",
-                "set eval.max_new_tokens, or leave the suite out",
-            )
-        return max_tokens
+        suite_limit = int(request.args[1].get("max_gen_toks", 256))
+        return max_answer_tokens(self.config, suite_limit, length, self.backbone.context_length)
 
     @contextlib.contextmanager
     def _decoder(self) -> Iterator[Decode]:
@@ -149,6 +141,19 @@ class BackboneLM(LM):
         raise UsageError("suites that compare log-likelihoods are not supported yet", hint)
 
     loglikelihood_rolling = loglikelihood
+
+
+def max_answer_tokens(config: EvalConfig, suite_limit: int, length: int, room: int) -> int:
+    """Return the maximum length of an answer, in tokens, to a prompt of `length` in a context of `room`.
+
+    Raises:
+        UsageError: Both together exceed the context.
+    """
+    limit = min(suite_limit, config.max_new_tokens or suite_limit)
+    if length + limit > room:
+        message = f"a prompt of {length} tokens and an answer of {limit} exceed the context of {room}"
+        raise UsageError(message, "set eval.max_new_tokens, or leave the suite out")
+    return limit
 
 
 def evaluate(

@@ -19,8 +19,7 @@ from opdcl import parallel
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
-from opdcl.data.chat import encode_example
-from opdcl.data.rows import Row
+from opdcl.data.examples import Examples
 from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
@@ -41,13 +40,13 @@ logger = logging.getLogger(__name__)
 
 def finetune(
     config: FinetuneConfig,
-    rows: list[Row],
+    examples: Examples,
     backbone: Backbone,
     start: Path | None,
     out: StageDir,
     report: StageReport,
 ) -> None:
-    """Train the adapter in `start`, or a new one, on the rows; resume from the stage's last checkpoint.
+    """Train the adapter in `start`, or a new one, on the examples; resume from the stage's last checkpoint.
 
     Method `self-distill` is the recovery loop with another teacher: an EMA copy of the student, shown the
     reference answer, grades the student's completions (SDFT, arXiv 2601.19897, algorithm 1).
@@ -57,12 +56,13 @@ def finetune(
         if not start.exists():
             backbone.new_adapter(config.lora, config.seed)
             save_adapter(backbone, start)
-        recovery = as_distillation(config, len(rows))
-        recover(recovery, read_recovery_source(recovery, lambda *_: rows), backbone, start, out, report)
+        recovery = as_distillation(config, len(examples.rows))
+        source = read_recovery_source(recovery, lambda *_: examples.rows)
+        recover(recovery, source, backbone, start, out, report)
         return
     if config.packing == "on" and parallel.worker_count() > 1:
         raise UsageError("workers cannot share packed rows", "set finetune.packing to off")
-    encoded = [e for row in rows for e in encode_example(row, backbone.tokenizer, config.max_length)]
+    encoded = examples.encoded
     if start:
         backbone.drop_adapters()
         model = backbone.load_adapter(start, "student", trainable=True)
@@ -90,7 +90,7 @@ def _stage_arguments(config: FinetuneConfig, steps: int) -> dict[str, Any]:
         "per_device_train_batch_size": config.batch_size,
         "lr_scheduler_type": "cosine",
         "warmup_steps": math.ceil(steps * 0.05),
-        "max_length": None,  # `encode_example` has seen to it
+        "max_length": None,  # `read_examples` has seen to it
         # TRL's `packing` would put more than `batch_size` rows into a step, and so train several times the
         # epochs asked for. This one changes the layout of a step, not its rows.
         "padding_free": config.packing == "on",

@@ -48,8 +48,11 @@ def recover(
     if config.method == "replay":
         imitation = config.loss.model_copy(update={"kind": "cross_entropy"})
         config = config.model_copy(update={"lmbda": 0.0, "loss": imitation})
-    check_turn_end(backbone)
-    streams = {stream: encode_stream(config, source, stream, backbone) for stream in STREAMS}
+    check_turn_end(backbone.tokenizer, backbone.eos_ids)
+    streams = {
+        stream: encode_stream(config, source, stream, backbone.tokenizer, backbone.context_length)
+        for stream in STREAMS
+    }
     train = {stream: prompts.train for stream, prompts in streams.items()}
     if config.method == "general":
         train["domain"] = []

@@ -185,7 +185,7 @@ def test_a_dry_run_is_one_json_document_and_writes_nothing(opdcl, tmp_path):
 def test_a_dry_run_counts_the_longest_prompt(opdcl, tmp_path):
     sizes = []
     for words in (10, 4000):
-        (tmp_path / "prompts.jsonl").write_text(json.dumps({"question": "word " * words}) + "\n")
+        (tmp_path / "prompts.jsonl").write_text(2 * (json.dumps({"question": "word " * words}) + "\n"))
         plan = opdcl(
             "run",
             "quickstart",
@@ -197,7 +197,7 @@ def test_a_dry_run_counts_the_longest_prompt(opdcl, tmp_path):
             "--json",
         )
         sizes.append(json.loads(plan)["memory_bytes"]["recover"])
-    assert sizes[1] > 1.5 * sizes[0]
+    assert sizes[1] > 1.2 * sizes[0]
 
 
 def test_doctor_passes_on_this_machine(opdcl):

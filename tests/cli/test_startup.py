@@ -24,6 +24,7 @@ HEAVY_MODULES = (
     "model.distributions",
     "model.compatibility",
     "pipeline.dry_run",
+    "pipeline.forecast",
     "results.arm_scores",
     "results.arms",
     "results.continual",

@@ -7,6 +7,8 @@ from helpers.command import opdcl
 from helpers.tiny import make_model, make_project
 from safetensors.torch import load_file, save_file
 
+from opdcl.rundir.hashes import file_hash
+
 SMOKE = """
 model: {{id: {model}, dtype: float32}}
 finetune: {{epochs: 0.05, batch_size: 4, learning_rate: 1e-2, lora: {{r: 4, alpha: 8}}}}
@@ -113,6 +115,9 @@ def test_two_specialists_into_one(folder):
         folder / "special" / "staff-1" / "stages" / "01-finetune" / "adapter" / "adapter_model.safetensors"
     )
     other.write_bytes(adapter(folder / "special", "site-1", "01-finetune"))
+    record = other.parents[1] / "stage.json"  # as if that stage had been done again
+    state = json.loads(record.read_text())
+    record.write_text(json.dumps(state | {"adapter_sha256": file_hash(other)}))
     again = ("run", "special/one-1/workflow.yaml", "-o", "special/one-1", "--set", "recover.steps=2")
     before = (folder / "special" / "one-1" / "config.json").read_bytes()
     changed = opdcl(*again, cwd=folder)

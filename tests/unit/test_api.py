@@ -41,7 +41,7 @@ def test_an_argument_means_the_same_as_its_setting(rows):
     assert steps(named) == 3
     assert steps(opdcl.finetune(rows, settings={"finetune.epochs": 3}, dry_run=True)) == 3
     assert steps(opdcl.finetune(rows, settings=["finetune.epochs=3"], dry_run=True)) == 3
-    assert repr(named) == "<opdcl: dry run of run in runs/finetune>"
+    assert repr(named) == "<opdcl: dry run: runs/finetune>"
 
 
 def test_an_argument_takes_precedence_over_settings(rows):

@@ -12,6 +12,7 @@ from opdcl.config.load import validate
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.trainer_fields import ALLOWED, INSTEAD, OPTIMIZERS, SCHEDULES
+from opdcl.data.examples import read_examples
 from opdcl.data.rows import load_rows
 from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import UsageError
@@ -60,7 +61,14 @@ def result(folder, stage, backbone, model, trainer) -> tuple[bytes, int]:
         if stage == "recover":
             recover(config, read_recovery_source(config), fresh, folder / "tuned", out, Silent())
         else:
-            finetune(config, load_rows(config.data), fresh, None, out, Silent())
+            finetune(
+                config,
+                read_examples(load_rows(config.data), config, fresh.tokenizer),
+                fresh,
+                None,
+                out,
+                Silent(),
+            )
     finally:
         fresh.drop_adapters()
     assert len([row for row in read_jsonl(out.metrics) if "loss" in row]) == 4

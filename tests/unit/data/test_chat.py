@@ -58,14 +58,9 @@ def test_a_template_that_can_think_is_told_not_to(tokenizer):
     assert "Think!" not in render(tokenizer, CONVERSATION, True, tokenize=False)
 
 
-def test_a_row_longer_than_its_limit_is_refused_with_its_place(tokenizer):
+def test_a_prompt_longer_than_its_limit_is_refused_with_its_place(tokenizer):
     row = Row(CONVERSATION, "Second", None, "here:1")
-    (encoded,) = encode_example(row, tokenizer, 500)
     prompt = encode_prompt(row, tokenizer, 500)
-    size = len(encoded.input_ids)
-    assert encode_example(row, tokenizer, size)[0] == encoded
-    with pytest.raises(UsageError, match=rf"here:1: the row has {size} tokens, max_length is {size - 1}"):
-        encode_example(row, tokenizer, size - 1)
     assert encode_prompt(row, tokenizer, len(prompt)) == prompt
     with pytest.raises(UsageError, match=f"here:1: the prompt has {len(prompt)} tokens"):
         encode_prompt(row, tokenizer, len(prompt) - 1)

@@ -124,7 +124,6 @@ def test_malformed_json_is_refused_with_its_line(tmp_path):
         ({"text": ""}, "text is empty"),
         ({"text": " \n "}, "text is empty"),
         ({"prompt": "", "completion": "c"}, "prompt is empty"),
-        ({"question": "Who?", "answer": ""}, "answer is empty"),
         ({"question": "Who?", "answer": 7}, "answer is a number, not text"),
         ({"prompt": {"a": 1}}, "prompt is an object, not text"),
         ({"text": ["a"]}, "text is a list, not text"),

@@ -145,12 +145,12 @@ def test_an_eos_list_that_the_template_never_uses_is_refused(backbone, tuned):
 
 
 def test_a_template_of_another_model_is_refused(backbone):
-    check_turn_end(backbone)
+    check_turn_end(backbone.tokenizer, backbone.eos_ids)
     backbone.tokenizer.chat_template = (
         "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n[/end]\n{% endfor %}"
     )
     with pytest.raises(UsageError, match="none of which is an end of sequence"):
-        check_turn_end(backbone)
+        check_turn_end(backbone.tokenizer, backbone.eos_ids)
 
 
 def test_a_reward_of_length_is_noticed(tmp_path):

@@ -47,7 +47,9 @@ def move(backbone, by=0.05):
 
 
 def encode(config, stream, backbone):
-    return encode_stream(config, read_recovery_source(config), stream, backbone)
+    return encode_stream(
+        config, read_recovery_source(config), stream, backbone.tokenizer, backbone.context_length
+    )
 
 
 def states(teacher):

@@ -1,6 +1,8 @@
 """A run that goes on elsewhere keeps the precision it was begun in, or is refused with the option to add."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +12,10 @@ from opdcl.errors import UsageError
 from opdcl.pipeline.defaults import resolve_for_machine, with_dtype
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.plan import stage_folder
-from opdcl.pipeline.session import Session
+from opdcl.pipeline.session import command_line
 from opdcl.pipeline.sources import Sources
 from opdcl.rundir.files import write_atomic, write_json
+from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import RunDir
 
 
@@ -29,7 +32,10 @@ def begun(tmp_path, tiny_model):
     elsewhere, origins = resolve_for_machine(elsewhere)
     (task,) = Sources().plan(elsewhere, run)
     record = {"status": "running", "fingerprint": task.fingerprint, "inputs": task.inputs}
-    write_json(stage_folder(run, "finetune").record, record)
+    stage = stage_folder(run, "finetune")
+    write_json(stage.record, record)
+    write_atomic(stage.trainer / "checkpoint-1" / "weights", "of step 1")
+    seal(stage.trainer / "checkpoint-1")
     write_json(run.config, {"workflow": elsewhere.model_dump(), "origins": origins})
     write_atomic(run.workflow, dump(elsewhere))
     return workflow, run, other
@@ -48,10 +54,25 @@ def test_another_automatic_value_is_refused_with_the_option_that_keeps_the_first
     assert task.action == "resume"
 
 
-def test_a_run_without_stages_keeps_its_precision_too(begun):
-    workflow, run, _ = begun
+def test_a_run_without_stages_keeps_its_precision_too(tmp_path, tiny_model):
+    workflow, run = validate({"model": {"id": str(tiny_model)}}), RunDir(tmp_path / "run")
+    write_json(run.config, {"workflow": workflow.model_dump(), "origins": {}})
     write_json(run.manifest, {"device": {"dtype": "float16"}})
-    session = Session(workflow, run, Sources(), Output("quiet"), None)
+    write_json(run.eval_result("base", "instructions"), {"fingerprint": "of another time"})
     with pytest.raises(UsageError, match="begun in float16") as caught:
-        _ = session.backbone
+        execute(workflow, {}, run, Output("quiet"))
     assert "--set model.dtype=float16" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["/usr/bin/opdcl", "eval", "my run"], "opdcl eval 'my run'"),
+        (["/lib/opdcl/__main__.py", "run", "quickstart"], "opdcl run quickstart"),
+        (["ipykernel_launcher.py", "-f", "kernel.json"], "opdcl run runs/x/workflow.yaml -o runs/x"),
+        (["study.py"], "opdcl run runs/x/workflow.yaml -o runs/x"),
+    ],
+)
+def test_a_run_records_a_command_that_can_be_typed(monkeypatch, argv, command):
+    monkeypatch.setattr(sys, "argv", argv)
+    assert command_line(RunDir(Path("runs/x"))) == command

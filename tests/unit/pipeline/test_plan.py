@@ -102,13 +102,17 @@ def test_a_finished_stage_whose_adapter_is_damaged_or_gone_is_not_done(done):
     assert plan(FULL, done)["recover"].action == "skip"
 
 
-def test_a_stopped_stage_resumes_from_its_checkpoint(run):
-    finish({"finetune": FINETUNE}, run, status="running")
-    assert plan({"finetune": FINETUNE}, run)["finetune"].why == "stopped before its first checkpoint"
+def add_checkpoint(run):
     checkpoint = run.stage(1, "finetune").trainer / "checkpoint-50"
     checkpoint.mkdir(parents=True)
     (checkpoint / "trainer_state.json").touch()
     seal(checkpoint)
+
+
+def test_a_stopped_stage_resumes_from_its_checkpoint(run):
+    finish({"finetune": FINETUNE}, run, status="running")
+    assert plan({"finetune": FINETUNE}, run)["finetune"].why == "stopped before its first checkpoint"
+    add_checkpoint(run)
     task = plan({"finetune": FINETUNE}, run)["finetune"]
     assert task.action == "resume"
     assert "checkpoint-50" in task.why
@@ -116,7 +120,11 @@ def test_a_stopped_stage_resumes_from_its_checkpoint(run):
 
 def test_a_stopped_stage_with_other_settings_is_stale_not_resumed(run):
     finish({"finetune": FINETUNE}, run, status="running")
-    assert plan({"finetune": {**FINETUNE, "epochs": 9}}, run)["finetune"].action == "stale"
+    other = {"finetune": {**FINETUNE, "epochs": 9}}
+    # Nothing was made yet, so there is nothing to protect.
+    assert plan(other, run)["finetune"].action == "run"
+    add_checkpoint(run)
+    assert plan(other, run)["finetune"].action == "stale"
 
 
 @pytest.mark.parametrize(

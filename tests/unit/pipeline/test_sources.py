@@ -105,9 +105,26 @@ def test_rows_that_a_caller_changes_stay_as_they_were_read(project):
 def test_a_row_without_an_answer_is_refused_before_anything_is_written(project):
     (project / "rows.jsonl").write_text(json.dumps({"question": "What is the code?"}))
     workflow, origins = load(["tiny.yaml"], ["eval=null"])
-    with pytest.raises(UsageError, match=r"rows\.jsonl:1 has no answer to learn"):
+    with pytest.raises(UsageError, match=r"1 row has no answer to learn \(first: .*rows\.jsonl:1\)"):
         execute(workflow, origins, RunDir(project / "run"), Output("quiet"))
     assert not (project / "run").exists()
+
+
+def test_rows_that_the_fine_tune_leaves_out_are_no_domain_prompts(project):
+    with open(project / "rows.jsonl", "a") as file:
+        file.write(json.dumps({"question": "What is it?", "answer": "word " * 300}) + "\n")
+        file.write(json.dumps({"question": "And that?", "answer": ""}) + "\n")
+    kept = {}
+    for long_rows in ("skip", "cut"):
+        settings = [
+            "finetune.max_length=99",
+            "finetune.empty_answers=skip",
+            f"finetune.long_rows={long_rows}",
+        ]
+        workflow, _ = load(["tiny.yaml"], settings)
+        sources = Sources()
+        kept[long_rows] = len(sources.recovery(sources.inherit(workflow)).rows["domain"])
+    assert kept == {"skip": 12, "cut": 13}
 
 
 def test_the_hash_of_a_suite_covers_its_data_and_each_field_has_its_own(project):

@@ -13,6 +13,7 @@ from opdcl.config.finetune import FinetuneConfig, LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.console import Output
 from opdcl.data.chat import encode_example, encode_prompt
+from opdcl.data.examples import Examples, read_examples
 from opdcl.data.rows import Row, load_rows
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
@@ -90,7 +91,9 @@ def learn(tmp_path, tiny_model):
         base = ModelConfig(id=str(tiny_model), dtype="float32")
         out = StageDir(tmp_path / name)
         report = Output("quiet").stage("finetune")
-        finetune(config, load_rows(config.data), Backbone.load(base), None, out, report)
+        backbone = Backbone.load(base)
+        examples = read_examples(load_rows(config.data), config, backbone.tokenizer)
+        finetune(config, examples, backbone, None, out, report)
         steps = [(r["loss"], r[field]) for r in read_jsonl(out.metrics)]
         return load_file(out.adapter / "adapter_model.safetensors"), steps
 
@@ -206,7 +209,7 @@ def test_self_distillation_learns_from_itself_shown_the_answer_and_resumes_to_th
     def train(name, at=None):
         out = StageDir(tmp_path / name)
         try:
-            finetune(config, load_rows(config.data), Backbone.load(base), None, out, Stop(at))
+            finetune(config, Examples(load_rows(config.data)), Backbone.load(base), None, out, Stop(at))
         except KeyboardInterrupt:
             assert at
         return out
@@ -228,4 +231,4 @@ def test_self_distillation_needs_answers(tmp_path, backbone):
     )
     rows, out = load_rows(config.data), StageDir(tmp_path / "out")
     with pytest.raises(UsageError, match=r"rows\.jsonl:1 has no answer"):
-        finetune(config, rows, backbone, None, out, Silent())
+        finetune(config, Examples(rows), backbone, None, out, Silent())

@@ -1,0 +1,94 @@
+"""The rows of a fine-tune; those without an answer or over the limit are refused, left out or cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from opdcl.config.finetune import FinetuneConfig
+from opdcl.data.chat import Encoded, encode_example
+from opdcl.data.rows import Row
+from opdcl.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The rows that a fine-tune uses, their token ids (several sequences for a long text), and remarks."""
+
+    rows: list[Row]
+    notes: list[str] = field(default_factory=list)
+    encoded: list[Encoded] = field(default_factory=list)
+    longest: tuple[int, str] = (0, "")
+    """Tokens and place of the longest row, before anything is cut."""
+
+
+def with_answers(rows: list[Row], config: FinetuneConfig) -> tuple[list[Row], list[str]]:
+    """Return the rows that have something to learn, and a note on those that were left out.
+
+    Raises:
+        UsageError: Some have no answer and `empty_answers` is `refuse`, or none has one.
+    """
+    usable = [row for row in rows if row.text is not None or row.answer]
+    empty = [row for row in rows if row.text is None and not row.answer]
+    if not empty:
+        return rows, []
+    found = f"{_rows(len(empty), 'has', 'have')} no answer to learn (first: {empty[0].where})"
+    if config.empty_answers == "refuse" or not usable:
+        hint = "fine-tune rows need completion, answer or text"
+        raise UsageError(found, f"{hint}; --set finetune.empty_answers=skip leaves these rows out")
+    return usable, [f"{found}; left out"]
+
+
+def read_examples(rows: list[Row], config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> Examples:
+    """Encode the rows of a fine-tune, and treat those over `max_length` as `long_rows` says.
+
+    Raises:
+        UsageError: A row is too long and `long_rows` is `refuse`, or no row is left.
+    """
+    rows, notes = with_answers(rows, config)
+    limit = config.max_length
+    used: list[Row] = []
+    encoded: list[Encoded] = []
+    long: list[tuple[int, str]] = []
+    longest, unlearnable = (0, ""), 0
+    for row in rows:
+        examples = encode_example(row, tokenizer, limit)
+        size = sum(len(example.input_ids) for example in examples)
+        longest = max(longest, (size, row.where), key=lambda pair: pair[0])
+        if row.text is None and size > limit:
+            long.append((size, row.where))
+            cut = [Encoded(e.input_ids[:limit], e.completion_mask[:limit]) for e in examples]
+            # A prompt that fills the whole row leaves nothing to learn.
+            examples = [e for e in cut if config.long_rows == "cut" and any(e.completion_mask)]
+            unlearnable += not examples
+        if examples:
+            used.append(row)
+            encoded += examples
+    if long:
+        notes.append(_long_rows(long, unlearnable, config))
+    if not encoded:
+        reasons = "; ".join(notes)
+        raise UsageError(f"{config.data} has no row to learn from: {reasons}", "raise finetune.max_length")
+    return Examples(used, notes, encoded, longest)
+
+
+def _long_rows(long: list[tuple[int, str]], unlearnable: int, config: FinetuneConfig) -> str:
+    """Return the note on rows over the limit; raise a UsageError if they are refused."""
+    size, where = long[0]
+    counted = _rows(len(long), "is", "are")
+    found = f"{counted} longer than {config.max_length} tokens (first: {where} with {size})"
+    if config.long_rows == "refuse":
+        most = max(size for size, _ in long)
+        hint = f"raise finetune.max_length (the longest row has {most} tokens), or --set finetune.long_rows="
+        raise UsageError(found, f"{hint}skip, which leaves these rows out, or =cut, which shortens them")
+    if config.long_rows == "skip":
+        return f"{found}; left out"
+    whole = f", {unlearnable} left out because no answer remained" if unlearnable else ""
+    return f"{found}; cut{whole}"
+
+
+def _rows(count: int, one: str, several: str) -> str:
+    return f"1 row {one}" if count == 1 else f"{count} rows {several}"

@@ -1,0 +1,204 @@
+"""Everything that a run checks before it trains; a dry run does the same. No weights are loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from opdcl.config.model import ModelConfig
+from opdcl.config.recover import RecoverConfig
+from opdcl.config.workflow import Workflow
+from opdcl.errors import UsageError
+from opdcl.pipeline.defaults import text_config
+from opdcl.pipeline.plan import Task, stage_folder
+from opdcl.pipeline.sources import Sources, read_records
+from opdcl.pipeline.trackers import check_trackers
+from opdcl.rundir.layout import RunDir
+
+if TYPE_CHECKING:
+    from opdcl.distill.prompts import RecoverySource
+
+
+def checked_plan(
+    workflow: Workflow, run: RunDir, sources: Sources, origins: dict[str, str], force: bool = False
+) -> list[Task]:
+    """Check the run directory, the data and what the tasks need; return the tasks. Writes nothing.
+
+    `origins` says where settings come from. `force` permits stages that were made with other settings.
+
+    Raises:
+        UsageError: The run would refuse it later.
+    """
+    from opdcl.model.load import check_exists, pick_device
+
+    refuse_foreign(run)
+    sources.check(workflow)
+    tasks = sources.plan(workflow, run)
+    if not force:
+        _refuse_stale(tasks, run, origins)
+    _refuse_other_dtype(workflow, run)
+    todo = {task.name for task in tasks if task.action != "skip"}
+    pick_device(workflow.model.device)
+    for model in workflow.models():
+        check_exists(model)
+    check_trackers(workflow.track)
+    if workflow.finetune and "finetune" in todo:
+        _check_finetune(workflow, sources)
+    if workflow.recover and "recover" in todo:
+        _check_recovery(workflow, run, sources)
+    if workflow.eval:
+        for suite in workflow.eval.suites():
+            sources.suite(suite, workflow.eval)
+        if "eval" in todo:
+            _check_suites(workflow, sources)
+    check_servers(workflow, todo)
+    return tasks
+
+
+def refuse_foreign(run: RunDir) -> None:
+    """Refuse a directory that is not a run's, or that links out of itself, so that nothing is overwritten."""
+    hint = "choose another directory with -o"
+    if run.path.exists() and not run.path.is_dir():
+        raise UsageError(f"{run.path} is a file", hint)
+    names = {p.name for p in run.path.iterdir()} if run.path.is_dir() else set()
+    # A crash can leave the temporary file of config.json, which is the first that a run writes.
+    begun = {name for name in names if name.startswith(f".{run.config.name}.")}
+    if names - begun - {".lock", "logs"} and not run.is_run():
+        raise UsageError(f"{run.path} exists and is not a run directory", hint)
+    for folder, folders, files in os.walk(run.path):
+        if link := next((p for name in (*folders, *files) if (p := Path(folder, name)).is_symlink()), None):
+            hint = "replace it by what it points to; the run directory itself may be a link"
+            raise UsageError(f"{link} is a symbolic link: what a run writes stays inside its directory", hint)
+
+
+def _refuse_stale(tasks: list[Task], run: RunDir, origins: dict[str, str]) -> None:
+    """Refuse a run whose finished or begun stages were made with other settings or data."""
+    if not (stale := [task for task in tasks if task.action == "stale"]):
+        return
+    reasons = "; ".join(f"{t.name} {t.why}" for t in stale)
+    ways = ["the old settings and files", "--force to redo these stages"]
+    if earlier := [option for task in stale for option in _earlier_values(task, run, origins)]:
+        ways = [f"what it was made with: {' '.join(dict.fromkeys(earlier))}"]
+    if stale[0].name == "finetune":  # a later stage is added to its run and has no other directory
+        ways.insert(0, f"a new directory (-o {run.path}-2)")
+    hint = ", or ".join(ways)
+    raise UsageError(f"{run.path} does not hold what this command would make; {reasons}", hint)
+
+
+def _earlier_values(task: Task, run: RunDir, origins: dict[str, str]) -> list[str]:
+    """Return the options that give automatic settings the values with which a stage was made."""
+    before = stage_folder(run, task.name).state().get("inputs", {})
+    changed = {
+        "model.dtype" if key == "dtype" else f"{task.name}.{key}": value
+        for key, value in before.items()
+        if task.inputs.get(key) != value
+    }
+    return [f"--set {k}={v}" for k, v in changed.items() if origins.get(k, "").startswith("auto: ")]
+
+
+def _refuse_other_dtype(workflow: Workflow, run: RunDir) -> None:
+    dtype = workflow.model.dtype
+    earlier = run.read_manifest().get("device", {}).get("dtype", dtype)
+    if earlier != dtype and not read_records(run).empty:
+        hint = f"--set model.dtype={earlier}, or a new run directory"
+        raise UsageError(f"this run was begun in {earlier} and would go on in {dtype}", hint)
+
+
+def _check_finetune(workflow: Workflow, sources: Sources) -> None:
+    """Check the chat template, the adapter's target modules, and the length of every row."""
+    config = workflow.finetune
+    assert config
+    if not workflow.start:
+        check_targets(workflow.model, config.lora.target_modules)
+    sources.tokenizer(workflow.model)
+    rows = sources.examples(workflow).rows
+    if config.method == "self-distill":
+        from opdcl.distill.prompts import read_recovery_source
+        from opdcl.stages.finetune import as_distillation
+
+        recovery = as_distillation(config, len(rows))
+        _check_prompts(workflow.model, recovery, read_recovery_source(recovery, lambda *_: rows), sources)
+
+
+def _check_recovery(workflow: Workflow, run: RunDir, sources: Sources) -> None:
+    """Check that there is an adapter to recover, that its teachers fit, and the length of every prompt."""
+    from opdcl.model.compatibility import check_same_tokenizer
+
+    assert workflow.recover
+    if not (workflow.finetune or workflow.start or "tuned" in run.adapters()):
+        hint = f"opdcl finetune --data ROWS -o {run.path}"
+        raise UsageError(f"{run.path} has no fine-tuned adapter to recover", hint)
+    tokenizer = sources.tokenizer(workflow.model)
+    for teacher in workflow.models()[1:]:
+        check_same_tokenizer(tokenizer, sources.tokenizer(teacher), teacher.id)
+    _check_prompts(workflow.model, workflow.recover, sources.recovery(workflow), sources)
+
+
+def _check_prompts(
+    model: ModelConfig, config: RecoverConfig, source: RecoverySource, sources: Sources
+) -> None:
+    from opdcl.distill.health import check_turn_end
+    from opdcl.distill.prompts import encode_stream
+    from opdcl.distill.schedule import STREAMS
+    from opdcl.model.compatibility import refuse_unsupported
+    from opdcl.model.load import declared_eos_ids
+
+    tokenizer, shape = sources.tokenizer(model), text_config(model)
+    refuse_unsupported(shape)
+    check_turn_end(tokenizer, declared_eos_ids(model, tokenizer))
+    streams = [
+        encode_stream(config, source, stream, tokenizer, shape.max_position_embeddings) for stream in STREAMS
+    ]
+    if not any(prompts.train for prompts in streams):
+        raise UsageError("recovery has no prompts", "set recover.general")
+
+
+def check_targets(model: ModelConfig, targets: str | list[str]) -> None:
+    """Refuse `target_modules` that match no linear layer of the model: PEFT would leave them out silently.
+
+    As in PEFT, a list holds names or endings of names, and a string is a regular expression.
+    """
+    if targets == "all-linear":
+        return
+    from opdcl.model.load import linear_layers
+
+    layers = [name for name in linear_layers(model) if name.rpartition(".")[2] != "lm_head"]
+    if isinstance(targets, str):
+        missing = [] if any(re.fullmatch(targets, name) for name in layers) else [targets]
+    else:
+        missing = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in layers)]
+    if not missing:
+        return
+    known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+    hint = f"linear layers of this model: {known}"
+    if isinstance(targets, str) and "," in targets:
+        names = ", ".join(name.strip() for name in targets.split(","))
+        hint = f"write a list: --set 'finetune.lora.target_modules=[{names}]'; {hint}"
+    named = ", ".join(map(repr, missing))
+    raise UsageError(f"finetune.lora.target_modules: {named} matches no linear layer of {model.id}", hint)
+
+
+def _check_suites(workflow: Workflow, sources: Sources) -> None:
+    """Check that each prompt and its longest answer fit into the context."""
+    from opdcl.stages.evaluate import max_answer_tokens
+
+    config = workflow.eval
+    assert config
+    context_length = text_config(workflow.model).max_position_embeddings
+    for name in config.suites():
+        suite_limit = sources.suite(name, config).max_tokens
+        for length in sources.prompt_lengths(name, workflow):
+            max_answer_tokens(config, suite_limit, length, context_length)
+
+
+def check_servers(workflow: Workflow, unfinished: set[str]) -> None:
+    """Check that every server that the unfinished stages need grants access."""
+    from opdcl.sampling.server import check_access
+
+    servers = [workflow.eval.server] if workflow.eval and "eval" in unfinished else []
+    if workflow.recover and "recover" in unfinished:
+        servers += [workflow.recover.server, *(t.server for t in workflow.teachers().values())]
+    for server in filter(None, servers):
+        check_access(server)

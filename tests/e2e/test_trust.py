@@ -1,0 +1,77 @@
+"""A changed or truncated adapter is not trusted, and the report names all commands and its own directory."""
+
+import json
+import os
+import shutil
+
+import pytest
+from helpers.command import opdcl
+
+ADAPTER = "stages/02-recover/adapter/adapter_model.safetensors"
+
+
+def change(path):
+    """Flip bits in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 400] = bytes(byte ^ 0xFF for byte in content[middle : middle + 400])
+    path.write_bytes(content)
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damage", [change, truncate, os.remove], ids=["changed", "truncated", "gone"])
+def test_a_damaged_adapter_is_refused_by_every_verb_that_would_use_it(finished, tmp_path, damage):
+    shutil.copytree(finished, tmp_path / "run")
+    damage(tmp_path / "run" / ADAPTER)
+    problem = "is missing" if damage is os.remove else "has changed"
+    for words in (
+        ["export", "run", "-o", "model"],
+        ["export", "run", "-o", "model", "--format", "adapter"],
+        ["chat", "run", "Hello"],
+        ["push", "run", "me/mine"],
+        ["serve", "run", "--dry-run", "--vllm", "true"],
+        ["run", "other.yaml", "-o", "other"],
+    ):
+        (tmp_path / "other.yaml").write_text("start: run\neval: {retention: [instructions]}\n")
+        refused = opdcl(*words, cwd=tmp_path)
+        assert refused.returncode == 2, (words, refused.stderr)
+        assert f"{ADAPTER} {problem} since its stage recorded it" in refused.stderr
+        assert "--force" in refused.stderr
+        assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "model").exists()
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_report_of_a_run_with_a_damaged_adapter_says_so(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    change(tmp_path / "run" / ADAPTER)
+    summary = json.loads(opdcl("report", "run", "--json", cwd=tmp_path).stdout)
+    assert any(f"{ADAPTER} has changed since its stage recorded it" in note for note in summary["notes"])
+    for name in ("report.md", "report.html"):
+        assert "has changed since its stage recorded it" in (tmp_path / "run" / name).read_text()
+
+
+def test_verify_ends_with_a_summary(finished, tmp_path):
+    intact = opdcl("verify", finished, cwd=tmp_path)
+    assert intact.returncode == 0
+    assert intact.stdout.splitlines()[-1].startswith("all ")
+    shutil.copytree(finished, tmp_path / "run")
+    change(tmp_path / "run" / ADAPTER)
+    damaged = opdcl("verify", "run", cwd=tmp_path)
+    assert damaged.returncode == 1
+    assert " checks failed" in damaged.stderr
+
+
+def test_the_repair_that_the_error_names_works(finished, project, tmp_path):
+    shutil.copytree(finished, project / "hurt")
+    change(project / "hurt" / ADAPTER)
+    told = opdcl("export", "hurt", "-o", "never", cwd=project).stderr
+    command = told.split("repeat the stage: opdcl ")[1].split()
+    done = opdcl(*command, cwd=project)
+    assert done.returncode == 0, done.stderr
+    assert (project / "hurt" / ADAPTER).read_bytes() == (finished / ADAPTER).read_bytes()
+    # The base weights, the fine-tune and its results are as they were.
+    assert "finetune: skipped" in done.stderr

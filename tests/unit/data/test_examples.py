@@ -1,0 +1,89 @@
+"""Rows without an answer and rows over the limit: refused with their number, left out, or cut."""
+
+import copy
+
+import pytest
+
+from opdcl.config.finetune import FinetuneConfig
+from opdcl.data.chat import encode_example
+from opdcl.data.examples import read_examples, with_answers
+from opdcl.data.rows import Row
+from opdcl.errors import UsageError
+
+
+def row(number: int, answer: str | None, question: str = "What is it?") -> Row:
+    return Row([{"role": "user", "content": question}], answer, None, f"rows.jsonl:{number}")
+
+
+ROWS = [row(1, "Seven"), row(2, "word " * 300), row(3, "Eight"), row(4, "word " * 400)]
+
+
+@pytest.fixture
+def read(loaded):
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+
+    def read(rows: list[Row], **settings):
+        return read_examples(rows, FinetuneConfig(data="rows.jsonl", max_length=100, **settings), tokenizer)
+
+    read.tokenizer = tokenizer
+    return read
+
+
+def test_long_rows_are_refused_together_with_their_number_the_first_and_the_longest(read):
+    longest = len(encode_example(ROWS[3], read.tokenizer, 100)[0].input_ids)
+    with pytest.raises(UsageError) as caught:
+        read(ROWS)
+    assert caught.value.message.startswith("2 rows are longer than 100 tokens (first: rows.jsonl:2 with ")
+    assert f"the longest row has {longest} tokens" in caught.value.hint
+    for word in ("finetune.max_length", "finetune.long_rows=skip", "=cut"):
+        assert word in caught.value.hint
+    with pytest.raises(UsageError, match="1 row is longer"):
+        read(ROWS[:2])
+
+
+def test_long_rows_can_be_left_out(read):
+    examples = read(ROWS, long_rows="skip")
+    assert [r.where for r in examples.rows] == ["rows.jsonl:1", "rows.jsonl:3"]
+    assert len(examples.encoded) == 2
+    assert examples.longest[1] == "rows.jsonl:4"
+    assert examples.notes[0].startswith("2 rows are longer than 100 tokens")
+    assert examples.notes[0].endswith("left out")
+
+
+def test_long_rows_can_be_cut_unless_no_answer_remains(read):
+    all_prompt = row(5, "Nine", question="word " * 300)
+    examples = read([*ROWS, all_prompt], long_rows="cut")
+    whole = encode_example(ROWS[1], read.tokenizer, 100)[0]
+    assert [r.where for r in examples.rows] == [r.where for r in ROWS]
+    assert examples.encoded[1].input_ids == whole.input_ids[:100]
+    assert examples.encoded[1].completion_mask == whole.completion_mask[:100]
+    assert examples.notes[0].endswith("cut, 1 left out because no answer remained")
+
+
+def test_plain_text_is_split_and_never_too_long(read):
+    text = Row([], None, "word " * 400, "page.md")
+    examples = read([text])
+    assert examples.notes == []
+    assert len(examples.rows) == 1
+    assert {len(e.input_ids) for e in examples.encoded[:-1]} == {100}
+
+
+def test_no_row_left_is_an_error_that_says_why(read):
+    with pytest.raises(UsageError, match=r"no row to learn from: 1 row is longer than 100 tokens"):
+        read(ROWS[1:2], long_rows="skip")
+
+
+@pytest.mark.parametrize("answer", ["", None])
+def test_empty_answers_are_refused_together_or_left_out(answer):
+    rows = [row(1, "Seven"), row(2, answer), row(3, answer)]
+    config = FinetuneConfig(data="rows.jsonl")
+    with pytest.raises(UsageError) as caught:
+        with_answers(rows, config)
+    assert caught.value.message == "2 rows have no answer to learn (first: rows.jsonl:2)"
+    assert "finetune.empty_answers=skip" in caught.value.hint
+    skipping = config.model_copy(update={"empty_answers": "skip"})
+    kept, notes = with_answers(rows, skipping)
+    assert kept == rows[:1]
+    assert notes == ["2 rows have no answer to learn (first: rows.jsonl:2); left out"]
+    with pytest.raises(UsageError):
+        with_answers(rows[1:], skipping)

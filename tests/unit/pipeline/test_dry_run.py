@@ -1,0 +1,115 @@
+"""What a dry run shows: rows, tokens, one row as the model sees it, memory of every stage, and time."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.tiny import make_project
+
+from opdcl.config.load import load
+from opdcl.pipeline import forecast
+from opdcl.pipeline.defaults import resolve_for_machine
+from opdcl.pipeline.dry_run import data_table, describe, opening, remarks
+from opdcl.pipeline.sources import Sources
+from opdcl.rundir.layout import RunDir
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def plan(tiny_model, tmp_path, monkeypatch):
+    """Return a function that plans the tiny workflow with some settings."""
+    monkeypatch.chdir(make_project(tmp_path, tiny_model))
+
+    def plan(*settings: str) -> dict:
+        workflow, origins = load(["tiny.yaml"], [*settings])
+        return describe(workflow, RunDir(tmp_path / "run"), origins=origins)[1]
+
+    return plan
+
+
+def test_rows_tokens_longest_row_and_duplicates_are_counted(plan, tmp_path, loaded):
+    rows = [{"question": "Who signs?", "answer": "Ada."}] * 3 + [
+        {"question": "Who pays?", "answer": "Ben " * 9}
+    ]
+    rows.append({"question": "Who signs?", "answer": "Cleo."})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = plan()
+    data = made["data"]
+    assert (data["rows"], data["used"], data["duplicates"]) == (5, 5, 2)
+    assert data["longest"]["where"].endswith("rows.jsonl:4")
+    assert data["longest"]["tokens"] < data["tokens"] < 5 * data["longest"]["tokens"]
+    notes = " ".join(made["notes"])
+    assert "2 of 5 rows repeat an earlier one (first: " in notes
+    assert "rows.jsonl:2" in notes
+    assert "questions with several different answers: 1" in notes
+
+
+def test_one_row_is_shown_as_the_model_sees_it_with_the_learned_part_marked(plan, loaded):
+    data = plan()["data"]
+    parts = data["example"]["parts"]
+    learned = [part["text"] for part in parts if part["learned"]]
+    assert learned == ["Code 0<|im_end|>"]
+    assert "What is the code of room 0?" in parts[0]["text"]
+    (table,) = data_table({"data": data})
+    assert "⟦Code 0<|im_end|>⟧" in table.rows[-1][1]
+
+
+def test_evaluation_counts_with_its_answers_and_its_batch(plan):
+    sizes = {size: plan(f"eval.max_new_tokens={size}")["memory_bytes"]["eval"] for size in (12, 96)}
+    assert sizes[96] > sizes[12]
+    alone = plan("recover=null", "finetune=null")["memory_bytes"]
+    assert alone.keys() == {"eval"}
+
+
+def test_every_stage_that_runs_has_a_time_and_more_work_takes_longer(plan):
+    short, long = plan(), plan("finetune.epochs=4000", "recover.steps=8000")
+    assert short["seconds"].keys() == long["seconds"].keys() == {"finetune", "recover", "eval"}
+    for stage in ("finetune", "recover"):
+        assert long["seconds"][stage] > short["seconds"][stage]
+    assert "Times are estimates" in short["seconds_from"]
+
+
+def test_the_parts_of_the_machines_rate_are_those_of_the_record():
+    record = json.loads((ROOT / "benchmarks" / "throughput.json").read_text())
+    machine, step = record["machine"], record["arms"]["opdcl"]
+    rate = machine["matrix_gflops"] * 1e9
+    parameters = machine["body_parameters"] + machine["head_parameters"]
+    tokens = step["prompt_tokens"] + step["completion_tokens"]
+    measured = {
+        forecast.TRAINING: 4 * parameters * tokens / (step["student"] + step["backward"]),
+        forecast.FORWARD: 2 * parameters * tokens / step["teacher"],
+        forecast.DECODING: 2 * parameters * step["completion_tokens"] / step["sample"],
+    }
+    for used, reached in measured.items():
+        assert used == pytest.approx(reached / rate, rel=0.05)
+
+
+def test_an_unguarded_domain_is_said_before_training(plan, tmp_path):
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    (pages / "one.md").write_text("The lift came in 1931. " * 20)
+    unguarded = plan("finetune.data=pages")["notes"]
+    assert any("no prompts guard the domain" in note and "--domain" in note for note in unguarded)
+    assert not any("warning" in note for note in plan()["notes"])
+    one_sided = plan("recover.general=null", "recover.general_per_domain=0")["notes"]
+    assert any("wins nothing back" in note for note in one_sided)
+
+
+def test_the_opening_names_model_rows_device_stages_directory_and_time(plan, tmp_path):
+    workflow, _ = load(["tiny.yaml"])
+    sources, run = Sources(), RunDir(tmp_path / "run")
+    workflow, _ = resolve_for_machine(sources.inherit(workflow))
+    tasks = sources.plan(workflow, run)
+    line = opening(workflow, run, tasks, sources)
+    for words in (
+        str(workflow.model.id),
+        "on cpu in float32",
+        "12 rows",
+        "tokens per epoch",
+        "finetune (12 steps)",
+    ):
+        assert words in line
+    for words in ("recover (8 steps)", "6 measurements", "10 s", "estimated", str(run.path)):
+        assert words in line
+    assert remarks(workflow, tasks, sources) == []

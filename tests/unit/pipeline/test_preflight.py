@@ -1,0 +1,140 @@
+"""The dry run refuses what the run refuses, with the same words; a try that made nothing blocks nothing."""
+
+import json
+import shutil
+
+import pytest
+from helpers.command import opdcl
+from helpers.tiny import make_project
+
+from opdcl.config.model import ModelConfig
+from opdcl.errors import UsageError
+from opdcl.pipeline.preflight import check_targets
+from opdcl.rundir.files import read_json, read_jsonl, write_atomic, write_json
+from opdcl.rundir.layout import RunDir
+
+SMALL = ["--set", "finetune.epochs=1", "--set", "recover=null", "--set", "eval=null"]
+
+
+@pytest.fixture
+def project(tiny_model, tmp_path):
+    return make_project(tmp_path, tiny_model)
+
+
+def lines(*rows: dict) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+LONG = [{"question": "Who?", "answer": "word " * count} for count in (1, 300, 2, 400)]
+
+# Settings, the content of rows.jsonl if it is not the usual one, and what the error must say.
+REFUSED = {
+    "long rows": (["finetune.max_length=99"], lines(*LONG), "2 rows are longer than 99 tokens (first: "),
+    "empty answers": ([], lines(LONG[0], {"question": "Who?", "answer": ""}), "1 row has no answer to learn"),
+    "targets as text": (
+        ["finetune.lora.target_modules=q_proj,v_proj"],
+        "",
+        "'q_proj,v_proj' matches no linear",
+    ),
+    "half of the targets": (
+        ["finetune.lora.target_modules=[q_proj, nosuch]"],
+        "",
+        "'nosuch' matches no linear",
+    ),
+    "long prompts": (["recover.max_new_tokens=500"], "", "and the context leaves room for 12"),
+    "one prompt": (["recover.general=one.jsonl"], "", "the general stream has one prompt"),
+    "long answers": (["eval.max_new_tokens=2000"], "", "exceed the context of 512"),
+    "a suite without answers": (["eval.data.questions=prompts.jsonl"], "", "has no question and answer"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_dry_run_refuses_what_the_run_refuses_with_the_same_words(project, case):
+    settings, rows, message = REFUSED[case]
+    (project / "one.jsonl").write_text(lines({"prompt": "Only this."}))
+    if rows:
+        (project / "rows.jsonl").write_text(rows)
+    words = ["run", "tiny.yaml", "-o", "out", *(w for s in settings for w in ("--set", s))]
+    dry, real = opdcl(*words, "--dry-run", cwd=project), opdcl(*words, cwd=project)
+    assert message in dry.stderr
+    assert (dry.returncode, dry.stderr) == (real.returncode, real.stderr)
+    assert dry.returncode == 2
+    assert not (project / "out").exists()
+
+
+def test_a_model_without_a_chat_template_is_refused_by_the_dry_run_too(project, tiny_model):
+    shutil.copytree(tiny_model, project / "bare")
+    (project / "bare" / "chat_template.jinja").unlink()
+    dry = opdcl("run", "tiny.yaml", "-o", "out", "--model", "bare", "--dry-run", cwd=project)
+    assert dry.returncode == 2
+    assert "has no chat template" in dry.stderr
+
+
+def test_a_dry_run_of_an_existing_run_with_other_settings_is_refused_like_the_run(project):
+    words = ["run", "tiny.yaml", "-o", "out", *SMALL]
+    assert opdcl(*words, cwd=project).returncode == 0
+    changed = [*words, "--set", "finetune.epochs=2"]
+    dry, real = opdcl(*changed, "--dry-run", cwd=project), opdcl(*changed, cwd=project)
+    assert (dry.returncode, dry.stderr) == (real.returncode, real.stderr)
+    assert "changed: epochs" in dry.stderr
+    forced = json.loads(opdcl(*changed, "--dry-run", "--force", "--json", cwd=project).stdout)
+    assert forced["tasks"][0]["action"] == "stale"
+
+
+def test_a_fixed_row_is_all_that_a_refused_first_try_needs(project):
+    rows = (project / "rows.jsonl").read_text()
+    (project / "rows.jsonl").write_text(rows + lines(LONG[3]))
+    words = ["run", "tiny.yaml", "-o", "out", *SMALL, "--set", "finetune.max_length=99"]
+    assert opdcl(*words, cwd=project).returncode == 2
+    (project / "rows.jsonl").write_text(rows)
+    assert opdcl(*words, cwd=project).returncode == 0
+
+
+def test_long_rows_can_be_left_out_of_a_run_and_the_run_says_so(project):
+    with open(project / "rows.jsonl", "a") as file:
+        file.write(lines(LONG[3], {"question": "Who?", "answer": ""}))
+    words = ["run", "tiny.yaml", "-o", "out", *SMALL, "--set", "finetune.max_length=99"]
+    words += ["--set", "finetune.long_rows=skip", "--set", "finetune.empty_answers=skip"]
+    done = opdcl(*words, cwd=project)
+    assert done.returncode == 0, done.stderr
+    assert "1 row is longer than 99 tokens" in done.stderr
+    assert "1 row has no answer to learn" in done.stderr
+    assert "12 rows" in done.stderr
+
+
+def test_a_first_try_that_made_nothing_is_replaced_with_what_it_recorded(project):
+    run = RunDir(project / "out")
+    stage = run.stage(1, "finetune")
+    write_json(run.config, {"workflow": {"name": "tiny"}, "origins": {}})
+    write_json(
+        run.manifest, {"base": {"id": "another", "fingerprint_before": "x"}, "commands": ["opdcl try"]}
+    )
+    write_json(stage.record, {"status": "running", "fingerprint": "of other rows", "inputs": {"epochs": 9}})
+    write_atomic(stage.metrics, '{"step": 777, "loss": 1.0}\n')
+    done = opdcl("run", "tiny.yaml", "-o", "out", *SMALL, cwd=project)
+    assert done.returncode == 0, done.stderr
+    assert 777 not in [row["step"] for row in read_jsonl(stage.metrics)]
+    assert len(read_json(run.manifest)["commands"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("targets", "unmatched"),
+    [
+        ("all-linear", ""),
+        (["q_proj", "mlp.down_proj"], ""),
+        (r".*\.(q|v)_proj", ""),
+        (["q_proj", "proj"], "'proj'"),
+        (["self_attn"], "'self_attn'"),
+        ("q_proj", "'q_proj'"),
+        (".*head", "'.*head'"),
+    ],
+)
+def test_each_target_must_match_a_linear_layer(tiny_model, targets, unmatched):
+    model = ModelConfig(id=str(tiny_model))
+    if not unmatched:
+        check_targets(model, targets)
+        return
+    with pytest.raises(UsageError) as caught:
+        check_targets(model, targets)
+    assert f"{unmatched} matches no linear layer" in caught.value.message
+    assert "down_proj" in caught.value.hint
