@@ -1,11 +1,11 @@
-"""Random sequences of commands: 20 of them here, all 300 with `make walk`."""
+"""Random sequences of commands: 10 of them here, all 300 with `make walk`."""
 
 import os
 
 import pytest
 from helpers.walk import Walk, make_world
 
-SEQUENCES = int(os.environ.get("OPDCL_WALK", "20"))
+SEQUENCES = int(os.environ.get("OPDCL_WALK", "10"))
 
 
 @pytest.fixture(scope="module")
