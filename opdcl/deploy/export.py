@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -74,7 +75,9 @@ def pick_state(source: str, adapters: dict[str, Path], state: str | None) -> tup
         raise UsageError(f"state {state!r} cannot be exported", "--state tuned or --state recovered")
     state = state or next(reversed(adapters), "recovered")
     if state not in adapters:
-        raise UsageError(f"{source} has no {state} adapter", f"opdcl {STAGE_OF[state]} makes it")
+        run = shlex.quote(source)
+        hint = f"opdcl recover {run}" if state == "recovered" else f"opdcl finetune --data ROWS -o {run}"
+        raise UsageError(f"{source} has no {state} adapter", hint)
     return state, adapters[state]
 
 

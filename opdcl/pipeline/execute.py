@@ -96,8 +96,9 @@ def _prepare(
             shutil.rmtree(stage_folder(run, task.name).path, ignore_errors=True)
         if task.action == "stale":
             shutil.rmtree(run.evals / STATE_OF[task.name], ignore_errors=True)
-    write_atomic(run.workflow, dump(workflow))
+    # First the file by which a run is recognized: after a crash here, the same command goes on.
     write_json(run.config, {"workflow": workflow.model_dump(), "origins": origins})
+    write_atomic(run.workflow, dump(workflow))
     sources.save()
     for task, donor in copy_finished(sources.plan(workflow, run), run, donors):
         output.note(f"{task.label}: taken from {donor.path.name}")

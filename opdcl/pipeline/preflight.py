@@ -63,7 +63,9 @@ def refuse_foreign(run: RunDir) -> None:
     if run.path.exists() and not run.path.is_dir():
         raise UsageError(f"{run.path} is a file", hint)
     names = {p.name for p in run.path.iterdir()} if run.path.is_dir() else set()
-    if names - {".lock", "logs"} and not run.is_run():
+    # A crash can leave the temporary file of config.json, which is the first that a run writes.
+    begun = {name for name in names if name.startswith(f".{run.config.name}.")}
+    if names - begun - {".lock", "logs"} and not run.is_run():
         raise UsageError(f"{run.path} exists and is not a run directory", hint)
     for folder, folders, files in os.walk(run.path):
         if link := next((p for name in (*folders, *files) if (p := Path(folder, name)).is_symlink()), None):
@@ -76,10 +78,12 @@ def _refuse_stale(tasks: list[Task], run: RunDir, origins: dict[str, str]) -> No
     if not (stale := [task for task in tasks if task.action == "stale"]):
         return
     reasons = "; ".join(f"{t.name} {t.why}" for t in stale)
-    others = "the old settings and files, or --force to redo these stages"
+    ways = ["the old settings and files", "--force to redo these stages"]
     if earlier := [option for task in stale for option in _earlier_values(task, run, origins)]:
-        others = f"or what it was made with: {' '.join(dict.fromkeys(earlier))}"
-    hint = f"a new directory (-o {run.path}-2), {others}"
+        ways = [f"what it was made with: {' '.join(dict.fromkeys(earlier))}"]
+    if stale[0].name == "finetune":  # a later stage is added to its run and has no other directory
+        ways.insert(0, f"a new directory (-o {run.path}-2)")
+    hint = ", or ".join(ways)
     raise UsageError(f"{run.path} does not hold what this command would make; {reasons}", hint)
 
 

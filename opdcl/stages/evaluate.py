@@ -219,15 +219,16 @@ def _add_floors(suite: Suite, limit: int | None, samples: list[dict[str, Any]]) 
 def _samples(suite: Suite, rows: list[dict[str, Any]], lm: BackboneLM) -> list[dict[str, Any]]:
     """Return the stored records of lm-eval's samples, in the order of the documents.
 
+    A task with several filters, which pick the answer out of a response, is scored by its first one.
     `ended` says whether the answer came to its end before its token limit, `cluster` which fact or person the
     prompt is about, and `group` which kind of prompt it is.
     """
-    in_order = sorted(rows, key=lambda row: row["doc_id"])
+    in_order = sorted((r for r in rows if r["filter"] == rows[0]["filter"]), key=lambda row: row["doc_id"])
     return [
         {
             "doc_id": row["doc_id"],
             "prompt": suite.task.doc_to_text(row["doc"]),
-            "response": row["filtered_resps"][0],
+            "response": row["resps"][0][0],
             "target": row["target"] or None,
             "scores": {m: row[m] for m in suite.metrics},
             "tokens": tokens,

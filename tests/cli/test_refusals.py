@@ -114,6 +114,21 @@ def test_a_bad_workflow_file_is_refused_with_its_line(refused, tmp_path, content
     assert message in refused("run", "flow.yaml", "-o", "out")
 
 
+@pytest.mark.parametrize("options", [[], ["--dry-run"]], ids=["run", "dry run"])
+@pytest.mark.parametrize(
+    ("suite", "message"),
+    [("ifeval", "no column 'prompt'"), ("gsm8k", "'question' is undefined"), ("arc_easy", "not generative")],
+)
+def test_local_data_that_do_not_fit_their_suite_are_refused_before_training(
+    refused, tmp_path, suite, message, options
+):
+    (tmp_path / "data.jsonl").write_text('{"sentence": "It rains."}\n' * 9)
+    (tmp_path / "flow.yaml").write_text(
+        f"finetune: {{data: handbook}}\neval: {{retention: [{suite}], data: {{{suite}: data.jsonl}}}}\n"
+    )
+    assert message in refused("run", "flow.yaml", "-o", "out", *options)
+
+
 def test_an_escape_sequence_in_the_input_does_not_reach_the_terminal(refused):
     assert "\x1b" not in refused("run", "\x1b[31mred")
 

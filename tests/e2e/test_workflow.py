@@ -9,6 +9,7 @@ import time
 
 import pytest
 from helpers.command import ENV, OPDCL, opdcl
+from helpers.interrupts import killed
 
 
 def test_a_run_writes_every_file_of_the_layout(finished, project):
@@ -93,6 +94,14 @@ def test_a_changed_setting_is_refused_by_name(finished, project):
     assert "--force" in refused.stderr
 
 
+def test_a_changed_stage_of_a_run_is_not_sent_to_a_directory_that_its_command_cannot_name(finished, project):
+    refused = opdcl("recover", "whole", "--steps", "3", cwd=project)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1] == (
+        "hint: the old settings and files, or --force to redo these stages"
+    )
+
+
 def test_a_dry_run_writes_nothing(project):
     dry = opdcl("run", "tiny.yaml", "-o", "dry", "--dry-run", "--json", cwd=project)
     assert dry.returncode == 0, dry.stderr
@@ -136,6 +145,15 @@ def test_an_interrupted_run_resumes_to_the_same_bits(finished, project, stage, m
             folder / "stages" / name / "adapter/adapter_model.safetensors" for folder in (finished, out)
         ]
         assert adapters[0].read_bytes() == adapters[1].read_bytes(), name
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_run_killed_before_its_first_files_are_there_can_be_begun_again(project, tmp_path, count):
+    words = ["run", "tiny.yaml", "-o", tmp_path / "run"]
+    assert killed(lambda: opdcl(*words, cwd=project), "rename", count, tmp_path / "log")
+    assert (tmp_path / "run").exists()
+    again = opdcl(*words, "--dry-run", cwd=project)
+    assert again.returncode == 0, again.stderr
 
 
 def test_an_interrupt_during_evaluation_keeps_what_was_scored(finished, project):

@@ -2,6 +2,7 @@
 
 import json
 
+import datasets
 import pytest
 
 from opdcl.config.evaluate import EvalConfig
@@ -83,10 +84,92 @@ def test_a_question_without_an_answer_is_no_suite(tmp_path):
         load_suite("own", EvalConfig(data={"own": str(tmp_path / "rows.jsonl")}))
 
 
+def load_file(folder, name, rows, ending="jsonl"):
+    """Return the suite `name` with `rows` in a file in place of its dataset."""
+    file = folder / f"data.{ending}"
+    if ending == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_suite(name, EvalConfig(data={name: str(file)}))
+
+
+SUMS = [{"question": f"What is {i} + {i}?", "answer": f"Twice {i}.\n#### {2 * i}"} for i in range(9)]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_another_stock_task_reads_a_local_file_and_scores_by_its_first_filter(tmp_path, ending):
+    suite = load_file(tmp_path, "gsm8k", SUMS, ending)
+    assert suite.documents(None) == SUMS
+    assert suite.metrics == ["exact_match"]
+    right, other = (suite._score(SUMS, [text.format(2 * i) for i in range(9)]) for text in ("#### {}", "{}"))
+    assert (suite.means(right), suite.means(other)) == ({"exact_match": 1.0}, {"exact_match": 0.0})
+
+
+def test_few_shot_examples_come_from_the_file_and_never_show_the_row_that_is_asked(tmp_path):
+    task = load_file(tmp_path, "gsm8k", SUMS).task
+    task.set_fewshot_seed(0)
+    for row in SUMS:
+        prompt = task.fewshot_context(row, 5)
+        assert prompt.count("Question:") == 6
+        assert prompt.count(row["question"]) == 1
+        assert row["answer"] not in prompt
+    with pytest.raises(UsageError, match="shows 5 other rows of the file, which has 5"):
+        load_file(tmp_path, "gsm8k", SUMS[:5])
+
+
+GOOD = IFEVAL[0]
+
+
 @pytest.mark.parametrize(
-    ("name", "message"), [("no-such-suite", "unknown suite"), ("ifeval", "could not load the data of suite")]
+    ("name", "rows", "message"),
+    [
+        ("ifeval", SUMS, "data.jsonl do not fit suite 'ifeval'|no column 'prompt'"),
+        ("ifeval", [GOOD, {k: v for k, v in GOOD.items() if k != "prompt"}], "row 2 .* no column 'prompt'"),
+        ("ifeval", [GOOD, {k: v for k, v in GOOD.items() if k != "kwargs"}], "row 2 of suite 'ifeval'"),
+        ("ifeval", [GOOD, GOOD | {"kwargs": []}], "row 2 of suite 'ifeval' cannot be scored: list index"),
+        ("ifeval", [GOOD, GOOD | {"instruction_id_list": ["no:such"]}], "row 2 .* no column 'no:such'"),
+        ("ifeval", [GOOD, GOOD | {"kwargs": "none"}], "data.jsonl do not fit suite 'ifeval'"),
+        ("gsm8k", [{"prompt": "1 + 1?", "answer": "2"}] * 9, "'question' is undefined"),
+        ("gsm8k", [], "has no rows"),
+        ("gsm8k", [[1]], "is a list, not an object"),
+    ],
 )
-def test_a_suite_that_cannot_be_loaded_is_refused(name, message):
+def test_rows_that_do_not_fit_the_task_are_refused_by_number(tmp_path, name, rows, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        load_file(tmp_path, name, rows)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("arc_easy", r"'arc_easy' is not generative \(compares log-likelihoods\), which is not supported"),
+        ("wikitext", r"'wikitext' is not generative \(compares log-likelihoods\)"),
+        ("gsm8k_cot_self_consistency", "samples several answers per prompt"),
+        ("wmt14-en-fr", r"does not score prompt by prompt"),
+        ("squadv2", "loads its data in its own code"),
+        ("handbook", "'handbook' is shipped with its data"),
+    ],
+)
+def test_what_local_data_cannot_do_is_said(tmp_path, name, message):
+    rows = [row | {"translation": {"en": "Yes", "fr": "Oui"}} for row in SUMS]
+    with pytest.raises(UsageError, match=message) as caught:
+        load_file(tmp_path, name, rows)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "hint"),
+    [
+        ("no-such-suite", "unknown suite", "shipped: "),
+        ("instructons", "unknown suite", "did you mean instructions?"),
+        ("ifevl", "unknown suite", "did you mean ifeval?"),
+        ("arc_easy", "not generative", "another task"),
+        ("ifeval", "could not load the data of suite", "--data ifeval=PATH"),
+    ],
+)
+def test_a_suite_that_cannot_be_loaded_is_refused(name, message, hint):
     with pytest.raises(UsageError, match=message) as caught:
         load_suite(name)
-    assert caught.value.hint
+    assert hint in caught.value.hint

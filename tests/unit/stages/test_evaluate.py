@@ -98,3 +98,18 @@ def test_a_prompt_that_occurs_twice_has_one_answer(measure):
     assert len(rows) == 3
     assert rows[0]["response"] == rows[2]["response"]
     assert rows[0]["tokens"] > 0
+
+
+def test_a_task_with_several_filters_has_one_row_per_prompt_with_the_whole_response(backbone, tmp_path):
+    rows = [{"question": f"What is {i} + {i}?", "answer": f"#### {2 * i}"} for i in range(7)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"gsm8k": str(tmp_path / "sums.jsonl")}
+    config = EvalConfig(retention=["gsm8k"], data=data, max_new_tokens=6, batch_size=4)
+    suite, run = load_suite("gsm8k", config), RunDir(tmp_path / "run")
+    assert len(suite.task._filters) == 2
+    result = evaluate(config, suite, backbone, "base", run, {}, Silent())
+    samples = read_jsonl(run.eval_samples("base", "gsm8k"))
+    assert [row["target"] for row in samples] == [row["answer"] for row in rows]
+    # A filter leaves "[invalid]" of an answer without a number.
+    assert "[invalid]" not in {row["response"] for row in samples}
+    assert (result["n"], result["metric"], result["metrics"]) == (7, "exact_match", {"exact_match": 0.0})

@@ -1,0 +1,23 @@
+"""Random sequences of commands: 10 of them here, all 300 with `make walk`."""
+
+import os
+
+import pytest
+from helpers.walk import Walk, make_world
+
+SEQUENCES = int(os.environ.get("OPDCL_WALK", "10"))
+
+
+@pytest.fixture(scope="module")
+def world(tiny_model, tmp_path_factory):
+    return make_world(tmp_path_factory.mktemp("walk") / "world", tiny_model)
+
+
+@pytest.mark.parametrize("seed", range(SEQUENCES))
+def test_every_command_ends_cleanly_and_its_hint_leads_on(seed, world, tiny_model, tmp_path):
+    walk = Walk(seed, world, tiny_model, tmp_path / "walk")
+    try:
+        walk.go()
+    except BaseException as fault:
+        fault.add_note("\n".join(walk.story))
+        raise
