@@ -18,6 +18,7 @@ writes docs/reliability.md as a whole.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 import sys
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.results.format import interval, percent, points, span
+from opdcl.results.scores import STATES
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -239,6 +241,83 @@ def comparison(name: str) -> str:
     return rows_of([columns[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
 
+# The methods that the README compares, by the names of their arms. A newer record comes first; what it has
+# measured is left out of older ones.
+FORMER = "former `instructions`"
+METHODS = {
+    "ours": "**opdcl**: the teachers write, every token is graded",
+    "own-answers": "on-policy: the student writes (`lmbda: 1`)",
+    "reverse-kl": "the teachers write, reverse KL (`loss: {kind: reverse_kl}`)",
+    "replay": "replay: imitates what base and tuned wrote (`method: replay`)",
+    "general-only": "no steps that guard the domain (`method: general`)",
+    "best-alpha": "scales the tuned adapter down, no training (`method: interpolate`)",
+}
+RIVALS = {"cure": {}, "ablation": {"ours": "own-answers", "off-policy": "reverse-kl"}}
+
+
+def rivals() -> str:
+    """Return scores, R and D of the method and its rivals, each with the suite that it was measured on."""
+    rows = [
+        [METHODS["ours"], f"`{name}`", str(len(cell["seeds"])), percent(s["floor"])]
+        + [percent(s[state]["value"]) for state in ("base", "tuned", "recovered")]
+        + [ratio(s["recovery"]), kept]
+        for cell in [list(read("proof").get("handbook", {"": None}).values())[-1]]
+        if cell
+        for kept in [ratio(cell["suites"]["handbook"]["domain_retention"])]
+        for name, s in [("instructions", cell["suites"]["instructions"])]
+    ]
+    shown: set[str] = set()
+    for record, other_names in RIVALS.items():
+        found = read(record)
+        arms = {arm["name"].removesuffix("-1"): arm for arm in found.get("arms", [])}
+        named = {other_names.get(name, name): arm for name, arm in arms.items()}
+        new = [name for name in METHODS if name in named and name not in shown]
+        rows += [[METHODS[name], *rival_cells(found, named[name])] for name in new]
+        shown.update(new)
+    columns = ["method", "suite", "seeds", "floor", "base", "tuned", "after", "R", "D"]
+    return rows_of(columns, rows, 2) if rows else NOT_MEASURED
+
+
+def rival_cells(found: dict[str, Any], arm: dict[str, Any]) -> list[str]:
+    """Return suite, seeds, floor, scores, R and D of one arm of a stored comparison."""
+    suite = found["headline"]["retention"]
+    former = "about" in found  # only records of the former suite say what is wrong with it
+    floors = read("instructions")["suites"].get(suite, {}).get("floors") or {}
+    floor = "above base" if former else percent(max(floors.values())) if floors else ""
+    values = {reference["state"]: reference["retention"]["value"] for reference in found["references"]}
+    return [
+        FORMER if former else f"`{suite}`",
+        str(arm["seeds"]),
+        floor,
+        *(percent(value) for value in (values["base"], values["tuned"], arm["retention"]["value"])),
+        ratio(arm["recovery"]),
+        ratio(arm["domain_retention"]),
+    ]
+
+
+def quotes() -> str:
+    """Return the quoted prompts with the answers of the three models."""
+    rows = []
+    for found in read("quote").get("quotes", []):
+        answers = [found[state]["text"] + ("" if found[state]["ended"] else " …") for state in STATES]
+        rows.append([cell.replace("|", "\\|").replace("<", "&lt;") for cell in (found["prompt"], *answers)])
+    return rows_of(["prompt", *STATES], rows, 4) if rows else NOT_MEASURED
+
+
+def sizes() -> str:
+    """Return memory and time by model: measured for the embedded model, by arithmetic for larger ones."""
+    proof = list(read("proof").get("handbook", {"": None}).values())[-1]
+    peak = f"{max(proof['peak_memory_gib'])} GiB" if proof else ""
+    rows = [["SmolLM2-135M, embedded", "2 CPU cores, 8 GB", peak, "10 to 30 minutes, all stages", "measured"]]
+    script = importlib.util.spec_from_file_location("sizes", HERE / "sizes.py")
+    module = importlib.util.module_from_spec(script)
+    script.loader.exec_module(module)
+    for name, machine in {"Qwen3-1.7B": "one GPU, 24 GB", "Qwen3-8B": "one GPU, 80 GB"}.items():
+        memory, seconds = module.sizes(module.MODELS[name], 1, shard=False, served=False, micro=8192)
+        rows.append([name, machine, f"{memory:.0f} GiB", f"{seconds:.1f} s a step on an H100", "**untested**"])
+    return rows_of(["model", "machine", "peak memory", "time", ""], rows, 5)
+
+
 def throughput() -> str:
     parts = ("step", "sample", "teacher", "student", "backward")
     names = {
@@ -274,6 +353,9 @@ TABLES = {
     "proof-all": lambda: proof_scores(slice(None)),
     "proof-recovery": proof_recovery,
     "proof-conditions": proof_conditions,
+    "rivals": rivals,
+    "quotes": quotes,
+    "sizes": sizes,
     "ablation": lambda: comparison("ablation"),
     "people": lambda: comparison("people"),
     "defaults": lambda: comparison("defaults"),
