@@ -224,6 +224,8 @@ def proof_conditions() -> str:
 def comparison(name: str) -> str:
     """Return the arms of a stored comparison: scores, R, D, and the height above the alpha-curve."""
     found = read(name)
+    if not found:
+        return NOT_MEASURED
     further = {row["name"]: row["domain_retention"] for table in found["further"] for row in table["arms"]}
     rows = [
         [reference["name"], score(reference["retention"]), score(reference["domain"]), "", "", "", ""]
@@ -234,7 +236,7 @@ def comparison(name: str) -> str:
         cells = [score(arm["retention"]), score(arm["domain"]), ratio(arm["recovery"])]
         cells += [ratio(arm["domain_retention"]), ratio(further.get(arm["name"]))]
         cells.append(f"{points(above['value'])} {span(above)}" if above else "")
-        rows.append([arm["name"].removesuffix("-1") if name == "defaults" else arm["name"], *cells])
+        rows.append([arm["name"].removesuffix("-1") if arm["seeds"] == 1 else arm["name"], *cells])
     columns = ["arm", f"`{found['headline']['retention']}`", found["headline"]["domain"], "R from tuned", "D"]
     columns += ["D, learned wordings", "above the alpha-curve, points"]
     kept = [i for i in range(len(columns)) if i == 0 or any(row[i] for row in rows)]
@@ -243,29 +245,32 @@ def comparison(name: str) -> str:
 
 # The methods that the README compares, by the names of their arms. A newer record comes first; what it has
 # measured is left out of older ones.
-FORMER = "former `instructions`"
 METHODS = {
     "ours": "**opdcl**: the teachers write, every token is graded",
-    "own-answers": "on-policy: the student writes (`lmbda: 1`)",
-    "reverse-kl": "the teachers write, reverse KL (`loss: {kind: reverse_kl}`)",
-    "replay": "replay: imitates what base and tuned wrote (`method: replay`)",
-    "general-only": "no steps that guard the domain (`method: general`)",
-    "best-alpha": "scales the tuned adapter down, no training (`method: interpolate`)",
+    "own-answers": "on-policy, `lmbda: 1`: the student writes",
+    "reverse-kl": "off-policy with reverse KL: the teachers write",
+    "replay": "replay, `method: replay`: imitate the texts that base and tuned wrote",
+    "general-only": "no domain steps, `method: general`",
+    "best-alpha": "no training, `method: interpolate`: scale the adapter down",
 }
 RIVALS = {"cure": {}, "ablation": {"ours": "own-answers", "off-policy": "reverse-kl"}}
 
 
 def rivals() -> str:
     """Return scores, R and D of the method and its rivals, each with the suite that it was measured on."""
-    rows = [
-        [METHODS["ours"], f"`{name}`", str(len(cell["seeds"])), percent(s["floor"])]
-        + [percent(s[state]["value"]) for state in ("base", "tuned", "recovered")]
-        + [ratio(s["recovery"]), kept]
-        for cell in [list(read("proof").get("handbook", {"": None}).values())[-1]]
-        if cell
-        for kept in [ratio(cell["suites"]["handbook"]["domain_retention"])]
-        for name, s in [("instructions", cell["suites"]["instructions"])]
-    ]
+    rows = []
+    if cell := latest_proof():
+        retention, domain = cell["suites"]["instructions"], cell["suites"]["handbook"]
+        scores = [percent(retention[state]["value"]) for state in STATES]
+        measured = [
+            "`instructions`, `handbook`",
+            str(len(cell["seeds"])),
+            percent(retention["floor"]),
+            *scores,
+        ]
+        rows.append(
+            [METHODS["ours"], *measured, *map(ratio, (retention["recovery"], domain["domain_retention"]))]
+        )
     shown: set[str] = set()
     for record, other_names in RIVALS.items():
         found = read(record)
@@ -274,25 +279,30 @@ def rivals() -> str:
         new = [name for name in METHODS if name in named and name not in shown]
         rows += [[METHODS[name], *rival_cells(found, named[name])] for name in new]
         shown.update(new)
-    columns = ["method", "suite", "seeds", "floor", "base", "tuned", "after", "R", "D"]
+    columns = ["method", "suites", "seeds", "floor", "base", "tuned", "after", "R", "D"]
     return rows_of(columns, rows, 2) if rows else NOT_MEASURED
 
 
 def rival_cells(found: dict[str, Any], arm: dict[str, Any]) -> list[str]:
     """Return suite, seeds, floor, scores, R and D of one arm of a stored comparison."""
-    suite = found["headline"]["retention"]
-    former = "about" in found  # only records of the former suite say what is wrong with it
-    floors = read("instructions")["suites"].get(suite, {}).get("floors") or {}
-    floor = "above base" if former else percent(max(floors.values())) if floors else ""
+    suite, domain = (found["headline"][role] for role in ("retention", "domain"))
+    floors = read("instructions").get("suites", {}).get(suite, {}).get("floors") or {}
     values = {reference["state"]: reference["retention"]["value"] for reference in found["references"]}
-    return [
-        FORMER if former else f"`{suite}`",
-        str(arm["seeds"]),
-        floor,
-        *(percent(value) for value in (values["base"], values["tuned"], arm["retention"]["value"])),
-        ratio(arm["recovery"]),
-        ratio(arm["domain_retention"]),
-    ]
+    scores = [percent(value) for value in (values["base"], values["tuned"], arm["retention"]["value"])]
+    if "about" in found:  # only the records of the former suite say what is wrong with it
+        measured = [f"former `{suite}`, `{domain}`", str(arm["seeds"]), "above base"]
+    else:
+        measured = [
+            f"`{suite}`, `{domain}`",
+            str(arm["seeds"]),
+            percent(max(floors.values())) if floors else "",
+        ]
+    return [*measured, *scores, ratio(arm["recovery"]), ratio(arm["domain_retention"])]
+
+
+def latest_proof() -> dict[str, Any] | None:
+    """Return the record of the last method on the handbook."""
+    return next(reversed(read("proof").get("handbook", {}).values()), None)
 
 
 def quotes() -> str:
@@ -306,7 +316,7 @@ def quotes() -> str:
 
 def sizes() -> str:
     """Return memory and time by model: measured for the embedded model, by arithmetic for larger ones."""
-    proof = list(read("proof").get("handbook", {"": None}).values())[-1]
+    proof = latest_proof()
     peak = f"{max(proof['peak_memory_gib'])} GiB" if proof else ""
     rows = [["SmolLM2-135M, embedded", "2 CPU cores, 8 GB", peak, "10 to 30 minutes, all stages", "measured"]]
     script = importlib.util.spec_from_file_location("sizes", HERE / "sizes.py")
@@ -314,7 +324,9 @@ def sizes() -> str:
     script.loader.exec_module(module)
     for name, machine in {"Qwen3-1.7B": "one GPU, 24 GB", "Qwen3-8B": "one GPU, 80 GB"}.items():
         memory, seconds = module.sizes(module.MODELS[name], 1, shard=False, served=False, micro=8192)
-        rows.append([name, machine, f"{memory:.0f} GiB", f"{seconds:.1f} s a step on an H100", "**untested**"])
+        rows.append(
+            [name, machine, f"{memory:.0f} GiB", f"{seconds:.1f} s a step on an H100", "**untested**"]
+        )
     return rows_of(["model", "machine", "peak memory", "time", ""], rows, 5)
 
 
@@ -357,6 +369,7 @@ TABLES = {
     "quotes": quotes,
     "sizes": sizes,
     "ablation": lambda: comparison("ablation"),
+    "cure": lambda: comparison("cure"),
     "people": lambda: comparison("people"),
     "defaults": lambda: comparison("defaults"),
     "throughput": throughput,
