@@ -257,6 +257,25 @@ def test_every_block_of_a_page_works_in_reading_order(page, reader, monkeypatch)
                 assert other == "text", f"a block of {page} is neither run nor marked as text"
 
 
+@pytest.mark.slow
+def test_the_notebook_runs_from_its_first_cell_to_its_last(reader, monkeypatch, capsys):
+    for verb in ("run", "finetune", "recover", "evaluate"):
+        monkeypatch.setattr(opdcl, verb, small_verb(getattr(opdcl, verb)))
+    notebook = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], len({cell["id"] for cell in notebook["cells"]})) == (
+        4,
+        len(notebook["cells"]),
+    )
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    names: dict = {}
+    for number, cell in enumerate(cells):
+        exec(compile(cell, f"quickstart.ipynb, cell {number}", "exec"), names)
+    assert names["result"].report.is_file()
+    assert (reader / "my-model" / "config.json").is_file()
+    assert "recovered: " in capsys.readouterr().out
+    assert not any(cell.get("outputs") for cell in notebook["cells"])
+
+
 def sentence_commands() -> list[str]:
     """Return the commands within sentences of all pages, each once."""
     found = {c for page in PAGES for c in INLINE.findall((ROOT / page).read_text(encoding="utf-8"))}
