@@ -71,11 +71,9 @@ FILLED = {
 }
 # Commands within sentences that only name a command, or cannot run here. Their words are checked.
 NOT_ALONE = {
-    "opdcl --install-completion": "edits the files of the shell that started it",
     "opdcl chat": "waits for input, or needs the Hub; tests/unit/deploy",
     "opdcl compare": "names the command",
     "opdcl eval RUN --retention ifeval": "needs the prompts; tests/unit/data/test_suites.py reads a file",
-    "opdcl eval runs/x --retention ifeval": "the same",
     "opdcl export": "names the command, or needs the Hub",
     "opdcl fetch --dry-run": "leaves out the workflow",
     "opdcl finetune --data ROWS -o RUN": "stands for any fine-tune; the blocks run several",
@@ -88,6 +86,10 @@ NOT_ALONE = {
 
 # Commands that the reader of a page has run before.
 BEFORE = {
+    "README.md": [
+        "opdcl finetune --data rows.jsonl -o runs/elsewhere",
+        "cp -r runs/elsewhere/stages/01-finetune/adapter my-adapter",
+    ],
     "docs/processes.md": ["opdcl finetune --data rows.jsonl -o runs/mine"],
     "docs/export.md": [
         "opdcl finetune --data rows.jsonl -o runs/mine",

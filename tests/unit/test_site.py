@@ -147,9 +147,41 @@ def test_each_recipe_is_printed_and_linked(hooks):
         assert f"](#{hooks.anchor(name)})" in page
 
 
+def heading_anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", ["README.md", "workflows/README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_the_links_of_a_page_outside_the_site_lead_somewhere(name):
+    page = ROOT / name
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in heading_anchors(target), link
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "workflows/README.md", *os.listdir(DOCS)])
+def test_the_files_of_benchmarks_that_a_page_names_exist(name):
+    page = DOCS / name if (DOCS / name).exists() else ROOT / name
+    if page.suffix == ".md":
+        named = re.findall(r"benchmarks/[\w./]*\w", page.read_text(encoding="utf-8"))
+        assert [file for file in named if not (ROOT / file).exists()] == []
+
+
+def test_the_readme_can_be_read_in_five_minutes():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    first = text.partition("## Three commands")[0]
+    for question in ("What it does", "For whom", "What it costs", "Why not replay"):
+        assert f"- **{question}" in first
+
+
 def test_nothing_is_loaded_from_other_sites():
     pictures = (DOCS / "images").glob("*.svg")
-    for file in (ROOT / "mkdocs.yml", *DOCS.glob("*.md"), *DOCS.glob("*.css"), *pictures):
+    for file in (ROOT / "README.md", ROOT / "mkdocs.yml", *DOCS.glob("*.md"), *DOCS.glob("*.css"), *pictures):
         text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert re.findall(r"(?:src|href)=\"https?://|url\(https?:|@import|!\[[^]]*\]\(https?:", text) == [], (
             file.name
