@@ -214,7 +214,7 @@ def proof_conditions() -> str:
         for method, cell in by_method.items():
             machine, seeds = cell["machine"] or {}, len(cell["seeds"])
             place = f"{machine.get('name')}, {machine.get('cores')} cores, {machine.get('dtype')}"
-            sentence = f"{data_set}, {method}: {seeds} seed{'s' * (seeds > 1)}, {place}, {cell['date']}"
+            sentence = f"{data_set}, {method}: {seeds_of(seeds)}, {place}, {cell['date']}"
             if minutes := cell["minutes"]:
                 sentence += f", {min(minutes):.0f} to {max(minutes):.0f} minutes each"
             sentences.append(f"{sentence}, at most {max(cell['peak_memory_gib'])} GiB.")
@@ -261,12 +261,11 @@ def rivals() -> str:
     rows = []
     if cell := latest_proof():
         retention, domain = cell["suites"]["instructions"], cell["suites"]["handbook"]
-        scores = [percent(retention[state]["value"]) for state in STATES]
+        scores = [retention[state]["value"] for state in STATES]
         measured = [
-            "`instructions`, `handbook`",
-            str(len(cell["seeds"])),
+            f"`instructions`, {seeds_of(len(cell['seeds']))}",
             percent(retention["floor"]),
-            *scores,
+            course(scores),
         ]
         rows.append(
             [METHODS["ours"], *measured, *map(ratio, (retention["recovery"], domain["domain_retention"]))]
@@ -279,25 +278,35 @@ def rivals() -> str:
         new = [name for name in METHODS if name in named and name not in shown]
         rows += [[METHODS[name], *rival_cells(found, named[name])] for name in new]
         shown.update(new)
-    columns = ["method", "suites", "seeds", "floor", "base", "tuned", "after", "R", "D"]
-    return rows_of(columns, rows, 2) if rows else NOT_MEASURED
+    columns = ["method", "suite", "floor", "base → tuned → after", "R", "D"]
+    # Numbers do not break within a cell.
+    cells = [[*row[:2], *(cell.replace(" ", "\u00a0") for cell in row[2:])] for row in rows]
+    return rows_of(columns, cells, 2) if rows else NOT_MEASURED
+
+
+def seeds_of(number: int) -> str:
+    return f"{number} seed{'s' * (number > 1)}"
+
+
+def course(scores: list[float]) -> str:
+    """Return scores of base, tuned and recovered as a course: 56.2 → 0.8 → 53.0 %."""
+    return " → ".join([*(percent(score).removesuffix(" %") for score in scores[:-1]), percent(scores[-1])])
 
 
 def rival_cells(found: dict[str, Any], arm: dict[str, Any]) -> list[str]:
-    """Return suite, seeds, floor, scores, R and D of one arm of a stored comparison."""
+    """Return suite and seeds, floor, scores, R and D of one arm of a stored comparison."""
     suite, domain = (found["headline"][role] for role in ("retention", "domain"))
-    floors = read("instructions").get("suites", {}).get(suite, {}).get("floors") or {}
     values = {reference["state"]: reference["retention"]["value"] for reference in found["references"]}
-    scores = [percent(value) for value in (values["base"], values["tuned"], arm["retention"]["value"])]
-    if "about" in found:  # only the records of the former suite say what is wrong with it
-        measured = [f"former `{suite}`, `{domain}`", str(arm["seeds"]), "above base"]
-    else:
-        measured = [
-            f"`{suite}`, `{domain}`",
-            str(arm["seeds"]),
-            percent(max(floors.values())) if floors else "",
-        ]
-    return [*measured, *scores, ratio(arm["recovery"]), ratio(arm["domain_retention"])]
+    floors = read("instructions").get("suites", {}).get(suite, {}).get("floors") or {}
+    is_former = "about" in found  # only the records of the former suite say what is wrong with it
+    other_domain = f"; `{domain}`" * (domain != "handbook")
+    return [
+        f"{'former ' * is_former}`{suite}`, {seeds_of(arm['seeds'])}{other_domain}",
+        "above base" if is_former else percent(max(floors.values())) if floors else "",
+        course([values["base"], values["tuned"], arm["retention"]["value"]]),
+        ratio(arm["recovery"]),
+        ratio(arm["domain_retention"]),
+    ]
 
 
 def latest_proof() -> dict[str, Any] | None:

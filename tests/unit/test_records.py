@@ -259,9 +259,9 @@ def test_a_rival_is_shown_from_the_newest_record_with_the_suite_it_was_measured_
     monkeypatch.setattr(records, "HERE", tmp_path)
     write(tmp_path / "ablation.json", comparison("instructions", replay=0.11, ours=0.12) | {"about": "it"})
     former = records.rivals().splitlines()
-    assert [row.count("former `instructions`, `handbook` | 1 | above base") for row in former[2:]] == [1, 1]
+    assert [row.count("former `instructions`, 1 seed | above\u00a0base") for row in former[2:]] == [1, 1]
     assert "on-policy" in former[2]
-    assert "12.0 %" in former[2]
+    assert "| 50.0\u00a0→\u00a050.0\u00a0→\u00a012.0\u00a0% |" in former[2]
 
     validation = "instructions_validation"
     write(tmp_path / "cure.json", comparison(validation, **{"ours-1": 0.31, "replay-1": 0.32}))
@@ -270,8 +270,8 @@ def test_a_rival_is_shown_from_the_newest_record_with_the_suite_it_was_measured_
     assert [name in row for name, row in zip(("opdcl", "replay", "on-policy"), rows, strict=True)] == [
         True
     ] * 3
-    assert all("`instructions_validation`, `handbook` | 1 | 1.0 %" in row for row in rows[:2])
-    assert "32.0 %" in rows[1]
+    assert all("`instructions_validation`, 1 seed | 1.0\u00a0%" in row for row in rows[:2])
+    assert "32.0\u00a0%" in rows[1]
     assert "former" in rows[2]
 
 
