@@ -178,33 +178,53 @@ def proof_scores(methods: slice = slice(-1, None)) -> str:
         + [score(suite[state]) for state in ("base", "tuned", "recovered")]
         for data_set, method, name, suite in cells
     ]
-    return rows_of(["runs", "suite", "n", "floor", "base", "tuned", "recovered"], rows, 2)
+    return rows_of(["runs", "suite", "n", "floor", "base", "tuned", "recovered"], unbroken(rows, 2), 2)
+
+
+def retention_suites() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
+    """Yield each retention suite of the proof: its runs, name and record, and all suites of these runs."""
+    for data_set, by_method in read("proof").items():
+        for method, cell in by_method.items():
+            for name, suite in cell["suites"].items():
+                if suite["role"] == "retention":
+                    yield f"{data_set}, {method}", f"`{name}`", suite, cell["suites"]
 
 
 def proof_recovery() -> str:
-    """Return R, D and how the answers are written, of every method on every data set."""
+    """Return R and D of every method on every data set."""
     rows = []
-    for data_set, by_method in read("proof").items():
-        for method, cell in by_method.items():
-            suites = cell["suites"]
-            kept = next((ratio(s["domain_retention"]) for s in suites.values() if s["role"] == "domain"), "")
-            for name, suite in suites.items():
-                if suite["role"] == "retention":
-                    rows.append([f"{data_set}, {method}", f"`{name}`", *recovery_cells(suite), kept])
-                    kept = ""
-    columns = ["runs", "suite", "outcome", "R", "R from tuned", "R, seen", "R, unseen"]
-    columns += ["answers that end", "repetition", "D"]
-    return rows_of(columns, rows, 3) if rows else NOT_MEASURED
+    for runs, name, suite, suites in retention_suites():
+        kept = [ratio(s["domain_retention"]) for s in suites.values() if s["role"] == "domain"]
+        rows.append([runs, name, *recovery_cells(suite), *(kept or [""])[:1]])
+    columns = ["runs", "suite", "outcome", "R", "R from tuned", "R, seen", "R, unseen", "D"]
+    if all(row[4] in ("", row[3]) for row in rows):  # R starts from tuned wherever that is above the floor
+        columns, *rows = [[*row[:4], *row[5:]] for row in (columns, *rows)]
+    return rows_of(columns, unbroken(rows, 3), 3) if rows else NOT_MEASURED
 
 
 def recovery_cells(suite: dict[str, Any]) -> list[str]:
     groups = [suite["groups"].get(name, {}).get("recovery") for name in ("seen", "unseen")]
-    styles = []
-    for measure in ("ended", "repetition"):
-        both = [suite["writing"][state].get(measure) for state in ("base", "recovered")]
-        styles.append(f"{score(both[1])} (base {percent(both[0]['value'])})" if all(both) else "")
     first = ratio(suite["recovery"]) or f"none: {suite['no_recovery_because']}"
-    return [suite["status"], first, *(ratio(r) for r in (suite["recovery_raw"], *groups)), *styles]
+    return [suite["status"], first, *(ratio(r) for r in (suite["recovery_raw"], *groups))]
+
+
+def proof_writing() -> str:
+    """Return how the models write, on every data set."""
+    rows = []
+    for runs, name, suite, _ in retention_suites():
+        writing = suite["writing"]
+        cells = [
+            score(writing[state].get(m)) for m in ("ended", "repetition") for state in ("base", "recovered")
+        ]
+        rows.append([runs, name, *cells])
+    columns = ["runs", "suite", "base: answers that end", "recovered", "base: repetition", "recovered"]
+    return rows_of(columns, unbroken(rows, 2), 2) if rows else NOT_MEASURED
+
+
+def unbroken(rows: list[list[str]], left: int) -> list[list[str]]:
+    """Return the rows with cells that break before a bracket, but within no number or interval."""
+    number = re.compile(r" (?=%|[-+]?\d|→)|(?<=→) ")
+    return [[*row[:left], *(number.sub("\u00a0", cell) for cell in row[left:])] for row in rows]
 
 
 def proof_conditions() -> str:
@@ -240,7 +260,7 @@ def comparison(name: str) -> str:
     columns = ["arm", f"`{found['headline']['retention']}`", found["headline"]["domain"], "R from tuned", "D"]
     columns += ["D, learned wordings", "above the alpha-curve, points"]
     kept = [i for i in range(len(columns)) if i == 0 or any(row[i] for row in rows)]
-    return rows_of([columns[i] for i in kept], [[row[i] for i in kept] for row in rows])
+    return rows_of([columns[i] for i in kept], unbroken([[row[i] for i in kept] for row in rows], 1))
 
 
 # The methods that the README compares, by the names of their arms. A newer record comes first; what it has
@@ -279,9 +299,7 @@ def rivals() -> str:
         rows += [[METHODS[name], *rival_cells(found, named[name])] for name in new]
         shown.update(new)
     columns = ["method", "suite", "floor", "base → tuned → after", "R", "D"]
-    # Numbers do not break within a cell.
-    cells = [[*row[:2], *(cell.replace(" ", "\u00a0") for cell in row[2:])] for row in rows]
-    return rows_of(columns, cells, 2) if rows else NOT_MEASURED
+    return rows_of(columns, unbroken(rows, 2), 2) if rows else NOT_MEASURED
 
 
 def seeds_of(number: int) -> str:
@@ -373,6 +391,7 @@ TABLES = {
     "proof": proof_scores,
     "proof-all": lambda: proof_scores(slice(None)),
     "proof-recovery": proof_recovery,
+    "proof-writing": proof_writing,
     "proof-conditions": proof_conditions,
     "rivals": rivals,
     "quotes": quotes,

@@ -24,6 +24,7 @@ ELSEWHERE = {
 MADE_FROM = {
     "proof-all": "proof",
     "proof-recovery": "proof",
+    "proof-writing": "proof",
     "proof-conditions": "proof",
     "growth-rows": "scaling",
     "growth-length": "scaling",
@@ -180,12 +181,15 @@ def test_the_proof_pools_the_seeds(runs, tmp_path, monkeypatch, records):
     assert kept["value"] == pytest.approx((34 - 4) / (36 - 4), abs=1e-6)
 
     monkeypatch.setattr(records, "HERE", tmp_path)
-    scores, recovery = records.proof_scores(), records.proof_recovery()
+    scores, recovery, writing = (
+        table().replace("\u00a0", " ")
+        for table in (records.proof_scores, records.proof_recovery, records.proof_writing)
+    )
     assert "| quickstart, cured | `instructions` | 40 | 30.0 % | 80.0 % [" in scores
     assert "| quickstart, cured | `instructions` | partly recovered | 0.80 [" in recovery
+    assert "| R from tuned |" in recovery
     assert "| 0.83 [" in recovery
-    assert "25.0 % [" in recovery
-    assert "(base 100.0 %)" in recovery
+    assert re.search(r"`instructions` \| 100.0 % \[[^|]*\| 25.0 % \[", writing)
     conditions = records.proof_conditions()
     assert conditions.startswith("quickstart, cured: 3 seeds, two cores, 2 cores, bfloat16")
     assert conditions.endswith("10 to 12 minutes each, at most 4.0 GiB.")
@@ -210,6 +214,15 @@ def test_runs_that_are_not_one_arm_are_refused(runs):
     write(runs[1].config, config)
     with pytest.raises(SystemExit, match="seeds only"):
         script("proof").measure(runs)
+
+
+def test_the_raw_ratio_has_no_column_where_it_is_R(runs, tmp_path, monkeypatch, records):
+    monkeypatch.setattr(records, "HERE", tmp_path)
+    cell = script("proof").measure(runs)
+    for suite in cell["suites"].values():
+        suite["recovery_raw"] = suite.get("recovery")
+    write(tmp_path / "proof.json", {"quickstart": {"cured": cell}})
+    assert "R from tuned" not in records.proof_recovery()
 
 
 def test_a_method_without_R_says_why(records):
@@ -259,7 +272,7 @@ def test_a_rival_is_shown_from_the_newest_record_with_the_suite_it_was_measured_
     monkeypatch.setattr(records, "HERE", tmp_path)
     write(tmp_path / "ablation.json", comparison("instructions", replay=0.11, ours=0.12) | {"about": "it"})
     former = records.rivals().splitlines()
-    assert [row.count("former `instructions`, 1 seed | above\u00a0base") for row in former[2:]] == [1, 1]
+    assert [row.count("former `instructions`, 1 seed | above base") for row in former[2:]] == [1, 1]
     assert "on-policy" in former[2]
     assert "| 50.0\u00a0→\u00a050.0\u00a0→\u00a012.0\u00a0% |" in former[2]
 
