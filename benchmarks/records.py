@@ -18,9 +18,9 @@ writes docs/reliability.md as a whole.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import re
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,14 +171,13 @@ def proof_scores(methods: slice = slice(-1, None)) -> str:
         for method in list(by_method)[methods]
         for name, suite in by_method[method]["suites"].items()
     ]
-    if not cells:
-        return NOT_MEASURED
     rows = [
         [f"{data_set}, {method}", f"`{name}`", str(suite["n"]), percent(suite["floor"])]
-        + [score(suite[state]) for state in ("base", "tuned", "recovered")]
+        + [score(suite[state]) for state in STATES]
         for data_set, method, name, suite in cells
     ]
-    return rows_of(["runs", "suite", "n", "floor", "base", "tuned", "recovered"], unbroken(rows, 2), 2)
+    columns = ["runs", "suite", "n", "floor", *STATES]
+    return rows_of(columns, unbroken(rows, 2), 2) if rows else NOT_MEASURED
 
 
 def retention_suites() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
@@ -212,11 +211,8 @@ def proof_writing() -> str:
     """Return how the models write, on every data set."""
     rows = []
     for runs, name, suite, _ in retention_suites():
-        writing = suite["writing"]
-        cells = [
-            score(writing[state].get(m)) for m in ("ended", "repetition") for state in ("base", "recovered")
-        ]
-        rows.append([runs, name, *cells])
+        both = [suite["writing"][state] for state in ("base", "recovered")]
+        rows.append([runs, name, *(score(w.get(m)) for m in ("ended", "repetition") for w in both)])
     columns = ["runs", "suite", "base: answers that end", "recovered", "base: repetition", "recovered"]
     return rows_of(columns, unbroken(rows, 2), 2) if rows else NOT_MEASURED
 
@@ -237,8 +233,8 @@ def proof_conditions() -> str:
             sentence = f"{data_set}, {method}: {seeds_of(seeds)}, {place}, {cell['date']}"
             if minutes := cell["minutes"]:
                 sentence += f", {min(minutes):.0f} to {max(minutes):.0f} minutes each"
-            sentences.append(f"{sentence}, at most {max(cell['peak_memory_gib'])} GiB.")
-    return " ".join(sentences) or NOT_MEASURED
+            sentences.append(f"- {sentence}, at most {max(cell['peak_memory_gib'])} GiB.")
+    return "\n".join(sentences) or NOT_MEASURED
 
 
 def comparison(name: str) -> str:
@@ -263,8 +259,7 @@ def comparison(name: str) -> str:
     return rows_of([columns[i] for i in kept], unbroken([[row[i] for i in kept] for row in rows], 1))
 
 
-# The methods that the README compares, by the names of their arms. A newer record comes first; what it has
-# measured is left out of older ones.
+# The README's methods by the names of their arms. What a newer record has is left out of older ones.
 METHODS = {
     "ours": "**opdcl**: the teachers write, every token is graded",
     "own-answers": "on-policy, `lmbda: 1`: the student writes",
@@ -282,11 +277,8 @@ def rivals() -> str:
     if cell := latest_proof():
         retention, domain = cell["suites"]["instructions"], cell["suites"]["handbook"]
         scores = [retention[state]["value"] for state in STATES]
-        measured = [
-            f"`instructions`, {seeds_of(len(cell['seeds']))}",
-            percent(retention["floor"]),
-            course(scores),
-        ]
+        suite = f"`instructions`, {seeds_of(len(cell['seeds']))}"
+        measured = [suite, percent(retention["floor"]), course(scores)]
         rows.append(
             [METHODS["ours"], *measured, *map(ratio, (retention["recovery"], domain["domain_retention"]))]
         )
@@ -346,11 +338,9 @@ def sizes() -> str:
     proof = latest_proof()
     peak = f"{max(proof['peak_memory_gib'])} GiB" if proof else ""
     rows = [["SmolLM2-135M, embedded", "2 CPU cores, 8 GB", peak, "10 to 30 minutes, all stages", "measured"]]
-    script = importlib.util.spec_from_file_location("sizes", HERE / "sizes.py")
-    module = importlib.util.module_from_spec(script)
-    script.loader.exec_module(module)
+    script = runpy.run_path(str(HERE / "sizes.py"))
     for name, machine in {"Qwen3-1.7B": "one GPU, 24 GB", "Qwen3-8B": "one GPU, 80 GB"}.items():
-        memory, seconds = module.sizes(module.MODELS[name], 1, shard=False, served=False, micro=8192)
+        memory, seconds = script["sizes"](script["MODELS"][name], 1, shard=False, served=False, micro=8192)
         rows.append(
             [name, machine, f"{memory:.0f} GiB", f"{seconds:.1f} s a step on an H100", "**untested**"]
         )

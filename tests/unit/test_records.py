@@ -191,7 +191,7 @@ def test_the_proof_pools_the_seeds(runs, tmp_path, monkeypatch, records):
     assert "| 0.83 [" in recovery
     assert re.search(r"`instructions` \| 100.0 % \[[^|]*\| 25.0 % \[", writing)
     conditions = records.proof_conditions()
-    assert conditions.startswith("quickstart, cured: 3 seeds, two cores, 2 cores, bfloat16")
+    assert conditions.startswith("- quickstart, cured: 3 seeds, two cores, 2 cores, bfloat16")
     assert conditions.endswith("10 to 12 minutes each, at most 4.0 GiB.")
 
 
