@@ -63,12 +63,15 @@ DRY = {
 FILLED = {
     "RUN": "whole",
     "runs/x": "whole",
+    "ADAPTER": "whole/stages/01-finetune/adapter",
+    "my-adapter": "whole/stages/01-finetune/adapter",
     "FILE": "tiny.yaml",
     "WORKFLOW": "tiny.yaml",
     "ROWS": "rows.jsonl",
     "COMMAND": "run",
     "benchmarks/defaults.yaml": str(ROOT / "benchmarks" / "defaults.yaml"),
 }
+AFTER_OPTION = {("--domain", "FILE"): "rows.jsonl", ("--domain", "ROWS"): "rows.jsonl", ("-o", "RUN"): "new"}
 # Commands within sentences that only name a command, or cannot run here. Their words are checked.
 NOT_ALONE = {
     "opdcl chat": "waits for input, or needs the Hub; tests/unit/deploy",
@@ -302,13 +305,10 @@ def test_a_command_within_a_sentence_works(command, readers_run, tiny_cache, mon
         return
     monkeypatch.setenv("OPDCL_CACHE", str(tiny_cache))
     monkeypatch.chdir(readers_run)
-    filled = [
-        "rows.jsonl" if pair == ("--domain", "FILE") else FILLED.get(pair[1], pair[1])
-        for pair in pairwise(["", *words])
-    ]
+    filled = [AFTER_OPTION.get(pair) or FILLED.get(pair[1], pair[1]) for pair in pairwise(["", *words])]
     if filled[1] == "run":
         filled.append("--dry-run")
-    if filled[1] == "recover":
+    if filled[1] == "recover" and "new" not in filled:
         filled[2:3] = ["again", "--force"]  # the sentence is about a run that is not recovered yet
     run_here(filled if "--dry-run" in filled else small(filled))
 

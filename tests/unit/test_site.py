@@ -4,6 +4,7 @@ import ast
 import inspect
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -188,14 +189,32 @@ def test_nothing_is_loaded_from_other_sites():
         )
 
 
-def test_the_site_builds_without_a_warning(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)],
-        cwd=ROOT,
+def make_docs(checkout: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command of `make docs` in a checkout."""
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ndocs: ")[2]
+    words = re.search(r"/python (-m mkdocs .*)", recipe)[1].split()
+    return subprocess.run(
+        [sys.executable, *words, "-d", str(site)],
+        cwd=checkout,
         capture_output=True,
         text=True,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )
+
+
+def test_make_docs_fails_on_a_dead_link(tmp_path):
+    for name in ("docs", "workflows"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    page = tmp_path / "workflows" / "README.md"
+    page.write_text(page.read_text(encoding="utf-8") + "\n[nowhere](../docs/nowhere.md)\n", encoding="utf-8")
+    done = make_docs(tmp_path, tmp_path / "site")
+    assert done.returncode == 1
+    assert "nowhere.md" in done.stderr
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    done = make_docs(ROOT, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     pages = {page.stem: page.read_text(encoding="utf-8") for page in tmp_path.glob("*.html")}
