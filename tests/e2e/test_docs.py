@@ -89,10 +89,6 @@ NOT_ALONE = {
 
 # Commands that the reader of a page has run before.
 BEFORE = {
-    "README.md": [
-        "opdcl finetune --data rows.jsonl -o runs/elsewhere",
-        "cp -r runs/elsewhere/stages/01-finetune/adapter my-adapter",
-    ],
     "docs/processes.md": ["opdcl finetune --data rows.jsonl -o runs/mine"],
     "docs/export.md": [
         "opdcl finetune --data rows.jsonl -o runs/mine",
@@ -102,6 +98,10 @@ BEFORE = {
     "docs/troubleshooting.md": [
         "opdcl finetune --data rows.jsonl -o runs/mine",
         "opdcl workflows cp own-data mine.yaml",
+    ],
+    "README.md": [
+        "opdcl finetune --data rows.jsonl -o runs/elsewhere",
+        "cp -r runs/elsewhere/stages/01-finetune/adapter my-adapter",
     ],
 }
 
