@@ -164,12 +164,26 @@ def test_the_links_of_a_page_outside_the_site_lead_somewhere(name):
         assert not anchor or anchor in heading_anchors(target), link
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "workflows/README.md", *os.listdir(DOCS)])
-def test_the_files_of_benchmarks_that_a_page_names_exist(name):
-    page = DOCS / name if (DOCS / name).exists() else ROOT / name
-    if page.suffix == ".md":
-        named = re.findall(r"benchmarks/[\w./]*\w", page.read_text(encoding="utf-8"))
-        assert [file for file in named if not (ROOT / file).exists()] == []
+WRITTEN = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "workflows" / "README.md",
+    *sorted(DOCS.glob("*.md")),
+]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
+def test_the_scripts_options_and_targets_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for file, words in re.findall(r"(benchmarks/[\w./]*\w)([^`\n]*)", text):
+        assert (ROOT / file).exists(), file
+        if file.endswith(".py"):
+            known = (ROOT / file).read_text(encoding="utf-8")
+            options = re.findall(r"(?<!\S)--[a-z][\w-]*", re.split("  |['\"]", words)[0])
+            assert [option for option in options if f'"{option}"' not in known] == [], file
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    named = re.findall(r"`make ([a-z-]+)|^ *make ([a-z-]+)(?=$|  | [A-Z]+=)", text, re.M)
+    assert [name for pair in named for name in pair if name and name not in targets] == []
 
 
 def test_the_readme_can_be_read_in_five_minutes():
