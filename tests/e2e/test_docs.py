@@ -69,7 +69,7 @@ FILLED = {
     "WORKFLOW": "tiny.yaml",
     "ROWS": "rows.jsonl",
     "COMMAND": "run",
-    "benchmarks/defaults.yaml": str(ROOT / "benchmarks" / "defaults.yaml"),
+    **{f"benchmarks/{name}.yaml": str(ROOT / "benchmarks" / f"{name}.yaml") for name in ("cure", "defaults")},
 }
 AFTER_OPTION = {("--domain", "FILE"): "rows.jsonl", ("--domain", "ROWS"): "rows.jsonl", ("-o", "RUN"): "new"}
 # Commands within sentences that only name a command, or cannot run here. Their words are checked.
