@@ -67,6 +67,7 @@ FILLED = {
     "my-adapter": "whole/stages/01-finetune/adapter",
     "FILE": "tiny.yaml",
     "WORKFLOW": "tiny.yaml",
+    "RECIPE": "own-data",
     "ROWS": "rows.jsonl",
     "COMMAND": "run",
     **{f"benchmarks/{name}.yaml": str(ROOT / "benchmarks" / f"{name}.yaml") for name in ("cure", "defaults")},
