@@ -64,19 +64,21 @@ DRY = {
 FILLED = {
     "RUN": "whole",
     "runs/x": "whole",
+    "ADAPTER": "whole/stages/01-finetune/adapter",
+    "my-adapter": "whole/stages/01-finetune/adapter",
     "FILE": "tiny.yaml",
     "WORKFLOW": "tiny.yaml",
+    "RECIPE": "own-data",
     "ROWS": "rows.jsonl",
     "COMMAND": "run",
-    "benchmarks/defaults.yaml": str(ROOT / "benchmarks" / "defaults.yaml"),
+    **{f"benchmarks/{name}.yaml": str(ROOT / "benchmarks" / f"{name}.yaml") for name in ("cure", "defaults")},
 }
+AFTER_OPTION = {("--domain", "FILE"): "rows.jsonl", ("--domain", "ROWS"): "rows.jsonl", ("-o", "RUN"): "new"}
 # Commands within sentences that only name a command, or cannot run here. Their words are checked.
 NOT_ALONE = {
-    "opdcl --install-completion": "edits the files of the shell that started it",
     "opdcl chat": "waits for input, or needs the Hub; tests/unit/deploy",
     "opdcl compare": "names the command",
     "opdcl eval RUN --retention ifeval": "needs the prompts; tests/unit/data/test_suites.py reads a file",
-    "opdcl eval runs/x --retention ifeval": "the same",
     "opdcl export": "names the command, or needs the Hub",
     "opdcl fetch --dry-run": "leaves out the workflow",
     "opdcl finetune --data ROWS -o RUN": "stands for any fine-tune; the blocks run several",
@@ -102,6 +104,10 @@ BEFORE = {
     "docs/troubleshooting.md": [
         "opdcl finetune --data rows.jsonl -o runs/mine",
         "opdcl workflows cp own-data mine.yaml",
+    ],
+    "README.md": [
+        "opdcl finetune --data rows.jsonl -o runs/elsewhere",
+        "cp -r runs/elsewhere/stages/01-finetune/adapter my-adapter",
     ],
 }
 
@@ -264,6 +270,25 @@ def test_every_block_of_a_page_works_in_reading_order(page, reader, monkeypatch)
                 assert other == "text", f"a block of {page} is neither run nor marked as text"
 
 
+@pytest.mark.slow
+def test_the_notebook_runs_from_its_first_cell_to_its_last(reader, monkeypatch, capsys):
+    for verb in ("run", "finetune", "recover", "evaluate"):
+        monkeypatch.setattr(opdcl, verb, small_verb(getattr(opdcl, verb)))
+    notebook = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], len({cell["id"] for cell in notebook["cells"]})) == (
+        4,
+        len(notebook["cells"]),
+    )
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    names: dict = {}
+    for number, cell in enumerate(cells):
+        exec(compile(cell, f"quickstart.ipynb, cell {number}", "exec"), names)
+    assert names["result"].report.is_file()
+    assert (reader / "my-model" / "config.json").is_file()
+    assert "recovered: " in capsys.readouterr().out
+    assert not any(cell.get("outputs") for cell in notebook["cells"])
+
+
 def sentence_commands() -> list[str]:
     """Return the commands within sentences of all pages, each once."""
     found = {c for page in PAGES for c in INLINE.findall((ROOT / page).read_text(encoding="utf-8"))}
@@ -288,13 +313,10 @@ def test_a_command_within_a_sentence_works(command, readers_run, tiny_cache, mon
         return
     monkeypatch.setenv("OPDCL_CACHE", str(tiny_cache))
     monkeypatch.chdir(readers_run)
-    filled = [
-        "rows.jsonl" if pair == ("--domain", "FILE") else FILLED.get(pair[1], pair[1])
-        for pair in pairwise(["", *words])
-    ]
+    filled = [AFTER_OPTION.get(pair) or FILLED.get(pair[1], pair[1]) for pair in pairwise(["", *words])]
     if filled[1] == "run":
         filled.append("--dry-run")
-    if filled[1] == "recover":
+    if filled[1] == "recover" and "new" not in filled:
         filled[2:3] = ["again", "--force"]  # the sentence is about a run that is not recovered yet
     run_here(filled if "--dry-run" in filled else small(filled))
 

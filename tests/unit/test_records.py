@@ -1,7 +1,10 @@
 """Every measured number in the pages comes from a record: benchmarks/records.py and benchmarks/proof.py."""
 
 import json
+import re
 import sys
+import tomllib
+import xml.etree.ElementTree as ET
 
 import pytest
 from helpers.command import ROOT
@@ -10,8 +13,24 @@ from helpers.synthetic import measure_fully, workflow, write
 
 from opdcl.rundir.layout import RunDir
 
-# The pages that a person writes; docs/reliability.md is written as a whole.
-NUMBERS = ["ablation", "people", "defaults", "throughput", "scaling", "engines", "teachers", "sabotage"]
+BENCHMARKS = ROOT / "benchmarks"
+# Records that no block of a page names, and what checks them instead.
+ELSEWHERE = {
+    "coverage": "tests/unit/results/test_coverage.py",
+    "quickstart": "test_the_picture_of_the_quickstart_is_drawn_from_its_record",
+    "reliability": "test_the_page_of_faults_is_the_one_that_its_script_writes",
+}
+# What each table of the pages is made from; other tables have the name of their record.
+MADE_FROM = {
+    "proof-all": "proof",
+    "proof-recovery": "proof",
+    "proof-writing": "proof",
+    "proof-conditions": "proof",
+    "growth-rows": "scaling",
+    "growth-length": "scaling",
+    "quotes": "quote",
+    "rivals": "instructions",
+}
 
 
 def script(name: str):
@@ -36,13 +55,19 @@ def test_the_page_of_faults_is_the_one_that_its_script_writes(monkeypatch, tmp_p
     assert (tmp_path / "page.md").read_text() == (ROOT / "docs" / "reliability.md").read_text()
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", sorted(file.stem for file in BENCHMARKS.glob("*.json")))
 def test_each_record_is_used(records, name):
     text = "".join((ROOT / page).read_text(encoding="utf-8") for page in records.PAGES)
-    marks = records.TABLE.findall(text), records.MARK.findall(text)
-    used = {"throughput": "throughput", "growth-rows": "scaling"}
-    tables = {used.get(table, table) for table in marks[0]}
-    assert name in tables or any(f"benchmarks/{name}.json" in rest for _, rest in marks[1])
+    tables = {MADE_FROM.get(table, table) for table in records.TABLE.findall(text)}
+    marks = [rest for _, rest in records.MARK.findall(text)]
+    is_used = name in tables or any(f"benchmarks/{name}.json" in rest for rest in marks)
+    assert is_used != (name in ELSEWHERE)
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in BENCHMARKS.glob("*.py")))
+def test_each_script_is_loaded_by_a_test(name):
+    loads = re.compile(rf"script\(\"{name}\"\)|(?:benchmarks|BENCHMARKS|SCRIPTS).{{0,20}}\b{name}\.py\"")
+    assert any(loads.search(file.read_text(encoding="utf-8")) for file in (ROOT / "tests").rglob("test_*.py"))
 
 
 @pytest.mark.parametrize(
@@ -156,14 +181,17 @@ def test_the_proof_pools_the_seeds(runs, tmp_path, monkeypatch, records):
     assert kept["value"] == pytest.approx((34 - 4) / (36 - 4), abs=1e-6)
 
     monkeypatch.setattr(records, "HERE", tmp_path)
-    scores, recovery = records.proof_scores(), records.proof_recovery()
+    scores, recovery, writing = (
+        table().replace("\u00a0", " ")
+        for table in (records.proof_scores, records.proof_recovery, records.proof_writing)
+    )
     assert "| quickstart, cured | `instructions` | 40 | 30.0 % | 80.0 % [" in scores
     assert "| quickstart, cured | `instructions` | partly recovered | 0.80 [" in recovery
+    assert "| R from tuned |" in recovery
     assert "| 0.83 [" in recovery
-    assert "25.0 % [" in recovery
-    assert "(base 100.0 %)" in recovery
+    assert re.search(r"`instructions` \| 100.0 % \[[^|]*\| 25.0 % \[", writing)
     conditions = records.proof_conditions()
-    assert conditions.startswith("quickstart, cured: 3 seeds, two cores, 2 cores, bfloat16")
+    assert conditions.startswith("- quickstart, cured: 3 seeds, two cores, 2 cores, bfloat16")
     assert conditions.endswith("10 to 12 minutes each, at most 4.0 GiB.")
 
 
@@ -188,6 +216,15 @@ def test_runs_that_are_not_one_arm_are_refused(runs):
         script("proof").measure(runs)
 
 
+def test_the_raw_ratio_has_no_column_where_it_is_R(runs, tmp_path, monkeypatch, records):
+    monkeypatch.setattr(records, "HERE", tmp_path)
+    cell = script("proof").measure(runs)
+    for suite in cell["suites"].values():
+        suite["recovery_raw"] = suite.get("recovery")
+    write(tmp_path / "proof.json", {"quickstart": {"cured": cell}})
+    assert "R from tuned" not in records.proof_recovery()
+
+
 def test_a_method_without_R_says_why(records):
     suite = {
         "recovery": None,
@@ -203,4 +240,111 @@ def test_a_method_without_R_says_why(records):
 def test_without_runs_the_page_says_so(records, tmp_path, monkeypatch):
     monkeypatch.setattr(records, "HERE", tmp_path)
     found = {records.proof_scores(), records.proof_recovery(), records.proof_conditions()}
+    found |= {records.rivals(), records.quotes(), records.comparison("cure")}
     assert found == {records.NOT_MEASURED}
+
+
+# -- the README's tables
+
+
+def comparison(suite: str, **arms: float) -> dict:
+    """A stored comparison with the retention score of each arm."""
+    estimate = {"value": 0.5, "low": 0.4, "high": 0.6}
+    return {
+        "headline": {"retention": suite, "domain": "handbook"},
+        "references": [{"state": state, "retention": estimate} for state in ("base", "tuned")],
+        "arms": [
+            {
+                "name": name,
+                "seeds": 1,
+                "retention": estimate | {"value": score},
+                "recovery": estimate,
+                "domain_retention": estimate,
+            }
+            for name, score in arms.items()
+        ],
+    }
+
+
+def test_a_rival_is_shown_from_the_newest_record_with_the_suite_it_was_measured_on(
+    records, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(records, "HERE", tmp_path)
+    write(tmp_path / "ablation.json", comparison("instructions", replay=0.11, ours=0.12) | {"about": "it"})
+    former = records.rivals().splitlines()
+    assert [row.count("former `instructions`, 1 seed | above base") for row in former[2:]] == [1, 1]
+    assert "on-policy" in former[2]
+    assert "| 50.0\u00a0→\u00a050.0\u00a0→\u00a012.0\u00a0% |" in former[2]
+
+    validation = "instructions_validation"
+    write(tmp_path / "cure.json", comparison(validation, **{"ours-1": 0.31, "replay-1": 0.32}))
+    write(tmp_path / "instructions.json", {"suites": {validation: {"floors": {"empty": 0.0, "copy": 0.01}}}})
+    rows = records.rivals().splitlines()[2:]
+    assert [name in row for name, row in zip(("opdcl", "replay", "on-policy"), rows, strict=True)] == [
+        True
+    ] * 3
+    assert all("`instructions_validation`, 1 seed | 1.0\u00a0%" in row for row in rows[:2])
+    assert "32.0\u00a0%" in rows[1]
+    assert "former" in rows[2]
+
+
+def test_quoted_answers_are_those_of_the_run(runs, tmp_path, monkeypatch, records):
+    quote, out = script("quote"), tmp_path / "quote.json"
+    monkeypatch.setattr(sys, "argv", ["quote.py", str(runs[0].path), "instructions:3", "--out", str(out)])
+    quote.main()
+    (found,) = json.loads(out.read_text())["quotes"]
+    lines = {s: runs[0].eval_samples(s, "instructions").read_text().splitlines() for s in records.STATES}
+    samples = {state: json.loads(text[3]) for state, text in lines.items()}
+    assert found["prompt"] == samples["base"]["prompt"]
+    assert [found[s]["text"] for s in records.STATES] == [samples[s]["response"] for s in records.STATES]
+
+    write(out, {"quotes": [found | {"tuned": {"text": "a|b <c>", "ended": False}}]})
+    monkeypatch.setattr(records, "HERE", tmp_path)
+    assert "| a\\|b &lt;c> … |" in records.quotes()
+    monkeypatch.setattr(sys, "argv", ["quote.py", str(runs[0].path), "instructions:999", "--out", str(out)])
+    with pytest.raises(SystemExit, match="instructions has no prompt 999"):
+        quote.main()
+
+
+def test_the_sizes_are_those_of_the_arithmetic_and_say_so(records):
+    table = records.sizes()
+    assert "| Qwen3-8B | one GPU, 80 GB | 55 GiB | 11.7 s a step on an H100 | **untested** |" in table
+    assert table.count("**untested**") == 2
+
+
+# -- the picture of the quickstart
+
+
+def test_the_picture_of_the_quickstart_is_drawn_from_its_record():
+    record = json.loads((BENCHMARKS / "quickstart.json").read_text(encoding="utf-8"))
+    picture = (ROOT / "docs" / "images" / "quickstart.svg").read_text(encoding="utf-8")
+    assert picture == script("recording").draw(record)
+
+
+def test_a_line_of_progress_is_replaced_by_the_next_and_all_others_stay(tmp_path, monkeypatch):
+    recording, log = script("recording"), tmp_path / "run.log"
+    long = "Partly recovered: " + "a " * 60
+    log.write_text(f"finetune 1/2 loss 3\nfinetune: a note\n\nfinetune 2/2 loss <1\nreport: x\n{long}\n")
+    out, picture = tmp_path / "record.json", tmp_path / "picture.svg"
+    monkeypatch.setattr(sys, "argv", ["recording.py", str(log), "--out", str(out), "--picture", str(picture)])
+    recording.main()
+    texts = ET.fromstring(picture.read_text()).iter("{http://www.w3.org/2000/svg}text")
+    shown = [(text.get("class"), int(text.get("y")), text.text) for text in texts]
+    first = shown[0][1]
+    assert [(kind, (y - first) // 18, text[:16]) for kind, y, text in shown] == [
+        ("command", 0, "$ opdcl run quic"),
+        ("live", 1, "finetune 1/2 los"),
+        ("line", 1, "finetune: a note"),
+        ("line", 2, "finetune 2/2 los"),
+        ("line", 3, "report: x"),
+        ("line", 4, "Partly recovered"),
+        ("line", 5, "a a a a a a a a "),
+    ]
+    assert json.loads(out.read_text())["machine"]["cores"] >= 1
+
+
+def test_the_badges_say_what_the_project_says():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = {"licence": project["license"], "python": project["requires-python"].removeprefix(">=") + "+"}
+    for name, value in wanted.items():
+        assert f">{value}</text>" in (ROOT / "docs" / "images" / f"{name}.svg").read_text(encoding="utf-8")

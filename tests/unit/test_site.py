@@ -4,6 +4,7 @@ import ast
 import inspect
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -147,23 +148,87 @@ def test_each_recipe_is_printed_and_linked(hooks):
         assert f"](#{hooks.anchor(name)})" in page
 
 
+def heading_anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", ["README.md", "workflows/README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_the_links_of_a_page_outside_the_site_lead_somewhere(name):
+    page = ROOT / name
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in heading_anchors(target), link
+
+
+WRITTEN = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "workflows" / "README.md",
+    *sorted(DOCS.glob("*.md")),
+]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
+def test_the_scripts_options_and_targets_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for file, words in re.findall(r"(benchmarks/[\w./]*\w)([^`\n]*)", text):
+        assert (ROOT / file).exists(), file
+        if file.endswith(".py"):
+            known = (ROOT / file).read_text(encoding="utf-8")
+            options = re.findall(r"(?<!\S)--[a-z][\w-]*", re.split("  |['\"]", words)[0])
+            assert [option for option in options if f'"{option}"' not in known] == [], file
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    named = re.findall(r"`make ([a-z-]+)|^ *make ([a-z-]+)(?=$|  | [A-Z]+=)", text, re.M)
+    assert [name for pair in named for name in pair if name and name not in targets] == []
+
+
+def test_the_readme_can_be_read_in_five_minutes():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    first = text.partition("## Three commands")[0]
+    for question in ("What it does", "For whom", "What it costs", "Why not replay"):
+        assert f"- **{question}" in first
+
+
 def test_nothing_is_loaded_from_other_sites():
     pictures = (DOCS / "images").glob("*.svg")
-    for file in (ROOT / "mkdocs.yml", *DOCS.glob("*.md"), *DOCS.glob("*.css"), *pictures):
+    for file in (ROOT / "README.md", ROOT / "mkdocs.yml", *DOCS.glob("*.md"), *DOCS.glob("*.css"), *pictures):
         text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert re.findall(r"(?:src|href)=\"https?://|url\(https?:|@import|!\[[^]]*\]\(https?:", text) == [], (
             file.name
         )
 
 
-def test_the_site_builds_without_a_warning(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)],
-        cwd=ROOT,
+def make_docs(checkout: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command of `make docs` in a checkout."""
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ndocs: ")[2]
+    words = re.search(r"/python (-m mkdocs .*)", recipe)[1].split()
+    return subprocess.run(
+        [sys.executable, *words, "-d", str(site)],
+        cwd=checkout,
         capture_output=True,
         text=True,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )
+
+
+def test_make_docs_fails_on_a_dead_link(tmp_path):
+    for name in ("docs", "workflows"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    page = tmp_path / "workflows" / "README.md"
+    page.write_text(page.read_text(encoding="utf-8") + "\n[nowhere](../docs/nowhere.md)\n", encoding="utf-8")
+    done = make_docs(tmp_path, tmp_path / "site")
+    assert done.returncode == 1
+    assert "nowhere.md" in done.stderr
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    done = make_docs(ROOT, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     pages = {page.stem: page.read_text(encoding="utf-8") for page in tmp_path.glob("*.html")}
