@@ -87,7 +87,7 @@ def check_row(row: Any, where: str) -> Row:
         UsageError: It has no known format, or a part of it is malformed or would be lost.
     """
     if not isinstance(row, dict):
-        raise UsageError(f"{where} is {_kind(row)}, not an object", FIELDS_HINT)
+        raise UsageError(f"{where} is {kind_of(row)}, not an object", FIELDS_HINT)
     if row.get("tools") not in (None, "", "[]", []):
         raise UsageError(f"{where} has tools", NO_TOOLS)
     checked = _conversation(row, where) or _pair(row, where) or _text(row, where)
@@ -197,7 +197,7 @@ def _message(turn: Any, where: str, is_last: bool) -> Message:
 
 def _part(part: Any, where: str) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
-        kind = part.get("type") if isinstance(part, dict) else _kind(part)
+        kind = part.get("type") if isinstance(part, dict) else kind_of(part)
         raise UsageError(f"{where}: a message holds a part of type {kind}", "only text can be learned")
     return _string(part.get("text"), "text", where)
 
@@ -206,10 +206,11 @@ def _list(value: Any, field: str, where: str) -> list[Any]:
     if isinstance(value, list):
         return value
     wanted = "a list" if field in CONVERSATIONS else "text"
-    raise UsageError(f"{where}: {field} is {_kind(value)}, not {wanted}", FIELDS_HINT)
+    raise UsageError(f"{where}: {field} is {kind_of(value)}, not {wanted}", FIELDS_HINT)
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Return what a JSON value is, in words."""
     kinds = {str: "text", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
     kinds |= dict.fromkeys((int, float), "a number")
     return kinds.get(type(value), type(value).__name__)
@@ -217,7 +218,7 @@ def _kind(value: Any) -> str:
 
 def _string(value: Any, name: str, where: str, may_be_empty: bool = False) -> str:
     if not isinstance(value, str):
-        raise UsageError(f"{where}: {name} is {_kind(value)}, not text", FIELDS_HINT)
+        raise UsageError(f"{where}: {name} is {kind_of(value)}, not text", FIELDS_HINT)
     if not value.strip():
         if may_be_empty:
             return ""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.config.shipped import package_folder
-from opdcl.data.formats import FIELDS_HINT, MAX_ROW_CHARS, Row, check_row
+from opdcl.data.formats import FIELDS_HINT, MAX_ROW_CHARS, Row, check_row, kind_of
 from opdcl.errors import UsageError
 from opdcl.hub import Repository, parse, snapshot
 
@@ -83,7 +83,7 @@ def load_records(path: str) -> list[tuple[dict[str, Any], str]]:
     records = list(_raw(path, "train"))
     for record, where in records:
         if not isinstance(record, dict):
-            raise UsageError(f"{where} is {_kind(record)}, not an object", "one JSON object per line")
+            raise UsageError(f"{where} is {kind_of(record)}, not an object", "one JSON object per line")
     if not records:
         raise UsageError(f"{path} has no rows", "one JSON object per line")
     return records
