@@ -29,6 +29,9 @@ def open_or_begin(source: str, out: Path | None, model: str | None) -> tuple[Pat
         if out and out.resolve() != run.path.resolve():
             raise UsageError(f"{source} is a run directory: what is made stays in it", "leave out -o")
         return run.path, read_json(run.config)
+    if stage := run.last_stage():
+        hint = f"its adapter can begin another run: name {stage.adapter}"
+        raise UsageError(f"{source} is a run directory that has lost its config.json", hint)
     folder = find_adapter(source)
     place = str(Path(source).resolve()) if os.path.exists(source) else source
     run = RunDir(out or Path("runs") / Path(place.partition("@")[0]).name)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from opdcl.results import format, writing
 from opdcl.results.scores import Suite
 
@@ -58,16 +56,18 @@ def pick_examples(samples: dict[str, list[dict[str, Any]]]) -> list[dict[str, An
 def _readability(suite: Suite) -> list[tuple[bool, bool, int, int]]:
     """Return a sort key per prompt, by `RULE`."""
     measures = [writing.values(suite, state) for state in suite.rows]
-    count = len(suite.rows["base"])
-    unclean = np.zeros(count, bool)
-    for measure in measures:
-        unclean |= (measure.get("ended", np.ones(count)) < 1) | (
-            measure.get("repetition", np.zeros(count)) > 0
+
+    def unclean(i: int) -> bool:
+        """Return whether an answer of any state was truncated or repeats itself; False where not recorded."""
+        return any(
+            ("ended" in measure and measure["ended"][i] < 1)
+            or ("repetition" in measure and measure["repetition"][i] > 0)
+            for measure in measures
         )
+
     answers = [str(row.get("response") or "") for row in suite.rows["base"]]
     return [
-        (bool(bad), len(answer.split()) < FEWEST_WORDS, len(answer), i)
-        for i, (bad, answer) in enumerate(zip(unclean, answers, strict=True))
+        (unclean(i), len(answer.split()) < FEWEST_WORDS, len(answer), i) for i, answer in enumerate(answers)
     ]
 
 

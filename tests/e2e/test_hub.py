@@ -19,7 +19,7 @@ recover: {general: "someone/prompts@COMMIT", domain: "someone/rows:rooms", steps
 SUITE = """
 name: measured
 model: {id: someone/tiny, dtype: float32}
-eval: {retention: [ifeval]}
+eval: {retention: [ifeval], max_new_tokens: 64}
 """
 IFEVAL = {
     "prompt": "Say one thing without a comma.",
@@ -228,8 +228,8 @@ def test_what_the_hub_lacks_is_named(online, connected, pushed):
     assert "the Hub is unreachable" in gone.stderr
 
 
-def test_the_data_of_a_suite_is_not_waited_for_offline(online, finished):
-    unreachable = online | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+def test_the_data_of_a_suite_is_not_waited_for_offline(online, finished, tmp_path):
+    unreachable = online | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "empty")}
     words = ("eval", finished, "--retention", "ifeval", "--dry-run")
     done = opdcl_process(*words, env=unreachable, timeout=200)
     assert done.returncode == 2

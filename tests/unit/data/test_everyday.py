@@ -140,8 +140,8 @@ def test_kinds_and_splits_keep_their_sizes():
     kinds = ["writing", "list", "explain", "rewrite", "format", "role", "fact", "constraints"]
     held_out = {k: sum(r["kind"] == k and r["split"] == "validation" for r in ROWS) for k in kinds}
     assert {r["kind"] for r in ROWS} == {*kinds}
-    assert len(ROWS) == 1880
-    assert sum(held_out.values()) == 202
+    assert len(ROWS) == 1874
+    assert sum(held_out.values()) == 201
     # Half are short questions: with fewer, a model keeps answering those from its domain.
     assert 0.5 < sum(r["kind"] == "fact" for r in ROWS) / len(ROWS) < 0.6
     assert min(held_out.values()) >= 8, "the held-out part must have every kind"

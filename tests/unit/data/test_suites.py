@@ -132,7 +132,7 @@ GOOD = IFEVAL[0]
         ("ifeval", [GOOD, GOOD | {"kwargs": "none"}], "data.jsonl do not fit suite 'ifeval'"),
         ("gsm8k", [{"prompt": "1 + 1?", "answer": "2"}] * 9, "'question' is undefined"),
         ("gsm8k", [], "has no rows"),
-        ("gsm8k", [[1]], "is a list, not an object"),
+        ("gsm8k", [[1]], "is a number, not an object"),
     ],
 )
 def test_rows_that_do_not_fit_the_task_are_refused_by_number(tmp_path, name, rows, message):
