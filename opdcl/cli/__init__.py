@@ -69,6 +69,8 @@ def main() -> None:
     try:
         # In this mode Typer returns the code of `typer.Exit` instead of exiting.
         code = app(prog_name="opdcl", standalone_mode=False)
+        if code == Interrupted.exit_code:  # Typer has taken Ctrl-C for itself, without a word
+            raise KeyboardInterrupt
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
         code = 0
