@@ -19,6 +19,7 @@ HEAVY_MODULES = (
     "model.architecture",
     "model.backbone",
     "model.forward",
+    "model.lora",
     "model.fused_lora",
     "model.short_attention",
     "model.distributions",
