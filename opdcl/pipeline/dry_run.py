@@ -42,8 +42,9 @@ def describe(
     made_by = {} if made_by is None else made_by
     tasks = []
     for task in checked_plan(workflow, run, sources, (origins or {}) | automatic, force):
-        if task.action == "run" and task.fingerprint in made_by:
-            task = replace(task, action="take", why=f"from {made_by[task.fingerprint]}")
+        origin = made_by.get(task.fingerprint) or (workflow.start if task.name == "finetune" else None)
+        if task.action == "run" and origin:
+            task = replace(task, action="take", why=f"from {origin}")
         tasks.append(task)
     made_by |= {t.fingerprint: run.path.name for t in tasks if t.action != "take"}
     sizes = forecast(workflow, tasks, sources)

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -104,6 +105,7 @@ def test_a_named_base_replaces_the_one_in_the_adapter(adapter, tiny_model):
     assert not Path("runs").exists()
     planned = opdcl("eval", "mine", *MEASURE, "--model", tiny_model, "--dry-run")
     assert planned.returncode == 0, planned.stderr
+    assert re.search(r"finetune +take +from ", planned.stdout)
 
 
 def test_an_adapter_that_cannot_be_kept_is_refused_by_the_dry_run_too(adapter):
