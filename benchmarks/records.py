@@ -336,8 +336,7 @@ def quotes() -> str:
 def sizes() -> str:
     """Return memory and time by model: measured for the embedded model, by arithmetic for larger ones."""
     proof = latest_proof()
-    # Of several runs in one process, the later ones inherit the peak of the earlier ones.
-    peak = f"{min(proof['peak_memory_gib'])} GiB" if proof else ""
+    peak = f"{min(proof['peak_memory_gib'])} GiB" if proof else ""  # later runs of a process inherit peaks
     rows = [["SmolLM2-135M, embedded", "2 CPU cores, 8 GB", peak, "10 to 30 minutes, all stages", "measured"]]
     script = runpy.run_path(str(HERE / "sizes.py"))
     for name, machine in {"Qwen3-1.7B": "one GPU, 24 GB", "Qwen3-8B": "one GPU, 80 GB"}.items():

@@ -279,7 +279,7 @@ def chat(
     output = _output(quiet)
 
     def turns() -> Iterator[Outcome]:
-        with output.busy("loading the model") as say, quiet_libraries():
+        with output.busy("loading the model"), quiet_libraries():
             from opdcl.deploy.chat import Chat
 
             states = Chat(base, adapters)

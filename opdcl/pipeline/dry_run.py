@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.pipeline.defaults import resolve_for_machine
 from opdcl.pipeline.forecast import forecast
 from opdcl.pipeline.plan import Task
-from opdcl.pipeline.preflight import checked_plan
+from opdcl.pipeline.preflight import checked_plan, remarks, repeated_rows
 from opdcl.pipeline.sources import Sources
 from opdcl.results.format import duration
 from opdcl.results.tables import Table
@@ -105,7 +104,7 @@ def _data(workflow: Workflow, sources: Sources) -> dict[str, Any]:
         "tokens": sum(len(example.input_ids) for example in examples.encoded),
         "learned_tokens": sum(sum(example.completion_mask) for example in examples.encoded),
         "longest": {"tokens": size, "where": where},
-        "duplicates": len(rows) - len({json.dumps([r.prompt, r.answer, r.text]) for r in rows}),
+        "duplicates": len(repeated_rows(rows)),
         "example": {"where": "", "parts": []},
     }
     if examples.encoded:
@@ -120,54 +119,3 @@ def _data(workflow: Workflow, sources: Sources) -> dict[str, Any]:
             ],
         }
     return figures
-
-
-def remarks(workflow: Workflow, tasks: list[Task], sources: Sources) -> list[str]:
-    """Return what a user should know before the training: rows left out, duplicates, an unguarded stream."""
-    todo = {task.name for task in tasks if task.action not in ("skip", "take")}
-    notes: list[str] = []
-    if workflow.finetune and "finetune" in todo:
-        notes += sources.examples(workflow).notes
-        notes += _repeated_rows(sources.rows(workflow.finetune.data))
-    if workflow.recover and "recover" in todo:
-        rows = sources.recovery(workflow).rows
-        if not rows["domain"]:
-            lost = "so the recovery may undo what was learned; name some with --domain"
-            notes.append(f"warning: no prompts guard the domain, {lost}")
-        if not rows["general"]:
-            lost = "so the recovery wins nothing back; name some with --prompts"
-            notes.append(f"warning: there are no general prompts, {lost}")
-    return notes
-
-
-def _repeated_rows(rows: list[Any]) -> list[str]:
-    seen: dict[str, set[str]] = {}
-    duplicates: list[str] = []
-    for row in rows:
-        answers = seen.setdefault(json.dumps([row.prompt, row.text]), set())
-        if (answer := row.answer or "") in answers:
-            duplicates.append(row.where)
-        answers.add(answer)
-    notes = []
-    if duplicates:
-        notes.append(f"{len(duplicates)} of {len(rows)} rows repeat an earlier one (first: {duplicates[0]})")
-    if several := sum(len(answers) > 1 for answers in seen.values()):
-        notes.append(f"questions with several different answers: {several}")
-    return notes
-
-
-def opening(workflow: Workflow, run: RunDir, tasks: list[Task], sources: Sources) -> str:
-    """Return the line that opens a run: model, device, rows, tokens, stages, directory, time."""
-    sizes = forecast(workflow, tasks, sources)
-    parts = [f"{workflow.model.id} on {sizes['device']} in {sizes['dtype']}"]
-    if workflow.finetune and "finetune" in sizes["memory_bytes"]:
-        examples = sources.examples(workflow)
-        tokens = sum(len(example.input_ids) for example in examples.encoded)
-        parts.append(f"{len(examples.rows):,} rows" + (f", {tokens:,} tokens per epoch" if tokens else ""))
-    count = sum(task.name == "eval" and task.action != "skip" for task in tasks)
-    stages = [f"{name} ({sizes['steps'][name]} steps)" for name in sizes["steps"]]
-    if count:
-        stages.append(f"{count} measurements" if count > 1 else "1 measurement")
-    parts.append(", ".join(stages or list(sizes["memory_bytes"])))
-    total = duration(sum(sizes["seconds"].values()))
-    return "; ".join([*filter(None, parts), f"about {total}, estimated", f"in {run.path}"])

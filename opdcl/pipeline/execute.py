@@ -18,7 +18,7 @@ from opdcl.console import Output, quiet_libraries
 from opdcl.errors import GateError, Interrupted
 from opdcl.pipeline.defaults import describe_automatic, named_after, resolve_for_machine
 from opdcl.pipeline.plan import Task, stage_folder
-from opdcl.pipeline.preflight import checked_plan
+from opdcl.pipeline.preflight import checked_plan, remarks
 from opdcl.pipeline.reuse import copy_finished
 from opdcl.pipeline.session import Session, command_line, steps_done
 from opdcl.pipeline.sources import Sources, read_records
@@ -61,7 +61,7 @@ def execute(
         trackers = workflow.track if unfinished and parallel.rank() == 0 else []
         tracked = stack.enter_context(contextlib.closing(Tracking(trackers, local, output.note)))
         if unfinished and parallel.rank() == 0:
-            from opdcl.pipeline.dry_run import opening, remarks
+            from opdcl.pipeline.forecast import opening
 
             notes = [*sources.recognised(), *remarks(workflow, tasks, sources)]
             for line in (opening(workflow, run, tasks, sources), *notes):

@@ -16,6 +16,8 @@ from opdcl.model.load import pick_device, pick_dtype
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.plan import Task
 from opdcl.pipeline.sources import Sources
+from opdcl.results.format import duration
+from opdcl.rundir.layout import RunDir
 from opdcl.stages.finetune import planned_steps
 
 # Parts of a matrix product's rate that training (4 operations per weight and token), a forward pass (2) and
@@ -64,7 +66,7 @@ class _Shape:
         return self.layers * self.hidden * 17 * self.width
 
     def cache(self, tokens: int) -> int:
-        """Return the bytes of the keys and values of so many tokens."""
+        """Return the bytes that the keys and values of `tokens` tokens take."""
         return tokens * self.layers * 2 * self.keys * self.width
 
     def adapter(self, rank: int) -> int:
@@ -131,6 +133,23 @@ def forecast(workflow: Workflow, tasks: list[Task], sources: Sources) -> dict[st
         "flops_per_second": round(rate),
         "disk_bytes": (adapter * 4) * (2 + 2 * 3 * len(steps)),
     }
+
+
+def opening(workflow: Workflow, run: RunDir, tasks: list[Task], sources: Sources) -> str:
+    """Return the line that opens a run: model, device, rows, tokens, stages, directory, time."""
+    sizes = forecast(workflow, tasks, sources)
+    parts = [f"{workflow.model.id} on {sizes['device']} in {sizes['dtype']}"]
+    if workflow.finetune and "finetune" in sizes["memory_bytes"]:
+        examples = sources.examples(workflow)
+        tokens = sum(len(example.input_ids) for example in examples.encoded)
+        parts.append(f"{len(examples.rows):,} rows" + (f", {tokens:,} tokens per epoch" if tokens else ""))
+    count = sum(task.name == "eval" and task.action != "skip" for task in tasks)
+    stages = [f"{name} ({sizes['steps'][name]} steps)" for name in sizes["steps"]]
+    if count:
+        stages.append(f"{count} measurements" if count > 1 else "1 measurement")
+    parts.append(", ".join(stages or list(sizes["memory_bytes"])))
+    total = duration(sum(sizes["seconds"].values()))
+    return "; ".join([*filter(None, parts), f"about {total}, estimated", f"in {run.path}"])
 
 
 def _examples(workflow: Workflow, sources: Sources) -> int:

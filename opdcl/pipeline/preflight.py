@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
+from opdcl.data.formats import Row
 from opdcl.errors import UsageError
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.plan import Task, stage_folder
@@ -202,3 +205,39 @@ def check_servers(workflow: Workflow, unfinished: set[str]) -> None:
         servers += [workflow.recover.server, *(t.server for t in workflow.teachers().values())]
     for server in filter(None, servers):
         check_access(server)
+
+
+def remarks(workflow: Workflow, tasks: list[Task], sources: Sources) -> list[str]:
+    """Return what a user should know before the training: rows left out, duplicates, an unguarded stream."""
+    todo = {task.name for task in tasks if task.action not in ("skip", "take")}
+    notes: list[str] = []
+    if workflow.finetune and "finetune" in todo:
+        notes += sources.examples(workflow).notes
+        rows = sources.rows(workflow.finetune.data)
+        if repeated := repeated_rows(rows):
+            notes.append(
+                f"{len(repeated)} of {len(rows)} rows repeat an earlier one (first: {repeated[0].where})"
+            )
+        if several := _questions_with_several_answers(rows):
+            notes.append(f"questions with several different answers: {several}")
+    if workflow.recover and "recover" in todo:
+        prompts = sources.recovery(workflow).rows
+        if not prompts["domain"]:
+            lost = "so the recovery may undo what was learned; name some with --domain"
+            notes.append(f"warning: no prompts guard the domain, {lost}")
+        if not prompts["general"]:
+            lost = "so the recovery wins nothing back; name some with --prompts"
+            notes.append(f"warning: there are no general prompts, {lost}")
+    return notes
+
+
+def repeated_rows(rows: list[Row]) -> list[Row]:
+    """Return the rows that say the same as an earlier one."""
+    first: dict[str, Row] = {}
+    keys = [json.dumps([row.prompt, row.answer, row.text]) for row in rows]
+    return [row for row, key in zip(rows, keys, strict=True) if first.setdefault(key, row) is not row]
+
+
+def _questions_with_several_answers(rows: list[Row]) -> int:
+    pairs = {(json.dumps([row.prompt, row.text]), row.answer) for row in rows}
+    return sum(count > 1 for count in Counter(question for question, _ in pairs).values())

@@ -348,7 +348,9 @@ def _small(words: list[str]) -> list[str]:
     """Return a printed command with fewer steps or prompts than the defaults."""
     if words[0] == "eval" and "--limit" not in words:
         return [*words, "--limit", "1", "--set", "eval.max_new_tokens=4"]
-    return _recover(words[1]) if words[0] == "recover" and len(words) == 2 else words
+    if words[0] == "recover" and "--steps" not in words:
+        return [*_recover(words[1]), *words[2:]]
+    return words
 
 
 def _with_out(words: list[str], out: str) -> list[str]:

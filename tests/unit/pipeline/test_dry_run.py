@@ -9,7 +9,9 @@ from helpers.tiny import make_project
 from opdcl.config.load import load
 from opdcl.pipeline import forecast
 from opdcl.pipeline.defaults import resolve_for_machine
-from opdcl.pipeline.dry_run import data_table, describe, opening, remarks
+from opdcl.pipeline.dry_run import data_table, describe
+from opdcl.pipeline.forecast import opening
+from opdcl.pipeline.preflight import remarks
 from opdcl.pipeline.sources import Sources
 from opdcl.rundir.layout import RunDir
 
