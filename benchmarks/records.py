@@ -376,6 +376,36 @@ def growth(kind: str, label: str, header: str) -> str:
     return rows_of([header, *(str(row[label]) for row in rows), "R²"], cells)
 
 
+def coverage() -> str:
+    """Return how often the intervals of each kind contain the truth: the least and the most of all cells."""
+    cells = read("coverage")["intervals"]
+    seeds = sorted({cell["seeds"] for cell in cells})
+    rows = [
+        [kind, *(extent([c["coverage"] for c in cells if (c["kind"], c["seeds"]) == (kind, n)]) for n in seeds)]
+        for kind in dict.fromkeys(cell["kind"] for cell in cells)
+    ]
+    return rows_of(["estimate", *map(seeds_of, seeds)], rows)
+
+
+def verdict_errors() -> str:
+    """Return how often a verdict was *recovered*, by what is true."""
+    cells = read("coverage")["verdicts"]
+    seeds = sorted({cell["seeds"] for cell in cells})
+
+    def shares(kind: str, n: int) -> str:
+        values = [c["statuses"].get("recovered", 0.0) for c in cells if (c["kind"], c["seeds"]) == (kind, n)]
+        return extent(values)
+
+    kinds = [k for k in dict.fromkeys(cell["kind"] for cell in cells) if k.startswith("recovered")]
+    return rows_of(
+        ["truth", *map(seeds_of, seeds)], [[kind, *(shares(kind, n) for n in seeds)] for kind in kinds]
+    )
+
+
+def extent(shares: list[float]) -> str:
+    return f"{percent(min(shares)).removesuffix(' %')} to {percent(max(shares))}"
+
+
 NOT_MEASURED = "*Not measured yet on the present suites.*"
 TABLES = {
     "proof": proof_scores,
@@ -390,6 +420,8 @@ TABLES = {
     "cure": lambda: comparison("cure"),
     "people": lambda: comparison("people"),
     "defaults": lambda: comparison("defaults"),
+    "coverage": coverage,
+    "verdict-errors": verdict_errors,
     "throughput": throughput,
     "growth-rows": lambda: growth("batch", "prompts", "rows of 64 tokens"),
     "growth-length": lambda: growth("length", "length", "8 rows, tokens each"),
