@@ -18,6 +18,7 @@ from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.pipeline.sources import Sources, read_records
 from opdcl.pipeline.trackers import check_trackers
+from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ def checked_plan(
     if not force:
         _refuse_stale(tasks, run, origins)
     _refuse_other_dtype(workflow, run)
+    for task in tasks:
+        if task.action == "skip" and task.name != "eval":
+            read_jsonl(stage_folder(run, task.name).metrics)  # the report, made last, needs them undamaged
     todo = {task.name for task in tasks if task.action != "skip"}
     pick_device(workflow.model.device)
     for model in workflow.models():

@@ -117,6 +117,17 @@ def test_a_first_try_that_made_nothing_is_replaced_with_what_it_recorded(project
     assert len(read_json(run.manifest)["commands"]) == 1
 
 
+def test_damaged_metrics_are_found_before_the_evaluation_that_the_report_would_follow(project):
+    assert opdcl("run", "tiny.yaml", "-o", "out", *SMALL, cwd=project).returncode == 0
+    metrics = RunDir(project / "out").stage(1, "finetune").metrics
+    write_atomic(metrics, "garbage\n" + metrics.read_text())
+    words = ["run", "tiny.yaml", "-o", "out", *SMALL[:-2]]
+    dry, real = opdcl(*words, "--dry-run", cwd=project), opdcl(*words, cwd=project)
+    assert f"{metrics.name}:1 is not valid JSON" in dry.stderr
+    assert (dry.returncode, dry.stderr) == (real.returncode, real.stderr)
+    assert not RunDir(project / "out").evals.exists()
+
+
 @pytest.mark.parametrize(
     ("targets", "unmatched"),
     [
