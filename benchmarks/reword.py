@@ -79,18 +79,17 @@ description: Questions and answers about people; recovery and its baselines over
 finetune: {{data: {rows}, learning_rate: 1.0e-3, epochs: 4, batch_size: 16}}
 recover:
   general: {prompts}
-  steps: 72
-  rollouts: 16
+  lmbda: 0
+  steps: 112
+  rollouts: 8
+  domain_rollouts: 16
   general_per_domain: 1
-  lmbda: 1
-  teacher_first: 9
-  sample_ahead: 3
   max_new_tokens: 128
   domain_max_new_tokens: 48
-  learning_rate: 3.0e-4
-  validate_every: 12
-  validation_prompts: 16
-  save_steps: 12
+  learning_rate: 5.0e-4
+  validate_every: 28
+  validation_prompts: 12
+  save_steps: 28
 eval:
   retention: [instructions]
   domain: [reworded, trained]
@@ -100,7 +99,7 @@ seeds: [1, 2, 3]
 arms:
   ours: {{}}
   best-alpha: {{recover: {{method: interpolate}}}}
-  general-only: {{recover: {{method: general, steps: 36}}}}
+  general-only: {{recover: {{method: general, steps: 56}}}}
   replay: {{recover: {{method: replay}}}}
 """
 NAME = re.compile(r"[A-Z][\w\u2019'-]+(?: (?:al-|bin |de |van |von |da )?[A-Z][\w\u2019'-]+)+")
