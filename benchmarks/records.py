@@ -381,7 +381,10 @@ def coverage() -> str:
     cells = read("coverage")["intervals"]
     seeds = sorted({cell["seeds"] for cell in cells})
     rows = [
-        [kind, *(extent([c["coverage"] for c in cells if (c["kind"], c["seeds"]) == (kind, n)]) for n in seeds)]
+        [
+            kind,
+            *(extent([c["coverage"] for c in cells if (c["kind"], c["seeds"]) == (kind, n)]) for n in seeds),
+        ]
         for kind in dict.fromkeys(cell["kind"] for cell in cells)
     ]
     return rows_of(["estimate", *map(seeds_of, seeds)], rows)

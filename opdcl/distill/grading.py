@@ -68,7 +68,7 @@ class Grader:
         return [single for teacher in self.teachers.values() for single in teacher.members]
 
     def learn(self, rollouts: list[Rollout], stream: Stream, fresh: bool) -> Sums:
-        """Accumulate the gradient of the mean loss per token; return the sums.
+        """Accumulate the gradient of the weighted mean loss per token; return the sums.
 
         When memory runs out, the step starts over in micro-batches of half the size. If the rollouts are
         `fresh` (the current weights sampled every token), a token whose probability differs between sampler
@@ -93,7 +93,7 @@ class Grader:
         for batch in self._micro_batches(rollouts, self.teachers[stream]):
             teacher = batch.teacher.distribution(batch.rollouts)
             _, losses, sampler_N = self._compare(batch, teacher, learn=True)
-            weight_N = self._weights(batch)
+            weight_N = self._weights(batch, total / len(rollouts))
             if fresh and len(sampler_N):
                 mismatch_N = (losses.logprob - sampler_N).abs() > math.log(MISMATCH_RATIO)
                 weight_N = weight_N * ~mismatch_N
@@ -180,14 +180,17 @@ class Grader:
         )
         return student, losses, sampler_N
 
-    def _weights(self, batch: MicroBatch) -> torch.Tensor:
-        """Return each token's weight, `(N,)`: 0 for `skip_tokens`, `loss.unfinished` if truncated, else 1."""
-        weights = [
-            float(i >= batch.teacher.skip_tokens) * (1.0 if r.finished else self.config.loss.unfinished)
-            for r in batch.rollouts
-            for i in range(len(r.completion_ids))
-        ]
-        return torch.tensor(weights, device=self.backbone.device) * (not batch.filler)
+    def _weights(self, batch: MicroBatch, mean_length: float) -> torch.Tensor:
+        """Return each token's weight, `(N,)`; 0 for `skip_tokens`, and less if truncated.
+
+        Over a step in which nothing is left out, the weights have the mean 1.
+        """
+        loss, weights = self.config.loss, []
+        for rollout, length in zip(batch.rollouts, batch.lengths, strict=True):
+            weight_N = token_weights(length, loss.weighting, mean_length)
+            weight_N[: batch.teacher.skip_tokens] = 0.0
+            weights.append(weight_N if rollout.finished else weight_N * loss.unfinished)
+        return torch.cat(weights).to(self.backbone.device) * (not batch.filler)
 
     def _micro_batches(self, rollouts: list[Rollout], teacher: AnyTeacher) -> Iterator[MicroBatch]:
         """Yield this worker's micro-batches; if the base is sharded, then fillers up to the busiest's."""
@@ -212,6 +215,19 @@ class Grader:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         logger.warning("out of memory: continuing with micro-batches of %d tokens", self.micro_batch_tokens)
+
+
+def token_weights(length: int, weighting: str, mean_length: float) -> torch.Tensor:
+    """Return how much each token of a completion counts in the loss of its step, `(length,)`.
+
+    They add up to `length` with the weighting `tokens`, otherwise to the mean length of the step's completions.
+    The weights of `starts` fall like 1 + 4 exp(-i / 4): the first tokens decide what kind of answer follows
+    (arXiv 2605.27028), and they are few.
+    """
+    if weighting == "tokens":
+        return torch.ones(length)
+    emphasis = 4 * torch.exp(-torch.arange(length) / 4) if weighting == "starts" else torch.zeros(length)
+    return (1 + emphasis) * (mean_length / (1 + emphasis).sum())
 
 
 def kl_by_route(sums: Sums) -> dict[str, float]:

@@ -1,12 +1,14 @@
 """What a step logs, how completions are cut into micro-batches, and which weight each token has."""
 
+import math
+
 import pytest
 import torch
 from helpers.near import ROUNDING, relative_error
 from helpers.recovering import PROMPT, make_trainer
 
 from opdcl.config.finetune import LoraSection
-from opdcl.distill.grading import kl_by_route, micro_batches
+from opdcl.distill.grading import kl_by_route, micro_batches, token_weights
 from opdcl.distill.rollout_queue import StepRollouts
 from opdcl.distill.trainer import step_metrics
 from opdcl.sampling.rollout import Rollout
@@ -125,6 +127,38 @@ def test_a_truncated_completion_weighs_what_the_settings_say(trainer):
     # Whatever a completion weighs, the mean is over all tokens, and what is logged is unweighted.
     assert none["tokens"] == full["tokens"] == TOKENS
     assert none["kl"] == pytest.approx(full["kl"], rel=1e-4)
+
+
+def reference_weights(weighting):
+    """Return the weight of each token of `ROLLOUTS` by a plain loop over tokens."""
+    lengths = [len(r.completion_ids) for r in ROLLOUTS]
+    weights = []
+    for length in lengths:
+        plain = [1 + 4 * math.exp(-i / 4) if weighting == "starts" else 1.0 for i in range(length)]
+        share = length if weighting == "tokens" else TOKENS / len(lengths)
+        weights += [w / sum(plain) * share for w in plain]
+    return weights
+
+
+@pytest.mark.parametrize("weighting", ["tokens", "answers", "starts"])
+@pytest.mark.parametrize("micro_batch_tokens", [2048, 16])
+def test_tokens_share_the_loss_as_the_weighting_says(trainer, weighting, micro_batch_tokens):
+    ours = trainer(loss={"weighting": weighting}, micro_batch_tokens=micro_batch_tokens)
+    log_p, log_q = (log_distributions(ours, state) for state in ("student", "base"))
+    kl = (log_q.exp() * (log_q - log_p)).sum(-1).tolist()
+    sums, _ = learned(ours)
+    expected = sum(w * x for w, x in zip(reference_weights(weighting), kl, strict=True))
+    assert sums["loss"] == pytest.approx(expected, rel=1e-4)
+    assert sums["kl"] == pytest.approx(learned(trainer())[0]["kl"], rel=1e-4)  # progress is unweighted
+
+
+def test_the_first_tokens_of_an_answer_count_most_and_every_answer_the_same():
+    starts = token_weights(40, "starts", mean_length=10.0)
+    assert float(starts.sum()) == pytest.approx(10)
+    assert float(starts[0] / starts[-1]) == pytest.approx(5, rel=1e-3)
+    assert (starts.diff() < 0).all()
+    assert token_weights(5, "answers", mean_length=10.0).tolist() == [2.0] * 5
+    assert token_weights(5, "tokens", mean_length=10.0).tolist() == [1.0] * 5
 
 
 def test_a_mean_over_twice_the_same_completions_is_the_same_step(trainer):
