@@ -87,7 +87,7 @@ class RewardSection(Section):
 
 # Method -> settings without effect, and why.
 UNUSED_BY = {
-    "interpolate": ("warm_start lmbda steps trainer", "which trains nothing"),
+    "interpolate": ("warm_start lmbda steps trainer weighting", "which trains nothing"),
     "replay": ("loss.kind lmbda", "which imitates the teachers' answers"),
     "general": ("general_per_domain", "which has no domain steps"),
 }
@@ -174,6 +174,10 @@ class RecoverConfig(Section):
     `opdcl serve RUN` does."""
     loss: LossSection = LossSection()
     """Loss and its parameters."""
+    weighting: Literal["starts", "answers", "tokens"] = "starts"
+    """How the tokens of a step share its loss. `tokens`: all count the same, so long answers count most.
+    `answers`: every answer counts the same. `starts`: likewise, and the first tokens of an answer count up to
+    five times as much as its last ones, because they decide what kind of answer follows."""
     learning_rate: Rate | Auto = "auto"
     """Peak learning rate, reached after the first tenth of the steps and falling to zero at the last. `auto`:
     0.5 times the automatic rate of the fine-tune, that is 5e-4 for the embedded model and 1.1e-4 at hidden

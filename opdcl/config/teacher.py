@@ -87,9 +87,5 @@ class LossSection(Section):
     token. Reverse KL hardly moves a token that the student has given up, such as the end of an answer."""
     k: Positive = 100
     """`top_k`: number of the teacher's likeliest tokens that are compared one by one."""
-    weighting: Literal["starts", "answers", "tokens"] = "starts"
-    """How the tokens of a step share its loss. `tokens`: all count the same, so long answers count most.
-    `answers`: every answer counts the same. `starts`: likewise, and the first tokens of an answer count up to
-    five times as much as its last ones, because they decide what kind of answer follows."""
     unfinished: Share = 1.0
     """Loss weight of truncated completions; 0 drops them."""

@@ -185,11 +185,11 @@ class Grader:
 
         Over a step in which nothing is left out, the weights have the mean 1.
         """
-        loss, weights = self.config.loss, []
+        weights = []
         for rollout, length in zip(batch.rollouts, batch.lengths, strict=True):
-            weight_N = token_weights(length, loss.weighting, mean_length)
+            weight_N = token_weights(length, self.config.weighting, mean_length)
             weight_N[: batch.teacher.skip_tokens] = 0.0
-            weights.append(weight_N if rollout.finished else weight_N * loss.unfinished)
+            weights.append(weight_N if rollout.finished else weight_N * self.config.loss.unfinished)
         return torch.cat(weights).to(self.backbone.device) * (not batch.filler)
 
     def _micro_batches(self, rollouts: list[Rollout], teacher: AnyTeacher) -> Iterator[MicroBatch]:
@@ -220,9 +220,9 @@ class Grader:
 def token_weights(length: int, weighting: str, mean_length: float) -> torch.Tensor:
     """Return how much each token of a completion counts in the loss of its step, `(length,)`.
 
-    They add up to `length` with the weighting `tokens`, otherwise to the mean length of the step's completions.
-    The weights of `starts` fall like 1 + 4 exp(-i / 4): the first tokens decide what kind of answer follows
-    (arXiv 2605.27028), and they are few.
+    With `tokens` they add up to `length`, otherwise to the mean length of the step's completions. Those of
+    `starts` fall like 1 + 4 exp(-i / 4): the first tokens decide what kind of answer follows, and are few
+    (arXiv 2605.27028).
     """
     if weighting == "tokens":
         return torch.ones(length)

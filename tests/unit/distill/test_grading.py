@@ -143,7 +143,7 @@ def reference_weights(weighting):
 @pytest.mark.parametrize("weighting", ["tokens", "answers", "starts"])
 @pytest.mark.parametrize("micro_batch_tokens", [2048, 16])
 def test_tokens_share_the_loss_as_the_weighting_says(trainer, weighting, micro_batch_tokens):
-    ours = trainer(loss={"weighting": weighting}, micro_batch_tokens=micro_batch_tokens)
+    ours = trainer(weighting=weighting, micro_batch_tokens=micro_batch_tokens)
     log_p, log_q = (log_distributions(ours, state) for state in ("student", "base"))
     kl = (log_q.exp() * (log_q - log_p)).sum(-1).tolist()
     sums, _ = learned(ours)

@@ -106,8 +106,7 @@ def rewarded_trainer(backbone, tuned, max_new_tokens=6, **reward):
     backbone.drop_adapters()
     backbone.load_adapter(tuned / "tuned", "student", trainable=True)
     backbone.load_adapter(tuned / "tuned", "tuned")
-    loss = {"weighting": "tokens"}  # as GRPO and TRL do
-    settings = {"keep": "last", "rollouts": 8, "max_new_tokens": max_new_tokens, "loss": loss}
+    settings = {"keep": "last", "rollouts": 8, "max_new_tokens": max_new_tokens, "weighting": "tokens"}
     return make_trainer(backbone, tuned, reward=REWARDED | reward, **settings)
 
 
