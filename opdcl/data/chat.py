@@ -52,6 +52,36 @@ def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int
     return [Encoded(ids, mask)]
 
 
+@dataclass(frozen=True)
+class UserTurn:
+    """Where a user's first words stand in a chat template: the ids before them, and the id that ends them."""
+
+    opening: list[int]
+    end: int
+    markup: set[int]
+    """All ids that are no text."""
+
+
+def user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn:
+    """Return what surrounds a user's first words in the chat template.
+
+    Raises:
+        UsageError: Nothing in the template stands before the user's words, or no id of its own behind them.
+    """
+    marker = "finis"
+    text = render(tokenizer, [{"role": "user", "content": marker}], True, tokenize=False)
+    before, _, after = text.partition(marker)
+    # Some vocabularies list runs of blanks beside their markup.
+    markup = {i for token, i in tokenizer.get_added_vocab().items() if token.strip(" \t\n\u2581")}
+    end = next((i for i in tokenizer(after, add_special_tokens=False)["input_ids"] if i in markup), None)
+    if end is None or not before.replace(tokenizer.bos_token or "", "").strip():
+        message = "the chat template has no markup around a user turn, so base cannot write one"
+        raise UsageError(message, "--prompts everyday takes the shipped prompts; or name a file of prompts")
+    # A blank at the end would be the first half of the first word's token.
+    opening = tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"]
+    return UserTurn(opening, end, markup)
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation: bool, tokenize: bool
 ) -> Any:
