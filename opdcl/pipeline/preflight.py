@@ -230,7 +230,7 @@ def remarks(workflow: Workflow, tasks: list[Task], sources: Sources) -> list[str
     if workflow.recover and "recover" in todo:
         prompts = sources.recovery(workflow).rows
         if workflow.recover.general == "self":
-            notes.append(f"base will write {len(prompts['general'])} general prompts before the recovery")
+            notes.append(f"general prompts: base writes {len(prompts['general'])} of its own")
         if not prompts["domain"]:
             lost = "so the recovery may undo what was learned; name some with --domain"
             notes.append(f"warning: no prompts guard the domain, {lost}")

@@ -10,6 +10,7 @@ from helpers.tiny import SLOTS, make_project, make_writer
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from opdcl.config.finetune import LoraSection
 from opdcl.config.load import load
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
@@ -92,8 +93,6 @@ def test_the_seed_alone_decides_what_is_written(write):
 def test_prompts_are_written_by_base_and_not_by_an_adapter_on_it(written, write, tmp_path):
     expected, _ = write("base.jsonl")
     backbone = Backbone(copy.deepcopy(written.causal_lm), written.tokenizer)
-    from opdcl.config.finetune import LoraSection
-
     backbone.new_adapter(LoraSection(r=4, alpha=8), 1)
     for name, weight in backbone.peft.named_parameters():
         if "lora_B" in name:
@@ -182,13 +181,15 @@ def project(writer, tmp_path, monkeypatch):
     return tmp_path
 
 
-SELF = ("--set", "recover.general=self")
+# At a higher rate the fine-tune spoils the writer, whose hidden states are so simple.
+TINY = ["recover.general=self", "finetune.learning_rate=1e-5"]
+SELF = [word for setting in TINY for word in ("--set", setting)]
 
 
 def test_a_run_on_prompts_of_its_own(project, writer):
     planned = opdcl("run", "tiny.yaml", *SELF, "-o", "run", "--dry-run")
     assert planned.returncode == 0, planned.stderr
-    assert "base will write 18 general prompts" in planned.stdout + planned.stderr
+    assert "base writes 18 of its own" in planned.stdout + planned.stderr
     assert "warning" not in planned.stdout + planned.stderr
     assert not (project / "run").exists()
 
@@ -198,7 +199,7 @@ def test_a_run_on_prompts_of_its_own(project, writer):
                 raise KeyboardInterrupt
             return super().stage(name)
 
-    workflow, origins = load(["tiny.yaml"], ["recover.general=self"])
+    workflow, origins = load(["tiny.yaml"], TINY)
     run = RunDir(project / "run")
     with pytest.raises(Interrupted):
         execute(workflow, origins, run, Stopped("quiet"))
@@ -210,8 +211,8 @@ def test_a_run_on_prompts_of_its_own(project, writer):
     done = opdcl("run", "tiny.yaml", *SELF, "-o", "run")
     assert done.returncode == 0, done.stderr
     sampled = [json.loads(line) for line in (file.parent / "samples.jsonl").read_text().splitlines()]
-    asked = " ".join(str(row["prompt"]) for row in sampled if row["stream"] == "general")
-    assert sum(prompt in asked for prompt in prompts) > 1
+    assert sampled
+    assert all(any(prompt in row["prompt"] for prompt in prompts) for row in sampled)
     again = opdcl("eval", "run", "--limit", "5")
     assert again.returncode == 0, again.stderr
     assert "recover: skipped, done" in again.stderr
@@ -224,7 +225,7 @@ def test_an_adapter_is_recovered_on_prompts_of_its_base(project, writer):
     get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])).save_pretrained("mine")
     short = "recover.steps=2 recover.rollouts=4 recover.max_new_tokens=6 recover.validation_prompts=2"
     words = ["recover", "mine", "--domain", "rows.jsonl", *(w for s in short.split() for w in ("--set", s))]
-    done = opdcl(*words, *SELF, "-o", "set")
+    done = opdcl(*words, *SELF[:2], "-o", "set")
     assert done.returncode == 0, done.stderr
     done = opdcl(*words, "--prompts", "self", "-o", "option")
     assert done.returncode == 0, done.stderr
