@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from opdcl.data.formats import Message, Row
@@ -77,9 +78,10 @@ def user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn:
     if end is None or not before.replace(tokenizer.bos_token or "", "").strip():
         message = "the chat template has no markup around a user turn, so base cannot write one"
         raise UsageError(message, "--prompts everyday takes the shipped prompts; or name a file of prompts")
-    # A blank at the end would be the first half of the first word's token.
-    opening = tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"]
-    return UserTurn(opening, end, markup)
+    # Not the ids of `before` itself: its last blank may be part of the first word's token.
+    starts = [tokenizer(before + word, add_special_tokens=False)["input_ids"] for word in (marker, "Why")]
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(*starts, strict=False))
+    return UserTurn([i for i, _ in same], end, markup)
 
 
 def render(

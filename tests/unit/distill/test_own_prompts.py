@@ -181,8 +181,8 @@ def project(writer, tmp_path, monkeypatch):
     return tmp_path
 
 
-# At a higher rate the fine-tune spoils the writer, whose hidden states are so simple.
-TINY = ["recover.general=self", "finetune.learning_rate=1e-5"]
+# At higher rates training spoils the writer, whose hidden states are so simple.
+TINY = ["recover.general=self", "finetune.learning_rate=1e-5", "recover.learning_rate=1e-5"]
 SELF = [word for setting in TINY for word in ("--set", setting)]
 
 
@@ -223,8 +223,9 @@ def test_a_run_on_prompts_of_its_own(project, writer):
 def test_an_adapter_is_recovered_on_prompts_of_its_base(project, writer):
     model = AutoModelForCausalLM.from_pretrained(writer)
     get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])).save_pretrained("mine")
-    short = "recover.steps=2 recover.rollouts=4 recover.max_new_tokens=6 recover.validation_prompts=2"
-    words = ["recover", "mine", "--domain", "rows.jsonl", *(w for s in short.split() for w in ("--set", s))]
+    sizes = {"steps": 2, "rollouts": 4, "max_new_tokens": 6, "validation_prompts": 2, "learning_rate": 1e-5}
+    small = [word for key, value in sizes.items() for word in ("--set", f"recover.{key}={value}")]
+    words = ["recover", "mine", "--domain", "rows.jsonl", *small]
     done = opdcl(*words, *SELF[:2], "-o", "set")
     assert done.returncode == 0, done.stderr
     done = opdcl(*words, "--prompts", "self", "-o", "option")
