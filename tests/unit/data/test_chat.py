@@ -77,7 +77,7 @@ FAMILIES = {
     "Llama 3": (
         "<|begin|>{% for m in messages %}<|header|>{{ m.role }}<|/header|>\n\n{{ m.content }}<|eot|>"
         "{% endfor %}",
-        "<|begin|><|header|>user<|/header|>\n",  # in this vocabulary the second line break goes with the word
+        "<|begin|><|header|>user<|/header|>\n\n",
         "<|eot|>",
     ),
     "Gemma": (

@@ -117,12 +117,15 @@ def test_prompts_near_to_a_test_are_left_out(write):
     assert "near to a test" in report.notes[0]
 
 
-def test_a_base_that_writes_no_prompts_is_given_up(loaded, tmp_path):
+def test_a_base_that_writes_no_prompts_is_given_up(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(own, "ROUND", 16)
+    monkeypatch.setattr(own, "LONGEST", 24)
     report = Heard()
-    with pytest.raises(OpdclError, match=r"base wrote 0 usable prompts; left out: .*; 40 were wanted") as e:
-        own.own_prompts(RecoverConfig(), 40, loaded, [], tmp_path / "prompts.jsonl", report)
-    assert "--prompts everyday" in e.value.hint
-    assert len(report.steps) == 2  # 256 texts for 40 prompts
+    wanted = r"base wrote 0 usable prompts; left out: 48 cut off; 10 were wanted"
+    with pytest.raises(OpdclError, match=wanted) as given_up:
+        own.own_prompts(RecoverConfig(), 10, loaded, [], tmp_path / "prompts.jsonl", report)
+    assert "--prompts everyday" in given_up.value.hint
+    assert report.steps == [(0, 10)] * 3  # four texts for each prompt, in whole rounds
     assert not (tmp_path / "prompts.jsonl").exists()
 
 
