@@ -128,7 +128,8 @@ def recover(
 
     Args:
         path: Run directory with a fine-tuned adapter; or an adapter from any trainer: a folder, or a Hub id.
-        prompts: General prompts: `everyday` (shipped), a file, or rows as in `finetune`.
+        prompts: General prompts: `everyday` (shipped), `self` (base writes them), a file, or rows as in
+            `finetune`.
         domain: Domain prompts, likewise. Default: the data of the fine-tune.
         steps: Optimizer steps.
         learning_rate: Peak learning rate.

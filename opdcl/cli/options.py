@@ -91,7 +91,10 @@ Columns = Annotated[
 Epochs = Annotated[float | None, Option(help="Passes over the data.")]
 
 # recover.
-Prompts = Annotated[str | None, Option(help="General prompts: everyday (shipped), a file, or a Hub id.")]
+Prompts = Annotated[
+    str | None,
+    Option(help="General prompts: everyday (shipped), self (base writes them), a file, or a Hub id."),
+]
 DomainPrompts = Annotated[str | None, Option(help="Domain prompts. Default: the data of the fine-tune.")]
 Steps = Annotated[int | None, Option(help="Optimizer steps.")]
 

@@ -23,8 +23,8 @@ from opdcl.sanitize import redact
 MAX_BYTES = 1_000_000
 QUOTE = "put it in quotes to make it text"
 
-# Names of shipped models and data, which are not file names.
-ALIASES = ("smollm2-135m", "handbook", "handbook/staff", "handbook/site", "everyday")
+# Names of shipped models and data, and of prompts that base writes, which are not file names.
+ALIASES = ("smollm2-135m", "handbook", "handbook/staff", "handbook/site", "everyday", "self")
 
 FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".gguf", ".txt", ".md")
 

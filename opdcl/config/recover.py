@@ -126,7 +126,8 @@ class RecoverConfig(Section):
     alpha: Annotated[float, Field(gt=0, le=1)] | None = None
     """`interpolate`: use this scale instead of the one with the lowest held-out KL."""
     general: Annotated[str, Field(min_length=1)] | None = "everyday"
-    """Prompts on which base is the teacher: `everyday` (shipped) or a file. None: domain steps only."""
+    """Prompts on which base is the teacher: `everyday` (shipped), a file, or `self`: base writes them. None:
+    domain steps only."""
     domain: str | None = None
     """Prompts on which tuned is the teacher. Default: the questions of the fine-tune's data."""
     general_teacher: TeacherSection = TeacherSection(kind="base")
@@ -208,6 +209,8 @@ class RecoverConfig(Section):
         check_trainer("recover", self.trainer)
         if self.general_teacher.begins_as_tuned:
             raise ValueError("general_teacher equals the student at the start: use base, or set context")
+        if self.general == "self" and self.general_teacher.context is not None:
+            raise ValueError("general_teacher.context shows answers, and prompts that base writes have none")
         if self.general is None and not self.reward and (self.general_per_domain or self.method == "general"):
             raise ValueError("without general prompts use method alternating and general_per_domain 0")
         if self.server and self.temperature != 1:
@@ -250,8 +253,8 @@ class RecoverConfig(Section):
             raise ValueError("reward needs keep last: held-out KL does not say which adapter is best")
 
     def source(self, stream: Literal["general", "domain"]) -> str | None:
-        """Return the data source of a stream's prompts, or None if there is none."""
-        general = None if self.reward else self.general
+        """Return the data source of a stream's prompts; None if it has none, or base writes the prompts."""
+        general = None if self.reward or self.general == "self" else self.general
         return self.domain if stream == "domain" else general
 
     def all_teachers(self) -> dict[str, TeacherSection]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from opdcl.data.formats import Message, Row
@@ -50,6 +51,37 @@ def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int
         ids.pop()
         mask.pop()
     return [Encoded(ids, mask)]
+
+
+@dataclass(frozen=True)
+class UserTurn:
+    """Where a user's first words stand in a chat template: the ids before them, and the id that ends them."""
+
+    opening: list[int]
+    end: int
+    markup: set[int]
+    """All ids that are no text."""
+
+
+def user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn:
+    """Return what surrounds a user's first words in the chat template.
+
+    Raises:
+        UsageError: Nothing in the template stands before the user's words, or no id of its own behind them.
+    """
+    marker = "finis"
+    text = render(tokenizer, [{"role": "user", "content": marker}], True, tokenize=False)
+    before, _, after = text.partition(marker)
+    # Some vocabularies list runs of blanks beside their markup.
+    markup = {i for token, i in tokenizer.get_added_vocab().items() if token.strip(" \t\n\u2581")}
+    end = next((i for i in tokenizer(after, add_special_tokens=False)["input_ids"] if i in markup), None)
+    if end is None or not before.replace(tokenizer.bos_token or "", "").strip():
+        message = "the chat template has no markup around a user turn, so base cannot write one"
+        raise UsageError(message, "--prompts everyday takes the shipped prompts; or name a file of prompts")
+    # Not the ids of `before` itself: its last blank may be part of the first word's token.
+    starts = [tokenizer(before + word, add_special_tokens=False)["input_ids"] for word in (marker, "Why")]
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(*starts, strict=False))
+    return UserTurn([i for i, _ in same], end, markup)
 
 
 def render(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from opdcl.errors import UsageError
@@ -36,6 +37,13 @@ class Row:
     teacher: str = ""
     cluster: str = ""
     format: str = ""
+
+    def turns(self) -> list[Row]:
+        """Return a row for each answer to a user in the conversation, in order; this one comes last."""
+        pairs = enumerate(pairwise(message["role"] for message in self.prompt), 1)
+        answered = [i for i, roles in pairs if roles == ("user", "assistant")]
+        earlier = [replace(self, prompt=self.prompt[:i], answer=self.prompt[i]["content"]) for i in answered]
+        return [*earlier, self]
 
     def with_context(self, context: str, answer: str, feedback: str = "") -> Row:
         """Return the row with its last message replaced by `context`, whose placeholders are filled in."""

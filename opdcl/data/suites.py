@@ -49,6 +49,10 @@ class Suite:
         """Return the first `limit` documents, or all."""
         return [doc for _, doc in self.task.doc_iterator(limit=limit)]
 
+    def prompts(self, limit: int | None) -> list[str]:
+        """Return the prompts of the first `limit` documents, or of all, without few-shot examples."""
+        return [str(self.task.doc_to_text(doc)) for doc in self.documents(limit)]
+
     def floors(self, limit: int | None, answers: list[str]) -> FloorScores:
         """Score answers without content on the first `limit` documents.
 

@@ -131,6 +131,7 @@ def _check_finetune(workflow: Workflow, sources: Sources) -> None:
 
 def _check_recovery(workflow: Workflow, run: RunDir, sources: Sources) -> None:
     """Check that there is an adapter to recover, that its teachers fit, and the length of every prompt."""
+    from opdcl.data.chat import user_turn
     from opdcl.model.compatibility import check_same_tokenizer
 
     assert workflow.recover
@@ -138,6 +139,8 @@ def _check_recovery(workflow: Workflow, run: RunDir, sources: Sources) -> None:
         hint = f"opdcl finetune --data ROWS -o {run.path}"
         raise UsageError(f"{run.path} has no fine-tuned adapter to recover", hint)
     tokenizer = sources.tokenizer(workflow.model)
+    if workflow.recover.general == "self":
+        user_turn(tokenizer)
     for teacher in workflow.models()[1:]:
         check_same_tokenizer(tokenizer, sources.tokenizer(teacher), teacher.id)
     _check_prompts(workflow.model, workflow.recover, sources.recovery(workflow), sources)
@@ -226,6 +229,8 @@ def remarks(workflow: Workflow, tasks: list[Task], sources: Sources) -> list[str
             notes.append(f"questions with several different answers: {several}")
     if workflow.recover and "recover" in todo:
         prompts = sources.recovery(workflow).rows
+        if workflow.recover.general == "self":
+            notes.append(f"general prompts: base writes {len(prompts['general'])} of its own")
         if not prompts["domain"]:
             lost = "so the recovery may undo what was learned; name some with --domain"
             notes.append(f"warning: no prompts guard the domain, {lost}")

@@ -24,6 +24,7 @@ from opdcl.sanitize import redact
 from opdcl.version import __version__
 
 if TYPE_CHECKING:
+    from opdcl.distill.prompts import RecoverySource
     from opdcl.model.backbone import Backbone
 
 
@@ -116,6 +117,7 @@ class Session:
 
         workflow = self.workflow
         offset = steps_done(self.run, before=stage)
+        source = self._recovery(stage) if name == "recover" else None
         with self.output.stage(name) as line:
             report = TrackedReport(line, self.tracked, stage, offset)
             if name == "finetune":
@@ -123,9 +125,20 @@ class Session:
                 examples = self.sources.examples(workflow)
                 finetune(workflow.finetune, examples, self.backbone, start, stage, report)
             else:
-                source, tuned = self.sources.recovery(workflow), self.run.adapters()["tuned"]
-                recover(workflow.recover, source, self.backbone, tuned, stage, report)
+                recover(workflow.recover, source, self.backbone, self.run.adapters()["tuned"], stage, report)
             self.tracked.follow(stage, offset)
+
+    def _recovery(self, stage: StageDir) -> RecoverySource:
+        """Return the data of the recovery; base writes its general prompts now if it is to."""
+        from opdcl.distill.own_prompts import own_prompts
+
+        config, source = self.workflow.recover, self.sources.recovery(self.workflow)
+        if config.general == "self":
+            count, tests = len(source.rows["general"]), self.sources.tests(self.workflow)
+            with self.output.stage("prompts") as line:
+                rows = own_prompts(config, count, self.backbone, tests, stage.prompts, line)
+            source.rows["general"] = rows
+        return source
 
     def _measure(self, task: Task) -> None:
         from opdcl.stages.evaluate import evaluate

@@ -169,7 +169,7 @@ class Sources:
         suite, tokenizer = self.suite(name, workflow.eval), self.tokenizer(workflow.model)
         key = suite, workflow.eval.limit, workflow.model.model_dump_json()
         if key not in self._lengths:
-            texts = [str(suite.task.doc_to_text(doc)) for doc in suite.documents(workflow.eval.limit)]
+            texts = suite.prompts(workflow.eval.limit)
             rows = [Row([{"role": "user", "content": text}], None, None, name) for text in texts]
             self._lengths[key] = [len(encode_prompt(row, tokenizer, sys.maxsize)) for row in rows]
         return self._lengths[key]
@@ -177,8 +177,10 @@ class Sources:
     def recovery(self, workflow: Workflow) -> RecoverySource:
         """Return the checked prompts of a recovery, and the suite of its reward.
 
-        Of a domain that the fine-tune has learned, rows that it left out are no prompts either.
+        Of a domain that the fine-tune has learned, rows that it left out are no prompts either. Conversations
+        about the domain give one prompt per answer. Prompts that base has yet to write have placeholders.
         """
+        from opdcl.distill.own_prompts import planned_prompts
         from opdcl.distill.prompts import read_recovery_source
 
         finetune, recover = workflow.finetune, workflow.recover
@@ -189,7 +191,16 @@ class Sources:
                 return self.learned_rows(workflow)
             return self.rows(source, split)
 
-        return read_recovery_source(recover, read, lambda suite: self.suite(suite).task)
+        source = read_recovery_source(recover, read, lambda suite: self.suite(suite).task)
+        source.rows["domain"] = [turn for row in source.rows["domain"] for turn in row.turns()]
+        if recover.general == "self":
+            source.rows["general"] = planned_prompts(recover, bool(source.rows["domain"]))
+        return source
+
+    def tests(self, workflow: Workflow) -> list[str]:
+        """Return all prompts of the run's suites."""
+        suites = [self.suite(name, workflow.eval) for name in workflow.eval.suites()] if workflow.eval else []
+        return [prompt for suite in suites for prompt in suite.prompts(None)]
 
     def hashes(self, workflow: Workflow) -> dict[str, str]:
         """Return the hash of each source's content, by the name of its field."""

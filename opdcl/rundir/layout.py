@@ -36,6 +36,7 @@ class StageDir:
         self.record = self.path / "stage.json"
         self.metrics = self.path / "metrics.jsonl"
         self.samples = self.path / "samples.jsonl"
+        self.prompts = self.path / "prompts.jsonl"  # those that base has written
         self.adapter = self.path / "adapter"
         self.trainer = self.path / "trainer"  # holds checkpoint-N/
 

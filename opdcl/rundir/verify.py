@@ -24,7 +24,8 @@ def seal_run(run: RunDir) -> None:
     """Record the hashes of a run's configuration, results and adapters; reports can be made again."""
     files = [p for p in sorted(run.evals.rglob("*.json*")) if not p.name.startswith(".")]
     for stage in run.stages():
-        files += [p for p in (stage.record, stage.metrics, *sorted(stage.adapter.glob("*"))) if p.is_file()]
+        parts = stage.record, stage.metrics, stage.prompts, *sorted(stage.adapter.glob("*"))
+        files += [p for p in parts if p.is_file()]
     seal(run.path, [*files, run.config])
 
 

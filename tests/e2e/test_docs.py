@@ -58,6 +58,7 @@ DRY = {
     "opdcl run self-distillation": "six runs; tests/e2e/test_recipes.py does so",
     "opdcl run quickstart --num-processes": "starts processes; tests/e2e/test_processes.py does so",
     "opdcl recover runs/mine --num-processes": "starts processes",
+    "opdcl recover my-adapter --prompts self": "needs a base that writes; tests/unit/distill has one",
 }
 
 # What the words in capitals of a sentence stand for.
@@ -92,6 +93,10 @@ NOT_ALONE = {
 # Commands that the reader of a page has run before.
 BEFORE = {
     "docs/repair.md": [
+        "opdcl finetune --data rows.jsonl -o runs/elsewhere",
+        "cp -r runs/elsewhere/stages/01-finetune/adapter my-adapter",
+    ],
+    "docs/data.md": [
         "opdcl finetune --data rows.jsonl -o runs/elsewhere",
         "cp -r runs/elsewhere/stages/01-finetune/adapter my-adapter",
     ],

@@ -5,9 +5,9 @@ import re
 
 import numpy as np
 import pytest
-from helpers.similarity import nearest, request_of, similarity
 
 from opdcl.config.shipped import package_folder
+from opdcl.data.similarity import nearest, request_of, similarity
 
 EVALS = package_folder("evals")
 NEAR = 0.6

@@ -207,6 +207,24 @@ def test_rows_of_a_list_know_their_lines(tmp_path):
     assert [row.where.rpartition(":")[2] for row in rows] == ["3", "4", "6"]
 
 
+def test_a_conversation_has_a_prompt_for_each_answer_to_the_user(tmp_path):
+    turns = [system("S"), assistant("Hello."), user("1?"), assistant("one"), assistant("more"), user("2?")]
+    row, answered = load_rows(
+        written(
+            tmp_path,
+            "rows.jsonl",
+            f"{json.dumps({'messages': turns, 'teacher': 't', 'cluster': 'c'})}\n"
+            f"{json.dumps({'messages': [*turns, assistant('two')]})}\n",
+        )
+    )
+    assert [(r.prompt, r.answer) for r in row.turns()] == [(turns[:3], "one"), (turns, None)]
+    assert [(r.prompt, r.answer) for r in answered.turns()] == [(turns[:3], "one"), (turns, "two")]
+    assert {(r.teacher, r.cluster, r.where) for r in row.turns()} == {("t", "c", row.where)}
+    single = load_rows(written(tmp_path, "one.jsonl", '{"prompt": "1?", "completion": "one"}'))[0]
+    assert single.turns() == [single]
+    assert all(row.turns() == [row] for row in load_rows(written(tmp_path, "t.jsonl", '{"text": "x"}')))
+
+
 # A malformed file, and the words of its complaint.
 MALFORMED = {
     "a speaker that nobody knows": (

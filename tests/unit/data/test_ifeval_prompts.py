@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from helpers.command import ROOT
 from helpers.scripts import load_script
-from helpers.similarity import nearest, request_of
 
 from opdcl.config.shipped import package_folder
 from opdcl.data.nltk_tables import ensure_punkt
+from opdcl.data.similarity import nearest, request_of
 
 ensure_punkt()
 import langdetect  # noqa: E402

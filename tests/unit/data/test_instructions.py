@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.scripts import load_script
-from helpers.similarity import nearest, similarity
 
 from opdcl.config.shipped import package_folder
+from opdcl.data.similarity import nearest, similarity
 from opdcl.data.suites import content_free, load_suite
 
 ROOT = Path(__file__).parents[3]

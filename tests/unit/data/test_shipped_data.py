@@ -7,10 +7,10 @@ from types import ModuleType
 
 import pytest
 from helpers.scripts import load_script
-from helpers.similarity import STOP_WORDS, stem, words
 
 from opdcl.config.shipped import package_folder
 from opdcl.data.scoring import token_f1
+from opdcl.data.similarity import STOP_WORDS, stem, words
 
 EVALS = package_folder("evals")
 

@@ -167,3 +167,19 @@ def test_the_hash_of_a_suite_covers_its_data_and_each_field_has_its_own(project)
     (project / "prompts.jsonl").write_text('{"prompt": "Another."}\n{"prompt": "Two."}\n')
     fresh = Sources()
     assert fresh.hashes(fresh.inherit(workflow))["recover.general"] != hashes["recover.general"]
+
+
+def test_recovery_practises_every_answer_of_a_conversation_about_the_domain(project):
+    turns = [{"role": r, "content": c} for r, c in (("user", "1?"), ("assistant", "one"), ("user", "2?"))]
+    conversation = {"messages": [*turns, {"role": "assistant", "content": "two"}]}
+    rows = [conversation, {"question": "3?", "answer": "three"}]
+    (project / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    workflow, _ = load(["tiny.yaml"], ["eval=null"])
+    sources = Sources()
+    domain = sources.recovery(sources.inherit(workflow)).rows["domain"]
+    assert [(row.prompt, row.answer) for row in domain] == [
+        (turns[:1], "one"),
+        (turns, "two"),
+        ([{"role": "user", "content": "3?"}], "three"),
+    ]
+    assert len(sources.learned_rows(workflow)) == 2

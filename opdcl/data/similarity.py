@@ -1,5 +1,7 @@
 """How near two texts are in wording: the cosine of their tf-idf vectors over content words."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +22,9 @@ STOP_WORDS = frozenset(GRAMMAR.split())
 
 
 def words(text: str) -> list[str]:
-    return re.findall(r"[a-z0-9]+", text.lower().replace("\u2019", "'").replace("'s", ""))
+    """Return the words of a text in any script; where words are not spaced (CJK), its characters."""
+    pattern = r"[\u3040-\u30ff\u4e00-\u9fff]|[^\W_]+"
+    return re.findall(pattern, text.lower().replace("\u2019", "'").replace("'s", ""))
 
 
 def stem(word: str) -> str:
@@ -45,12 +49,14 @@ def similarity(texts: Sequence[str], others: Sequence[str]) -> np.ndarray:
     """
     bags = [Counter(stem(w) for w in words(t) if w not in STOP_WORDS) for t in [*texts, *others]]
     texts_with = Counter(word for bag in bags for word in bag)
-    column = {word: i for i, word in enumerate(texts_with)}
+    weight = {word: np.log((1 + len(bags)) / (1 + n)) + 1 for word, n in texts_with.items()}
+    # Words of the others alone count in their lengths, and need no column.
+    column = {word: i for i, word in enumerate(dict.fromkeys(w for bag in bags[: len(texts)] for w in bag))}
     vectors = np.zeros((len(bags), len(column)), dtype=np.float32)
     for row, bag in zip(vectors, bags, strict=True):
-        for word, times in bag.items():
-            row[column[word]] = times * (np.log((1 + len(bags)) / (1 + texts_with[word])) + 1)
-    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
+        length = np.sqrt(sum((times * weight[word]) ** 2 for word, times in bag.items()))
+        for word in bag.keys() & column.keys():
+            row[column[word]] = bag[word] * weight[word] / length
     return vectors[: len(texts)] @ vectors[len(texts) :].T
 
 
