@@ -56,23 +56,25 @@ def test_a_step_logs_means_per_token_and_per_completion():
     rollouts = [
         Rollout([1], [7, 7, 7, 7, 7, 7], [], False, reward=0.5, advantage=0.0, step_reward=0.75),
         Rollout([1], [5, 6], [], True, reward=1.0, advantage=1.0, step_reward=0.75),
+        Rollout([1], [8], [], True, reward=0.7, advantage=-1.0, step_reward=0.75),
     ]
-    sums = {"kl": 4.0, "student_entropy": 16.0, "teacher_entropy": 2.0, "mismatched": 1, "tokens": 8}
+    sums = {"kl": 4.5, "student_entropy": 18.0, "teacher_entropy": 2.25, "mismatched": 1, "tokens": 9}
     sums |= {"kl/a": 3.0, "tokens/a": 6}
     metrics = step_metrics(StepRollouts(rollouts, True), sums)
     assert metrics == {
-        "mismatch": 1 / 8,
+        "mismatch": 1 / 9,
         "reward": 0.75,
-        "reward_tied": 0.5,
+        "reward_tied": 1 / 3,
         "kl/a": 0.5,
         "kl": 0.5,
         "student_entropy": 2.0,
         "teacher_entropy": 0.25,
-        "mean_length": 4.0,
-        "truncated": 0.5,
+        "mean_length": 3.0,
+        "truncated": 1 / 3,
         "repetition": pytest.approx(2 / 3),  # of three groups of four tokens, two repeat the first
     }
-    rollouts[0].reward = None
+    for rollout in rollouts:
+        rollout.reward = None
     plain = step_metrics(StepRollouts(rollouts, False), sums)
     assert metrics.keys() - plain.keys() == {"mismatch", "reward", "reward_tied"}
 

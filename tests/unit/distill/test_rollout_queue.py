@@ -1,9 +1,10 @@
 """The rollout queue: whose settings bound a completion, and what seeds it."""
 
 import pytest
-from helpers.recovering import make_trainer
+from helpers.recovering import PROMPT, make_trainer
 
 from opdcl.config.finetune import LoraSection
+from opdcl.distill.teachers import Teacher
 from opdcl.sampling import decode
 from opdcl.training import save_adapter
 
@@ -38,6 +39,17 @@ def test_the_seed_and_the_step_decide_what_is_sampled(queue):
     assert first == completions(1)
     assert first != completions(2)
     assert first[0] != first[1]
+
+
+def test_what_a_teacher_writes_in_its_context_belongs_to_the_plain_prompt(queue, backbone):
+    steps, prompt, shown = queue(), [*PROMPT, 9], [*PROMPT, 9, 33, 34]
+    author = Teacher(backbone, "base", {tuple(prompt): shown})
+    (rollout,) = steps.sample([prompt], "general", 1, author)
+    assert rollout.prompt_ids == prompt
+    assert (
+        rollout.completion_ids
+        == steps.sample([shown], "general", 1, Teacher(backbone, "base"))[0].completion_ids
+    )
 
 
 def test_only_what_the_current_weights_sampled_is_fresh(queue):
