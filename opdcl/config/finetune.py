@@ -65,8 +65,8 @@ class SelfDistillSection(Section):
 
 
 class AnswerLossSection(Section):
-    """Loss of an answer token: its weight times its cross-entropy, plus a divergence from base. Base is the same
-    model with the adapter off."""
+    """Loss of an answer token: its weight times its cross-entropy, plus a divergence from base. Base is the
+    same model with the adapter off."""
 
     unused = (
         ("weight_power", lambda s: s.weight == "none", "unless loss.weight is set"),
@@ -76,10 +76,10 @@ class AnswerLossSection(Section):
     weight: Literal["none", "probability", "entropy", "base_probability"] = "none"
     """A token's weight; no gradient flows through it. `probability`: the student's probability of the token
     (DFT, arXiv 2508.05629). `entropy`: the student's entropy over its 20 likeliest tokens, divided by ln 20
-    (EAFT, 2601.02151). `base_probability`: base's probability of the token, a soft form of STM (2501.14315)."""
+    (EAFT, 2601.02151). `base_probability`: base's probability of the token: STM (2501.14315) made soft."""
     weight_power: Annotated[float, Field(gt=0)] = 1.0
-    """Exponent of the weight. Below 1, improbable tokens keep more of theirs: `probability` to the power 1/tau
-    is TALR (2509.20758) at a fixed tau."""
+    """Exponent of the weight. Below 1, improbable tokens keep more of theirs: `probability` to the power
+    1/tau is TALR (2509.20758) at a fixed tau."""
     anchor: Literal["none", "kl", "non_target_kl"] = "none"
     """Divergence from base. `kl`: KL(base, student); with `weight: probability` this is ASFT (2509.23753).
     `non_target_kl`: the same among all tokens but the answer's own, whose probability it leaves alone (TMKL,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.data.chat import Encoded, encode_example, encode_prompt
-from opdcl.data.rows import Row
+from opdcl.data.rows import Row, check_prompts
 from opdcl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def with_answers(rows: list[Row], config: FinetuneConfig) -> tuple[list[Row], li
 def read_examples(
     rows: list[Row], config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, replay: Sequence[Row] = ()
 ) -> Examples:
-    """Encode the rows of a fine-tune and the prompts to replay; treat rows over `max_length` as `long_rows` says.
+    """Encode the rows of a fine-tune and its prompts to replay; treat long rows as `long_rows` says.
 
     Raises:
         UsageError: A row is too long and `long_rows` is `refuse`, or no row is left.
@@ -79,7 +79,8 @@ def read_examples(
     if not encoded:
         reasons = "; ".join(notes)
         raise UsageError(f"{config.data} has no row to learn from: {reasons}", "raise finetune.max_length")
-    prompts = [encode_prompt(row, tokenizer, limit - config.replay.max_new_tokens) for row in replay]
+    room = limit - config.replay.max_new_tokens
+    prompts = [encode_prompt(row, tokenizer, room) for row in check_prompts(list(replay))]
     return Examples(used, notes, encoded, longest, prompts)
 
 

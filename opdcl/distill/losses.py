@@ -288,15 +288,16 @@ def answer_losses(
     token_N: torch.Tensor,
     loss: AnswerLossSection,
 ) -> torch.Tensor:
-    """Return the fine-tune's loss of each answer token, `(N,)` in nats: weight * -log p + coefficient * anchor.
+    """Return the fine-tune's loss of each answer token, `(N,)` in nats: weight * -log p + anchor.
 
-    What keeps a fine-tune from forgetting is, in the literature, one of two things: imitating some tokens less,
-    or staying close to base. Hence a rule for each, which combine freely; the published losses are combinations:
-    DFT (`probability`), TALR (the same, to a power), EAFT (`entropy`), ASFT (`probability` and `kl`), TMKL
-    (`non_target_kl`). Each rule looks at one token, so losses of micro-batches add up to the batch's. This is why
-    the scale of TALR (its tau, arXiv 2509.20758) is a fixed power here and not the mean loss of a batch. STM
-    (2501.14315) drops tokens below a probability of base of 0.4; the weight is base's probability itself,
-    because a fact that base does not know consists of such tokens, and dropped ones are never learned.
+    The published losses against forgetting either imitate some tokens less or hold the student to base. So
+    there is a rule for each, and the papers' losses are combinations: DFT (`probability`), TALR (the same to
+    a power), EAFT (`entropy`), ASFT (`probability` with `kl`) and TMKL (`non_target_kl`).
+
+    Each rule looks at one token, so the losses of micro-batches add up to the batch's. TALR (2509.20758)
+    divides by the mean loss of a batch, tau; here 1/tau is a fixed power. STM (2501.14315) drops the tokens
+    to which base gives less than 0.4. The weight here is base's probability itself: a fact that base does not
+    know consists of such tokens, and what is dropped is never learned.
 
     Args:
         student_NH: The student's last hidden states, `(N, H)`; the gradient flows into these.

@@ -14,17 +14,7 @@ from opdcl.config.shipped import package_folder, shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
 from opdcl.data.examples import Examples, read_examples, with_answers
-from opdcl.data.rows import (
-    SHIPPED,
-    Row,
-    check_lines,
-    check_prompts,
-    load_rows,
-    on_hub,
-    pinned,
-    recognised,
-    source_files,
-)
+from opdcl.data.rows import SHIPPED, Row, check_lines, load_rows, on_hub, pinned, recognised, source_files
 from opdcl.errors import UsageError
 from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_plan, stage_folder
 from opdcl.rundir.files import read_json, write_atomic
@@ -163,7 +153,7 @@ class Sources:
             return Examples(*with_answers(self.rows(config.data), config))
         key = config.model_dump_json(include=ENCODING), model.model_dump_json()
         if key not in self._examples:
-            replay = check_prompts(self.rows(config.replay.prompts)) if config.replay.share else []
+            replay = self.rows(config.replay.prompts) if config.replay.share else []
             rows, tokenizer = self.rows(config.data), self.tokenizer(model)
             self._examples[key] = read_examples(rows, config, tokenizer, replay)
         return self._examples[key]

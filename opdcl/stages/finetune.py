@@ -206,7 +206,7 @@ class AnswerTrainer(SFTTrainer):
         targets_N = answer_ids(sequences, causal_lm.device)
         rules, base_NH = self.answer_loss, None
         if rules.needs_base:
-            # In a context of its own: autocast would reuse its copies of weights, which have no gradients here.
+            # A context of its own: autocast reuses its copies of weights, and these have no gradients.
             with self.compute_loss_context_manager(), torch.no_grad(), self.backbone.state("base"):
                 base_NH = answer_states(causal_lm, sequences)
         with self.compute_loss_context_manager():
