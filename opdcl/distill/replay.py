@@ -28,9 +28,9 @@ def replayed_rows(
         note(f"base writes {count} answers to replay")
         order = endless(len(examples.replay), config.seed)
         prompts = [examples.replay[i] for i in itertools.islice(order, count)]
-        options = {"max_new_tokens": config.replay.max_new_tokens, "eos_ids": backbone.eos_ids}
+        limit, eos_ids = config.replay.max_new_tokens, backbone.eos_ids
         with backbone.merged("base") as model:
-            rollouts = sample(model, prompts, seed=config.seed, **options)
+            rollouts = sample(model, prompts, max_new_tokens=limit, eos_ids=eos_ids, seed=config.seed)
         rows = [{"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids} for r in rollouts]
         write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))
     pairs = [(row["prompt_ids"], row["completion_ids"]) for row in read_jsonl(file)] if count else []
