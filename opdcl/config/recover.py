@@ -131,7 +131,7 @@ class RecoverConfig(Section):
     domain: str | None = None
     """Prompts on which tuned is the teacher. Default: the questions of the fine-tune's data."""
     general_teacher: TeacherSection = TeacherSection(kind="base")
-    """Teacher that grades general prompts. `tuned` is a placebo: the student, as it starts, teaches itself."""
+    """Teacher that grades general prompts. `tuned` is a placebo: the student at its start grades itself."""
     domain_teacher: TeacherSection = TeacherSection(kind="tuned")
     """Teacher that grades domain prompts."""
     teachers: dict[Annotated[str, Field(pattern=TEACHER_NAME)], NamedTeacher] = {}
