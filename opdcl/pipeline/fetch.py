@@ -75,9 +75,7 @@ def repositories(workflow: Workflow) -> Iterator[tuple[Repository, bool]]:
         local = place.startswith(REFERENCE) or os.path.exists(place)
         if not local and (adapter := parse("adapter", place)):
             yield adapter, False
-    sources: list[str | None] = []
-    if finetune := workflow.finetune:
-        sources = [finetune.data, finetune.replay.prompts]
+    sources = [workflow.finetune.data, workflow.finetune.replay.prompts] if workflow.finetune else []
     if recover := workflow.recover:
         sources += [recover.source("general"), recover.source("domain")]
         sources += [teacher.prompts for teacher in recover.teachers.values()]
