@@ -64,16 +64,63 @@ class SelfDistillSection(Section):
         return self
 
 
+class AnswerLossSection(Section):
+    """Loss of an answer token: its weight times its cross-entropy, plus a divergence from base. Base is the
+    same model with the adapter off."""
+
+    unused = (
+        ("weight_power", lambda s: s.weight == "none", "unless loss.weight is set"),
+        ("anchor_coefficient", lambda s: s.anchor == "none", "unless loss.anchor is set"),
+    )
+
+    weight: Literal["none", "probability", "entropy", "base_probability"] = "none"
+    """A token's weight; no gradient flows through it. `probability`: the student's probability of the token
+    (DFT, arXiv 2508.05629). `entropy`: the student's entropy over its 20 likeliest tokens, divided by ln 20
+    (EAFT, 2601.02151). `base_probability`: base's probability of the token: STM (2501.14315) made soft."""
+    weight_power: Annotated[float, Field(gt=0)] = 1.0
+    """Exponent of the weight. Below 1, improbable tokens keep more of theirs: `probability` to the power
+    1/tau is TALR (2509.20758) at a fixed tau."""
+    anchor: Literal["none", "kl", "non_target_kl"] = "none"
+    """Divergence from base. `kl`: KL(base, student); with `weight: probability` this is ASFT (2509.23753).
+    `non_target_kl`: the same among all tokens but the answer's own, whose probability it leaves alone (TMKL,
+    2605.29498)."""
+    anchor_coefficient: Annotated[float, Field(ge=0)] = 0.1
+    """Factor on the divergence."""
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether each step takes a forward pass of base."""
+        return self.anchor != "none" or self.weight == "base_probability"
+
+
+class ReplaySection(Section):
+    """Replay: general prompts with base's own answers, which base writes once, before the first step."""
+
+    unused = (("prompts max_new_tokens", lambda s: s.share == 0, "unless replay.share is above 0"),)
+
+    share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of all rows that are replayed. They come on top of the domain's rows, so there are more steps."""
+    prompts: str = Field(default="everyday", min_length=1)
+    """General prompts: `everyday` (shipped), a file, or a Hub dataset."""
+    max_new_tokens: Positive = 128
+    """Maximum length of base's answers, in tokens."""
+
+    def count(self, rows: int) -> int:
+        """Return how many rows are replayed beside this many rows of the domain."""
+        return round(rows * self.share / (1 - self.share))
+
+
 class FinetuneConfig(Section):
     """Fine-tune of a LoRA adapter on the domain."""
 
     unused = (
         ("self_distill", lambda s: s.method == "sft", "unless finetune.method is self-distill"),
         (
-            "max_length long_rows packing lora.dropout",
+            "max_length long_rows packing lora.dropout loss replay",
             lambda s: s.method != "sft",
             "with method self-distill, which samples",
         ),
+        ("loss", lambda s: s.packing == "on", "with packing, which only has cross-entropy"),
     )
 
     method: Literal["sft", "self-distill"] = "sft"
@@ -105,6 +152,10 @@ class FinetuneConfig(Section):
     packing: Annotated[Literal["on", "off"], BeforeValidator(_never_packed)] = "off"
     """`on`: put the rows of a step into one sequence, without padding. Steps, rows and results stay the same;
     it pays where rows of one step differ in length and the model has a flash-attention kernel."""
+    loss: AnswerLossSection = AnswerLossSection()
+    """Loss of the answer tokens, those of replayed rows too. Default: cross-entropy."""
+    replay: ReplaySection = ReplaySection()
+    """General rows among the domain's."""
     save_steps: Positive = 50
     """Optimizer steps between checkpoints."""
     seed: int = 0

@@ -31,7 +31,7 @@ FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".gguf
 # Settings that may name a file; relative paths start at the workflow file's folder.
 PATH_FIELDS = (
     *("model.id", "start", "finetune.data", "recover.general", "recover.domain", "eval.data.*"),
-    *("recover.*_teacher.model.id", "recover.*_teacher.adapter"),
+    *("finetune.replay.prompts", "recover.*_teacher.model.id", "recover.*_teacher.adapter"),
     *("recover.teachers.*.model.id", "recover.teachers.*.adapter", "recover.teachers.*.prompts"),
 )
 

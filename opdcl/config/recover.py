@@ -131,7 +131,7 @@ class RecoverConfig(Section):
     domain: str | None = None
     """Prompts on which tuned is the teacher. Default: the questions of the fine-tune's data."""
     general_teacher: TeacherSection = TeacherSection(kind="base")
-    """Teacher that grades general prompts."""
+    """Teacher that grades general prompts. `tuned` is a placebo: the student at its start grades itself."""
     domain_teacher: TeacherSection = TeacherSection(kind="tuned")
     """Teacher that grades domain prompts."""
     teachers: dict[Annotated[str, Field(pattern=TEACHER_NAME)], NamedTeacher] = {}
@@ -207,7 +207,7 @@ class RecoverConfig(Section):
     @model_validator(mode="after")
     def _can_learn(self) -> RecoverConfig:
         check_trainer("recover", self.trainer)
-        if self.general_teacher.begins_as_tuned:
+        if self.general_teacher.begins_as_tuned and self.general_teacher.kind != "tuned":
             raise ValueError("general_teacher equals the student at the start: use base, or set context")
         if self.general == "self" and self.general_teacher.context is not None:
             raise ValueError("general_teacher.context shows answers, and prompts that base writes have none")

@@ -65,7 +65,7 @@ INSTEAD = {
     "use model.deterministic": "full_determinism",
     "use model.shard": "fsdp fsdp_config",
     "use model.trust_remote_code": "trust_remote_code",
-    "the fine-tune's loss is cross-entropy on the answers; for recovery use recover.loss": "loss_type",
+    "use {stage}.loss": "loss_type",
     "only answer tokens count in the loss": "completion_only_loss assistant_only_loss",
     "memory is bounded by recover.micro_batch_tokens and finetune.batch_size": "gradient_accumulation_steps "
     "gradient_checkpointing activation_checkpointing auto_find_batch_size",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from opdcl.config.evaluate import EvalConfig, Gates
-from opdcl.config.finetune import FinetuneConfig
+from opdcl.config.finetune import AnswerLossSection, FinetuneConfig, ReplaySection
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.section import Count, Section, as_list
@@ -22,6 +22,8 @@ Column = Literal["question", "answer", "messages", "text", "system", "teacher", 
 MACHINE = {"device", "deterministic", "shard"}
 WITHOUT_MEANING = {"save_steps"}
 PLACE = {"url", "concurrency", "timeout", "patience"}
+# Sections that stored runs lack. With these values they change nothing.
+ADDED = [("loss", AnswerLossSection().model_dump()), ("replay", ReplaySection().model_dump())]
 
 
 class Workflow(Section):
@@ -86,7 +88,7 @@ class Workflow(Section):
 def meaningful_settings(config: dict[str, Any], ignored: set[str] = WITHOUT_MEANING) -> dict[str, Any]:
     """Return the settings of a stage that determine its result, at every depth."""
     # Where rows are refused nothing is made, so `refuse` is no part of a result.
-    settings = {key: value for key, value in config.items() if key not in ignored and value != "refuse"}
+    settings = {k: v for k, v in config.items() if k not in ignored and v != "refuse" and (k, v) not in ADDED}
     for key, value in settings.items():
         if isinstance(value, dict):
             settings[key] = meaningful_settings(value, {"server": PLACE, "model": MACHINE}.get(key, set()))

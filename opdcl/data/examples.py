@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from opdcl.config.finetune import FinetuneConfig
-from opdcl.data.chat import Encoded, encode_example
-from opdcl.data.rows import Row
+from opdcl.data.chat import Encoded, encode_example, encode_prompt
+from opdcl.data.rows import Row, check_prompts
 from opdcl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,13 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Examples:
-    """The rows that a fine-tune uses, their token ids (several sequences for a long text), and remarks."""
+    """The rows that a fine-tune uses, their token ids (several sequences for a long text), and remarks.
+
+    `replay` holds the token ids of the prompts that base answers for replay.
+    """
 
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
     encoded: list[Encoded] = field(default_factory=list)
     longest: tuple[int, str] = (0, "")
     """Tokens and place of the longest row, before anything is cut."""
+    replay: list[list[int]] = field(default_factory=list)
 
 
 def with_answers(rows: list[Row], config: FinetuneConfig) -> tuple[list[Row], list[str]]:
@@ -42,8 +47,10 @@ def with_answers(rows: list[Row], config: FinetuneConfig) -> tuple[list[Row], li
     return usable, [f"{found}; left out"]
 
 
-def read_examples(rows: list[Row], config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> Examples:
-    """Encode the rows of a fine-tune, and treat those over `max_length` as `long_rows` says.
+def read_examples(
+    rows: list[Row], config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, replay: Sequence[Row] = ()
+) -> Examples:
+    """Encode the rows of a fine-tune and its prompts to replay; treat long rows as `long_rows` says.
 
     Raises:
         UsageError: A row is too long and `long_rows` is `refuse`, or no row is left.
@@ -72,7 +79,9 @@ def read_examples(rows: list[Row], config: FinetuneConfig, tokenizer: PreTrained
     if not encoded:
         reasons = "; ".join(notes)
         raise UsageError(f"{config.data} has no row to learn from: {reasons}", "raise finetune.max_length")
-    return Examples(used, notes, encoded, longest)
+    room = limit - config.replay.max_new_tokens
+    prompts = [encode_prompt(row, tokenizer, room) for row in check_prompts(list(replay))]
+    return Examples(used, notes, encoded, longest, prompts)
 
 
 def _long_rows(long: list[tuple[int, str]], unlearnable: int, config: FinetuneConfig) -> str:

@@ -33,7 +33,7 @@ class Step:
 
 def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
     """Return all steps of a recovery, given how many prompts each stream has."""
-    draws = {"general": _endless(general, config.seed), "domain": _endless(domain, config.seed + 1)}
+    draws = {"general": endless(general, config.seed), "domain": endless(domain, config.seed + 1)}
     coin = random.Random(config.seed + 2)
     rollouts = int(config.rollouts)
     size = {"general": rollouts, "domain": config.domain_rollouts or rollouts}
@@ -56,7 +56,7 @@ def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
     return steps
 
 
-def _endless(count: int, seed: int) -> Iterator[int]:
+def endless(count: int, seed: int) -> Iterator[int]:
     """Yield indices below `count`, each once per epoch, in seeded order."""
     shuffle = random.Random(seed)
     while True:

@@ -75,7 +75,7 @@ def repositories(workflow: Workflow) -> Iterator[tuple[Repository, bool]]:
         local = place.startswith(REFERENCE) or os.path.exists(place)
         if not local and (adapter := parse("adapter", place)):
             yield adapter, False
-    sources = [workflow.finetune.data] if workflow.finetune else []
+    sources = [workflow.finetune.data, workflow.finetune.replay.prompts] if workflow.finetune else []
     if recover := workflow.recover:
         sources += [recover.source("general"), recover.source("domain")]
         sources += [teacher.prompts for teacher in recover.teachers.values()]

@@ -167,12 +167,18 @@ def _finetune_need(workflow: Workflow, sources: Sources, shape: _Shape, adapter:
     else:
         lengths = [_tokens(row, row.answer) for row in examples.rows]
         learned = config.self_distill.max_new_tokens
+    replayed, answer = config.replay.count(len(lengths)), config.replay.max_new_tokens
+    if replayed:
+        learned = max(learned, answer)
+        lengths += [max(map(len, examples.replay)) + answer] * replayed
     batch = int(config.batch_size)
     # Logits of the answers, their probabilities and the gradient, in fp32.
     logits = batch * learned * shape.vocabulary * 4 * 3
     memory = adapter * 16 + batch * max(lengths) * shape.activations + logits
     operations = 4.0 * shape.parameters * sum(lengths) * config.epochs
-    need = _Need(memory, training=operations)
+    need = _Need(memory, training=operations, decoding=2.0 * shape.parameters * replayed * answer)
+    if config.loss.needs_base:
+        need.forward = operations / 2
     if config.method == "self-distill":
         need.memory += adapter * 4 + shape.weights
         need.forward = operations / 2

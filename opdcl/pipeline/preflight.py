@@ -228,6 +228,8 @@ def remarks(workflow: Workflow, tasks: list[Task], sources: Sources) -> list[str
         if several := _questions_with_several_answers(rows):
             notes.append(f"questions with several different answers: {several}")
     if workflow.recover and "recover" in todo:
+        if workflow.recover.general_teacher.begins_as_tuned:
+            notes.append("warning: recover.general_teacher is tuned: a placebo, which wins nothing back")
         prompts = sources.recovery(workflow).rows
         if workflow.recover.general == "self":
             notes.append(f"general prompts: base writes {len(prompts['general'])} of its own")

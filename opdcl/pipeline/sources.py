@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 # The settings of a fine-tune on which its encoded rows depend.
-ENCODING = {"data", "max_length", "long_rows", "empty_answers"}
+ENCODING = {"data", "max_length", "long_rows", "empty_answers", "replay"}
 
 
 class Sources:
@@ -127,7 +127,10 @@ class Sources:
     def _fields(self, workflow: Workflow) -> dict[str, str | None]:
         """Return the sources of rows by the names of their fields."""
         recover = workflow.recover
-        fields = {"finetune.data": workflow.finetune.data} if workflow.finetune else {}
+        fields: dict[str, str | None] = {}
+        if finetune := workflow.finetune:
+            replay = finetune.replay.prompts if finetune.replay.share else None
+            fields = {"finetune.data": finetune.data, "finetune.replay.prompts": replay}
         if recover:
             fields |= {f"recover.{stream}": recover.source(stream) for stream in ("general", "domain")}
             fields |= {f"recover.teachers.{k}.prompts": t.prompts for k, t in recover.teachers.items()}
@@ -150,7 +153,9 @@ class Sources:
             return Examples(*with_answers(self.rows(config.data), config))
         key = config.model_dump_json(include=ENCODING), model.model_dump_json()
         if key not in self._examples:
-            self._examples[key] = read_examples(self.rows(config.data), config, self.tokenizer(model))
+            replay = self.rows(config.replay.prompts) if config.replay.share else []
+            rows, tokenizer = self.rows(config.data), self.tokenizer(model)
+            self._examples[key] = read_examples(rows, config, tokenizer, replay)
         return self._examples[key]
 
     def learned_rows(self, workflow: Workflow) -> list[Row]:

@@ -16,11 +16,13 @@ from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from opdcl import parallel
-from opdcl.config.finetune import FinetuneConfig
+from opdcl.config.finetune import AnswerLossSection, FinetuneConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.data.examples import Examples
+from opdcl.distill.losses import answer_losses
 from opdcl.distill.prompts import read_recovery_source
+from opdcl.distill.replay import replayed_rows
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.forward import answer_ids, answer_states
@@ -62,19 +64,21 @@ def finetune(
         return
     if config.packing == "on" and parallel.worker_count() > 1:
         raise UsageError("workers cannot share packed rows", "set finetune.packing to off")
-    encoded = examples.encoded
+    steps = planned_steps(config, len(examples.encoded))
+    encoded = examples.encoded + replayed_rows(config, examples, backbone, out.replay, report.note)
     if start:
         backbone.drop_adapters()
         model = backbone.load_adapter(start, "student", trainable=True)
         report.note(f"continuing the adapter of {start}, which keeps its shape")
     else:
         model = backbone.new_adapter(config.lora, config.seed)
-    steps = planned_steps(config, len(encoded))
     lengths = [len(e.input_ids) for e in encoded]
     order = lay_out(lengths, config.batch_size, steps, config.seed)
     callback = StageCallback(report, steps, backbone)
     callback.tokens_per_step = round(sum(lengths) / len(lengths) * config.batch_size)
     trainer = AnswerTrainer(
+        backbone,
+        config.loss,
         model=model,
         args=SFTConfig(**trainer_arguments(config, backbone, out, steps, **_stage_arguments(config, steps))),
         train_dataset=Dataset.from_list([vars(e) for e in encoded]).select(order),
@@ -123,8 +127,8 @@ def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
 
 
 def planned_steps(config: FinetuneConfig, rows: int) -> int:
-    """Return the number of optimizer steps for a number of rows."""
-    return max(1, math.ceil(rows * config.epochs / config.batch_size))
+    """Return the number of optimizer steps for a number of rows, and those that are replayed beside them."""
+    return max(1, math.ceil((rows + config.replay.count(rows)) * config.epochs / config.batch_size))
 
 
 def lay_out(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[int]:
@@ -152,6 +156,10 @@ class AnswerTrainer(SFTTrainer):
     """SFTTrainer that computes the rows' shared prefix once and projects answer positions only."""
 
     pieces = 1  # micro-batches per batch; doubled whenever memory runs out
+
+    def __init__(self, backbone: Backbone, answer_loss: AnswerLossSection, **options: Any):
+        super().__init__(**options)
+        self.backbone, self.answer_loss = backbone, answer_loss
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         tokens = (inputs["labels"] != -100).sum() if num_items_in_batch is None else num_items_in_batch
@@ -186,7 +194,7 @@ class AnswerTrainer(SFTTrainer):
         logger.warning("out of memory: continuing with batches cut into %d", self.pieces)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Return the mean cross-entropy over the answer tokens of the optimizer step."""
+        """Return the mean loss over the answer tokens of the optimizer step."""
         if "position_ids" in inputs or return_outputs:  # packed rows have position ids
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         causal_lm = model.get_base_model()
@@ -195,11 +203,19 @@ class AnswerTrainer(SFTTrainer):
             (ids[:length].tolist(), (labels[:length] != -100).tolist())
             for ids, labels, length in zip(inputs["input_ids"], inputs["labels"], lengths, strict=True)
         ]
+        targets_N = answer_ids(sequences, causal_lm.device)
+        rules, base_NH = self.answer_loss, None
+        if rules.needs_base:
+            # A context of its own: autocast reuses its copies of weights, and these have no gradients.
+            with self.compute_loss_context_manager(), torch.no_grad(), self.backbone.state("base"):
+                base_NH = answer_states(causal_lm, sequences)
         with self.compute_loss_context_manager():
             states_NH = answer_states(causal_lm, sequences)
-            logits_NV = causal_lm.get_output_embeddings()(states_NH)
-        targets_N = answer_ids(sequences, logits_NV.device)
-        total = torch.nn.functional.cross_entropy(logits_NV.float(), targets_N, reduction="sum")
+            if rules.weight == rules.anchor == "none":
+                logits_NV = causal_lm.get_output_embeddings()(states_NH).float()
+                total = torch.nn.functional.cross_entropy(logits_NV, targets_N, reduction="sum")
+            else:
+                total = answer_losses(states_NH, self.backbone.head_VH, base_NH, targets_N, rules).sum()
         return total / (len(targets_N) if num_items_in_batch is None else num_items_in_batch)
 
 

@@ -3,10 +3,13 @@
 import json
 
 import pytest
-from helpers.command import opdcl
+from helpers.command import ROOT, opdcl
 from helpers.tiny import make_model, make_project
+from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 
+from opdcl.config.load import load
+from opdcl.pipeline.sweep import expand
 from opdcl.rundir.hashes import file_hash
 
 SMOKE = """
@@ -274,3 +277,39 @@ def test_the_same_start_under_another_model_is_another_run(folder, tiny_model):
     assert done.returncode == 0, done.stderr
     assert "recover: taken from" not in done.stderr
     assert "eval instructions tuned: taken from" not in done.stderr
+
+
+# Of benchmarks/forgetting.yaml, an arm of each kind.
+FORGETTING = ("ours", "none", "placebo", "placebo-texts", "asft", "replay-30-equal-steps", "tmkl-then-ours")
+
+
+def test_prevention_and_cure_side_by_side(folder, tmp_path):
+    recipe = ROOT / "benchmarks" / "forgetting.yaml"
+    runs = expand(load([str(recipe)])[0], tmp_path)
+    assert len(runs) >= 3 * 14
+    assert len({run.recover.steps for run in runs.values() if run.recover}) == 1
+
+    tree = YAML(typ="safe").load(recipe.read_text())
+    tree["arms"] = {name: tree["arms"][name] for name in FORGETTING}
+    with open(folder / "forgetting.yaml", "w") as file:
+        YAML().dump(tree, file)
+    smoke = YAML(typ="safe").load((folder / "smoke.yaml").read_text())
+    smoke["finetune"] |= {"data": str(folder / "rows.jsonl"), "epochs": 4}
+    smoke["recover"] |= {"lmbda": 0, "warm_start": 1.0}
+    del smoke["recover"]["teacher_first"]
+    smoke |= {"seeds": [1]}
+    with open(folder / "small.yaml", "w") as file:
+        YAML().dump(smoke, file)
+    done = opdcl("run", "forgetting.yaml", "small.yaml", "-o", "forgetting", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("a placebo, which wins nothing back") == 2
+    made = folder / "forgetting"
+    found = json.loads((made / "compare.json").read_text())
+    assert [arm["name"] for arm in found["arms"]] == [f"{name}-1" for name in FORGETTING]
+    tuned = {name: adapter(made, f"{name}-1", "01-finetune") for name in FORGETTING}
+    assert len({*tuned.values()}) == 4
+    assert tuned["ours"] == tuned["none"] == tuned["placebo"]
+    recovered = [adapter(made, f"{name}-1", "02-recover") for name in FORGETTING[:4] if name != "none"]
+    assert len({*recovered}) == 3
+    steps = (made / "replay-30-equal-steps-1" / "stages" / "01-finetune" / "metrics.jsonl").read_text()
+    assert len(steps.splitlines()) == 12  # as many as without replay

@@ -325,10 +325,8 @@ def test_two_emas_are_independent(backbone, answered):
     assert not torch.equal(student, fixed)
 
 
-@pytest.mark.parametrize(
-    "teacher", [{"kind": "tuned"}, {"kind": "ema"}, {"kind": "trust_region", "reference": "tuned"}]
-)
-def test_a_general_teacher_that_is_the_student_is_refused(teacher):
+@pytest.mark.parametrize("teacher", [{"kind": "ema"}, {"kind": "trust_region", "reference": "tuned"}])
+def test_a_general_teacher_that_follows_the_student_is_refused(teacher):
     with pytest.raises(ValueError, match="equals the student at the start"):
         RecoverConfig(general_teacher=teacher)
 

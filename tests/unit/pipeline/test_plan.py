@@ -138,6 +138,8 @@ def test_a_stopped_stage_with_other_settings_is_stale_not_resumed(run):
         ("finetune", {"epochs": 9}, "finetune", {"epochs"}),
         ("finetune", {"lora": {"r": 4}}, "finetune", {"lora"}),
         ("finetune", {"trainer": {"weight_decay": 0.1}}, "finetune", {"trainer"}),
+        ("finetune", {"loss": {"weight": "entropy"}}, "finetune", {"loss"}),
+        ("finetune", {"replay": {"share": 0.1}}, "finetune", {"replay"}),
         ("model", {"id": "another"}, "finetune", {"model"}),
         ("model", {"revision": "abc"}, "finetune", {"model"}),
         ("model", {"dtype": "float32"}, "finetune", {"dtype"}),
@@ -148,6 +150,12 @@ def test_a_changed_setting_makes_its_stage_stale_and_is_named(done, section, val
     task = plan(changed(section, **values), done)[stage]
     assert task.action == "stale"
     assert task.why == f"changed: {', '.join(sorted(keys))}"
+
+
+def test_sections_that_stored_runs_lack_are_no_part_of_a_result_at_their_defaults(run):
+    inputs = plan(FULL, run)["finetune"].inputs
+    assert not {"loss", "replay"} & {*inputs}
+    assert "loss" in plan(FULL, run)["recover"].inputs
 
 
 def test_a_changed_finetune_makes_the_recovery_after_it_stale(done):

@@ -183,3 +183,22 @@ def test_recovery_practises_every_answer_of_a_conversation_about_the_domain(proj
         ([{"role": "user", "content": "3?"}], "three"),
     ]
     assert len(sources.learned_rows(workflow)) == 2
+
+
+def test_prompts_to_replay_are_part_of_the_fine_tune(project):
+    """They are read, hashed by content and checked like its rows, and not at all without a share."""
+    prompts = project / "replayed.jsonl"
+    prompts.write_text('{"prompt": "Say something."}\n')
+    (project / "replay.yaml").write_text("finetune: {replay: {share: 0.5, prompts: replayed.jsonl}}\n")
+    hashes = []
+    for text in ('{"prompt": "Say something."}', '{"prompt": "Say more."}'):
+        prompts.write_text(text)
+        flow, _ = load(["tiny.yaml", "replay.yaml"])
+        sources = Sources()
+        assert len(sources.examples(flow).replay) == 1
+        hashes.append(sources.hashes(flow)["finetune.replay.prompts"])
+    assert hashes[0] != hashes[1]
+    prompts.write_text('{"text": "A document."}')
+    with pytest.raises(UsageError, match="plain text cannot be a prompt"):
+        Sources().examples(flow)
+    assert "finetune.replay.prompts" not in Sources().hashes(load(["tiny.yaml"])[0])

@@ -75,6 +75,17 @@ def test_answer_loss_equals_the_models_own(backbone):
     assert float(shared) == pytest.approx(reference, rel=1e-4)
 
 
+class StopAt(Silent):
+    """A report that interrupts training after a step."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def progress(self, done, total, **values):
+        if done == self.at:
+            raise KeyboardInterrupt
+
+
 @pytest.fixture
 def learn(tmp_path, tiny_model):
     """Return a function that fine-tunes on eight rows: the adapter, and each step's loss and field."""
@@ -86,14 +97,20 @@ def learn(tmp_path, tiny_model):
     usual = {"data": str(tmp_path / "rows.jsonl"), "epochs": 2, "batch_size": 8, "learning_rate": 1e-3}
     usual["lora"] = LoraSection(r=4, alpha=8)
 
-    def run(name: str, field: str = "grad_norm", **settings) -> tuple[dict[str, torch.Tensor], list[tuple]]:
+    def run(
+        name: str, field: str = "grad_norm", stop: int | None = None, **settings
+    ) -> tuple[dict[str, torch.Tensor], list[tuple]]:
         config = FinetuneConfig(**usual | settings)
         base = ModelConfig(id=str(tiny_model), dtype="float32")
         out = StageDir(tmp_path / name)
-        report = Output("quiet").stage("finetune")
+        report = StopAt(stop) if stop else Output("quiet").stage("finetune")
         backbone = Backbone.load(base)
-        examples = read_examples(load_rows(config.data), config, backbone.tokenizer)
-        finetune(config, examples, backbone, None, out, report)
+        replay = load_rows(config.replay.prompts) if config.replay.share else []
+        examples = read_examples(load_rows(config.data), config, backbone.tokenizer, replay)
+        try:
+            finetune(config, examples, backbone, None, out, report)
+        except KeyboardInterrupt:
+            return {}, []
         steps = [(r["loss"], r[field]) for r in read_jsonl(out.metrics)]
         return load_file(out.adapter / "adapter_model.safetensors"), steps
 
@@ -198,18 +215,10 @@ def test_self_distillation_learns_from_itself_shown_the_answer_and_resumes_to_th
         self_distill={"max_new_tokens": 6, "rate": 0.1},
     )
 
-    class Stop(Silent):
-        def __init__(self, at):
-            self.at = at
-
-        def progress(self, done, total, **values):
-            if done == self.at:
-                raise KeyboardInterrupt
-
     def train(name, at=None):
         out = StageDir(tmp_path / name)
         try:
-            finetune(config, Examples(load_rows(config.data)), Backbone.load(base), None, out, Stop(at))
+            finetune(config, Examples(load_rows(config.data)), Backbone.load(base), None, out, StopAt(at))
         except KeyboardInterrupt:
             assert at
         return out
@@ -232,3 +241,96 @@ def test_self_distillation_needs_answers(tmp_path, backbone):
     rows, out = load_rows(config.data), StageDir(tmp_path / "out")
     with pytest.raises(UsageError, match=r"rows\.jsonl:1 has no answer"):
         finetune(config, Examples(rows), backbone, None, out, Silent())
+
+
+RULES = {
+    "dft": {"weight": "probability"},
+    "eaft": {"weight": "entropy"},
+    "base": {"weight": "base_probability", "weight_power": 0.5},
+    "kl": {"anchor": "kl", "anchor_coefficient": 0.5},
+    "tmkl": {"anchor": "non_target_kl", "anchor_coefficient": 0.5},
+}
+
+
+@pytest.mark.parametrize("rule", ["eaft", "tmkl"])
+def test_losses_of_micro_batches_add_up_to_the_batchs(learn, memory_for, rule):
+    whole, steps = learn("whole", loss=RULES[rule])
+    memory_for(2, MemoryError())
+    cut, cut_steps = learn("cut", loss=RULES[rule])
+    assert cut_steps == [pytest.approx(step, rel=1e-3) for step in steps]
+    assert relative_error(flat(cut.values()), flat(whole[name] for name in cut)) < 10 * ROUNDING
+
+
+def test_every_rule_of_the_loss_changes_what_is_learned(learn):
+    """Before the first step the student is base; after it every rule has a loss of its own."""
+    plain, steps = learn("plain")
+    first, later = {"plain": steps[0][0]}, {"plain": plain}
+    for name, rules in {**RULES, "at base": {"weight": "base_probability"}}.items():
+        later[name], own = learn(name, loss=rules)
+        first[name] = own[0][0]
+    assert first["kl"] == pytest.approx(first["plain"], rel=1e-5)
+    assert first["tmkl"] == pytest.approx(first["plain"], rel=1e-5)
+    assert first["at base"] == pytest.approx(first["dft"], rel=1e-5)
+    assert first["dft"] < first["base"] < first["plain"]
+    adapters = [flat(adapter[name] for name in plain) for adapter in later.values()]
+    assert not any(torch.equal(a, b) for i, a in enumerate(adapters) for b in adapters[:i])
+
+
+@pytest.fixture
+def replay(tmp_path):
+    """Settings that replay as many rows as the domain has, with six prompts."""
+    rows = [json.dumps({"prompt": f"Write a line about {i}."}) for i in range(6)]
+    (tmp_path / "general.jsonl").write_text("\n".join(rows))
+    return {"share": 0.5, "prompts": str(tmp_path / "general.jsonl"), "max_new_tokens": 6}
+
+
+def test_base_writes_the_replayed_rows_and_their_share_is_that_asked_for(learn, replay, tmp_path, backbone):
+    _, steps = learn("replayed", batch_size=4, replay=replay)
+    assert len(steps) == 8  # two epochs of eight rows of the domain and eight more
+    rows = read_jsonl(StageDir(tmp_path / "replayed").replay)
+    prompts = [encode_prompt(row, backbone.tokenizer, 500) for row in load_rows(replay["prompts"])]
+    assert len(rows) == 8
+    assert Counter(tuple(row["prompt_ids"]) for row in rows).keys() == {*map(tuple, prompts)}
+    ended = [row["completion_ids"][-1] in backbone.eos_ids for row in rows]
+    assert all(end or len(row["completion_ids"]) == 6 for end, row in zip(ended, rows, strict=True))
+    assert (
+        len({tuple(row["completion_ids"]) for row in rows}) > 6
+    )  # a prompt that comes again is answered anew
+    # Base gives its own words more of its mass than the words of other answers.
+    own, foreign = (
+        sum(answer_logprob(backbone, row["prompt_ids"], other["completion_ids"]) for row, other in pairs)
+        for pairs in (zip(rows, rows, strict=True), zip(rows, rows[1:] + rows[:1], strict=True))
+    )
+    assert own > foreign + 10
+    learn("other seed", batch_size=4, replay=replay, seed=1)
+    assert read_jsonl(StageDir(tmp_path / "other seed").replay) != rows
+
+
+def answer_logprob(backbone, prompt, answer) -> float:
+    ids = torch.tensor([prompt + answer])
+    with torch.no_grad():
+        log_p = backbone.causal_lm(ids).logits[0].log_softmax(-1)
+    return float(log_p[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None]).sum())
+
+
+@pytest.mark.parametrize("stop", [1, 5])
+def test_a_resumed_run_with_replay_and_an_anchor_ends_with_the_same_bits(learn, replay, tmp_path, stop):
+    """It reuses base's answers; one of the stops comes before the first checkpoint."""
+    settings = {"batch_size": 4, "save_steps": 3, "replay": replay, "loss": RULES["kl"], "lora": {"r": 4}}
+    whole, steps = learn("whole", **settings)
+    learn("resumed", stop=stop, **settings)
+    written = StageDir(tmp_path / "resumed").replay.stat()
+    resumed, resumed_steps = learn("resumed", **settings)
+    assert StageDir(tmp_path / "resumed").replay.stat().st_mtime_ns == written.st_mtime_ns
+    assert resumed_steps == steps
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_weight_decay_pulls_the_adapter_towards_no_effect(learn):
+    norms = [
+        float(flat(v for name, v in adapter.items() if "lora_B" in name).norm())
+        for adapter, _ in (
+            learn(f"decay {rate}", batch_size=1, trainer={"weight_decay": rate}) for rate in (0.0, 100.0)
+        )
+    ]
+    assert norms[1] < 0.9 * norms[0]

@@ -1,0 +1,37 @@
+"""Replay: rows of general prompts with base's own answers, mixed into a fine-tune (arXiv 2602.20162)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from opdcl.config.finetune import FinetuneConfig
+from opdcl.data.chat import Encoded
+from opdcl.data.examples import Examples
+from opdcl.distill.schedule import endless
+from opdcl.model.backbone import Backbone
+from opdcl.rundir.files import read_jsonl, write_atomic
+from opdcl.sampling.sample import sample
+
+
+def replayed_rows(
+    config: FinetuneConfig, examples: Examples, backbone: Backbone, file: Path, note: Callable[[str], None]
+) -> list[Encoded]:
+    """Return the rows to replay, and write them into `file` first if it does not exist yet.
+
+    The prompts come in seeded order. If there are too few, they come again, with other answers.
+    """
+    count = config.replay.count(len(examples.encoded))
+    if count and not file.exists():
+        note(f"base writes {count} answers to replay")
+        order = endless(len(examples.replay), config.seed)
+        prompts = [examples.replay[i] for i in itertools.islice(order, count)]
+        limit, eos_ids = config.replay.max_new_tokens, backbone.eos_ids
+        with backbone.merged("base") as model:
+            rollouts = sample(model, prompts, max_new_tokens=limit, eos_ids=eos_ids, seed=config.seed)
+        rows = [{"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids} for r in rollouts]
+        write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))
+    pairs = [(row["prompt_ids"], row["completion_ids"]) for row in read_jsonl(file)] if count else []
+    return [Encoded(prompt + answer, [0] * len(prompt) + [1] * len(answer)) for prompt, answer in pairs]
