@@ -16,7 +16,6 @@ from opdcl.rundir.layout import RunDir
 BENCHMARKS = ROOT / "benchmarks"
 # Records that no block of a page names, and what checks them instead.
 ELSEWHERE = {
-    "coverage": "tests/unit/results/test_coverage.py",
     "quickstart": "test_the_picture_of_the_quickstart_is_drawn_from_its_record",
     "reliability": "test_the_page_of_faults_is_the_one_that_its_script_writes",
 }
@@ -29,6 +28,7 @@ MADE_FROM = {
     "growth-rows": "scaling",
     "growth-length": "scaling",
     "quotes": "quote",
+    "verdict-errors": "coverage",
     "rivals": "instructions",
 }
 
