@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import load_peft_weights, set_peft_model_state_dict
 from transformers import PreTrainedModel
 
 from opdcl import parallel
@@ -136,12 +135,6 @@ class Teacher:
     def after_step(self, step: int) -> None:
         """Follow the student after optimizer step `step`."""
 
-    def save(self, folder: Path) -> None:
-        """Write the teacher's own state, if it has any, into a checkpoint's folder."""
-
-    def restore(self, folder: Path) -> None:
-        """Read back what `save` wrote."""
-
     def close(self) -> None:
         """Release connections to other processes."""
 
@@ -149,7 +142,8 @@ class Teacher:
 class EmaTeacher(Teacher):
     """An exponential moving average of the student's adapter, moved by `rate` every `every` steps.
 
-    At rate 1 it is the student; at rate 0 it is the student at its start.
+    At rate 1 it is the student; at rate 0 it is the student at its start. The trainer's checkpoints hold it:
+    it is one of the model's adapters.
     """
 
     def __init__(
@@ -180,14 +174,6 @@ class EmaTeacher(Teacher):
     def _weight_pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for layer in self.backbone.adapted_layers(self.state):
             yield from zip(parts(layer, self.state), parts(layer, "student"), strict=True)
-
-    def save(self, folder: Path) -> None:
-        self.backbone.peft.save_pretrained(folder, selected_adapters=[self.state])
-
-    @torch.no_grad()
-    def restore(self, folder: Path) -> None:
-        weights = load_peft_weights(str(folder / self.state), device=str(self.backbone.device))
-        set_peft_model_state_dict(self.backbone.peft, weights, adapter_name=self.state)
 
 
 class TrustRegionTeacher(Teacher):

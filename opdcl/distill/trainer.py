@@ -70,19 +70,7 @@ class RecoveryTrainer(Trainer):
         # First, because the trainer writes its state file last, and that file marks a complete checkpoint.
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         self.queue.save(folder)
-        for teacher in self.grader.single_teachers:
-            teacher.save(folder)
         super()._save_checkpoint(model, trial)
-
-    def restore(self, checkpoint: Path) -> None:
-        """Restore the teachers and the completions sampled ahead; `train` restores the rest.
-
-        Raises:
-            UsageError: Another version of opdcl wrote the checkpoint.
-        """
-        self.queue.restore(checkpoint)
-        for teacher in self.grader.single_teachers:
-            teacher.restore(checkpoint)
 
 
 def step_metrics(batch: StepRollouts, sums: Sums) -> dict[str, float]:

@@ -108,7 +108,7 @@ def _train(
     arguments = TrainingArguments(**trainer_arguments(config, backbone, out, config.steps, **stage))
     trainer = RecoveryTrainer(queue, grader, arguments, [validation, callback, health])
     if checkpoint := out.last_checkpoint():
-        trainer.restore(checkpoint)
+        queue.restore(checkpoint)
     callback.run(trainer, out)
 
 

@@ -145,7 +145,7 @@ def test_unfinished_completions_resume_and_each_is_learned_from_once(backbone, t
             trainer.create_optimizer_and_scheduler(12)
             trainer._save_checkpoint(trainer.model, None)
             queue._ahead, queue._unfinished = {}, {}
-            trainer.restore(tmp_path / "t" / "checkpoint-0")
+            trainer.queue.restore(tmp_path / "t" / "checkpoint-0")
         rollouts = queue.take(index).rollouts
         assert rollouts
         assert all(r.finished or len(r.completion_ids) == 30 for r in rollouts)
@@ -162,7 +162,7 @@ def test_a_checkpoint_of_another_version_is_refused_with_a_reason(backbone, tmp_
     trainer = make_trainer(backbone, tmp_path)
     (tmp_path / "rollouts.json").write_text('{"0": []}')  # completions sampled ahead, without unfinished ones
     with pytest.raises(UsageError, match="another version of opdcl wrote"):
-        trainer.restore(tmp_path)
+        trainer.queue.restore(tmp_path)
 
 
 @pytest.mark.parametrize(
