@@ -203,7 +203,9 @@ def _message(turn: Any, where: str, is_last: bool) -> Message:
     content = turn.get("content", turn.get("value"))
     if isinstance(content, list):
         content = "".join(_part(part, where) for part in content)
-    more = {key: str(turn[key]) for key in ("name", "tool_call_id") if role == "tool" and turn.get(key)}
+    more: Message = {
+        key: str(turn[key]) for key in ("name", "tool_call_id") if role == "tool" and turn.get(key)
+    }
     if calls := turn.get("tool_calls"):
         more["tool_calls"] = [_call(call, where) for call in _objects(calls, "tool_calls", where)]
     if thought := next((turn[key] for key in THOUGHT if turn.get(key)), None):
