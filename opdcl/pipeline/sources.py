@@ -183,8 +183,8 @@ class Sources:
         """Return the checked prompts of a recovery, and the suite of its reward.
 
         Of a domain that the fine-tune has learned, rows that it left out are no prompts either. Conversations
-        about the domain, and those with tools, give one prompt per answer or call. Prompts that base has yet to
-        write have placeholders.
+        about the domain, and those with tools, give one prompt per answer or call. Prompts that base has yet
+        to write have placeholders.
         """
         from opdcl.distill.own_prompts import planned_prompts
         from opdcl.distill.prompts import read_recovery_source
