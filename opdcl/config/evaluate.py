@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from opdcl.config.model import ServerSection
-from opdcl.config.section import Auto, Names, Positive, Sampler, Section
+from opdcl.config.section import Auto, Count, Names, Positive, Sampler, Section
 from opdcl.config.shipped import shipped_suites
 
 
@@ -31,6 +31,8 @@ class EvalConfig(Section):
     """Evaluate only the first N documents of each suite."""
     max_new_tokens: Positive | None = None
     """Maximum answer length in tokens; a lower limit of the suite still applies. Question files: 96."""
+    thought_tokens: Count = Field(default=0, exclude_if=lambda value: not value)
+    """Tokens for the thought before an answer, on top of its maximum length. Scorers do not see it."""
     batch_size: Positive | Auto = "auto"
     """Number of answers decoded together. `auto`: 320 on CPU, 256 on CUDA."""
     sampler: Sampler = "auto"

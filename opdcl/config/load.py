@@ -26,10 +26,13 @@ QUOTE = "put it in quotes to make it text"
 # Names of shipped models and data, and of prompts that base writes, which are not file names.
 ALIASES = ("smollm2-135m", "handbook", "handbook/staff", "handbook/site", "everyday", "self")
 
-FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".gguf", ".txt", ".md")
+FILE_ENDINGS = (
+    *(".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".gguf", ".txt", ".md", ".jinja"),
+)
 
 # Settings that may name a file; relative paths start at the workflow file's folder.
 PATH_FIELDS = (
+    "*model.chat_template",
     *("model.id", "start", "finetune.data", "recover.general", "recover.domain", "eval.data.*"),
     *("finetune.replay.prompts", "recover.*_teacher.model.id", "recover.*_teacher.adapter"),
     *("recover.teachers.*.model.id", "recover.teachers.*.adapter", "recover.teachers.*.prompts"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from opdcl.config.section import Positive, Section
 
@@ -22,10 +24,31 @@ class ModelConfig(Section):
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Leave this off unless you have read that code."""
+    # Left out of dumps where unset, so that the fingerprints of runs without them stay as they were.
+    chat_template: str | None = Field(default=None, exclude_if=lambda value: not value)
+    """Chat template that replaces the model's own: a Jinja file, or the text itself."""
+    chat_template_kwargs: dict[
+        Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], bool | int | float | str
+    ] = Field(default={}, exclude_if=lambda value: not value)
+    """Variables of the chat template, such as `{enable_thinking: true}`, which is off by default."""
     deterministic: bool = False
     """Use only kernels that repeat bit for bit. CPU kernels always do; on CUDA this costs speed."""
     shard: bool = False
     """Shard the frozen layers over all processes (FSDP2). Has no effect with one process."""
+
+    @field_validator("chat_template")
+    @classmethod
+    def _read_template(cls, value: str | None) -> str | None:
+        # The text is stored, so a run depends on what the file held and can be continued without it.
+        if value is None or "{" in value:
+            return value
+        try:
+            text = Path(os.path.expanduser(value)).read_text(encoding="utf-8")
+        except (OSError, ValueError) as fault:
+            raise ValueError("is neither a Jinja template nor a file that can be read") from fault
+        if "{" not in text:
+            raise ValueError("the file holds no Jinja template")
+        return text
 
 
 class ServerSection(Section):

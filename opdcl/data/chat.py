@@ -1,16 +1,27 @@
-"""Turn rows into token ids through the model's chat template."""
+"""Turn rows into token ids through the model's chat template, and completions into answers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import bisect
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from opdcl.data.formats import Message, Row
+from opdcl.data.formats import THOUGHT, Message, Row
 from opdcl.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# What opens a thought -> what ends it: Qwen3, DeepSeek R1 and others; gpt-oss, whose answer is a channel.
+THOUGHTS = {"<think>": "</think>", "<|channel|>": "<|channel|>final<|message|>"}
+
+# How a template begins that `with_variables` returns, and its line on thinking.
+DEFAULTS = "{#- defaults from model.chat_template_kwargs #}\n"
+SETS_THINKING = "{%- set enable_thinking = enable_thinking | default("
 
 
 @dataclass(frozen=True)
@@ -23,7 +34,8 @@ class Encoded:
 
 def encode_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, room: int) -> list[int]:
     """Return the ids of a prompt up to where the answer begins; raise a UsageError if they exceed `room`."""
-    ids = _template(tokenizer, row.prompt, generation=True)
+    _check_rendered(row, tokenizer, row.prompt)
+    ids = _template(tokenizer, row, row.prompt, generation=True)
     if len(ids) > room:
         message = f"{row.where}: the prompt has {len(ids)} tokens, and the context leaves room for {room}"
         raise UsageError(message, "shorten the prompt, or lower max_new_tokens")
@@ -31,26 +43,44 @@ def encode_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, room: int) -> li
 
 
 def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Encoded]:
-    """Encode a training row as one sequence of any length; plain text as pieces of `max_length` tokens."""
+    """Encode a training row as one sequence of any length; plain text as pieces of `max_length` tokens.
+
+    A tool call that the template rewrites once its result follows is learned in a sequence of its own.
+
+    Raises:
+        UsageError: The chat template leaves out something that the row would teach.
+    """
     if row.text is not None:
         ids = [*tokenizer(row.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         pieces = [ids[i : i + max_length] for i in range(0, len(ids), max_length)]
         return [Encoded(piece, [1] * len(piece)) for piece in pieces if len(piece) > 1]
-    messages = [*row.prompt, {"role": "assistant", "content": row.answer or ""}]
-    ids = _template(tokenizer, messages)
+    messages = [*row.prompt, {"role": "assistant", "content": row.answer or "", **row.reply}]
+    _check_rendered(row, tokenizer, messages)
+    ids = _template(tokenizer, row, messages)
     mask = [0] * len(ids)
+    sequences = [(ids, mask)]
     for turn, message in enumerate(messages):
-        if message["role"] == "assistant":
-            start = _template(tokenizer, messages[:turn], generation=True)
-            end = len(_template(tokenizer, messages[: turn + 1]))
-            # Some templates rewrite earlier turns; a turn is learned only where its prompt stayed the same.
-            if ids[: len(start)] == start:
+        if turn and message["role"] == "assistant":
+            start = _template(tokenizer, row, messages[:turn], generation=True)
+            own = _template(tokenizer, row, messages[: turn + 1])
+            # Some templates rewrite earlier turns, or end them with another token than the last one. A turn
+            # is learned as long as all before and in it is what the model reads and should write there.
+            pairs = enumerate(zip(ids, own, strict=False))
+            end = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(own)))
+            if "tool_calls" in message and end < len(own) and own[: len(start)] == start:
+                sequences.append((own, [0] * len(start) + [1] * (len(own) - len(start))))
+            elif ids[: len(start)] == start and end > len(start):
                 mask[len(start) : end] = [1] * (end - len(start))
-    # What a template adds after the end of the turn, such as a line break, is never sampled: not learned.
-    while mask[-1] and ids[-1] != tokenizer.eos_token_id and tokenizer.eos_token_id in ids[len(ids) - 4 :]:
-        ids.pop()
-        mask.pop()
-    return [Encoded(ids, mask)]
+    if not any(mask) and (row.reply or "</think>" in (row.answer or "")):
+        hint = "thinking is off unless: --set model.chat_template_kwargs.enable_thinking=true"
+        raise UsageError(f"{row.where}: with this chat template no prompt leads to its answer", hint)
+    eos = tokenizer.eos_token_id
+    for ids, mask in sequences:
+        # What a template adds after the end of the turn, such as a line break, is never sampled: not learned.
+        while mask[-1] and ids[-1] != eos and eos in ids[len(ids) - 4 :]:
+            ids.pop()
+            mask.pop()
+    return [Encoded(ids, mask) for ids, mask in sequences]
 
 
 @dataclass(frozen=True)
@@ -85,18 +115,111 @@ def user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn:
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation: bool, tokenize: bool
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    generation: bool,
+    tokenize: bool,
+    row: Row | None = None,
 ) -> Any:
     """Apply the chat template, in the same way for training, sampling and evaluation.
 
-    Thinking is switched off where a template has that switch: base would spend its tokens on thoughts that
-    the fine-tune's rows do not have, and the two would not be comparable.
+    Unless `model.chat_template_kwargs` or the row says otherwise, thinking is switched off where there is a
+    switch: base would spend its tokens on thoughts that the fine-tune's rows do not have, and the two would
+    not be comparable.
+
+    Raises:
+        UsageError: The template is malformed or refuses the conversation.
     """
-    options = {"tokenize": tokenize, "return_dict": tokenize, "enable_thinking": False}
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=generation, **options)
+    from jinja2 import TemplateError
+
+    options: dict[str, Any] = {"tokenize": tokenize, "return_dict": tokenize}
+    template = str(tokenizer.chat_template)
+    if not (template.startswith(DEFAULTS) and SETS_THINKING in template):
+        options["enable_thinking"] = False
+    if row:
+        options |= row.variables | ({"tools": row.tools} if row.tools else {})
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=generation, **options)
+    except (TemplateError, TypeError) as fault:
+        place = f"{row.where}: " if row else ""
+        hint = "check the roles of its turns, or name another template: --set model.chat_template=FILE"
+        raise UsageError(f"{place}the chat template refuses this conversation: {fault}", hint) from fault
+
+
+def with_variables(template: str, variables: Mapping[str, Any]) -> str:
+    """Return a chat template with other defaults of its variables, which a caller can still override.
+
+    Written into the template, they hold wherever it goes: the tokenizer of an exported model, GGUF, a server.
+
+    Raises:
+        UsageError: The template has no such variable.
+    """
+    if not variables:
+        return template
+    check_variables(template, variables, "model.chat_template_kwargs")
+    defaults = ((name, json.dumps(value, ensure_ascii=False)) for name, value in variables.items())
+    return DEFAULTS + "".join(f"{{%- set {k} = {k} | default({v}) %}}\n" for k, v in defaults) + template
+
+
+def check_variables(template: str, variables: Mapping[str, Any], where: str) -> None:
+    """Refuse variables that a chat template does not read, or that are not the user's to set."""
+    from jinja2 import Environment, TemplateError, meta
+
+    # A tag of transformers' own, which marks what the assistant says.
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except TemplateError as fault:
+        raise UsageError(f"{where}: the chat template is malformed: {fault}", "fix it") from fault
+    known = meta.find_undeclared_variables(tree) - {"messages", "tools", "add_generation_prompt"}
+    if unknown := [name for name in variables if name not in known]:
+        message = f"{where}: the chat template has no variable {unknown[0]!r} to set"
+        raise UsageError(message, f"it has {', '.join(sorted(known))}")
+
+
+def answer_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], completion_ids: list[int]) -> str:
+    """Return the text of a completion without the thought before the answer; "" if the thought never ends.
+
+    A template may open the thought itself, at the end of the prompt.
+    """
+    prompt, text = tokenizer.decode(prompt_ids[-8:]).rstrip(), tokenizer.decode(completion_ids).lstrip()
+    for opening, end in THOUGHTS.items():
+        if text.startswith(opening) or prompt.endswith(opening):
+            counts = range(len(completion_ids) + 1)
+            # The smallest number of tokens that contain the end of the thought.
+            n = bisect.bisect_left(counts, True, key=lambda k: end in tokenizer.decode(completion_ids[:k]))
+            return str(tokenizer.decode(completion_ids[n:], skip_special_tokens=True)).lstrip()
+    return str(tokenizer.decode(completion_ids, skip_special_tokens=True))
+
+
+def _check_rendered(row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> None:
+    """Refuse a row whose tools, tool calls or last thought the chat template would leave out."""
+    if row.variables:
+        check_variables(tokenizer.get_chat_template(tools=row.tools), row.variables, row.where)
+    bare: dict[str, tuple[Row, list[Message]]] = {}
+    if row.tools:
+        bare["tools"] = replace(row, tools=None), messages
+    if any("tool_calls" in message for message in messages):
+        bare["tool_calls"] = row, [_without(message, "tool_calls") for message in messages]
+    if THOUGHT[0] in messages[-1]:
+        bare["the thought"] = row, [*messages[:-1], _without(messages[-1], *THOUGHT)]
+    for what, (other, shorter) in bare.items():
+        try:
+            lost = render(tokenizer, shorter, False, False, other) == render(
+                tokenizer, messages, False, False, row
+            )
+        except UsageError:  # the results of tools need their calls, so both are written
+            continue
+        if lost:
+            hint = "choose a model whose template writes it, or --set model.chat_template=FILE"
+            raise UsageError(f"{row.where}: the chat template leaves out {what}", hint)
+
+
+def _without(message: Message, *keys: str) -> Message:
+    return {key: value for key, value in message.items() if key not in keys}
 
 
 def _template(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation: bool = False
+    tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], generation: bool = False
 ) -> list[int]:
-    return list(render(tokenizer, messages, generation, tokenize=True)["input_ids"])
+    return list(render(tokenizer, messages, generation, True, row)["input_ids"])

@@ -36,8 +36,8 @@ def with_answers(rows: list[Row], config: FinetuneConfig) -> tuple[list[Row], li
     Raises:
         UsageError: Some have no answer and `empty_answers` is `refuse`, or none has one.
     """
-    usable = [row for row in rows if row.text is not None or row.answer]
-    empty = [row for row in rows if row.text is None and not row.answer]
+    usable = [row for row in rows if row.text is not None or row.answer or row.reply]
+    empty = [row for row in rows if row.text is None and not row.answer and not row.reply]
     if not empty:
         return rows, []
     found = f"{_rows(len(empty), 'has', 'have')} no answer to learn (first: {empty[0].where})"
@@ -63,7 +63,8 @@ def read_examples(
     longest, unlearnable = (0, ""), 0
     for row in rows:
         examples = encode_example(row, tokenizer, limit)
-        size = sum(len(example.input_ids) for example in examples)
+        sizes = [len(example.input_ids) for example in examples]
+        size = max(sizes) if row.text is None else sum(sizes)
         longest = max(longest, (size, row.where), key=lambda pair: pair[0])
         if row.text is None and size > limit:
             long.append((size, row.where))

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +21,7 @@ FIELDS_HINT = (
     "conversations, or text; --columns question=NAME,answer=NAME names other columns"
 )
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Row:
 
     `where` names its file and line, `teacher` the teacher of completions on it ("": the stream's own),
     `cluster` the fact or person that it is about, if several rows are, and `format` how it was written.
+    `reply` is what the answer's message holds besides its text: a thought, tool calls. `tools` are the tools
+    that the model may call, and `variables` those that the row sets in the chat template.
     """
 
     prompt: list[Message]
@@ -37,11 +41,14 @@ class Row:
     teacher: str = ""
     cluster: str = ""
     format: str = ""
+    reply: dict[str, Any] = field(default_factory=dict)
+    tools: list[Any] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
 
     def turns(self) -> list[Row]:
-        """Return a row for each answer to a user in the conversation, in order; this one comes last."""
+        """Return a row for each answer in the conversation, in order; this one comes last."""
         pairs = enumerate(pairwise(message["role"] for message in self.prompt), 1)
-        answered = [i for i, roles in pairs if roles == ("user", "assistant")]
+        answered = [i for i, roles in pairs if roles in (("user", "assistant"), ("tool", "assistant"))]
         earlier = [replace(self, prompt=self.prompt[:i], answer=self.prompt[i]["content"]) for i in answered]
         return [*earlier, self]
 
@@ -77,15 +84,12 @@ SYSTEM = ("system", "system_prompt")
 # What a speaker is called -> the role in the chat template.
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user"}
 ROLES |= dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bing", "bard"), "assistant")
-TOOLS = ("tool", "function", "function_call", "tool_call", "observation", "tool_response")
+ROLES["tool"] = "tool"
+FOREIGN_TOOLS = ("function", "function_call", "tool_call", "observation", "tool_response")
+AS_OPENAI = "write tool calls as OpenAI does: tool_calls in the assistant's message, results with role tool"
 
-NO_TOOLS = "rows with tool calls cannot be learned or recovered yet: leave them out"
-# Fields of a message that would be lost, and why it matters.
-LOST = {
-    "tool_calls": NO_TOOLS,
-    "function_call": NO_TOOLS,
-    "reasoning_content": "thoughts are not learned: thinking is switched off; remove the field",
-}
+# Names of the thought before an answer: templates read one of them, so each is given all.
+THOUGHT = ("reasoning_content", "thinking")
 
 
 def check_row(row: Any, where: str) -> Row:
@@ -96,8 +100,6 @@ def check_row(row: Any, where: str) -> Row:
     """
     if not isinstance(row, dict):
         raise UsageError(f"{where} is {kind_of(row)}, not an object", FIELDS_HINT)
-    if row.get("tools") not in (None, "", "[]", []):
-        raise UsageError(f"{where} has tools", NO_TOOLS)
     checked = _conversation(row, where) or _pair(row, where) or _text(row, where)
     if checked is None:
         content = f"has only {', '.join(map(str, row))}" if row else "is empty"
@@ -105,7 +107,10 @@ def check_row(row: Any, where: str) -> Row:
     # An empty cell of a CSV or Parquet file names no teacher.
     teacher, cluster = ("" if row.get(key) is None else row[key] for key in ("teacher", "cluster"))
     teacher = teacher and _string(teacher, "teacher", where)
-    return replace(checked, teacher=teacher, cluster=str(cluster))
+    tools = _objects(row.get("tools"), "tools", where) or None
+    (variables,) = _objects([row.get("chat_template_kwargs") or {}], "chat_template_kwargs", where)
+    variables = {key: value for key, value in variables.items() if value is not None}
+    return replace(checked, teacher=teacher, cluster=str(cluster), tools=tools, variables=variables)
 
 
 def _text(row: dict, where: str) -> Row | None:
@@ -174,7 +179,8 @@ def _turns(turns: list[Any], where: str, name: str) -> Row:
     if not any(message["role"] == "user" for message in messages):
         raise UsageError(f"{where}: no user message", FIELDS_HINT)
     if messages[-1]["role"] == "assistant":
-        return Row(messages[:-1], messages[-1]["content"], None, where, format=name)
+        reply = {k: v for k, v in messages[-1].items() if k not in ("role", "content")}
+        return Row(messages[:-1], messages[-1]["content"], None, where, format=name, reply=reply)
     return Row(messages, None, None, where, format=name)
 
 
@@ -186,21 +192,49 @@ def _role(turn: Any) -> Any:
 
 def _message(turn: Any, where: str, is_last: bool) -> Message:
     role = _role(turn)
-    if role in TOOLS:
-        raise UsageError(f"{where}: a message has the role {role!r}", NO_TOOLS)
+    if role in FOREIGN_TOOLS:
+        raise UsageError(f"{where}: a message has the role {role!r}", AS_OPENAI)
     if role not in ROLES.values():
         raise UsageError(f"{where}: message role {role!r}", f"roles are {', '.join(ROLES)}")
-    for field, hint in LOST.items():
-        if turn.get(field):
-            raise UsageError(f"{where}: a message has {field}", hint)
+    if turn.get("function_call"):
+        raise UsageError(f"{where}: a message has function_call", AS_OPENAI)
     if turn.get("weight") == 0:
         raise UsageError(f"{where}: a message has weight 0", "every assistant turn is learned: remove it")
     content = turn.get("content", turn.get("value"))
     if isinstance(content, list):
         content = "".join(_part(part, where) for part in content)
+    more: Message = {
+        key: str(turn[key]) for key in ("name", "tool_call_id") if role == "tool" and turn.get(key)
+    }
+    if calls := turn.get("tool_calls"):
+        more["tool_calls"] = [_call(call, where) for call in _objects(calls, "tool_calls", where)]
+    if thought := next((turn[key] for key in THOUGHT if turn.get(key)), None):
+        more |= dict.fromkeys(THOUGHT, _string(thought, "a thought", where))
     # Whether an answer may be empty is for its use to say.
-    may_be_empty = is_last and role == "assistant"
-    return {"role": role, "content": _string(content, f"{role} content", where, may_be_empty)}
+    may_be_empty = role == "tool" or (role == "assistant" and (is_last or bool(calls)))
+    content = "" if content is None and calls else content
+    return {"role": role, "content": _string(content, f"{role} content", where, may_be_empty), **more}
+
+
+def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object, which OpenAI writes as JSON text."""
+    function = call.get("function", call)
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        arguments = arguments if isinstance(arguments, dict) else json.loads(arguments)
+    if not isinstance(arguments, dict) or not function.get("name"):
+        raise UsageError(f"{where}: a tool call has no name or no object of arguments", AS_OPENAI)
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _objects(value: Any, field: str, where: str) -> list[dict[str, Any]]:
+    """Return a list of objects, which some files hold as JSON text."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(value) if isinstance(value, str) and value else value or []
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise UsageError(f"{where}: {field} is not made of objects", AS_OPENAI)
+    _string(json.dumps(value, ensure_ascii=False, default=str), field, where)
+    return value
 
 
 def _part(part: Any, where: str) -> str:

@@ -56,7 +56,7 @@ def export(
     written = {"state": state, "format": format, "path": str(target), "adapter": str(adapter)}
     with folder_appears_whole(target) as folder:
         if format == "adapter":
-            copy_adapter(adapter, folder, portable(base.id))
+            copy_adapter(adapter, folder, portable(base.id), base)
         elif format == "merged":
             merge(base, adapter, folder, report)
         else:
@@ -86,10 +86,13 @@ def portable(base: str) -> str:
     return HUB_IDS.get(base, base if base.count("/") == 1 and not os.path.exists(base) else Path(base).name)
 
 
-def copy_adapter(source: Path, target: Path, base: str) -> None:
-    """Copy an adapter's weights and its configuration, with `base` as the name of its base."""
+def copy_adapter(source: Path, target: Path, name: str, base: ModelConfig) -> None:
+    """Copy an adapter, its configuration with the `name` of its base, and its run's chat template."""
+    from opdcl.model.load import write_template
+
     shutil.copyfile(source / ADAPTER, target / ADAPTER)
-    write_json(target / "adapter_config.json", adapter_config(source) | {"base_model_name_or_path": base})
+    write_json(target / "adapter_config.json", adapter_config(source) | {"base_model_name_or_path": name})
+    write_template(base, target)
 
 
 def merge(base: ModelConfig, adapter: Path, target: Path, report: StageReport) -> None:

@@ -41,7 +41,7 @@ def push(run: RunDir, state: str | None, repository: str, private: bool, base: s
         text = card(run, state, base, repository, license, [dataset.id] if dataset else [])
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            copy_adapter(adapter, folder, base)
+            copy_adapter(adapter, folder, base, workflow.model)
             write_atomic(folder / "README.md", text)
             api.create_repo(repository, private=private or None, exist_ok=True)
             # `upload_folder` may make several commits; somebody downloading meanwhile would get a mixture.

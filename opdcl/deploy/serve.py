@@ -21,7 +21,7 @@ def serve_command(
 
     The command ends with `arguments`. An `EnvironmentFault` says that `vllm` is not installed.
     """
-    from opdcl.model.load import model_source, pick_device, pick_dtype
+    from opdcl.model.load import model_source, pick_device, pick_dtype, write_template
 
     program = shutil.which(os.path.expanduser(vllm))
     if program is None:
@@ -48,6 +48,8 @@ def serve_command(
     }
     if model.revision:
         options["--revision"] = model.revision
+    if template := write_template(model, run.path):
+        options["--chat-template"] = template.resolve()
     words = [program, "serve", model_source(model)[0], "--enable-lora"]
     words += [str(word) for option in options.items() for word in option]
     if adapters:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.recover import RewardSection
-from opdcl.data.chat import encode_prompt
+from opdcl.data.chat import answer_text, encode_prompt
 from opdcl.data.formats import Row
 from opdcl.errors import UsageError
 from opdcl.sampling.rollout import Rollout
@@ -92,7 +92,7 @@ class Reward:
         from opdcl.data.suites import cut_at  # it loads `datasets`
 
         stops = self.task.config.generation_kwargs.get("until") or []
-        return cut_at(self._tokenizer.decode(rollout.completion_ids, skip_special_tokens=True), stops)
+        return cut_at(answer_text(self._tokenizer, rollout.prompt_ids, rollout.completion_ids), stops)
 
     def _encode(self, row: Row) -> list[int]:
         return encode_prompt(row, self._tokenizer, self._room)

@@ -10,7 +10,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, snapshot
 from opdcl.rundir.hashes import ADAPTER
-from opdcl.rundir.layout import RunDir, adapter_config
+from opdcl.rundir.layout import TEMPLATE, RunDir, adapter_config
 
 # What an adapter's configuration may set -> why it is refused. Recovery switches between base and adapters on
 # one set of base weights, so all that an adapter has learned must lie in its low-rank matrices.
@@ -109,7 +109,10 @@ def base_of(place: str, folder: Path) -> ModelConfig:
         hint = "name it with --model, or set base_model_name_or_path in its adapter_config.json"
         raise UsageError(f"adapter {place} does not name its base model", hint)
     embedded = {hub_id: name for name, hub_id in HUB_IDS.items()}
-    return ModelConfig(id=embedded.get(base, base), revision=config.get("revision"))
+    # Other trainers save the base's template with its tokenizer; alone, it is another one.
+    template = folder / TEMPLATE
+    own = str(template) if template.is_file() and not (folder / "tokenizer_config.json").is_file() else None
+    return ModelConfig(id=embedded.get(base, base), revision=config.get("revision"), chat_template=own)
 
 
 def find_states(place: str) -> tuple[ModelConfig, dict[str, Path]]:

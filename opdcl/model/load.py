@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 from opdcl import parallel
 from opdcl.config.model import ModelConfig
+from opdcl.data.chat import with_variables
 from opdcl.errors import EnvironmentFault, UsageError
 from opdcl.hub import parse, reachable
-from opdcl.rundir.files import cache_home, folder_appears_whole, write_json
+from opdcl.rundir.files import cache_home, folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import file_hash
+from opdcl.rundir.layout import TEMPLATE
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -64,16 +66,32 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer; raise a UsageError if it has no chat template."""
+    """Load a model's tokenizer with the chat template that the configuration asks for.
+
+    Raises:
+        UsageError: There is no chat template, or it does not have one of the variables that are set.
+    """
     from transformers import AutoTokenizer
 
     source, options = _loading_options(config)
     with _to_user_error(config):
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    if not tokenizer.chat_template:
-        hint = "choose the instruct version of the model, or add a chat_template.jinja to its folder"
+    template = config.chat_template or tokenizer.chat_template
+    if not template:
+        hint = "choose the instruct version of the model, or name a template: --set model.chat_template=FILE"
         raise UsageError(f"model {config.id!r} has no chat template: it is not an instruct model", hint)
+    if config.chat_template_kwargs and not isinstance(template, str):
+        template = tokenizer.get_chat_template()
+    tokenizer.chat_template = with_variables(template, config.chat_template_kwargs)
     return tokenizer
+
+
+def write_template(config: ModelConfig, folder: Path) -> Path | None:
+    """Write the chat template for those who use an adapter elsewhere, unless it is the model's own."""
+    if not (config.chat_template or config.chat_template_kwargs):
+        return None
+    write_atomic(folder / TEMPLATE, str(load_tokenizer(config).chat_template))
+    return folder / TEMPLATE
 
 
 def _loading_options(config: ModelConfig) -> tuple[str, dict]:

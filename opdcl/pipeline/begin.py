@@ -57,4 +57,4 @@ def _base(source: str, folder: Path) -> dict[str, Any]:
         hint = "--model BASE names the folder or Hub id of the model that the adapter was trained on"
         raise UsageError(f"the base of adapter {source} was not found: {fault.message}", hint) from fault
     id = str(Path(base.id).resolve()) if os.path.exists(base.id) else base.id
-    return {"id": id, "revision": base.revision}
+    return {"id": id, **base.model_dump(include={"revision", "chat_template"})}

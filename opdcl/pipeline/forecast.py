@@ -232,7 +232,7 @@ def _eval_need(name: str, workflow: Workflow, sources: Sources, shape: _Shape) -
     suite, prompts = sources.suite(name, config), sources.prompt_lengths(name, workflow)
     if config.server:
         return _Need()
-    new_tokens = min(suite.max_tokens, config.max_new_tokens or suite.max_tokens)
+    new_tokens = min(suite.max_tokens, config.max_new_tokens or suite.max_tokens) + config.thought_tokens
     batch = min(int(config.batch_size), len(prompts))
     cache = shape.cache(batch * (max(prompts) + new_tokens))
     logits = batch * shape.vocabulary * shape.width

@@ -245,7 +245,7 @@ def remarks(workflow: Workflow, tasks: list[Task], sources: Sources) -> list[str
 def repeated_rows(rows: list[Row]) -> list[Row]:
     """Return the rows that say the same as an earlier one."""
     first: dict[str, Row] = {}
-    keys = [json.dumps([row.prompt, row.answer, row.text]) for row in rows]
+    keys = [json.dumps([row.prompt, row.answer, row.text, row.reply]) for row in rows]
     return [row for row, key in zip(rows, keys, strict=True) if first.setdefault(key, row) is not row]
 
 

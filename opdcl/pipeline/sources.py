@@ -183,7 +183,8 @@ class Sources:
         """Return the checked prompts of a recovery, and the suite of its reward.
 
         Of a domain that the fine-tune has learned, rows that it left out are no prompts either. Conversations
-        about the domain give one prompt per answer. Prompts that base has yet to write have placeholders.
+        about the domain, and those with tools, give one prompt per answer or call. Prompts that base has yet
+        to write have placeholders.
         """
         from opdcl.distill.own_prompts import planned_prompts
         from opdcl.distill.prompts import read_recovery_source
@@ -198,6 +199,8 @@ class Sources:
 
         source = read_recovery_source(recover, read, lambda suite: self.suite(suite).task)
         source.rows["domain"] = [turn for row in source.rows["domain"] for turn in row.turns()]
+        general = (row.turns() if row.tools else [row] for row in source.rows["general"])
+        source.rows["general"] = [turn for turns in general for turn in turns]
         if recover.general == "self":
             source.rows["general"] = planned_prompts(recover, bool(source.rows["domain"]))
         return source

@@ -37,6 +37,7 @@ def values(suite: Suite, state: str) -> dict[str, np.ndarray]:
     `ended`: the answer ended before its token limit. `tokens`: its length. `repetition`: the share of its
     4-grams of words that occurred earlier in it. `script`: its letters are mostly of the script of the prompt
     or of base's answer; languages that share a script are not told apart, for which answers are too short.
+    The first two include a thought before the answer, the others do not.
     """
     import numpy as np
 

@@ -22,6 +22,9 @@ from opdcl.rundir.hashes import ADAPTER, check, damage
 STAGE_OF = {"tuned": "finetune", "recovered": "recover"}
 STATE_OF = {stage: state for state, stage in STAGE_OF.items()}
 
+# The file in which transformers and vLLM look for a chat template.
+TEMPLATE = "chat_template.jinja"
+
 # Files by which other folders are recognized, so that an error can name them.
 OTHER_FOLDERS = {"config.json": "a model folder", "adapter_config.json": "an adapter folder"}
 

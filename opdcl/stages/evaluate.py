@@ -18,7 +18,7 @@ from lm_eval.evaluator import evaluate as lm_evaluate
 from opdcl import parallel
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.workflow import PLACE
-from opdcl.data.chat import render
+from opdcl.data.chat import answer_text, render
 from opdcl.data.suites import Suite, cut_at, quiet_lm_eval
 from opdcl.distill.make_teacher import reach_own_model
 from opdcl.errors import UsageError
@@ -88,8 +88,7 @@ class BackboneLM(LM):
             for batch in _batches(missing, limits, [len(p) for p in prompts], size):
                 progress = _progress(self.report, len(answers), len(requests))
                 rollouts = decode([prompts[i] for i in batch], limits[batch[0]], progress)
-                ids = [rollout.completion_ids for rollout in rollouts]
-                texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+                texts = [answer_text(tokenizer, r.prompt_ids, r.completion_ids) for r in rollouts]
                 rows = [
                     {"key": keys[i], "text": text, "tokens": len(r.completion_ids), "ended": r.finished}
                     for i, text, r in zip(batch, texts, rollouts, strict=True)
@@ -149,7 +148,7 @@ def max_answer_tokens(config: EvalConfig, suite_limit: int, length: int, room: i
     Raises:
         UsageError: Both together exceed the context.
     """
-    limit = min(suite_limit, config.max_new_tokens or suite_limit)
+    limit = min(suite_limit, config.max_new_tokens or suite_limit) + config.thought_tokens
     if length + limit > room:
         message = f"a prompt of {length} tokens and an answer of {limit} exceed the context of {room}"
         raise UsageError(message, "set eval.max_new_tokens, or leave the suite out")

@@ -237,16 +237,24 @@ MALFORMED = {
     ),
     "a tool call in messages": (
         {"messages": [user("x"), {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
-        "a message has tool_calls",
+        "a tool call has no name or no object of arguments",
     ),
-    "tools": ({"messages": [user("x"), assistant("y")], "tools": [{"type": "function"}]}, "has tools"),
+    "a call of former versions of OpenAI's interface": (
+        {"messages": [user("x"), {"role": "assistant", "content": None, "function_call": {"name": "f"}}]},
+        "a message has function_call",
+    ),
+    "tools": ({"messages": [user("x"), assistant("y")], "tools": "f(x)"}, "tools is not made of objects"),
+    "variables of the chat template": (
+        {"messages": [user("x"), assistant("y")], "chat_template_kwargs": ["thinking"]},
+        "chat_template_kwargs is not made of objects",
+    ),
     "a picture": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, assistant("y")]},
         "a part of type image_url",
     ),
     "thoughts": (
-        {"messages": [user("x"), {**assistant("y"), "reasoning_content": "hm"}]},
-        "a message has reasoning_content",
+        {"messages": [user("x"), {**assistant("y"), "reasoning_content": 4}]},
+        "a thought is a number, not text",
     ),
     "an answer that is not to be learned": (
         {"messages": [user("x"), {**assistant("y"), "weight": 0}]},

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 import opdcl
 from opdcl.config.model import ModelConfig
-from opdcl.deploy.export import export, write_readme
+from opdcl.deploy.export import copy_adapter, export, write_readme
 from opdcl.deploy.gguf import SCRIPT, find_converter
 from opdcl.deploy.ollama import go_template, modelfile
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
@@ -185,6 +185,20 @@ def test_an_exported_adapter_names_no_path_of_this_machine(tuned, tiny_model):
         json.loads((tuned / "out/adapter_config.json").read_text())["base_model_name_or_path"]
         == tiny_model.name
     )
+
+
+def test_an_export_holds_the_chat_template_of_its_run(tuned, tiny_model, tokenizer):
+    """In the run directory it is a setting; exported, a file of which opdcl makes that setting again."""
+    kwargs = {"tone": 'kind "as ever"'}
+    model = ModelConfig(id=str(tiny_model), chat_template="{{ tone }}" + ZEPHYR, chat_template_kwargs=kwargs)
+    (tuned / "first").mkdir()
+    copy_adapter(tuned / "tuned", tuned / "first", str(tiny_model), model)
+    export(str(tuned / "first"), None, tuned / "second", "adapter", "f16", None, True, Report())
+    export(str(tuned / "first"), None, tuned / "merged", "merged", "f16", None, True, Report())
+    for folder in ("first", "second", "merged"):
+        tokenizer.chat_template = (tuned / folder / "chat_template.jinja").read_text()
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+        assert text == f'kind "as ever"<|user|>\nHi{tokenizer.eos_token}\n'
 
 
 def as_ollama(text: str, messages: list[dict[str, str]]) -> str:

@@ -142,6 +142,8 @@ def test_a_stopped_stage_with_other_settings_is_stale_not_resumed(run):
         ("finetune", {"replay": {"share": 0.1}}, "finetune", {"replay"}),
         ("model", {"id": "another"}, "finetune", {"model"}),
         ("model", {"revision": "abc"}, "finetune", {"model"}),
+        ("model", {"chat_template": "{{ messages }}"}, "finetune", {"model"}),
+        ("model", {"chat_template_kwargs": {"enable_thinking": True}}, "finetune", {"model"}),
         ("model", {"dtype": "float32"}, "finetune", {"dtype"}),
         ("model", {"dtype": "float32"}, "recover", {"dtype", "finetune stage"}),
     ],
@@ -231,6 +233,13 @@ def test_another_model_is_measured_again_and_says_why(done):
     assert "changed" in tasks["base/handbook"].why
 
 
+def test_settings_of_the_chat_template_that_are_not_set_leave_no_trace():
+    """So runs that were made before there were such settings keep their fingerprints."""
+    saved = json.dumps(flow(FULL).model_dump())
+    assert "chat_template" not in saved
+    assert "thought_tokens" not in saved
+
+
 @pytest.mark.parametrize(
     ("section", "values"),
     [
@@ -238,6 +247,7 @@ def test_another_model_is_measured_again_and_says_why(done):
         ("eval", {"max_new_tokens": 5}),
         ("eval", {"batch_size": 3}),
         ("eval", {"sampler": "generate"}),
+        ("eval", {"thought_tokens": 5}),
         ("eval", {"server": {"url": "http://one/v1"}}),
         ("model", {"dtype": "float32"}),
     ],
