@@ -120,22 +120,23 @@ def recover(
     learning_rate: float | None = None,
     seed: int | None = None,
     out: PathLike | None = None,
-    model: PathLike | None = None,
+    base: PathLike | None = None,
     columns: Mapping[str, str] | None = None,
     **options: Unpack[Options],
 ) -> Result | Plan:
     """Recover what a fine-tune forgot, by distillation from the original model.
 
     Args:
-        path: Run directory with a fine-tuned adapter; or an adapter from any trainer: a folder, or a Hub id.
+        path: Run directory with a fine-tuned adapter; or an adapter from any trainer, or a merged or fully
+            fine-tuned model: a folder, or a Hub id.
         prompts: General prompts: `everyday` (shipped), `self` (base writes them), a file, or rows as in
             `finetune`.
         domain: Domain prompts, likewise. Default: the data of the fine-tune.
         steps: Optimizer steps.
         learning_rate: Peak learning rate.
         seed: Seed of the recovery.
-        out: For an adapter, the run directory to make. Default: `runs/NAME`, with the adapter's name.
-        model: For an adapter, its base model. Default: the one that its configuration names.
+        out: For an adapter or a model, the run directory to make. Default: `runs/NAME`, with its name.
+        base: Its base model. Default: the one that an adapter's configuration names.
         columns: Columns of your rows that have other names, as in `finetune`.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
@@ -144,7 +145,7 @@ def recover(
     Example: opdcl.recover("runs/mine", prompts="prompts.jsonl", steps=60)
     """
     named: dict[str, Any] = {"prompts": prompts, "domain": domain, "steps": steps}
-    named |= {"learning_rate": learning_rate, "seed": seed, "model": model, "columns": columns}
+    named |= {"learning_rate": learning_rate, "seed": seed, "base": base, "columns": columns}
     return _execute("recover", named, out, source=path, **options)
 
 
@@ -155,20 +156,21 @@ def evaluate(
     data: Mapping[str, Data] | None = None,
     limit: int | None = None,
     out: PathLike | None = None,
-    model: PathLike | None = None,
+    base: PathLike | None = None,
     columns: Mapping[str, str] | None = None,
     **options: Unpack[Options],
 ) -> Result | Plan:
     """Score base, tuned and recovered on the same prompts, and write the report.
 
     Args:
-        path: Run directory; or an adapter from any trainer: a folder, or a Hub id.
+        path: Run directory; or an adapter from any trainer, or a merged or fully fine-tuned model: a folder,
+            or a Hub id.
         retention: Suites that measure forgetting.
         domain: Suites that measure the domain, files of questions and answers, or rows of these.
         data: Suite -> its data: a local file instead of a download, or rows.
         limit: Evaluate only the first N documents of each suite.
-        out: For an adapter, the run directory to make. Default: `runs/NAME`, with the adapter's name.
-        model: For an adapter, its base model. Default: the one that its configuration names.
+        out: For an adapter or a model, the run directory to make. Default: `runs/NAME`, with its name.
+        base: Its base model. Default: the one that an adapter's configuration names.
         columns: Columns of your rows that have other names, as in `finetune`.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
@@ -178,7 +180,7 @@ def evaluate(
     """
     suites, files = question_suites(domain, data)
     named: dict[str, Any] = {"retention": strings(retention) or None, "domain": suites or None}
-    named |= {"limit": limit, "model": model, "columns": columns, **files}
+    named |= {"limit": limit, "base": base, "columns": columns, **files}
     return _execute("eval", named, out, source=path, **options)
 
 
@@ -275,7 +277,7 @@ def chat(
     """
     if temperature < 0:
         raise UsageError(f"temperature {temperature} is below 0", "0 takes the likeliest token each time")
-    base, adapters = find_states(str(source))
+    base, tuned, adapters = find_states(str(source))
     asked = [prompts] if isinstance(prompts, str) else prompts
     output = _output(quiet)
 
@@ -283,7 +285,7 @@ def chat(
         with output.busy("loading the model"), quiet_libraries():
             from opdcl.deploy.chat import Chat
 
-            states = Chat(base, adapters)
+            states = Chat(base, adapters, tuned)
         for prompt in asked:
             with output.busy("reading the prompt") as say, quiet_libraries():
                 texts = states.answers(prompt, max_new_tokens, system, temperature, say)

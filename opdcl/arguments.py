@@ -21,6 +21,7 @@ Data: TypeAlias = PathLike | Iterable[Mapping[str, Any]]
 
 # Argument of a verb -> the setting that it stands for.
 ARGUMENTS = {
+    "base": "model.id",
     "data": "finetune.data",
     "deterministic": "model.deterministic",
     "domain": "{stage}.domain",

@@ -78,6 +78,20 @@ def _snapshot(kind: Kind, id: str, revision: str | None, code: bool) -> Path:
     return Path(_download(Repository(kind, id, revision), code, local_files_only=not reachable()))
 
 
+@functools.cache
+def holds(repository: Repository, file: str) -> bool:
+    """Return whether a repository has a file; without a connection, whether the cache has it."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    place = {"repo_id": repository.id, "filename": file, "revision": repository.revision}
+    if not reachable():
+        return isinstance(try_to_load_from_cache(**place), str)
+    try:
+        return HfApi().file_exists(**place)
+    except Exception as fault:
+        raise to_user_error(fault, repository) from fault
+
+
 def files(repository: Repository, code: bool = False) -> list[Any]:
     """Return the Hub client's `DryRunFileInfo` (size, cached or not) of the files that `snapshot` needs."""
     return list(_download(repository, code, dry_run=True))

@@ -11,7 +11,7 @@ os.environ.pop("FORCE_COLOR", None)
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
-from helpers.tiny import make_model
+from helpers.tiny import make_model, tune_whole
 
 # With two workers the end must not wait for one long test. Files that share a fixture stand together.
 LONGEST_FIRST = (
@@ -49,6 +49,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if folder := os.environ.get("OPDCL_TINY_MODEL"):
         return Path(folder)
     return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def whole_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, fine-tuned as a whole."""
+    return tune_whole(tiny_model, tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture(scope="session")

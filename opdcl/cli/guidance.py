@@ -48,7 +48,9 @@ def hint_for(fault: Any) -> str:
         return f"{example}  # {help_line} lists all options"
     if kind == "NoSuchOption":
         options = [option for p in fault.ctx.command.params for option in p.opts if option.startswith("--")]
-        near = similar_option(fault.option_name, options) or similar_setting(fault.option_name)
+        # A run has one base; `--model` names the model of a fine-tune or of a recipe.
+        based = "--base" if fault.option_name == "--model" and "--base" in options else ""
+        near = based or similar_option(fault.option_name, options) or similar_setting(fault.option_name)
         return f"did you mean {near}? {help_line}" if near else help_line
     if "No such command" in fault.format_message():
         typed = fault.format_message().split("'")[1]

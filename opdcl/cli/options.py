@@ -31,9 +31,9 @@ Texts = list[str] | None
 
 # Arguments.
 RunDir = Annotated[Path, Argument(metavar="RUN", help="Run directory.")]
-RunOrAdapter = Annotated[
+RunOrTuned = Annotated[
     str,
-    Argument(metavar="SOURCE", help="Run directory; or an adapter from any trainer: a folder, or a Hub id."),
+    Argument(metavar="SOURCE", help="Run directory; or an adapter or tuned model: a folder, or a Hub id."),
 ]
 Source = Annotated[
     str, Argument(metavar="RUN", help="Run directory, adapter folder, or Hub id of an adapter.")
@@ -52,11 +52,11 @@ Repository = Annotated[str, Argument(metavar="OWNER/NAME", help="Repository; cre
 # Options that several commands share.
 Out = Annotated[Path | None, Option("-o", "--out", metavar="RUN", help="Run directory. Default: runs/NAME.")]
 NewRun = Annotated[
-    Path | None,
-    Option("-o", "--out", metavar="RUN", help="Run directory to make for an adapter. Default: runs/NAME."),
+    Path | None, Option("-o", "--out", metavar="RUN", help="Run directory to make. Default: runs/NAME.")
 ]
-BaseModel = Annotated[
-    str | None, Option("--model", help="Base model of an adapter. Default: the one that it names.")
+ItsBase = Annotated[
+    str | None,
+    Option("--base", help="Base of the adapter or tuned model. Default: the one that the adapter names."),
 ]
 Folder = Annotated[Path, Option("-o", "--out", metavar="FOLDER", help="Folder to write.")]
 Model = Annotated[str | None, Option(help="Base model: smollm2-135m (embedded), a Hub id, or a path.")]

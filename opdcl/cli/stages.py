@@ -61,14 +61,14 @@ def finetune(
 
 
 def recover(
-    source: opt.RunOrAdapter,
+    source: opt.RunOrTuned,
     prompts: opt.Prompts = None,
     domain: opt.DomainPrompts = None,
     steps: opt.Steps = None,
     learning_rate: opt.LearningRate = None,
     seed: opt.Seed = None,
     out: opt.NewRun = None,
-    model: opt.BaseModel = None,
+    base: opt.ItsBase = None,
     columns: opt.Columns = None,
     settings: opt.Settings = None,
     dry_run: opt.DryRun = False,
@@ -81,17 +81,17 @@ def recover(
     """Recover what the fine-tune forgot, by distillation. The teacher is the original model."""
     start(json, quiet, num_processes)
     shared: Options = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
-    show(opdcl.recover(source, prompts, domain, steps, learning_rate, seed, out, model, columns, **shared))
+    show(opdcl.recover(source, prompts, domain, steps, learning_rate, seed, out, base, columns, **shared))
 
 
 def evaluate(
-    source: opt.RunOrAdapter,
+    source: opt.RunOrTuned,
     retention: opt.Retention = None,
     domain: opt.DomainSuites = None,
     data: opt.SuiteFiles = None,
     limit: opt.Limit = None,
     out: opt.NewRun = None,
-    model: opt.BaseModel = None,
+    base: opt.ItsBase = None,
     columns: opt.Columns = None,
     settings: opt.EvalSettings = None,
     dry_run: opt.DryRun = False,
@@ -105,7 +105,7 @@ def evaluate(
     start(json, quiet, num_processes)
     shared: Options = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
     files = dict(map(_suite_and_file, data or ()))
-    show(opdcl.evaluate(source, retention or (), domain or (), files, limit, out, model, columns, **shared))
+    show(opdcl.evaluate(source, retention or (), domain or (), files, limit, out, base, columns, **shared))
 
 
 def fetch(

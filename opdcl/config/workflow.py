@@ -41,7 +41,7 @@ class Workflow(Section):
     """Columns of your files of rows that have other names than ours: `{question: Frage, answer: Antwort}`."""
     start: Annotated[str, Field(min_length=1)] | None = None
     """Adapter to continue instead of a new one: a run directory (its last adapter is used), an adapter
-    folder, or a Hub id."""
+    folder, or a Hub id. Or a model that was fine-tuned or merged as a whole: a folder, or a Hub id."""
     finetune: FinetuneConfig | None = None
     """Learn the domain. Without this section, recovery starts from the run's own fine-tune or `start`."""
     recover: RecoverConfig | None = None

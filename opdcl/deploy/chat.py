@@ -14,10 +14,10 @@ from opdcl.sampling.sample import sample
 
 
 class Chat:
-    """The loaded base with one or two adapters."""
+    """The loaded base with one or two adapters, which may stand on a tuned model beside it."""
 
-    def __init__(self, base: ModelConfig, adapters: dict[str, Path]):
-        self.backbone = Backbone.load(base)
+    def __init__(self, base: ModelConfig, adapters: dict[str, Path], tuned: ModelConfig | None = None):
+        self.backbone = Backbone.load(base, tuned)
         # The backbone holds two adapters, under these names; a single adapter must be `student`.
         names = ("student",) if len(adapters) == 1 else ("tuned", "student")
         self.slots = {"base": "base", **dict(zip(adapters, names, strict=False))}

@@ -51,19 +51,19 @@ def export(
     if format == "gguf" and outtype not in LARGEST_GAP:
         raise UsageError(f"outtype {outtype!r} is not known", f"--outtype {', '.join(LARGEST_GAP)}")
     command = find_converter(converter) if format == "gguf" else []  # fail before merging takes minutes
-    base, adapters = find_states(source)
+    base, tuned, adapters = find_states(source)
     state, adapter = pick_state(source, adapters, state)
     written = {"state": state, "format": format, "path": str(target), "adapter": str(adapter)}
     with folder_appears_whole(target) as folder:
         if format == "adapter":
-            copy_adapter(adapter, folder, portable(base.id), base)
+            copy_adapter(adapter, folder, portable((tuned or base).id), base)
         elif format == "merged":
-            merge(base, adapter, folder, report)
+            merge(base, tuned, adapter, folder, report)
         else:
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.merged.") as merged:
-                merge(base, adapter, Path(merged), report)
+                merge(base, tuned, adapter, Path(merged), report)
                 written |= to_gguf(Path(merged), folder, command, outtype, check, report)
-        write_readme(folder, target.name, base, state, format)
+        write_readme(folder, target.name, tuned or base, state, format)
     return written
 
 
@@ -95,11 +95,14 @@ def copy_adapter(source: Path, target: Path, name: str, base: ModelConfig) -> No
     write_template(base, target)
 
 
-def merge(base: ModelConfig, adapter: Path, target: Path, report: StageReport) -> None:
-    """Write base + adapter as a safetensors model with its tokenizer."""
+def merge(
+    base: ModelConfig, tuned: ModelConfig | None, adapter: Path, target: Path, report: StageReport
+) -> None:
+    """Write base, or the tuned model, + adapter as a safetensors model with base's tokenizer."""
     from opdcl.model.backbone import Backbone
+    from opdcl.model.load import load_model, load_tokenizer
 
-    backbone = Backbone.load(base)
+    backbone = Backbone(load_model(tuned), load_tokenizer(base)) if tuned else Backbone.load(base)
     report.note("merging")
     merged = backbone.load_adapter(adapter, "student").merge_and_unload()
     merged.config.use_cache = True

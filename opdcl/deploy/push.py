@@ -12,6 +12,7 @@ from opdcl.data.rows import on_hub
 from opdcl.deploy.export import LICENSES, copy_adapter, pick_state, portable
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, reachable, to_user_error
+from opdcl.model.adapters import stands_on
 from opdcl.results.report import card
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
@@ -31,13 +32,14 @@ def push(run: RunDir, state: str | None, repository: str, private: bool, base: s
         raise UsageError(problem, f"opdcl push {run.path} owner/name")
     workflow = Workflow.model_validate(run.settings())
     state, adapter = pick_state(str(run.path), run.intact_adapters(), state)
-    base = base or portable(workflow.model.id)
-    check_base(workflow.model.id, base)
+    model = stands_on(run) or workflow.model
+    base = base or portable(model.id)
+    check_base(model.id, base)
     check_access()
     dataset = on_hub(workflow.finetune.data) if workflow.finetune else None
     api = HfApi()
     try:
-        license = license_of(workflow.model.id, base)
+        license = license_of(model.id, base)
         text = card(run, state, base, repository, license, [dataset.id] if dataset else [])
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)

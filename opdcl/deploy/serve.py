@@ -7,6 +7,7 @@ import shutil
 
 from opdcl.config.workflow import Workflow
 from opdcl.errors import EnvironmentFault, UsageError
+from opdcl.model.adapters import stands_on
 from opdcl.rundir.layout import RunDir, adapter_config
 
 # LoRA ranks for which vLLM has kernels; the server is started for the smallest that is large enough.
@@ -32,6 +33,9 @@ def serve_command(
         )
     model = Workflow.model_validate(run.settings()).model
     adapters = run.intact_adapters()
+    if tuned := stands_on(run):
+        hint = f"opdcl export {run.path} -o MODEL writes recovered as one model, which vLLM serves"
+        raise UsageError(f"one server cannot hold base and {tuned.id}, on which the adapters stand", hint)
     configs = [adapter_config(folder) for folder in adapters.values()]
     if any(config.get("use_dora") for config in configs):
         hint = f"opdcl export {run.path} -o MODEL writes a merged model, which vLLM serves"

@@ -107,7 +107,7 @@ def reach_own_model(config: ServerSection, backbone: Backbone, notify: Notify) -
 def _load_model(config: TeacherSection, backbone: Backbone) -> PreTrainedModel:
     """Load another model on the student's device, if tokenizer and end-of-sequence ids agree."""
     model_config = config.model.model_copy(update={"device": str(backbone.device)})
-    check_same_tokenizer(backbone.tokenizer, load_tokenizer(model_config), model_config.id)
+    check_same_tokenizer(backbone.tokenizer, load_tokenizer(model_config), f"teacher {model_config.id}")
     model, tokenizer = load_base(model_config)
     refuse_unsupported(model.config)
     if (ids := eos_ids(model, tokenizer)) != backbone.eos_ids:

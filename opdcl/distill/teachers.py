@@ -72,7 +72,7 @@ class Teacher:
     @property
     def head_VH(self) -> torch.Tensor:
         """The output embedding that turns its hidden states into logits."""
-        return self.backbone.head_VH
+        return self.backbone.head_of(self.state)
 
     @torch.no_grad()
     def states(self, rollouts: Sequence[Rollout]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Find adapters, in a run directory, in a folder or on the Hub, and check that opdcl can recover them."""
+"""Find what a run may start from, here or on the Hub: an adapter that opdcl can recover, or a tuned model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
-from opdcl.hub import HUB_IDS, parse, snapshot
+from opdcl.hub import HUB_IDS, Repository, holds, parse, snapshot
 from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import TEMPLATE, RunDir, adapter_config
 
@@ -39,17 +39,61 @@ def find_adapter(place: str) -> Path:
         UsageError: There is no adapter, or recovery could not keep all that it has learned.
     """
     path = Path(place)
-    # `runs/x` has the form of a Hub id, but next to a folder `runs` it is a mistyped path.
-    mistyped = "@" not in place and path.parent != Path() and path.parent.is_dir()
-    if not os.path.exists(place) and not mistyped and (hub_ref := parse("adapter", place)):
-        path = snapshot(hub_ref)
+    if repository := _on_hub(place):
+        path = snapshot(repository)
     if (path / ADAPTER).is_file():
         check_adapter(path)
         return path
     if last_stage := RunDir(path).last_stage():
+        if tuned := stands_on(RunDir(path)):
+            hint = f"opdcl export {place} -o MODEL writes it as one model, from which a run can start"
+            raise UsageError(f"the adapter of {place} stands on {tuned.id}, not on its base", hint)
         RunDir(path).intact_adapters()
         return last_stage.adapter
     raise _not_found(place, path)
+
+
+def tuned_model(start: str | None, base: ModelConfig) -> ModelConfig | None:
+    """Return the model that a run starts from, to be loaded as `base` is; None if it starts from an adapter.
+
+    It was fine-tuned as a whole, or an adapter was merged into it. Its own code is never run.
+    """
+    if start is None:
+        return None
+    path, own = Path(start), {"trust_remote_code": False}
+    if repository := _on_hub(start):
+        if holds(repository, "adapter_config.json") or not holds(repository, "config.json"):
+            return None
+        return base.model_copy(update=own | {"id": repository.id, "revision": repository.revision})
+    if not (path / "config.json").is_file() or (path / ADAPTER).is_file() or RunDir(path).is_run():
+        return None
+    return base.model_copy(update=own | {"id": str(path), "revision": None})
+
+
+def stands_on(run: RunDir) -> ModelConfig | None:
+    """Return the tuned model on which the adapters of a run stand; None if that is its base."""
+    record = run.stage_record("finetune").get("tuned_model")
+    return ModelConfig.model_validate(record) if record else None
+
+
+def start_files(start: str, may_be_model: bool = True) -> list[Path]:
+    """Return the files that hold what a run starts from: an adapter, or a tuned model."""
+    if not (may_be_model and tuned_model(start, ModelConfig())):
+        folder = find_adapter(start)
+        return [folder / ADAPTER, folder / "adapter_config.json"]
+    repository = _on_hub(start)
+    folder = snapshot(Repository("model", repository.id, repository.revision)) if repository else Path(start)
+    if not (weights := sorted(folder.glob("*.safetensors"))):
+        hint = "load it with transformers and save it again: save_pretrained writes safetensors"
+        raise UsageError(f"model {start} holds no safetensors; a pickle can run code", hint)
+    return [folder / "config.json", *weights]
+
+
+def _on_hub(place: str) -> Repository | None:
+    """Return the repository that a text names, if it is no path."""
+    # `runs/x` has the form of a Hub id, but next to a folder `runs` it is a mistyped path.
+    mistyped = "@" not in place and Path(place).parent != Path() and Path(place).parent.is_dir()
+    return None if mistyped or os.path.exists(place) else parse("adapter", place)
 
 
 def _not_found(place: str, path: Path) -> UsageError:
@@ -58,7 +102,7 @@ def _not_found(place: str, path: Path) -> UsageError:
         hint = "load it with peft and save it again: save_pretrained writes safetensors"
         return UsageError(f"{place} holds its adapter as a pickle, which can run code", hint)
     if (path / "config.json").is_file() and not RunDir(path).is_run():
-        hint = "--model names it as the base of a new run; transformers and vLLM load it as it is"
+        hint = f"opdcl eval {place} --base BASE measures what it cost; transformers and vLLM load it as it is"
         return UsageError(f"{place} is a model folder: it holds no adapter", hint)
     if inner := sorted(path.glob(f"*/{ADAPTER}"), key=lambda file: file.stat().st_mtime):
         hint = f"name the folder of one of its adapters, such as {inner[-1].parent}"
@@ -106,7 +150,7 @@ def base_of(place: str, folder: Path) -> ModelConfig:
     config = adapter_config(folder)
     base = config.get("base_model_name_or_path")
     if not base:
-        hint = "name it with --model, or set base_model_name_or_path in its adapter_config.json"
+        hint = "name it with --base, or set base_model_name_or_path in its adapter_config.json"
         raise UsageError(f"adapter {place} does not name its base model", hint)
     embedded = {hub_id: name for name, hub_id in HUB_IDS.items()}
     # Other trainers save the base's template with its tokenizer; alone, it is another one.
@@ -115,10 +159,10 @@ def base_of(place: str, folder: Path) -> ModelConfig:
     return ModelConfig(id=embedded.get(base, base), revision=config.get("revision"), chat_template=own)
 
 
-def find_states(place: str) -> tuple[ModelConfig, dict[str, Path]]:
-    """Return the base and the adapters by state, of a run directory, an adapter folder or a Hub id."""
+def find_states(place: str) -> tuple[ModelConfig, ModelConfig | None, dict[str, Path]]:
+    """Return base, tuned model and adapters by state, of a run directory, an adapter folder or a Hub id."""
     run = RunDir(Path(place))
     if run.is_run():
-        return ModelConfig.model_validate(run.settings()["model"]), run.intact_adapters()
+        return ModelConfig.model_validate(run.settings()["model"]), stands_on(run), run.intact_adapters()
     folder = find_adapter(place)
-    return base_of(place, folder), {"adapter": folder}
+    return base_of(place, folder), None, {"adapter": folder}

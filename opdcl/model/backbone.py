@@ -1,4 +1,4 @@
-"""One resident model with several adapter states, without a second copy of the weights."""
+"""The resident model in its adapter states, on one set of weights; beside a tuned model, base is a second."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.model.fused_lora import fuse
-from opdcl.model.load import eos_ids, load_base
+from opdcl.model.load import eos_ids, load_base, load_model
 from opdcl.model.lora import merged_weight, parts, scale
 
-# `base`, `tuned`, `student`, or the name of a teacher that has an adapter of its own.
+# `base`, `tuned`, `student`, or the name of a teacher that has an adapter of its own; `bare` is without any.
 State = str
 
 
@@ -31,24 +31,36 @@ class Backbone:
 
     The base weights are never written. `merged` puts base + adapter into storage of its own: merging and
     unmerging in place would drift the base by rounding, and the base is the teacher.
+
+    The adapters may stand on a model that was tuned as a whole. Then `base_lm` is its base, a second module
+    tree: weights exchanged within one tree, between a forward and its backward pass, would spoil gradients.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
-        self.causal_lm, self.tokenizer, self.eos_ids = model, tokenizer, eos_ids(model, tokenizer)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        base_lm: PreTrainedModel | None = None,
+    ):
+        self.causal_lm, self.tokenizer, self.base_lm = model, tokenizer, base_lm
+        self.eos_ids = eos_ids(base_lm or model, tokenizer)
         self.peft: PeftModel | None = None
         self.sums: dict[int, torch.Tensor] | None = None
         """`merged` keeps its sums here, at the same addresses, if this is not None: CUDA graphs need it."""
 
     @classmethod
-    def load(cls, config: ModelConfig) -> Backbone:
-        """Load the base model without an adapter."""
+    def load(cls, config: ModelConfig, tuned: ModelConfig | None = None) -> Backbone:
+        """Load the base model without an adapter, and beside it the model that was tuned as a whole."""
         # cuBLAS reads this when it is first used.
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.deterministic)
         # cuDNN's attention makes a plan for each new shape, and nearly every step has one.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        return cls(*load_base(config))
+        base, tokenizer = load_base(config)
+        return (
+            cls(load_model(tuned), tokenizer, base.requires_grad_(False)) if tuned else cls(base, tokenizer)
+        )
 
     @property
     def device(self) -> torch.device:
@@ -61,8 +73,13 @@ class Backbone:
 
     @property
     def head_VH(self) -> torch.Tensor:
-        """The output embedding that turns hidden states into logits."""
+        """The output embedding that turns the student's hidden states into logits."""
         return self.causal_lm.get_output_embeddings().weight
+
+    def head_of(self, state: State) -> torch.Tensor:
+        """Return the output embedding of a state, `(V, H)`: base has its own beside a tuned model."""
+        model = self.base_lm if state == "base" and self.base_lm else self.causal_lm
+        return model.get_output_embeddings().weight
 
     def new_adapter(self, lora: LoraSection, seed: int) -> PeftModel:
         """Attach a freshly initialised `student` adapter, which changes nothing yet."""
@@ -110,13 +127,14 @@ class Backbone:
             self.sums = None if self.sums is None else {}
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the base weights' bits, which proves that training did not change them."""
+        """Return the SHA-256 of all frozen weights' bits, which proves that training did not change them."""
         digest = hashlib.sha256()
-        for name, parameter in sorted(self.causal_lm.named_parameters()):
-            if "lora_" not in name:
-                weight = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                bits = weight.detach().cpu().contiguous().view(torch.uint8)
-                digest.update(bits.flatten().numpy().data)
+        for model in filter(None, (self.causal_lm, self.base_lm)):
+            for name, parameter in sorted(model.named_parameters()):
+                if "lora_" not in name:
+                    weight = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                    bits = weight.detach().cpu().contiguous().view(torch.uint8)
+                    digest.update(bits.flatten().numpy().data)
         return digest.hexdigest()
 
     def adapted_layers(self, name: State | None = None) -> list[BaseTunerLayer]:
@@ -127,12 +145,17 @@ class Backbone:
     @contextlib.contextmanager
     def state(self, name: State) -> Iterator[PreTrainedModel]:
         """Run the model as `name` inside the block; afterwards it is the trainable student again."""
+        if name == "base":
+            if self.base_lm:
+                yield self.base_lm
+                return
+            name = "bare"
         if name == "student" or self.peft is None:
             yield self.causal_lm
             return
         layers = self.adapted_layers()
         for layer in layers:
-            if name == "base":
+            if name == "bare":
                 layer.enable_adapters(False)
             else:
                 layer.set_adapter(name, inference_mode=True)
@@ -140,7 +163,7 @@ class Backbone:
             yield self.causal_lm
         finally:
             for layer in layers:
-                if name == "base":
+                if name == "bare":
                     layer.enable_adapters(True)
                 else:
                     layer.set_adapter("student")
@@ -148,6 +171,13 @@ class Backbone:
     @contextlib.contextmanager
     def scaled(self, alpha: float) -> Iterator[None]:
         """Scale the student adapter's contribution by `alpha` inside the block: 0 is base, 1 the adapter."""
+        if alpha == 0 and self.base_lm:
+            student, self.causal_lm = self.causal_lm, self.base_lm
+            try:
+                yield
+            finally:
+                self.causal_lm = student
+            return
         weights = [weight for layer in self.adapted_layers("student") for weight in parts(layer, "student")]
         saved = [weight.data.clone() for weight in weights]
         self.shrink(alpha)
@@ -173,6 +203,10 @@ class Backbone:
 
         The sums have storage of their own; the base's is swapped out and back, never written.
         """
+        if name == "base" and self.base_lm:
+            with parallel.unsharded(self.base_lm):
+                yield self.base_lm
+            return
         layers = [] if name == "base" else self.adapted_layers(name)
         saved = []
         with parallel.unsharded(self.causal_lm):
@@ -187,7 +221,7 @@ class Backbone:
                         else:
                             place = self.sums.setdefault(len(saved), torch.empty_like(weight.data))
                             weight.data = place.copy_(merged)
-                with self.state("base") as model:
+                with self.state("bare") as model:
                     yield model
             finally:
                 for weight, original in saved:

@@ -52,11 +52,11 @@ def differences(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBa
 
 
 def check_same_tokenizer(
-    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, name: str
+    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, name: str, hint: str = HINT
 ) -> None:
-    """Refuse a teacher whose tokens are not the student's."""
+    """Refuse a teacher, or another model, whose tokens are not the student's; `name` begins the message."""
     if reasons := differences(student, teacher):
-        raise UsageError(f"teacher {name} has another tokenizer: {'; '.join(reasons)}", HINT)
+        raise UsageError(f"{name} has another tokenizer: {'; '.join(reasons)}", hint)
 
 
 def refuse_unsupported(config) -> None:

@@ -30,10 +30,22 @@ HINT = (
 
 
 def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the base model, in evaluation mode on its device, and its tokenizer.
+    """Load the base model, as `load_model`, and its tokenizer, which has a token for padding.
 
     Raises:
-        UsageError: The model does not exist, has no chat template, or its weights are pickles.
+        UsageError: The model has no chat template.
+    """
+    model, tokenizer = load_model(config), load_tokenizer(config)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
+
+
+def load_model(config: ModelConfig) -> PreTrainedModel:
+    """Load a model, in evaluation mode on its device.
+
+    Raises:
+        UsageError: The model does not exist, or its weights are pickles.
         EnvironmentFault: The device is missing.
     """
     # Huge pages for torch's large buffers on Linux: otherwise the logits of a big vocabulary cost a page
@@ -46,15 +58,12 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
     dtype = getattr(torch, pick_dtype(config.dtype, device))
     with parallel.first_worker_first():
         source, options = _loading_options(config)
-    tokenizer = load_tokenizer(config)
     if gguf := options.get("gguf_file"):
         options["quantization_config"] = GgufConfig(gguf_file=gguf, dequantize=True)
     else:
         options["use_safetensors"] = True
     with _to_user_error(config):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
     model.config.use_cache = False
     if device == "cpu":
         # Copied from the file's small pages to huge ones, where every pass over the weights is faster.
@@ -62,7 +71,7 @@ def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizer
             parameter.data = parameter.data.clone()
     # Layer by layer, so that the device never holds the whole model.
     parallel.shard(model, device, config.shard)
-    return model.to(device).eval(), tokenizer
+    return model.to(device).eval()
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

@@ -1,6 +1,7 @@
-"""Open the run that a command continues, or begin one from an adapter made elsewhere.
+"""Open the run that a command continues, or begin one from an adapter or a model tuned elsewhere.
 
 opdcl recover my-adapter --domain prompts.jsonl -o runs/mine
+opdcl recover my-model --base its-base --domain prompts.jsonl -o runs/mine
 """
 
 from __future__ import annotations
@@ -9,20 +10,21 @@ import os
 from pathlib import Path
 from typing import Any
 
+from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
-from opdcl.model.adapters import base_of, find_adapter
+from opdcl.model.adapters import base_of, find_adapter, tuned_model
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 
 
-def open_or_begin(source: str, out: Path | None, model: str | None) -> tuple[Path, dict[str, Any]]:
-    """Return the run directory of `source`, a run or an adapter, and the settings that it has so far.
+def open_or_begin(source: str, out: Path | None, base: str | None) -> tuple[Path, dict[str, Any]]:
+    """Return the run directory of `source`, a run, an adapter or a model, and its settings so far.
 
-    `out` is the run directory for an adapter; if a run is there, it goes on. `model` replaces the base that
-    the adapter names. Nothing is written.
+    `out` is the run directory for an adapter or a model; if a run is there, it goes on. `base` replaces the
+    base that the adapter names; a model names none. Nothing is written.
 
     Raises:
-        UsageError: `source` is neither, or the adapter's base was not found.
+        UsageError: `source` is none of these, or its base was not found.
     """
     run = RunDir(Path(source))
     if run.is_run():
@@ -32,7 +34,8 @@ def open_or_begin(source: str, out: Path | None, model: str | None) -> tuple[Pat
     if stage := run.last_stage():
         hint = f"its adapter can begin another run: name {stage.adapter}"
         raise UsageError(f"{source} is a run directory that has lost its config.json", hint)
-    folder = find_adapter(source)
+    tuned = tuned_model(source, ModelConfig())
+    folder = Path() if tuned else find_adapter(source)
     place = str(Path(source).resolve()) if os.path.exists(source) else source
     run = RunDir(out or Path("runs") / Path(place.partition("@")[0]).name)
     if run.is_run():
@@ -40,7 +43,10 @@ def open_or_begin(source: str, out: Path | None, model: str | None) -> tuple[Pat
         return run.path, {**saved, "workflow": saved["workflow"] | {"start": place}}
     tree: dict[str, Any] = {"start": place}
     origins = {"start": "argument"}
-    if not model:
+    if tuned and not base:
+        hint = "--base BASE names the model that it was fine-tuned from"
+        raise UsageError(f"{source} is a whole model, which does not name its base", hint)
+    if not base:
         tree["model"] = _base(source, folder)
         origins["model.id"] = f"{source}/adapter_config.json"
     return run.path, {"workflow": tree, "origins": origins}
@@ -54,7 +60,7 @@ def _base(source: str, folder: Path) -> dict[str, Any]:
     try:
         check_exists(base)
     except UsageError as fault:
-        hint = "--model BASE names the folder or Hub id of the model that the adapter was trained on"
+        hint = "--base BASE names the folder or Hub id of the model that the adapter was trained on"
         raise UsageError(f"the base of adapter {source} was not found: {fault.message}", hint) from fault
     id = str(Path(base.id).resolve()) if os.path.exists(base.id) else base.id
     return {"id": id, **base.model_dump(include={"revision", "chat_template"})}

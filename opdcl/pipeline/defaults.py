@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from opdcl.config.finetune import LoraSection
 from opdcl.config.load import flatten
 from opdcl.config.model import ModelConfig
 from opdcl.config.workflow import Workflow
@@ -136,14 +137,16 @@ def text_config(model: ModelConfig) -> Any:
         hint = "check the model's config.json, and HF_TOKEN if it is gated"
         raise UsageError(f"model {model.id!r} cannot be loaded: {reason}", hint) from fault
     if getattr(config, "quantization_config", None) and "gguf_file" not in extra:
-        hint = "--model NAME names the model that it was made from, which an adapter fits as well"
+        hint = "name the model that it was made from, with --model or --base; its adapters fit that one too"
         raise UsageError(f"model {model.id!r} is quantized, which opdcl cannot load", hint)
     return config
 
 
 def _alpha_over_r(workflow: Workflow) -> float:
     if workflow.start:
-        from opdcl.model.adapters import adapter_scale, find_adapter
+        from opdcl.model.adapters import adapter_scale, find_adapter, tuned_model
 
+        if tuned_model(workflow.start, workflow.model):
+            return LoraSection().alpha / LoraSection().r
         return adapter_scale(adapter_config(find_adapter(workflow.start)))
     return workflow.finetune.lora.alpha / workflow.finetune.lora.r if workflow.finetune else ALPHA_OVER_R

@@ -17,6 +17,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.data.rows import on_hub
 from opdcl.errors import UsageError
 from opdcl.hub import FETCH_HINT, Repository, files, parse, reachable, snapshot
+from opdcl.model.adapters import tuned_model
 from opdcl.model.load import EMBEDDED, check_exists, model_source
 from opdcl.pipeline.sweep import REFERENCE, expand
 
@@ -74,7 +75,8 @@ def repositories(workflow: Workflow) -> Iterator[tuple[Repository, bool]]:
     for place in workflow.adapters().values():
         local = place.startswith(REFERENCE) or os.path.exists(place)
         if not local and (adapter := parse("adapter", place)):
-            yield adapter, False
+            whole = tuned_model(place, workflow.model)
+            yield (Repository("model", whole.id, whole.revision) if whole else adapter), False
     sources = [workflow.finetune.data, workflow.finetune.replay.prompts] if workflow.finetune else []
     if recover := workflow.recover:
         sources += [recover.source("general"), recover.source("domain")]

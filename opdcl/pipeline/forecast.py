@@ -11,6 +11,7 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.rows import Row
 from opdcl.distill.rollout_queue import FULL_BATCH
+from opdcl.model.adapters import tuned_model
 from opdcl.model.architecture import architecture
 from opdcl.model.load import pick_device, pick_dtype
 from opdcl.pipeline.defaults import text_config
@@ -113,7 +114,8 @@ def forecast(workflow: Workflow, tasks: list[Task], sources: Sources) -> dict[st
     if measured:
         needs["eval"] = _Need(max(need.memory for _, need in measured))
     memory: dict[str, int] = {}
-    held = shape.weights + (0 if on_cuda else 1_100_000_000)  # on a CPU with the libraries
+    models = 2 if tuned_model(workflow.start, workflow.model) else 1
+    held = models * shape.weights + (0 if on_cuda else 1_100_000_000)  # on a CPU with the libraries
     for name, need in needs.items():
         memory[name] = held + need.memory
         # What a stage has freed on a CPU mostly stays with the process.

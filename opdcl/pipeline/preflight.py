@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from opdcl.distill.prompts import RecoverySource
 
 
+# What a model and its base have in common, whatever was trained.
+SHAPE = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+)
+
+
 def checked_plan(
     workflow: Workflow, run: RunDir, sources: Sources, origins: dict[str, str], force: bool = False
 ) -> list[Task]:
@@ -35,6 +42,7 @@ def checked_plan(
     Raises:
         UsageError: The run would refuse it later.
     """
+    from opdcl.model.adapters import tuned_model
     from opdcl.model.load import check_exists, pick_device
 
     refuse_foreign(run)
@@ -51,6 +59,8 @@ def checked_plan(
     for model in workflow.models():
         check_exists(model)
     check_trackers(workflow.track)
+    if tuned := tuned_model(workflow.start, workflow.model):
+        _check_tuned_model(workflow, tuned, sources)
     if workflow.finetune and "finetune" in todo:
         _check_finetune(workflow, sources)
     if workflow.recover and "recover" in todo:
@@ -142,8 +152,42 @@ def _check_recovery(workflow: Workflow, run: RunDir, sources: Sources) -> None:
     if workflow.recover.general == "self":
         user_turn(tokenizer)
     for teacher in workflow.models()[1:]:
-        check_same_tokenizer(tokenizer, sources.tokenizer(teacher), teacher.id)
+        check_same_tokenizer(tokenizer, sources.tokenizer(teacher), f"teacher {teacher.id}")
     _check_prompts(workflow.model, workflow.recover, sources.recovery(workflow), sources)
+
+
+def _check_tuned_model(workflow: Workflow, tuned: ModelConfig, sources: Sources) -> None:
+    """Refuse a tuned model whose base this is not, and settings that need every adapter to stand on base."""
+    from opdcl.model.adapters import start_files
+    from opdcl.model.compatibility import check_same_tokenizer
+
+    base, recover, teachers = workflow.model, workflow.recover, workflow.teachers().values()
+    hint = "--base names the model that it was fine-tuned from"
+    if (Path(base.id).resolve(), base.revision) == (Path(tuned.id).resolve(), tuned.revision):
+        raise UsageError(f"{tuned.id} is named as its own base", hint)
+    shapes = text_config(base), text_config(tuned)
+    for key in SHAPE:
+        ours, theirs = (getattr(shape, key, None) for shape in shapes)
+        if ours != theirs:
+            what = "embeddings of another size" if key == "vocab_size" else "another shape"
+            raise UsageError(f"{tuned.id} has {what}: {key} {theirs}, and {ours} in {base.id}", hint)
+    # A merged model is often saved without the tokenizer, which is base's.
+    if any(start_files(str(workflow.start))[0].parent.glob("tokenizer*")):
+        check_same_tokenizer(sources.tokenizer(base), sources.tokenizer(tuned), tuned.id, hint)
+    servers = [stage and stage.server for stage in (recover, workflow.eval)]
+    mixed = [t for t in teachers if t.kind == "trust_region" and t.reference == "base"]
+    refused = {
+        "finetune": (workflow.finetune, "opdcl finetune --model trains an adapter on such a model"),
+        "recover.method interpolate": (recover and recover.method == "interpolate", "use alternating"),
+        "recover.warm_start": (recover and recover.warm_start != 1, "leave it out"),
+        "a server for the student or the evaluation": (any(servers), "leave it out"),
+        "a teacher of kind adapter": (any(t.adapter for t in teachers), "use kind model"),
+        "a trust_region around base": (mixed, "set reference: tuned"),
+    }
+    for what, (used, remedy) in refused.items():
+        if used:
+            reason = "its weights are not base's plus an adapter"
+            raise UsageError(f"start is the whole model {tuned.id}, which excludes {what}: {reason}", remedy)
 
 
 def _check_prompts(

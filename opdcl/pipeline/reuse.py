@@ -6,11 +6,17 @@ Fingerprints cover settings, data and parents, so equal fingerprints mean equal 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+from opdcl.config.finetune import LoraSection
+from opdcl.config.workflow import Workflow
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.rundir.files import folder_appears_whole, now, read_json, write_atomic, write_json
 from opdcl.rundir.layout import STAGE_OF, RunDir
+
+if TYPE_CHECKING:
+    from opdcl.model.backbone import Backbone
 
 
 def copy_finished(tasks: Sequence[Task], run: RunDir, donors: Sequence[RunDir]) -> list[tuple[Task, RunDir]]:
@@ -46,18 +52,29 @@ def outcomes(donor: RunDir) -> set[str]:
     return {fingerprint for record in records if (fingerprint := record.get("fingerprint"))}
 
 
-def take_start(place: str, run: RunDir, task: Task) -> None:
-    """Copy the adapter that a run starts from into the run, as the outcome of a fine-tune done elsewhere."""
-    from opdcl.model.adapters import find_adapter
-    from opdcl.rundir.hashes import ADAPTER, adapter_hash
+def take_start(workflow: Workflow, run: RunDir, task: Task, load: Callable[[], Backbone]) -> None:
+    """Store what a run starts from as the outcome of a fine-tune done elsewhere.
 
-    adapter = find_adapter(place)
+    An adapter is copied. On a model that was tuned as a whole there is none yet: a new one changes nothing.
+    """
+    from opdcl.model.adapters import start_files, tuned_model
+    from opdcl.rundir.hashes import adapter_hash
+
+    place = str(workflow.start)
     with folder_appears_whole(stage_folder(run, task.name).path) as temporary:
-        (temporary / "adapter").mkdir()
-        # A trainer's folder may hold much else: checkpoints, optimizer states, logs.
-        for name in (ADAPTER, "adapter_config.json"):
-            shutil.copyfile(adapter / name, temporary / "adapter" / name)
+        tuned = tuned_model(place, workflow.model)
+        if tuned:
+            from opdcl.training import save_adapter
+
+            load().new_adapter(LoraSection(), seed=0)
+            save_adapter(load(), temporary / "adapter")
+        else:
+            (temporary / "adapter").mkdir()
+            # A trainer's folder may hold much else: checkpoints, optimizer states, logs.
+            for file in start_files(place):
+                shutil.copyfile(file, temporary / "adapter" / file.name)
         record = {"stage": task.name, "status": "done", "fingerprint": task.fingerprint, "config": {}}
         record |= {"inputs": task.inputs, "taken_from": place, "finished": now(), "cost": {}}
+        record |= {"tuned_model": tuned.model_dump()} if tuned else {}
         record["adapter_sha256"] = adapter_hash(temporary / "adapter")
         write_json(temporary / "stage.json", record)

@@ -57,7 +57,7 @@ class Session:
                     self._measure(task)
                 elif task.name == "finetune" and self.workflow.finetune is None:
                     self.output.note(f"{task.name}: taken from {self.workflow.start}")
-                    take_start(self.workflow.start, self.run, task)
+                    take_start(self.workflow, self.run, task, lambda: self.backbone)
                     self._save_manifest()
                 else:
                     self._train(task)
@@ -163,11 +163,13 @@ class Session:
     def backbone(self) -> Backbone:
         """The model, loaded by the first task that needs it."""
         if self._backbone is None:
+            from opdcl.model.adapters import tuned_model
             from opdcl.model.backbone import Backbone
 
+            tuned = tuned_model(self.workflow.start, self.workflow.model)
             with self.output.stage("load") as line:
-                line.note(self.workflow.model.id)
-                self._backbone = Backbone.load(self.workflow.model)
+                line.note(f"{tuned.id} beside {self.workflow.model.id}" if tuned else self.workflow.model.id)
+                self._backbone = Backbone.load(self.workflow.model, tuned)
                 if parallel.worker_count() > 1:
                     part = "a part of the" if parallel.sharded() else "the whole"
                     line.note(f"{parallel.worker_count()} processes, each with {part} base")
@@ -184,7 +186,8 @@ class Session:
         base.setdefault("parameters", sum(p.numel() for p in backbone.causal_lm.parameters()))
         fingerprint = backbone.fingerprint()
         if base.setdefault("fingerprint_before", fingerprint) != fingerprint:
-            message = f"the weights of {model.id} are not those that this run began with"
+            names = " or ".join(filter(None, [model.id, self.workflow.start if backbone.base_lm else None]))
+            message = f"the weights of {names} are not those that this run began with"
             raise UsageError(message, "restore the model, or start a new run directory")
         self.manifest["device"] = machine() | {
             "kind": str(backbone.causal_lm.device),

@@ -212,7 +212,7 @@ class Sources:
 
     def hashes(self, workflow: Workflow) -> dict[str, str]:
         """Return the hash of each source's content, by the name of its field."""
-        from opdcl.model.adapters import find_adapter
+        from opdcl.model.adapters import start_files
 
         recover, evaluation = workflow.recover, workflow.eval
         fields = self._fields(workflow)
@@ -223,8 +223,7 @@ class Sources:
         if workflow.columns:  # they decide what is read
             hashes = {key: hash_value([value, workflow.columns]) for key, value in hashes.items()}
         for field, place in workflow.adapters().items():
-            folder = find_adapter(place)
-            hashes[field] = self._hash([folder / ADAPTER, folder / "adapter_config.json"])
+            hashes[field] = self._hash(start_files(place, may_be_model=field == "start"))
         suites = {f"eval.suite.{suite}": suite for suite in evaluation.suites()} if evaluation else {}
         if recover and recover.reward:
             suites["recover.reward.suite"] = recover.reward.suite

@@ -123,8 +123,7 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
     manifest = {"created": None, "device": None, "opdcl": None} | run.read_manifest()
     base = dict.fromkeys(("id", "revision", "license")) | section(run, "model") | (manifest.get("base") or {})
     name = str(base["id"] or "unknown")
-    # A local path means nothing to readers of the card, and may reveal more than its owner wants.
-    base_model = HUB_IDS.get(name, Path(name).name if Path(name).is_absolute() else name)
+    base_model, tuned = _public(name), run.stage_record("finetune").get("tuned_model")
     adapters = manifest.get("adapters") or {}
     losses = [row["loss"] for row in _metrics(run, "finetune") if row.get("loss") is not None]
     validations = [row for row in _metrics(run, "recover") if row.get("validation")]
@@ -150,12 +149,19 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
         "best_step": max((r["step"] for r in validations if r["validation"].get("best")), default=None),
         "manifest": manifest,
         "base": base,
-        "base_model": base_model,
+        # The model that the adapters are for, and if that was tuned as a whole, its base.
+        "base_model": _public(tuned["id"]) if tuned else base_model,
+        "its_base": base_model if tuned else "",
         "facts": _facts(run, manifest, base, adapters),
         "card_state": next((state for state in ("recovered", "tuned") if state in states), None),
         "embedded": EMBEDDED.format(base_model) if name in HUB_IDS else "",
         "adapter_path": next((adapters[s].get("path") for s in reversed(STATES) if s in adapters), None),
     }
+
+
+def _public(model: str) -> str:
+    """Return a model's Hub id, or its folder's name: a path means nothing to readers, and may be private."""
+    return HUB_IDS.get(model, Path(model).name if Path(model).is_absolute() else model)
 
 
 def _ratios(summary: dict, domain: Suite | None) -> list[dict[str, Any]]:

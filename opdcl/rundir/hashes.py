@@ -33,7 +33,10 @@ def hash_files(files: list[Path], unwritten: Mapping[str, str] | None = None) ->
     digest = hashlib.sha256()
     for file in files:
         text = (unwritten or {}).get(str(file))
-        digest.update(file.name.encode() + b"\0" + (file.read_bytes() if text is None else text.encode()))
+        digest.update(file.name.encode() + b"\0" + (text or "").encode())
+        if text is None:  # piece by piece: a model's weights need not fit into memory
+            with open(file, "rb") as handle:
+                hashlib.file_digest(handle, lambda: digest)
     return digest.hexdigest()[:16]
 
 

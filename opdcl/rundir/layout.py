@@ -190,10 +190,10 @@ def open_run(path: Path) -> RunDir:
         kind = next((kind for file, kind in OTHER_FOLDERS.items() if (path / file).is_file()), None)
         problem = f"{path} is {kind}, not a run directory" if kind else f"{path} is not a run directory"
         hint = "opdcl finetune --data ROWS -o RUN makes a run directory"
-        if kind == OTHER_FOLDERS["adapter_config.json"]:
-            hint = (
-                f"opdcl eval {path} measures what it costs, opdcl recover {path} --domain PROMPTS repairs it"
-            )
+        if kind:
+            tuned = f"{path} --base BASE" if kind == OTHER_FOLDERS["config.json"] else path
+            hint = f"opdcl eval {tuned} measures what it costs; "
+            hint += f"opdcl recover {tuned} --domain PROMPTS repairs it"
         raise UsageError(problem, hint)
     return run
 

@@ -90,16 +90,17 @@ NOT_ALONE = {
     "opdcl verify": "names the command",
 }
 
+# What another program has left on the reader's disk: an adapter, a merged model, and their base.
+ELSEWHERE = [
+    "opdcl finetune --data rows.jsonl -o runs/elsewhere",
+    "cp -r runs/elsewhere/stages/01-finetune/adapter my-adapter",
+    "opdcl export runs/elsewhere -o my-tuned-model",
+    'cp -r "$OPDCL_CACHE/models/smollm2-135m" its-base',
+]
 # Commands that the reader of a page has run before.
 BEFORE = {
-    "docs/repair.md": [
-        "opdcl finetune --data rows.jsonl -o runs/elsewhere",
-        "cp -r runs/elsewhere/stages/01-finetune/adapter my-adapter",
-    ],
-    "docs/data.md": [
-        "opdcl finetune --data rows.jsonl -o runs/elsewhere",
-        "cp -r runs/elsewhere/stages/01-finetune/adapter my-adapter",
-    ],
+    "docs/repair.md": ELSEWHERE,
+    "docs/data.md": ELSEWHERE[:2],
     "docs/processes.md": ["opdcl finetune --data rows.jsonl -o runs/mine"],
     "docs/export.md": [
         "opdcl finetune --data rows.jsonl -o runs/mine",
@@ -110,10 +111,7 @@ BEFORE = {
         "opdcl finetune --data rows.jsonl -o runs/mine",
         "opdcl workflows cp own-data mine.yaml",
     ],
-    "README.md": [
-        "opdcl finetune --data rows.jsonl -o runs/elsewhere",
-        "cp -r runs/elsewhere/stages/01-finetune/adapter my-adapter",
-    ],
+    "README.md": ELSEWHERE,
 }
 
 TRAIN = {"finetune.lora.r": 4, "finetune.lora.alpha": 8, "finetune.epochs": 1}

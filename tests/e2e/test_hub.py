@@ -35,10 +35,11 @@ configs:
 
 
 @pytest.fixture(scope="module")
-def hub(project, tiny_model):
-    """A hub with the tiny model, rows, and prompts, whose later version is broken."""
+def hub(project, tiny_model, whole_model):
+    """A hub with the tiny model, a full fine-tune of it, rows, and prompts, whose later version is broken."""
     hub = Hub()
     hub.add_folder("models/someone/tiny", tiny_model)
+    hub.add_folder("models/someone/whole", whole_model)
     hub.commit("models/someone/tiny", {"pytorch_model.bin": b"pickled"})
     hub.commit(
         "datasets/someone/rows",
@@ -212,6 +213,20 @@ def test_an_adapter_on_the_hub_can_chat_and_be_exported(connected, pushed, finis
     assert (project / "again/adapter_model.safetensors").read_bytes() == (
         finished / "stages/02-recover/adapter/adapter_model.safetensors"
     ).read_bytes()
+
+
+def test_a_tuned_model_on_the_hub_is_measured_offline(connected, online, project):
+    words = ("someone/whole", "--base", "someone/tiny", "--retention", "instructions", "--limit", "2")
+    words += ("-o", "whole-model", "--set", "eval.max_new_tokens=4")
+    (project / "whole.yaml").write_text("{model: {id: someone/tiny}, start: someone/whole}\n")
+    fetched = connected("fetch", project / "whole.yaml", "--json")
+    assert fetched.returncode == 0, fetched.stderr
+    assert [one["name"] for one in json.loads(fetched.stdout)] == ["someone/tiny", "someone/whole"]
+    done = opdcl_process("eval", *words, "--offline", cwd=project, env=online)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((project / "whole-model/stages/01-finetune/stage.json").read_text())
+    assert record["tuned_model"]["id"] == "someone/whole"
+    assert {f.name for f in (project / "whole-model/evals").iterdir()} == {"base", "tuned"}
 
 
 def test_what_the_hub_lacks_is_named(online, connected, pushed):

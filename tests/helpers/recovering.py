@@ -32,7 +32,7 @@ def train(backbone, folder, name, config, stop=None):
                 raise KeyboardInterrupt
 
     out = StageDir(folder / name)
-    fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
+    fresh = Backbone(backbone.causal_lm, backbone.tokenizer, backbone.base_lm)
     try:
         source = read_recovery_source(config)
         recover(config, source, fresh, folder / "tuned", out, StopAt())

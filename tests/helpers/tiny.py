@@ -109,6 +109,25 @@ def make_writer(folder: Path, model: Path) -> Path:
     return folder
 
 
+def tune_whole(model: Path, folder: Path) -> Path:
+    """Fine-tune all weights of a model on a few sentences, with torch alone, and save it in a folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    texts = [f"What is the code of room {i}? Code {i * 7}" for i in range(12)]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=2e-3)
+    for _ in range(10):
+        whole(**batch, labels=batch["input_ids"]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    whole.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def make_project(folder: Path, model: Path) -> Path:
     """Write rows, prompts and `tiny.yaml` into a folder."""
     rows = [{"question": f"What is the code of room {i}?", "answer": f"Code {i * 7}"} for i in range(12)]

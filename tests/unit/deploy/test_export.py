@@ -172,7 +172,7 @@ def test_an_export_says_what_it_is_and_under_which_licence(tuned, tiny_model):
 def test_a_model_folder_is_not_exported_again(tiny_model, tmp_path):
     with pytest.raises(UsageError, match="is a model folder: it holds no adapter") as caught:
         export(str(tiny_model), None, tmp_path / "out", "merged", "f16", None, True, Report())
-    assert "--model" in caught.value.hint
+    assert "--base BASE" in caught.value.hint
     assert not (tmp_path / "out").exists()
 
 

@@ -364,7 +364,7 @@ def test_another_tokenizer_is_refused_with_its_differences(backbone, change, mes
     other = copy.deepcopy(backbone.tokenizer)
     change(other)
     with pytest.raises(UsageError, match="teacher big has another tokenizer") as caught:
-        check_same_tokenizer(backbone.tokenizer, other, "big")
+        check_same_tokenizer(backbone.tokenizer, other, "teacher big")
     assert message in caught.value.message
     assert "GOLD" in caught.value.hint
 

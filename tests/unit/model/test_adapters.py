@@ -261,4 +261,4 @@ def test_the_base_is_the_one_that_the_adapter_names(made, tiny_model):
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
     with pytest.raises(UsageError, match="does not name its base") as refused:
         base_of("mine", adapter)
-    assert "--model" in refused.value.hint
+    assert "--base" in refused.value.hint

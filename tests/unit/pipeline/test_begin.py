@@ -101,9 +101,9 @@ def test_a_named_base_replaces_the_one_in_the_adapter(adapter, tiny_model):
     refused = opdcl("eval", "mine", *MEASURE)
     assert refused.returncode == 2
     assert "the base of adapter mine was not found" in refused.stderr
-    assert "--model BASE" in refused.stderr
+    assert "--base BASE" in refused.stderr
     assert not Path("runs").exists()
-    planned = opdcl("eval", "mine", *MEASURE, "--model", tiny_model, "--dry-run")
+    planned = opdcl("eval", "mine", *MEASURE, "--base", tiny_model, "--dry-run")
     assert planned.returncode == 0, planned.stderr
     assert re.search(r"finetune +take +from ", planned.stdout)
 
@@ -124,7 +124,7 @@ def test_a_quantized_base_is_refused_before_it_is_loaded(adapter, tiny_model, tm
     packed = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     config.write_text(json.dumps(read_json(config) | packed))
     for words in (("recover", "mine", "--dry-run"), ("eval", "mine")):
-        refused = opdcl(*words, "--model", "small-bnb-4bit")
+        refused = opdcl(*words, "--base", "small-bnb-4bit")
         assert refused.returncode == 2
         assert "is quantized, which opdcl cannot load" in refused.stderr
     assert not Path("runs").exists()

@@ -1,0 +1,200 @@
+"""A merged or fully fine-tuned model, beside its base, goes through every command, or is refused."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.command import opdcl
+from helpers.tiny import make_project
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import opdcl as api
+from opdcl.errors import UsageError
+from opdcl.model.adapters import find_states
+from opdcl.model.backbone import Backbone
+from opdcl.pipeline.begin import open_or_begin
+from opdcl.rundir.files import read_json
+from opdcl.rundir.hashes import file_hash
+from opdcl.rundir.layout import RunDir
+
+FLOAT = ("--set", "model.dtype=float32")
+MEASURE = ("--retention", "instructions", "--limit", "4", "--set", "eval.max_new_tokens=6", *FLOAT)
+SMALL = (
+    *("recover.steps=2", "recover.rollouts=4", "recover.max_new_tokens=6", "recover.validation_prompts=2"),
+    *("recover.health.watch=false", "recover.keep=last", "recover.learning_rate=1e-2"),
+)
+RECOVER = (
+    *("--prompts", "prompts.jsonl", "--domain", "rows.jsonl"),
+    *(word for s in SMALL for word in ("--set", s)),
+)
+
+
+@pytest.fixture
+def project(tiny_model, whole_model, tmp_path, monkeypatch):
+    """A folder with `base`, and `mine`, the same model fine-tuned as a whole."""
+    monkeypatch.chdir(make_project(tmp_path, tiny_model))
+    shutil.copytree(tiny_model, tmp_path / "base")
+    shutil.copytree(whole_model, tmp_path / "mine")
+    return tmp_path
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {file.name: file_hash(file) for file in folder.iterdir()}
+
+
+def logits(model) -> torch.Tensor:
+    return model(input_ids=torch.arange(40, 60)[None]).logits.detach()
+
+
+def from_disk(folder: Path):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_a_fully_tuned_model_is_measured_recovered_and_exported(project):
+    before = hashes(project / "base"), hashes(project / "mine")
+    planned = opdcl("recover", "mine", "--base", "base", *RECOVER, "--dry-run")
+    assert planned.returncode == 0, planned.stderr
+    assert not Path("runs").exists()
+
+    made = opdcl("eval", "mine", "--base", "base", *MEASURE, "--domain", "rows.jsonl")
+    assert made.returncode == 0, made.stderr
+    run = RunDir(project / "runs" / "mine")
+    assert {p.parent.name for p in run.evals.glob("*/*.json")} == {"base", "tuned"}
+    answers = [run.eval_samples(state, "instructions").read_bytes() for state in ("base", "tuned")]
+    assert answers[0] != answers[1]
+
+    made = opdcl("recover", "mine", "--base", "base", *RECOVER)
+    assert made.returncode == 0, made.stderr
+    assert "taken from" not in made.stderr, "the run has it already"
+    assert run.eval_result("recovered", "instructions").exists()
+    assert "everything is done already" in opdcl("eval", "runs/mine").stderr
+    assert "all " in opdcl("verify", "runs/mine").stdout
+    answered = opdcl("chat", "runs/mine", "Hello", "--max-new-tokens", "2", "--json")
+    assert {*json.loads(answered.stdout)["answers"]} == {"base", "tuned", "recovered"}
+
+    for format in ("merged", "adapter"):
+        exported = opdcl("export", "runs/mine", "--format", format, "-o", format)
+        assert exported.returncode == 0, exported.stderr
+    base, tuned, adapters = find_states("runs/mine")
+    backbone = Backbone.load(base, tuned)
+    backbone.load_adapter(adapters["recovered"], "student")
+    recovered = logits(backbone.causal_lm)
+    assert not torch.equal(recovered, logits(from_disk(project / "mine"))), "recovery has learned"
+    assert torch.allclose(logits(from_disk(project / "merged")), recovered, atol=1e-3)
+    assert AutoTokenizer.from_pretrained(project / "merged").chat_template
+    # The adapter belongs to the tuned model, and says so.
+    assert read_json(project / "adapter" / "adapter_config.json")["base_model_name_or_path"] == "mine"
+    card = run.reports[2].read_text()
+    assert "A LoRA adapter for `mine`, a fine-tune of `base`" in card
+    alone = PeftModel.from_pretrained(from_disk(project / "mine"), str(project / "adapter"))
+    assert torch.allclose(logits(alone), recovered, atol=1e-3)
+    assert (hashes(project / "base"), hashes(project / "mine")) == before
+
+
+def test_a_merged_model_without_a_tokenizer_is_measured_from_python(loaded, project):
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    model = get_peft_model(copy.deepcopy(loaded.causal_lm), config)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data += 0.3
+    model.merge_and_unload().save_pretrained(project / "merged")
+    made = api.evaluate(
+        "merged",
+        retention="instructions",
+        limit=2,
+        base="base",
+        settings={"eval.max_new_tokens": 4, "model.dtype": "float32"},
+        quiet=True,
+    )
+    (suite,) = made.summary["suites"].values()
+    assert suite["tuned"]
+    assert RunDir(made.path).stage_record("finetune")["tuned_model"]["id"] == str(project / "merged")
+    exported = api.export(made.path, project / "out", quiet=True)
+    assert exported.data["state"] == "tuned"
+    assert torch.equal(logits(from_disk(project / "out")), logits(from_disk(project / "merged")))
+
+
+def change_config(folder: Path, **keys) -> None:
+    config = read_json(folder / "config.json")
+    (folder / "config.json").write_text(json.dumps(config | keys))
+
+
+def test_a_model_that_does_not_fit_its_base_is_refused_with_the_reason(project):
+    def refused(*words: str) -> str:
+        done = opdcl("eval", "mine", *words, *MEASURE)
+        assert done.returncode == 2, done.stderr
+        assert not Path("runs").exists()
+        return done.stderr
+
+    assert "does not name its base\n" in refused()
+    assert "is named as its own base" in refused("--base", "mine")
+    assert "did you mean --base?" in refused("--model", "base")
+    size = len(AutoTokenizer.from_pretrained("base"))
+    change_config(project / "mine", vocab_size=size + 8)
+    sizes = f"has embeddings of another size: vocab_size {size + 8}, and {size} in base"
+    assert sizes in refused("--base", "base")
+    change_config(project / "mine", vocab_size=size, num_hidden_layers=1)
+    assert "has another shape: num_hidden_layers 1, and 2 in base" in refused("--base", "base")
+    change_config(project / "mine", num_hidden_layers=2)
+    (project / "mine" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    assert "mine has another tokenizer: the chat template writes" in refused("--base", "base")
+    (project / "mine" / "model.safetensors").rename(project / "mine" / "pytorch_model.bin")
+    assert "holds no safetensors" in refused("--base", "base")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("--set", "recover.method=interpolate"), "recover.method interpolate"),
+        (("--set", "recover.warm_start=0.5"), "recover.warm_start"),
+        (("--set", "eval.server.url=http://127.0.0.1:1/v1"), "a server"),
+        (("--set", "finetune.data=rows.jsonl"), "finetune"),
+        (("--set", "recover.domain_teacher={kind: adapter, adapter: other}"), "a teacher of kind adapter"),
+        (("--set", "recover.general_teacher.kind=trust_region"), "a trust_region around base"),
+    ],
+)
+def test_settings_that_need_an_adapter_on_base_are_refused(words, what, project, loaded):
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
+    get_peft_model(copy.deepcopy(loaded.causal_lm), lora).save_pretrained("other")
+    done = opdcl("recover", "mine", "--base", "base", "--prompts", "prompts.jsonl", *words)
+    assert done.returncode == 2, done.stderr
+    assert f"which excludes {what}" in done.stderr
+    assert not Path("runs").exists()
+
+
+def test_a_changed_model_is_not_mixed_into_a_run(project, whole_model):
+    assert opdcl("eval", "mine", "--base", "base", *MEASURE, "-o", "run").returncode == 0
+    assert open_or_begin("mine", Path("run"), "base")[1]["workflow"]["start"] == str(project / "mine")
+    shutil.copyfile("base/model.safetensors", "mine/model.safetensors")
+    refused = opdcl("eval", "mine", "--base", "base", "-o", "run")
+    assert refused.returncode == 2
+    assert "changed: start" in refused.stderr
+    # Its adapter stands on `mine`, so another run cannot put it onto a base, nor can one server hold both.
+    refused = opdcl("run", "tiny.yaml", "--set", "start=run", "--dry-run")
+    assert refused.returncode == 2
+    assert f"the adapter of run stands on {project / 'mine'}, not on its base" in refused.stderr
+    (project / "vllm").write_text("#!/bin/sh\n")
+    (project / "vllm").chmod(0o755)
+    refused = opdcl("serve", "run", "--vllm", project / "vllm")
+    assert refused.returncode == 2
+    assert "opdcl export run -o MODEL" in refused.stderr
+    # Without the model its run cannot answer, rather than answer with another one.
+    (project / "mine").rename(project / "moved")
+    lost = opdcl("chat", "run", "Hello")
+    assert lost.returncode == 2
+    assert f"{project / 'mine'}" in lost.stderr
+
+
+def test_commands_that_need_a_run_say_how_a_model_becomes_one(project):
+    for words in (("report", "mine"), ("chat", "mine", "hi"), ("export", "mine", "-o", "out")):
+        refused = opdcl(*words)
+        assert refused.returncode == 2
+        assert "opdcl eval mine --base BASE" in refused.stderr
+    with pytest.raises(UsageError, match="which does not name its base"):
+        open_or_begin("mine", None, None)
