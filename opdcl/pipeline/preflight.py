@@ -169,8 +169,10 @@ def _check_tuned_model(workflow: Workflow, tuned: ModelConfig, sources: Sources)
     for key in SHAPE:
         ours, theirs = (getattr(shape, key, None) for shape in shapes)
         if ours != theirs:
-            what = "embeddings of another size" if key == "vocab_size" else "another shape"
-            raise UsageError(f"{tuned.id} has {what}: {key} {theirs}, and {ours} in {base.id}", hint)
+            what = "embeddings of size" if key == "vocab_size" else key
+            raise UsageError(
+                f"{tuned.id} has another shape than {base.id}: {what} {theirs}, there {ours}", hint
+            )
     # A merged model is often saved without the tokenizer, which is base's.
     if any(start_files(str(workflow.start))[0].parent.glob("tokenizer*")):
         check_same_tokenizer(sources.tokenizer(base), sources.tokenizer(tuned), tuned.id, hint)

@@ -135,10 +135,10 @@ def test_a_model_that_does_not_fit_its_base_is_refused_with_the_reason(project):
     assert "did you mean --base?" in refused("--model", "base")
     size = len(AutoTokenizer.from_pretrained("base"))
     change_config(project / "mine", vocab_size=size + 8)
-    sizes = f"has embeddings of another size: vocab_size {size + 8}, and {size} in base"
+    sizes = f"has another shape than base: embeddings of size {size + 8}, there {size}"
     assert sizes in refused("--base", "base")
     change_config(project / "mine", vocab_size=size, num_hidden_layers=1)
-    assert "has another shape: num_hidden_layers 1, and 2 in base" in refused("--base", "base")
+    assert "has another shape than base: num_hidden_layers 1, there 2" in refused("--base", "base")
     change_config(project / "mine", num_hidden_layers=2)
     (project / "mine" / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content }}{% endfor %}"
