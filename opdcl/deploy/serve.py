@@ -33,12 +33,11 @@ def serve_command(
         )
     model = Workflow.model_validate(run.settings()).model
     adapters = run.intact_adapters()
+    hint = f"opdcl export {run.path} -o MODEL writes a merged model, which vLLM serves"
     if tuned := stands_on(run):
-        hint = f"opdcl export {run.path} -o MODEL writes recovered as one model, which vLLM serves"
         raise UsageError(f"one server cannot hold base and {tuned.id}, on which the adapters stand", hint)
     configs = [adapter_config(folder) for folder in adapters.values()]
     if any(config.get("use_dora") for config in configs):
-        hint = f"opdcl export {run.path} -o MODEL writes a merged model, which vLLM serves"
         raise UsageError("vLLM cannot load DoRA adapters", hint)
     ranks = [rank for config in configs for rank in (config["r"], *config.get("rank_pattern", {}).values())]
     largest = max(ranks, default=DEFAULT_RANK)

@@ -144,6 +144,8 @@ def test_a_model_that_does_not_fit_its_base_is_refused_with_the_reason(project):
         "{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     assert "mine has another tokenizer: the chat template writes" in refused("--base", "base")
+    named = ("--set", "model.chat_template=base/chat_template.jinja", "--dry-run")
+    assert opdcl("eval", "mine", "--base", "base", *MEASURE, *named).returncode == 0
     (project / "mine" / "model.safetensors").rename(project / "mine" / "pytorch_model.bin")
     assert "holds no safetensors" in refused("--base", "base")
 
