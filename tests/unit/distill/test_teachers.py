@@ -386,7 +386,7 @@ def routes(*indices):
 
 def graded(backbone, folder, teacher):
     """Grade and learn from all rollouts; return the sums and the gradient."""
-    trainer = make_trainer(backbone, folder)
+    trainer = make_trainer(backbone, folder, weighting="tokens")
     trainer.grader.teachers["domain"] = teacher
     trainer.model.zero_grad()
     sums = trainer.grader.learn(ROLLOUTS, "domain", fresh=False)
