@@ -293,9 +293,9 @@ def load_suite(
     except Exception as fault:  # lm-eval asks the first row for all that it needs
         if path:
             hint = f"{path} must have the columns of lm-eval's data for the task {name}{columns(settings)}"
-            raise UsageError(
-                f"the rows of {path} do not fit suite {name!r}: {_reason(fault)}", hint
-            ) from fault
+            first = records and "process_docs" not in settings
+            message = f"suite {name!r} cannot read {records[0][1] if first else path}: {_reason(fault)}"
+            raise UsageError(message, hint) from fault
         hint = f"name a local copy: --data {name}=PATH; or, while online, opdcl fetch WORKFLOW"
         raise UsageError(f"could not load the data of suite {name!r}: {str(fault)[:200]}", hint) from fault
     if stock:

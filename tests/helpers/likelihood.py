@@ -63,16 +63,35 @@ def write_rows(folder: Path, task: str, rows: list[dict] | None = None) -> Path:
     return file
 
 
-def reference(task: str, file: Path, model) -> dict:
-    """Return what lm-eval's own `simple_evaluate` gives for a model of its own on the same file."""
+def reference(folder: Path, model) -> dict:
+    """Return what lm-eval's own `simple_evaluate` gives for a model on the files of `write_rows`."""
     from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
 
     from opdcl.data.stock_tasks import stock_file
 
-    settings = {k: v for k, v in load_yaml(stock_file(task)).items() if not k.startswith("dataset_")}
-    settings |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}}
-    settings |= {"training_split": None, "validation_split": None, "test_split": "test"}
-    if settings.get("num_fewshot"):
-        settings |= {"fewshot_split": "test", "fewshot_config": {"sampler": "default", "split": "test"}}
-    return simple_evaluate(model=model, tasks=[settings], bootstrap_iters=0)
+    tasks = []
+    for task in ROWS:
+        settings = {k: v for k, v in load_yaml(stock_file(task)).items() if not k.startswith("dataset_")}
+        files = {"test": str(folder / f"{task}.jsonl")}
+        settings |= {"dataset_path": "json", "dataset_kwargs": {"data_files": files}}
+        settings |= {"training_split": None, "validation_split": None, "test_split": "test"}
+        if settings.get("num_fewshot"):
+            settings |= {"fewshot_split": "test", "fewshot_config": {"split": "test"}}
+        tasks.append(settings)
+    # With its defaults, the manager would parse 14,000 files.
+    return simple_evaluate(
+        model, tasks=tasks, task_manager=TaskManager(include_defaults=False), bootstrap_iters=0
+    )
+
+
+def check_against(expected: dict, task: str, result: dict, rows: list[dict]) -> list[list[float]]:
+    """Assert that a result has lm-eval's scores to the last digit; return lm-eval's log-likelihoods."""
+    samples = sorted(expected["samples"][task], key=lambda row: row["doc_id"])
+    for metric in result["metrics"]:
+        scores, mean = [row["scores"][metric] for row in rows], expected["results"][task][f"{metric},none"]
+        assert scores == [sample[metric] for sample in samples]
+        assert sum(scores) / len(scores) == mean
+        assert result["metrics"][metric] == round(mean, 6)
+    return [[answer[0][0] for answer in sample["resps"]] for sample in samples]
