@@ -45,34 +45,34 @@ def group_tasks(name: str) -> list[str]:
     from lm_eval.tasks._index import Entry, Kind, TaskIndex
 
     index: dict[str, Entry] = TaskIndex.build([_files["group"][name].parent])
-    means: list[bool] = []
 
     def members(one: Any) -> Iterator[str]:
-        means.append(isinstance(one, str))  # otherwise the group changes its task's settings
-        one = one if isinstance(one, str) else one.get("task") or one.get("group")
-        match index.get(one):
-            case Entry(kind=Kind.GROUP, cfg=dict(cfg)):
-                scores = cfg.get("aggregate_metric_list") or []
-                scores = scores if isinstance(scores, list) else [scores]
-                means.append(bool(scores) and all(score.get("weight_by_size", True) for score in scores))
-                for child in cfg["task"]:
-                    yield from members(child)
-            case Entry(kind=Kind.TAG, tags=tags):
-                yield from sorted(tags)
-            case _:
-                yield one
+        # Neither a group in another folder nor a task whose settings the group changes is in the index.
+        entry = index.get(str(one), Entry("", Kind.UNKNOWN, None))
+        group = entry.cfg or {}
+        scores = group.get("aggregate_metric_list") or {"weight_by_size": False}
+        scores = [scores] if isinstance(scores, dict) else scores
+        if entry.kind is Kind.GROUP and all(score.get("weight_by_size", True) for score in scores):
+            for child in group["task"]:
+                yield from members(child)
+        elif entry.kind is Kind.TAG:
+            yield from sorted(entry.tags)
+        elif entry.kind in (Kind.TASK, Kind.PY_TASK):
+            yield entry.name
+        else:
+            message = f"the score of the group {name!r} is not the mean over its prompts"
+            raise UsageError(
+                f"{message}, which is not supported", one_by_one((index[name].cfg or {})["task"])
+            )
 
-    tasks = [*dict.fromkeys(members(name))]
-    if not all(means):
-        message = f"the score of the group {name!r} is not the mean over its prompts, which is not supported"
-        raise UsageError(message, f"name its tasks instead: {shortened(tasks)}")
-    return tasks
+    return [*dict.fromkeys(members(name))]
 
 
-def shortened(names: list[str]) -> str:
-    """Return at most ten names in a list, and how many more there are."""
+def one_by_one(tasks: list[Any]) -> str:
+    """Return the hint to name the tasks of a group, of which it lists at most ten."""
+    names = [str(one.get("task") or one.get("group")) if isinstance(one, dict) else one for one in tasks]
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(names[:10]) + more
+    return f"name its tasks instead: {', '.join(names[:10])}{more}"
 
 
 def stock_settings(name: str, file: Path) -> dict[str, Any]:
@@ -103,14 +103,12 @@ def columns(settings: dict[str, Any]) -> str:
     """List the columns that a task's templates read; "" for a task that reads them in code."""
     from jinja2 import Environment, meta
 
-    templates = [settings.get(f"doc_to_{part}") for part in ("text", "choice", "target")]
-    if "process_docs" in settings or any(callable(template) for template in templates):
+    parts = [settings.get(f"doc_to_{part}") for part in ("text", "choice", "target")]
+    if "process_docs" in settings or any(callable(part) for part in parts):
         return ""
-    texts = [
-        text if not text.isidentifier() else f"{{{{{text}}}}}" for text in templates if isinstance(text, str)
-    ]
-    names = set().union(*(meta.find_undeclared_variables(Environment().parse(text)) for text in texts))
-    return f": {', '.join(sorted(names))}"
+    texts = [f"{{{{{p}}}}}" if p.isidentifier() else p for p in parts if isinstance(p, str)]
+    read = {name for text in texts for name in meta.find_undeclared_variables(Environment().parse(text))}
+    return f": {', '.join(sorted(read))}"
 
 
 def with_local_data(

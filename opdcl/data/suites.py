@@ -18,7 +18,7 @@ from opdcl.data.scoring import process_results
 from opdcl.data.stock_tasks import (
     columns,
     group_tasks,
-    shortened,
+    one_by_one,
     stock_file,
     stock_names,
     stock_settings,
@@ -167,12 +167,9 @@ class LikelihoodSuite(Suite):
         from lm_eval.api.metrics import mean
 
         super().__init__(name, loaded)
-        better = self.task.higher_is_better()
-        self.metrics = [
-            metric
-            for metric in self.metrics
-            if better.get(metric, True) and all(task.aggregation().get(metric) is mean for task in self.tasks)
-        ]
+        for task in self.tasks:
+            means, better = task.aggregation(), task.higher_is_better()
+            self.metrics = [m for m in self.metrics if means.get(m) is mean and better.get(m, True)]
         self.metrics.sort(key=lambda metric: metric != "acc_norm")
         if not self.metrics:
             message = f"suite {name!r} has no score that is a mean over prompts and good when high"
@@ -201,16 +198,18 @@ class LikelihoodSuite(Suite):
         Raises:
             ValueError: The document has no two choices that are texts, or none of them is right.
         """
-        if self.task.OUTPUT_TYPE == "multiple_choice":
-            choices = self.task.doc_to_choice(doc)
-            if not isinstance(choices, list) or len(choices) < 2:
-                raise ValueError("it needs a list of at least two choices")
-            if not all(isinstance(choice, str) and choice.strip() for choice in choices):
-                raise ValueError("a choice is empty or no text")
-        elif not self.task.doc_to_target(doc):
-            raise ValueError("the text that should follow is empty")
-        scores, target = self._chance(self.task, doc), self.task.doc_to_target(doc)
-        if self.task.OUTPUT_TYPE == "multiple_choice" and not scores[self.metrics[0]]:
+        target = self.task.doc_to_target(doc)
+        if self.task.OUTPUT_TYPE == "loglikelihood":
+            if not target:
+                raise ValueError("the text that should follow is empty")
+            return self._chance(self.task, doc)
+        choices = self.task.doc_to_choice(doc)
+        if not isinstance(choices, list) or len(choices) < 2:
+            raise ValueError("it needs a list of at least two choices")
+        if not all(isinstance(choice, str) and choice.strip() for choice in choices):
+            raise ValueError("a choice is empty or no text")
+        scores = self._chance(self.task, doc)
+        if not scores[self.metrics[0]]:
             raise ValueError(f"the answer {target!r} is none of its {len(choices)} choices")
         return scores
 
@@ -309,7 +308,7 @@ def _group(name: str, parts: list[Suite]) -> Suite:
     """Return the suites of a group's tasks as one."""
     if any(part.generative for part in parts):
         message = f"the group {name!r} has generative tasks, which is not supported"
-        raise UsageError(message, f"name its tasks instead: {shortened([part.name for part in parts])}")
+        raise UsageError(message, one_by_one([part.name for part in parts]))
     return LikelihoodSuite(name, {"tasks": {part.name: part.task for part in parts}})
 
 

@@ -242,14 +242,8 @@ def evaluate(
     for task in suite.tasks:
         task.set_fewshot_seed(suite.fewshot_seed)
     # `simple_evaluate` would collect the environment after each call, which takes longer than a small suite.
-    results = lm_evaluate(
-        lm,
-        suite.loaded,
-        apply_chat_template=suite.generative,
-        log_samples=True,
-        bootstrap_iters=0,
-        limit=config.limit,
-    )
+    options: Any = {"apply_chat_template": suite.generative, "limit": config.limit}
+    results = lm_evaluate(lm, suite.loaded, log_samples=True, bootstrap_iters=0, **options)
     samples = _samples(suite, results["samples"], lm)
     floor = _add_floors(suite, config.limit, samples)
     write_atomic(run.eval_samples(state, suite.name), _lines(samples))
