@@ -35,7 +35,7 @@ def files():
 def measured(folder, files) -> RunDir:
     planned = opdcl("eval", "run", *OPTIONS, *files, "--force", "--dry-run", "--json", cwd=folder)
     assert planned.returncode == 0, planned.stderr
-    seconds = json.loads(planned.stdout)["forecast"]["eval_seconds"]
+    seconds = json.loads(planned.stdout)["eval_seconds"]
     assert {
         f"eval {task} {state}" for task in ROWS for state in ("base", "tuned", "recovered")
     } <= seconds.keys()
@@ -73,7 +73,7 @@ def test_the_report_has_intervals_and_floors_but_no_measure_of_writing(measured)
 def test_the_same_command_measures_nothing_again(measured, folder, files):
     again = opdcl("eval", "run", *OPTIONS, *files, cwd=folder)
     assert again.returncode == 0, again.stderr
-    assert again.stderr.count("skipped, done") == 3 * (1 + len(ROWS))
+    assert "everything is done already" in again.stderr
 
 
 def test_malformed_data_are_refused_and_change_nothing(measured, folder, files):
