@@ -108,7 +108,7 @@ def columns(settings: dict[str, Any]) -> str:
         return ""
     texts = [f"{{{{{p}}}}}" if p.isidentifier() else p for p in parts if isinstance(p, str)]
     read = {name for text in texts for name in meta.find_undeclared_variables(Environment().parse(text))}
-    return f": {', '.join(sorted(read))}"
+    return f": {', '.join(sorted(read))}" if read else ""
 
 
 def with_local_data(

@@ -93,7 +93,7 @@ class Suite:
 
     def lengths(self, limit: int | None, tokenizer: Any) -> list[int]:
         """Return the length of each prompt in tokens, without few-shot examples."""
-        texts = [str(self.task.doc_to_text(doc)) for doc in self.documents(limit)]
+        texts = self.prompts(limit)
         rows = [Row([{"role": "user", "content": text}], None, None, self.name) for text in texts]
         return [len(encode_prompt(row, tokenizer, sys.maxsize)) for row in rows]
 
@@ -213,21 +213,31 @@ class LikelihoodSuite(Suite):
             raise ValueError(f"the answer {target!r} is none of its {len(choices)} choices")
         return scores
 
+    def prompts(self, limit: int | None) -> list[str]:
+        """Return the prompts of the first `limit` documents of each task, or of all."""
+        return [self._prompt(task, doc) for task in self.tasks for _, doc in task.doc_iterator(limit=limit)]
+
+    def _prompt(self, task: Any, doc: dict) -> str:
+        """Return the text before the choices; if they begin the text or are all of it, one in each line."""
+        if task.multiple_input:
+            return "\n".join(f"{choice} {task.doc_to_target(doc)}" for choice in task.doc_to_choice(doc))
+        prompt = str(task.doc_to_text(doc))
+        all_in_choices = task.config.doc_to_choice and not prompt.strip()
+        return "\n".join(task.doc_to_choice(doc)) if all_in_choices else prompt
+
     def record(self, task: Any, row: dict[str, Any]) -> dict[str, Any]:
         """Return prompt, target, log-likelihoods and, for multiple choice, the likeliest choice."""
-        doc, target = row["doc"], row["target"]
-        likelihoods = [answers[0][0] for answers in row["resps"]]
-        prompt, response = task.doc_to_text(doc), None
+        doc, likelihoods = row["doc"], [answers[0][0] for answers in row["resps"]]
+        stored = {"prompt": self._prompt(task, doc), "response": None, "target": row["target"]}
         if task.OUTPUT_TYPE == "multiple_choice":
             choices = task.doc_to_choice(doc)
-            if task.multiple_input:  # the choices begin the text, and `prompt` is the number of the right one
-                prompt, target = "\n".join(f"{choice} {target}" for choice in choices), prompt
             sizes = [len(choice) if self.metrics[0] == "acc_norm" else 1 for choice in choices]
-            response = choices[max(range(len(choices)), key=lambda i: likelihoods[i] / sizes[i])]
-            right = target if isinstance(target, list) else [target]
-            target = " | ".join(str(choices[one] if isinstance(one, int) else one) for one in right)
-            prompt = prompt if prompt.strip() else "\n".join(choices)
-        return {"prompt": prompt, "response": response, "target": target, "likelihoods": likelihoods}
+            stored["response"] = choices[max(range(len(choices)), key=lambda i: likelihoods[i] / sizes[i])]
+            # With several beginnings, the text is the number of the right one, and the target the common end.
+            right = task.doc_to_text(doc) if task.multiple_input else row["target"]
+            right = right if isinstance(right, list) else [right]
+            stored["target"] = " | ".join(str(choices[one] if isinstance(one, int) else one) for one in right)
+        return stored | {"likelihoods": likelihoods}
 
     def lengths(self, limit: int | None, tokenizer: Any) -> list[int]:
         """Return the length in tokens of every text whose likelihood is asked for, with its examples."""
@@ -268,12 +278,11 @@ def load_suite(
         raise UsageError(f"suite {name!r} is shipped with its data", f"give {path} another name")
     manager = TaskManager(include_path=str(shipped.parents[1]) if shipped else None, include_defaults=False)
     stock = None if shipped else stock_file(name)
+    settings = stock_settings(name, stock) if stock else {}
     records = load_records(path) if stock and path else []
-    settings: dict[str, Any] = {}
     if shipped:
         task: str | dict[str, Any] = name
     elif stock:
-        settings = stock_settings(name, stock)
         if not path:
             fail_fast()
         task = with_local_data(settings, path, records) if path else str(stock)
@@ -292,9 +301,8 @@ def load_suite(
     except Exception as fault:  # lm-eval asks the first row for all that it needs
         if path:
             hint = f"{path} must have the columns of lm-eval's data for the task {name}{columns(settings)}"
-            first = records and "process_docs" not in settings
-            message = f"suite {name!r} cannot read {records[0][1] if first else path}: {_reason(fault)}"
-            raise UsageError(message, hint) from fault
+            place = records[0][1] if records and "process_docs" not in settings else path
+            raise UsageError(f"suite {name!r} cannot read {place}: {_reason(fault)}", hint) from fault
         hint = f"name a local copy: --data {name}=PATH; or, while online, opdcl fetch WORKFLOW"
         raise UsageError(f"could not load the data of suite {name!r}: {str(fault)[:200]}", hint) from fault
     if stock:

@@ -72,7 +72,11 @@ def choices(*texts):
             r"arc_easy.jsonl:3 of suite .* cannot be scored: 'E' is not in",
         ),
         ("arc_easy", changed(4, choices=None), r"arc_easy.jsonl:4 of suite 'arc_easy' cannot be scored"),
-        ("arc_easy", changed(5, choices=choices("only")), r"arc_easy.jsonl:5 .* at least two choices"),
+        (
+            "arc_easy",
+            changed(5, choices=choices("only"), answerKey="A"),
+            r"arc_easy.jsonl:5 .* at least two choices",
+        ),
         ("arc_easy", changed(6, choices=choices("a", "b", " ", "d")), r"arc_easy.jsonl:6 .* choice is empty"),
         (
             "arc_easy",
