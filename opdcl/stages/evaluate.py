@@ -91,7 +91,7 @@ class BackboneLM(LM):
                 progress = _progress(self.report, len(answers), len(requests))
                 rollouts = decode([prompts[i] for i in batch], limits[batch[0]], progress)
                 texts = [answer_text(tokenizer, r.prompt_ids, r.completion_ids) for r in rollouts]
-                rows = [
+                rows: list[dict[str, Any]] = [
                     {"key": keys[i], "text": text, "tokens": len(r.completion_ids), "ended": r.finished}
                     for i, text, r in zip(batch, texts, rollouts, strict=True)
                 ]
@@ -148,7 +148,7 @@ class BackboneLM(LM):
         """Return the log-likelihood of each continuation, and whether it is the greedy one, by `HFLM`."""
         keys = [self._key("loglikelihood", *request.args) for request in requests]
         answers = self._earlier(keys)
-        found = len(answers)
+        found, total = len(answers), len({*keys})
 
         def keep(batch: list[tuple[tuple[str, str], tuple[float, bool]]]) -> None:
             rows: list[dict[str, Any]] = [
@@ -158,16 +158,16 @@ class BackboneLM(LM):
             with open(self.partial, "a", encoding="utf-8") as file:
                 file.write(_lines(rows))
             done = found + (len(answers) - found) * parallel.worker_count()
-            self.report.progress(min(done, len({*keys})), len({*keys}))
+            self.report.progress(min(done, total), total)
 
         missing = {k: request for k, request in zip(keys, requests, strict=True) if k not in answers}
         with self.backbone.merged("student" if self.adapter else "base") as model:
             lm = _BatchwiseHFLM(model, self.backbone.tokenizer, self._rows(requests), keep)
             computed = lm.loglikelihood(parallel.my_share([*missing.values()]), disable_tqdm=True)
             lm.finish_batch()
-        given = {key: row["answer"] for key, row in answers.items()}
-        given |= zip(missing, parallel.gather_shares(computed), strict=True)
-        return [tuple(given[key]) for key in keys]
+        shares = zip(missing, parallel.gather_shares(computed), strict=True)
+        answers |= {key: {"answer": answer} for key, answer in shares}
+        return [tuple(answers[key]["answer"]) for key in keys]
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False):
         raise UsageError("suites that measure perplexity are not supported", "choose another task")
