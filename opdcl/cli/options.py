@@ -101,7 +101,9 @@ Steps = Annotated[int | None, Option(help="Optimizer steps.")]
 # eval.
 EvalSettings = Annotated[Texts, _setting("eval.max_new_tokens=256")]
 Limit = Annotated[int | None, Option(help="Evaluate only the first N documents of each suite.")]
-Retention = Annotated[Texts, Option(metavar="SUITE", help="Suite that measures forgetting. Repeatable.")]
+Retention = Annotated[
+    Texts, Option(metavar="SUITE,...", help="Suites that measure forgetting: ifeval,arc_easy. Repeatable.")
+]
 DomainSuites = Annotated[
     Texts, Option(metavar="SUITE", help="Domain suite, or a file of questions and answers. Repeatable.")
 ]

@@ -105,7 +105,8 @@ def evaluate(
     start(json, quiet, num_processes)
     shared: Options = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
     files = dict(map(_suite_and_file, data or ()))
-    show(opdcl.evaluate(source, retention or (), domain or (), files, limit, out, base, columns, **shared))
+    suites = [suite for names in retention or () for suite in names.split(",")]
+    show(opdcl.evaluate(source, suites, domain or (), files, limit, out, base, columns, **shared))
 
 
 def fetch(

@@ -19,9 +19,10 @@ class EvalConfig(Section):
     unused = (("sampler", lambda s: s.server is not None, "with server: the server decodes"),)
 
     retention: Names = ["instructions"]
-    """Suites of abilities to keep: `instructions` (shipped), `ifeval`, or any generative lm-eval task."""
+    """Suites of abilities to keep: `instructions` (shipped), `ifeval`, `arc_easy`, or any task or group of
+    lm-eval that scores prompt by prompt."""
     domain: Names = []
-    """Suites of the domain: `handbook` (shipped), or any generative lm-eval task."""
+    """Suites of the domain: `handbook` (shipped), or any such task of lm-eval."""
     control: Names = []
     """Suites that are reported but do not count in the verdict, such as `neighbours`."""
     data: dict[str, str] = {}
@@ -34,12 +35,14 @@ class EvalConfig(Section):
     thought_tokens: Count = Field(default=0, exclude_if=lambda value: not value)
     """Tokens for the thought before an answer, on top of its maximum length. Scorers do not see it."""
     batch_size: Positive | Auto = "auto"
-    """Number of answers decoded together. `auto`: 320 on CPU, 256 on CUDA."""
+    """Number of answers decoded together. `auto`: 320 on CPU, 256 on CUDA. Multiple choice takes fewer where
+    the logits of as many texts would exceed 1 GiB."""
     sampler: Sampler = "auto"
     """Decoding engine: our own `slab`, the same on CUDA graphs, or transformers' `generate` or `continuous`
     batching."""
     server: ServerSection | None = None
-    """Server that decodes. It must load adapters and read the run directory, as `opdcl serve RUN` does."""
+    """Server that decodes. It must load adapters and read the run directory, as `opdcl serve RUN` does.
+    Log-likelihoods are computed here all the same."""
 
     @field_validator("retention", "domain", "control", "data")
     @classmethod

@@ -5,15 +5,25 @@ from __future__ import annotations
 import difflib
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.shipped import shipped_suites
+from opdcl.data.chat import encode_prompt
 from opdcl.data.nltk_tables import ensure_punkt
-from opdcl.data.rows import Row, load_rows
+from opdcl.data.rows import Row, load_records, load_rows
 from opdcl.data.scoring import process_results
-from opdcl.data.stock_tasks import stock_file, stock_names, stock_settings, with_local_data
+from opdcl.data.stock_tasks import (
+    columns,
+    group_tasks,
+    one_by_one,
+    stock_file,
+    stock_names,
+    stock_settings,
+    with_local_data,
+)
 from opdcl.errors import UsageError
 from opdcl.hub import fail_fast
 
@@ -29,25 +39,33 @@ LONG_ANSWER = (
     "know, and I will be happy to help."
 )
 
-# Content-free answer -> the scores of each document, by metric.
+# A log-likelihood, and whether greedy decoding would give the same text.
+SURE, IMPOSSIBLE = (0.0, True), (-1000.0, False)
+
+# Content-free answer, or `chance` -> the scores of each document, by metric.
 FloorScores = dict[str, list[dict[str, Any]]]
 
 
 class Suite:
-    """A loaded suite: its lm-eval task, its metrics (the headline first), and its floors.
+    """A loaded suite: its lm-eval tasks, its metrics (the headline first), and its floors.
 
-    `loaded` is what `lm_eval.evaluator.evaluate` runs.
+    `loaded` is what `lm_eval.evaluator.evaluate` runs: one task, or those of a group.
     """
+
+    generative = True
+    """Whether the model writes answers; otherwise the likelihoods of given ones are compared."""
+    fewshot_seed = 0
 
     def __init__(self, name: str, loaded: Any):
         self.name, self.loaded = name, loaded
-        (self.task,) = loaded["tasks"].values()
+        self.tasks = [*loaded["tasks"].values()]
+        self.task = self.tasks[0]
         self.metrics: list[str] = list(self.task.aggregation())
         self._floors: dict[int | None, FloorScores] = {}
 
     def documents(self, limit: int | None) -> list[dict]:
-        """Return the first `limit` documents, or all."""
-        return [doc for _, doc in self.task.doc_iterator(limit=limit)]
+        """Return the first `limit` documents of each task, or all."""
+        return [doc for task in self.tasks for _, doc in task.doc_iterator(limit=limit)]
 
     def prompts(self, limit: int | None) -> list[str]:
         """Return the prompts of the first `limit` documents, or of all, without few-shot examples."""
@@ -68,6 +86,17 @@ class Suite:
         half = len(docs) // 2
         return self._floors[limit] | {"shuffled": self._score(docs, answers[half:] + answers[:half])}
 
+    def record(self, task: Any, row: dict[str, Any]) -> dict[str, Any]:
+        """Return prompt, response and target as they are stored, from a sample of lm-eval."""
+        prompt = task.doc_to_text(row["doc"])
+        return {"prompt": prompt, "response": row["resps"][0][0], "target": row["target"] or None}
+
+    def lengths(self, limit: int | None, tokenizer: Any) -> list[int]:
+        """Return the length of each prompt in tokens, without few-shot examples."""
+        texts = self.prompts(limit)
+        rows = [Row([{"role": "user", "content": text}], None, None, self.name) for text in texts]
+        return [len(encode_prompt(row, tokenizer, sys.maxsize)) for row in rows]
+
     @property
     def max_tokens(self) -> int:
         """The longest answer that the suite asks for, in tokens."""
@@ -85,23 +114,29 @@ class Suite:
         first.apply(instances)
         return [self.task.process_results(i.doc, [i.filtered_resps[first.name]]) for i in instances]
 
-    def check(self, limit: int | None) -> None:
-        """Score an empty answer to the first `limit` documents, or to all.
+    def blank(self, doc: dict) -> dict[str, Any]:
+        """Return the scores of an empty answer."""
+        return self._score([doc], [""])[0]
+
+    def check(self, limit: int | None, lines: list[str]) -> None:
+        """Score an empty answer to the first `limit` documents, or to all; `lines` says where they stand.
 
         Raises:
             UsageError: A document lacks a field, or a score is not a number for each prompt.
         """
-        field = self.task.config.doc_to_text
+        config = self.task.config
+        fields = [f for f in (config.doc_to_text, config.doc_to_choice) if isinstance(f, str)]
         hint = f"lm-eval's task {self.name} must be able to read each row, and score each by a number"
         for number, doc in enumerate(self.documents(limit), 1):
             try:
                 # lm-eval takes the name of a column that is missing for the prompt itself.
-                if isinstance(field, str) and field.isidentifier() and not doc.get(field):
-                    raise KeyError(field)
+                if lacking := [f for f in fields if f.isidentifier() and doc.get(f) in (None, "")]:
+                    raise KeyError(lacking[0])
                 self.task.doc_to_text(doc)
-                (scores,) = self._score([doc], [""])
+                scores = self.blank(doc)
             except Exception as fault:  # whatever lm-eval's templates and functions raise on other columns
-                message = f"row {number} of suite {self.name!r} cannot be scored: {_reason(fault)}"
+                row = lines[number - 1] if number <= len(lines) else f"row {number}"
+                message = f"{row} of suite {self.name!r} cannot be scored: {_reason(fault)}"
                 raise UsageError(message, hint) from fault
             try:
                 self.means([scores])
@@ -112,6 +147,106 @@ class Suite:
     def means(self, scores: list[dict[str, Any]]) -> dict[str, float]:
         """Return the mean of each metric."""
         return {m: mean_score([s[m] for s in scores]) for m in self.metrics}
+
+
+class LikelihoodSuite(Suite):
+    """A suite that compares log-likelihoods of given texts: multiple choice, or how a text goes on.
+
+    Its metrics are those that are means over documents: `acc_norm` first, if the task has it, because `acc`
+    favours short choices. Its floor is chance. Prompts have no chat template, as by default in lm-eval.
+
+    Raises:
+        UsageError: No score is a mean over documents.
+    """
+
+    generative = False
+    fewshot_seed = 1234  # lm-eval's own
+    max_tokens = 0
+
+    def __init__(self, name: str, loaded: Any):
+        from lm_eval.api.metrics import mean
+
+        super().__init__(name, loaded)
+        for task in self.tasks:
+            means, better = task.aggregation(), task.higher_is_better()
+            self.metrics = [m for m in self.metrics if means.get(m) is mean and better.get(m, True)]
+        self.metrics.sort(key=lambda metric: metric != "acc_norm")
+        if not self.metrics:
+            message = f"suite {name!r} has no score that is a mean over prompts and good when high"
+            raise UsageError(message, "choose another task")
+
+    def floors(self, limit: int | None, answers: list[str]) -> FloorScores:
+        """Return the expected scores of a guess on the first `limit` documents."""
+        if limit not in self._floors:
+            docs = [(task, doc) for task in self.tasks for _, doc in task.doc_iterator(limit=limit)]
+            self._floors[limit] = {"chance": [self._chance(task, doc) for task, doc in docs]}
+        return self._floors[limit]
+
+    def _chance(self, task: Any, doc: dict) -> dict[str, float]:
+        """Return the mean scores over the choices, each taken for certain; a single text is never certain."""
+        if task.OUTPUT_TYPE == "loglikelihood":
+            return task.process_results(doc, [IMPOSSIBLE])
+        count = len(task.doc_to_choice(doc))
+        prior = [SURE] * count if "acc_mutual_info" in task.aggregation() else []
+        certain = [[IMPOSSIBLE] * i + [SURE] + [IMPOSSIBLE] * (count - 1 - i) for i in range(count)]
+        scores = [task.process_results(doc, results + prior) for results in certain]
+        return {metric: float(sum(s[metric] for s in scores)) / count for metric in self.metrics}
+
+    def blank(self, doc: dict) -> dict[str, Any]:
+        """Return the scores of a guess.
+
+        Raises:
+            ValueError: The document has no two choices that are texts, or none of them is right.
+        """
+        target = self.task.doc_to_target(doc)
+        if self.task.OUTPUT_TYPE == "loglikelihood":
+            if not target:
+                raise ValueError("the text that should follow is empty")
+            return self._chance(self.task, doc)
+        choices = self.task.doc_to_choice(doc)
+        if not isinstance(choices, list) or len(choices) < 2:
+            raise ValueError("it needs a list of at least two choices")
+        if not all(isinstance(choice, str) and choice.strip() for choice in choices):
+            raise ValueError("a choice is empty or no text")
+        scores = self._chance(self.task, doc)
+        if not scores[self.metrics[0]]:
+            raise ValueError(f"the answer {target!r} is none of its {len(choices)} choices")
+        return scores
+
+    def prompts(self, limit: int | None) -> list[str]:
+        """Return the prompts of the first `limit` documents of each task, or of all."""
+        return [self._prompt(task, doc) for task in self.tasks for _, doc in task.doc_iterator(limit=limit)]
+
+    def _prompt(self, task: Any, doc: dict) -> str:
+        """Return the text before the choices; if they begin the text or are all of it, one in each line."""
+        if task.multiple_input:
+            return "\n".join(f"{choice} {task.doc_to_target(doc)}" for choice in task.doc_to_choice(doc))
+        prompt = str(task.doc_to_text(doc))
+        all_in_choices = task.config.doc_to_choice and not prompt.strip()
+        return "\n".join(task.doc_to_choice(doc)) if all_in_choices else prompt
+
+    def record(self, task: Any, row: dict[str, Any]) -> dict[str, Any]:
+        """Return prompt, target, log-likelihoods and, for multiple choice, the likeliest choice."""
+        doc, likelihoods = row["doc"], [answers[0][0] for answers in row["resps"]]
+        stored = {"prompt": self._prompt(task, doc), "response": None, "target": row["target"]}
+        if task.OUTPUT_TYPE == "multiple_choice":
+            choices = task.doc_to_choice(doc)
+            sizes = [len(choice) if self.metrics[0] == "acc_norm" else 1 for choice in choices]
+            stored["response"] = choices[max(range(len(choices)), key=lambda i: likelihoods[i] / sizes[i])]
+            # With several beginnings, the text is the number of the right one, and the target the common end.
+            right = task.doc_to_text(doc) if task.multiple_input else row["target"]
+            right = right if isinstance(right, list) else [right]
+            stored["target"] = " | ".join(str(choices[one] if isinstance(one, int) else one) for one in right)
+        return stored | {"likelihoods": likelihoods}
+
+    def lengths(self, limit: int | None, tokenizer: Any) -> list[int]:
+        """Return the length in tokens of every text whose likelihood is asked for, with its examples."""
+        texts: list[str] = []
+        for task in self.tasks:
+            task.set_fewshot_seed(self.fewshot_seed)
+            task.build_all_requests(limit=limit, rank=0, world_size=1)
+            texts += ["".join(request.args) for request in task.instances]
+        return [len(ids) for ids in tokenizer(texts)["input_ids"]]
 
 
 def content_free(prompts: list[str]) -> dict[str, list[str]]:
@@ -128,7 +263,7 @@ def content_free(prompts: list[str]) -> dict[str, list[str]]:
 def load_suite(
     name: str, config: EvalConfig | None = None, read_rows: Callable[[str], list[Row]] = load_rows
 ) -> Suite:
-    """Load a shipped suite, a task of lm-eval, or a file of questions that `config.data` names.
+    """Load a shipped suite, a task or group of lm-eval, or a file of questions that `config.data` names.
 
     Raises:
         UsageError: The suite is unknown or not supported, or its data could not be loaded or do not fit.
@@ -143,32 +278,46 @@ def load_suite(
         raise UsageError(f"suite {name!r} is shipped with its data", f"give {path} another name")
     manager = TaskManager(include_path=str(shipped.parents[1]) if shipped else None, include_defaults=False)
     stock = None if shipped else stock_file(name)
+    settings = stock_settings(name, stock) if stock else {}
+    records = load_records(path) if stock and path else []
     if shipped:
         task: str | dict[str, Any] = name
     elif stock:
-        settings = stock_settings(name, stock)
         if not path:
             fail_fast()
-        task = with_local_data(settings, path) if path else str(stock)
+        task = with_local_data(settings, path, records) if path else str(stock)
     elif path:
         task = _question_task(name, functools.partial(read_rows, path), config.max_new_tokens or 96)
+    elif members := group_tasks(name):
+        return _group(name, [load_suite(member, config, read_rows) for member in members])
     else:
         raise _unknown(name)
     try:
-        suite = Suite(name, manager.load([task]))
+        loaded = manager.load([task])
+        (kind,) = (one.OUTPUT_TYPE for one in loaded["tasks"].values())
+        suite = (LikelihoodSuite if kind in ("multiple_choice", "loglikelihood") else Suite)(name, loaded)
     except UsageError:
         raise
     except Exception as fault:  # lm-eval asks the first row for all that it needs
         if path:
-            hint = f"{path} must have the columns of lm-eval's data for the task {name}"
-            raise UsageError(
-                f"the rows of {path} do not fit suite {name!r}: {_reason(fault)}", hint
-            ) from fault
+            hint = f"{path} must have the columns of lm-eval's data for the task {name}{columns(settings)}"
+            place = records[0][1] if records and "process_docs" not in settings else path
+            raise UsageError(f"suite {name!r} cannot read {place}: {_reason(fault)}", hint) from fault
         hint = f"name a local copy: --data {name}=PATH; or, while online, opdcl fetch WORKFLOW"
         raise UsageError(f"could not load the data of suite {name!r}: {str(fault)[:200]}", hint) from fault
     if stock:
-        suite.check(None if path else 1)
+        lines = [where for _, where in records]
+        # A task may leave rows of its data out; then lines and documents do not correspond.
+        suite.check(None if path else 1, lines if len(lines) == len(suite.task.eval_docs) else [])
     return suite
+
+
+def _group(name: str, parts: list[Suite]) -> Suite:
+    """Return the suites of a group's tasks as one."""
+    if any(part.generative for part in parts):
+        message = f"the group {name!r} has generative tasks, which is not supported"
+        raise UsageError(message, one_by_one([part.name for part in parts]))
+    return LikelihoodSuite(name, {"tasks": {part.name: part.task for part in parts}})
 
 
 def _reason(fault: Exception) -> str:
@@ -178,7 +327,7 @@ def _reason(fault: Exception) -> str:
 def _unknown(name: str) -> UsageError:
     shipped = [*shipped_suites()]
     near = difflib.get_close_matches(name, [*shipped, *stock_names()], 1)
-    known = f"shipped: {', '.join(shipped)}; or one generative task of lm-eval, not a group"
+    known = f"shipped: {', '.join(shipped)}; or a task or group of lm-eval"
     return UsageError(f"unknown suite {name!r}", f"did you mean {near[0]}?" if near else known)
 
 

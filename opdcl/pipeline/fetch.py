@@ -123,14 +123,17 @@ def _suite_data(run: Workflow, suite: str, dry_run: bool, note: Callable[[str], 
 
     note(f"suite {suite}")
     try:
-        task = load_suite(suite, run.eval).task
+        tasks = load_suite(suite, run.eval).tasks
     except UsageError:
         raise
     except Exception as fault:  # datasets raises a dozen kinds
         message = f"could not load the data of suite {suite!r}: {str(fault)[:200]}"
         raise UsageError(message, FETCH_HINT) from fault
-    sizes = [part.info.download_size or 0 for part in task.dataset.values() if getattr(part, "info", None)]
-    return Fetched("suite", suite, None, max(sizes, default=0) or None, None, True)
+    parts = [
+        [p.info.download_size or 0 for p in t.dataset.values() if getattr(p, "info", None)] for t in tasks
+    ]
+    sizes = [max(part, default=0) for part in parts]
+    return Fetched("suite", suite, None, sum(sizes) or None, None, True)
 
 
 def megabytes(size: int) -> str:

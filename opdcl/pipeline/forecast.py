@@ -232,6 +232,10 @@ def _eval_need(name: str, workflow: Workflow, sources: Sources, shape: _Shape) -
     config = workflow.eval
     assert config
     suite, prompts = sources.suite(name, config), sources.prompt_lengths(name, workflow)
+    if not suite.generative:
+        from opdcl.stages.evaluate import LOGIT_BYTES
+
+        return _Need(shape.weights + LOGIT_BYTES, forward=2.0 * shape.parameters * sum(prompts))
     if config.server:
         return _Need()
     new_tokens = min(suite.max_tokens, config.max_new_tokens or suite.max_tokens) + config.thought_tokens

@@ -244,9 +244,10 @@ def _check_suites(workflow: Workflow, sources: Sources) -> None:
     assert config
     context_length = text_config(workflow.model).max_position_embeddings
     for name in config.suites():
-        suite_limit = sources.suite(name, config).max_tokens
-        for length in sources.prompt_lengths(name, workflow):
-            max_answer_tokens(config, suite_limit, length, context_length)
+        suite = sources.suite(name, config)
+        # As in lm-eval, texts whose likelihood is asked for lose their beginning.
+        for length in sources.prompt_lengths(name, workflow) if suite.generative else ():
+            max_answer_tokens(config, suite.max_tokens, length, context_length)
 
 
 def check_servers(workflow: Workflow, unfinished: set[str]) -> None:

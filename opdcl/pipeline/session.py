@@ -150,10 +150,10 @@ class Session:
             backbone.load_adapter(adapter, "student")
             self._measured_state = task.state
         model = {"id": self.workflow.model.id, "adapter_sha256": adapter_hash(adapter) if adapter else None}
-        if config.server:
+        suite = self.sources.suite(task.suite, config)
+        if config.server and suite.generative:
             model["decoded"] = "on a server"
         record = {"role": task.role, "model": model, "fingerprint": task.fingerprint}
-        suite = self.sources.suite(task.suite, config)
         with self.output.stage(task.label) as line:
             result = evaluate(config, suite, backbone, task.state, self.run, record, line, adapter)
             metric = result["metric"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
 from opdcl.data.examples import Examples, read_examples, with_answers
 from opdcl.data.rows import SHIPPED, Row, check_lines, load_rows, on_hub, pinned, recognised, source_files
+from opdcl.data.stock_tasks import group_tasks
 from opdcl.errors import UsageError
 from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_plan, stage_folder
 from opdcl.rundir.files import read_json, write_atomic
@@ -43,7 +43,7 @@ class Sources:
         self._given = dict(given or {})
         self.columns: dict[str, str] = {}
         self._rows: dict[tuple[str, ...], list[Row]] = {}
-        self._suites: dict[tuple[str, str | None, int | None], Suite] = {}
+        self._suites: dict[tuple[str, ...], Suite] = {}
         self._hashes: dict[tuple[Path, ...], str] = {}
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         self._examples: dict[tuple[str, str], Examples] = {}
@@ -62,8 +62,9 @@ class Sources:
         """Return a loaded suite; `config` names its local data, if it has any."""
         from opdcl.data.suites import load_suite
 
-        path = config.data.get(name) if config else None
-        key = name, path, config.max_new_tokens if path else None
+        # The data of a group are those of its tasks.
+        data = config.data if config else {}
+        key = name, *map(str, data.items()), str(config.max_new_tokens if config and name in data else None)
         if key not in self._suites:
             self._suites[key] = load_suite(name, config, self.rows)
         return self._suites[key]
@@ -167,16 +168,12 @@ class Sources:
         return with_answers(self.rows(config.data), config)[0]
 
     def prompt_lengths(self, name: str, workflow: Workflow) -> list[int]:
-        """Return the length of each prompt of a suite in tokens, without few-shot examples."""
-        from opdcl.data.chat import encode_prompt
-
+        """Return `Suite.lengths` for a model's tokenizer."""
         assert workflow.eval
         suite, tokenizer = self.suite(name, workflow.eval), self.tokenizer(workflow.model)
         key = suite, workflow.eval.limit, workflow.model.model_dump_json()
         if key not in self._lengths:
-            texts = suite.prompts(workflow.eval.limit)
-            rows = [Row([{"role": "user", "content": text}], None, None, name) for text in texts]
-            self._lengths[key] = [len(encode_prompt(row, tokenizer, sys.maxsize)) for row in rows]
+            self._lengths[key] = suite.lengths(workflow.eval.limit, tokenizer)
         return self._lengths[key]
 
     def recovery(self, workflow: Workflow) -> RecoverySource:
@@ -231,6 +228,10 @@ class Sources:
             if shipped := shipped_suites().get(suite):
                 files = sorted(p for p in shipped.parent.iterdir() if p.is_file())
                 hashes[field] = self._hash([*files, Path(scoring.__file__)])
+            elif evaluation and evaluation.data and suite not in evaluation.data:
+                members = [hashes.get(f"eval.data.{task}") for task in group_tasks(suite)]
+                if any(members):
+                    hashes[field] = hash_value(members)
         return hashes
 
     def _files(self, source: str) -> list[Path]:

@@ -46,7 +46,8 @@ def values(suite: Suite, state: str) -> dict[str, np.ndarray]:
         "ended": [row.get("ended") for row in rows],
         "tokens": [row.get("tokens") for row in rows],
     }
-    if rows and all(row.get("response") is not None for row in rows):
+    # Where likelihoods were compared, the response is a choice, which nobody wrote.
+    if rows and all(row.get("response") is not None and "likelihoods" not in row for row in rows):
         answers = [row["response"] for row in rows]
         columns["repetition"] = [repetition([WORD.findall(answer)]) for answer in answers]
         references = [row.get("response") for row in suite.rows.get("base", rows)]

@@ -14,6 +14,7 @@ from typing import Any
 
 from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate as lm_evaluate
+from lm_eval.models.huggingface import HFLM
 
 from opdcl import parallel
 from opdcl.config.evaluate import EvalConfig
@@ -29,6 +30,9 @@ from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.sample import sample
 from opdcl.training import StageReport, peak_memory, reset_peak_memory
+
+# Memory for the logits of one batch of log-likelihoods, which are kept for every position, in bytes.
+LOGIT_BYTES = 2**30
 
 # Prompts, maximum tokens of each completion, callback for finished completions -> completions.
 Decode = Callable[[list[list[int]], int, Callable[[list[Rollout]], None]], list[Rollout]]
@@ -78,9 +82,7 @@ class BackboneLM(LM):
         prompts = [tokenizer(r.args[0], add_special_tokens=False)["input_ids"] for r in requests]
         limits = [self._max_tokens(r, len(p)) for r, p in zip(requests, prompts, strict=True)]
         keys = [self._key(prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
-        answers = {row["key"]: row for row in read_jsonl(self.partial) if row.get("key") in {*keys}}
-        # Rewritten first, so that new answers do not follow a line that a crash cut off.
-        write_atomic(self.partial, _lines(answers.values()))
+        answers = self._earlier(keys)
         # A prompt that occurs twice is answered once.
         missing = list({key: i for i, key in enumerate(keys) if key not in answers}.values())
         size = self.config.batch_size * parallel.worker_count()
@@ -89,7 +91,7 @@ class BackboneLM(LM):
                 progress = _progress(self.report, len(answers), len(requests))
                 rollouts = decode([prompts[i] for i in batch], limits[batch[0]], progress)
                 texts = [answer_text(tokenizer, r.prompt_ids, r.completion_ids) for r in rollouts]
-                rows = [
+                rows: list[dict[str, Any]] = [
                     {"key": keys[i], "text": text, "tokens": len(r.completion_ids), "ended": r.finished}
                     for i, text, r in zip(batch, texts, rollouts, strict=True)
                 ]
@@ -104,9 +106,16 @@ class BackboneLM(LM):
         self.ended = [row["ended"] or row["text"] != text for row, text in zip(in_order, texts, strict=True)]
         return texts
 
-    def _key(self, prompt_ids: list[int], max_tokens: int) -> str:
+    def _key(self, *question: Any) -> str:
         """Return a hash of all that an answer depends on."""
-        return hash_value([self._made_by, prompt_ids, max_tokens])
+        return hash_value([self._made_by, *question])
+
+    def _earlier(self, keys: list[str]) -> dict[str, dict[str, Any]]:
+        """Return the answers that an interrupted evaluation has left, by key."""
+        answers = {row["key"]: row for row in read_jsonl(self.partial) if row.get("key") in {*keys}}
+        # Rewritten first, so that new answers do not follow a line that a crash cut off.
+        write_atomic(self.partial, _lines(answers.values()))
+        return answers
 
     def _max_tokens(self, request, length: int) -> int:
         """Return the maximum length of an answer, in tokens."""
@@ -135,11 +144,63 @@ class BackboneLM(LM):
                 )
             )
 
-    def loglikelihood(self, requests, disable_tqdm: bool = False):
-        hint = "choose a generative task"
-        raise UsageError("suites that compare log-likelihoods are not supported yet", hint)
+    def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation, and whether it is the greedy one, by `HFLM`."""
+        keys = [self._key("loglikelihood", *request.args) for request in requests]
+        answers = self._earlier(keys)
+        found, total = len(answers), len({*keys})
 
-    loglikelihood_rolling = loglikelihood
+        def keep(batch: list[tuple[tuple[str, str], tuple[float, bool]]]) -> None:
+            rows: list[dict[str, Any]] = [
+                {"key": self._key("loglikelihood", *texts), "answer": answer} for texts, answer in batch
+            ]
+            answers.update({row["key"]: row for row in rows})
+            with open(self.partial, "a", encoding="utf-8") as file:
+                file.write(_lines(rows))
+            done = found + (len(answers) - found) * parallel.worker_count()
+            self.report.progress(min(done, total), total)
+
+        missing = {k: request for k, request in zip(keys, requests, strict=True) if k not in answers}
+        with self.backbone.merged("student" if self.adapter else "base") as model:
+            lm = _BatchwiseHFLM(model, self.backbone.tokenizer, self._rows(requests), keep)
+            computed = lm.loglikelihood(parallel.my_share([*missing.values()]), disable_tqdm=True)
+            lm.finish_batch()
+        shares = zip(missing, parallel.gather_shares(computed), strict=True)
+        answers |= {key: {"answer": answer} for key, answer in shares}
+        return [tuple(answers[key]["answer"]) for key in keys]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False):
+        raise UsageError("suites that measure perplexity are not supported", "choose another task")
+
+    def _rows(self, requests) -> int:
+        """Return the batch size at which the logits of the longest request fit into `LOGIT_BYTES`."""
+        longest = max(("".join(request.args) for request in requests), key=len)
+        head_VH = self.backbone.head_VH
+        # HFLM holds them twice: before and after the softmax.
+        row = 2 * len(self.backbone.tokenizer(longest)["input_ids"]) * len(head_VH) * head_VH.element_size()
+        return max(1, min(int(self.config.batch_size), LOGIT_BYTES // row))
+
+
+class _BatchwiseHFLM(HFLM):
+    """lm-eval's `HFLM` on a model in memory; `keep` receives the answers of each finished batch."""
+
+    def __init__(self, model, tokenizer, batch_size: int, keep: Callable[[list], None]):
+        super().__init__(model, backend="causal", tokenizer=tokenizer, batch_size=batch_size)
+        self._keep = keep
+        self._batch: list[tuple[tuple[str, str], tuple[float, bool]]] = []
+        self.cache_hook = self  # HFLM tells it each answer
+
+    def add_partial(self, kind: str, texts: tuple[str, str], answer: tuple[float, bool]) -> None:
+        self._batch.append((texts, answer))
+
+    def finish_batch(self) -> None:
+        batch, self._batch = self._batch, []
+        if batch:
+            self._keep(batch)
+
+    def _model_call(self, *args, **kwargs):
+        self.finish_batch()
+        return super()._model_call(*args, **kwargs)
 
 
 def max_answer_tokens(config: EvalConfig, suite_limit: int, length: int, room: int) -> int:
@@ -178,12 +239,12 @@ def evaluate(
     lm = BackboneLM(backbone, adapter, config, partial, report)
     quiet_lm_eval()
     # Unseeded, lm-eval would draw other few-shot examples for each state.
-    suite.task.set_fewshot_seed(0)
+    for task in suite.tasks:
+        task.set_fewshot_seed(suite.fewshot_seed)
     # `simple_evaluate` would collect the environment after each call, which takes longer than a small suite.
-    results = lm_evaluate(
-        lm, suite.loaded, apply_chat_template=True, log_samples=True, bootstrap_iters=0, limit=config.limit
-    )
-    samples = _samples(suite, next(iter(results["samples"].values())), lm)
+    options: Any = {"apply_chat_template": suite.generative, "limit": config.limit}
+    results = lm_evaluate(lm, suite.loaded, log_samples=True, bootstrap_iters=0, **options)
+    samples = _samples(suite, results["samples"], lm)
     floor = _add_floors(suite, config.limit, samples)
     write_atomic(run.eval_samples(state, suite.name), _lines(samples))
     result = record | {
@@ -215,26 +276,30 @@ def _add_floors(suite: Suite, limit: int | None, samples: list[dict[str, Any]]) 
     return means
 
 
-def _samples(suite: Suite, rows: list[dict[str, Any]], lm: BackboneLM) -> list[dict[str, Any]]:
+def _samples(suite: Suite, by_task: dict[str, list[dict[str, Any]]], lm: BackboneLM) -> list[dict[str, Any]]:
     """Return the stored records of lm-eval's samples, in the order of the documents.
 
     A task with several filters, which pick the answer out of a response, is scored by its first one.
+    Only written answers have `tokens` and `ended`.
     `ended` says whether the answer came to its end before its token limit, `cluster` which fact or person the
     prompt is about, and `group` which kind of prompt it is.
     """
-    in_order = sorted((r for r in rows if r["filter"] == rows[0]["filter"]), key=lambda row: row["doc_id"])
+    in_order = [
+        (task, row)
+        for task, rows in zip(suite.tasks, by_task.values(), strict=True)
+        for row in sorted(rows, key=lambda row: row["doc_id"])
+        if row["filter"] == rows[0]["filter"]
+    ]
+    written = [{"tokens": n, "ended": ended} for n, ended in zip(lm.lengths, lm.ended, strict=True)]
     return [
         {
-            "doc_id": row["doc_id"],
-            "prompt": suite.task.doc_to_text(row["doc"]),
-            "response": row["resps"][0][0],
-            "target": row["target"] or None,
+            "doc_id": row["doc_id"] if len(suite.tasks) == 1 else f"{task.task_name} {row['doc_id']}",
+            **suite.record(task, row),
             "scores": {m: row[m] for m in suite.metrics},
-            "tokens": tokens,
-            "ended": ended,
+            **measures,
             **{key: row["doc"][key] for key in ("cluster", "group") if row["doc"].get(key)},
         }
-        for row, tokens, ended in zip(in_order, lm.lengths, lm.ended, strict=True)
+        for (task, row), measures in zip(in_order, written or [{}] * len(in_order), strict=True)
     ]
 
 

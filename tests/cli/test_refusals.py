@@ -117,7 +117,11 @@ def test_a_bad_workflow_file_is_refused_with_its_line(refused, tmp_path, content
 @pytest.mark.parametrize("options", [[], ["--dry-run"]], ids=["run", "dry run"])
 @pytest.mark.parametrize(
     ("suite", "message"),
-    [("ifeval", "no column 'prompt'"), ("gsm8k", "'question' is undefined"), ("arc_easy", "not generative")],
+    [
+        ("ifeval", "no column 'prompt'"),
+        ("gsm8k", "'question' is undefined"),
+        ("arc_easy", "data.jsonl:1: 'question' is undefined"),
+    ],
 )
 def test_local_data_that_do_not_fit_their_suite_are_refused_before_training(
     refused, tmp_path, suite, message, options

@@ -1,11 +1,7 @@
-"""The evaluation's progress, and the suites that it refuses."""
+"""The evaluation's progress."""
 
-import pytest
-
-from opdcl.config.evaluate import EvalConfig
-from opdcl.errors import UsageError
 from opdcl.sampling.rollout import Rollout
-from opdcl.stages.evaluate import BackboneLM, _progress
+from opdcl.stages.evaluate import _progress
 
 
 class Counter:
@@ -26,10 +22,3 @@ def test_progress_counts_finished_answers_on_top_of_those_of_an_earlier_run():
     count([Rollout([1]), Rollout([2])])
     count([Rollout([3])])
     assert report.told == [(5, 9), (6, 9)]
-
-
-def test_a_suite_that_compares_likelihoods_is_refused(loaded, tmp_path):
-    lm = BackboneLM(loaded, None, EvalConfig(), tmp_path / "partial", Counter())
-    for method in (lm.loglikelihood, lm.loglikelihood_rolling):
-        with pytest.raises(UsageError, match="log-likelihoods"):
-            method([])

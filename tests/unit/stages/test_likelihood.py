@@ -1,0 +1,184 @@
+"""Log-likelihoods on the resident model are those of lm-eval's own `HFLM`, also after an interrupt."""
+
+import copy
+
+import pytest
+from helpers.likelihood import QUESTIONS, ROWS, check_against, reference, write_rows
+from helpers.recovering import Silent
+
+from opdcl.config.evaluate import EvalConfig
+from opdcl.config.finetune import LoraSection
+from opdcl.data.suites import load_suite
+from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.layout import RunDir
+from opdcl.stages import evaluate as stage
+from opdcl.training import save_adapter
+
+
+class Counter(Silent):
+    """Count the batches, and interrupt after number `stop`."""
+
+    def __init__(self, stop=None):
+        self.batches, self.stop, self.counts = 0, stop, []
+
+    def progress(self, done, total, **values):
+        self.batches += 1
+        self.counts.append((done, total))
+        if self.batches == self.stop:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def measure(backbone, tmp_path):
+    """Return a function that measures base or an adapter; it returns result, rows and the counter."""
+
+    def run(task, name="run", stop=None, adapter=None, batch_size=4, rows=None):
+        data = {task: str(write_rows(tmp_path, task, rows))}
+        config = EvalConfig(retention=[task], data=data, batch_size=batch_size)
+        backbone.drop_adapters()
+        if adapter:
+            backbone.load_adapter(adapter, "student")
+        counter, out, result = Counter(stop), RunDir(tmp_path / name), None
+        try:
+            result = stage.evaluate(
+                config, load_suite(task, config), backbone, "state", out, {}, counter, adapter
+            )
+        except KeyboardInterrupt:
+            assert stop
+        return result, read_jsonl(out.eval_samples("state", task)), counter
+
+    return run
+
+
+@pytest.fixture
+def adapter(backbone, tmp_path):
+    backbone.new_adapter(LoraSection(r=4, alpha=8), 1)
+    for layer in backbone.adapted_layers():
+        layer.lora_B["student"].weight.data.normal_()
+    save_adapter(backbone, tmp_path / "adapter")
+    backbone.drop_adapters()
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["base", "adapter"])
+def test_scores_and_likelihoods_are_those_of_lm_evals_own_model(
+    measure, backbone, adapter, tmp_path, adapted
+):
+    from lm_eval.models.huggingface import HFLM
+    from peft import PeftModel
+
+    plain, before = copy.deepcopy(backbone.causal_lm), backbone.fingerprint()
+    measured = {task: measure(task, adapter=adapter if adapted else None) for task in ROWS}
+    assert backbone.fingerprint() == before
+    if adapted:
+        plain = PeftModel.from_pretrained(plain, str(adapter)).merge_and_unload()
+    own = HFLM(plain, tokenizer=copy.deepcopy(backbone.tokenizer), batch_size=4)
+    expected = reference(tmp_path, own)
+    for task, (result, rows, _) in measured.items():
+        # PEFT adds the same numbers in another order, and lm-eval puts texts of all tasks into one batch.
+        for row, likelihoods in zip(rows, check_against(expected, task, result, rows), strict=True):
+            assert row["likelihoods"] == pytest.approx(likelihoods, rel=1e-4)
+
+
+def test_likelihoods_of_one_task_are_those_of_hflm_bit_for_bit(measure, backbone, tmp_path):
+    from lm_eval.models.huggingface import HFLM
+
+    _, rows, _ = measure("arc_easy")
+    task = load_suite("arc_easy", EvalConfig(data={"arc_easy": str(tmp_path / "arc_easy.jsonl")})).task
+    task.build_all_requests(limit=None, rank=0, world_size=1)
+    own = HFLM(copy.deepcopy(backbone.causal_lm), tokenizer=backbone.tokenizer, batch_size=4)
+    expected = [likelihood for likelihood, _ in own.loglikelihood(task.instances)]
+    assert [likelihood for row in rows for likelihood in row["likelihoods"]] == expected
+
+
+def test_the_adapter_changes_the_likelihoods(measure, adapter):
+    base, tuned = measure("arc_easy", "a")[1], measure("arc_easy", "b", adapter=adapter)[1]
+    assert [r["likelihoods"] for r in base] != [r["likelihoods"] for r in tuned]
+
+
+def test_an_interrupted_evaluation_computes_no_batch_twice(measure, tmp_path):
+    _, clean, whole = measure("arc_easy", "clean")
+    _, rows, begun = measure("arc_easy", stop=3)
+    _, resumed, rest = measure("arc_easy")
+    assert (rows, resumed) == ([], clean)
+    assert begun.counts + rest.counts == whole.counts
+    assert whole.counts[-1] == (37, 37)
+    assert not [*tmp_path.glob("run/evals/*/.*partial*")]
+
+
+def test_answers_to_other_choices_are_not_reused(measure):
+    measure("arc_easy", stop=3)
+    other = [row | {"question": row["question"].upper()} for row in ROWS["arc_easy"]]
+    assert measure("arc_easy", rows=other)[1] == measure("arc_easy", "clean", rows=other)[1]
+
+
+def test_rows_hold_what_a_reader_needs_and_no_measure_of_writing(measure):
+    result, rows, _ = measure("arc_easy")
+    assert result["metric"] == "acc_norm"
+    assert result["floor"] == {
+        "chance": {"acc_norm": pytest.approx(0.2833, abs=1e-4), "acc": pytest.approx(0.2833, abs=1e-4)}
+    }
+    for row, source in zip(rows, ROWS["arc_easy"], strict=True):
+        texts = source["choices"]["text"]
+        assert row["prompt"] == f"Question: {source['question']}\nAnswer:"
+        assert row["target"] == texts["ABCD".index(source["answerKey"])]
+        assert row["response"] in texts
+        assert row["scores"]["acc_norm"] == (row["response"] == row["target"])
+        assert row["floor"] == 1 / len(texts)
+        assert not {"tokens", "ended"} & row.keys()
+    _, rows, _ = measure("winogrande")
+    assert rows[0]["prompt"].split("\n") == [
+        f"The table does not fit into the car because the {thing} is too large." for thing in ("table", "car")
+    ]
+    assert rows[0]["target"] == "The table does not fit into the car because the table"
+    assert (rows[0]["floor"], len(rows[0]["likelihoods"])) == (0.5, 2)
+    result, rows, _ = measure("lambada_openai")
+    assert (result["metric"], result["floor"]) == ("acc", {"chance": {"acc": 0.0}})
+    assert (rows[0]["response"], rows[0]["target"]) == (None, " key")
+
+
+def test_a_batch_is_as_large_as_the_memory_for_its_logits(measure, monkeypatch, backbone):
+    longest = 40 * 2 * 4 * len(backbone.head_VH)  # no text of the file has 40 tokens
+    monkeypatch.setattr(stage, "LOGIT_BYTES", 3 * longest)
+    small, three = measure("arc_easy", "a", batch_size=64)[2], measure("arc_easy", "b", batch_size=3)[2]
+    assert 1 < small.batches <= three.batches
+    monkeypatch.setattr(stage, "LOGIT_BYTES", 1)
+    single = measure("arc_easy", "c", batch_size=64)[2], measure("arc_easy", "d", batch_size=1)[2]
+    assert single[0].counts == single[1].counts
+
+
+def test_a_group_scores_each_question_as_its_task_does(backbone, tmp_path):
+    from opdcl.data.stock_tasks import group_tasks
+
+    rows = [
+        {"question": question, "choices": [*choices, "yes", "no"][:4], "answer": right}
+        for question, choices, right in QUESTIONS
+    ]
+    tasks = group_tasks("mmlu_other")
+    files = [write_rows(tmp_path, task, rows[i % 4 : i % 4 + 2 + i % 3]) for i, task in enumerate(tasks)]
+    data = {task: str(file) for task, file in zip(tasks, files, strict=True)}
+    config, out = EvalConfig(data=data, batch_size=8), RunDir(tmp_path / "run")
+
+    def measure(name):
+        result = stage.evaluate(config, load_suite(name, config), backbone, "base", out, {}, Silent())
+        return result, read_jsonl(out.eval_samples("base", name))
+
+    whole, samples = measure("mmlu_other")
+    assert (whole["n"], whole["metric"], whole["floor"]) == (len(samples), "acc", {"chance": {"acc": 0.25}})
+    assert len({sample["doc_id"] for sample in samples}) == len(samples) > len(tasks)
+    for task in tasks[:2]:
+        alone = measure(task)[1]
+        part = [sample for sample in samples if sample["doc_id"].startswith(f"{task} ")]
+        assert [row["scores"] for row in part] == [row["scores"] for row in alone]
+        assert [row["prompt"] for row in part] == [row["prompt"] for row in alone]
+
+
+def test_a_prompt_that_is_all_in_its_choices_shows_them(measure):
+    rows = [
+        {"sentence_good": f"The {animal} sleeps.", "sentence_bad": f"The {animal} sleep."}
+        for animal in ("cat", "dog", "owl")
+    ]
+    result, samples, _ = measure("blimp_animate_subject_passive", rows=rows)
+    assert (result["metric"], result["n"]) == ("acc", 3)
+    assert [sample["prompt"] for sample in samples] == ["\n".join(row.values()) for row in rows]
+    assert {sample["target"] for sample in samples} == {row["sentence_good"] for row in rows}
