@@ -262,13 +262,14 @@ def comparison(name: str) -> str:
 # The README's methods by the names of their arms. What a newer record has is left out of older ones.
 METHODS = {
     "ours": "**opdcl**: the teachers write, every token is graded",
+    "by-token": "the same with all tokens alike, `weighting: tokens`",
     "own-answers": "on-policy, `lmbda: 1`: the student writes",
     "reverse-kl": "off-policy with reverse KL: the teachers write",
     "replay": "replay, `method: replay`: imitate the texts that base and tuned wrote",
     "general-only": "no domain steps, `method: general`",
     "best-alpha": "no training, `method: interpolate`: scale the adapter down",
 }
-RIVALS = {"cure": {}, "ablation": {"ours": "own-answers", "off-policy": "reverse-kl"}}
+RIVALS = {"cure": {"ours": "by-token"}, "ablation": {"ours": "own-answers", "off-policy": "reverse-kl"}}
 
 
 def rivals() -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 from opdcl.errors import UsageError
 
 RESTORE = "restore the file, or start a new run"
+DAY = 86_400  # seconds
 
 
 def cache_home() -> Path:
@@ -87,10 +90,16 @@ def read_jsonl(path: Path) -> list[dict]:
 def folder_appears_whole(path: Path) -> Iterator[Path]:
     """Yield a temporary folder and rename it to `path` when the block succeeds, replacing an older folder.
 
-    Its files get the mode that the umask allows; libraries write some of them for their owner only.
+    Its files get the mode that the umask allows; libraries write some of them for their owner only. What a
+    process killed more than a day ago has left of the same folder is removed: it can be as large as a model.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    prefix = f".{path.name}.opdcl-"
+    for leftover in path.parent.glob(f"{glob.escape(prefix)}*"):
+        with contextlib.suppress(FileNotFoundError):  # another process has just finished
+            if time.time() - leftover.stat().st_mtime > DAY:
+                shutil.rmtree(leftover, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=prefix))
     try:
         yield temporary
         for entry in (temporary, *temporary.rglob("*")):

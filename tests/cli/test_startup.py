@@ -17,6 +17,7 @@ HEAVY_MODULES = (
     "stages",
     "training",
     "model.architecture",
+    "data.similarity",
     "model.backbone",
     "model.forward",
     "model.lora",

@@ -228,7 +228,7 @@ class Walk:
                 lambda: opdcl(*words, cwd=self.folder), place, count, self.folder.with_suffix(".log")
             )
             self.story.append(f"{'killed' if stopped else 'not killed'} at {place} {count}:")
-            self._only_given_directories_changed(words, before, 0)
+            self._only_given_directories_changed(words, before, 0, killed=True)
         else:
             counts = [count] if how == "once" else [count, count + self.random.randint(1, 40)]
             self.story.append(f"Ctrl-C at {place} {counts}:")
@@ -267,10 +267,14 @@ class Walk:
         entries = ((p, p.lstat()) for p in sorted(self.folder.rglob("*")) if not p.is_dir())
         return {str(p.relative_to(self.folder)): (s.st_mtime_ns, s.st_size) for p, s in entries}
 
-    def _only_given_directories_changed(self, words: list[str], before: dict, code: int) -> None:
+    def _only_given_directories_changed(
+        self, words: list[str], before: dict, code: int, killed: bool = False
+    ) -> None:
         after = self._files()
         changed = sorted(n for n in before.keys() | after if before.get(n) != after.get(n))
         given = _written_by(words)
+        if killed:  # it leaves a folder that would have got the given name, to be removed a day later
+            changed = [n for n in changed if not any(n.startswith(f".{g}.opdcl-") for g in given)]
         outside = [name for name in changed if not any(name == g or name.startswith(f"{g}/") for g in given)]
         assert not outside, f"changed outside of {given}: {outside}"
         # A command that reads a damaged file late may have begun.

@@ -129,7 +129,7 @@ def test_malformed_json_is_refused_with_its_line(tmp_path):
         ({"messages": "Who?"}, "messages is text, not a list"),
         ({"messages": [ASSISTANT]}, "no user message"),
         ({"messages": ["Who?"]}, "message role None"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "a message has the role 'tool'"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "no user message"),
         ({"messages": [{"role": "user", "content": ""}]}, "user content is empty"),
         ({"messages": [{"role": "user", "content": None}]}, "user content is null, not text"),
         ({"text": "x" * 200_001}, "200001 characters"),

@@ -415,7 +415,7 @@ def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model)
     parts = {"a": (other, [1, 3]), "": (Teacher(adapted, "tuned"), [0, 2])}
     expected, slope, tokens = {}, 0, sum(len(r.completion_ids) for r in ROLLOUTS)
     for name, (teacher, indices) in parts.items():
-        trainer = make_trainer(adapted, tmp_path)
+        trainer = make_trainer(adapted, tmp_path, weighting="tokens")
         trainer.grader.teachers["domain"] = teacher
         trainer.model.zero_grad()
         part = trainer.grader.learn([ROLLOUTS[i] for i in indices], "domain", fresh=False)

@@ -8,6 +8,7 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,16 @@ def test_a_new_folder_replaces_the_old_one_which_does_not_stay_under_another_nam
     with folder_appears_whole(target) as folder:
         (folder / "weights").write_text("new")
     assert files(tmp_path) == {"adapter", "adapter/weights"}
+
+
+def test_what_a_killed_process_left_of_a_folder_is_removed_a_day_later(tmp_path):
+    kept = [".adapter.backup", ".adapter.opdcl-new", "adapter"]
+    for name in (*kept[:2], ".adapter.opdcl-old"):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (0, 0 if name != ".adapter.opdcl-new" else time.time()))
+    with folder_appears_whole(tmp_path / "adapter"):
+        pass
+    assert files(tmp_path) == {*kept}
 
 
 @pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
@@ -275,5 +286,6 @@ def test_a_model_folder_is_refused_and_nothing_is_written(model_folder, verb):
     before = {path: path.read_bytes() for path in model_folder.iterdir()}
     done = opdcl(verb, model_folder)
     assert done.returncode == 2
-    assert f"{model_folder} is a model folder" in done.stderr
+    reason = "is a model folder" if verb == "report" else "is a whole model, which does not name its base"
+    assert f"{model_folder} {reason}" in done.stderr
     assert {path: path.read_bytes() for path in model_folder.iterdir()} == before
