@@ -280,9 +280,9 @@ def test_a_rival_is_shown_from_the_newest_record_with_the_suite_it_was_measured_
     write(tmp_path / "cure.json", comparison(validation, **{"ours-1": 0.31, "replay-1": 0.32}))
     write(tmp_path / "instructions.json", {"suites": {validation: {"floors": {"empty": 0.0, "copy": 0.01}}}})
     rows = records.rivals().splitlines()[2:]
-    assert [name in row for name, row in zip(("opdcl", "replay", "on-policy"), rows, strict=True)] == [
-        True
-    ] * 3
+    assert [
+        name in row for name, row in zip(("weighting: tokens", "replay", "on-policy"), rows, strict=True)
+    ] == [True] * 3
     assert all("`instructions_validation`, 1 seed | 1.0\u00a0%" in row for row in rows[:2])
     assert "32.0\u00a0%" in rows[1]
     assert "former" in rows[2]
