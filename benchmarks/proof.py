@@ -11,6 +11,7 @@ only chooses which to keep.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from datetime import date
 from pathlib import Path
@@ -50,7 +51,7 @@ def measure(runs: list[RunDir]) -> dict[str, Any]:
     manifests = [run.read_manifest() for run in runs]
     return {
         "date": date.today().isoformat(),
-        "command": manifests[0].get("command"),
+        "command": "; ".join(map(portable, manifests[0].get("commands", []))),
         "machine": manifests[0].get("device"),
         "versions": manifests[0].get("versions"),
         "seeds": [member.seeds for member in members],
@@ -62,6 +63,11 @@ def measure(runs: list[RunDir]) -> dict[str, Any]:
             if all(suite and suite.complete for suite in suites)
         },
     }
+
+
+def portable(command: str) -> str:
+    """Return a command without its run directory, and with names in place of absolute paths."""
+    return re.sub(r"(?<![\w.])/(?:[^\s/'\"]+/)+", "", re.sub(r" (-o|--out) \S+", "", command))
 
 
 def peak_memory(run: RunDir) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from opdcl.config.model import ServerSection
@@ -32,7 +32,7 @@ class EvalConfig(Section):
     """Evaluate only the first N documents of each suite."""
     max_new_tokens: Positive | None = None
     """Maximum answer length in tokens; a lower limit of the suite still applies. Question files: 96."""
-    thought_tokens: Count = Field(default=0, exclude_if=lambda value: not value)
+    thought_tokens: Count = 0
     """Tokens for the thought before an answer, on top of its maximum length. Scorers do not see it."""
     batch_size: Positive | Auto = "auto"
     """Number of answers decoded together. `auto`: 320 on CPU, 256 on CUDA. Multiple choice takes fewer where

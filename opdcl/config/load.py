@@ -26,9 +26,8 @@ QUOTE = "put it in quotes to make it text"
 # Names of shipped models and data, and of prompts that base writes, which are not file names.
 ALIASES = ("smollm2-135m", "handbook", "handbook/staff", "handbook/site", "everyday", "self")
 
-FILE_ENDINGS = (
-    *(".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".gguf", ".txt", ".md", ".jinja"),
-)
+DATA_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md")
+FILE_ENDINGS = (*DATA_ENDINGS, ".gguf", ".jinja")
 
 # Settings that may name a file; relative paths start at the workflow file's folder.
 PATH_FIELDS = (

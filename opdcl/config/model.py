@@ -24,12 +24,11 @@ class ModelConfig(Section):
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Leave this off unless you have read that code."""
-    # Left out of dumps where unset, so that the fingerprints of runs without them stay as they were.
-    chat_template: str | None = Field(default=None, exclude_if=lambda value: not value)
+    chat_template: str | None = None
     """Chat template that replaces the model's own: a Jinja file, or the text itself."""
     chat_template_kwargs: dict[
         Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], bool | int | float | str
-    ] = Field(default={}, exclude_if=lambda value: not value)
+    ] = {}
     """Variables of the chat template, such as `{enable_thinking: true}`, which is off by default."""
     deterministic: bool = False
     """Use only kernels that repeat bit for bit. CPU kernels always do; on CUDA this costs speed."""

@@ -22,8 +22,12 @@ Column = Literal["question", "answer", "messages", "text", "system", "teacher", 
 MACHINE = {"device", "deterministic", "shard"}
 WITHOUT_MEANING = {"save_steps"}
 PLACE = {"url", "concurrency", "timeout", "patience"}
-# Sections that stored runs lack. With these values they change nothing.
-ADDED = [("loss", AnswerLossSection().model_dump()), ("replay", ReplaySection().model_dump())]
+# Settings that stored runs lack. With these values they change nothing, so they are no part of a fingerprint.
+ADDED = [
+    ("loss", AnswerLossSection().model_dump()),
+    ("replay", ReplaySection().model_dump()),
+    *[("chat_template", None), ("chat_template_kwargs", {}), ("thought_tokens", 0)],
+]
 
 
 class Workflow(Section):

@@ -91,8 +91,9 @@ def start_files(start: str, may_be_model: bool = True) -> list[Path]:
 
 def _on_hub(place: str) -> Repository | None:
     """Return the repository that a text names, if it is no path."""
-    # `runs/x` has the form of a Hub id, but next to a folder `runs` it is a mistyped path.
-    mistyped = "@" not in place and Path(place).parent != Path() and Path(place).parent.is_dir()
+    # `runs/x` has the form of a Hub id, but is the place of a run; next to its folder, any path is mistyped.
+    parent = Path(place).parent
+    mistyped = "@" not in place and (parent == Path("runs") or (parent != Path() and parent.is_dir()))
     return None if mistyped or os.path.exists(place) else parse("adapter", place)
 
 

@@ -63,4 +63,5 @@ def _base(source: str, folder: Path) -> dict[str, Any]:
         hint = "--base BASE names the folder or Hub id of the model that the adapter was trained on"
         raise UsageError(f"the base of adapter {source} was not found: {fault.message}", hint) from fault
     id = str(Path(base.id).resolve()) if os.path.exists(base.id) else base.id
-    return {"id": id, **base.model_dump(include={"revision", "chat_template"})}
+    template = {"chat_template": base.chat_template} if base.chat_template else {}
+    return {"id": id, "revision": base.revision, **template}

@@ -158,4 +158,4 @@ def _eval_tasks(
 
 
 def _model_hash(workflow: Workflow) -> str:
-    return hash_value(workflow.model.model_dump(exclude=MACHINE | {"dtype"}))
+    return hash_value(meaningful_settings(workflow.model.model_dump(), MACHINE | {"dtype"}))

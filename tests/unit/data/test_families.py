@@ -1,14 +1,13 @@
 """Special tokens of model families: what is learned of a conversation, and what ends an answer."""
 
 import pytest
-from helpers.families import FAMILIES, make_tokenizer, save, scripted, spell
+from helpers.families import FAMILIES, make_tokenizer, save, scripted, spell, written
 
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_example, encode_prompt
 from opdcl.data.formats import check_row
 from opdcl.distill.health import check_turn_end
 from opdcl.model.load import declared_eos_ids, load_tokenizer
-from opdcl.sampling.sample import sample
 
 MESSAGES = [
     {"role": "system", "content": "Add."},
@@ -81,14 +80,7 @@ def test_every_token_that_ends_an_answer_stops_sampling(family):
     for end in FAMILIES[name].ends:
         backbone = scripted(tokenizer, FAMILIES[name], ids, f"Four.{end}\nmore")
         assert backbone.eos_ids == declared_eos_ids(config, tokenizer)
-        (rollout,) = sample(
-            backbone.causal_lm,
-            [ids],
-            max_new_tokens=9,
-            eos_ids=backbone.eos_ids,
-            temperature=0,
-            engine="generate",
-        )
+        rollout = written(backbone, ids, 9)
         assert spell(tokenizer, rollout.completion_ids) == [*"Four.", end]
         assert rollout.finished
     check_turn_end(tokenizer, backbone.eos_ids)
@@ -99,12 +91,5 @@ def test_the_end_of_a_thought_does_not_stop_gpt_oss():
     ids = encode_prompt(ROW, tokenizer, 500)
     text = "<|channel|>analysis<|message|>2+2<|end|><|start|>assistant<|channel|>final<|message|>4.<|return|>"
     backbone = scripted(tokenizer, FAMILIES["gpt-oss"], ids, text + "<|start|>")
-    (rollout,) = sample(
-        backbone.causal_lm,
-        [ids],
-        max_new_tokens=60,
-        eos_ids=backbone.eos_ids,
-        temperature=0,
-        engine="generate",
-    )
+    rollout = written(backbone, ids)
     assert "".join(spell(tokenizer, rollout.completion_ids)) == text

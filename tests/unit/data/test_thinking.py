@@ -1,7 +1,7 @@
 """Thinking with Qwen3's chat template: what training, sampling and evaluation see, token by token."""
 
 import pytest
-from helpers.families import FAMILIES, make_tokenizer, save, scripted, spell, template
+from helpers.families import FAMILIES, make_tokenizer, save, scripted, spell, template, written
 from helpers.recovering import Silent
 from lm_eval.api.instance import Instance
 
@@ -11,7 +11,6 @@ from opdcl.data.chat import answer_text, encode_example, encode_prompt, render
 from opdcl.data.formats import check_row
 from opdcl.errors import UsageError
 from opdcl.model.load import load_tokenizer
-from opdcl.sampling.sample import sample
 from opdcl.stages.evaluate import BackboneLM
 
 QWEN3, GPT_OSS = FAMILIES["qwen3"], FAMILIES["gpt-oss"]
@@ -57,14 +56,7 @@ def test_sampling_starts_where_training_does_and_stops_after_the_answer(case):
     ids = encode_prompt(taught, tokenizer, 500)
     assert spell(tokenizer, ids) == prompt
     backbone = scripted(tokenizer, QWEN3, ids, "".join(learned) + "\n<|im_start|>user")
-    (rollout,) = sample(
-        backbone.causal_lm,
-        [ids],
-        max_new_tokens=60,
-        eos_ids=backbone.eos_ids,
-        temperature=0,
-        engine="generate",
-    )
+    rollout = written(backbone, ids)
     assert spell(tokenizer, rollout.completion_ids) == learned
     assert rollout.finished
 

@@ -244,6 +244,9 @@ def test_a_mistyped_path_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="runs/nosuch does not exist"):
         find_adapter("runs/nosuch")
+    (tmp_path / "runs").rmdir()
+    with pytest.raises(UsageError, match="runs/nosuch does not exist"):
+        find_adapter("runs/nosuch")
 
 
 @pytest.mark.parametrize("shape", ["rank 2", "rsLoRA"])

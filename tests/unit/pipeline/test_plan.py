@@ -9,7 +9,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.pipeline.plan import Task, make_plan, stage_folder
 from opdcl.pipeline.sources import read_records
 from opdcl.rundir.files import write_json
-from opdcl.rundir.hashes import ADAPTER, file_hash, seal
+from opdcl.rundir.hashes import ADAPTER, file_hash, hash_value, seal
 from opdcl.rundir.layout import RunDir
 
 DATA = {"finetune.data": "rows-1", "recover.general": "prompts-1", "recover.domain": "rows-1"}
@@ -233,11 +233,13 @@ def test_another_model_is_measured_again_and_says_why(done):
     assert "changed" in tasks["base/handbook"].why
 
 
-def test_settings_of_the_chat_template_that_are_not_set_leave_no_trace():
+def test_settings_of_the_chat_template_that_are_not_set_leave_a_model_its_hash(run):
     """So runs that were made before there were such settings keep their fingerprints."""
-    saved = json.dumps(flow(FULL).model_dump())
-    assert "chat_template" not in saved
-    assert "thought_tokens" not in saved
+    before = {"id": "tiny", "revision": None, "trust_remote_code": False}
+    model = flow(FULL).model.model_dump()
+    assert model["chat_template"] is None
+    before = {key: model[key] for key in before}
+    assert plan(FULL, run)["finetune"].inputs["model"] == hash_value(before)
 
 
 @pytest.mark.parametrize(
