@@ -187,7 +187,7 @@ class Grader:
         """
         weights = []
         for rollout, length in zip(batch.rollouts, batch.lengths, strict=True):
-            weight_N = token_weights(length, self.config.weighting, mean_length)
+            weight_N = token_weights(length, rollout.finished, self.config.weighting, mean_length)
             weight_N[: batch.teacher.skip_tokens] = 0.0
             weights.append(weight_N if rollout.finished else weight_N * self.config.loss.unfinished)
         return torch.cat(weights).to(self.backbone.device) * (not batch.filler)
@@ -217,17 +217,20 @@ class Grader:
         logger.warning("out of memory: continuing with micro-batches of %d tokens", self.micro_batch_tokens)
 
 
-def token_weights(length: int, weighting: str, mean_length: float) -> torch.Tensor:
+def token_weights(length: int, finished: bool, weighting: str, mean_length: float) -> torch.Tensor:
     """Return how much each token of a completion counts in the loss of its step, `(length,)`.
 
     With `tokens` they add up to `length`, otherwise to the mean length of the step's completions. Those of
-    `starts` fall like 1 + 4 exp(-i / 4): the first tokens decide what kind of answer follows, and are few
-    (arXiv 2605.27028).
+    `edges` fall like 1 + 4 exp(-i / 4), because the first tokens decide what kind of answer follows, and are
+    few (arXiv 2605.27028). The token that ends a finished answer gains 4 as well.
     """
     if weighting == "tokens":
         return torch.ones(length)
-    emphasis = 4 * torch.exp(-torch.arange(length) / 4) if weighting == "starts" else torch.zeros(length)
-    return (1 + emphasis) * (mean_length / (1 + emphasis).sum())
+    weight = torch.ones(length)
+    if weighting == "edges":
+        weight += 4 * torch.exp(-torch.arange(length) / 4)
+        weight[-1] += 4 * finished
+    return weight * (mean_length / weight.sum())
 
 
 def kl_by_route(sums: Sums) -> dict[str, float]:

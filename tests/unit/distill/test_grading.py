@@ -135,14 +135,17 @@ def reference_weights(weighting):
     """Return the weight of each token of `ROLLOUTS` by a plain loop over tokens."""
     lengths = [len(r.completion_ids) for r in ROLLOUTS]
     weights = []
-    for length in lengths:
-        plain = [1 + 4 * math.exp(-i / 4) if weighting == "starts" else 1.0 for i in range(length)]
+    for rollout, length in zip(ROLLOUTS, lengths, strict=True):
+        plain = [1.0] * length
+        if weighting == "edges":
+            plain = [1 + 4 * math.exp(-i / 4) for i in range(length)]
+            plain[-1] += 4 if rollout.finished else 0
         share = length if weighting == "tokens" else TOKENS / len(lengths)
         weights += [w / sum(plain) * share for w in plain]
     return weights
 
 
-@pytest.mark.parametrize("weighting", ["tokens", "answers", "starts"])
+@pytest.mark.parametrize("weighting", ["tokens", "answers", "edges"])
 @pytest.mark.parametrize("micro_batch_tokens", [2048, 16])
 def test_tokens_share_the_loss_as_the_weighting_says(trainer, weighting, micro_batch_tokens):
     ours = trainer(weighting=weighting, micro_batch_tokens=micro_batch_tokens)
@@ -154,13 +157,18 @@ def test_tokens_share_the_loss_as_the_weighting_says(trainer, weighting, micro_b
     assert sums["kl"] == pytest.approx(learned(trainer())[0]["kl"], rel=1e-4)  # progress is unweighted
 
 
-def test_the_first_tokens_of_an_answer_count_most_and_every_answer_the_same():
-    starts = token_weights(40, "starts", mean_length=10.0)
-    assert float(starts.sum()) == pytest.approx(10)
-    assert float(starts[0] / starts[-1]) == pytest.approx(5, rel=1e-3)
-    assert (starts.diff() < 0).all()
-    assert token_weights(5, "answers", mean_length=10.0).tolist() == [2.0] * 5
-    assert token_weights(5, "tokens", mean_length=10.0).tolist() == [1.0] * 5
+def test_the_edges_of_an_answer_count_most_and_every_answer_the_same():
+    truncated = token_weights(40, False, "edges", mean_length=10.0)
+    assert float(truncated.sum()) == pytest.approx(10)
+    assert float(truncated[0] / truncated[-1]) == pytest.approx(5, rel=1e-3)
+    assert (truncated.diff() < 0).all()
+    finished = token_weights(40, True, "edges", mean_length=10.0)
+    assert float(finished.sum()) == pytest.approx(10)
+    assert float(finished[-1] / finished[-2]) == pytest.approx(5, rel=1e-3)
+    assert (finished[:-1].diff() < 0).all()
+    assert float(finished[0] / finished[-1]) == pytest.approx(1, rel=1e-3)
+    assert token_weights(5, True, "answers", mean_length=10.0).tolist() == [2.0] * 5
+    assert token_weights(5, True, "tokens", mean_length=10.0).tolist() == [1.0] * 5
 
 
 def test_a_mean_over_twice_the_same_completions_is_the_same_step(trainer):
