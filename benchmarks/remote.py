@@ -31,6 +31,7 @@ import torch
 
 from opdcl.config.model import ModelConfig, ServerSection
 from opdcl.config.recover import RecoverConfig
+from opdcl.config.teacher import LossSection
 from opdcl.distill.losses import token_losses
 from opdcl.distill.prompts import encode_stream, read_recovery_source
 from opdcl.distill.teachers import Teacher
@@ -257,6 +258,8 @@ def whole_kl(backbone: Backbone, adapter: Path, texts: list[Rollout]) -> np.ndar
                     base.distribution([text]),
                     tokens,
                     torch.zeros(len(tokens)),
+                    1.0,
+                    LossSection(),
                 ).kl.mean()
             )
         )

@@ -19,7 +19,7 @@ import torch
 
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.teacher import TeacherSection
+from opdcl.config.teacher import LossSection, TeacherSection
 from opdcl.distill.losses import token_losses
 from opdcl.distill.make_teacher import make_teacher
 from opdcl.distill.prompts import encode_stream, read_recovery_source
@@ -189,6 +189,8 @@ def graded(student: Teacher, teacher: Teacher, rollouts: list[Rollout]):
         teacher.distribution(rollouts),
         tokens,
         torch.zeros(len(tokens)),
+        1.0,
+        LossSection(),
     )
 
 

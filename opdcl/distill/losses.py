@@ -226,8 +226,8 @@ def token_losses(
     teacher: TeacherDistribution,
     token_N: torch.Tensor,
     sampler_N: torch.Tensor,
-    temperature: float = 1.0,
-    loss: LossSection | None = None,
+    temperature: float,
+    loss: LossSection,
     reward: RewardSection | None = None,
     advantage_N: torch.Tensor | None = None,
 ) -> TokenLosses:
@@ -241,11 +241,10 @@ def token_losses(
         sampler_N: Their log-probabilities at sampling time; only `policy_gradient` and a reward read them.
         temperature: At which the tokens were sampled. Only `logprob` and a reward's ratio are taken at it;
             losses, KL and entropies are those of the models themselves, at temperature 1.
-        loss: The divergence and its parameters; forward KL by default.
+        loss: The divergence and its parameters.
         reward: How a reward is weighed against the teacher's loss. It acts only together with `advantage_N`.
         advantage_N: The reward's advantage of each token.
     """
-    loss = loss or LossSection()
     with torch.autocast(student_NH.device.type, enabled=False):
         weight_VH = weight_VH.detach()[: shared_rows(weight_VH, teacher)]
         student_NH = student_NH.to(weight_VH.dtype)

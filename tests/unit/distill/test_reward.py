@@ -203,9 +203,8 @@ def test_the_teacher_weighs_in_beside_the_reward():
     both, both_slope = loss(0.3, advantage)
     torch.testing.assert_close(both, alone + 0.3 * dense)
     torch.testing.assert_close(both_slope, slope + 0.3 * dense_slope, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(
-        dense, token_losses(student, head, HiddenStates(teacher, head), token, sampler).loss
-    )
+    plain = token_losses(student, head, HiddenStates(teacher, head), token, sampler, 1.0, LossSection())
+    torch.testing.assert_close(dense, plain.loss)
 
 
 def test_a_completion_is_scored_as_the_evaluation_scores_it(backbone, tmp_path):

@@ -9,7 +9,7 @@ from helpers.recovering import Silent, make_trainer, run, whole_and_resumed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.teacher import TeacherSection
+from opdcl.config.teacher import LossSection, TeacherSection
 from opdcl.distill.losses import token_losses
 from opdcl.distill.make_teacher import make_teacher
 from opdcl.distill.prompts import encode_stream, read_recovery_source
@@ -122,7 +122,13 @@ def test_a_wider_model_grades_with_its_own_logits(adapted, tmp_path):
     student = Teacher(adapted, "student")
     tokens = torch.tensor([t for r in ROLLOUTS for t in r.completion_ids])
     result = token_losses(
-        states(student), student.head_VH, wide.distribution(ROLLOUTS), tokens, torch.zeros(len(tokens))
+        states(student),
+        student.head_VH,
+        wide.distribution(ROLLOUTS),
+        tokens,
+        torch.zeros(len(tokens)),
+        1.0,
+        LossSection(),
     )
     expected = []
     for r in ROLLOUTS:
@@ -179,6 +185,8 @@ def test_skipped_tokens_add_neither_loss_nor_gradient(adapted, tmp_path, context
         teacher.distribution(ROLLOUTS),
         tokens,
         torch.zeros(len(tokens)),
+        1.0,
+        LossSection(),
     )
     (losses.loss[counted].sum() / len(tokens)).backward()
     expected = torch.cat([p.grad.flatten() for p in adapted.peft.parameters() if p.grad is not None])
@@ -331,7 +339,7 @@ def test_rows_beyond_the_shared_vocabulary_do_not_count():
     tokens = torch.randint(9, (5,))
     padded = torch.cat([weight, torch.randn(3, 6)])
     same, other = (
-        token_losses(student, weight, HiddenStates(teacher, w), tokens, torch.zeros(5)).kl
+        token_losses(student, weight, HiddenStates(teacher, w), tokens, torch.zeros(5), 1.0, LossSection()).kl
         for w in (weight, padded)
     )
     torch.testing.assert_close(same, other)
