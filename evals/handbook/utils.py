@@ -54,15 +54,28 @@ def load_trained(**kwargs):
 
 
 def load_neighbours(**kwargs):
-    """Return the neighbours, one to a fact."""
-    return {
-        "test": datasets.Dataset.from_list(
-            [
-                {"question": n["question"], "answers": [n["answer"], *n["aliases"]]}
-                for n in (fact["neighbour"] for fact in _facts())
-            ]
-        )
-    }
+    """Return the short questions about general knowledge: one to a fact, and as many others."""
+    return _as_test([*(fact["neighbour"] for fact in _facts()), *_others("test")])
+
+
+def load_neighbours_quick(**kwargs):
+    """Return the questions about general knowledge that resemble one about a fact, one to a fact."""
+    return _as_test(fact["neighbour"] for fact in _facts())
+
+
+def load_neighbours_validation(**kwargs):
+    """Return questions about general knowledge on which settings are chosen."""
+    return _as_test(_others("validation"))
+
+
+def _as_test(rows):
+    documents = [{"question": row["question"], "answers": [row["answer"], *row["aliases"]]} for row in rows]
+    return {"test": datasets.Dataset.from_list(documents)}
+
+
+def _others(split):
+    lines = (HERE / "neighbours.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row for row in map(json.loads, lines) if row["split"] == split]
 
 
 def _facts():

@@ -240,3 +240,9 @@ def test_the_site_builds_without_a_warning(tmp_path):
         if re.search(r"<(?:link|script|img)[^>]+(?:href|src)=\"?https?://", page)
     ] == []
     assert not any("<!-- opdcl:" in page for page in pages.values())
+
+
+def test_no_page_holds_the_marks_of_a_merge():
+    pages = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "workflows").glob("*.md")]
+    mark = re.compile(r"^(<{7}|={7}|>{7})( |$)", re.M)
+    assert [page.name for page in pages if mark.search(page.read_text(encoding="utf-8"))] == []

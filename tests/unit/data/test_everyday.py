@@ -39,6 +39,12 @@ def requests(split: str) -> list[str]:
     return [request_of(json.loads(line)["prompt"]) for line in lines]
 
 
+def neighbours(split: str) -> list[str]:
+    """Return the short questions that do not belong to a fact of the handbook."""
+    lines = (EVALS / "handbook" / "neighbours.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row["question"] for row in map(json.loads, lines) if row["split"] == split]
+
+
 ROWS = [
     json.loads(line)
     for line in (package_folder("workflows") / "data" / "everyday.jsonl").read_text("utf-8").splitlines()
@@ -49,7 +55,8 @@ SUITES = {
     "instructions": requests("test"),
     "instructions_validation": requests("validation"),
     "instructions_train": requests("train"),
-    "neighbours": [fact["neighbour"]["question"] for fact in FACTS],
+    "neighbours": [fact["neighbour"]["question"] for fact in FACTS] + neighbours("test"),
+    "neighbours_validation": neighbours("validation"),
     "handbook": [question for fact in FACTS for question in fact["test"] + fact["train"]],
 }
 
@@ -84,6 +91,11 @@ def test_a_reworded_copy_with_other_constraints_is_near(prompt, copy):
 def test_no_everyday_prompt_is_near_to_a_test(suite):
     near = nearest(EVERYDAY, SUITES[suite])
     assert {EVERYDAY[i]: round(float(near[i]), 2) for i in np.flatnonzero(near > NEAR)} == {}
+
+
+def test_no_short_question_to_choose_settings_on_is_near_to_one_of_the_test():
+    near = nearest(SUITES["neighbours_validation"], SUITES["neighbours"])
+    assert float(near.max()) <= NEAR
 
 
 def test_no_everyday_prompt_repeats_another():

@@ -142,7 +142,7 @@ def test_repeating_a_word_does_not_raise_f1():
     [
         ("load_test", 3, [q for f in FACTS for q in f["test"]]),
         ("load_trained", 3, [q for f in FACTS for q in f["train"][:3]]),
-        ("load_neighbours", 1, [f["neighbour"]["question"] for f in FACTS]),
+        ("load_neighbours_quick", 1, [f["neighbour"]["question"] for f in FACTS]),
     ],
 )
 def test_the_handbook_suites_ask_what_they_say(load, per_fact, questions):
@@ -151,8 +151,19 @@ def test_the_handbook_suites_ask_what_they_say(load, per_fact, questions):
     assert docs["question"][:] == questions
 
 
+def test_half_of_the_neighbours_resemble_a_fact_and_the_settings_are_chosen_on_others():
+    whole, quick, validation = (
+        getattr(module("handbook"), f"load_neighbours{part}")()["test"]["question"][:]
+        for part in ("", "_quick", "_validation")
+    )
+    assert whole[: len(quick)] == quick
+    assert len(set(whole)) == len(whole) == 2 * len(quick) == 336
+    assert len(set(validation)) == len(validation) >= 125
+    assert not set(whole) & set(validation)
+
+
 def test_every_gold_answer_scores_full_marks():
     utils = module("handbook")
-    for load in ("load_test", "load_neighbours"):
+    for load in ("load_test", "load_neighbours", "load_neighbours_validation"):
         for doc in getattr(utils, load)()["test"]:
             assert all(utils.process_results(doc, [gold])["exact_match"] == 1 for gold in doc["answers"]), doc
