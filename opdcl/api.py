@@ -267,7 +267,7 @@ def chat(
         max_new_tokens: Longest answer, in tokens.
         system: System prompt.
         temperature: 0 takes the likeliest token each time; above, answers are sampled.
-        quiet: Print errors only. Otherwise a terminal shows who is answering.
+        quiet: Print errors only. Otherwise a terminal shows each answer as it grows.
 
     Returns: An iterator of outcomes; `data["answers"]` has the answers by state.
     Raises: UsageError: there is no such run or adapter, or the temperature is below 0.

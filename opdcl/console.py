@@ -11,10 +11,11 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +23,16 @@ from rich.text import Text
 from opdcl import parallel
 from opdcl.errors import OpdclError
 from opdcl.sanitize import harmless, redact
+
+
+@dataclass(frozen=True)
+class _Growing:
+    """A text that is asked for whenever the terminal is drawn."""
+
+    text: Callable[[], str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(harmless(self.text()))
 
 
 class Redacting(io.TextIOBase):
@@ -131,13 +142,16 @@ class Output:
         self._err.print(harmless(redact(text)), markup=False)
 
     @contextlib.contextmanager
-    def busy(self, text: str) -> Iterator[Callable[[str], None]]:
-        """Show on a terminal what is being done; yields the function that says what is done now."""
+    def busy(self, text: str) -> Iterator[Callable[[str | Callable[[], str]], None]]:
+        """Show on a terminal what is being done; yields the function that says what is done now.
+
+        It takes a text, or a function that returns the text of the moment.
+        """
         if not (self._shows_notes and self._err.is_terminal):
             yield lambda text: None
             return
         with self._err.status(text) as status:
-            yield status.update
+            yield lambda text: status.update(text if isinstance(text, str) else _Growing(text))
 
     def ask(self) -> str:
         """Read one line from stdin, with a prompt on a terminal. Returns "" at the end of the input."""

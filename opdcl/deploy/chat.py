@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import Row
 from opdcl.model.backbone import Backbone
+from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.sample import sample
 
 
@@ -32,9 +34,12 @@ class Chat:
         max_new_tokens: int,
         system: str | None,
         temperature: float,
-        on_state: Callable[[str], None],
+        on_answer: Callable[[Callable[[], str]], None],
     ) -> dict[str, str]:
-        """Return the answer of `base` and each adapter by state; `on_state` is told which one is at work."""
+        """Return the answer of `base` and each adapter by state.
+
+        `on_answer` gets a function for each answer, which returns the state and what it has written so far.
+        """
         messages = [{"role": "system", "content": system}] if system else []
         row = Row([*messages, {"role": "user", "content": prompt}], None, None, "prompt")
         longest_prompt = self.backbone.context_length - max_new_tokens
@@ -42,9 +47,16 @@ class Chat:
         options: Any = {"max_new_tokens": max_new_tokens, "eos_ids": self.backbone.eos_ids}
         texts = {}
         for state, slot in self.slots.items():
-            on_state(f"{state} is answering")
+            rollout = Rollout(list(ids))  # the sampler appends to it
+            on_answer(partial(self._line, state, rollout))
             with self.backbone.merged(slot) as model:
-                (rollout,) = sample(model, [ids], temperature=temperature, **options)
-            text = self.backbone.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)
-            texts[state] = text.strip()
+                sample(model, [], unfinished=[rollout], temperature=temperature, **options)
+            texts[state] = self._text(rollout)
         return texts
+
+    def _line(self, state: str, rollout: Rollout) -> str:
+        return f"{state}: {self._text(rollout)}"
+
+    def _text(self, rollout: Rollout) -> str:
+        ids = list(rollout.completion_ids)
+        return str(self.backbone.tokenizer.decode(ids, skip_special_tokens=True)).strip()

@@ -1,6 +1,8 @@
 """The console shows data as it is, and nothing in it takes effect."""
 
 import io
+import itertools
+import re
 import sys
 
 from rich.console import Console
@@ -87,6 +89,15 @@ def test_a_terminal_shows_what_is_being_done():
     with output.busy("loading the model") as say:
         say("base is answering")
     assert "base is answering" in screen.getvalue()
+
+
+def test_a_terminal_shows_a_growing_text_as_it_is_when_drawn():
+    output, screen = on_a_terminal()
+    times = itertools.count()
+    with output.busy("loading the model") as say:
+        say(lambda: f"base: [b]{'and ' * next(times)}\x1b")
+    # Neither markup nor control characters act.
+    assert re.search("base: \\[b](and )*\u241b", screen.getvalue())
 
 
 def test_no_spinner_off_a_terminal(capsys):

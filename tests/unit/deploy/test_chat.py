@@ -1,5 +1,7 @@
 """Chat: every state answers, with the system prompt and temperature asked for, and nothing is remembered."""
 
+from collections.abc import Callable
+
 import pytest
 from helpers import command as runner
 
@@ -31,11 +33,20 @@ def test_a_prompt_does_not_see_the_one_before(states):
     assert ask(states, "And then?") == alone
 
 
-def test_each_state_is_named_while_it_answers(tuned, tiny_model):
-    named: list[str] = []
+def test_an_answer_can_be_watched_while_it_grows(tuned, tiny_model):
     both = Chat(ModelConfig(id=str(tiny_model), dtype="float32"), {"adapter": tuned / "tuned"})
-    assert [*both.answers("Hello", 4, None, 0.0, named.append)] == ["base", "adapter"]
-    assert named == ["base is answering", "adapter is answering"]
+    current: list[Callable[[], str]] = []
+    seen: list[str] = []
+    embedding = both.backbone.causal_lm.get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda *_: seen.append(current[-1]()))
+    answers = both.answers("Hello", 6, None, 0.0, current.append)
+    hook.remove()
+    for state, text in answers.items():
+        parts = [part for part in seen if part.startswith(f"{state}: ")]
+        assert parts[0] == f"{state}: "
+        assert len({*parts}) > 2
+        assert all(f"{state}: {text}".startswith(part.rstrip("\ufffd")) for part in parts)
+    assert [*answers] == ["base", "adapter"]
 
 
 def test_what_is_wrong_is_said_before_the_first_prompt_is_read(tmp_path):
