@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,7 @@ class Sources:
         self._hashes: dict[tuple[Path, ...], str] = {}
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         self._examples: dict[tuple[str, str], Examples] = {}
+        self._prompt_ids: dict[str, dict[str, list[int]]] = {}
         self._lengths: dict[tuple[Suite, int | None, str], list[int]] = {}
 
     def rows(self, source: str, split: str = "train") -> list[Row]:
@@ -200,7 +202,7 @@ class Sources:
         source.rows["general"] = [turn for turns in general for turn in turns]
         if recover.general == "self":
             source.rows["general"] = planned_prompts(recover, bool(source.rows["domain"]))
-        return source
+        return replace(source, encoded=self._prompt_ids.setdefault(workflow.model.model_dump_json(), {}))
 
     def tests(self, workflow: Workflow) -> list[str]:
         """Return all prompts of the run's suites."""
