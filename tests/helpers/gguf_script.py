@@ -8,7 +8,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from safetensors.numpy import load_file
+import safetensors
 
 SWAPPED = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k"}
 NAMES = {
@@ -21,6 +21,18 @@ NAMES = {
     "post_attention_layernorm": "ffn_norm",
     **SWAPPED,
 }
+
+
+def load(file: Path) -> dict[str, np.ndarray]:
+    """Return the tensors of a file as float32. numpy has no bfloat16, and torch takes seconds to import."""
+    tensors = {}
+    for name, tensor in safetensors.deserialize(file.read_bytes()):
+        if tensor["dtype"] == "BF16":
+            values = (np.frombuffer(tensor["data"], np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = np.frombuffer(tensor["data"], {"F16": np.float16, "F32": np.float32}[tensor["dtype"]])
+        tensors[name] = values.reshape(tensor["shape"]).astype(np.float32)
+    return tensors
 
 
 def main() -> None:
@@ -59,7 +71,7 @@ def main() -> None:
     writer.add_add_bos_token(False)
     writer.add_chat_template((arguments.model / "chat_template.jinja").read_text())
     dtype = {"f32": np.float32, "f16": np.float16}[arguments.outtype]
-    for name, tensor in load_file(arguments.model / "model.safetensors").items():
+    for name, tensor in load(arguments.model / "model.safetensors").items():
         if name in ("model.embed_tokens.weight", "model.norm.weight"):
             target = "token_embd.weight" if "embed" in name else "output_norm.weight"
         else:
