@@ -1,8 +1,8 @@
 """The command line: `opdcl` runs it in this process, `opdcl_process` in a process of its own.
 
-A process imports torch and its like again, which takes seconds. Use one only for what needs it: signals,
-several workers, what is imported when, how long `--help` takes, pipes, and variables that libraries read at
-import.
+A process imports torch and its like again, which takes seconds. Use one only for what needs it: several
+workers, what is imported when, how long `--help` takes, pipes, and variables that libraries read at import.
+`helpers.interrupts` sends signals to this process.
 """
 
 from __future__ import annotations
