@@ -1,10 +1,12 @@
 """Exports: the written model is the same, another one is refused, Ollama gets the same chat template."""
 
+import functools
 import json
 import os
 import re
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from helpers import gguf_script
@@ -56,6 +58,8 @@ def converter(tmp_path, monkeypatch):
     (tmp_path / "llama.cpp").mkdir()
     (tmp_path / "llama.cpp" / SCRIPT).write_text(Path(gguf_script.__file__).read_text())
     monkeypatch.delenv("LLAMA_CPP", raising=False)
+    # transformers reads a file three times, for configuration, tokenizer and weights, seconds each.
+    monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
     return str(tmp_path / "llama.cpp")
 
 
