@@ -1,6 +1,8 @@
 """A two-layer model with the real tokenizer, made once per session; the longest tests run first."""
 
 import copy
+import gc
+import importlib
 import os
 from pathlib import Path
 
@@ -46,6 +48,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer model, see `helpers.tiny`; OPDCL_TINY_MODEL names one that is there already."""
+    for module in (
+        "opdcl.stages.evaluate",
+        "opdcl.stages.finetune",
+        "opdcl.stages.recover",
+        "matplotlib.figure",
+    ):
+        importlib.import_module(module)
+    gc.freeze()  # each training collects garbage; skip what the libraries have loaded
     if folder := os.environ.get("OPDCL_TINY_MODEL"):
         return Path(folder)
     return make_model(tmp_path_factory.mktemp("model"))

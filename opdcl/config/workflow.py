@@ -83,6 +83,17 @@ class Workflow(Section):
         """Return the models that the run loads: its base, and those of teachers."""
         return [self.model, *(teacher.model for teacher in self.teachers().values() if teacher.model)]
 
+    def data_sources(self) -> dict[str, str]:
+        """Return the sources of all rows by their keys."""
+        sources: dict[str, str | None] = {}
+        if finetune := self.finetune:
+            replayed = finetune.replay.prompts if finetune.replay.share else None
+            sources = {"finetune.data": finetune.data, "finetune.replay.prompts": replayed}
+        if recover := self.recover:
+            sources |= {"recover.general": recover.source("general"), "recover.domain": recover.domain}
+            sources |= {f"recover.teachers.{k}.prompts": t.prompts for k, t in recover.teachers.items()}
+        return {key: source for key, source in sources.items() if source}
+
     def adapters(self) -> dict[str, str]:
         """Return the adapters that the run starts from or learns from: key -> path or Hub id."""
         places = {f"recover.{name}.adapter": teacher.adapter for name, teacher in self.teachers().items()}

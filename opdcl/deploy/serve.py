@@ -45,7 +45,7 @@ def serve_command(
         "--served-model-name": "base",
         "--host": host,
         "--port": port,
-        "--dtype": str(pick_dtype(model.dtype, pick_device(model.device))).removeprefix("torch."),
+        "--dtype": pick_dtype(model.dtype, pick_device(model.device)),
         "--max-lora-rank": next((rank for rank in RANKS if rank >= largest), RANKS[-1]),
         "--max-loras": len(adapters) + 1,
     }

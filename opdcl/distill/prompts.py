@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 class RecoverySource:
     """What a recovery reads: checked rows by stream, and the lm-eval task behind `recover.reward`, if any.
 
-    `held_out` holds the rows of streams whose data has a validation split of its own.
+    `held_out` holds the rows of streams whose data has a validation split of its own. `encoded` maps what the
+    chat template is given to token ids, so that checks, stages and the arms of a sweep encode a prompt once.
     """
 
     rows: dict[Stream, list[Row]]
     held_out: dict[Stream, list[Row]]
     reward_task: Any | None = None
+    encoded: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,11 @@ def encode_stream(
     room = context_length - max_new_tokens
 
     def encode(row: Row) -> list[int]:
-        return encode_prompt(row, tokenizer, room)
+        key = repr([row.prompt, row.tools, row.variables])
+        ids = source.encoded.get(key)
+        if ids is None or len(ids) > room:  # a prompt without room is refused
+            ids = source.encoded[key] = encode_prompt(row, tokenizer, room)
+        return ids
 
     ids = [encode(row) for row in rows]
     count = config.validation_prompts

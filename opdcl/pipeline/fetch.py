@@ -77,11 +77,7 @@ def repositories(workflow: Workflow) -> Iterator[tuple[Repository, bool]]:
         if not local and (adapter := parse("adapter", place)):
             whole = tuned_model(place, workflow.model)
             yield (Repository("model", whole.id, whole.revision) if whole else adapter), False
-    sources = [workflow.finetune.data, workflow.finetune.replay.prompts] if workflow.finetune else []
-    if recover := workflow.recover:
-        sources += [recover.source("general"), recover.source("domain")]
-        sources += [teacher.prompts for teacher in recover.teachers.values()]
-    for source in filter(None, sources):
+    for source in workflow.data_sources().values():
         if dataset := on_hub(source):
             yield Repository("dataset", dataset.id, dataset.revision), False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -260,6 +261,7 @@ def _tokens(row: Row, *answer: str | None) -> int:
     return sum(len(text or "") for text in (*(m["content"] for m in row.prompt), *answer)) // 3 + 32
 
 
+@functools.cache
 def _matrix_rate(shape: _Shape) -> float:
     """Return the operations per second of one product of the model's sizes, the best within 0.2 seconds."""
     import torch

@@ -74,7 +74,7 @@ def stage_folder(run: RunDir, name: str) -> StageDir:
 def make_plan(workflow: Workflow, hashes: dict[str, str], records: Records) -> list[Task]:
     """Return all tasks in order; `hashes` has the hash of each data source by its key, as `finetune.data`."""
     training = [
-        _training_task(name, records.stages.get(name), inputs)
+        Task(name, *_training_action(records.stages.get(name), inputs), hash_value(inputs), inputs=inputs)
         for name, inputs in _stage_inputs(workflow, hashes, records).items()
     ]
     return training + _eval_tasks(workflow, hashes, records, {t.name: t.fingerprint for t in training})
@@ -104,28 +104,25 @@ def _stage_inputs(workflow: Workflow, hashes: dict[str, str], records: Records) 
     return inputs
 
 
-def _training_task(name: str, record: StageRecord | None, inputs: dict[str, Any]) -> Task:
-    fingerprint = hash_value(inputs)
+def _training_action(record: StageRecord | None, inputs: dict[str, Any]) -> tuple[Action, str]:
+    """Return what to do about a training stage, and why."""
     if record is None:
-        return Task(name, "run", "not started", fingerprint, inputs=inputs)
-    if record.state["fingerprint"] != fingerprint and not (record.done or record.checkpoint):
-        return Task(
-            name, "run", "an earlier try with other settings or data made nothing", fingerprint, inputs=inputs
-        )
-    if record.state["fingerprint"] != fingerprint:
+        return "run", "not started"
+    if record.state["fingerprint"] != hash_value(inputs):
+        if not (record.done or record.checkpoint):
+            return "run", "an earlier try with other settings or data made nothing"
         before = record.state.get("inputs", {})
-        changed = sorted(k for k in {*before, *inputs} if before.get(k) != inputs.get(k))
-        why = f"changed: {', '.join(changed)}"
         if "dtype" in inputs and "dtype" not in before:
-            why = "made by an earlier version of opdcl, which did not record all that its result depends on"
-        return Task(name, "stale", why, fingerprint, inputs=inputs)
+            earlier = "made by an earlier version of opdcl"
+            return "stale", f"{earlier}, which did not record all that its result depends on"
+        changed = sorted(k for k in {*before, *inputs} if before.get(k) != inputs.get(k))
+        return "stale", f"changed: {', '.join(changed)}"
     if record.done:
         if record.weights and record.weights == record.state.get("adapter_sha256"):
-            return Task(name, "skip", "done", fingerprint, inputs=inputs)
-        damage = "has changed" if record.weights else "is missing"
-        return Task(name, "stale", f"was done, but its adapter {damage}", fingerprint, inputs=inputs)
+            return "skip", "done"
+        return "stale", f"was done, but its adapter {'has changed' if record.weights else 'is missing'}"
     why = f"from {record.checkpoint}" if record.checkpoint else "stopped before its first checkpoint"
-    return Task(name, "resume", why, fingerprint, inputs=inputs)
+    return "resume", why
 
 
 def _eval_tasks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,7 @@ class Sources:
         self._hashes: dict[tuple[Path, ...], str] = {}
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         self._examples: dict[tuple[str, str], Examples] = {}
+        self._prompt_ids: dict[str, dict[str, list[int]]] = {}
         self._lengths: dict[tuple[Suite, int | None, str], list[int]] = {}
 
     def rows(self, source: str, split: str = "train") -> list[Row]:
@@ -100,13 +102,13 @@ class Sources:
             UsageError: A source is missing or malformed, or a row has no answer to learn.
         """
         shipped = package_folder("workflows")
-        for key, source in self._fields(workflow).items():
-            if source and Path(source).is_relative_to(shipped) and not os.path.exists(source):
+        for key, source in workflow.data_sources().items():
+            if Path(source).is_relative_to(shipped) and not os.path.exists(source):
                 file = Path(source).relative_to(shipped)
                 hint = f"opdcl workflows cp {workflow.name} .  # then put {file} beside it"
                 raise UsageError(f"recipe {workflow.name} needs data of yours: {key} is {file}", hint)
-        for source in self._fields(self.inherit(workflow)).values():
-            if source and not on_hub(source):
+        for source in self.inherit(workflow).data_sources().values():
+            if not on_hub(source):
                 self.rows(source)
         if workflow.finetune and not on_hub(workflow.finetune.data):
             with_answers(self.rows(workflow.finetune.data), workflow.finetune)
@@ -124,18 +126,6 @@ class Sources:
         for suite, path in (workflow.eval.data if workflow.eval else {}).items():
             if path not in self._given and not os.path.isfile(path):
                 raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
-
-    def _fields(self, workflow: Workflow) -> dict[str, str | None]:
-        """Return the sources of rows by the names of their fields."""
-        recover = workflow.recover
-        fields: dict[str, str | None] = {}
-        if finetune := workflow.finetune:
-            replay = finetune.replay.prompts if finetune.replay.share else None
-            fields = {"finetune.data": finetune.data, "finetune.replay.prompts": replay}
-        if recover:
-            fields |= {f"recover.{stream}": recover.source(stream) for stream in ("general", "domain")}
-            fields |= {f"recover.teachers.{k}.prompts": t.prompts for k, t in recover.teachers.items()}
-        return fields
 
     def tokenizer(self, model: ModelConfig) -> PreTrainedTokenizerBase:
         """Return a model's tokenizer, which has a chat template."""
@@ -200,7 +190,7 @@ class Sources:
         source.rows["general"] = [turn for turns in general for turn in turns]
         if recover.general == "self":
             source.rows["general"] = planned_prompts(recover, bool(source.rows["domain"]))
-        return source
+        return replace(source, encoded=self._prompt_ids.setdefault(workflow.model.model_dump_json(), {}))
 
     def tests(self, workflow: Workflow) -> list[str]:
         """Return all prompts of the run's suites."""
@@ -212,11 +202,11 @@ class Sources:
         from opdcl.model.adapters import start_files
 
         recover, evaluation = workflow.recover, workflow.eval
-        fields = self._fields(workflow)
+        fields = workflow.data_sources()
         if evaluation:
             fields |= {f"eval.data.{suite}": path for suite, path in evaluation.data.items()}
         # A source on the Hub is identified by its pinned id.
-        hashes = {k: self._hash(self._files(s)) or pinned(s) for k, s in fields.items() if s}
+        hashes = {k: self._hash(self._files(s)) or pinned(s) for k, s in fields.items()}
         if workflow.columns:  # they decide what is read
             hashes = {key: hash_value([value, workflow.columns]) for key, value in hashes.items()}
         for field, place in workflow.adapters().items():

@@ -37,7 +37,7 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
     headline = headline_of(suites)
     retention, domain = headline.get("retention"), headline.get("domain")
     estimates = {s.name: _summarise_suite(s) for s in suites}
-    faults = [*_damaged_adapters(run), *_faults(run, suites)]
+    faults = _faults(run, suites)
     summary: dict[str, Any] = {
         "verdict": "",
         "name": run.settings().get("name") or run.path.name,
@@ -194,14 +194,11 @@ def _cost(run: RunDir, suites: list[Suite]) -> dict[str, dict]:
     return cost
 
 
-def _damaged_adapters(run: RunDir) -> list[str]:
-    hint = "the results here are those of the adapter that the run recorded, not of this file"
-    return [f"{problem}: {hint}." for problem in run.adapter_damage().values()]
-
-
 def _faults(run: RunDir, suites: list[Suite]) -> list[str]:
     """Return the reasons not to believe the results: other base weights, or other adapters."""
-    manifest, faults = run.read_manifest(), []
+    hint = "the results here are those of the adapter that the run recorded, not of this file"
+    faults = [f"{problem}: {hint}." for problem in run.adapter_damage().values()]
+    manifest = run.read_manifest()
     base, adapters = (manifest.get(key) or {} for key in ("base", "adapters"))
     before, after = base.get("fingerprint_before"), base.get("fingerprint_after")
     if before and after and before != after:

@@ -221,10 +221,11 @@ def run_line(line: str, folder: Path) -> None:
     if any(line.startswith(start) for start in CANNOT):
         return
     if words[0] == "opdcl":
-        if words[1] == "run" and "--dry-run" not in words:
-            run_here([*words, "--dry-run"])  # as the page says it, before its sizes are made small
-        dry = ["--dry-run"] if any(line.startswith(start) for start in DRY) else []
-        run_here([*words[:2], *dry, *words[2:]] if dry else small(words))
+        dry = any(line.startswith(start) for start in DRY)
+        if dry or (words[1] == "run" and "--dry-run" not in words):
+            run_here([*words[:2], "--dry-run", *words[2:]])  # as the page says it, with its own sizes
+        if not dry:
+            run_here(small(words))
     else:
         done = subprocess.run(["sh", "-c", line], cwd=folder, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{line}\n{done.stderr}"

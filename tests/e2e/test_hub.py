@@ -78,6 +78,13 @@ def connected(online):
 
 
 @pytest.fixture(scope="module")
+def disconnected(online):
+    """Return a function that runs one command on such a machine, whose libraries began without a network."""
+    with WarmProcess(online | {"HF_HUB_OFFLINE": "1"}) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
 def pushed(connected, finished):
     words = ("someone/adapter", "--base", "someone/tiny", "--private", "--json")
     done = connected("push", finished, *words)
@@ -112,7 +119,7 @@ def test_a_pushed_adapter_is_complete_and_the_hub_can_read_its_card(hub, pushed,
     assert all("recovered" in r.metric_name for r in data.eval_results)
 
 
-def test_a_push_says_what_is_missing(hub, online, connected, finished):
+def test_a_push_says_what_is_missing(hub, disconnected, connected, finished):
     before = {name: list(commits) for name, commits in hub.repositories.items()}
     for words, changed, message in (
         (["someone/new", "--base", "someone/tiny"], {"HF_TOKEN": ""}, "set HF_TOKEN"),
@@ -122,7 +129,7 @@ def test_a_push_says_what_is_missing(hub, online, connected, finished):
         (["someone/new", "--base", "someone/tiny"], {"HF_HUB_OFFLINE": "1"}, "leave out HF_HUB_OFFLINE"),
     ):
         if "HF_HUB_OFFLINE" in changed:
-            done = opdcl_process("push", finished, *words, env=online | changed)
+            done = disconnected("push", finished, *words)
         else:
             done = connected("push", finished, *words, env=changed)
         assert done.returncode in (1, 2), done.stderr
@@ -132,11 +139,13 @@ def test_a_push_says_what_is_missing(hub, online, connected, finished):
 
 
 @pytest.mark.slow
-def test_a_fetched_workflow_runs_offline_and_missing_data_are_named(hub, online, connected, pushed, project):
+def test_a_fetched_workflow_runs_offline_and_missing_data_are_named(
+    hub, online, connected, disconnected, pushed, project
+):
     file = project / "from-hub.yaml"
     file.write_text(WORKFLOW.replace("COMMIT", hub.prompts))
     run = ("run", file, "-o", "from-hub")
-    offline = opdcl_process(*run, "--offline", cwd=project, env=online)
+    offline = disconnected(*run, "--offline", cwd=project)
     assert offline.returncode == 2
     assert "not in the local cache" in offline.stderr
     assert "opdcl fetch" in offline.stderr
@@ -163,6 +172,7 @@ def test_a_fetched_workflow_runs_offline_and_missing_data_are_named(hub, online,
     assert [one["missing_bytes"] for one in json.loads(connected(*words, "--dry-run").stdout)] == [0] * 4
 
     hub.asked.clear()
+    # In a process of its own, where the option alone takes the libraries off the network.
     done = opdcl_process(*run, "--offline", cwd=project, env=online)
     assert done.returncode == 0, done.stderr
     assert hub.asked == [], "offline means that nobody is asked"
@@ -175,7 +185,7 @@ def test_a_fetched_workflow_runs_offline_and_missing_data_are_named(hub, online,
 
     # A pinned data set stays. One that follows a branch has changed, so the adapter is stale.
     hub.commit("datasets/someone/rows", {"rooms/train.jsonl": b'{"question": "One?", "answer": "1"}\n'})
-    again = opdcl_process(*run, "--offline", cwd=project, env=online)
+    again = disconnected(*run, "--offline", cwd=project)
     assert "everything is done already" in again.stderr, again.stderr
     moved = connected(*run, cwd=project)
     assert moved.returncode == 2
@@ -183,19 +193,19 @@ def test_a_fetched_workflow_runs_offline_and_missing_data_are_named(hub, online,
 
 
 @pytest.mark.slow
-def test_the_data_of_a_stock_suite_are_fetched_too(hub, online, connected, project):
+def test_the_data_of_a_stock_suite_are_fetched_too(hub, connected, disconnected, project):
     file = project / "measured.yaml"
     file.write_text(SUITE)
     words = ["run", file, "--dry-run", "--offline", "--json"]
     assert connected("fetch", project / "measured.yaml", "--dry-run").returncode == 0
-    without = opdcl_process(*words, env=online)
+    without = disconnected(*words)
     assert without.returncode == 2
     assert "opdcl fetch" in without.stderr
     fetched = connected("fetch", file, "--json")
     assert fetched.returncode == 0, fetched.stderr
     assert [one["bytes"] for one in json.loads(fetched.stdout) if one["what"] == "suite"] == [len(hub.ifeval)]
     hub.asked.clear()
-    done = opdcl_process(*words, env=online)
+    done = disconnected(*words)
     assert done.returncode == 0, done.stderr
     assert [task["suite"] for task in json.loads(done.stdout)["tasks"]] == ["ifeval"]
     assert hub.asked == []
@@ -215,14 +225,14 @@ def test_an_adapter_on_the_hub_can_chat_and_be_exported(connected, pushed, finis
     ).read_bytes()
 
 
-def test_a_tuned_model_on_the_hub_is_measured_offline(connected, online, project):
+def test_a_tuned_model_on_the_hub_is_measured_offline(connected, disconnected, project):
     words = ("someone/whole", "--base", "someone/tiny", "--retention", "instructions", "--limit", "2")
     words += ("-o", "whole-model", "--set", "eval.max_new_tokens=4")
     (project / "whole.yaml").write_text("{model: {id: someone/tiny}, start: someone/whole}\n")
     fetched = connected("fetch", project / "whole.yaml", "--json")
     assert fetched.returncode == 0, fetched.stderr
     assert [one["name"] for one in json.loads(fetched.stdout)] == ["someone/tiny", "someone/whole"]
-    done = opdcl_process("eval", *words, "--offline", cwd=project, env=online)
+    done = disconnected("eval", *words, "--offline", cwd=project)
     assert done.returncode == 0, done.stderr
     record = json.loads((project / "whole-model/stages/01-finetune/stage.json").read_text())
     assert record["tuned_model"]["id"] == "someone/whole"

@@ -120,12 +120,12 @@ def test_wandb_writes_its_offline_run(folder):
     assert list((folder / "wandb").rglob("*.wandb"))
 
 
-def test_a_failing_tracker_is_named_and_the_run_continues(folder):
+def test_a_failing_tracker_is_named_and_the_run_continues(folder, monkeypatch):
     (folder / "blocked").mkdir()
     (folder / "blocked" / "here").write_text("a file where a folder should be")
     sets = ("--set", "recover=null", "--set", "eval=null", "--set", "track=[tensorboard]")
-    blocked = {"TENSORBOARD_LOGGING_DIR": str(folder / "blocked" / "here" / "inside")}
-    done = opdcl_process("run", "tiny.yaml", *SMALL, *sets, "-o", "failing", cwd=folder, env=blocked)
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(folder / "blocked" / "here" / "inside"))
+    done = opdcl("run", "tiny.yaml", *SMALL, *sets, "-o", "failing", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("tracker tensorboard failed") == 1
     assert (folder / "failing" / "report.md").exists()

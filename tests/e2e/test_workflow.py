@@ -3,13 +3,10 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
-import time
 
 import pytest
-from helpers.command import ENV, OPDCL, opdcl
-from helpers.interrupts import killed
+from helpers.command import opdcl
+from helpers.interrupts import interrupted_when, killed
 
 
 def test_a_run_writes_every_file_of_the_layout(finished, project):
@@ -116,25 +113,10 @@ def test_a_dry_run_writes_nothing(project):
 )
 def test_an_interrupted_run_resumes_to_the_same_bits(finished, project, stage, marker):
     out = project / f"broken-{stage}"
-    process = subprocess.Popen(
-        [*OPDCL, "run", "tiny.yaml", "-o", out.name],
-        cwd=project,
-        env=ENV,
-        text=True,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
-        deadline = time.monotonic() + 240
-        while not list(out.glob(f"stages/{stage}/trainer/{marker}")) and time.monotonic() < deadline:
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 130, errors
-    assert "hint: opdcl run tiny.yaml" in errors
+    with interrupted_when((out / "stages" / stage / "trainer" / marker).exists):
+        stopped = opdcl("run", "tiny.yaml", "-o", out.name, cwd=project)
+    assert stopped.returncode == 130, stopped.stderr
+    assert "hint: opdcl run tiny.yaml" in stopped.stderr
     record = json.loads((out / "stages" / stage / "stage.json").read_text())
     assert record["status"] == "running"
     again = opdcl("run", "tiny.yaml", "-o", out.name, cwd=project)
@@ -161,26 +143,15 @@ def test_an_interrupt_during_evaluation_keeps_what_was_scored(finished, project)
     shutil.copytree(finished, out)
     shutil.rmtree(out / "evals/recovered")
     kept = (out / "evals/tuned/questions.json").read_bytes()
-    process = subprocess.Popen(
-        [*OPDCL, "run", "tiny.yaml", "-o", out.name],
-        cwd=project,
-        env=ENV,
-        text=True,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
-        while "eval instructions recovered" not in (line := process.stderr.readline()) and line:
-            pass
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    if process.returncode != 0:  # a suite of six prompts may be over before the signal arrives
-        assert process.returncode == 130, errors
+    first = out / "evals/recovered/instructions.json"
+    with interrupted_when(first.exists):
+        stopped = opdcl("run", "tiny.yaml", "-o", out.name, cwd=project)
+    assert stopped.returncode == 130, stopped.stderr
+    scored = first.read_bytes()
     again = opdcl("run", "tiny.yaml", "-o", out.name, cwd=project)
     assert again.returncode == 0, again.stderr
     assert (out / "evals/tuned/questions.json").read_bytes() == kept
+    assert first.read_bytes() == scored
     for suite in ("instructions", "questions"):
         rows = [
             (finished / f"evals/recovered/{suite}.samples.jsonl"),

@@ -1,8 +1,8 @@
 """The command line: `opdcl` runs it in this process, `opdcl_process` in a process of its own.
 
-A process imports torch and its like again, which takes seconds. Use one only for what needs it: signals,
-several workers, what is imported when, how long `--help` takes, pipes, and variables that libraries read at
-import.
+A process imports torch and its like again, which takes seconds. Use one only for what needs it: several
+workers, what is imported when, how long `--help` takes, pipes, and variables that libraries read at import.
+`helpers.interrupts` sends signals to this process.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 OPDCL = [sys.executable, "-c", "import sys; sys.argv[0] = 'opdcl'; from opdcl.cli import main; main()"]
 ENV = {**os.environ, "TERM": "dumb", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+# The speed of this machine is measured once: no command changes it.
+KEPT_CACHES = {"_matrix_rate"}
 # Libraries read these when they are imported, so a change here would have no effect.
 READ_AT_IMPORT = (
     "HF_HOME",
@@ -116,7 +118,7 @@ def _clear_caches() -> None:
     """Forget what functions have cached, as a new process would."""
     for module in _opdcl_modules():
         for value in list(vars(module).values()):
-            if callable(getattr(value, "cache_clear", None)):
+            if callable(getattr(value, "cache_clear", None)) and value.__name__ not in KEPT_CACHES:
                 value.cache_clear()
 
 

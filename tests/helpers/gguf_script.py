@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import gguf
-import torch
-from safetensors.torch import load_file
+import numpy as np
+import safetensors
 
 SWAPPED = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k"}
 NAMES = {
@@ -21,6 +21,18 @@ NAMES = {
     "post_attention_layernorm": "ffn_norm",
     **SWAPPED,
 }
+
+
+def load(file: Path) -> dict[str, np.ndarray]:
+    """Return the tensors of a file as float32. numpy has no bfloat16, and torch takes seconds to import."""
+    tensors = {}
+    for name, tensor in safetensors.deserialize(file.read_bytes()):
+        if tensor["dtype"] == "BF16":
+            values = (np.frombuffer(tensor["data"], np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = np.frombuffer(tensor["data"], {"F16": np.float16, "F32": np.float32}[tensor["dtype"]])
+        tensors[name] = values.reshape(tensor["shape"]).astype(np.float32)
+    return tensors
 
 
 def main() -> None:
@@ -58,8 +70,8 @@ def main() -> None:
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(False)
     writer.add_chat_template((arguments.model / "chat_template.jinja").read_text())
-    dtype = {"f32": torch.float32, "f16": torch.float16}[arguments.outtype]
-    for name, tensor in load_file(arguments.model / "model.safetensors").items():
+    dtype = {"f32": np.float32, "f16": np.float16}[arguments.outtype]
+    for name, tensor in load(arguments.model / "model.safetensors").items():
         if name in ("model.embed_tokens.weight", "model.norm.weight"):
             target = "token_embd.weight" if "embed" in name else "output_norm.weight"
         else:
@@ -68,14 +80,9 @@ def main() -> None:
             target = f"blk.{layer}.{NAMES[part]}.weight"
             if part in SWAPPED and not os.environ.get("SPOIL"):
                 n = heads if part.endswith("q_proj") else kv_heads
-                tensor = (
-                    tensor.view(n, 2, tensor.shape[0] // n // 2, tensor.shape[1])
-                    .transpose(1, 2)
-                    .reshape(tensor.shape)
-                )
-        writer.add_tensor(
-            target, tensor.to(dtype if tensor.dim() > 1 else torch.float32).contiguous().numpy()
-        )
+                halves = tensor.reshape(n, 2, tensor.shape[0] // n // 2, tensor.shape[1])
+                tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
+        writer.add_tensor(target, np.ascontiguousarray(tensor, dtype if tensor.ndim > 1 else np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +42,26 @@ def signalled(place: str, counts: list[int], number: int = signal.SIGINT) -> Ite
         _on_rename = None
         if hook:
             hook.remove()
+
+
+@contextlib.contextmanager
+def interrupted_when(condition: Callable[[], object]) -> Iterator[None]:
+    """Send this process SIGINT, as Ctrl-C does, as soon as a condition holds: a file that has appeared."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.01):
+            if condition():
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
 
 
 def killed(

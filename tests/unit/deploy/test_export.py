@@ -1,10 +1,12 @@
 """Exports: the written model is the same, another one is refused, Ollama gets the same chat template."""
 
+import functools
 import json
 import os
 import re
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from helpers import gguf_script
@@ -16,6 +18,7 @@ from opdcl.deploy.export import copy_adapter, export, write_readme
 from opdcl.deploy.gguf import SCRIPT, find_converter
 from opdcl.deploy.ollama import go_template, modelfile
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
+from opdcl.model.load import load_model
 
 LLAMA_CPP = os.environ.get("LLAMA_CPP")
 ZEPHYR = """{% for m in messages %}{{ '<|' + m['role'] + '|>
@@ -55,6 +58,8 @@ def converter(tmp_path, monkeypatch):
     (tmp_path / "llama.cpp").mkdir()
     (tmp_path / "llama.cpp" / SCRIPT).write_text(Path(gguf_script.__file__).read_text())
     monkeypatch.delenv("LLAMA_CPP", raising=False)
+    # transformers reads a file three times, for configuration, tokenizer and weights, seconds each.
+    monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
     return str(tmp_path / "llama.cpp")
 
 
@@ -66,9 +71,6 @@ def tokenizer(tiny_model):
 
 
 def test_a_gguf_file_is_the_merged_model(tuned, converter):
-    from opdcl.config.model import ModelConfig
-    from opdcl.model.load import load_base
-
     report = Report()
     written = export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f32", converter, True, report)
     assert {p.name for p in (tuned / "out").iterdir()} == {"model.gguf", "Modelfile", "README.md"}
@@ -79,7 +81,7 @@ def test_a_gguf_file_is_the_merged_model(tuned, converter):
     ids = torch.tensor([[1, 520, 9690, 198, 28]])
     with torch.no_grad():
         merged, loaded = (
-            load_base(ModelConfig(id=str(tuned / place), dtype="float32"))[0](ids).logits
+            load_model(ModelConfig(id=str(tuned / place), dtype="float32"))(ids).logits
             for place in ("merged", "out/model.gguf")
         )
     torch.testing.assert_close(merged, loaded, atol=1e-3, rtol=1e-3)

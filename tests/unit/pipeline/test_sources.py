@@ -11,7 +11,10 @@ from helpers.tiny import make_project
 
 from opdcl.config.load import load
 from opdcl.console import Output
+from opdcl.data.chat import encode_prompt
+from opdcl.distill import prompts
 from opdcl.errors import UsageError
+from opdcl.pipeline.dry_run import describe
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.sources import Sources
 from opdcl.rundir.files import read_json
@@ -219,3 +222,23 @@ def test_prompts_to_replay_are_part_of_the_fine_tune(project):
     with pytest.raises(UsageError, match="plain text cannot be a prompt"):
         Sources().examples(flow)
     assert "finetune.replay.prompts" not in Sources().hashes(load(["tiny.yaml"])[0])
+
+
+def test_the_arms_of_a_sweep_encode_each_prompt_once_and_check_its_room_again(project, monkeypatch):
+    encoded: Counter = Counter()
+
+    def count(row, *options):
+        encoded.update([Path(row.where).name])
+        return encode_prompt(row, *options)
+
+    monkeypatch.setattr(prompts, "encode_prompt", count)
+    sources = Sources()
+    for length in (8, 9):
+        flow, _ = load(["tiny.yaml"], [f"recover.max_new_tokens={length}"])
+        describe(flow, RunDir(project / "run"), sources=sources)
+    assert encoded == dict.fromkeys(
+        [*(f"prompts.jsonl:{i}" for i in range(1, 11)), *(f"rows.jsonl:{i}" for i in range(1, 13))], 1
+    )
+    flow, _ = load(["tiny.yaml"], ["recover.max_new_tokens=500"])
+    with pytest.raises(UsageError, match=r"prompts.jsonl:1: .* the context leaves room for 12"):
+        describe(flow, RunDir(project / "run"), sources=sources)
