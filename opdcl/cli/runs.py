@@ -128,12 +128,14 @@ def serve(
     lead(*(word for word in sys.argv[1:] if word != "--dry-run"))
 
 
-def doctor(json: opt.Json = False) -> None:
-    """Check this machine, with a remedy for each problem. Exit code 4 if something needed is missing."""
+def doctor(model: opt.Model = None, json: opt.Json = False) -> None:
+    """Check this machine, with a remedy for each problem. Exit code 4 if something needed is missing.
+
+    With --model, also say which share of its weights an adapter changes."""
     from opdcl.doctor import checks
 
     start(json)
-    results = checks()
+    results = checks(model)
     rows = [[c.name, c.status, c.finding, "" if c.ok else c.remedy] for c in results]
     screen.output.table("", ["check", "", "finding", "remedy"], rows, [vars(c) for c in results])
     if missing := ", ".join(c.name for c in results if c.status == "missing"):

@@ -26,7 +26,9 @@ class LoraSection(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input during the fine-tune. Recovery, sampling and evaluation have none."""
     target_modules: str | list[str] = "all-linear"
-    """Linear layers that get an adapter; `lm_head` is not allowed."""
+    """Linear layers that get an adapter; `lm_head` is not allowed. Experts count as linear layers, which
+    transformers names `gate_up_proj` and `down_proj`. Each expert gets rank r / (experts per token); routers
+    get no adapter."""
 
     @field_validator("target_modules")
     @classmethod

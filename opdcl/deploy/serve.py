@@ -7,7 +7,7 @@ import shutil
 
 from opdcl.config.workflow import Workflow
 from opdcl.errors import EnvironmentFault, UsageError
-from opdcl.model.adapters import stands_on
+from opdcl.model.adapters import refuse_unserved, stands_on
 from opdcl.rundir.layout import RunDir, adapter_config
 
 # LoRA ranks for which vLLM has kernels; the server is started for the smallest that is large enough.
@@ -37,8 +37,8 @@ def serve_command(
     if tuned := stands_on(run):
         raise UsageError(f"one server cannot hold base and {tuned.id}, on which the adapters stand", hint)
     configs = [adapter_config(folder) for folder in adapters.values()]
-    if any(config.get("use_dora") for config in configs):
-        raise UsageError("vLLM cannot load DoRA adapters", hint)
+    for config in configs:
+        refuse_unserved(config)
     ranks = [rank for config in configs for rank in (config["r"], *config.get("rank_pattern", {}).values())]
     largest = max(ranks, default=DEFAULT_RANK)
     options = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ REFUSED = {
     "bias": "it changes the biases of its base",
     "lora_bias": "its low-rank matrices have biases",
     "trainable_token_indices": "it changes the embeddings of some tokens",
-    "target_parameters": "it adapts parameters outside of linear layers, such as fused experts",
     "layer_replication": "it repeats layers of its base",
     "alora_invocation_tokens": "it is an activated LoRA, which acts on a part of each text only",
     "arrow_config": "it routes between adapters",
@@ -111,7 +111,7 @@ def _not_found(place: str, path: Path) -> UsageError:
 
 
 def check_adapter(folder: Path) -> None:
-    """Refuse an adapter that has learned more than low-rank changes of linear layers.
+    """Refuse an adapter that has learned more than low-rank changes of linear layers and experts.
 
     Raises:
         UsageError: The adapter is of another kind, or damaged.
@@ -134,11 +134,22 @@ def check_adapter(folder: Path) -> None:
         reasons.append(f"it is of type {kind}, not LORA")
     if start not in PLAIN_STARTS:
         reasons.append(f"its start was subtracted from its base (init_lora_weights: {start})")
-    if outside := next((n for n in names if "lora_" not in n or "lora_embedding" in n or "lm_head" in n), ""):
-        reasons.append(f"it holds weights other than low-rank changes of linear layers ({outside})")
+    if outside := next((n for n in names if "lora_" not in n or re.search("embed|wte|lm_head", n)), ""):
+        reasons.append(f"it changes more than linear layers and experts, or not by low rank ({outside})")
     if reasons:
         hint = "train it without that; docs/repair.md lists what an adapter may have"
         raise UsageError(f"adapter {folder} cannot be recovered: {reasons[0]}", hint)
+
+
+def refuse_unserved(config: dict[str, Any]) -> None:
+    """Refuse an adapter that vLLM does not load, or loads wrongly: its own experts have another layout.
+
+    See github.com/vllm-project/vllm/pull/41384 and 52198.
+    """
+    for key, kind in (("use_dora", "DoRA adapters"), ("target_parameters", "adapters of stacked experts")):
+        if config.get(key):
+            hint = "leave the server out; opdcl export RUN -o MODEL writes a merged model, which vLLM serves"
+            raise UsageError(f"vLLM cannot load {kind}", hint)
 
 
 def adapter_scale(config: dict[str, Any]) -> float:

@@ -20,6 +20,10 @@ class Architecture:
     """The kinds of layers: full_attention, sliding_attention and others."""
     window: int | None
     """How many tokens a layer with a sliding window sees, itself included; None without such layers."""
+    experts: int
+    """Experts per layer of a mixture, otherwise 1."""
+    active_experts: int
+    """Experts per token."""
 
     @property
     def full_attention(self) -> bool:
@@ -53,4 +57,12 @@ def architecture(config: PretrainedConfig) -> Architecture:
         head_dim=getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0),
         kinds=frozenset(kinds),
         window=window if "sliding_attention" in kinds else None,
+        experts=_first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        active_experts=_first(config, "num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"),
     )
+
+
+def _first(config: PretrainedConfig, *names: str) -> int:
+    """Return the first of these fields that is a number above 0; 1 without any."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value), 1)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,7 +20,8 @@ from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.model.fused_lora import fuse
 from opdcl.model.load import eos_ids, load_base, load_model
-from opdcl.model.lora import merged_weight, parts, scale
+from opdcl.model.lora import base_weight, merged_weight, parts, scale
+from opdcl.model.targets import lora_config
 
 # `base`, `tuned`, `student`, or the name of a teacher that has an adapter of its own; `bare` is without any.
 State = str
@@ -84,14 +85,8 @@ class Backbone:
     def new_adapter(self, lora: LoraSection, seed: int) -> PeftModel:
         """Attach a freshly initialised `student` adapter, which changes nothing yet."""
         torch.manual_seed(seed)
-        config = LoraConfig(
-            r=lora.r,
-            lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout,
-            target_modules=lora.target_modules,
-            task_type="CAUSAL_LM",
-        )
         self.drop_adapters()
+        config = lora_config(lora, self.causal_lm)
         self.peft = get_peft_model(self.causal_lm, config, adapter_name="student")
         fuse(self.causal_lm)
         return self.peft
@@ -212,7 +207,7 @@ class Backbone:
         with parallel.unsharded(self.causal_lm):
             try:
                 for layer in layers:
-                    weight = layer.get_base_layer().weight
+                    weight = base_weight(layer)
                     saved.append((weight, weight.data))
                     with torch.no_grad():
                         merged = merged_weight(layer, name)

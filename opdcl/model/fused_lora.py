@@ -3,12 +3,16 @@
 PEFT computes the two terms separately, then scales and adds them: two more passes over the output and about
 eight nodes per layer, which is a large part of a step on small batches. Here the matrix product itself adds
 the second term, forward and backward. The result is PEFT's up to rounding.
+
+Of adapted experts PEFT computes the sum of weights and adapter, as large as the weights, and keeps it for the
+backward pass: over all layers, a copy of the model. Here the backward pass computes it again, layer by layer.
 """
 
 from __future__ import annotations
 
 import torch
-from peft.tuners.lora.layer import Linear
+from peft.tuners.lora.layer import Linear, ParamWrapper
+from torch.utils.checkpoint import checkpoint
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -40,9 +44,13 @@ class _LoraLinear(torch.autograd.Function):
 
 def fuse(model: torch.nn.Module) -> None:
     """Make every plain LoRA layer of `model` run as one node wherever the result is the same."""
+    # PEFT nests the wrappers of a module's parameters; the outermost runs them all.
+    nested = {id(layer.base_layer) for layer in model.modules() if isinstance(layer, ParamWrapper)}
     for layer in model.modules():
         if isinstance(layer, Linear) and "forward" not in vars(layer):
             layer.forward = _fused_forward(layer, layer.forward)
+        if isinstance(layer, ParamWrapper) and "forward" not in vars(layer) and id(layer) not in nested:
+            layer.forward = _repeated_forward(layer.forward)
 
 
 def _fused_forward(layer: Linear, peft_forward):
@@ -52,6 +60,15 @@ def _fused_forward(layer: Linear, peft_forward):
         (name,) = layer.active_adapters
         base, a_RK, b_NR = layer.get_base_layer(), layer.lora_A[name].weight, layer.lora_B[name].weight
         return _LoraLinear.apply(x, base.weight, base.bias, a_RK, b_NR, layer.scaling[name])
+
+    return forward
+
+
+def _repeated_forward(peft_forward):
+    def forward(*args, **kwargs) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return peft_forward(*args, **kwargs)
+        return checkpoint(peft_forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return forward
 

@@ -154,17 +154,15 @@ def declared_eos_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) ->
     return _eos_ids(generation, tokenizer)
 
 
-def linear_layers(config: ModelConfig) -> list[str]:
-    """Return the names of a model's linear layers without loading its weights."""
+def skeleton(config: ModelConfig) -> PreTrainedModel:
+    """Return a model without weights, on the meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.pytorch_utils import Conv1D
 
     source, options = _loading_options(config)
     with _to_user_error(config), torch.device("meta"):
         trusted = {"trust_remote_code": config.trust_remote_code}
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, **options), **trusted)
-    return [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear | Conv1D)]
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, **options), **trusted)
 
 
 def pick_device(name: str = "auto") -> str:

@@ -10,7 +10,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.pipeline.defaults import resolve_for_machine
 from opdcl.pipeline.forecast import forecast
 from opdcl.pipeline.plan import Task
-from opdcl.pipeline.preflight import checked_plan, remarks, repeated_rows
+from opdcl.pipeline.preflight import checked_plan, planned_adapter, remarks, repeated_rows
 from opdcl.pipeline.sources import Sources
 from opdcl.results.format import duration
 from opdcl.results.tables import Table
@@ -36,6 +36,8 @@ def describe(
     Raises:
         OpdclError: The run would refuse it.
     """
+    from opdcl.model.targets import adapted_share
+
     sources = sources or Sources()
     workflow, automatic = resolve_for_machine(sources.inherit(workflow))
     made_by = {} if made_by is None else made_by
@@ -50,6 +52,9 @@ def describe(
     rows = [[task.label, task.action, _size(task, sizes) + task.why] for task in tasks]
     parameters, disk = sizes["parameters"] / 1e6, sizes["disk_bytes"] / 2**20
     totals = f"{parameters:,.0f}M parameters; about {disk:,.0f} MiB of disk"
+    share = adapted_share(workflow.model, adapter) if (adapter := planned_adapter(workflow)) else None
+    if share:
+        totals = f"the adapter changes {share:.0%} of {totals}"
     if sizes["seconds"]:
         totals += f"; about {duration(sum(sizes['seconds'].values()))} in all, estimated"
     rows.append(["machine", sizes["device"], totals])
@@ -57,7 +62,7 @@ def describe(
         {"stage": t.name} | {k: getattr(t, k) for k in ("state", "suite", "action", "why")} for t in tasks
     ]
     data = {"data": _data(workflow, sources), "notes": remarks(workflow, tasks, sources)}
-    return rows, {"tasks": plan, **sizes, **data}
+    return rows, {"tasks": plan, **sizes, "adapted_share": share, **data}
 
 
 def _size(task: Task, sizes: dict[str, Any]) -> str:

@@ -35,13 +35,18 @@ SECONDS_FROM = (
 
 @dataclass(frozen=True)
 class _Shape:
-    """The dimensions of a model, the bytes of one number, and where it runs."""
+    """The dimensions of a model, the bytes of one number, and where it runs.
+
+    A layer has `experts` of inner width `inner`, of which a token passes through `active`; 1 if it is dense.
+    """
 
     layers: int
     hidden: int
     inner: int
     vocabulary: int
     keys: int
+    experts: int
+    active: int
     dtype: str
     device: str
 
@@ -51,7 +56,15 @@ class _Shape:
 
     @property
     def parameters(self) -> int:
-        per_layer = self.hidden * (2 * self.hidden + 2 * self.keys + 3 * self.inner)
+        return self._with(self.experts)
+
+    @property
+    def used(self) -> int:
+        """The number of parameters that one token passes through."""
+        return self._with(self.active)
+
+    def _with(self, experts: int) -> int:
+        per_layer = self.hidden * (2 * self.hidden + 2 * self.keys + 3 * self.inner * experts)
         return self.layers * per_layer + self.vocabulary * self.hidden
 
     @property
@@ -73,7 +86,8 @@ class _Shape:
 
     def adapter(self, rank: int) -> int:
         """Return the number of parameters of an adapter on all linear layers."""
-        return self.layers * rank * (9 * self.hidden + 2 * self.keys + 3 * self.inner)
+        mixture = 3 * (self.hidden + self.inner) * self.experts // self.active
+        return self.layers * rank * (6 * self.hidden + 2 * self.keys + mixture)
 
 
 @dataclass
@@ -178,15 +192,15 @@ def _finetune_need(workflow: Workflow, sources: Sources, shape: _Shape, adapter:
     # Logits of the answers, their probabilities and the gradient, in fp32.
     logits = batch * learned * shape.vocabulary * 4 * 3
     memory = adapter * 16 + batch * max(lengths) * shape.activations + logits
-    operations = 4.0 * shape.parameters * sum(lengths) * config.epochs
-    need = _Need(memory, training=operations, decoding=2.0 * shape.parameters * replayed * answer)
+    operations = 4.0 * shape.used * sum(lengths) * config.epochs
+    need = _Need(memory, training=operations, decoding=2.0 * shape.used * replayed * answer)
     if config.loss.needs_base:
         need.forward = operations / 2
     if config.method == "self-distill":
         need.memory += adapter * 4 + shape.weights
         need.forward = operations / 2
         sampled = len(lengths) * config.epochs * learned
-        need.decoding = 2.0 * shape.parameters * sampled
+        need.decoding = 2.0 * shape.used * sampled
     return need
 
 
@@ -222,9 +236,9 @@ def _recovery_need(config: RecoverConfig, rows: dict[Any, list[Row]], shape: _Sh
         length = sum(lengths) / len(lengths) + new_tokens
         held_out = min(config.validation_prompts, len(lengths))
         learned, measured = steps * batch * length, validations * held_out * length
-        need.training += 4.0 * shape.parameters * learned
-        need.forward += 2.0 * shape.parameters * (learned + 2 * measured)
-        need.decoding += 2.0 * shape.parameters * new_tokens * (steps * batch + held_out)
+        need.training += 4.0 * shape.used * learned
+        need.forward += 2.0 * shape.used * (learned + 2 * measured)
+        need.decoding += 2.0 * shape.used * new_tokens * (steps * batch + held_out)
     return need
 
 
@@ -236,7 +250,7 @@ def _eval_need(name: str, workflow: Workflow, sources: Sources, shape: _Shape) -
     if not suite.generative:
         from opdcl.stages.evaluate import LOGIT_BYTES
 
-        return _Need(shape.weights + LOGIT_BYTES, forward=2.0 * shape.parameters * sum(prompts))
+        return _Need(shape.weights + LOGIT_BYTES, forward=2.0 * shape.used * sum(prompts))
     if config.server:
         return _Need()
     new_tokens = min(suite.max_tokens, config.max_new_tokens or suite.max_tokens) + config.thought_tokens
@@ -245,15 +259,16 @@ def _eval_need(name: str, workflow: Workflow, sources: Sources, shape: _Shape) -
     logits = batch * shape.vocabulary * shape.width
     return _Need(
         shape.weights + cache + logits,
-        forward=2.0 * shape.parameters * sum(prompts),
-        decoding=2.0 * shape.parameters * new_tokens * len(prompts),
+        forward=2.0 * shape.used * sum(prompts),
+        decoding=2.0 * shape.used * new_tokens * len(prompts),
     )
 
 
 def _shape(model: ModelConfig, device: str) -> _Shape:
     c = text_config(model)
-    size = c.num_hidden_layers, c.hidden_size, c.intermediate_size, c.vocab_size, architecture(c).key_width
-    return _Shape(*size, pick_dtype(model.dtype, device), device)
+    shape, inner = architecture(c), getattr(c, "moe_intermediate_size", None) or c.intermediate_size
+    size = c.num_hidden_layers, c.hidden_size, inner, c.vocab_size, shape.key_width
+    return _Shape(*size, shape.experts, shape.active_experts, pick_dtype(model.dtype, device), device)
 
 
 def _tokens(row: Row, *answer: str | None) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 SHAPE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+    *("num_experts", "num_local_experts", "moe_intermediate_size"),
 )
 
 
@@ -128,7 +129,7 @@ def _check_finetune(workflow: Workflow, sources: Sources) -> None:
     config = workflow.finetune
     assert config
     if not workflow.start:
-        check_targets(workflow.model, config.lora.target_modules)
+        check_targets(workflow.model, config.lora)
     sources.tokenizer(workflow.model)
     rows = sources.examples(workflow).rows
     if config.method == "self-distill":
@@ -211,20 +212,18 @@ def _check_prompts(
         raise UsageError("recovery has no prompts", "set recover.general")
 
 
-def check_targets(model: ModelConfig, targets: str | list[str]) -> None:
-    """Refuse `target_modules` that match no linear layer of the model: PEFT would leave them out silently.
-
-    As in PEFT, a list holds names or endings of names, and a string is a regular expression.
-    """
-    if targets == "all-linear":
+def check_targets(model: ModelConfig, lora: LoraSection) -> None:
+    """Refuse `target_modules` that match no layer of the model: PEFT would leave them out silently."""
+    targets = lora.target_modules
+    if targets == "all-linear" and not lora.dropout:
         return
-    from opdcl.model.load import linear_layers
+    from opdcl.model.load import skeleton
+    from opdcl.model.targets import adaptable, is_target, lora_config
 
-    layers = [name for name in linear_layers(model) if name.rpartition(".")[2] != "lm_head"]
-    if isinstance(targets, str):
-        missing = [] if any(re.fullmatch(targets, name) for name in layers) else [targets]
-    else:
-        missing = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in layers)]
+    bare = skeleton(model)
+    lora_config(lora, bare)  # refuses dropout on experts
+    layers, each = adaptable(bare), [targets] if isinstance(targets, str) else targets
+    missing = [t for t in each if not any(is_target(n, t if t is targets else [t]) for n in layers)]
     if not missing:
         return
     known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
@@ -252,13 +251,31 @@ def _check_suites(workflow: Workflow, sources: Sources) -> None:
 
 def check_servers(workflow: Workflow, unfinished: set[str]) -> None:
     """Check that every server that the unfinished stages need grants access."""
+    from opdcl.model.adapters import refuse_unserved
+    from opdcl.model.load import skeleton
+    from opdcl.model.targets import planned_config
     from opdcl.sampling.server import check_access
 
     servers = [workflow.eval.server] if workflow.eval and "eval" in unfinished else []
     if workflow.recover and "recover" in unfinished:
-        servers += [workflow.recover.server, *(t.server for t in workflow.teachers().values())]
+        servers.append(workflow.recover.server)
+    if any(servers) and (adapter := planned_adapter(workflow)):
+        refuse_unserved(vars(planned_config(adapter, skeleton(workflow.model))))
+    if workflow.recover and "recover" in unfinished:
+        servers += [t.server for t in workflow.teachers().values()]
     for server in filter(None, servers):
         check_access(server)
+
+
+def planned_adapter(workflow: Workflow) -> LoraSection | Path | None:
+    """Return the settings of a run's new adapter, or the folder of the one it starts from."""
+    from opdcl.model.adapters import find_adapter, tuned_model
+
+    if workflow.start and not tuned_model(workflow.start, workflow.model):
+        return find_adapter(workflow.start)
+    if workflow.finetune:
+        return workflow.finetune.lora
+    return LoraSection() if workflow.start else None
 
 
 def remarks(workflow: Workflow, tasks: list[Task], sources: Sources) -> list[str]:

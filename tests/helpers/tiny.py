@@ -58,6 +58,45 @@ def make_model(folder: Path, intermediate_size: int = 96) -> Path:
     return folder
 
 
+def make_mixture(folder: Path, model: Path, family: str) -> Path:
+    """Save a mixture of four experts, two per token, with random weights and a tiny model's tokenizer.
+
+    The first layer of `qwen3_moe` is dense; `qwen2_moe` has a shared expert beside the four.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    experts = {"num_local_experts" if family in ("gpt_oss", "mixtral") else "num_experts": 4}
+    own = {
+        "qwen3_moe": {"moe_intermediate_size": 24, "mlp_only_layers": [0], "head_dim": 12},
+        "qwen2_moe": {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+        "gpt_oss": {"head_dim": 12, "layer_types": ["full_attention"] * 2},
+    }
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=len(tokenizer),
+        hidden_size=48,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        num_experts_per_tok=2,
+        tie_word_embeddings=True,
+        initializer_range=0.5,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        **experts,
+        **own.get(family, {}),
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 # What a model of `make_writer` writes after a token: token -> its slot, slot -> the slots that may follow.
 SLOTS = {
     1: ["Why", "How", "When", "Where"],

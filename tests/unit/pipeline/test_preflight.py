@@ -7,6 +7,7 @@ import pytest
 from helpers.command import opdcl
 from helpers.tiny import make_project
 
+from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.pipeline.preflight import check_targets
@@ -143,9 +144,9 @@ def test_damaged_metrics_are_found_before_the_evaluation_that_the_report_would_f
 def test_each_target_must_match_a_linear_layer(tiny_model, targets, unmatched):
     model = ModelConfig(id=str(tiny_model))
     if not unmatched:
-        check_targets(model, targets)
+        check_targets(model, LoraSection(target_modules=targets))
         return
     with pytest.raises(UsageError) as caught:
-        check_targets(model, targets)
+        check_targets(model, LoraSection(target_modules=targets))
     assert f"{unmatched} matches no linear layer" in caught.value.message
     assert "down_proj" in caught.value.hint

@@ -1,0 +1,249 @@
+"""Adapters on the experts of a mixture, which transformers stacks in 3-D parameters."""
+
+import copy
+import json
+
+import pytest
+import torch
+from helpers.tiny import make_mixture
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+
+from opdcl.config.finetune import LoraSection
+from opdcl.config.model import ModelConfig
+from opdcl.errors import UsageError
+from opdcl.model.adapters import find_adapter
+from opdcl.model.backbone import Backbone
+from opdcl.model.lora import base_weight
+from opdcl.model.targets import adapted_share
+from opdcl.pipeline.preflight import check_targets
+from opdcl.training import save_adapter
+
+# Stored as (experts, out, in), in gpt-oss as (experts, in, out) and with biases.
+FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss")
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model, tmp_path_factory):
+    return {name: make_mixture(tmp_path_factory.mktemp(name), tiny_model, name) for name in FAMILIES}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def mixture(family, folders):
+    return Backbone.load(ModelConfig(id=str(folders[family]), dtype="float32"))
+
+
+def logits(model):
+    return model(input_ids=torch.arange(40, 60)[None]).logits.detach()
+
+
+def stir(model, seed=3):
+    """Give every adapter weight a random part, so that the adapter changes something."""
+    generator = torch.Generator().manual_seed(seed)
+    for key, weight in model.named_parameters():
+        if "lora_" in key:
+            weight.data += torch.randn(weight.shape, generator=generator) * 0.1
+
+
+def weights_of(model):
+    return {
+        key.replace(".base_layer", ""): weight.clone()
+        for key, weight in model.named_parameters()
+        if "lora_" not in key
+    }
+
+
+def test_every_state_computes_what_peft_does_and_base_stays_bit_for_bit(mixture, tmp_path):
+    untouched, base, before = (
+        copy.deepcopy(mixture.causal_lm),
+        logits(mixture.causal_lm),
+        mixture.fingerprint(),
+    )
+    mixture.new_adapter(LoraSection(r=8, alpha=16), seed=1)
+    assert torch.equal(logits(mixture.causal_lm), base), "a new adapter changes nothing"
+    stir(mixture.causal_lm)
+    save_adapter(mixture, tmp_path / "adapter")
+    reference = PeftModel.from_pretrained(untouched, str(tmp_path / "adapter")).eval()
+    expected = logits(reference)
+    assert (expected - base).abs().max() > 0.1
+    assert torch.allclose(logits(mixture.causal_lm), expected, atol=1e-3)
+    with mixture.state("base") as model:
+        assert torch.equal(logits(model), base)
+    by_peft = weights_of(reference.merge_and_unload())
+    with mixture.merged("student") as model:
+        assert torch.allclose(logits(model), expected, atol=1e-3)
+        merged = weights_of(model)
+    assert merged.keys() == by_peft.keys()
+    assert all(torch.allclose(merged[key], by_peft[key], atol=1e-5) for key in merged)
+    with mixture.state("base") as model:
+        assert torch.equal(logits(model), base)
+    with mixture.scaled(0.0):
+        assert torch.allclose(logits(mixture.causal_lm), base, atol=1e-3)
+    assert mixture.fingerprint() == before
+    # Loaded again beside itself, as recovery holds tuned and student.
+    mixture.drop_adapters()
+    assert torch.equal(logits(mixture.causal_lm), base)
+    assert find_adapter(str(tmp_path / "adapter")) == tmp_path / "adapter"
+    mixture.load_adapter(tmp_path / "adapter", "tuned")
+    mixture.load_adapter(tmp_path / "adapter", "student", trainable=True)
+    stir(mixture.causal_lm.get_submodule("model.layers.1").get_submodule("self_attn"))
+    with mixture.state("tuned") as model:
+        assert not torch.equal(logits(model), base)
+    trained = {key for key, weight in mixture.causal_lm.named_parameters() if weight.requires_grad}
+    assert trained == {key for key, _ in mixture.causal_lm.named_parameters() if ".student." in key}
+
+
+def test_an_expert_is_its_own_weight_plus_its_own_low_rank_product(folders, tmp_path):
+    mixture = Backbone.load(ModelConfig(id=str(folders["qwen3_moe"]), dtype="float32"))
+    base = weights_of(mixture.causal_lm)["model.layers.1.mlp.experts.down_proj"]
+    mixture.new_adapter(LoraSection(r=8, alpha=24), seed=1)
+    stir(mixture.causal_lm)
+    save_adapter(mixture, tmp_path / "adapter")
+    file = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    stem = "base_model.model.model.layers.1.mlp.experts.lora_"
+    first, second = file[f"{stem}A.weight"], file[f"{stem}B.weight"]
+    with mixture.merged("student") as model:
+        merged = weights_of(model)["model.layers.1.mlp.experts.down_proj"]
+    rank = 8 // 2  # two of four experts per token
+    for expert in range(4):
+        product = second[:, expert::4] @ first[expert * rank : (expert + 1) * rank]
+        assert torch.allclose(merged[expert], base[expert] + 24 / 8 * product, atol=1e-5)
+
+
+def test_all_linear_means_every_product_but_head_and_router(mixture, family, folders):
+    bare = {key: weight.numel() for key, weight in mixture.causal_lm.named_parameters()}
+    outside = ("norm", "bias", "embed", "lm_head", "mlp.gate.", "router", "sinks")
+    products = {key for key in bare if not any(word in key for word in outside)}
+    mixture.new_adapter(LoraSection(r=8, alpha=16), seed=1)
+    names = {id(p): n.replace(".base_layer", "") for n, p in mixture.causal_lm.named_parameters()}
+    adapted = {names[id(base_weight(layer))] for layer in mixture.adapted_layers("student")}
+    assert adapted == products
+    for layer in mixture.adapted_layers():
+        is_stack = base_weight(layer).ndim == 3
+        assert (layer.r["student"], layer.scaling["student"]) == (4 if is_stack else 8, 2.0)
+    share = sum(bare[key] for key in products) / sum(bare.values())
+    model = ModelConfig(id=str(folders[family]))
+    assert adapted_share(model, LoraSection()) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (
+            ["gate_up_proj", "down_proj"],
+            {"experts.gate_up_proj", "experts.down_proj", "mlp.down_proj.weight"},
+        ),
+        (["experts.down_proj"], {"experts.down_proj"}),
+        (r".*experts\..*", {"experts.gate_up_proj", "experts.down_proj"}),
+        (["q_proj"], {"q_proj.weight"}),
+        (["layers.0.mlp.up_proj"], {"mlp.up_proj.weight"}),
+    ],
+)
+def test_targets_name_experts_as_they_name_layers(targets, expected, folders, tmp_path):
+    model = ModelConfig(id=str(folders["qwen3_moe"]), dtype="float32")
+    lora = LoraSection(r=4, alpha=8, target_modules=targets)
+    check_targets(model, lora)
+    mixture = Backbone.load(model)
+    mixture.new_adapter(lora, seed=1)
+    names = {id(p): n.replace(".base_layer", "") for n, p in mixture.causal_lm.named_parameters()}
+    adapted = {names[id(base_weight(layer))] for layer in mixture.adapted_layers()}
+    assert {next(e for e in expected if name.endswith(e)) for name in adapted} == expected
+    stir(mixture.causal_lm)
+    tuned = logits(mixture.causal_lm)
+    save_adapter(mixture, tmp_path / "adapter")
+    mixture.drop_adapters()
+    mixture.load_adapter(tmp_path / "adapter", "student")
+    assert torch.equal(logits(mixture.causal_lm), tuned)
+
+
+def test_a_target_without_a_layer_and_dropout_on_experts_are_refused(folders):
+    model = ModelConfig(id=str(folders["olmoe"]))
+    with pytest.raises(UsageError, match="'gate_proj' matches no linear layer") as refused:
+        check_targets(model, LoraSection(target_modules=["q_proj", "gate_proj"]))
+    assert "gate_up_proj" in refused.value.hint
+    with pytest.raises(UsageError, match="experts cannot have dropout"):
+        check_targets(model, LoraSection(dropout=0.1))
+    check_targets(model, LoraSection(dropout=0.1, target_modules=["q_proj", "v_proj"]))
+
+
+def test_gradients_are_pefts_and_no_sum_of_weights_waits_for_the_backward_pass(mixture, tmp_path):
+    untouched = copy.deepcopy(mixture.causal_lm)
+    mixture.new_adapter(LoraSection(r=8, alpha=16), seed=1)
+    stir(mixture.causal_lm)
+    save_adapter(mixture, tmp_path / "adapter")
+    reference = PeftModel.from_pretrained(untouched, str(tmp_path / "adapter"), is_trainable=True).eval()
+    frozen = {weight.data_ptr() for model in (mixture.causal_lm, reference) for weight in model.parameters()}
+
+    def gradients(model):
+        kept = []
+
+        def note(tensor):
+            if tensor.ndim == 3 and len(tensor) == 4 and tensor.data_ptr() not in frozen:
+                kept.append(tensor.shape)
+            return tensor
+
+        ids = torch.arange(40, 60)[None]
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = model(input_ids=ids).logits.float().log_softmax(-1)[0, :, 7].sum()
+        sums = [shape for shape in kept if max(shape[1:]) > 8 and min(shape[1:]) > 8]
+        loss.backward()
+        by_name = {
+            key.replace("base_model.model.", "").replace(".student", ".default"): weight.grad
+            for key, weight in model.named_parameters()
+            if weight.requires_grad
+        }
+        return by_name, sums
+
+    expected, kept_by_peft = gradients(reference)
+    actual, kept = gradients(mixture.causal_lm)
+    assert kept_by_peft, "PEFT alone keeps the sums"
+    assert not kept
+    assert actual.keys() == expected.keys()
+    for key, gradient in expected.items():
+        assert torch.allclose(actual[key], gradient, atol=1e-3, rtol=1e-3), key
+
+
+# As PEFT and other trainers write them; the last adapts the router and names layers as transformers 4 did.
+ELSEWHERE = {
+    "parameters": {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+    "experts alone": {"target_modules": [], "target_parameters": ["experts.down_proj"]},
+    "all-linear": {"target_modules": "all-linear"},
+}
+
+
+@pytest.mark.parametrize("shape", ELSEWHERE)
+def test_an_adapter_made_elsewhere_is_merged_as_peft_does(shape, folders, tmp_path):
+    mixture = Backbone.load(ModelConfig(id=str(folders["olmoe"]), dtype="float32"))
+    untouched, base = copy.deepcopy(mixture.causal_lm), logits(mixture.causal_lm)
+    made = get_peft_model(copy.deepcopy(untouched), LoraConfig(r=4, lora_alpha=8, **ELSEWHERE[shape]))
+    stir(made)
+    made.save_pretrained(tmp_path)
+    mixture.load_adapter(find_adapter(str(tmp_path)), "student", trainable=True)
+    expected = logits(PeftModel.from_pretrained(untouched, str(tmp_path)).eval())
+    assert (expected - base).abs().max() > 0.01
+    assert torch.allclose(logits(mixture.causal_lm.eval()), expected, atol=1e-3)
+    with mixture.merged("student") as model:
+        assert torch.allclose(logits(model), expected, atol=1e-3)
+    with mixture.state("base") as model:
+        assert torch.equal(logits(model), base)
+    model = ModelConfig(id=str(folders["olmoe"]))
+    changed = sum(base_weight(layer).numel() for layer in mixture.adapted_layers())
+    assert adapted_share(model, tmp_path) == pytest.approx(
+        changed / sum(p.numel() for p in untouched.parameters())
+    )
+
+
+def test_embeddings_named_as_parameters_are_refused(loaded, tmp_path):
+    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["embed_tokens.weight"])
+    get_peft_model(copy.deepcopy(loaded.causal_lm), config).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_parameters"]
+    with pytest.raises(UsageError, match="changes more than linear layers"):
+        find_adapter(str(tmp_path))
