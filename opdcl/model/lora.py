@@ -38,6 +38,10 @@ def scale(layer: Linear | ParamWrapper, name: str, alpha: float) -> None:
 def merged_weight(layer: Linear | ParamWrapper, name: str) -> torch.Tensor:
     """Return a layer's base weight plus an adapter, computed in fp32, in the precision of the base."""
     weight = base_weight(layer)
+    if isinstance(layer, ParamWrapper) and layer.num_experts > 1:
+        # As PEFT does without merging: any difference in rounding can send a token to other experts.
+        left, right, scaling = layer.get_delta_factors(name)
+        return torch.baddbmm(weight, left, right, alpha=scaling)
     merged = weight.float() + layer.get_delta_weight(name).float()
     for norm_N in parts(layer, name)[2:]:
         factor_N = norm_N.float() / _row_norms(layer, merged)

@@ -206,6 +206,13 @@ def test_doctor_passes_on_this_machine(opdcl):
     assert all(check["ok"] for check in checks.values() if check["needed"])
 
 
+def test_doctor_says_what_share_of_a_model_an_adapter_changes(opdcl, tiny_model):
+    (check,) = (
+        c for c in json.loads(opdcl("doctor", "--model", tiny_model, "--json")) if c["name"] == "adapter"
+    )
+    assert check["finding"] == f"changes 2% of the weights of {tiny_model}"
+
+
 def test_doctor_exits_with_4_if_something_is_missing(tmp_path):
     # Even root cannot write to this folder.
     done = runner.opdcl("doctor", "--json", cwd=tmp_path, env={"OPDCL_CACHE": "/proc/self/opdcl"})

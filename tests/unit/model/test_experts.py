@@ -50,6 +50,11 @@ def stir(model, seed=3):
             weight.data += torch.randn(weight.shape, generator=generator) * 0.1
 
 
+def assert_near(actual, expected, base):
+    """Compare with the difference that the adapter makes; sharp attention enlarges rounding."""
+    assert (actual - expected).abs().max() < 1e-3 * (expected - base).abs().max()
+
+
 def weights_of(model):
     return {
         key.replace(".base_layer", ""): weight.clone()
@@ -71,19 +76,19 @@ def test_every_state_computes_what_peft_does_and_base_stays_bit_for_bit(mixture,
     reference = PeftModel.from_pretrained(untouched, str(tmp_path / "adapter")).eval()
     expected = logits(reference)
     assert (expected - base).abs().max() > 0.1
-    assert torch.allclose(logits(mixture.causal_lm), expected, atol=1e-3)
+    assert_near(logits(mixture.causal_lm), expected, base)
     with mixture.state("base") as model:
         assert torch.equal(logits(model), base)
     by_peft = weights_of(reference.merge_and_unload())
     with mixture.merged("student") as model:
-        assert torch.allclose(logits(model), expected, atol=1e-3)
+        assert_near(logits(model), expected, base)
         merged = weights_of(model)
     assert merged.keys() == by_peft.keys()
     assert all(torch.allclose(merged[key], by_peft[key], atol=1e-5) for key in merged)
     with mixture.state("base") as model:
         assert torch.equal(logits(model), base)
     with mixture.scaled(0.0):
-        assert torch.allclose(logits(mixture.causal_lm), base, atol=1e-3)
+        assert_near(logits(mixture.causal_lm), base, expected)
     assert mixture.fingerprint() == before
     # Loaded again beside itself, as recovery holds tuned and student.
     mixture.drop_adapters()
@@ -91,7 +96,6 @@ def test_every_state_computes_what_peft_does_and_base_stays_bit_for_bit(mixture,
     assert find_adapter(str(tmp_path / "adapter")) == tmp_path / "adapter"
     mixture.load_adapter(tmp_path / "adapter", "tuned")
     mixture.load_adapter(tmp_path / "adapter", "student", trainable=True)
-    stir(mixture.causal_lm.get_submodule("model.layers.1").get_submodule("self_attn"))
     with mixture.state("tuned") as model:
         assert not torch.equal(logits(model), base)
     trained = {key for key, weight in mixture.causal_lm.named_parameters() if weight.requires_grad}
@@ -177,27 +181,29 @@ def test_gradients_are_pefts_and_no_sum_of_weights_waits_for_the_backward_pass(m
     stir(mixture.causal_lm)
     save_adapter(mixture, tmp_path / "adapter")
     reference = PeftModel.from_pretrained(untouched, str(tmp_path / "adapter"), is_trainable=True).eval()
-    frozen = {weight.data_ptr() for model in (mixture.causal_lm, reference) for weight in model.parameters()}
+    weights = [weight for model in (mixture.causal_lm, reference) for weight in model.parameters()]
+    frozen = {weight.data_ptr() for weight in weights}
+    stacked = {shape for w in weights if w.ndim == 3 for shape in (w.shape, w.mT.shape)}
 
     def gradients(model):
         kept = []
 
         def note(tensor):
-            if tensor.ndim == 3 and len(tensor) == 4 and tensor.data_ptr() not in frozen:
+            if tensor.shape in stacked and tensor.data_ptr() not in frozen:
                 kept.append(tensor.shape)
             return tensor
 
         ids = torch.arange(40, 60)[None]
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             loss = model(input_ids=ids).logits.float().log_softmax(-1)[0, :, 7].sum()
-        sums = [shape for shape in kept if max(shape[1:]) > 8 and min(shape[1:]) > 8]
+        at_backward = list(kept)
         loss.backward()
         by_name = {
             key.replace("base_model.model.", "").replace(".student", ".default"): weight.grad
             for key, weight in model.named_parameters()
             if weight.requires_grad
         }
-        return by_name, sums
+        return by_name, at_backward
 
     expected, kept_by_peft = gradients(reference)
     actual, kept = gradients(mixture.causal_lm)
@@ -223,22 +229,21 @@ ELSEWHERE = {
 def test_an_adapter_made_elsewhere_is_merged_as_peft_does(shape, folders, tmp_path):
     mixture = Backbone.load(ModelConfig(id=str(folders["olmoe"]), dtype="float32"))
     untouched, base = copy.deepcopy(mixture.causal_lm), logits(mixture.causal_lm)
+    size = sum(weight.numel() for weight in untouched.parameters())
     made = get_peft_model(copy.deepcopy(untouched), LoraConfig(r=4, lora_alpha=8, **ELSEWHERE[shape]))
     stir(made)
     made.save_pretrained(tmp_path)
     mixture.load_adapter(find_adapter(str(tmp_path)), "student", trainable=True)
     expected = logits(PeftModel.from_pretrained(untouched, str(tmp_path)).eval())
     assert (expected - base).abs().max() > 0.01
-    assert torch.allclose(logits(mixture.causal_lm.eval()), expected, atol=1e-3)
+    assert_near(logits(mixture.causal_lm.eval()), expected, base)
     with mixture.merged("student") as model:
-        assert torch.allclose(logits(model), expected, atol=1e-3)
+        assert_near(logits(model), expected, base)
     with mixture.state("base") as model:
         assert torch.equal(logits(model), base)
     model = ModelConfig(id=str(folders["olmoe"]))
     changed = sum(base_weight(layer).numel() for layer in mixture.adapted_layers())
-    assert adapted_share(model, tmp_path) == pytest.approx(
-        changed / sum(p.numel() for p in untouched.parameters())
-    )
+    assert adapted_share(model, tmp_path) == pytest.approx(changed / size)
 
 
 def test_embeddings_named_as_parameters_are_refused(loaded, tmp_path):
@@ -247,3 +252,12 @@ def test_embeddings_named_as_parameters_are_refused(loaded, tmp_path):
     assert json.loads((tmp_path / "adapter_config.json").read_text())["target_parameters"]
     with pytest.raises(UsageError, match="changes more than linear layers"):
         find_adapter(str(tmp_path))
+
+
+def test_in_bfloat16_the_merged_experts_are_those_that_train(folders):
+    mixture = Backbone.load(ModelConfig(id=str(folders["olmoe"]), dtype="bfloat16"))
+    mixture.new_adapter(LoraSection(r=8, alpha=16, target_modules=["gate_up_proj", "down_proj"]), seed=1)
+    stir(mixture.causal_lm)
+    trained = logits(mixture.causal_lm)
+    with mixture.merged("student") as model:
+        assert torch.equal(logits(model), trained)

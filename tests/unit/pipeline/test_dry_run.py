@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.tiny import make_project
+from helpers.tiny import make_mixture, make_project
 
 from opdcl.config.load import load
+from opdcl.config.model import ModelConfig
 from opdcl.pipeline import forecast
 from opdcl.pipeline.defaults import resolve_for_machine
 from opdcl.pipeline.dry_run import data_table, describe
@@ -115,3 +116,26 @@ def test_the_opening_names_model_rows_device_stages_directory_and_time(plan, tmp
     for words in ("recover (8 steps)", "6 measurements", "10 s", "estimated", str(run.path)):
         assert words in line
     assert remarks(workflow, tasks, sources) == []
+
+
+def test_the_share_of_the_weights_that_the_adapter_changes_is_said(plan, loaded):
+    bare = loaded.causal_lm.state_dict()
+    products = [weight.numel() for key, weight in bare.items() if "proj" in key]
+    total = sum(weight.numel() for weight in loaded.causal_lm.parameters())
+    assert plan()["adapted_share"] == pytest.approx(sum(products) / total)
+    half = [weight.numel() for key, weight in bare.items() if "q_proj" in key]
+    made = plan("finetune.lora.target_modules=[q_proj]")["adapted_share"]
+    assert made == pytest.approx(sum(half) / total)
+    assert plan("finetune=null", "recover=null")["adapted_share"] is None
+
+
+def test_a_mixture_is_counted_with_all_its_experts_and_computes_with_those_of_one_token(tiny_model, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = make_mixture(tmp_path / "mixture", tiny_model, "olmoe")
+    shape = forecast._shape(ModelConfig(id=str(folder), dtype="float32"), "cpu")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    matrices = {key: p.numel() for key, p in model.named_parameters() if p.ndim > 1 and "mlp.gate" not in key}
+    assert shape.parameters == sum(matrices.values())
+    experts = sum(size for key, size in matrices.items() if "experts" in key)
+    assert shape.used == shape.parameters - experts // 2
