@@ -65,6 +65,9 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     with _to_user_error(config):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
     model.config.use_cache = False
+    # A mixture that TRL has tuned returns a loss for its routers, which fails with a cache.
+    if hasattr(text := model.config.get_text_config(), "output_router_logits"):
+        text.output_router_logits = False
     if device == "cpu":
         # Copied from the file's small pages to huge ones, where every pass over the weights is faster.
         for parameter in model.parameters():

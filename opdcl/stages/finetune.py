@@ -99,6 +99,7 @@ def _stage_arguments(config: FinetuneConfig, steps: int) -> dict[str, Any]:
         # epochs asked for. This one changes the layout of a step, not its rows.
         "padding_free": config.packing == "on",
         "completion_only_loss": True,
+        "router_aux_loss_coef": 0.0,  # routers are frozen
     }
 
 

@@ -10,7 +10,7 @@ from helpers.tiny import make_mixture, make_project
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from opdcl.rundir.files import read_json, read_jsonl
+from opdcl.rundir.files import read_json, read_jsonl, write_json
 from opdcl.rundir.layout import RunDir
 
 
@@ -25,6 +25,8 @@ def load(folder):
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_mixture_is_tuned_recovered_measured_and_exported(family, tiny_model, tmp_path):
     make_mixture(tmp_path / "mixture", tiny_model, family)
+    saved_by_trl = read_json(tmp_path / "mixture" / "config.json") | {"output_router_logits": True}
+    write_json(tmp_path / "mixture" / "config.json", saved_by_trl)
     make_project(tmp_path, tmp_path / "mixture")
     planned = opdcl("run", "tiny.yaml", "-o", "out", "--dry-run", "--json", cwd=tmp_path)
     assert 0.01 < json.loads(planned.stdout)["adapted_share"] < 0.1, "most weights are embeddings"
