@@ -45,7 +45,7 @@ def answer_states(causal_lm, sequences: Sequences, share_prefix: bool = True) ->
     if plain:
         attention = short_attention(causal_lm)
         mask = torch.ones(width, prefix + width, dtype=torch.bool, device=device).tril(prefix)[None, None]
-        mask = mask.expand(len(sequences), -1, -1, -1)
+        mask = for_attention(causal_lm, mask.expand(len(sequences), -1, -1, -1))
     else:
         mask = torch.tensor([[i < len(ids) for i in range(width)] for ids, _ in sequences], device=device)
     with attention:
@@ -67,6 +67,13 @@ def _prefix_cache(causal_lm, prefix_ids: list[int], rows: int) -> DynamicCache:
         layer.keys = layer.keys.expand(rows, -1, -1, -1)
         layer.values = layer.values.expand(rows, -1, -1, -1)
     return cache
+
+
+def for_attention(model, visible: torch.Tensor) -> torch.Tensor:
+    """Return the mask in the form that the model takes: eager attention adds it to the scores."""
+    if model.config._attn_implementation != "eager":
+        return visible
+    return torch.zeros_like(visible, dtype=model.dtype).masked_fill_(~visible, torch.finfo(model.dtype).min)
 
 
 def answer_ids(sequences: Sequences, device: torch.device) -> torch.Tensor:

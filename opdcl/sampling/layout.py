@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from opdcl.model.architecture import architecture
+from opdcl.model.forward import for_attention
 
 # Stands for the position of padding: no token comes after it, so none sees it.
 PADDING = 2**30
@@ -50,15 +51,8 @@ def attention_mask(model, query_BQ: torch.Tensor, key_BS: torch.Tensor) -> torch
     visible = key_B11S <= query_B1Q1
     shape = architecture(model.config)
     if shape.window is None:
-        return _for_attention(model, visible)
-    near = _for_attention(model, visible & (key_B11S > query_B1Q1 - shape.window))
+        return for_attention(model, visible)
+    near = for_attention(model, visible & (key_B11S > query_B1Q1 - shape.window))
     if shape.kinds == {"sliding_attention"}:
         return near
-    return {"full_attention": _for_attention(model, visible), "sliding_attention": near}
-
-
-def _for_attention(model, visible: torch.Tensor) -> torch.Tensor:
-    """Return the mask in the form that the model takes: eager attention adds it to the scores."""
-    if model.config._attn_implementation != "eager":
-        return visible
-    return torch.zeros_like(visible, dtype=model.dtype).masked_fill_(~visible, torch.finfo(model.dtype).min)
+    return {"full_attention": for_attention(model, visible), "sliding_attention": near}

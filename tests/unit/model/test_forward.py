@@ -20,3 +20,16 @@ def test_the_prefix_of_all_rows_runs_once_up_to_the_first_graded_position(loaded
         hook.remove()
     assert sum(math.prod(shape) for shape in shapes) == len(shared) + 3 * (2 + 4)
     assert len(states) == len(answer_ids(rows, states.device)) == 2 + 3 + 4
+
+
+def test_eager_attention_hides_the_same_tokens(loaded):
+    rows = [([1, 520, 9690, *range(40, 50 + i)], [False] * 6 + [True] * (7 + i)) for i in range(3)]
+    config = loaded.causal_lm.config
+    with torch.no_grad():
+        expected = answer_states(loaded.causal_lm, rows)
+        config._attn_implementation, before = "eager", config._attn_implementation
+        try:
+            states = answer_states(loaded.causal_lm, rows)
+        finally:
+            config._attn_implementation = before
+    assert torch.allclose(states, expected, atol=1e-3)
