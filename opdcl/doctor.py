@@ -33,10 +33,7 @@ class Check:
 
 
 def checks(model: str | None = None) -> list[Check]:
-    """Check Python, packages, memory, CPU or GPU, disk, cache and the embedded model.
-
-    Of a model that is named, say which share of its weights an adapter changes by default.
-    """
+    """Check Python, packages, memory, CPU or GPU, disk, cache, the embedded model, and the one that is named."""
     installed = versions()
     python = sys.version.split()[0]
     results = [Check("python", sys.version_info >= (3, 11), python, "install Python 3.11 or newer")]

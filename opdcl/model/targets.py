@@ -47,8 +47,8 @@ def is_target(name: str, targets: str | list[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-def lora_config(lora: LoraSection, model: PreTrainedModel) -> LoraConfig:
-    """Return PEFT's configuration of a new adapter on a model without adapters.
+def lora_config(lora: LoraSection | Path, model: PreTrainedModel) -> LoraConfig:
+    """Return PEFT's configuration of a new adapter on a model without adapters, or of the one in a folder.
 
     An expert's rank is r / (experts per token), so a token meets rank r in every layer, as in Schulman et al.
     ("LoRA Without Regret", 2025); the scale alpha / r stays. Routers get no adapter.
@@ -56,6 +56,8 @@ def lora_config(lora: LoraSection, model: PreTrainedModel) -> LoraConfig:
     Raises:
         UsageError: The adapter has dropout, and experts are among its targets.
     """
+    if isinstance(lora, Path):
+        return LoraConfig.from_pretrained(str(lora))
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -79,17 +81,11 @@ def lora_config(lora: LoraSection, model: PreTrainedModel) -> LoraConfig:
     return config
 
 
-def planned_config(adapter: LoraSection | Path, model: PreTrainedModel) -> LoraConfig:
-    """Return the configuration of a new adapter, or of the one in a folder."""
-    new = isinstance(adapter, LoraSection)
-    return lora_config(adapter, model) if new else LoraConfig.from_pretrained(str(adapter))
-
-
 def adapted_share(model: ModelConfig, adapter: LoraSection | Path) -> float:
     """Return the share of a model's weights that an adapter changes. No weights are loaded."""
     bare = skeleton(model)
     total = sum(parameter.numel() for parameter in bare.parameters())
     with torch.device("meta"):
-        adapted = get_peft_model(bare, planned_config(adapter, bare))
+        adapted = get_peft_model(bare, lora_config(adapter, bare))
     layers = [layer for layer in adapted.modules() if isinstance(layer, BaseTunerLayer)]
     return sum(base_weight(layer).numel() for layer in layers) / total

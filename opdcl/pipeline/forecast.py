@@ -56,15 +56,12 @@ class _Shape:
 
     @property
     def parameters(self) -> int:
-        return self._with(self.experts)
+        return self.used + self.layers * 3 * self.hidden * self.inner * (self.experts - self.active)
 
     @property
     def used(self) -> int:
-        """The number of parameters that one token passes through."""
-        return self._with(self.active)
-
-    def _with(self, experts: int) -> int:
-        per_layer = self.hidden * (2 * self.hidden + 2 * self.keys + 3 * self.inner * experts)
+        """How many parameters one token passes through."""
+        per_layer = self.hidden * (2 * self.hidden + 2 * self.keys + 3 * self.inner * self.active)
         return self.layers * per_layer + self.vocabulary * self.hidden
 
     @property

@@ -253,17 +253,17 @@ def check_servers(workflow: Workflow, unfinished: set[str]) -> None:
     """Check that every server that the unfinished stages need grants access."""
     from opdcl.model.adapters import refuse_unserved
     from opdcl.model.load import skeleton
-    from opdcl.model.targets import planned_config
+    from opdcl.model.targets import lora_config
     from opdcl.sampling.server import check_access
 
-    servers = [workflow.eval.server] if workflow.eval and "eval" in unfinished else []
+    own = [workflow.eval.server] if workflow.eval and "eval" in unfinished else []
+    teachers = []
     if workflow.recover and "recover" in unfinished:
-        servers.append(workflow.recover.server)
-    if any(servers) and (adapter := planned_adapter(workflow)):
-        refuse_unserved(vars(planned_config(adapter, skeleton(workflow.model))))
-    if workflow.recover and "recover" in unfinished:
-        servers += [t.server for t in workflow.teachers().values()]
-    for server in filter(None, servers):
+        own.append(workflow.recover.server)
+        teachers = [teacher.server for teacher in workflow.teachers().values()]
+    if any(own) and (adapter := planned_adapter(workflow)):
+        refuse_unserved(vars(lora_config(adapter, skeleton(workflow.model))))
+    for server in filter(None, own + teachers):
         check_access(server)
 
 
