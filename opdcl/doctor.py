@@ -33,7 +33,7 @@ class Check:
 
 
 def checks(model: str | None = None) -> list[Check]:
-    """Check Python, packages, memory, CPU or GPU, disk, cache, the embedded model, and the one that is named."""
+    """Check Python, packages, memory, CPU or GPU, disk, cache, the embedded model, and a named one."""
     installed = versions()
     python = sys.version.split()[0]
     results = [Check("python", sys.version_info >= (3, 11), python, "install Python 3.11 or newer")]

@@ -142,7 +142,7 @@ def check_adapter(folder: Path) -> None:
 
 
 def refuse_unserved(config: dict[str, Any]) -> None:
-    """Refuse an adapter that vLLM does not load, or loads wrongly (vllm-project/vllm, pull requests 41384, 52198)."""
+    """Refuse an adapter that vLLM does not load, or loads wrongly (its pull requests 41384 and 52198)."""
     for key, kind in (("use_dora", "DoRA adapters"), ("target_parameters", "adapters of stacked experts")):
         if config.get(key):
             hint = "leave the server out; opdcl export RUN -o MODEL writes a merged model, which vLLM serves"
