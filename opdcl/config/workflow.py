@@ -26,7 +26,7 @@ PLACE = {"url", "concurrency", "timeout", "patience"}
 ADDED = [
     ("loss", AnswerLossSection().model_dump()),
     ("replay", ReplaySection().model_dump()),
-    *[("chat_template", None), ("chat_template_kwargs", {}), ("thought_tokens", 0)],
+    *[("chat_template", None), ("chat_template_kwargs", {}), ("thought_tokens", 0), ("quantization", None)],
 ]
 
 
@@ -66,6 +66,17 @@ class Workflow(Section):
         reward = self.recover.reward if self.recover else None
         if reward and self.eval and reward.suite in self.eval.suites():
             raise ValueError(f"recover.reward trains on {reward.suite}: evaluate on another suite")
+        return self
+
+    @model_validator(mode="after")
+    def _samples_without_merging_if_quantized(self) -> Workflow:
+        stages = {"recover": self.recover, "eval": self.eval}
+        for name, stage in stages.items() if any(model.quantization for model in self.models()) else ():
+            if stage and stage.sampler in ("graph", "continuous"):
+                hint = "use slab or generate"
+                raise ValueError(f"{name}.sampler {stage.sampler} cannot run a quantized model: {hint}")
+            if stage and stage.server and self.model.quantization:
+                raise ValueError(f"{name}.server holds another model than the quantized base: leave it out")
         return self
 
     @field_validator("seeds")

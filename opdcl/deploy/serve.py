@@ -36,6 +36,8 @@ def serve_command(
     hint = f"opdcl export {run.path} -o MODEL writes a merged model, which vLLM serves"
     if tuned := stands_on(run):
         raise UsageError(f"one server cannot hold base and {tuned.id}, on which the adapters stand", hint)
+    if model.quantization:
+        raise UsageError(f"vLLM would serve {model.id} unquantized, unlike the run", hint)
     configs = [adapter_config(folder) for folder in adapters.values()]
     if any(config.get("use_dora") for config in configs):
         raise UsageError("vLLM cannot load DoRA adapters", hint)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from peft.tuners.lora.layer import Linear
+from peft.utils.integrations import dequantize_module_weight
 
 
 def parts(layer: Linear, name: str) -> list[torch.nn.Parameter]:
@@ -24,7 +25,8 @@ def scale(layer: Linear, name: str, alpha: float) -> None:
     _, b_NR, *norms = parts(layer, name)
     b_NR.mul_(alpha)
     for norm_N in norms:
-        norm_N.lerp_(_row_norms(layer, layer.get_base_layer().weight.float()).to(norm_N.dtype), 1 - alpha)
+        weight = dequantize_module_weight(layer.get_base_layer()).float()
+        norm_N.lerp_(_row_norms(layer, weight).to(norm_N.dtype), 1 - alpha)
 
 
 @torch.no_grad()
