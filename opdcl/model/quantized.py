@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.model import ModelConfig
-from opdcl.errors import EnvironmentFault
+from opdcl.errors import EnvironmentFault, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -46,11 +46,15 @@ def is_quantized(model: torch.nn.Module) -> bool:
     return getattr(model, "quantization_method", None) == "bitsandbytes"
 
 
-def quantized_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def quantized_layers(model: torch.nn.Module) -> dict[str, Any]:
     """Return the quantized layers of a model by name; adapters around them are not included."""
     kinds = ("Params4bit", "Int8Params")
     layers = model.named_modules()
     return {name: m for name, m in layers if type(m._parameters.get("weight")).__name__ in kinds}
+
+
+# 4-bit weights per scale. On a CPU, bitsandbytes 0.50 takes the scales of shorter rows from the wrong places.
+BLOCK = 64
 
 
 def use_one_path(model: torch.nn.Module) -> None:
@@ -59,7 +63,17 @@ def use_one_path(model: torch.nn.Module) -> None:
     In evaluation on a CPU, bitsandbytes rounds the inputs of 8-bit layers, which changes log-probabilities by
     tenths of a nat, and stores 4-bit weights in another order. Student and teacher are graded and trained by
     one model only if both modes use the same products.
+
+    Raises:
+        UsageError: On a CPU, bitsandbytes would read 4-bit weights of such layers wrongly.
     """
-    for layer in quantized_layers(model).values():
+    for name, layer in quantized_layers(model).items():
         layer.train()
-        layer.train = lambda mode=True: None  # type: ignore[method-assign, assignment]
+        layer.train = lambda mode=True: None
+        if hasattr(layer, "init_8bit_state"):
+            layer.init_8bit_state()
+            # Once only: when PEFT dequantizes for DoRA, it puts a weight without scales in the layer.
+            layer.init_8bit_state = lambda: None
+        elif model.device.type == "cpu" and layer.in_features % BLOCK:
+            message = f"{name} has {layer.in_features} inputs: bitsandbytes cannot run it in 4 bits on a CPU"
+            raise UsageError(message, "--set model.quantization=8bit, or a GPU")

@@ -1,6 +1,7 @@
 """A base in 4 or 8 bits: one model in training, sampling and grading, which nothing changes."""
 
 import copy
+import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from helpers.command import opdcl
 from helpers.recovering import PROMPT, run
-from helpers.tiny import make_project
+from helpers.tiny import make_model, make_project
 from peft.utils.integrations import dequantize_module_weight
 
 from opdcl.config.finetune import LoraSection
@@ -25,6 +26,7 @@ from opdcl.rundir.files import read_json, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.llama_step import is_llama
 from opdcl.sampling.sample import sample
+from opdcl.training import save_adapter
 
 needs_bitsandbytes = pytest.mark.skipif(
     quantized.importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
@@ -35,14 +37,24 @@ FOUR_BITS = ("--set", "model.quantization=4bit")
 
 
 @pytest.fixture(scope="module")
-def loaded_quantized(tiny_model):
+def wide_model(tmp_path_factory):
+    """The tiny model with rows of whole blocks."""
+    return make_model(tmp_path_factory.mktemp("wide"), intermediate_size=128, hidden_size=64)
+
+
+@pytest.fixture(scope="module")
+def original(wide_model):
+    return Backbone.load(ModelConfig(id=str(wide_model), dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def loaded_quantized(wide_model):
     pytest.importorskip("bitsandbytes")
     models = {}
 
     def load(kind: str) -> Backbone:
         if kind not in models:
-            config = ModelConfig(id=str(tiny_model), dtype="float32", quantization=kind)
-            models[kind] = Backbone.load(config)
+            models[kind] = Backbone.load(ModelConfig(id=str(wide_model), dtype="float32", quantization=kind))
         backbone = models[kind]
         backbone.drop_adapters()
         return backbone
@@ -65,19 +77,21 @@ def logits(model, ids=(1, 520, 9690, 198, 28, 30)) -> torch.Tensor:
 
 @KINDS
 def test_a_quantized_base_is_close_to_its_original_and_has_the_same_fingerprint_each_time(
-    kind, loaded, loaded_quantized, tiny_model
+    kind, original, loaded_quantized, wide_model
 ):
     backbone = loaded_quantized(kind)
     first = backbone.fingerprint()
-    assert first != loaded.fingerprint()
-    config = ModelConfig(id=str(tiny_model), dtype="float32", quantization=kind)
+    assert first != original.fingerprint()
+    config = ModelConfig(id=str(wide_model), dtype="float32", quantization=kind)
     assert Backbone.load(config).fingerprint() == first
-    assert backbone.causal_lm.num_parameters() == loaded.causal_lm.num_parameters()
-    originals = dict(loaded.causal_lm.named_modules())
+    assert backbone.causal_lm.num_parameters() == original.causal_lm.num_parameters()
+    originals = dict(original.causal_lm.named_modules())
     for name, layer in quantized.quantized_layers(backbone.causal_lm).items():
-        original = originals[name].weight
-        error = (dequantize_module_weight(layer).float() - original).norm() / original.norm()
-        assert 0 < error < {"4bit": 0.15, "8bit": 0.02}[kind]
+        weight_NK = originals[name].weight
+        error_N = (dequantize_module_weight(layer).float() - weight_NK).norm(dim=1) / weight_NK.norm(dim=1)
+        assert error_N.min() > 0
+        # Of normal weights, NF4 loses a tenth of a row's norm, eight bits less than a hundredth.
+        assert error_N.max() < {"4bit": 0.15, "8bit": 0.02}[kind]
 
 
 @KINDS
@@ -122,9 +136,9 @@ def test_training_evaluation_and_sampling_use_the_same_model_and_leave_it_unchan
 
 
 @KINDS
-def test_the_gradient_is_that_of_the_dequantized_weights(kind, loaded, loaded_quantized):
+def test_the_gradient_is_that_of_the_dequantized_weights(kind, original, loaded_quantized):
     backbone = loaded_quantized(kind)
-    plain = Backbone(copy.deepcopy(loaded.causal_lm), loaded.tokenizer)
+    plain = Backbone(copy.deepcopy(original.causal_lm), original.tokenizer)
     layers = dict(plain.causal_lm.named_modules())
     for name, layer in quantized.quantized_layers(backbone.causal_lm).items():
         layers[name].weight.data = dequantize_module_weight(layer).float()
@@ -159,17 +173,33 @@ def test_a_dora_adapter_scaled_to_nothing_is_the_base(kind, loaded_quantized):
 
 
 @KINDS
-def test_a_recovery_trains_the_adapter_and_not_the_base(kind, loaded_quantized, tuned):
-    rows = run(loaded_quantized(kind), tuned, health={"watch": False})
-    learned = [row["kl"] for row in rows if "kl" in row]
-    assert learned
-    assert all(value > 0 for value in learned)
+def test_a_recovery_trains_the_adapter_and_not_the_base(kind, loaded_quantized, tmp_path):
+    backbone = loaded_quantized(kind)
+    add_adapter(backbone)
+    save_adapter(backbone, tmp_path / "tuned")
+    for name, text in (("general", "Write a line about {}."), ("domain", "What is the code of room {}?")):
+        rows = [json.dumps({"prompt": text.format(i)}) for i in range(8)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    settings = {"steps": 8, "validate_every": 4, "learning_rate": 1e-2, "method": "general"}
+    rows = run(backbone, tmp_path, health={"watch": False}, **settings)
+    start, *later = (row["validation"] for row in rows if "validation" in row)
+    assert min(measured["general_kl"] for measured in later) < start["general_kl"]
+    mismatches = [row["mismatch"] for row in rows if "mismatch" in row]
+    assert mismatches
+    assert not any(mismatches)
 
 
 @needs_bitsandbytes
-def test_a_run_in_4_bits_goes_through_every_command(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.chdir(make_project(tmp_path, tiny_model))
-    shutil.copytree(tiny_model, tmp_path / "base")
+def test_rows_that_the_4_bit_kernel_would_misread_are_refused(tiny_model):
+    config = ModelConfig(id=str(tiny_model), dtype="float32", device="cpu", quantization="4bit")
+    with pytest.raises(UsageError, match="has 48 inputs"):
+        Backbone.load(config)
+
+
+@needs_bitsandbytes
+def test_a_run_in_4_bits_goes_through_every_command(wide_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(make_project(tmp_path, wide_model))
+    shutil.copytree(wide_model, tmp_path / "base")
     quiet = [word for s in ("recover.health.watch=false", "recover.steps=4") for word in ("--set", s)]
     ran = opdcl("run", "tiny.yaml", "-o", "run", *FOUR_BITS, *quiet, "--set", "model.id=base")
     assert ran.returncode == 0, ran.stderr
@@ -178,8 +208,8 @@ def test_a_run_in_4_bits_goes_through_every_command(tiny_model, tmp_path, monkey
     assert manifest["base"]["fingerprint_before"] == manifest["base"]["fingerprint_after"]
     for report in RunDir(Path("run")).reports:
         assert "quantized the linear layers of base (4bit)" in report.read_text()
-    again = opdcl("run", "run", *quiet)
-    assert "recover: skipped" in again.stderr
+    again = opdcl("run", "tiny.yaml", "-o", "run", *FOUR_BITS, *quiet, "--set", "model.id=base")
+    assert "everything is done already" in again.stderr
     assert opdcl("chat", "run", "Hello").returncode == 0
     exported = opdcl("export", "run", "-o", "merged")
     assert exported.returncode == 0, exported.stderr
@@ -239,7 +269,7 @@ def test_the_forecast_counts_quantized_weights_and_no_merged_copy(tiny_model, tm
     for kind in (None, "8bit", "4bit"):
         tree = {
             "model": {"id": str(tiny_model), "quantization": kind},
-            "eval": {"retention": ["instructions"]},
+            "eval": {"retention": ["instructions"], "batch_size": 4},
         }
         workflow, sources = validate(tree), Sources()
         tasks = sources.plan(workflow, RunDir(tmp_path / "run"))
