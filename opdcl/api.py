@@ -322,7 +322,7 @@ def export(
     Raises: UsageError: the state does not exist, or the folder does. EnvironmentFault: no converter.
     Example: opdcl.export("runs/mine", "my-model")
     """
-    with quiet_libraries(), _output(quiet).stage("export") as line:
+    with _output(quiet).stage("export") as line, quiet_libraries():
         written = export_model(str(source), state, Path(out), format, outtype, converter, check, line)
     what = {"merged": "merged model", "adapter": "adapter"}.get(format, "GGUF file")
     return Outcome(f"{what} ({written['state']}) written to {out}", [], written)
