@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from opdcl.config.evaluate import EvalConfig, Gates
 from opdcl.config.finetune import AnswerLossSection, FinetuneConfig, ReplaySection
@@ -73,10 +74,11 @@ class Workflow(Section):
         stages = {"recover": self.recover, "eval": self.eval}
         for name, stage in stages.items() if any(model.quantization for model in self.models()) else ():
             if stage and stage.sampler in ("graph", "continuous"):
-                hint = "use slab or generate"
-                raise ValueError(f"{name}.sampler {stage.sampler} cannot run a quantized model: {hint}")
+                hint = {"key": f"{name}.sampler", "hint": "set it to slab or generate"}
+                raise PydanticCustomError("quantized", "cannot run a quantized model", hint)
             if stage and stage.server and self.model.quantization:
-                raise ValueError(f"{name}.server holds another model than the quantized base: leave it out")
+                hint = {"key": f"{name}.server", "hint": "remove the setting"}
+                raise PydanticCustomError("quantized", "would not hold the quantized base", hint)
         return self
 
     @field_validator("seeds")

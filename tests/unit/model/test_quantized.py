@@ -229,9 +229,12 @@ def test_a_run_in_4_bits_goes_through_every_command(wide_model, tmp_path, monkey
     [
         ({"model": {"quantization": "4bit", "shard": True}}, "quantization excludes shard"),
         ({"model": {"quantization": "4bit", "id": "x.gguf"}}, "not a GGUF file"),
-        ({"eval": {"sampler": "graph"}}, "eval.sampler graph cannot run a quantized model"),
-        ({"recover": {"sampler": "continuous", "lmbda": 1.0}}, "recover.sampler continuous cannot run"),
-        ({"eval": {"server": SERVER}}, "eval.server holds another model"),
+        ({"eval": {"sampler": "graph"}}, "eval.sampler cannot run a quantized model"),
+        (
+            {"recover": {"sampler": "continuous", "lmbda": 1.0}},
+            "recover.sampler cannot run a quantized model",
+        ),
+        ({"eval": {"server": SERVER}}, "eval.server would not hold the quantized base"),
     ],
 )
 def test_what_cannot_run_a_quantized_base_is_refused(tree, message):
