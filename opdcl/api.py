@@ -314,14 +314,15 @@ def export(
         format: `merged` (safetensors), `adapter`, or `gguf` (llama.cpp, Ollama).
         outtype: Number format of a GGUF file: f32, f16, bf16 or q8_0.
         converter: Path of llama.cpp's convert_hf_to_gguf.py. Default: `$LLAMA_CPP`, or the search path.
-        check: Load a GGUF file back and compare its probabilities with those of the merged model.
+        check: Compare the probabilities of a GGUF file with those of the merged model, and if the run
+            quantized its base, those of the merged model with the run's.
         quiet: Print errors only.
 
     Returns: What was written, in `data`: `path`, `state`, `format`.
     Raises: UsageError: the state does not exist, or the folder does. EnvironmentFault: no converter.
     Example: opdcl.export("runs/mine", "my-model")
     """
-    with quiet_libraries(), _output(quiet).stage("export") as line:
+    with _output(quiet).stage("export") as line, quiet_libraries():
         written = export_model(str(source), state, Path(out), format, outtype, converter, check, line)
     what = {"merged": "merged model", "adapter": "adapter"}.get(format, "GGUF file")
     return Outcome(f"{what} ({written['state']}) written to {out}", [], written)

@@ -127,7 +127,9 @@ Converter = Annotated[
     str | None,
     Option(help="llama.cpp's convert_hf_to_gguf.py. Default: the one in $LLAMA_CPP, or on the path."),
 ]
-Check = Annotated[bool, Option(help="Load a GGUF file back and compare it with the merged model.")]
+Check = Annotated[
+    bool, Option(help="Load what was written and compare: GGUF files, and after a quantized run.")
+]
 Private = Annotated[bool, Option("--private", help="If the repository is created, make it private.")]
 Base = Annotated[str | None, Option(help="Hub id of the base model, needed if the run used a local folder.")]
 Host = Annotated[str, Option(help="Address to listen on.")]

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from opdcl.config.section import Positive, Section
 
@@ -20,6 +20,8 @@ class ModelConfig(Section):
     """Hub revision to pin."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of weights and computation. `auto`: bfloat16 where the hardware has it, else float32."""
+    quantization: Literal["4bit", "8bit"] | None = None
+    """Quantize the frozen linear layers with bitsandbytes: `4bit` (NF4, as in QLoRA) or `8bit`."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     trust_remote_code: bool = False
@@ -34,6 +36,14 @@ class ModelConfig(Section):
     """Use only kernels that repeat bit for bit. CPU kernels always do; on CUDA this costs speed."""
     shard: bool = False
     """Shard the frozen layers over all processes (FSDP2). Has no effect with one process."""
+
+    @model_validator(mode="after")
+    def _can_be_quantized(self) -> ModelConfig:
+        if self.quantization and self.shard:
+            raise ValueError("quantization excludes shard: FSDP2 cannot split quantized weights")
+        if self.quantization and self.id.endswith(".gguf"):
+            raise ValueError("quantization needs a model in safetensors, not a GGUF file")
+        return self
 
     @field_validator("chat_template")
     @classmethod

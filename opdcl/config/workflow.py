@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from opdcl.config.evaluate import EvalConfig, Gates
 from opdcl.config.finetune import AnswerLossSection, FinetuneConfig, ReplaySection
@@ -26,7 +27,7 @@ PLACE = {"url", "concurrency", "timeout", "patience"}
 ADDED = [
     ("loss", AnswerLossSection().model_dump()),
     ("replay", ReplaySection().model_dump()),
-    *[("chat_template", None), ("chat_template_kwargs", {}), ("thought_tokens", 0)],
+    *[("chat_template", None), ("chat_template_kwargs", {}), ("thought_tokens", 0), ("quantization", None)],
 ]
 
 
@@ -66,6 +67,18 @@ class Workflow(Section):
         reward = self.recover.reward if self.recover else None
         if reward and self.eval and reward.suite in self.eval.suites():
             raise ValueError(f"recover.reward trains on {reward.suite}: evaluate on another suite")
+        return self
+
+    @model_validator(mode="after")
+    def _samples_without_merging_if_quantized(self) -> Workflow:
+        stages = {"recover": self.recover, "eval": self.eval}
+        for name, stage in stages.items() if any(model.quantization for model in self.models()) else ():
+            if stage and stage.sampler in ("graph", "continuous"):
+                hint = {"key": f"{name}.sampler", "hint": "set it to slab or generate"}
+                raise PydanticCustomError("quantized", "cannot run a quantized model", hint)
+            if stage and stage.server and self.model.quantization:
+                hint = {"key": f"{name}.server", "hint": "remove the setting"}
+                raise PydanticCustomError("quantized", "would not hold the quantized base", hint)
         return self
 
     @field_validator("seeds")

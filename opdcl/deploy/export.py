@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.model import ModelConfig
-from opdcl.deploy.gguf import LARGEST_GAP, find_converter, to_gguf
+from opdcl.deploy.gguf import LARGEST_GAP, compare, find_converter, to_gguf
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS
 from opdcl.model.adapters import find_states
@@ -21,10 +21,13 @@ from opdcl.rundir.layout import STAGE_OF, adapter_config
 from opdcl.version import __version__
 
 if TYPE_CHECKING:
+    from opdcl.model.backbone import Backbone
     from opdcl.training import StageReport
 
 # Licences of the embedded models; the card of a Hub model states its own.
 LICENSES = {"smollm2-135m": "apache-2.0"}
+
+UNPACKED = "trained and measured on {}, quantized ({}); on the original weights, scores can differ"
 
 
 def export(
@@ -54,14 +57,16 @@ def export(
     base, tuned, adapters = find_states(source)
     state, adapter = pick_state(source, adapters, state)
     written = {"state": state, "format": format, "path": str(target), "adapter": str(adapter)}
+    if base.quantization:
+        report.note(f"the adapter was {UNPACKED.format(portable((tuned or base).id), base.quantization)}")
     with folder_appears_whole(target) as folder:
         if format == "adapter":
             copy_adapter(adapter, folder, portable((tuned or base).id), base)
         elif format == "merged":
-            merge(base, tuned, adapter, folder, report)
+            written |= merge(base, tuned, adapter, folder, check, report)
         else:
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.merged.") as merged:
-                merge(base, tuned, adapter, Path(merged), report)
+                written |= merge(base, tuned, adapter, Path(merged), check, report)
                 written |= to_gguf(Path(merged), folder, command, outtype, check, report)
         write_readme(folder, target.name, tuned or base, state, format)
     return written
@@ -96,18 +101,50 @@ def copy_adapter(source: Path, target: Path, name: str, base: ModelConfig) -> No
 
 
 def merge(
-    base: ModelConfig, tuned: ModelConfig | None, adapter: Path, target: Path, report: StageReport
-) -> None:
-    """Write base, or the tuned model, + adapter as a safetensors model with base's tokenizer."""
+    base: ModelConfig,
+    tuned: ModelConfig | None,
+    adapter: Path,
+    target: Path,
+    check: bool,
+    report: StageReport,
+) -> dict[str, Any]:
+    """Write base, or the tuned model, + adapter as a safetensors model with base's tokenizer.
+
+    The base's original weights are used. If the run quantized them, and with `check`, return as
+    `quantization_gap` how far the written model differs from the run's, see `compare`.
+    """
+    from opdcl.model.load import load_base
+
+    plain = base.model_copy(update={"quantization": None})
+    backbone = _load(plain, tuned and tuned.model_copy(update={"quantization": None}), adapter)
+    report.note("merging")
+    merged = backbone.peft.merge_and_unload()
+    merged.config.use_cache = True
+    merged.save_pretrained(target)
+    backbone.tokenizer.save_pretrained(target)
+    if not (base.quantization and check):
+        return {}
+    del backbone, merged  # memory may not hold two models
+    report.note("comparing it with the quantized base and the adapter")
+
+    def as_in_the_run() -> tuple[Any, Any]:
+        backbone = _load(base, tuned, adapter)
+        return backbone.causal_lm, backbone.tokenizer
+
+    written = plain.model_copy(update={"id": str(target), "revision": None})
+    gap = compare(as_in_the_run, lambda: load_base(written))
+    size = f"{gap['mean']:.2g} nats on average, by {gap['largest']:.2g} at most"
+    report.note(f"log-probabilities of {gap['tokens']} tokens differ from the run's model by {size}")
+    return {"quantization_gap": gap}
+
+
+def _load(base: ModelConfig, tuned: ModelConfig | None, adapter: Path) -> Backbone:
     from opdcl.model.backbone import Backbone
     from opdcl.model.load import load_model, load_tokenizer
 
     backbone = Backbone(load_model(tuned), load_tokenizer(base)) if tuned else Backbone.load(base)
-    report.note("merging")
-    merged = backbone.load_adapter(adapter, "student").merge_and_unload()
-    merged.config.use_cache = True
-    merged.save_pretrained(target)
-    backbone.tokenizer.save_pretrained(target)
+    backbone.load_adapter(adapter, "student")
+    return backbone
 
 
 def write_readme(folder: Path, name: str, base: ModelConfig, state: str, format: str) -> None:
@@ -118,5 +155,7 @@ def write_readme(folder: Path, name: str, base: ModelConfig, state: str, format:
     head = ["---", f"base_model: {json.dumps(origin)}", *([f"license: {licence}"] if licence else []), "---"]
     what = "An adapter for" if format == "adapter" else "A model made of"
     parts = "" if format == "adapter" else f" and its {state} adapter, merged"
+    if base.quantization:
+        terms += f" The adapter was {UNPACKED.format(origin, base.quantization)}."
     text = f"# {name}\n\n{what} {origin}{parts}, written by opdcl {__version__}. {terms}\n"
     write_atomic(folder / "README.md", "\n".join(head) + f"\n\n{text}")

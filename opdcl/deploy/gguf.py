@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,23 +110,29 @@ def _check_gap(gap: dict[str, Any] | None, outtype: str, report: StageReport) ->
 
 
 def measure_gap(merged: Path, gguf: Path) -> dict[str, Any] | None:
-    """Compare a GGUF file with its source on a few prompts and the source's greedy answers, in float32.
-
-    Return `mean` and `largest` absolute difference of the log-probabilities in nats, the number of `tokens`,
-    and whether both tokenizers give the prompts the `same_ids`; None if transformers cannot read the file.
-    """
-    rows = load_prompts("everyday", "validation")[:CHECK_PROMPTS]
-    model, tokenizer = load_base(ModelConfig(id=str(merged), dtype="float32"))
-    prompts = [encode_prompt(row, tokenizer, 1 << 20) for row in rows]
-    texts = [answer(model, ids, CHECK_TOKENS) for ids in prompts]
-    expected = [log_probabilities(model, ids) for ids in texts]
-    del model  # memory may not hold two models
+    """Compare a GGUF file with its source in float32; None if transformers cannot read the file."""
+    source, copy = (ModelConfig(id=str(place), dtype="float32") for place in (merged, gguf))
     try:
-        model, tokenizer = load_base(ModelConfig(id=str(gguf), dtype="float32"))
+        return compare(lambda: load_base(source), lambda: load_base(copy))
     except UsageError as fault:
         if "architecture" in str(fault):
             return None
         raise
+
+
+def compare(load_source: Callable[[], Any], load_copy: Callable[[], Any]) -> dict[str, Any]:
+    """Compare two models on a few prompts and the first one's greedy answers; each is loaded alone.
+
+    Return `mean` and `largest` absolute difference of the log-probabilities in nats, the number of `tokens`,
+    and whether both tokenizers give the prompts the `same_ids`.
+    """
+    rows = load_prompts("everyday", "validation")[:CHECK_PROMPTS]
+    model, tokenizer = load_source()
+    prompts = [encode_prompt(row, tokenizer, 1 << 20) for row in rows]
+    texts = [answer(model, ids, CHECK_TOKENS) for ids in prompts]
+    expected = [log_probabilities(model, ids) for ids in texts]
+    del model  # memory may not hold two models
+    model, tokenizer = load_copy()
     measured = [log_probabilities(model, ids) for ids in texts]
     pairs = zip(measured, expected, strict=True)
     gaps = [gap for a, b in pairs for gap in (a - b).abs().tolist()]

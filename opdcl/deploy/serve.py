@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 
+from opdcl.config.model import ModelConfig
 from opdcl.config.workflow import Workflow
 from opdcl.errors import EnvironmentFault, UsageError
 from opdcl.model.adapters import refuse_unserved, stands_on
@@ -34,8 +35,7 @@ def serve_command(
     model = Workflow.model_validate(run.settings()).model
     adapters = run.intact_adapters()
     hint = f"opdcl export {run.path} -o MODEL writes a merged model, which vLLM serves"
-    if tuned := stands_on(run):
-        raise UsageError(f"one server cannot hold base and {tuned.id}, on which the adapters stand", hint)
+    _check_base(run, model, hint)
     configs = [adapter_config(folder) for folder in adapters.values()]
     for config in configs:
         refuse_unserved(config)
@@ -65,3 +65,11 @@ def serve_command(
     if key := os.environ.get("OPDCL_SERVER_KEY"):
         environment["VLLM_API_KEY"] = key  # other users of the machine could read it on the command line
     return [*words, *arguments], environment
+
+
+def _check_base(run: RunDir, model: ModelConfig, hint: str) -> None:
+    """Refuse a run whose weights one server cannot hold."""
+    if tuned := stands_on(run):
+        raise UsageError(f"one server cannot hold base and {tuned.id}, on which the adapters stand", hint)
+    if model.quantization:
+        raise UsageError(f"vLLM would serve {model.id} unquantized, unlike the run", hint)

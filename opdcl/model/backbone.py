@@ -21,6 +21,7 @@ from opdcl.errors import UsageError
 from opdcl.model.fused_lora import fuse
 from opdcl.model.load import eos_ids, load_base, load_model
 from opdcl.model.lora import base_weight, merged_weight, parts, scale
+from opdcl.model.quantized import is_quantized, quantized_layers
 from opdcl.model.targets import lora_config
 
 # `base`, `tuned`, `student`, or the name of a teacher that has an adapter of its own; `bare` is without any.
@@ -125,11 +126,14 @@ class Backbone:
         """Return the SHA-256 of all frozen weights' bits, which proves that training did not change them."""
         digest = hashlib.sha256()
         for model in filter(None, (self.causal_lm, self.base_lm)):
-            for name, parameter in sorted(model.named_parameters()):
+            weights: dict[str, torch.Tensor] = dict(model.named_parameters())
+            for name, layer in quantized_layers(model).items():  # the scales are no parameters
+                weights |= {f"{name}.{key}": value for key, value in layer.state_dict().items()}
+            for name, parameter in sorted(weights.items()):
                 if "lora_" not in name:
                     weight = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                    bits = weight.detach().cpu().contiguous().view(torch.uint8)
-                    digest.update(bits.flatten().numpy().data)
+                    bits = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
+                    digest.update(bits.numpy().data)
         return digest.hexdigest()
 
     def adapted_layers(self, name: State | None = None) -> list[BaseTunerLayer]:
@@ -196,11 +200,16 @@ class Backbone:
     def merged(self, name: State) -> Iterator[PreTrainedModel]:
         """Run the model as `name` with the adapter folded into the weights, which makes sampling faster.
 
-        The sums have storage of their own; the base's is swapped out and back, never written.
+        The sums have storage of their own; the base's is swapped out and back, never written. On a quantized
+        base nothing is merged: quantizing the sum again would round the adapter away.
         """
         if name == "base" and self.base_lm:
             with parallel.unsharded(self.base_lm):
                 yield self.base_lm
+            return
+        if is_quantized(self.causal_lm):
+            with self.state(name) as model:
+                yield model
             return
         layers = [] if name == "base" else self.adapted_layers(name)
         saved = []

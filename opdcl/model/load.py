@@ -14,6 +14,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.data.chat import with_variables
 from opdcl.errors import EnvironmentFault, UsageError
 from opdcl.hub import parse, reachable
+from opdcl.model import quantized
 from opdcl.rundir.files import cache_home, folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import file_hash
 from opdcl.rundir.layout import TEMPLATE
@@ -46,7 +47,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 
     Raises:
         UsageError: The model does not exist, or its weights are pickles.
-        EnvironmentFault: The device is missing.
+        EnvironmentFault: The device, or bitsandbytes, is missing.
     """
     # Huge pages for torch's large buffers on Linux: otherwise the logits of a big vocabulary cost a page
     # fault per 4 KiB. torch reads this at its first large allocation.
@@ -62,12 +63,17 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
         options["quantization_config"] = GgufConfig(gguf_file=gguf, dequantize=True)
     else:
         options["use_safetensors"] = True
+    if config.quantization:
+        options |= quantized.loading_options(config, dtype, device)
     with _to_user_error(config):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
     model.config.use_cache = False
     # A mixture that TRL has tuned returns a loss for its routers, which fails with a cache.
     if hasattr(text := model.config.get_text_config(), "output_router_logits"):
         text.output_router_logits = False
+    if config.quantization:
+        quantized.use_one_path(model)
+        return model.eval()
     if device == "cpu":
         # Copied from the file's small pages to huge ones, where every pass over the weights is faster.
         for parameter in model.parameters():

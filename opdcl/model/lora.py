@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from peft.tuners.lora.layer import Linear, ParamWrapper
+from peft.utils.integrations import dequantize_module_weight
 
 
 def base_weight(layer: Linear | ParamWrapper) -> torch.nn.Parameter:
@@ -31,7 +32,8 @@ def scale(layer: Linear | ParamWrapper, name: str, alpha: float) -> None:
     _, b_NR, *norms = parts(layer, name)
     b_NR.mul_(alpha)
     for norm_N in norms:
-        norm_N.lerp_(_row_norms(layer, base_weight(layer).float()).to(norm_N.dtype), 1 - alpha)
+        weight = dequantize_module_weight(layer.get_base_layer()).float()
+        norm_N.lerp_(_row_norms(layer, weight).to(norm_N.dtype), 1 - alpha)
 
 
 @torch.no_grad()

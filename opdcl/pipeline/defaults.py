@@ -137,7 +137,10 @@ def text_config(model: ModelConfig) -> Any:
         hint = "check the model's config.json, and HF_TOKEN if it is gated"
         raise UsageError(f"model {model.id!r} cannot be loaded: {reason}", hint) from fault
     if getattr(config, "quantization_config", None) and "gguf_file" not in extra:
-        hint = "name the model that it was made from, with --model or --base; its adapters fit that one too"
+        hint = (
+            "name the model that it was made from, with --model or --base; its adapters fit that one too. "
+            "--set model.quantization=4bit quantizes it"
+        )
         raise UsageError(f"model {model.id!r} is quantized, which opdcl cannot load", hint)
     return config
 

@@ -49,6 +49,7 @@ class _Shape:
     active: int
     dtype: str
     device: str
+    quantization: str | None = None
 
     @property
     def width(self) -> int:
@@ -66,7 +67,15 @@ class _Shape:
 
     @property
     def weights(self) -> int:
-        return self.parameters * self.width  # bytes
+        """Bytes. A quantized weight takes one, or half of one and its part of the scales."""
+        embedding = self.vocabulary * self.hidden
+        each = {None: self.width, "8bit": 1, "4bit": 0.516}[self.quantization]
+        return round((self.parameters - embedding) * each) + embedding * self.width
+
+    @property
+    def merged(self) -> int:
+        """Bytes of the second copy of the weights while sampling; quantized weights are not merged."""
+        return 0 if self.quantization else self.weights
 
     @property
     def activations(self) -> int:
@@ -194,7 +203,7 @@ def _finetune_need(workflow: Workflow, sources: Sources, shape: _Shape, adapter:
     if config.loss.needs_base:
         need.forward = operations / 2
     if config.method == "self-distill":
-        need.memory += adapter * 4 + shape.weights
+        need.memory += adapter * 4 + shape.merged
         need.forward = operations / 2
         sampled = len(lengths) * config.epochs * learned
         need.decoding = 2.0 * shape.used * sampled
@@ -212,7 +221,7 @@ def _recovery_need(config: RecoverConfig, rows: dict[Any, list[Row]], shape: _Sh
     longest = max(map(max, prompts.values()), default=0) + longest_answer
     # A micro-batch holds one sequence at least.
     step = max(int(config.micro_batch_tokens), longest) * shape.activations
-    parts = shape.weights + cache, step
+    parts = shape.merged + cache, step
     # On a GPU the sampler's memory is used again by the step.
     need = _Need(other_models + adapter * (20 + 4 * copies))
     need.memory += max(parts) if shape.device.startswith("cuda") else sum(parts)
@@ -247,7 +256,7 @@ def _eval_need(name: str, workflow: Workflow, sources: Sources, shape: _Shape) -
     if not suite.generative:
         from opdcl.stages.evaluate import LOGIT_BYTES
 
-        return _Need(shape.weights + LOGIT_BYTES, forward=2.0 * shape.used * sum(prompts))
+        return _Need(shape.merged + LOGIT_BYTES, forward=2.0 * shape.used * sum(prompts))
     if config.server:
         return _Need()
     new_tokens = min(suite.max_tokens, config.max_new_tokens or suite.max_tokens) + config.thought_tokens
@@ -255,7 +264,7 @@ def _eval_need(name: str, workflow: Workflow, sources: Sources, shape: _Shape) -
     cache = shape.cache(batch * (max(prompts) + new_tokens))
     logits = batch * shape.vocabulary * shape.width
     return _Need(
-        shape.weights + cache + logits,
+        shape.merged + cache + logits,
         forward=2.0 * shape.used * sum(prompts),
         decoding=2.0 * shape.used * new_tokens * len(prompts),
     )
@@ -265,7 +274,8 @@ def _shape(model: ModelConfig, device: str) -> _Shape:
     c = text_config(model)
     shape, inner = architecture(c), getattr(c, "moe_intermediate_size", None) or c.intermediate_size
     size = c.num_hidden_layers, c.hidden_size, inner, c.vocab_size, shape.key_width
-    return _Shape(*size, shape.experts, shape.active_experts, pick_dtype(model.dtype, device), device)
+    kind = pick_dtype(model.dtype, device), device, model.quantization
+    return _Shape(*size, shape.experts, shape.active_experts, *kind)
 
 
 def _tokens(row: Row, *answer: str | None) -> int:

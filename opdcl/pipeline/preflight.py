@@ -45,6 +45,7 @@ def checked_plan(
     """
     from opdcl.model.adapters import tuned_model
     from opdcl.model.load import check_exists, pick_device
+    from opdcl.model.quantized import check_installed
 
     refuse_foreign(run)
     sources.check(workflow)
@@ -59,6 +60,7 @@ def checked_plan(
     pick_device(workflow.model.device)
     for model in workflow.models():
         check_exists(model)
+        check_installed(model)
     check_trackers(workflow.track)
     if tuned := tuned_model(workflow.start, workflow.model):
         _check_tuned_model(workflow, tuned, sources)

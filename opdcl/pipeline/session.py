@@ -183,7 +183,7 @@ class Session:
         model = self.workflow.model
         dtype = str(backbone.causal_lm.dtype).removeprefix("torch.")
         base = self.manifest.setdefault("base", {"id": model.id, "revision": model.revision})
-        base.setdefault("parameters", sum(p.numel() for p in backbone.causal_lm.parameters()))
+        base.setdefault("parameters", backbone.causal_lm.num_parameters())
         fingerprint = backbone.fingerprint()
         if base.setdefault("fingerprint_before", fingerprint) != fingerprint:
             names = " or ".join(filter(None, [model.id, self.workflow.start if backbone.base_lm else None]))

@@ -20,6 +20,10 @@ EMBEDDED = (
     "All scores are of the embedded copy of {}, whose weights were quantized to 4 bits and dequantized "
     "again. On the original weights, base and adapters score slightly differently."
 )
+QUANTIZED = (
+    "In this run, bitsandbytes quantized the linear layers of {} ({}). All scores are of this quantized "
+    "base, and where base taught, it was the teacher. On the original weights, scores can differ."
+)
 
 
 def write(run: RunDir, summary: dict[str, Any] | None = None) -> list[Path]:
@@ -121,7 +125,8 @@ def render(page: str, context: dict[str, Any]) -> str:
 def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
     """Return what the three templates print."""
     manifest = {"created": None, "device": None, "opdcl": None} | run.read_manifest()
-    base = dict.fromkeys(("id", "revision", "license")) | section(run, "model") | (manifest.get("base") or {})
+    base = dict.fromkeys(("id", "revision", "license", "quantization")) | section(run, "model")
+    base |= manifest.get("base") or {}
     name = str(base["id"] or "unknown")
     base_model, tuned = _public(name), run.stage_record("finetune").get("tuned_model")
     adapters = manifest.get("adapters") or {}
@@ -155,6 +160,7 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
         "facts": _facts(run, manifest, base, adapters),
         "card_state": next((state for state in ("recovered", "tuned") if state in states), None),
         "embedded": EMBEDDED.format(base_model) if name in HUB_IDS else "",
+        "quantized": QUANTIZED.format(base_model, base["quantization"]) if base["quantization"] else "",
         "adapter_path": next((adapters[s].get("path") for s in reversed(STATES) if s in adapters), None),
     }
 
@@ -192,7 +198,8 @@ def _facts(run: RunDir, manifest: dict, base: dict, adapters: dict) -> dict[str,
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         "device": ", ".join(filter(None, hardware)),
         "seeds": ", ".join(f"{stage} {seed}" for stage, seed in seeds.items() if seed is not None),
-        "base": " at ".join(str(base[k]) for k in ("id", "revision") if base[k]),
+        "base": " at ".join(str(base[k]) for k in ("id", "revision") if base[k])
+        + (f", quantized ({base['quantization']})" if base["quantization"] else ""),
         "base fingerprint": before
         and f"{before}, {'identical before and after' if before == after else check}",
         **{

@@ -18,6 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from opdcl.model.architecture import architecture
+from opdcl.model.quantized import is_quantized
 from opdcl.sampling.layout import attention_mask
 
 if TYPE_CHECKING:
@@ -38,9 +39,11 @@ def decoding_step(model) -> Step:
 
 
 def is_llama(model) -> bool:
-    """Return whether `LlamaStep` computes the same as the model: a known class without unmerged adapters."""
+    """Return whether `LlamaStep` computes the same as the model: a known class without quantized weights
+    or unmerged adapters."""
     return (
         type(model).__name__ in FAMILY
+        and not is_quantized(model)
         and model.config.hidden_act == "silu"
         and architecture(model.config).full_attention
         and not getattr(model.config, "pretraining_tp", 1) > 1

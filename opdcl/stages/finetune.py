@@ -159,7 +159,11 @@ class AnswerTrainer(SFTTrainer):
     pieces = 1  # micro-batches per batch; doubled whenever memory runs out
 
     def __init__(self, backbone: Backbone, answer_loss: AnswerLossSection, **options: Any):
+        weights = {weight: weight.data for weight in options["model"].parameters() if weight.requires_grad}
         super().__init__(**options)
+        # On a quantized base TRL rounds the adapter to bf16, where small updates vanish.
+        for weight, original in weights.items():
+            weight.data = original
         self.backbone, self.answer_loss = backbone, answer_loss
 
     def training_step(self, model, inputs, num_items_in_batch=None):

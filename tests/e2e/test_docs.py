@@ -44,6 +44,14 @@ CANNOT = {
     "ollama": "needs Ollama",
     "accelerate launch": "takes a GPU per process; tests/e2e/test_processes.py launches its configurations",
     "opdcl run repair.yaml": "small sizes would add a fine-tune; tests/unit/pipeline/test_begin.py runs it",
+    **dict.fromkeys(
+        (
+            "opdcl recover my-adapter --domain rows.jsonl -o runs/quantized",
+            "opdcl export runs/quantized",
+            "opdcl eval repaired-4bit",
+        ),
+        "needs bitsandbytes, which is optional; tests/unit/model/test_quantized.py",
+    ),
     "opdcl run qwen3": "takes GPUs and a model from the hub",
     "opdcl push": "needs the hub; tests/e2e/test_hub.py has one of its own",
     "opdcl export runs/mine -o gguf": "needs llama.cpp's converter; tests/unit/test_export.py",

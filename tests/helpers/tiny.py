@@ -29,7 +29,7 @@ eval:
 """
 
 
-def make_model(folder: Path, intermediate_size: int = 96) -> Path:
+def make_model(folder: Path, intermediate_size: int = 96, hidden_size: int = 48) -> Path:
     """Save a Llama with two layers, random weights, and the embedded model's tokenizer and chat template."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -41,7 +41,7 @@ def make_model(folder: Path, intermediate_size: int = 96) -> Path:
     # Wide weights make confident predictions: recovery refuses a teacher that is close to uniform.
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=48,
+        hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=4,

@@ -68,6 +68,7 @@ def test_an_adapter_is_measured_recovered_and_measured_again(adapter, project):
     assert "everything is done already" in again.stderr
     assert "all " in opdcl("verify", "runs/mine").stdout
     exported = opdcl("export", "runs/mine", "-o", "merged")
+    assert "export: merging" in exported.stderr
     assert exported.returncode == 0, exported.stderr
 
 

@@ -142,6 +142,7 @@ def test_a_stopped_stage_with_other_settings_is_stale_not_resumed(run):
         ("finetune", {"replay": {"share": 0.1}}, "finetune", {"replay"}),
         ("model", {"id": "another"}, "finetune", {"model"}),
         ("model", {"revision": "abc"}, "finetune", {"model"}),
+        ("model", {"quantization": "4bit"}, "finetune", {"model"}),
         ("model", {"chat_template": "{{ messages }}"}, "finetune", {"model"}),
         ("model", {"chat_template_kwargs": {"enable_thinking": True}}, "finetune", {"model"}),
         ("model", {"dtype": "float32"}, "finetune", {"dtype"}),

@@ -179,6 +179,15 @@ def test_scores_of_the_embedded_model_say_that_it_was_quantized(run):
     assert not [name for name, page in pages(run).items() if "quantized" in page]
 
 
+def test_a_run_on_a_quantized_base_says_that_it_was_measured_and_taught(run):
+    config = json.loads(run.config.read_text())
+    config["workflow"]["model"] = config["workflow"].get("model", {}) | {"quantization": "4bit"}
+    write(run.config, config)
+    for page in pages(run).values():
+        assert "quantized the linear layers of" in page
+        assert "where base taught, it was the teacher" in page
+
+
 def test_metrics_have_plain_names_and_their_keys_only_in_small_print(run):
     files = pages(run)
     scores, details = files["report.md"].split("## Details")
