@@ -192,8 +192,8 @@ def open_run(path: Path) -> RunDir:
         hint = "opdcl finetune --data ROWS -o RUN makes a run directory"
         if kind:
             tuned = f"{path} --base BASE" if kind == OTHER_FOLDERS["config.json"] else path
-            hint = f"opdcl eval {tuned} measures what it costs; "
-            hint += f"opdcl recover {tuned} --domain PROMPTS repairs it"
+            repair = f"opdcl recover {tuned} --domain PROMPTS"
+            hint = f"measure what it costs: opdcl eval {tuned}; repair it: {repair}"
         raise UsageError(problem, hint)
     return run
 
