@@ -1,4 +1,4 @@
-"""Requests with tools at hand: whether an answer makes the right calls, or answers where no tool is needed."""
+"""Requests with tools: whether an answer makes the right calls, or is right where no tool is needed."""
 
 import json
 import re

@@ -99,7 +99,8 @@ class Suite:
                 form that the scorer does not read.
         """
         docs, where = self.documents(limit), f"suite {self.name!r}"
-        rows = [tool_row(d, [{"role": "user", "content": t}], where) for d, t in zip(docs, self.prompts(limit))]
+        asked = [[{"role": "user", "content": text}] for text in self.prompts(limit)]
+        rows = [tool_row(doc, messages, where) for doc, messages in zip(docs, asked, strict=True)]
         lengths = [len(encode_prompt(row, tokenizer, sys.maxsize)) for row in rows]
         for doc, row in zip(docs, rows, strict=True):
             if row.tools and doc["group"] == "one call":
