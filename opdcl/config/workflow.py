@@ -26,7 +26,7 @@ PLACE = {"url", "concurrency", "timeout", "patience"}
 ADDED = [
     ("loss", AnswerLossSection().model_dump()),
     ("replay", ReplaySection().model_dump()),
-    *[("chat_template", None), ("chat_template_kwargs", {}), ("thought_tokens", 0)],
+    *[("chat_template", None), ("chat_template_kwargs", {}), ("thought_tokens", 0), ("more_domain", 0)],
 ]
 
 
