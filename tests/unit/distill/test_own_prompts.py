@@ -218,6 +218,15 @@ def test_the_number_of_prompts_follows_from_steps_and_rollouts():
     assert count(steps=10_000) == own.MOST + 16
 
 
+class Stopped(Output):
+    """Interrupt where the recovery would begin, after the prompts were written."""
+
+    def stage(self, name):
+        if name == "recover":
+            raise KeyboardInterrupt
+        return super().stage(name)
+
+
 @pytest.fixture
 def project(writer, tmp_path, monkeypatch):
     monkeypatch.chdir(make_project(tmp_path, writer))
@@ -235,12 +244,6 @@ def test_a_run_on_prompts_of_its_own(project, writer):
     assert "base writes 18 of its own" in planned.stdout + planned.stderr
     assert "warning" not in planned.stdout + planned.stderr
     assert not (project / "run").exists()
-
-    class Stopped(Output):
-        def stage(self, name):
-            if name == "recover":
-                raise KeyboardInterrupt
-            return super().stage(name)
 
     workflow, origins = load(["tiny.yaml"], TINY)
     run = RunDir(project / "run")
@@ -264,24 +267,29 @@ def test_a_run_on_prompts_of_its_own(project, writer):
 
 
 def test_a_run_with_further_domain_prompts(project):
-    more = ["--set", "recover.more_domain=30", *SELF[2:]]
-    planned = opdcl("run", "tiny.yaml", *more, "-o", "run", "--dry-run")
+    more = ["recover.more_domain=6", *TINY[1:]]
+    words = [word for setting in more for word in ("--set", setting)]
+    planned = opdcl("run", "tiny.yaml", *words, "-o", "run", "--dry-run")
     assert planned.returncode == 0, planned.stderr
-    assert "domain prompts: base writes 30 after 12 examples" in planned.stdout + planned.stderr
-    done = opdcl("run", "tiny.yaml", *more, "-o", "run")
+    assert "domain prompts: base writes 6 after 12 examples" in planned.stdout + planned.stderr
+    with pytest.raises(Interrupted):
+        execute(*load(["tiny.yaml"], more), RunDir(project / "run"), Stopped("quiet"))
+    file = project / "run" / "stages" / "02-recover" / "domain-prompts.jsonl"
+    written = file.read_text()
+    assert len(load_rows(str(file))) == 6
+    # The recovery asks what stands there: a prompt that cannot be asked ends it.
+    file.write_text(json.dumps({"prompt": "long " * 600}))
+    refused = opdcl("run", "tiny.yaml", *words, "-o", "run")
+    assert refused.returncode == 2
+    assert "domain-prompts.jsonl:1: the prompt has" in refused.stderr
+    file.unlink()
+    done = opdcl("run", "tiny.yaml", *words, "-o", "run")
     assert done.returncode == 0, done.stderr
-    stage = project / "run" / "stages" / "02-recover"
-    prompts = [row.prompt[0]["content"] for row in load_rows(str(stage / "domain-prompts.jsonl"))]
-    assert len(prompts) == 30
-    sampled = [json.loads(line)["prompt"] for line in (stage / "samples.jsonl").read_text().splitlines()]
-    assert any(prompt in text for prompt in prompts for text in sampled)
-    assert any("What is the code of room" in text for text in sampled)
+    assert file.read_text() == written
     assert "stages/02-recover/domain-prompts.jsonl" in (project / "run" / "seal.json").read_text()
-    again = opdcl("run", "tiny.yaml", *more, "-o", "run")
-    assert "recover: skipped, done" in again.stderr
     stale = opdcl("run", "tiny.yaml", *SELF[2:], "-o", "run")
     assert stale.returncode == 2
-    assert "more_domain" in stale.stderr
+    assert "changed: more_domain" in stale.stderr
 
 
 def test_an_adapter_is_recovered_on_prompts_of_its_base(project, writer):
