@@ -44,7 +44,6 @@ SHOWN, NEAR_TO_EXAMPLES = 6, 0.7
 # Cosines of wording above which a prompt repeats another one, or is near to a test.
 REPEATED, NEAR = 0.8, 0.6
 
-
 PLACEHOLDER = Row([{"role": "user", "content": " ".join(["word"] * LONGEST)}], None, None, "a prompt of base")
 
 
