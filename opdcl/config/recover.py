@@ -89,7 +89,7 @@ class RewardSection(Section):
 UNUSED_BY = {
     "interpolate": ("warm_start lmbda steps trainer weighting", "which trains nothing"),
     "replay": ("loss.kind lmbda", "which imitates the teachers' answers"),
-    "general": ("general_per_domain", "which has no domain steps"),
+    "general": ("general_per_domain more_domain", "which has no domain steps"),
 }
 
 
@@ -130,6 +130,8 @@ class RecoverConfig(Section):
     domain steps only."""
     domain: str | None = None
     """Prompts on which tuned is the teacher. Default: the questions of the fine-tune's data."""
+    more_domain: Count = 0
+    """Further domain prompts, which base writes after the examples in `domain`."""
     general_teacher: TeacherSection = TeacherSection(kind="base")
     """Teacher that grades general prompts. `tuned` is a placebo: the student at its start grades itself."""
     domain_teacher: TeacherSection = TeacherSection(kind="tuned")
@@ -210,8 +212,9 @@ class RecoverConfig(Section):
         check_trainer("recover", self.trainer)
         if self.general_teacher.begins_as_tuned and self.general_teacher.kind != "tuned":
             raise ValueError("general_teacher equals the student at the start: use base, or set context")
-        if self.general == "self" and self.general_teacher.context is not None:
-            raise ValueError("general_teacher.context shows answers, and prompts that base writes have none")
+        for name, written in {"general": self.general == "self", "domain": self.more_domain}.items():
+            if written and getattr(self, f"{name}_teacher").context is not None:
+                raise ValueError(f"{name}_teacher.context shows answers; prompts that base writes have none")
         if self.general is None and not self.reward and (self.general_per_domain or self.method == "general"):
             raise ValueError("without general prompts use method alternating and general_per_domain 0")
         if self.server and self.temperature != 1:

@@ -27,7 +27,8 @@ PLACE = {"url", "concurrency", "timeout", "patience"}
 ADDED = [
     ("loss", AnswerLossSection().model_dump()),
     ("replay", ReplaySection().model_dump()),
-    *[("chat_template", None), ("chat_template_kwargs", {}), ("thought_tokens", 0), ("quantization", None)],
+    *[("chat_template", None), ("chat_template_kwargs", {}), ("thought_tokens", 0)],
+    *[("quantization", None), ("more_domain", 0)],
 ]
 
 

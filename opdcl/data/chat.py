@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -81,6 +82,19 @@ def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int
             ids.pop()
             mask.pop()
     return [Encoded(ids, mask) for ids, mask in sequences]
+
+
+def tool_row(doc: Mapping[str, Any], messages: list[Message], where: str) -> Row:
+    """Return a document of a suite as a row to sample on; its `tools`, if it has any, are JSON text."""
+    return Row(messages, None, None, where, tools=json.loads(doc["tools"]) if "tools" in doc else None)
+
+
+def call_text(row: Row, call: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the answer, as scorers see it, that makes a call of a tool; `call` is its name and arguments."""
+    reply = {"tool_calls": [{"type": "function", "function": json.loads(call)}]}
+    example = encode_example(replace(row, reply=reply), tokenizer, sys.maxsize)[-1]
+    start = example.completion_mask.index(1)
+    return answer_text(tokenizer, example.input_ids[:start], example.input_ids[start:])
 
 
 @dataclass(frozen=True)

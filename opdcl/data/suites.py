@@ -11,7 +11,7 @@ from typing import Any
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.shipped import shipped_suites
-from opdcl.data.chat import encode_prompt
+from opdcl.data.chat import call_text, encode_prompt, tool_row
 from opdcl.data.nltk_tables import ensure_punkt
 from opdcl.data.rows import Row, load_records, load_rows
 from opdcl.data.scoring import process_results
@@ -92,10 +92,24 @@ class Suite:
         return {"prompt": prompt, "response": row["resps"][0][0], "target": row["target"] or None}
 
     def lengths(self, limit: int | None, tokenizer: Any) -> list[int]:
-        """Return the length of each prompt in tokens, without few-shot examples."""
-        texts = self.prompts(limit)
-        rows = [Row([{"role": "user", "content": text}], None, None, self.name) for text in texts]
-        return [len(encode_prompt(row, tokenizer, sys.maxsize)) for row in rows]
+        """Return the length of each prompt in tokens, without few-shot examples.
+
+        Raises:
+            UsageError: The documents offer tools, and the chat template leaves them out, or writes calls in a
+                form that the scorer does not read.
+        """
+        docs, where = self.documents(limit), f"suite {self.name!r}"
+        asked = [[{"role": "user", "content": text}] for text in self.prompts(limit)]
+        rows = [tool_row(doc, messages, where) for doc, messages in zip(docs, asked, strict=True)]
+        lengths = [len(encode_prompt(row, tokenizer, sys.maxsize)) for row in rows]
+        for doc, row in zip(docs, rows, strict=True):
+            if row.tools and doc["group"] == "one call":
+                text = call_text(row, doc["target"], tokenizer)
+                if not self._score([doc], [text])[0][self.metrics[0]]:
+                    message = f"{where} does not read tool calls as this chat template writes them: {text!r}"
+                    raise UsageError(message, "it reads JSON, alone or in <tool_call> tags")
+                break
+        return lengths
 
     @property
     def max_tokens(self) -> int:

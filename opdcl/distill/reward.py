@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.recover import RewardSection
-from opdcl.data.chat import answer_text, encode_prompt
+from opdcl.data.chat import answer_text, encode_prompt, tool_row
 from opdcl.data.formats import Row
 from opdcl.errors import UsageError
 from opdcl.sampling.rollout import Rollout
@@ -130,7 +130,7 @@ def reward_rows(config: RewardSection, task: Any) -> list[Row]:
         if (first := number_of.setdefault(conversation, number)) != number:
             message = f"recover.reward.suite: documents {first} and {number} of {config.suite} ask the same"
             raise UsageError(message, "keep one of them: an answer must have one score")
-        rows.append(Row(messages, None, None, f"{config.suite} document {number}"))
+        rows.append(tool_row(doc, messages, f"{config.suite} document {number}"))
     return rows
 
 

@@ -24,6 +24,7 @@ from opdcl.sanitize import redact
 from opdcl.version import __version__
 
 if TYPE_CHECKING:
+    from opdcl.data.rows import Row
     from opdcl.distill.prompts import RecoverySource
     from opdcl.model.backbone import Backbone
 
@@ -129,15 +130,22 @@ class Session:
             self.tracked.follow(stage, offset)
 
     def _recovery(self, stage: StageDir) -> RecoverySource:
-        """Return the data of the recovery; base writes its general prompts now if it is to."""
+        """Return the data of the recovery; base writes its prompts now if it is to."""
         from opdcl.distill.own_prompts import own_prompts
 
         config, source = self.workflow.recover, self.sources.recovery(self.workflow)
-        if config.general == "self":
-            count, tests = len(source.rows["general"]), self.sources.tests(self.workflow)
+
+        def written(count: int, file: Path, examples: list[Row]) -> list[Row]:
+            tests = self.sources.tests(self.workflow)
             with self.output.stage("prompts") as line:
-                rows = own_prompts(config, count, self.backbone, tests, stage.prompts, line)
-            source.rows["general"] = rows
+                return own_prompts(config, count, self.backbone, tests, file, line, examples)
+
+        if config.general == "self":
+            source.rows["general"] = written(len(source.rows["general"]), stage.prompts, [])
+        if more := config.more_domain:
+            given = source.rows["domain"][:-more]
+            examples = [row for row in given if not row.teacher]
+            source.rows["domain"] = given + written(more, stage.domain_prompts, examples)
         return source
 
     def _measure(self, task: Task) -> None:

@@ -24,7 +24,8 @@ def seal_run(run: RunDir) -> None:
     """Record the hashes of a run's configuration, results and adapters; reports can be made again."""
     files = [p for p in sorted(run.evals.rglob("*.json*")) if not p.name.startswith(".")]
     for stage in run.stages():
-        parts = stage.record, stage.metrics, stage.prompts, *sorted(stage.adapter.glob("*"))
+        prompts = sorted(stage.path.glob("*prompts.jsonl"))
+        parts = stage.record, stage.metrics, *prompts, *sorted(stage.adapter.glob("*"))
         files += [p for p in parts if p.is_file()]
     seal(run.path, [*files, run.config])
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from lm_eval.models.huggingface import HFLM
 from opdcl import parallel
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.workflow import PLACE
-from opdcl.data.chat import answer_text, render
+from opdcl.data.chat import answer_text, encode_prompt, render, tool_row
 from opdcl.data.suites import Suite, cut_at, quiet_lm_eval
 from opdcl.distill.make_teacher import reach_own_model
 from opdcl.errors import UsageError
@@ -79,7 +80,7 @@ class BackboneLM(LM):
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Answer all requests greedily; cut each answer at its task's stop strings."""
         tokenizer = self.backbone.tokenizer
-        prompts = [tokenizer(r.args[0], add_special_tokens=False)["input_ids"] for r in requests]
+        prompts = [self._prompt(request) for request in requests]
         limits = [self._max_tokens(r, len(p)) for r, p in zip(requests, prompts, strict=True)]
         keys = [self._key(prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
         answers = self._earlier(keys)
@@ -105,6 +106,14 @@ class BackboneLM(LM):
         # A stop string ends an answer too.
         self.ended = [row["ended"] or row["text"] != text for row, text in zip(in_order, texts, strict=True)]
         return texts
+
+    def _prompt(self, request) -> list[int]:
+        """Return the ids of a prompt: lm-eval's rendering of it, or, where it offers tools, one with them."""
+        tokenizer, doc = self.backbone.tokenizer, request.doc
+        if "tools" in doc:
+            row = tool_row(doc, [{"role": "user", "content": doc["prompt"]}], request.task_name or "")
+            return encode_prompt(row, tokenizer, sys.maxsize)
+        return tokenizer(request.args[0], add_special_tokens=False)["input_ids"]
 
     def _key(self, *question: Any) -> str:
         """Return a hash of all that an answer depends on."""
