@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,22 +45,20 @@ def signalled(place: str, counts: list[int], number: int = signal.SIGINT) -> Ite
 
 @contextlib.contextmanager
 def interrupted_when(condition: Callable[[], object]) -> Iterator[None]:
-    """Send this process SIGINT, as Ctrl-C does, as soon as a condition holds: a file that has appeared."""
-    ended = threading.Event()
+    """Send this process SIGINT, as Ctrl-C does, at the first layer that runs after a condition holds."""
+    sent = False
 
-    def watch() -> None:
-        while not ended.wait(0.01):
-            if condition():
-                os.kill(os.getpid(), signal.SIGINT)
-                return
+    def check(*_: object) -> None:
+        nonlocal sent
+        if not sent and condition():
+            sent = True
+            os.kill(os.getpid(), signal.SIGINT)
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    hook = register_module_forward_pre_hook(check)
     try:
         yield
     finally:
-        ended.set()
-        watcher.join()
+        hook.remove()
 
 
 def killed(
