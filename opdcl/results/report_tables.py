@@ -51,8 +51,9 @@ def main_tables(summary: dict[str, Any]) -> list[Table]:
             rows += [[f"{label}\n{name}", *cells] for label, *cells in writing_rows(suite["writing"])]
     caption = (
         "Brackets are 95 % intervals over prompts, for one training seed. The floor is the score of the best "
-        "content-free answer, such as a copy of the prompt. Answers that do not end were cut at the token "
-        "limit. A repeated 4-gram is four words in a row that occurred earlier in the same answer."
+        "content-free answer, such as a copy of the prompt; in multiple choice, of a guess. Answers that do "
+        "not end were cut at the token limit. A repeated 4-gram is four words in a row that occurred earlier "
+        "in the same answer."
     )
     tables = [Table("Scores", ["suite", *STATES], rows, caption)]
     if groups := summary["groups"]:

@@ -68,6 +68,12 @@ class Suite:
         return max((scores[self.metric] for scores in answers if self.metric in scores), default=None)
 
     @property
+    def floor_is(self) -> str:
+        """What reaches the floor, as texts name it: a content-free answer, or in multiple choice a guess."""
+        by_chance = any("chance" in (r.get("floor") or {}) for r in self.results.values())
+        return "a guess" if by_chance else "a content-free answer"
+
+    @property
     def prompts(self) -> list[tuple]:
         """The number and text of each prompt, in the order of the rows."""
         return [(row["doc_id"], row["prompt"]) for row in next(iter(self.rows.values()))]

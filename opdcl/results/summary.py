@@ -224,7 +224,7 @@ def _suite_notes(suites: list[Suite], estimates: dict[str, dict]) -> list[str]:
             notes.append(f"{suite.name}: {suite.unpaired} prompts are left out {reason}.")
         base_low = estimates[suite.name]["base"].get("low")
         if suite.role == "retention" and None not in (suite.floor, base_low) and base_low <= suite.floor:
-            floor = f"the floor of {percent(suite.floor)}, the score of a content-free answer"
+            floor = f"the floor of {percent(suite.floor)}, the score of {suite.floor_is}"
             reason = f"base is not measurably above {floor}"
             notes.append(f"{suite.name}: {reason}, so this suite can hardly show forgetting.")
     return notes

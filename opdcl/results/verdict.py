@@ -55,7 +55,7 @@ def _retention_clause(summary: dict, retention: Suite, scores: dict[str, str]) -
     if status == "no headroom":
         floor = summary["suites"][retention.name]["floor"]
         reason = (
-            f"a content-free answer scores {percent(floor)}, so neither a loss nor a recovery can be shown"
+            f"{retention.floor_is} scores {percent(floor)}, so neither a loss nor a recovery can be shown"
         )
         return f"Base is not well above the floor: {levels}, {reason}"
     if status == "too few prompts":

@@ -7,7 +7,9 @@ import pytest
 from helpers.synthetic import STRICT, N, measure_fully, pages, write
 
 from opdcl.errors import UsageError
+from opdcl.results.scores import STATES
 from opdcl.results.summary import summarise
+from opdcl.rundir.files import read_json
 
 
 def test_scores_ratios_and_cost_equal_those_worked_out_by_hand(run):
@@ -113,7 +115,13 @@ def test_the_first_retention_suite_of_the_config_is_the_headline(run):
 
 def test_a_base_at_the_floor_gets_a_note(run):
     measure_fully(run, "base", "instructions", "retention", {0, 1})
-    assert any("not measurably above the floor of 5.0 %" in note for note in summarise(run)["notes"])
+    reason = "base is not measurably above the floor of 5.0 %, the score of"
+    assert any(f"{reason} a content-free answer, so" in note for note in summarise(run)["notes"])
+    for state in STATES:
+        file = run.eval_result(state, "instructions")
+        result = read_json(file)
+        write(file, result | {"floor": {"chance": max(result["floor"].values(), key=lambda x: x[STRICT])}})
+    assert any(f"{reason} a guess, so" in note for note in summarise(run)["notes"])
 
 
 def test_before_recovery_base_and_tuned_are_shown_without_a_verdict(run):
