@@ -36,7 +36,8 @@ def signalled(place: str, counts: list[int], number: int = signal.SIGINT) -> Ite
     hook = register_module_forward_pre_hook(count) if place == "layer" else None
     _on_rename = count if place == "rename" else None
     try:
-        yield
+        with _heard():
+            yield
     finally:
         _on_rename = None
         if hook:
@@ -56,9 +57,20 @@ def interrupted_when(condition: Callable[[], object]) -> Iterator[None]:
 
     hook = register_module_forward_pre_hook(check)
     try:
-        yield
+        with _heard():
+            yield
     finally:
         hook.remove()
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[None]:
+    """Let SIGINT act: a shell starts commands in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def killed(
