@@ -102,7 +102,8 @@ def test_buffers_serve_later_calls_until_the_weights_move(backbone):
     backbone.new_adapter(LoraSection(r=2), seed=0)
     for layer in backbone.adapted_layers("student"):
         layer.lora_B["student"].weight.data.normal_()
-    options = {"max_new_tokens": 6, "eos_ids": [2], "seed": 1}
+    # Greedy: in float32 the rounding of two engines can move a draw to the next token.
+    options = {"max_new_tokens": 6, "eos_ids": [2], "temperature": 0}
     with backbone.merged("base") as model:
         base = ids(sample(model, PROMPTS, engine="graph", **options))
         first = graph._DECODERS[model]
@@ -122,11 +123,11 @@ def test_kept_sums_stay_where_a_graph_expects_them(backbone):
         for layer in backbone.adapted_layers("student"):
             layer.lora_B["student"].weight.data.normal_()
         with backbone.merged("student") as model:
-            kept = sample(model, PROMPTS, max_new_tokens=6, eos_ids=[2], engine="graph")
+            kept = sample(model, PROMPTS, max_new_tokens=6, eos_ids=[2], temperature=0, engine="graph")
             places.append(graph._DECODERS[model])
         backbone.sums, sums = None, backbone.sums
         with backbone.merged("student") as model:
-            fresh = sample(model, PROMPTS, max_new_tokens=6, eos_ids=[2], engine="slab")
+            fresh = sample(model, PROMPTS, max_new_tokens=6, eos_ids=[2], temperature=0, engine="slab")
         backbone.sums = sums
         assert ids(kept) == ids(fresh)
     assert places[0] is places[1]
