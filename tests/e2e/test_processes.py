@@ -28,8 +28,8 @@ SETTINGS = [
     "--set",
     "eval.batch_size=2",
 ]
-# Steps whose completions are the teacher's, or sampled after these. Later ones can differ by a token, because two
-# processes sum a gradient in another order than one, and rounding moves a draw.
+# Steps whose completions are the teacher's, or sampled after these. Later ones can differ by a token, because
+# two processes sum a gradient in another order than one, and rounding moves a draw.
 COMPARED_STEPS = 4
 MEASURED = {
     "loss",
