@@ -131,7 +131,8 @@ def serve(
 def doctor(model: opt.Model = None, json: opt.Json = False) -> None:
     """Check this machine, with a remedy for each problem. Exit code 4 if something needed is missing.
 
-    With --model, also say which share of its weights an adapter changes."""
+    With --model, also say which share of its weights an adapter changes.
+    """
     from opdcl.doctor import checks
 
     start(json)

@@ -27,8 +27,11 @@ PLACE = {"url", "concurrency", "timeout", "patience"}
 ADDED = [
     ("loss", AnswerLossSection().model_dump()),
     ("replay", ReplaySection().model_dump()),
-    *[("chat_template", None), ("chat_template_kwargs", {}), ("thought_tokens", 0)],
-    *[("quantization", None), ("more_domain", 0)],
+    ("chat_template", None),
+    ("chat_template_kwargs", {}),
+    ("thought_tokens", 0),
+    ("quantization", None),
+    ("more_domain", 0),
 ]
 
 

@@ -85,8 +85,9 @@ def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int
 
 
 def tool_row(doc: Mapping[str, Any], messages: list[Message], where: str) -> Row:
-    """Return a document of a suite as a row to sample on; its `tools`, if it has any, are JSON text."""
-    return Row(messages, None, None, where, tools=json.loads(doc["tools"]) if "tools" in doc else None)
+    """Return a document of a suite as a row to sample on; like those of `tool_calls`, it may offer tools."""
+    offers_tools = {"tools", "calls", "group"} <= doc.keys()
+    return Row(messages, None, None, where, tools=json.loads(doc["tools"]) if offers_tools else None)
 
 
 def call_text(row: Row, call: str, tokenizer: PreTrainedTokenizerBase) -> str:

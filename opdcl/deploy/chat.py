@@ -48,15 +48,12 @@ class Chat:
         texts = {}
         for state, slot in self.slots.items():
             rollout = Rollout(list(ids))  # the sampler appends to it
-            on_answer(partial(self._line, state, rollout))
+            on_answer(partial(self._text, rollout, f"{state}: "))
             with self.backbone.merged(slot) as model:
                 sample(model, [], unfinished=[rollout], temperature=temperature, **options)
             texts[state] = self._text(rollout)
         return texts
 
-    def _line(self, state: str, rollout: Rollout) -> str:
-        return f"{state}: {self._text(rollout)}"
-
-    def _text(self, rollout: Rollout) -> str:
-        ids = list(rollout.completion_ids)
-        return str(self.backbone.tokenizer.decode(ids, skip_special_tokens=True)).strip()
+    def _text(self, rollout: Rollout, before: str = "") -> str:
+        text = self.backbone.tokenizer.decode(list(rollout.completion_ids), skip_special_tokens=True)
+        return before + text.strip()

@@ -39,8 +39,7 @@ def decoding_step(model) -> Step:
 
 
 def is_llama(model) -> bool:
-    """Return whether `LlamaStep` computes the same as the model: a known class without quantized weights
-    or unmerged adapters."""
+    """Return whether `LlamaStep` computes what a model does: a known class, not quantized, without adapters."""
     return (
         type(model).__name__ in FAMILY
         and not is_quantized(model)

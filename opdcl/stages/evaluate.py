@@ -110,8 +110,8 @@ class BackboneLM(LM):
     def _prompt(self, request) -> list[int]:
         """Return the ids of a prompt: lm-eval's rendering of it, or, where it offers tools, one with them."""
         tokenizer, doc = self.backbone.tokenizer, request.doc
-        if "tools" in doc:
-            row = tool_row(doc, [{"role": "user", "content": doc["prompt"]}], request.task_name or "")
+        row = tool_row(doc, [{"role": "user", "content": doc.get("prompt", "")}], request.task_name or "")
+        if row.tools:
             return encode_prompt(row, tokenizer, sys.maxsize)
         return tokenizer(request.args[0], add_special_tokens=False)["input_ids"]
 

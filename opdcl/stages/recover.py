@@ -47,7 +47,7 @@ def recover(
     """
     if config.method == "replay":
         imitation = config.loss.model_copy(update={"kind": "cross_entropy"})
-        config = config.model_copy(update={"lmbda": 0.0, "loss": imitation})
+        config = config.model_copy(update={"loss": imitation})
     check_turn_end(backbone.tokenizer, backbone.eos_ids)
     streams = {
         stream: encode_stream(config, source, stream, backbone.tokenizer, backbone.context_length)

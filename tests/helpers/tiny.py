@@ -31,31 +31,10 @@ eval:
 
 def make_model(folder: Path, intermediate_size: int = 96, hidden_size: int = 48) -> Path:
     """Save a Llama with two layers, random weights, and the embedded model's tokenizer and chat template."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
     from opdcl.model.load import embedded_folder
 
-    tokenizer = AutoTokenizer.from_pretrained(embedded_folder())
-    torch.manual_seed(0)
-    # Wide weights make confident predictions: recovery refuses a teacher that is close to uniform.
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.5,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    sizes = {"intermediate_size": intermediate_size, "hidden_size": hidden_size}
+    return _save(folder, embedded_folder(), "llama", **sizes)
 
 
 def make_mixture(folder: Path, model: Path, family: str) -> Path:
@@ -63,33 +42,35 @@ def make_mixture(folder: Path, model: Path, family: str) -> Path:
 
     The first layer of `qwen3_moe` is dense; `qwen2_moe` has a shared expert beside the four.
     """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
     experts = {"num_local_experts" if family in ("gpt_oss", "mixtral") else "num_experts": 4}
     own = {
         "qwen3_moe": {"moe_intermediate_size": 24, "mlp_only_layers": [0], "head_dim": 12},
         "qwen2_moe": {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
         "gpt_oss": {"head_dim": 12, "layer_types": ["full_attention"] * 2},
-    }
+    }.get(family, {})
+    sizes = {"intermediate_size": 32, "hidden_size": 48}
+    return _save(folder, model, family, num_experts_per_tok=2, **sizes, **experts, **own)
+
+
+def _save(folder: Path, tokenizer_of: Path, family: str, **sizes) -> Path:
+    """Save a model with random weights; wide ones, because recovery refuses a teacher close to uniform."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
     config = AutoConfig.for_model(
         family,
         vocab_size=len(tokenizer),
-        hidden_size=48,
-        intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
-        num_experts_per_tok=2,
         tie_word_embeddings=True,
         initializer_range=0.5,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=2,
-        **experts,
-        **own.get(family, {}),
+        **sizes,
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

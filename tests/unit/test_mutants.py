@@ -51,7 +51,7 @@ def test_the_choice_is_seeded_and_a_new_line_elsewhere_leaves_it_alone():
 def test_every_planted_fault_fits_the_present_code_and_has_tests():
     for fault, patterns in planted(TOOL / "planted.toml", ROOT / "opdcl"):
         fault.code("module.py")
-        assert any(list((ROOT / "tests" / "unit").glob(f"{p}.py")) for p in patterns), fault.name
+        assert all(list((ROOT / "tests" / "unit").glob(f"{p}.py")) for p in patterns), fault.name
 
 
 def test_a_fault_that_no_test_finds_fails_the_command_unless_it_is_excused():

@@ -233,6 +233,15 @@ def test_the_rate_rises_to_its_peak_and_falls_to_zero(backbone, tuned):
     assert rates[-1] < 1e-4
 
 
+def test_held_out_texts_follow_the_seed(backbone, tuned):
+    distances = []
+    for seed in (0, 0, 1):
+        rows = run(backbone, tuned, steps=2, validate_every=2, learning_rate=1e-12, seed=seed)
+        distances.append(rows[0]["validation"]["general_kl"])
+        shutil.rmtree(tuned / "out")
+    assert distances[0] == distances[1] != distances[2]
+
+
 def test_held_out_kl_does_not_depend_on_the_sampling_temperature(backbone, tuned):
     settings = {"steps": 4, "learning_rate": 1e-12, "sample_ahead": 1}
     plain = run(backbone, tuned, **settings)
