@@ -39,7 +39,7 @@ def decoding_step(model) -> Step:
 
 
 def is_llama(model) -> bool:
-    """Return whether `LlamaStep` computes what a model does: a known class, not quantized, without adapters."""
+    """Return whether `LlamaStep` computes what a model does: a known class, not quantized, no adapters."""
     return (
         type(model).__name__ in FAMILY
         and not is_quantized(model)
