@@ -130,7 +130,10 @@ def why_no_recovery(summary: dict) -> str:
     # + 0.0 turns -0.0 into 0.0.
     value, low, high = (round(-100 * change[k], 1) + 0.0 for k in ("value", "high", "low"))
     drop = f"a drop from base to tuned of {value} points [{low}, {high}]"
-    prompts = summary["suites"][summary["headline"]["retention"]]["n"]
+    suite = summary["suites"][summary["headline"]["retention"]]
+    prompts = suite["n"]
+    if summary["no_recovery_because"] == stats.FLOOR_REASONS["too few prompts"]:
+        return f"{prompts} prompts do not show base above the floor of {percent(suite['floor'])}"
     if summary["status"] == "too few prompts":
         enough = _rounded_up(prompts * (detectable / stats.SMALLEST_DROP) ** 2)
         seen = f"{prompts} prompts show a drop from {100 * detectable:.0f} points on"
