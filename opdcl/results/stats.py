@@ -46,7 +46,7 @@ LARGEST_FLOOR = 0.5
 # Why base's distance to the floor gives no R: by its value, or only by its interval.
 FLOOR_REASONS = {
     "no headroom": "base is not well above the floor",
-    "too few prompts": "too few prompts to show base above the floor",
+    "too few prompts": "base is not shown to be above the floor",
 }
 
 # The share of repetitions in which a detectable difference is found.

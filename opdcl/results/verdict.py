@@ -124,16 +124,13 @@ def why_no_recovery(summary: dict) -> str:
         return "base and tuned are not both measured"
     if summary["status"] == "not measured":
         return "recovered is not measured"
-    if summary["status"] == "no headroom":
-        return "base is not well above the floor"
+    if summary["no_recovery_because"] in stats.FLOOR_REASONS.values():
+        return summary["no_recovery_because"]
     needed = 100 * stats.SMALLEST_DROP
     # + 0.0 turns -0.0 into 0.0.
     value, low, high = (round(-100 * change[k], 1) + 0.0 for k in ("value", "high", "low"))
     drop = f"a drop from base to tuned of {value} points [{low}, {high}]"
-    suite = summary["suites"][summary["headline"]["retention"]]
-    prompts = suite["n"]
-    if summary["no_recovery_because"] == stats.FLOOR_REASONS["too few prompts"]:
-        return f"{prompts} prompts do not show base above the floor of {percent(suite['floor'])}"
+    prompts = summary["suites"][summary["headline"]["retention"]]["n"]
     if summary["status"] == "too few prompts":
         enough = _rounded_up(prompts * (detectable / stats.SMALLEST_DROP) ** 2)
         seen = f"{prompts} prompts show a drop from {100 * detectable:.0f} points on"

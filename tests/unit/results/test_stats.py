@@ -358,7 +358,7 @@ def test_a_base_whose_score_is_well_above_the_floor_needs_more_prompts_to_show_i
     assert (stats.status_of(few), stats.status_of(many)) == ("too few prompts", "recovered")
     result = stats.outcome(few, None)
     assert (result["recovery"], result["recovery_raw"]) == (None, None)
-    assert result["no_recovery_because"] == "too few prompts to show base above the floor"
+    assert result["no_recovery_because"] == "base is not shown to be above the floor"
     # A significant drop gives no R either, because the score that it starts from may be no skill.
     lost = States(answers(8, 8), answers(0, 8), answers(8, 8), answers(4, 8))
     assert stats.forgot(lost)

@@ -143,12 +143,11 @@ def test_a_base_above_the_floor_on_too_few_prompts_is_not_called_near_it(run, me
 
     summary = measured(2, 0, 2, n=8, base=floor, tuned=floor, recovered=floor)
     assert summary["status"] == "too few prompts"
-    sentence = "8 prompts do not show base above the floor of 12.5 %"
     assert summary["verdict"].startswith(
         "Too few prompts to tell: instruction following is 25.0 % for base, 0.0 % for tuned and 25.0 % for "
-        f"recovered, {sentence}; "
+        "recovered, base is not shown to be above the floor; "
     )
-    assert sentence in pages(run)["report.md"]
+    assert "base is not shown to be above the floor" in pages(run)["report.md"]
     assert "well above" not in pages(run)["report.md"]
 
 
