@@ -368,13 +368,13 @@ def _execute(
         refuse_foreign(RunDir(path))
         data.read(flow)
     if dry_run:
-        from opdcl.pipeline.dry_run import data_table, describe
-
         title = f"dry run: {path}"
-        if sweep:
-            lines, plans = describe_all(flow, path, origins, force, data)
-            return Plan(title, [Table(title, ["run", "stage", "action", "why"], lines, "")], plans)
-        with quiet_libraries(), _output(quiet).busy("checking model and data"):
+        with _output(quiet).busy("checking model and data"), quiet_libraries():
+            from opdcl.pipeline.dry_run import data_table, describe
+
+            if sweep:
+                lines, plans = describe_all(flow, path, origins, force, data)
+                return Plan(title, [Table(title, ["run", "stage", "action", "why"], lines, "")], plans)
             lines, plan = describe(flow, RunDir(path), sources=data, origins=origins, force=force)
         table = Table(title, ["stage", "action", "why"], lines, "")
         return Plan(title, [table, *data_table(plan)], plan, [*plan["notes"], plan["seconds_from"]])

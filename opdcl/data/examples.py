@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.data.chat import Encoded, encode_example, encode_prompt
+from opdcl.data.formats import did_you_mean
 from opdcl.data.rows import Row, check_prompts
 from opdcl.errors import UsageError
 
@@ -42,7 +43,7 @@ def with_answers(rows: list[Row], config: FinetuneConfig) -> tuple[list[Row], li
         return rows, []
     found = f"{_rows(len(empty), 'has', 'have')} no answer to learn (first: {empty[0].where})"
     if config.empty_answers == "refuse" or not usable:
-        hint = "fine-tune rows need completion, answer or text"
+        hint = f"{did_you_mean(empty[0].columns)}fine-tune rows need completion, answer or text"
         raise UsageError(found, f"{hint}; --set finetune.empty_answers=skip leaves these rows out")
     return usable, [f"{found}; left out"]
 

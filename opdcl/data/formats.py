@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -31,7 +33,7 @@ class Row:
     `where` names its file and line, `teacher` the teacher of completions on it ("": the stream's own),
     `cluster` the fact or person that it is about, if several rows are, and `format` how it was written.
     `reply` is what the answer's message holds besides its text: a thought, tool calls. `tools` are the tools
-    that the model may call, and `variables` those that the row sets in the chat template.
+    that the model may call, `variables` those that the row sets in the chat template, `columns` its fields.
     """
 
     prompt: list[Message]
@@ -44,6 +46,7 @@ class Row:
     reply: dict[str, Any] = field(default_factory=dict)
     tools: list[Any] | None = None
     variables: dict[str, Any] = field(default_factory=dict)
+    columns: tuple[str, ...] = field(default=(), repr=False)
 
     def turns(self) -> list[Row]:
         """Return a row for each answer in the conversation, in order; this one comes last."""
@@ -80,6 +83,7 @@ PAIRS = (
     Pair("input and output", "input", ("output", "chosen")),
 )
 SYSTEM = ("system", "system_prompt")
+COLUMNS = {*CONVERSATIONS, "text"}.union(*((pair.prompt, *pair.answers) for pair in PAIRS))
 
 # What a speaker is called -> the role in the chat template.
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user"}
@@ -103,14 +107,25 @@ def check_row(row: Any, where: str) -> Row:
     checked = _conversation(row, where) or _pair(row, where) or _text(row, where)
     if checked is None:
         content = f"has only {', '.join(map(str, row))}" if row else "is empty"
-        raise UsageError(f"{where} {content}", FIELDS_HINT)
+        raise UsageError(f"{where} {content}", did_you_mean(row) + FIELDS_HINT)
     # An empty cell of a CSV or Parquet file names no teacher.
     teacher, cluster = ("" if row.get(key) is None else row[key] for key in ("teacher", "cluster"))
     teacher = teacher and _string(teacher, "teacher", where)
     tools = _objects(row.get("tools"), "tools", where) or None
     (variables,) = _objects([row.get("chat_template_kwargs") or {}], "chat_template_kwargs", where)
     variables = {key: value for key, value in variables.items() if value is not None}
-    return replace(checked, teacher=teacher, cluster=str(cluster), tools=tools, variables=variables)
+    checked = replace(checked, teacher=teacher, cluster=str(cluster), tools=tools, variables=variables)
+    return replace(checked, columns=tuple(map(str, row)))
+
+
+def did_you_mean(columns: Collection[str]) -> str:
+    """Return a hint on the first column whose name looks like a misspelling of ours, or ""."""
+    absent = COLUMNS - {*columns}
+    for column in map(str, columns):
+        near = difflib.get_close_matches(column.lower(), absent, 1, 0.8)
+        if near and column not in COLUMNS:
+            return f"did you mean {near[0]} instead of {column}? "
+    return ""
 
 
 def _text(row: dict, where: str) -> Row | None:

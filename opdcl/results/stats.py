@@ -43,6 +43,12 @@ NON_INFERIORITY_MARGIN = 0.035
 # The share of base's score that a content-free answer may reach: beyond it, most of the score is no skill.
 LARGEST_FLOOR = 0.5
 
+# Why base's distance to the floor gives no R: by its value, or only by its interval.
+FLOOR_REASONS = {
+    "no headroom": "base is not well above the floor",
+    "too few prompts": "base is not shown to be above the floor",
+}
+
 # The share of repetitions in which a detectable difference is found.
 POWER = 0.8
 
@@ -172,16 +178,20 @@ def forgot(states: States) -> bool:
     return several or not pass_or_fail(base, tuned) or mcnemar(base[0], tuned[0], clusters) < 0.05
 
 
-def has_headroom(states: States) -> bool:
-    """Return whether base is measurably above the floor, and the floor is at most half of base's score.
+def headroom_fault(states: States) -> Literal["no headroom", "too few prompts"] | None:
+    """Return why the suite can show neither loss nor recovery; None if base is measurably above the floor.
 
-    Otherwise most of what the suite counts comes without skill, and it can show neither loss nor recovery.
+    There is no headroom where most of base's score comes without skill, or less than `SMALLEST_DROP` of it
+    with skill. Where there seems to be more, but the interval does not show it, more prompts may.
     """
     if states.floor is None:
-        return True
+        return None
     if states.floor.mean() > LARGEST_FLOOR * np.mean(states.base):
-        return False
-    return difference(states.base, states.floor, states.clusters).low > 0
+        return "no headroom"
+    gap = difference(states.base, states.floor, states.clusters)
+    if gap.low > 0:
+        return None
+    return "no headroom" if gap.value < SMALLEST_DROP else "too few prompts"
 
 
 def status_of(states: States) -> Status:
@@ -190,8 +200,8 @@ def status_of(states: States) -> Status:
     `recovered` is non-inferiority to base; a large p-value alone never counts. `partly recovered`: the
     interval of recovered - tuned lies above zero.
     """
-    if not has_headroom(states):
-        return "no headroom"
+    if fault := headroom_fault(states):
+        return fault
     if not forgot(states):
         found = detectable_difference(states.base, states.tuned, states.clusters) <= SMALLEST_DROP
         return "no measurable forgetting" if found else "too few prompts"
@@ -222,8 +232,8 @@ def _recovery(states: States, start: np.ndarray) -> Estimate | None:
 
 def why_no_recovery(states: States) -> str | None:
     """Say why R is not computed; None if it is."""
-    if not has_headroom(states):
-        return "base is not well above the floor"
+    if fault := headroom_fault(states):
+        return FLOOR_REASONS[fault]
     if not forgot(states):
         return "no significant drop"
     return None if recovery(states) else "the drop is too small for a ratio"
@@ -240,7 +250,7 @@ def domain_retention(states: States) -> Estimate | None:
 def outcome(retention: States | None, domain: States | None) -> dict[str, Any]:
     """Return `status`, R as `recovery` with the raw ratio beside it, and D as `domain_retention`."""
     status: Status = status_of(retention) if retention else "not measured"
-    usable = retention if status != "no headroom" else None
+    usable = None if status in FLOOR_REASONS else retention
     r, raw = (f(usable) if usable else None for f in (recovery, raw_recovery))
     d = domain_retention(domain) if domain else None
     margin = non_inferiority(retention.recovered, retention.base, retention.clusters) if retention else None

@@ -124,8 +124,8 @@ def why_no_recovery(summary: dict) -> str:
         return "base and tuned are not both measured"
     if summary["status"] == "not measured":
         return "recovered is not measured"
-    if summary["status"] == "no headroom":
-        return "base is not well above the floor"
+    if summary["no_recovery_because"] in stats.FLOOR_REASONS.values():
+        return summary["no_recovery_because"]
     needed = 100 * stats.SMALLEST_DROP
     # + 0.0 turns -0.0 into 0.0.
     value, low, high = (round(-100 * change[k], 1) + 0.0 for k in ("value", "high", "low"))

@@ -144,6 +144,15 @@ def test_a_reader_that_closes_the_pipe_early_causes_no_error(tmp_path):
     assert [line for line in done.stderr.splitlines() if not line.startswith("next: ")] == []
 
 
-def test_the_libraries_that_a_command_imports_say_nothing(tiny_model, tmp_path):
-    done = python(ENTRY, "doctor", "--model", str(tiny_model), cwd=tmp_path)
-    assert done.stderr == "next: opdcl run quickstart\n"
+@pytest.mark.parametrize(
+    ("command", "following"),
+    [
+        ("doctor --model MODEL", "run quickstart"),
+        ("run a.yaml --model MODEL --set seeds=[1] --dry-run", "run a.yaml --model MODEL --set 'seeds=[1]'"),
+    ],
+    ids=["doctor", "dry run"],
+)
+def test_the_libraries_that_a_command_imports_say_nothing(tiny_model, tmp_path, command, following):
+    (tmp_path / "a.yaml").write_text("finetune: {data: handbook}\n")
+    command, following = (text.replace("MODEL", str(tiny_model)) for text in (command, following))
+    assert python(ENTRY, *command.split(), cwd=tmp_path).stderr == f"next: opdcl {following}\n"

@@ -1,11 +1,16 @@
 """The modules whose faults the unit tests must find, and the test files (patterns) that belong to each."""
 
 TARGETS = {
-    "distill/trainer": ["distill/test_grading", "distill/test_trainer", "distill/test_teachers"],
+    "distill/trainer": [
+        "distill/test_grading",
+        "distill/test_trainer",
+        "distill/test_teachers",
+        "distill/test_routes",
+    ],
     "distill/rollout_queue": ["distill/test_rollout_queue", "distill/test_trainer", "distill/test_reward"],
     "distill/grading": ["distill/test_grading", "distill/test_trainer", "distill/test_reward"],
     "distill/losses": ["distill/test_losses", "distill/test_reward"],
-    "distill/teachers": ["distill/test_teachers", "sampling/test_server"],
+    "distill/teachers": ["distill/test_teachers", "distill/test_routes", "sampling/test_server"],
     "distill/schedule": ["distill/test_schedule", "stages/test_recover", "distill/test_reward"],
     "distill/validation": ["distill/test_validation", "stages/test_recover", "distill/test_health"],
     "distill/health": ["distill/test_health"],
@@ -13,7 +18,12 @@ TARGETS = {
     "sampling/decode": ["sampling/test_sample"],
     "sampling/rollout": ["sampling/test_sample", "distill/test_health"],
     "stages/finetune": ["stages/test_finetune*"],
-    "stages/recover": ["stages/test_recover*", "distill/test_teachers", "distill/test_health"],
+    "stages/recover": [
+        "stages/test_recover*",
+        "distill/test_teachers",
+        "distill/test_routes",
+        "distill/test_health",
+    ],
     "stages/evaluate": ["stages/test_evaluat*", "distill/test_reward"],
     "results/stats": ["results/test_stats*"],
     "results/intervals": ["results/test_stats*"],

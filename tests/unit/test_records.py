@@ -1,4 +1,4 @@
-"""Every measured number in the pages comes from a record: benchmarks/records.py and benchmarks/proof.py."""
+"""Every measured number in the pages comes from a record: benchmarks/{records,page_tables,proof}.py."""
 
 import json
 import re
@@ -40,6 +40,11 @@ def script(name: str):
 @pytest.fixture(scope="module")
 def records():
     return script("records")
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return script("page_tables")
 
 
 @pytest.mark.parametrize("page", script("records").PAGES)
@@ -156,7 +161,7 @@ def runs(tmp_path) -> list[RunDir]:
     return made
 
 
-def test_the_proof_pools_the_seeds(runs, tmp_path, monkeypatch, records):
+def test_the_proof_pools_the_seeds(runs, tmp_path, monkeypatch, tables):
     proof = script("proof")
     words = ["proof.py", "quickstart", "cured", *(str(run.path) for run in runs)]
     monkeypatch.setattr(sys, "argv", [*words, "--out", str(tmp_path / "proof.json")])
@@ -180,32 +185,32 @@ def test_the_proof_pools_the_seeds(runs, tmp_path, monkeypatch, records):
     kept = cell["suites"]["handbook"]["domain_retention"]
     assert kept["value"] == pytest.approx((34 - 4) / (36 - 4), abs=1e-6)
 
-    monkeypatch.setattr(records, "HERE", tmp_path)
+    monkeypatch.setattr(tables, "HERE", tmp_path)
     scores, recovery, writing = (
         table().replace("\u00a0", " ")
-        for table in (records.proof_scores, records.proof_recovery, records.proof_writing)
+        for table in (tables.proof_scores, tables.proof_recovery, tables.proof_writing)
     )
     assert "| quickstart, cured | `instructions` | 40 | 30.0 % | 80.0 % [" in scores
     assert "| quickstart, cured | `instructions` | partly recovered | 0.80 [" in recovery
     assert "| R from tuned |" in recovery
     assert "| 0.83 [" in recovery
     assert re.search(r"`instructions` \| 100.0 % \[[^|]*\| 25.0 % \[", writing)
-    conditions = records.proof_conditions()
+    conditions = tables.proof_conditions()
     assert conditions.startswith("- quickstart, cured: 3 seeds, two cores, 2 cores, bfloat16")
     assert conditions.endswith("10 to 12 minutes each, at most 4.0 GiB.")
 
 
-def test_the_proof_keeps_other_methods_and_shows_the_last(runs, tmp_path, monkeypatch, records):
+def test_the_proof_keeps_other_methods_and_shows_the_last(runs, tmp_path, monkeypatch, tables):
     proof, out = script("proof"), tmp_path / "proof.json"
     write(out, {"quickstart": {"present": proof.measure(runs)}})
     monkeypatch.setattr(
         sys, "argv", ["proof.py", "quickstart", "cured", str(runs[0].path), "--out", str(out)]
     )
     proof.main()
-    monkeypatch.setattr(records, "HERE", tmp_path)
+    monkeypatch.setattr(tables, "HERE", tmp_path)
     assert list(json.loads(out.read_text())["quickstart"]) == ["present", "cured"]
-    assert "quickstart, present" not in records.proof_scores()
-    assert "quickstart, present" in records.proof_scores(slice(None))
+    assert "quickstart, present" not in tables.proof_scores()
+    assert "quickstart, present" in tables.proof_scores(slice(None))
 
 
 def test_runs_that_are_not_one_arm_are_refused(runs):
@@ -216,16 +221,16 @@ def test_runs_that_are_not_one_arm_are_refused(runs):
         script("proof").measure(runs)
 
 
-def test_the_raw_ratio_has_no_column_where_it_is_R(runs, tmp_path, monkeypatch, records):
-    monkeypatch.setattr(records, "HERE", tmp_path)
+def test_the_raw_ratio_has_no_column_where_it_is_R(runs, tmp_path, monkeypatch, tables):
+    monkeypatch.setattr(tables, "HERE", tmp_path)
     cell = script("proof").measure(runs)
     for suite in cell["suites"].values():
         suite["recovery_raw"] = suite.get("recovery")
     write(tmp_path / "proof.json", {"quickstart": {"cured": cell}})
-    assert "R from tuned" not in records.proof_recovery()
+    assert "R from tuned" not in tables.proof_recovery()
 
 
-def test_a_method_without_R_says_why(records):
+def test_a_method_without_R_says_why(tables):
     suite = {
         "recovery": None,
         "recovery_raw": None,
@@ -234,14 +239,14 @@ def test_a_method_without_R_says_why(records):
     }
     suite["writing"] = {"base": {}, "recovered": {}}
     suite["status"] = "no measurable forgetting"
-    assert records.recovery_cells(suite)[:2] == ["no measurable forgetting", "none: no significant drop"]
+    assert tables.recovery_cells(suite)[:2] == ["no measurable forgetting", "none: no significant drop"]
 
 
-def test_without_runs_the_page_says_so(records, tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "HERE", tmp_path)
-    found = {records.proof_scores(), records.proof_recovery(), records.proof_conditions()}
-    found |= {records.rivals(), records.quotes(), records.comparison("cure")}
-    assert found == {records.NOT_MEASURED}
+def test_without_runs_the_page_says_so(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "HERE", tmp_path)
+    found = {tables.proof_scores(), tables.proof_recovery(), tables.proof_conditions()}
+    found |= {tables.rivals(), tables.quotes(), tables.comparison("cure")}
+    assert found == {tables.NOT_MEASURED}
 
 
 # -- the README's tables
@@ -267,11 +272,11 @@ def comparison(suite: str, **arms: float) -> dict:
 
 
 def test_a_rival_is_shown_from_the_newest_record_with_the_suite_it_was_measured_on(
-    records, tmp_path, monkeypatch
+    tables, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(records, "HERE", tmp_path)
+    monkeypatch.setattr(tables, "HERE", tmp_path)
     write(tmp_path / "ablation.json", comparison("instructions", replay=0.11, ours=0.12) | {"about": "it"})
-    former = records.rivals().splitlines()
+    former = tables.rivals().splitlines()
     assert [row.count("former `instructions`, 1 seed | above base") for row in former[2:]] == [1, 1]
     assert "on-policy" in former[2]
     assert "| 50.0\u00a0→\u00a050.0\u00a0→\u00a012.0\u00a0% |" in former[2]
@@ -279,7 +284,7 @@ def test_a_rival_is_shown_from_the_newest_record_with_the_suite_it_was_measured_
     validation = "instructions_validation"
     write(tmp_path / "cure.json", comparison(validation, **{"ours-1": 0.31, "replay-1": 0.32}))
     write(tmp_path / "instructions.json", {"suites": {validation: {"floors": {"empty": 0.0, "copy": 0.01}}}})
-    rows = records.rivals().splitlines()[2:]
+    rows = tables.rivals().splitlines()[2:]
     assert [
         name in row for name, row in zip(("weighting: tokens", "replay", "on-policy"), rows, strict=True)
     ] == [True] * 3
@@ -288,26 +293,26 @@ def test_a_rival_is_shown_from_the_newest_record_with_the_suite_it_was_measured_
     assert "former" in rows[2]
 
 
-def test_quoted_answers_are_those_of_the_run(runs, tmp_path, monkeypatch, records):
+def test_quoted_answers_are_those_of_the_run(runs, tmp_path, monkeypatch, tables):
     quote, out = script("quote"), tmp_path / "quote.json"
     monkeypatch.setattr(sys, "argv", ["quote.py", str(runs[0].path), "instructions:3", "--out", str(out)])
     quote.main()
     (found,) = json.loads(out.read_text())["quotes"]
-    lines = {s: runs[0].eval_samples(s, "instructions").read_text().splitlines() for s in records.STATES}
+    lines = {s: runs[0].eval_samples(s, "instructions").read_text().splitlines() for s in tables.STATES}
     samples = {state: json.loads(text[3]) for state, text in lines.items()}
     assert found["prompt"] == samples["base"]["prompt"]
-    assert [found[s]["text"] for s in records.STATES] == [samples[s]["response"] for s in records.STATES]
+    assert [found[s]["text"] for s in tables.STATES] == [samples[s]["response"] for s in tables.STATES]
 
     write(out, {"quotes": [found | {"tuned": {"text": "a|b <c>", "ended": False}}]})
-    monkeypatch.setattr(records, "HERE", tmp_path)
-    assert "| a\\|b &lt;c> … |" in records.quotes()
+    monkeypatch.setattr(tables, "HERE", tmp_path)
+    assert "| a\\|b &lt;c> … |" in tables.quotes()
     monkeypatch.setattr(sys, "argv", ["quote.py", str(runs[0].path), "instructions:999", "--out", str(out)])
     with pytest.raises(SystemExit, match="instructions has no prompt 999"):
         quote.main()
 
 
-def test_the_sizes_are_those_of_the_arithmetic_and_say_so(records):
-    table = records.sizes()
+def test_the_sizes_are_those_of_the_arithmetic_and_say_so(tables):
+    table = tables.sizes()
     assert "| Qwen3-8B | one GPU, 80 GB | 55 GiB | 11.7 s a step on an H100 | **untested** |" in table
     assert table.count("**untested**") == 2
 

@@ -7,6 +7,7 @@ import pytest
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.data.chat import encode_example
 from opdcl.data.examples import read_examples, with_answers
+from opdcl.data.formats import check_row
 from opdcl.data.rows import Row
 from opdcl.errors import UsageError
 
@@ -87,3 +88,19 @@ def test_empty_answers_are_refused_together_or_left_out(answer):
     assert notes == ["2 rows have no answer to learn (first: rows.jsonl:2); left out"]
     with pytest.raises(UsageError):
         with_answers(rows[1:], skipping)
+
+
+@pytest.mark.parametrize(
+    ("columns", "hint"),
+    [
+        (
+            {"question": "Who?", "anwser": "Ada."},
+            "did you mean answer instead of anwser? fine-tune rows need",
+        ),
+        ({"question": "Who?", "answer": "", "answers": 2, "question_id": 7}, "fine-tune rows need"),
+    ],
+)
+def test_a_row_without_an_answer_names_the_column_that_may_hold_it(columns, hint):
+    with pytest.raises(UsageError, match=r"no answer to learn \(first: rows\.csv:2\)") as refused:
+        with_answers([check_row(columns, "rows.csv:2")], FinetuneConfig(data="rows.csv"))
+    assert refused.value.hint.startswith(hint)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from opdcl.data.formats import FIELDS_HINT
 from opdcl.data.rows import load_rows, recognised
 from opdcl.errors import UsageError
 
@@ -315,6 +316,23 @@ def test_a_malformed_list_is_refused_with_its_line(content, words, tmp_path):
     with pytest.raises(UsageError) as refused:
         load_rows(path)
     assert refused.value.message.startswith(path + words)
+
+
+@pytest.mark.parametrize(
+    ("row", "hint"),
+    [
+        ({"promt": "x", "completion": "y"}, "did you mean prompt instead of promt? "),
+        ({"id": 1, "Question": "x", "answer": "y"}, "did you mean question instead of Question? "),
+        ({"mesages": [user("x")]}, "did you mean messages instead of mesages? "),
+        ({"answer": "y", "answers": "y", "content": "x"}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_misspelt_column_is_named_with_the_likely_one(row, hint, tmp_path):
+    path = written(tmp_path, "rows.jsonl", f"{json.dumps({'text': 'good'})}\n{json.dumps(row)}")
+    with pytest.raises(UsageError, match=r"rows\.jsonl:2 ") as refused:
+        load_rows(path)
+    assert refused.value.hint == hint + FIELDS_HINT
 
 
 COLUMNS = {"question": "Frage", "answer": "Antwort"}

@@ -352,6 +352,40 @@ def test_a_base_that_is_not_measurably_above_the_floor_leaves_no_headroom():
     assert result["no_recovery_because"] == "base is not well above the floor"
 
 
+def test_a_base_whose_score_is_well_above_the_floor_needs_more_prompts_to_show_it():
+    # All of base's passes are lost: with one seed per model, 2 of 8 are too few for McNemar's test too.
+    few, many = (States(*(answers(k * n, 8 * n) for k in (2, 0, 2, 1))) for n in (1, 100))
+    assert (stats.status_of(few), stats.status_of(many)) == ("too few prompts", "recovered")
+    result = stats.outcome(few, None)
+    assert (result["recovery"], result["recovery_raw"]) == (None, None)
+    assert result["no_recovery_because"] == "base is not shown to be above the floor"
+    # A significant drop gives no R either, because the score that it starts from may be no skill.
+    lost = States(answers(8, 8), answers(0, 8), answers(8, 8), answers(4, 8))
+    assert stats.forgot(lost)
+    assert stats.outcome(lost, None)["status"] == "too few prompts"
+    assert stats.outcome(lost, None)["recovery_raw"] is None
+
+
+@pytest.mark.parametrize("n", [1, 100])
+def test_a_base_at_the_floor_is_not_called_too_few_prompts(n):
+    states = States(*(answers(k * n, 8 * n) for k in (2, 0, 2, 2)))
+    assert stats.status_of(states) == "no headroom"
+
+
+def test_more_prompts_settle_whether_base_is_above_the_floor():
+    rng = np.random.default_rng(0)
+
+    def shares(floor: float, n: int) -> dict[str | None, float]:
+        draws = ([(rng.random(n) < p).astype(float) for p in (0.6, 0.1, 0.6, floor)] for _ in range(300))
+        faults = [stats.headroom_fault(States(*scores)) for scores in draws]
+        return {fault: faults.count(fault) / 300 for fault in (None, "no headroom", "too few prompts")}
+
+    assert shares(0.1, 8)["too few prompts"] > 0.4
+    assert shares(0.1, 100)[None] > 0.99
+    assert shares(0.6, 8)["no headroom"] > 0.8
+    assert shares(0.6, 100)["no headroom"] > 0.99
+
+
 @pytest.mark.parametrize(
     ("recovered", "status"),
     [(800, "recovered"), (500, "partly recovered"), (200, "not shown"), (100, "not shown")],

@@ -137,6 +137,20 @@ def test_a_base_near_the_floor_cannot_show_anything(measured):
     assert measured(320, 80, 320, **floor(40))["status"] == "recovered"
 
 
+def test_a_base_above_the_floor_on_too_few_prompts_is_not_called_near_it(run, measured):
+    def floor(i):
+        return {"floor": i < 1}
+
+    summary = measured(2, 0, 2, n=8, base=floor, tuned=floor, recovered=floor)
+    assert summary["status"] == "too few prompts"
+    assert summary["verdict"].startswith(
+        "Too few prompts to tell: instruction following is 25.0 % for base, 0.0 % for tuned and 25.0 % for "
+        "recovered, base is not shown to be above the floor; "
+    )
+    assert "base is not shown to be above the floor" in pages(run)["report.md"]
+    assert "well above" not in pages(run)["report.md"]
+
+
 def test_r_starts_at_the_floor_and_the_raw_ratio_stays_beside_it(run, measured):
     def floor(i):
         return {"floor": i < 120}

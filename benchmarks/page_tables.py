@@ -1,0 +1,303 @@
+"""The tables that `benchmarks/records.py` writes into the pages, each made from a record in this folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from opdcl.results.format import interval, percent, points, span
+from opdcl.results.scores import STATES
+
+HERE = Path(__file__).parent
+
+
+def read(name: str) -> dict[str, Any]:
+    file = HERE / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def rows_of(columns: list[str], rows: list[list[str]], left: int = 1) -> str:
+    """Return a Markdown table; all columns but the first `left` are numbers."""
+    rule = ["---" if i < left else "---:" for i in range(len(columns))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, rule, *rows))
+
+
+def score(estimate: dict[str, float] | None) -> str:
+    return f"{percent(estimate['value'])} {span(estimate)}" if estimate else ""
+
+
+def ratio(estimate: dict[str, float] | None) -> str:
+    return interval(estimate) if estimate else ""
+
+
+def proof_scores(methods: slice = slice(-1, None)) -> str:
+    """Return the scores of each data set's last method, or of other methods."""
+    cells = [
+        (data_set, method, name, suite)
+        for data_set, by_method in read("proof").items()
+        for method in list(by_method)[methods]
+        for name, suite in by_method[method]["suites"].items()
+    ]
+    rows = [
+        [f"{data_set}, {method}", f"`{name}`", str(suite["n"]), percent(suite["floor"])]
+        + [score(suite[state]) for state in STATES]
+        for data_set, method, name, suite in cells
+    ]
+    columns = ["runs", "suite", "n", "floor", *STATES]
+    return rows_of(columns, unbroken(rows, 2), 2) if rows else NOT_MEASURED
+
+
+def retention_suites() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
+    """Yield each retention suite of the proof: its runs, name and record, and all suites of these runs."""
+    for data_set, by_method in read("proof").items():
+        for method, cell in by_method.items():
+            for name, suite in cell["suites"].items():
+                if suite["role"] == "retention":
+                    yield f"{data_set}, {method}", f"`{name}`", suite, cell["suites"]
+
+
+def proof_recovery() -> str:
+    """Return R and D of every method on every data set."""
+    rows = []
+    for runs, name, suite, suites in retention_suites():
+        kept = [ratio(s["domain_retention"]) for s in suites.values() if s["role"] == "domain"]
+        rows.append([runs, name, *recovery_cells(suite), *(kept or [""])[:1]])
+    columns = ["runs", "suite", "outcome", "R", "R from tuned", "R, seen", "R, unseen", "D"]
+    if all(row[4] in ("", row[3]) for row in rows):  # R starts from tuned wherever that is above the floor
+        columns, *rows = [[*row[:4], *row[5:]] for row in (columns, *rows)]
+    return rows_of(columns, unbroken(rows, 3), 3) if rows else NOT_MEASURED
+
+
+def recovery_cells(suite: dict[str, Any]) -> list[str]:
+    groups = [suite["groups"].get(name, {}).get("recovery") for name in ("seen", "unseen")]
+    first = ratio(suite["recovery"]) or f"none: {suite['no_recovery_because']}"
+    return [suite["status"], first, *(ratio(r) for r in (suite["recovery_raw"], *groups))]
+
+
+def proof_writing() -> str:
+    """Return how the models write, on every data set."""
+    rows = []
+    for runs, name, suite, _ in retention_suites():
+        both = [suite["writing"][state] for state in ("base", "recovered")]
+        rows.append([runs, name, *(score(w.get(m)) for m in ("ended", "repetition") for w in both)])
+    columns = ["runs", "suite", "base: answers that end", "recovered", "base: repetition", "recovered"]
+    return rows_of(columns, unbroken(rows, 2), 2) if rows else NOT_MEASURED
+
+
+def unbroken(rows: list[list[str]], left: int) -> list[list[str]]:
+    """Return the rows with cells that break before a bracket, but within no number or interval."""
+    number = re.compile(r" (?=%|[-+]?\d|→)|(?<=→) ")
+    return [[*row[:left], *(number.sub("\u00a0", cell) for cell in row[left:])] for row in rows]
+
+
+def proof_conditions() -> str:
+    """Say when, where and how the proof's runs were made."""
+    sentences = []
+    for data_set, by_method in read("proof").items():
+        for method, cell in by_method.items():
+            machine, seeds = cell["machine"] or {}, len(cell["seeds"])
+            place = f"{machine.get('name')}, {machine.get('cores')} cores, {machine.get('dtype')}"
+            sentence = f"{data_set}, {method}: {seeds_of(seeds)}, {place}, {cell['date']}"
+            if minutes := cell["minutes"]:
+                sentence += f", {min(minutes):.0f} to {max(minutes):.0f} minutes each"
+            sentences.append(f"- {sentence}, at most {max(cell['peak_memory_gib'])} GiB.")
+    return "\n".join(sentences) or NOT_MEASURED
+
+
+def comparison(name: str) -> str:
+    """Return the arms of a stored comparison: scores, R, D, and the height above the alpha-curve."""
+    found = read(name)
+    if not found:
+        return NOT_MEASURED
+    further = {row["name"]: row["domain_retention"] for table in found["further"] for row in table["arms"]}
+    rows = [
+        [reference["name"], score(reference["retention"]), score(reference["domain"]), "", "", "", ""]
+        for reference in found["references"]
+    ]
+    for arm in found["arms"]:
+        above = (arm["above_alpha_curve"] or {}).get("at_its_domain")
+        cells = [score(arm["retention"]), score(arm["domain"]), ratio(arm["recovery"])]
+        cells += [ratio(arm["domain_retention"]), ratio(further.get(arm["name"]))]
+        cells.append(f"{points(above['value'])} {span(above)}" if above else "")
+        rows.append([arm["name"].removesuffix("-1") if arm["seeds"] == 1 else arm["name"], *cells])
+    columns = ["arm", f"`{found['headline']['retention']}`", found["headline"]["domain"], "R from tuned", "D"]
+    columns += ["D, learned wordings", "above the alpha-curve, points"]
+    kept = [i for i in range(len(columns)) if i == 0 or any(row[i] for row in rows)]
+    return rows_of([columns[i] for i in kept], unbroken([[row[i] for i in kept] for row in rows], 1))
+
+
+# The README's methods by the names of their arms. What a newer record has is left out of older ones.
+METHODS = {
+    "ours": "**opdcl**: the teachers write, every token is graded",
+    "by-token": "the same with all tokens alike, `weighting: tokens`",
+    "own-answers": "on-policy, `lmbda: 1`: the student writes",
+    "reverse-kl": "off-policy with reverse KL: the teachers write",
+    "replay": "replay, `method: replay`: imitate the texts that base and tuned wrote",
+    "general-only": "no domain steps, `method: general`",
+    "best-alpha": "no training, `method: interpolate`: scale the adapter down",
+}
+RIVALS = {"cure": {"ours": "by-token"}, "ablation": {"ours": "own-answers", "off-policy": "reverse-kl"}}
+
+
+def rivals() -> str:
+    """Return scores, R and D of the method and its rivals, each with the suite that it was measured on."""
+    rows = []
+    if cell := latest_proof():
+        retention, domain = cell["suites"]["instructions"], cell["suites"]["handbook"]
+        scores = [retention[state]["value"] for state in STATES]
+        suite = f"`instructions`, {seeds_of(len(cell['seeds']))}"
+        measured = [suite, percent(retention["floor"]), course(scores)]
+        rows.append(
+            [METHODS["ours"], *measured, *map(ratio, (retention["recovery"], domain["domain_retention"]))]
+        )
+    shown: set[str] = set()
+    for record, other_names in RIVALS.items():
+        found = read(record)
+        arms = {arm["name"].removesuffix("-1"): arm for arm in found.get("arms", [])}
+        named = {other_names.get(name, name): arm for name, arm in arms.items()}
+        new = [name for name in METHODS if name in named and name not in shown]
+        rows += [[METHODS[name], *rival_cells(found, named[name])] for name in new]
+        shown.update(new)
+    columns = ["method", "suite", "floor", "base → tuned → after", "R", "D"]
+    return rows_of(columns, unbroken(rows, 2), 2) if rows else NOT_MEASURED
+
+
+def seeds_of(number: int) -> str:
+    return f"{number} seed{'s' * (number > 1)}"
+
+
+def course(scores: list[float]) -> str:
+    """Return scores of base, tuned and recovered as a course: 56.2 → 0.8 → 53.0 %."""
+    return " → ".join([*(percent(score).removesuffix(" %") for score in scores[:-1]), percent(scores[-1])])
+
+
+def rival_cells(found: dict[str, Any], arm: dict[str, Any]) -> list[str]:
+    """Return suite and seeds, floor, scores, R and D of one arm of a stored comparison."""
+    suite, domain = (found["headline"][role] for role in ("retention", "domain"))
+    values = {reference["state"]: reference["retention"]["value"] for reference in found["references"]}
+    floors = read("instructions").get("suites", {}).get(suite, {}).get("floors") or {}
+    is_former = "about" in found  # only the records of the former suite say what is wrong with it
+    other_domain = f"; `{domain}`" * (domain != "handbook")
+    return [
+        f"{'former ' * is_former}`{suite}`, {seeds_of(arm['seeds'])}{other_domain}",
+        "above base" if is_former else percent(max(floors.values())) if floors else "",
+        course([values["base"], values["tuned"], arm["retention"]["value"]]),
+        ratio(arm["recovery"]),
+        ratio(arm["domain_retention"]),
+    ]
+
+
+def latest_proof() -> dict[str, Any] | None:
+    """Return the record of the last method on the handbook."""
+    return next(reversed(read("proof").get("handbook", {}).values()), None)
+
+
+def quotes() -> str:
+    """Return the quoted prompts with the answers of the three models."""
+    rows = []
+    for found in read("quote").get("quotes", []):
+        answers = [found[state]["text"] + ("" if found[state]["ended"] else " …") for state in STATES]
+        rows.append([cell.replace("|", "\\|").replace("<", "&lt;") for cell in (found["prompt"], *answers)])
+    return rows_of(["prompt", *STATES], rows, 4) if rows else NOT_MEASURED
+
+
+def sizes() -> str:
+    """Return memory and time by model: measured for the embedded model, by arithmetic for larger ones."""
+    proof = latest_proof()
+    peak = f"{min(proof['peak_memory_gib'])} GiB" if proof else ""  # later runs of a process inherit peaks
+    rows = [["SmolLM2-135M, embedded", "2 CPU cores, 8 GB", peak, "10 to 30 minutes, all stages", "measured"]]
+    script = runpy.run_path(str(HERE / "sizes.py"))
+    for name, machine in {"Qwen3-1.7B": "one GPU, 24 GB", "Qwen3-8B": "one GPU, 80 GB"}.items():
+        memory, seconds = script["sizes"](script["MODELS"][name], 1, shard=False, served=False, micro=8192)
+        rows.append(
+            [name, machine, f"{memory:.0f} GiB", f"{seconds:.1f} s a step on an H100", "**untested**"]
+        )
+    return rows_of(["model", "machine", "peak memory", "time", ""], rows, 5)
+
+
+def throughput() -> str:
+    parts = ("step", "sample", "teacher", "student", "backward")
+    names = {
+        "stock": "TRL `DistillationTrainer`, separate teacher, defaults (fp32 weights, bf16 autocast, "
+        "checkpointing)",
+        "stock-tuned": "the same, tuned: bf16 weights, no checkpointing, cached generation",
+    }
+    rows = [
+        [names.get(arm, arm)]
+        + [f"{row[part]:.1f}" for part in parts]
+        + [f"{row['completion_tokens']:,}", f"{100 * row['padding']:.0f} %", f"{row['peak_bytes'] / 1e9:.2f}"]
+        + [f"{row['time_ratio']:.2f}", f"{row['time_per_token_ratio']:.2f}", f"{row['memory_ratio']:.2f}"]
+        for arm, row in reversed(read("throughput")["arms"].items())
+    ]
+    columns = ["arm", "s/step", *parts[1:], "new tokens", "padding", "peak GB", "time", "per token", "memory"]
+    return rows_of(columns, rows)
+
+
+def growth(kind: str, label: str, header: str) -> str:
+    found = read("scaling")
+    rows = found["rows"][kind]
+    fit = f"{found['linear'][kind]['r2']:.3f}" if kind in found["linear"] else ""
+    cells = [
+        ["s/step", *(f"{row['seconds']:.1f}" for row in rows), fit],
+        ["peak GB", *(f"{row['peak_bytes'] / 1e9:.2f}" for row in rows), ""],
+    ]
+    return rows_of([header, *(str(row[label]) for row in rows), "R²"], cells)
+
+
+def coverage() -> str:
+    """Return how often the intervals of each kind contain the truth: the least and the most of all cells."""
+    cells = read("coverage")["intervals"]
+    seeds = sorted({cell["seeds"] for cell in cells})
+    rows = [
+        [
+            kind,
+            *(extent([c["coverage"] for c in cells if (c["kind"], c["seeds"]) == (kind, n)]) for n in seeds),
+        ]
+        for kind in dict.fromkeys(cell["kind"] for cell in cells)
+    ]
+    return rows_of(["estimate", *map(seeds_of, seeds)], rows)
+
+
+def verdict_errors() -> str:
+    """Return how often a verdict was *recovered*, by what is true."""
+    cells = read("coverage")["verdicts"]
+    seeds = sorted({cell["seeds"] for cell in cells})
+
+    def shares(kind: str, n: int) -> str:
+        values = [c["statuses"].get("recovered", 0.0) for c in cells if (c["kind"], c["seeds"]) == (kind, n)]
+        return extent(values)
+
+    kinds = [k for k in dict.fromkeys(cell["kind"] for cell in cells) if k.startswith("recovered")]
+    return rows_of(
+        ["truth", *map(seeds_of, seeds)], [[kind, *(shares(kind, n) for n in seeds)] for kind in kinds]
+    )
+
+
+def extent(shares: list[float]) -> str:
+    return f"{percent(min(shares)).removesuffix(' %')} to {percent(max(shares))}"
+
+
+NOT_MEASURED = "*Not measured yet on the present suites.*"
+TABLES = {
+    "proof": proof_scores,
+    "proof-all": lambda: proof_scores(slice(None)),
+    "proof-recovery": proof_recovery,
+    "proof-writing": proof_writing,
+    "proof-conditions": proof_conditions,
+    "rivals": rivals,
+    "quotes": quotes,
+    "sizes": sizes,
+    "ablation": lambda: comparison("ablation"),
+    "cure": lambda: comparison("cure"),
+    "people": lambda: comparison("people"),
+    "defaults": lambda: comparison("defaults"),
+    "coverage": coverage,
+    "verdict-errors": verdict_errors,
+    "throughput": throughput,
+    "growth-rows": lambda: growth("batch", "prompts", "rows of 64 tokens"),
+    "growth-length": lambda: growth("length", "length", "8 rows, tokens each"),
+}

@@ -1,0 +1,41 @@
+"""Completions to grade, the prompts of further teachers, and what a teacher makes of both."""
+
+import json
+
+import torch
+
+from helpers.recovering import PROMPT, make_trainer
+from opdcl.distill.prompts import encode_stream, read_recovery_source
+from opdcl.sampling.rollout import Rollout
+
+ROLLOUTS = [Rollout([*PROMPT, 7 * i + 3], list(range(50 + i, 53 + 3 * i)), [], True) for i in range(4)]
+SHOWN = {"context": "{prompt} (The answer is: {answer})"}
+
+
+def encode(config, stream, backbone):
+    return encode_stream(
+        config, read_recovery_source(config), stream, backbone.tokenizer, backbone.context_length
+    )
+
+
+def states(teacher):
+    return teacher.states(ROLLOUTS)
+
+
+def graded(backbone, folder, teacher):
+    """Grade and learn from all rollouts; return the sums and the gradient."""
+    trainer = make_trainer(backbone, folder, weighting="tokens")
+    trainer.grader.teachers["domain"] = teacher
+    trainer.model.zero_grad()
+    sums = trainer.grader.learn(ROLLOUTS, "domain", fresh=False)
+    return sums, torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+
+
+def specialist(folder, name):
+    """Write the questions of one teacher; return their file."""
+    rows = [
+        json.dumps({"question": f"What does {name} say of room {i}?", "answer": f"{name} {i}"})
+        for i in range(4)
+    ]
+    (folder / f"{name}.jsonl").write_text("\n".join(rows))
+    return folder / f"{name}.jsonl"

@@ -1,0 +1,195 @@
+"""Several teachers of one student: each prompt has a route to the teacher that grades it."""
+
+import json
+
+import pytest
+import torch
+from helpers.near import ROUNDING, relative_error
+from helpers.recovering import Silent, make_trainer
+from helpers.teaching import ROLLOUTS, SHOWN, encode, graded, specialist
+
+from opdcl.config.recover import RecoverConfig
+from opdcl.config.teacher import TeacherSection
+from opdcl.distill.make_teacher import make_teacher
+from opdcl.distill.prompts import read_recovery_source
+from opdcl.distill.teachers import RoutedTeacher, Teacher
+from opdcl.errors import UsageError
+from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.layout import StageDir
+from opdcl.stages.recover import recover
+from opdcl.training import save_adapter
+
+
+def routes(*indices):
+    return {tuple(ROLLOUTS[i].prompt_ids): "a" for i in indices}
+
+
+def test_a_route_to_one_teacher_is_that_teacher(adapted, tmp_path):
+    alone, gradient = graded(adapted, tmp_path, Teacher(adapted, "tuned"))
+    for routed in (
+        RoutedTeacher(Teacher(adapted, "tuned"), {}, {}),
+        RoutedTeacher(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(0, 1, 2, 3)),
+    ):
+        sums, same = graded(adapted, tmp_path, routed)
+        assert {k: v for k, v in sums.items() if "/" not in k} == alone
+        assert torch.equal(same, gradient)
+
+
+def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model):
+    """The sums equal those of the parts, each graded by its own teacher; one of these is a second model."""
+    other = make_teacher(
+        TeacherSection(kind="model", model={"id": str(tiny_model), "dtype": "float32"}), adapted
+    )
+    sums, gradient = graded(
+        adapted, tmp_path, RoutedTeacher(Teacher(adapted, "tuned"), {"a": other}, routes(1, 3))
+    )
+    parts = {"a": (other, [1, 3]), "": (Teacher(adapted, "tuned"), [0, 2])}
+    expected, slope, tokens = {}, 0, sum(len(r.completion_ids) for r in ROLLOUTS)
+    for name, (teacher, indices) in parts.items():
+        trainer = make_trainer(adapted, tmp_path, weighting="tokens")
+        trainer.grader.teachers["domain"] = teacher
+        trainer.model.zero_grad()
+        part = trainer.grader.learn([ROLLOUTS[i] for i in indices], "domain", fresh=False)
+        expected[name] = part["kl"]
+        slope = (
+            slope
+            + torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+            * part["tokens"]
+            / tokens
+        )
+    assert sums["kl/a"] == pytest.approx(expected["a"], rel=1e-4)
+    assert sums["kl"] == pytest.approx(expected["a"] + expected[""], rel=1e-4)
+    assert relative_error(gradient, slope) < ROUNDING
+
+
+def test_each_teacher_completes_its_own_prompts(adapted, tmp_path):
+    trainer = make_trainer(adapted, tmp_path)
+    prompts = [r.prompt_ids for r in ROLLOUTS]
+    own = {"base": [prompts[0], prompts[2]], "tuned": [prompts[1], prompts[3]]}
+    by = {
+        state: [r.completion_ids for r in trainer.queue.sample(asked, "domain", 1, Teacher(adapted, state))]
+        for state, asked in own.items()
+    }
+    routed = trainer.queue.sample(
+        prompts,
+        "domain",
+        1,
+        RoutedTeacher(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(1, 3)),
+    )
+    assert [r.completion_ids for r in routed] == [
+        by["base"][0],
+        by["tuned"][0],
+        by["base"][1],
+        by["tuned"][1],
+    ]
+    assert [r.prompt_ids for r in routed] == prompts
+
+
+def test_rows_name_teachers_and_teachers_add_prompts(backbone, answered):
+    rows = [
+        {"prompt": "Where is room 1?", "teacher": "a"},
+        {"prompt": "Where is room 2?"},
+        {"prompt": "Where is room 3?", "teacher": ""},
+    ]
+    (answered / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    teachers = {
+        "a": {"kind": "base"},
+        "b": {"kind": "base", **SHOWN, "prompts": str(specialist(answered, "b"))},
+    }
+    config = RecoverConfig(domain=str(answered / "mixed.jsonl"), teachers=teachers)
+    found = encode(config, "domain", backbone)
+    assert [found.routes.get(tuple(p), "") for p in found.train] == ["a", "", "", "b", "b", "b", "b"]
+    assert {name: len(shown) for name, shown in found.contexts.items()} == {"b": 4}
+    with pytest.raises(UsageError, match=r"mixed\.jsonl:1 names an unknown teacher 'a'"):
+        encode(RecoverConfig(domain=str(answered / "mixed.jsonl")), "domain", backbone)
+    (answered / "mixed.jsonl").write_text("\n".join(json.dumps({**rows[0], "teacher": t}) for t in "ab"))
+    with pytest.raises(UsageError, match=r"mixed\.jsonl:2 has no answer"):
+        encode(config, "domain", backbone)
+    (answered / "mixed.jsonl").write_text(
+        "\n".join(json.dumps({**rows[0], "teacher": t, "completion": "There"}) for t in "ab")
+    )
+    with pytest.raises(UsageError, match=r"mixed\.jsonl:2: the same prompt has another teacher"):
+        encode(config, "domain", backbone)
+
+
+def test_one_student_learns_from_two_specialists_and_its_distance_to_each_is_reported(backbone, answered):
+    """Forward KL on the specialists' own completions: success does not depend on the student's samples."""
+    for name, seed in (("left", 1), ("right", 2)):
+        backbone.load_adapter(answered / "tuned", "student", trainable=True)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for layer in backbone.adapted_layers():
+                layer.lora_B["student"].weight.copy_(0.05 * torch.randn_like(layer.lora_B["student"].weight))
+        save_adapter(backbone, answered / name)
+        backbone.drop_adapters()
+    teachers = {
+        name: {"kind": "adapter", "adapter": str(answered / name), "prompts": str(specialist(answered, name))}
+        for name in ("left", "right")
+    }
+    config = RecoverConfig(
+        teachers=teachers,
+        general_per_domain=0,
+        lmbda=0.0,
+        loss={"kind": "forward_kl"},
+        steps=40,
+        rollouts=8,
+        max_new_tokens=6,
+        validate_every=20,
+        validation_prompts=4,
+        learning_rate=5e-3,
+        micro_batch_tokens=2048,
+        health={"watch": False},
+    )
+    out = StageDir(answered / "one")
+    source = read_recovery_source(config)
+    recover(config, source, backbone, answered / "left", out, Silent())
+    first, *_, last = (r["validation"] for r in read_jsonl(out.metrics) if "validation" in r)
+    assert {k for k in first if "domain_kl" in k} == {"domain_kl", "domain_kl/left", "domain_kl/right"}
+    assert first["domain_kl/left"] < 1e-4 * first["domain_kl/right"]
+    assert last["domain_kl/right"] < 0.7 * first["domain_kl/right"]
+    assert last["domain_kl"] < 0.85 * first["domain_kl"]
+    assert any("kl/left" in r for r in read_jsonl(out.metrics))
+    backbone.drop_adapters()
+    backbone.load_adapter(answered / "left", "student")
+    backbone.load_adapter(answered / "right", "right")
+    assert first["domain_kl/right"] == pytest.approx(plain_kl(backbone, config, "right"), rel=1e-3)
+
+
+def plain_kl(backbone, config, name):
+    """Return the mean KL per token, student to specialist, on the specialist's held-out completions."""
+    prompts = encode(config, "domain", backbone)
+    own = [p for p in prompts.held_out if prompts.routes[tuple(p)] == name]
+    written = Teacher(backbone, name).complete(own, config, config.max_new_tokens, config.seed + 7)
+    kl = []
+    for rollout in written:
+        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+        with torch.no_grad():
+            log_p = backbone.causal_lm(ids).logits[0].log_softmax(-1)
+            with backbone.state(name) as model:
+                log_q = model(ids).logits[0].log_softmax(-1)
+        kl.append((log_p.exp() * (log_p - log_q)).sum(-1)[len(rollout.prompt_ids) - 1 : -1])
+    return float(torch.cat(kl).mean())
+
+
+def test_held_out_prompts_come_from_every_source(backbone, answered):
+    rows = [json.dumps({"prompt": f"Where is room {i}?"}) for i in range(31)]
+    (answered / "many.jsonl").write_text("\n".join(rows))
+    teachers = {"a": {"kind": "base", "prompts": str(specialist(answered, "a"))}}
+    config = RecoverConfig(
+        domain=str(answered / "many.jsonl"),
+        general=str(answered / "general.jsonl"),
+        teachers=teachers,
+        validation_prompts=16,
+    )
+    found = encode(config, "domain", backbone)
+    assert len(found.held_out) == 16
+    assert 1 <= sum(tuple(p) in found.routes for p in found.held_out) <= 3
+    general = encode(config, "general", backbone)
+    assert len(general.train) + len(general.held_out) == 8
+
+
+def test_the_same_prompt_with_and_without_a_teacher_of_its_own_is_refused(backbone, answered):
+    teachers = {"a": {"kind": "base", "prompts": str(specialist(answered, "a"))}}
+    config = RecoverConfig(domain=str(answered / "a.jsonl"), teachers=teachers)
+    with pytest.raises(UsageError, match="the same prompt has another teacher"):
+        encode(config, "domain", backbone)
