@@ -93,7 +93,7 @@ class Grader:
         for batch in self._micro_batches(rollouts, self.teachers[stream]):
             teacher = batch.teacher.distribution(batch.rollouts)
             _, losses, sampler_N = self._compare(batch, teacher, learn=True)
-            weight_N = self._weights(batch, stream, total / len(rollouts))
+            weight_N = self._weights(batch, total / len(rollouts))
             if fresh and len(sampler_N):
                 mismatch_N = (losses.logprob - sampler_N).abs() > math.log(MISMATCH_RATIO)
                 weight_N = weight_N * ~mismatch_N
@@ -180,16 +180,14 @@ class Grader:
         )
         return student, losses, sampler_N
 
-    def _weights(self, batch: MicroBatch, stream: Stream, mean_length: float) -> torch.Tensor:
+    def _weights(self, batch: MicroBatch, mean_length: float) -> torch.Tensor:
         """Return each token's weight, `(N,)`; 0 for `skip_tokens`, and less if truncated.
 
         Over a step in which nothing is left out, the weights have the mean 1.
         """
-        # A fact may stand anywhere in an answer about the domain, so there all tokens are alike.
-        weighting = self.config.weighting if stream == "general" else "tokens"
         weights = []
         for rollout, length in zip(batch.rollouts, batch.lengths, strict=True):
-            weight_N = token_weights(length, rollout.finished, weighting, mean_length)
+            weight_N = token_weights(length, rollout.finished, self.config.weighting, mean_length)
             weight_N[: batch.teacher.skip_tokens] = 0.0
             weights.append(weight_N if rollout.finished else weight_N * self.config.loss.unfinished)
         return torch.cat(weights).to(self.backbone.device) * (not batch.filler)
