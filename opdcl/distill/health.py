@@ -95,7 +95,9 @@ class Health(TrainerCallback):
         for row in read_jsonl(self.out.metrics):
             if "adapter_norm" in row:
                 self._count(row)
-            self._rate_halved |= row.get("health", {}).get("action") == RATE_HALVED
+            if row.get("health", {}).get("action") == RATE_HALVED:
+                self._rate_halved = True
+                self._streaks.clear()
 
     def _count(self, row: dict[str, Any]) -> list[Sign]:
         """Return the signs that have lasted for `patience` steps of their stream or more."""

@@ -48,7 +48,7 @@ class Request:
     """Number of rollouts in all processes."""
     weights: float
     """How many cached tokens a decoding step reads in the time that it takes to read the model's weights."""
-    max_unfinished: int = 0
+    max_unfinished: int
 
     def batches(self, rollouts: list[Rollout]) -> Iterator[list[int]]:
         """Yield the indices of rollouts that run together, the shortest first."""

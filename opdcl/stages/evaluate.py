@@ -270,7 +270,7 @@ def evaluate(
         },
     }
     write_json(run.eval_result(state, suite.name), result)
-    partial.unlink(missing_ok=True)
+    partial.unlink()
     return result
 
 

@@ -24,7 +24,6 @@ from opdcl.distill.schedule import STREAMS, Stream, plan_steps
 from opdcl.distill.teachers import AnyTeacher, RoutedTeacher, ServedStudent, Teacher
 from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.distill.validation import Validation
-from opdcl.errors import UsageError
 from opdcl.model.adapters import find_adapter
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import folder_appears_whole
@@ -56,8 +55,6 @@ def recover(
     train = {stream: prompts.train for stream, prompts in streams.items()}
     if config.method == "general":
         train["domain"] = []
-    if not any(train.values()):
-        raise UsageError("recovery has no prompts", "set recover.general")
     backbone.drop_adapters()
     backbone.load_adapter(tuned, "student", trainable=True)
     backbone.load_adapter(tuned, "tuned")

@@ -1,10 +1,12 @@
 """The tool behind `make mutants`: its faults, its choice of them, and what it reports."""
 
 import ast
+import tomllib
 
 from helpers.command import ROOT
 from mutants.faults import generic, planted, sample
 from mutants.outcomes import Outcome, summarise
+from mutants.targets import TARGETS
 
 TOOL = ROOT / "tests" / "mutants"
 SOURCE = '''
@@ -52,6 +54,15 @@ def test_every_planted_fault_fits_the_present_code_and_has_tests():
     for fault, patterns in planted(TOOL / "planted.toml", ROOT / "opdcl"):
         fault.code("module.py")
         assert all(list((ROOT / "tests" / "unit").glob(f"{p}.py")) for p in patterns), fault.name
+
+
+def test_every_target_has_tests_and_every_excused_fault_exists():
+    for module, patterns in TARGETS.items():
+        assert all(list((ROOT / "tests" / "unit").glob(f"{p}.py")) for p in patterns), module
+    for name in tomllib.loads((TOOL / "survivors.toml").read_text(encoding="utf-8")):
+        module = name.partition(":")[0]
+        tree = ast.parse((ROOT / "opdcl" / f"{module}.py").read_text(encoding="utf-8"))
+        assert name in {fault.name for fault in generic(module, tree)}
 
 
 def test_a_fault_that_no_test_finds_fails_the_command_unless_it_is_excused():

@@ -10,6 +10,7 @@ from helpers.recovering import PROMPT, make_trainer
 from opdcl.config.finetune import LoraSection
 from opdcl.distill.grading import kl_by_route, micro_batches, token_weights
 from opdcl.distill.rollout_queue import StepRollouts
+from opdcl.distill.teachers import RoutedTeacher, Teacher
 from opdcl.distill.trainer import step_metrics
 from opdcl.sampling.rollout import Rollout
 from opdcl.training import save_adapter
@@ -117,6 +118,14 @@ def test_measured_sums_equal_a_plain_computation(trainer):
     }
     assert sums == pytest.approx(expected, rel=1e-3)
     assert "overlap" not in ours.grader.measure(ROLLOUTS, "general")
+
+
+def test_the_kl_to_a_named_teacher_is_that_of_its_own_completions(trainer):
+    grader = trainer().grader
+    alone = grader.measure(ROLLOUTS[1:2], "general")["kl"]
+    base, tuned = (Teacher(grader.backbone, state) for state in ("base", "tuned"))
+    grader.teachers["general"] = RoutedTeacher(tuned, {"a": base}, {tuple(ROLLOUTS[1].prompt_ids): "a"})
+    assert kl_by_route(grader.measure(ROLLOUTS, "general")) == {"kl/a": pytest.approx(alone / 5, rel=1e-4)}
 
 
 def test_a_truncated_completion_weighs_what_the_settings_say(trainer):

@@ -1,5 +1,6 @@
 """A recovery that goes wrong is noticed, slowed down and stopped, and its best adapter is kept."""
 
+import json
 import shutil
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from opdcl.rundir.layout import StageDir
 from opdcl.sampling.rollout import Rollout
 
 BASELINE = Baseline(mean_length=40.0, truncated=0.2, adapter_norm=10.0)
+ANSWERS = [Rollout([1], [5] * 40, [], i > 0) for i in range(5)]
 WELL = {
     "stream": "general",
     "teacher_entropy": 3.0,
@@ -62,18 +64,29 @@ class Notes(Silent):
         self.notes.append(text)
 
 
-def watch(tmp_path, rows, limits=None):
-    """Feed logged steps to a fresh watch; return the rates it leaves, and the rows it wrote."""
+def watch(tmp_path, rows, limits=None, stop=None):
+    """Feed logged steps to a watch, resumed after step `stop`; return the rates it leaves, and its rows."""
     out = StageDir(tmp_path / "stage")
     out.path.mkdir(exist_ok=True)
-    written = []
-    callback = SimpleNamespace(write=written.append, report=Notes())
-    health = Health(limits or HealthSection(), None, out, callback)
-    health.baseline = BASELINE
-    scheduler = SimpleNamespace(base_lrs=[1.0])
+    tuned = SimpleNamespace(adapter_norm=lambda state: BASELINE.adapter_norm)
+
+    def write(row):
+        with open(out.metrics, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def start():
+        callback = SimpleNamespace(write=write, report=Notes())
+        health = Health(limits or HealthSection(), tuned, out, callback)
+        health.on_start(ANSWERS)
+        return health
+
+    health, scheduler = start(), SimpleNamespace(base_lrs=[1.0])
     for step, row in enumerate(rows, 1):
+        write({"step": step, **row})  # as the stage does before anything watches the step
         health.on_log(None, SimpleNamespace(global_step=step), None, logs=row, lr_scheduler=scheduler)
-    return scheduler.base_lrs, written
+        if step == stop:
+            health = start()
+    return scheduler.base_lrs, [row for row in read_jsonl(out.metrics) if "health" in row]
 
 
 BAD = {**WELL, "truncated": 1.0}
@@ -95,6 +108,15 @@ def test_a_sign_that_lasts_as_long_again_halts(tmp_path):
     ) as caught:
         watch(tmp_path, [BAD] * 6)
     assert "best" in caught.value.hint
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4])
+def test_a_resumed_recovery_halts_where_an_uninterrupted_one_does(tmp_path, stop):
+    """`stop` lies before, at or after the step that halves the rate."""
+    with pytest.raises(OpdclError, match="halted at step 6"):
+        watch(tmp_path, [BAD] * 8, stop=stop)
+    rows = [row for row in read_jsonl(tmp_path / "stage" / "metrics.jsonl") if "health" in row]
+    assert [(r["step"], r["health"]["action"]) for r in rows] == [(3, "rate halved"), (6, "halted")]
 
 
 def test_streams_are_counted_apart(tmp_path):

@@ -63,6 +63,14 @@ def test_a_dry_run_refuses_what_the_run_refuses_with_the_same_words(project, cas
     assert not (project / "out").exists()
 
 
+def test_a_recovery_without_any_prompts_is_refused(tuned):
+    settings = ("--set", "recover.general=null", "--set", "recover.general_per_domain=0")
+    refused = opdcl("recover", "tuned", *settings, "-o", "run", cwd=tuned)
+    assert refused.returncode == 2
+    assert "recovery has no prompts" in refused.stderr
+    assert not (tuned / "run").exists()
+
+
 def test_a_model_without_a_chat_template_is_refused_by_the_dry_run_too(project, tiny_model):
     shutil.copytree(tiny_model, project / "bare")
     (project / "bare" / "chat_template.jinja").unlink()

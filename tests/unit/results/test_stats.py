@@ -60,6 +60,13 @@ def test_failures_of_a_cluster_count_once():
     assert stats.mean(scores, clusters) == stats.mean(np.zeros(50))
 
 
+def test_passes_spread_evenly_over_clusters_leave_the_uncertainty_of_independent_ones():
+    # Each cluster has one pass and one failure, so its mean never varies.
+    square = student.ppf(0.975, 19) ** 2 / 40
+    estimate = stats.mean(np.tile([1.0, 0.0], 20), np.repeat(np.arange(20), 2))
+    assert estimate.high - estimate.low == pytest.approx(np.sqrt(square / (1 + square)))
+
+
 def test_numbers_that_are_no_scores_have_students_interval():
     lengths = np.array([3.0, 5, 10, 2])
     half = student.ppf(0.975, 3) * lengths.std(ddof=1) / 2
@@ -241,6 +248,32 @@ def test_the_distance_above_a_mixture_varies_with_both_suites():
     assert near(stats.above_mixtures(clustered, constant), above)
 
 
+def test_the_interval_of_a_distance_above_a_mixture_follows_from_its_derivatives():
+    """The delta method: each prompt moves a mean by its distance from that mean, divided by n."""
+    rng = np.random.default_rng(1)
+    levels = np.array([[0.4, 0.5], [0.1, 0.7], [0.8, 0.2]])  # of arm, left and right: domain, retention
+    scores = levels[..., None] + rng.uniform(-0.1, 0.1, (3, 2, 150))
+
+    def distance(means):
+        arm, left, right = means
+        share = (arm[0] - left[0]) / (right[0] - left[0])
+        return arm[1] - (1 - share) * left[1] - share * right[1]
+
+    means, step = scores.mean(-1), 1e-6
+    slopes = np.zeros((3, 2))
+    for place in np.ndindex(3, 2):
+        moved = means.copy()
+        moved[place] += step
+        slopes[place] = (distance(moved) - distance(means)) / step
+    variances = [(slopes[:, suite] @ scores[:, suite]).var(ddof=1) / 150 for suite in (0, 1)]
+    arm, left, right = (Point(*model) for model in scores)
+    above = stats.above_mixtures(arm, [left, right])
+    assert above.value == pytest.approx(distance(means))
+    assert above.high - above.value == pytest.approx(
+        student.ppf(0.975, 149) * np.sqrt(sum(variances)), rel=1e-4
+    )
+
+
 # R and D.
 
 
@@ -322,6 +355,13 @@ def test_a_drop_of_33_points_on_six_prompts_is_too_few_prompts():
     assert stats.status_of(states) == "too few prompts"
     assert stats.recovery(states) is None
     assert stats.why_no_recovery(states) == "no significant drop"
+
+
+def test_five_lost_of_six_prompts_are_too_few_for_mcnemars_test():
+    states = States(answers(6, 6), answers(1, 6), answers(6, 6))
+    assert stats.difference(states.base, states.tuned).low > 0
+    assert stats.mcnemar(states.base, states.tuned) == 2 / 2**5
+    assert stats.status_of(states) == "too few prompts"
 
 
 def test_nothing_was_forgotten_only_where_ten_points_would_have_been_found():

@@ -157,7 +157,7 @@ def test_the_prefix_of_all_prompts_runs_through_the_model_once(backbone, ids_see
     assert sum(math.prod(shape) for shape in ids_seen) == len(shared) + 4 * 4
 
 
-def testdraws_follow_the_distribution():
+def test_draws_follow_the_distribution():
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(20_000, -1)
     uniform = torch.rand(20_000, generator=torch.Generator().manual_seed(0))
     tokens, _ = draw(logits, 1.0, uniform)
@@ -165,26 +165,27 @@ def testdraws_follow_the_distribution():
     torch.testing.assert_close(share, logits[0].softmax(-1), atol=0.012, rtol=0)
 
 
-def testdraws_follow_a_distribution_over_many_blocks():
+@pytest.mark.parametrize("temperature", [0.7, 2.0])
+def test_draws_follow_a_distribution_over_many_blocks(temperature):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 3 * DRAW_BLOCK + 5, generator=generator) * 4
     uniform = torch.linspace(0, 1, 100_001)[:-1] + 5e-6
-    tokens, logprobs = draw(logits.expand(len(uniform), -1), 0.7, uniform)
-    expected = (logits[0] / 0.7).log_softmax(-1)
+    tokens, logprobs = draw(logits.expand(len(uniform), -1), temperature, uniform)
+    expected = (logits[0] / temperature).log_softmax(-1)
     # Evenly spaced draws hit each token in proportion to its probability, except for one at either edge.
     share = torch.bincount(tokens, minlength=logits.shape[1]) / len(uniform)
     torch.testing.assert_close(share, expected.exp(), atol=3e-5, rtol=0)
     torch.testing.assert_close(logprobs, expected[tokens], atol=1e-4, rtol=0)
 
 
-def test_a_token_without_probability_is_neverdrawn():
+def test_a_token_without_probability_is_never_drawn():
     logits = torch.full((4, 2 * DRAW_BLOCK + 3), -torch.inf)
     logits[:, 7] = logits[:, DRAW_BLOCK + 1] = 0
     tokens, _ = draw(logits, 1.0, torch.tensor([0.0, 0.4999999, 0.5, 1.0]))
     assert tokens.tolist() == [7, 7, DRAW_BLOCK + 1, DRAW_BLOCK + 1]
 
 
-def test_rounding_neverdraws_a_token_without_probability():
+def test_rounding_never_draws_a_token_without_probability():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4000, 8 * DRAW_BLOCK, generator=generator) * 3
     logits[torch.rand(logits.shape, generator=generator) < 0.9] = -torch.inf
@@ -239,7 +240,7 @@ def test_nothing_is_left_unfinished_near_the_maximum_length(backbone):
     assert all(r.finished or len(r.completion_ids) == 20 for r in rollouts)
 
 
-def test_adraw_of_one_stays_inside_the_vocabulary():
+def test_a_draw_of_one_stays_inside_the_vocabulary():
     tokens, _ = draw(torch.zeros(1, 5), 1.0, torch.tensor([1.0]))
     assert int(tokens) <= 4
 

@@ -394,23 +394,25 @@ def recovery(backbone, tuned, name, general_teacher, loss, **settings):
     return read_jsonl(train(backbone, tuned, name, config).metrics)
 
 
-def threads_since(before):
-    """Return the threads started since, except tqdm's monitor, which lives as long as the process."""
-    return [t for t in threading.enumerate() if t not in before and t.name != "tqdm_monitor"]
+@pytest.fixture
+def no_thread_left():
+    """Fail if a thread of the test outlives it, except tqdm's monitor, which lives as long as the process."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 20
+    while left := [t for t in threading.enumerate() if t not in before and t.name != "tqdm_monitor"]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
+@pytest.mark.usefixtures("no_thread_left")
 def test_a_recovery_with_a_remote_base_takes_the_steps_of_a_local_one(backbone, tuned, elsewhere):
     loss = {"kind": "top_k", "k": K}
-    before = set(threading.enumerate())
     with serving(elsewhere) as server:
         section = {"kind": "remote", "server": {"url": server.url, "top_k": K}}
         # Each bad answer goes to a different request.
         server.faults = [None, 500, None, "nan", None, None, "truncated"]
         remote = recovery(backbone, tuned, "remote", section, loss)
-    deadline = time.monotonic() + 60
-    while (left := threads_since(before)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left
     rows = [r for r in remote if "loss" in r]
     assert [r["stream"] for r in rows] == ["general", "domain"] * 2
     assert all(r["kl"] > 0 for r in rows if r["stream"] == "general")
@@ -482,6 +484,7 @@ def test_a_server_without_adapters_is_refused_with_a_hint(backbone, tuned, elsew
     assert "opdcl serve" in caught.value.hint
 
 
+@pytest.mark.usefixtures("no_thread_left")
 def test_a_recovery_that_samples_on_a_server_has_no_mismatch(backbone, tuned, elsewhere):
     with serving(elsewhere) as server:
         rows = [
@@ -501,6 +504,7 @@ def test_a_recovery_that_samples_on_a_server_has_no_mismatch(backbone, tuned, el
     assert any("mismatch" in r for r in rows)
 
 
+@pytest.mark.usefixtures("no_thread_left")
 @pytest.mark.parametrize("adapted", [False, True], ids=["base", "an adapter"])
 def test_an_evaluation_on_a_server_gives_the_local_answers(backbone, tuned, elsewhere, adapted):
     student_of(backbone, tuned)

@@ -9,6 +9,7 @@ from helpers.near import ROUNDING, flat, relative_error
 from helpers.recovering import Silent
 from safetensors.torch import load_file
 
+from opdcl import parallel
 from opdcl.config.finetune import FinetuneConfig, LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.console import Output
@@ -20,7 +21,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.finetune import as_distillation, finetune, lay_out, planned_steps
+from opdcl.stages.finetune import _pieces, as_distillation, finetune, lay_out, planned_steps
 
 QA = Row([{"role": "user", "content": "What is the code?"}], "Seven", None, "here:1")
 
@@ -131,17 +132,36 @@ def test_out_of_memory_cuts_the_batch_and_changes_no_gradient(learn, memory_for,
 
 
 def test_the_first_loss_is_the_mean_over_all_answer_tokens_and_over_no_others(learn, tmp_path, backbone):
-    _, steps = learn("whole")  # a new adapter changes nothing yet
-    total, count = 0.0, 0
+    _, steps = learn("whole", "tokens")  # a new adapter changes nothing yet
+    total, count, length = 0.0, 0, 0
     for row in load_rows(str(tmp_path / "rows.jsonl")):
         (encoded,) = encode_example(row, backbone.tokenizer, 500)
         ids = torch.tensor(encoded.input_ids)
+        length += len(ids)
         with torch.no_grad():
             log_p = backbone.causal_lm(ids[None]).logits[0].log_softmax(-1)
         for i in range(1, len(ids)):
             if encoded.completion_mask[i]:
                 total, count = total - float(log_p[i - 1, ids[i]]), count + 1
-    assert steps[0][0] == pytest.approx(total / count, rel=1e-4)
+    assert steps[0] == (pytest.approx(total / count, rel=1e-4), length)  # a step has all rows
+
+
+def test_once_a_base_is_loaded_nothing_of_it_is_read_again(tmp_path, backbone):
+    backbone.causal_lm.config._name_or_path = str(tmp_path / "deleted")
+    config = FinetuneConfig(data="rows", batch_size=2, learning_rate=1e-3, epochs=1)
+    rows = [Row(QA.prompt, answer, None, "x") for answer in ("Seven", "Eight")]
+    out = StageDir(tmp_path / "out")
+    finetune(config, read_examples(rows, config, backbone.tokenizer), backbone, None, out, Silent())
+    assert (out.adapter / "adapter_model.safetensors").exists()
+
+
+def test_a_worker_without_a_row_of_the_batch_has_no_answer_to_learn(monkeypatch):
+    monkeypatch.setattr(parallel, "_count", 2)
+    monkeypatch.setattr(parallel, "_rank", 1)
+    batch = {"input_ids": torch.tensor([[1, 520, 9690]]), "labels": torch.tensor([[-100, 520, 9690]])}
+    (piece,) = _pieces(batch, 1)
+    answers = torch.nn.functional.cross_entropy(torch.zeros(3, 9999), piece["labels"][0], reduction="sum")
+    assert answers == 0
 
 
 def test_rate_schedule_shape_and_dropout_of_the_adapter_are_those_asked_for(learn):

@@ -122,6 +122,9 @@ def test_recovery_stops_once_it_has_done_enough(backbone, tuned, until, said):
     assert len(done) == stopped["step"] < 12
     if "rollouts" in until:
         assert len(done) == 2
+    if "retention" in until:
+        recovered = [r["validation"]["general_recovered"] for r in rows[1:] if "validation" in r]
+        assert max(recovered[:-1], default=0.0) < until["retention"] <= recovered[-1]
 
 
 @pytest.mark.parametrize(("warm_start", "recovered", "kept"), [(1.0, 0, 1), (1e-4, 1, 0)])
