@@ -84,7 +84,8 @@ def answer_ids(sequences: Sequences, device: torch.device) -> torch.Tensor:
         for token, is_answer in zip(ids[1:], answer[1:], strict=True)
         if is_answer
     ]
-    return torch.tensor(tokens, device=device)
+    # With a type: PyTorch would take no tokens at all for floats.
+    return torch.tensor(tokens, dtype=torch.long, device=device)
 
 
 def _shared_length(sequences: Sequences) -> int:

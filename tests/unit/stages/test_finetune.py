@@ -5,12 +5,14 @@ from collections import Counter
 
 import pytest
 import torch
+from datasets import Dataset
 from helpers.near import ROUNDING, flat, relative_error
 from helpers.recovering import Silent
 from safetensors.torch import load_file
+from trl import SFTConfig
 
 from opdcl import parallel
-from opdcl.config.finetune import FinetuneConfig, LoraSection
+from opdcl.config.finetune import AnswerLossSection, FinetuneConfig, LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.console import Output
 from opdcl.data.chat import encode_example, encode_prompt
@@ -21,7 +23,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.finetune import _pieces, as_distillation, finetune, lay_out, planned_steps
+from opdcl.stages.finetune import AnswerTrainer, _pieces, as_distillation, finetune, lay_out, planned_steps
 
 QA = Row([{"role": "user", "content": "What is the code?"}], "Seven", None, "here:1")
 
@@ -155,13 +157,27 @@ def test_once_a_base_is_loaded_nothing_of_it_is_read_again(tmp_path, backbone):
     assert (out.adapter / "adapter_model.safetensors").exists()
 
 
-def test_a_worker_without_a_row_of_the_batch_has_no_answer_to_learn(monkeypatch):
+@pytest.mark.parametrize("rules", [{}, {"anchor": "kl"}])
+def test_a_worker_without_a_row_of_the_batch_adds_no_loss_and_no_gradient(
+    backbone, tmp_path, monkeypatch, rules
+):
+    model = backbone.new_adapter(LoraSection(r=2, alpha=4), 0)
+    trainer = AnswerTrainer(
+        backbone,
+        AnswerLossSection(**rules),
+        model=model,
+        args=SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none"),
+        train_dataset=Dataset.from_list([vars(e) for e in encode_example(QA, backbone.tokenizer, 500)]),
+        processing_class=backbone.tokenizer,
+    )
+    (batch,) = trainer.get_train_dataloader()
     monkeypatch.setattr(parallel, "_count", 2)
     monkeypatch.setattr(parallel, "_rank", 1)
-    batch = {"input_ids": torch.tensor([[1, 520, 9690]]), "labels": torch.tensor([[-100, 520, 9690]])}
     (piece,) = _pieces(batch, 1)
-    answers = torch.nn.functional.cross_entropy(torch.zeros(3, 9999), piece["labels"][0], reduction="sum")
-    assert answers == 0
+    loss = trainer.compute_loss(model, piece, num_items_in_batch=7)
+    loss.backward()
+    assert float(loss.detach()) == 0
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
 def test_rate_schedule_shape_and_dropout_of_the_adapter_are_those_asked_for(learn):
