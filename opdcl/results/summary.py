@@ -190,7 +190,7 @@ def _cost(run: RunDir, suites: list[Suite]) -> dict[str, dict]:
         cost[name] = {k: spent[k] for k in keys} if spent else {}
     evals = [result["cost"] for s in suites for result in s.results.values() if result.get("cost")]
     totals: list[Callable] = [sum, sum, max]
-    cost["eval"] = {k: of(c.get(k) or 0 for c in evals) for k, of in zip(keys, totals, strict=True) if evals}
+    cost["eval"] = {k: of(c[k] for c in evals) for k, of in zip(keys, totals, strict=True) if evals}
     return cost
 
 
