@@ -69,9 +69,6 @@ class BackboneLM(LM):
     def tokenizer_name(self) -> str:
         return self.backbone.tokenizer.name_or_path
 
-    def chat_template(self, chat_template: bool | str = False) -> str:
-        return self.backbone.tokenizer.chat_template or ""
-
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
