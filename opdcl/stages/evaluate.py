@@ -154,17 +154,17 @@ class BackboneLM(LM):
         """Return the log-likelihood of each continuation, and whether it is the greedy one, by `HFLM`."""
         keys = [self._key("loglikelihood", *request.args) for request in requests]
         answers = self._earlier(keys)
-        found, total = len(answers), len({*keys})
+        done, total = len(answers), len({*keys})
 
         def keep(batch: list[tuple[tuple[str, str], tuple[float, bool]]]) -> None:
+            nonlocal done
             rows: list[dict[str, Any]] = [
                 {"key": self._key("loglikelihood", *texts), "answer": answer} for texts, answer in batch
             ]
-            answers.update({row["key"]: row for row in rows})
             with open(self.partial, "a", encoding="utf-8") as file:
                 file.write(_lines(rows))
-            done = found + (len(answers) - found) * parallel.worker_count()
-            self.report.progress(min(done, total), total)
+            done = min(total, done + len(rows) * parallel.worker_count())
+            self.report.progress(done, total)
 
         missing = {k: request for k, request in zip(keys, requests, strict=True) if k not in answers}
         with self.backbone.merged("student" if self.adapter else "base") as model:
