@@ -1,7 +1,11 @@
-"""The evaluation's progress."""
+"""The evaluation's progress, and the length of its answers."""
 
+import pytest
+
+from opdcl.config.evaluate import EvalConfig
+from opdcl.errors import UsageError
 from opdcl.sampling.rollout import Rollout
-from opdcl.stages.evaluate import _progress
+from opdcl.stages.evaluate import _progress, max_answer_tokens
 
 
 class Counter:
@@ -22,3 +26,11 @@ def test_progress_counts_finished_answers_on_top_of_those_of_an_earlier_run():
     count([Rollout([1]), Rollout([2])])
     count([Rollout([3])])
     assert report.told == [(5, 9), (6, 9)]
+
+
+def test_an_answer_has_the_shorter_of_both_limits_and_its_thought_if_the_context_has_room():
+    assert max_answer_tokens(EvalConfig(), 100, 10, 512) == 100
+    assert max_answer_tokens(EvalConfig(max_new_tokens=6), 100, 10, 16) == 6
+    assert max_answer_tokens(EvalConfig(max_new_tokens=200, thought_tokens=50), 100, 10, 512) == 150
+    with pytest.raises(UsageError, match="exceed the context of 15"):
+        max_answer_tokens(EvalConfig(max_new_tokens=6), 100, 10, 15)
