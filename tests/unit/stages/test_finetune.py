@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ def learn(tmp_path, tiny_model):
     usual["lora"] = LoraSection(r=4, alpha=8)
 
     def run(
-        name: str, field: str = "grad_norm", stop: int | None = None, **settings
+        name: str, field: str = "grad_norm", stop: int | None = None, start: Path | None = None, **settings
     ) -> tuple[dict[str, torch.Tensor], list[tuple]]:
         config = FinetuneConfig(**usual | settings)
         base = ModelConfig(id=str(tiny_model), dtype="float32")
@@ -111,7 +112,7 @@ def learn(tmp_path, tiny_model):
         replay = load_rows(config.replay.prompts) if config.replay.share else []
         examples = read_examples(load_rows(config.data), config, backbone.tokenizer, replay)
         try:
-            finetune(config, examples, backbone, None, out, report)
+            finetune(config, examples, backbone, start, out, report)
         except KeyboardInterrupt:
             return {}, []
         steps = [(r["loss"], r[field]) for r in read_jsonl(out.metrics)]
@@ -213,6 +214,7 @@ def test_self_distillation_takes_the_settings_of_its_section():
     assert (teacher.kind, teacher.rate, teacher.skip_tokens) == ("ema", 0.2, 2)
     assert (recovery.max_new_tokens, recovery.loss.kind, recovery.seed) == (9, "reverse_kl", 5)
     assert (recovery.steps, recovery.rollouts, recovery.learning_rate) == (10, 8, 1e-3)
+    assert recovery.keep == "last"  # held-out KL to a teacher that moves does not say which adapter is best
 
 
 @pytest.mark.parametrize("batch_size", [3, 8])
@@ -223,6 +225,19 @@ def test_packed_rows_are_learned_as_often_as_separate_ones(learn, batch_size):
     assert len(steps) == (6 if batch_size == 3 else 2)  # two epochs of eight rows
     assert packed_steps == [pytest.approx(step, rel=1e-3) for step in steps]
     assert all(torch.allclose(packed[name], apart[name], atol=2e-5) for name in apart)
+
+
+def test_a_fault_that_is_no_lack_of_memory_ends_the_fine_tune(learn, memory_for):
+    memory_for(0, RuntimeError("a broken kernel"))
+    with pytest.raises(RuntimeError, match="a broken kernel"):
+        learn("never")
+
+
+def test_a_fine_tune_goes_on_from_the_adapter_that_it_starts_with(learn, tmp_path):
+    first, steps = learn("first", epochs=3)
+    second, more = learn("second", start=StageDir(tmp_path / "first").adapter)
+    assert more[0][0] < steps[-1][0] < steps[0][0]
+    assert not torch.equal(flat(second.values()), flat(first[name] for name in second))
 
 
 def test_a_row_too_long_for_memory_is_an_error_with_a_hint(learn, memory_for):
