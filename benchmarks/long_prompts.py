@@ -56,7 +56,7 @@ def main() -> None:
         reset_peak_memory()
         for repeat in range(options.repeats + 1):
             found = [Rollout(list(ids)) for ids in prompts]
-            request = Request(TOKENS, [], 1.0, repeat, len(found), None, len(found), weights)
+            request = Request(TOKENS, [], 1.0, repeat, len(found), None, len(found), weights, 0)
             started = time.perf_counter()
             decode.decode(backbone.causal_lm, found, request)
             times.append(time.perf_counter() - started)
