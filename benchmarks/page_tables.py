@@ -103,7 +103,8 @@ def proof_conditions() -> str:
             place = f"{machine.get('name')}, {machine.get('cores')} cores, {machine.get('dtype')}"
             sentence = f"{data_set}, {method}: {seeds_of(seeds)}, {place}, {cell['date']}"
             if minutes := cell["minutes"]:
-                sentence += f", {min(minutes):.0f} to {max(minutes):.0f} minutes each"
+                low, high = (f"{extreme(minutes):.0f}" for extreme in (min, max))
+                sentence += f", {low} minutes" if low == high else f", {low} to {high} minutes each"
             sentences.append(f"- {sentence}, at most {max(cell['peak_memory_gib'])} GiB.")
     return "\n".join(sentences) or NOT_MEASURED
 
