@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import re
+from collections.abc import Iterable
 
 
 class OpdclError(Exception):
@@ -39,6 +41,11 @@ class Interrupted(OpdclError):
     """The user stopped the run; the checkpoint is saved."""
 
     exit_code = 130
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the known name that is most similar to this one, for a hint; "" if none is similar."""
+    return next(iter(difflib.get_close_matches(name, [*known], 1, cutoff)), "")
 
 
 def translate(fault: Exception, workers: int = 1) -> OpdclError:

@@ -196,12 +196,7 @@ class StageCallback(TrainerCallback):
                 message = f"the base weights changed before step {state.global_step}"
                 raise OpdclError(message, "this is a defect of opdcl: please report it")
             parallel.check_same("adapters", self.backbone.adapter_norm("student"))
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        # Resuming reads neither the tokenizer nor the model cards of PEFT and TRL.
-        cards = (folder / "README.md", folder.parent / "README.md", folder / "chat_template.jinja")
-        for unread in (*folder.glob("tokenizer*"), *cards):
-            unread.unlink(missing_ok=True)
-        seal(folder)
+        seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         # It would grow without bound, in memory and in every checkpoint; metrics.jsonl has it all.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import typer
+
+from opdcl.errors import nearest
 
 # Command -> how it is typed.
 EXAMPLES = {
@@ -55,7 +56,7 @@ def hint_for(fault: Any) -> str:
     if "No such command" in fault.format_message():
         typed = fault.format_message().split("'")[1]
         names = list(fault.ctx.command.commands)
-        near = next((n for n in names if typed.startswith(n)), "") or _nearest(typed, names)
+        near = next((n for n in names if typed.startswith(n)), "") or nearest(typed, names, 0.7)
         return f"{command} {near} --help  # did you mean {near}?" if near else help_line
     return help_line
 
@@ -65,7 +66,7 @@ def similar_option(typed: str, options: list[str]) -> str:
     name = typed.lstrip("-")
     initials = {"".join(word[0] for word in option[2:].split("-")): option for option in options}
     begun = [option for option in options if option[2:].startswith(name)]
-    return initials.get(name) or next(iter(begun), "") or _nearest(f"--{name}", options)
+    return initials.get(name) or next(iter(begun), "") or nearest(f"--{name}", options, 0.7)
 
 
 def similar_setting(typed: str) -> str:
@@ -75,7 +76,3 @@ def similar_setting(typed: str) -> str:
     name = typed.lstrip("-").replace("-", "_")
     key = next((row[0] for row in describe_fields() if row[0].endswith(f".{name}")), "")
     return f"--set {key}=VALUE" if key else ""
-
-
-def _nearest(typed: str, names: list[str]) -> str:
-    return next(iter(difflib.get_close_matches(typed, names, 1, 0.7)), "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 
 from pydantic import field_validator, model_validator
@@ -11,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from opdcl.config.model import ServerSection
 from opdcl.config.section import Auto, Count, Names, Positive, Sampler, Section
 from opdcl.config.shipped import shipped_suites
+from opdcl.errors import nearest
 
 
 class EvalConfig(Section):
@@ -58,10 +58,10 @@ class EvalConfig(Section):
         shipped = shipped_suites()
         for role in ("retention", "domain", "control"):
             for name in getattr(self, role):
-                near = difflib.get_close_matches(name, shipped, 1, 0.8)
+                near = nearest(name, shipped, 0.8)
                 if near and name not in {*shipped, *self.data}:
                     context = {"key": role, "reason": f"names no suite {name!r}"}
-                    context["hint"] = f"did you mean {near[0]}?"
+                    context["hint"] = f"did you mean {near}?"
                     raise PydanticCustomError("suite", "{reason}", context)
         return self
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -11,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from opdcl.config.workflow import Workflow
-from opdcl.errors import UsageError
+from opdcl.errors import UsageError, nearest
 
 JSD = "use loss.kind reverse_kl or forward_kl"
 
@@ -79,8 +78,8 @@ def fields_below(prefix: str) -> list[list[str]]:
     found = [row for row in fields if f"{row[0]}.".startswith(f"{prefix}.")]
     if not found and not (found := [row for row in fields if row[0].endswith(f".{prefix}")]):
         sections = {row[0].rpartition(".")[0] for row in fields} - {""}
-        near = difflib.get_close_matches(prefix, [*(row[0] for row in fields), *sections], 1)
-        hint = f"did you mean {near[0]}?" if near else SCHEMA
+        near = nearest(prefix, [*(row[0] for row in fields), *sections])
+        hint = f"did you mean {near}?" if near else SCHEMA
         raise UsageError(f"no setting {prefix!r}", hint)
     return found
 
@@ -187,8 +186,10 @@ def _similar_key(key: str, value: Any, siblings: list[str]) -> str:
     section, _, name = key.rpartition(".")
     typed = f"{name}.{next(iter(value))}" if isinstance(value, dict) and value else name
     elsewhere = [k for k, *_ in describe_fields() if k.endswith(f".{typed}")]
-    near = [f"{section}.{n}".strip(".") for n in difflib.get_close_matches(name, siblings, 1, 0.5)]
-    return f"did you mean {' or '.join(elsewhere[:3] or near)}?" if elsewhere or near else ""
+    if near := nearest(name, siblings, 0.5):
+        near = f"{section}.{near}".strip(".")
+    meant = " or ".join(elsewhere[:3]) or near
+    return f"did you mean {meant}?" if meant else ""
 
 
 def _brief(value: Any) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 
-from opdcl.errors import UsageError
+from opdcl.errors import UsageError, nearest
 
 
 def package_folder(name: str) -> Path:
@@ -32,6 +31,6 @@ def find_workflow(source: str) -> Path:
     shipped = workflow_files()
     if source in shipped:
         return shipped[source]
-    near = difflib.get_close_matches(source, shipped, 1)
-    hint = f"did you mean {near[0]}?" if near else f"name a file, or one of: {', '.join(shipped)}"
+    near = nearest(source, shipped)
+    hint = f"did you mean {near}?" if near else f"name a file, or one of: {', '.join(shipped)}"
     raise UsageError(f"no workflow {source!r}", hint)

@@ -5,11 +5,11 @@ tests/unit/config/test_trainer_fields.py shows that each allowed field changes a
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from pydantic_core import PydanticCustomError
 
+from opdcl.errors import nearest
 from opdcl.sanitize import harmless
 
 # Optimizers that need no further package; schedules that need no evaluation during training.
@@ -85,8 +85,8 @@ def check_trainer(stage: str, fields: dict[str, Any]) -> None:
     allowed = ALLOWED[stage]
     for name, value in fields.items():
         if reason := _fault(stage, name, value, fields):
-            near = [] if name in allowed else difflib.get_close_matches(name, allowed, 1, 0.75)
-            hint = f"did you mean trainer.{near[0]}?" if near else f"allowed: {', '.join(allowed)}"
+            near = "" if name in allowed else nearest(name, allowed, 0.75)
+            hint = f"did you mean trainer.{near}?" if near else f"allowed: {', '.join(allowed)}"
             context = {"key": f"trainer.{harmless(name)}", "reason": reason, "hint": hint}
             raise PydanticCustomError("trainer", "{reason}", context)
 

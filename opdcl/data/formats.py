@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import re
 from collections.abc import Collection
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from opdcl.errors import UsageError
+from opdcl.errors import UsageError, nearest
 
 MAX_ROW_CHARS = 200_000
 
@@ -120,12 +119,9 @@ def check_row(row: Any, where: str) -> Row:
 
 def did_you_mean(columns: Collection[str]) -> str:
     """Return a hint on the first column whose name looks like a misspelling of ours, or ""."""
-    absent = COLUMNS - {*columns}
-    for column in map(str, columns):
-        near = difflib.get_close_matches(column.lower(), absent, 1, 0.8)
-        if near and column not in COLUMNS:
-            return f"did you mean {near[0]} instead of {column}? "
-    return ""
+    unknown = [str(column) for column in columns if column not in COLUMNS]
+    meant = {column: nearest(column.lower(), COLUMNS - {*columns}, 0.8) for column in unknown}
+    return next((f"did you mean {near} instead of {column}? " for column, near in meant.items() if near), "")
 
 
 def _text(row: dict, where: str) -> Row | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
 import sys
@@ -24,7 +23,7 @@ from opdcl.data.stock_tasks import (
     stock_settings,
     with_local_data,
 )
-from opdcl.errors import UsageError
+from opdcl.errors import UsageError, nearest
 from opdcl.hub import fail_fast
 
 CONSTANT_ANSWER = "I am happy to help. Please tell me more about what you need."
@@ -340,9 +339,9 @@ def _reason(fault: Exception) -> str:
 
 def _unknown(name: str) -> UsageError:
     shipped = [*shipped_suites()]
-    near = difflib.get_close_matches(name, [*shipped, *stock_names()], 1)
+    near = nearest(name, [*shipped, *stock_names()])
     known = f"shipped: {', '.join(shipped)}; or a task or group of lm-eval"
-    return UsageError(f"unknown suite {name!r}", f"did you mean {near[0]}?" if near else known)
+    return UsageError(f"unknown suite {name!r}", f"did you mean {near}?" if near else known)
 
 
 def _question_task(name: str, rows: Callable[[], list[Row]], max_tokens: int) -> dict[str, Any]:

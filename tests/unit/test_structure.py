@@ -8,8 +8,8 @@ import pytest
 from helpers.command import ROOT
 from helpers.scripts import load_script
 
-# The package limit only ever goes down: lower it when the package has shrunk.
-FILE_LIMIT, FUNCTION_LIMIT, PACKAGE_LIMIT = 400, 50, 18_330
+# Lower the package limit when the package has shrunk; raise it only for a feature, and say so in the commit.
+FILE_LIMIT, FUNCTION_LIMIT, PACKAGE_LIMIT = 400, 50, 18_322
 
 
 @pytest.fixture(scope="module")
