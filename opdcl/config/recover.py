@@ -87,9 +87,9 @@ class RewardSection(Section):
 
 # Method -> settings without effect, and why.
 UNUSED_BY = {
-    "interpolate": ("warm_start lmbda steps trainer weighting", "which trains nothing"),
+    "interpolate": ("warm_start lmbda steps trainer weighting domain_texts", "which trains nothing"),
     "replay": ("loss.kind lmbda", "which imitates the teachers' answers"),
-    "general": ("general_per_domain more_domain", "which has no domain steps"),
+    "general": ("general_per_domain more_domain domain_texts", "which has no domain steps"),
 }
 
 
@@ -117,6 +117,7 @@ class RecoverConfig(Section):
             "with lmbda 0: the teachers write all answers",
         ),
         ("sampler", lambda s: s.server is not None, "with server: the server samples"),
+        ("domain_texts", lambda s: s.lmbda == 1, "with lmbda 1: the student writes all answers"),
     )
 
     method: Literal["alternating", "general", "replay", "interpolate"] = "alternating"
@@ -155,6 +156,9 @@ class RecoverConfig(Section):
     lmbda: Share = 0.0
     """Share of steps on the student's own completions; the other steps use the teacher's. 1 is on-policy. The
     teacher's show where it ends an answer, which a student that does not stop never does."""
+    domain_texts: Literal["teacher", "rows"] = "teacher"
+    """Who writes the answers of domain steps, if not the student. `rows`: the rows themselves, where they
+    have answers, so that nothing is sampled. The teacher grades them in any case."""
     teacher_first: Count = 9
     """First general steps, which use the teacher's answers: a terse student learns little from its own."""
     sample_ahead: Positive = 3
@@ -217,6 +221,8 @@ class RecoverConfig(Section):
                 raise ValueError(f"{name}_teacher.context shows answers; prompts that base writes have none")
         if self.general is None and not self.reward and (self.general_per_domain or self.method == "general"):
             raise ValueError("without general prompts use method alternating and general_per_domain 0")
+        if self.domain_texts == "rows" and self.loss.kind == "policy_gradient":
+            raise ValueError("loss.kind policy_gradient needs sampled answers: set domain_texts teacher")
         if self.server and self.temperature != 1:
             raise ValueError(
                 "a server returns log-probabilities at temperature 1: remove temperature or server"

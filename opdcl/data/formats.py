@@ -51,8 +51,12 @@ class Row:
         """Return a row for each answer in the conversation, in order; this one comes last."""
         pairs = enumerate(pairwise(message["role"] for message in self.prompt), 1)
         answered = [i for i, roles in pairs if roles in (("user", "assistant"), ("tool", "assistant"))]
-        earlier = [replace(self, prompt=self.prompt[:i], answer=self.prompt[i]["content"]) for i in answered]
-        return [*earlier, self]
+        return [*(self._turn(i) for i in answered), self]
+
+    def _turn(self, index: int) -> Row:
+        message = dict(self.prompt[index])
+        del message["role"]
+        return replace(self, prompt=self.prompt[:index], answer=message.pop("content"), reply=message)
 
     def with_context(self, context: str, answer: str, feedback: str = "") -> Row:
         """Return the row with its last message replaced by `context`, whose placeholders are filled in."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import pvariance
@@ -82,7 +82,8 @@ class Selection:
 class RolloutQueue:
     """Completions for the steps to come.
 
-    The student completes the prompts of on-policy steps, the stream's teacher those of the others. Steps of
+    The student completes the prompts of on-policy steps, the stream's teacher those of the others, unless
+    `answers` has the answer of a domain prompt's own row, by the prompt's index. Steps of
     one stream are sampled together: at most `recover.sample_ahead`, because the student's completions go
     stale as it learns, but more if a frozen teacher samples. The last, long completions of such a batch may
     stay unfinished: they resume in the stream's next batch and are learned from then (partial rollouts,
@@ -97,9 +98,11 @@ class RolloutQueue:
         student: Teacher,
         teachers: dict[Stream, AnyTeacher],
         selection: Selection,
+        answers: Mapping[int, list[int]] | None = None,
     ):
         self.config, self.steps, self.prompts = config, steps, prompts
         self.student, self.teachers, self.selection = student, teachers, selection
+        self.answers = {p: ids for p, row in (answers or {}).items() if (ids := self._until_its_end(row))}
         self.latest: dict[Stream, list[Rollout]] = {}
         """The completions handed out last, by stream."""
         self._ahead: dict[int, list[Rollout]] = {}
@@ -128,8 +131,12 @@ class RolloutQueue:
         rewarded = self.selection.is_rewarded(stream)
         may_resume = step.on_policy and len(batch) < len(same_kind) and not rewarded
         resumed = self._unfinished.pop(stream, []) if step.on_policy else []
+        answers = self.answers if stream == "domain" and not step.on_policy else {}
+        drawn = [p for i in batch for p in self.steps[i].prompts]
+        of_rows = [self._of_row(p) for p in drawn if p in answers]
+        teacher.prefetch(of_rows)
         rollouts = self.sample(
-            [self.prompts[stream][p] for i in batch for p in self.steps[i].prompts],
+            [self.prompts[stream][p] for p in drawn if p not in answers],
             stream,
             seed=self.config.seed * 1_000_003 + index,
             author=None if step.on_policy else teacher,
@@ -140,12 +147,25 @@ class RolloutQueue:
         )
         if unfinished := [r for r in rollouts if not self._is_done(r, stream)]:
             self._unfinished[stream] = unfinished
-        resumed, new = rollouts[: len(resumed)], iter(rollouts[len(resumed) :])
+        resumed, new, given = rollouts[: len(resumed)], iter(rollouts[len(resumed) :]), iter(of_rows)
         for i in batch:
-            of_step = [next(new) for _ in self.steps[i].prompts] + (resumed if i == batch[-1] else [])
+            of_step = [next(given if p in answers else new) for p in self.steps[i].prompts]
+            of_step += resumed if i == batch[-1] else []
             done = [r for r in of_step if self._is_done(r, stream)]
             self._ahead[i] = self.selection.choose(done, self.steps[i])
         return not (resumed and batch == [index])
+
+    def _of_row(self, index: int) -> Rollout:
+        """Return the answer of a domain prompt's own row as a completion."""
+        ids = self.answers[index]
+        finished = ids[-1] in self.student.backbone.eos_ids
+        return Rollout(list(self.prompts["domain"][index]), list(ids), finished=finished)
+
+    def _until_its_end(self, answer: list[int]) -> list[int]:
+        """Return a row's answer up to its end or to the limit; [] if it stops before both."""
+        limit, eos_ids = self._max_new_tokens("domain"), self.student.backbone.eos_ids
+        end = next((i for i, token in enumerate(answer[:limit], 1) if token in eos_ids), limit)
+        return answer[:end] if len(answer) >= end else []
 
     def _max_unfinished(self, batch: list[int]) -> int:
         """Return how many completions of these steps may stay unfinished: a sixteenth, never all of a step.
@@ -181,6 +201,8 @@ class RolloutQueue:
         `recover.temperature` is the student's; an author writes at temperature 1. The student alone can
         resume completions: those in `unfinished` come first in the result.
         """
+        if not prompts and not unfinished:
+            return []
         how = self.config, self._max_new_tokens(stream), seed, on_finished
         temperature = 1.0 if author else self.config.temperature
         if unfinished or max_unfinished:

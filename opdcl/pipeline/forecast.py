@@ -244,7 +244,9 @@ def _recovery_need(config: RecoverConfig, rows: dict[Any, list[Row]], shape: _Sh
         learned, measured = steps * batch * length, validations * held_out * length
         need.training += 4.0 * shape.used * learned
         need.forward += 2.0 * shape.used * (learned + 2 * measured)
-        need.decoding += 2.0 * shape.used * new_tokens * (steps * batch + held_out)
+        from_rows = stream == "domain" and config.domain_texts == "rows"
+        sampled = held_out + (0 if from_rows else steps * batch)
+        need.decoding += 2.0 * shape.used * new_tokens * sampled
     return need
 
 

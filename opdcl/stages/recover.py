@@ -74,7 +74,8 @@ def recover(
             reward = Reward(config.reward, source.reward_task, rows, backbone, context)
         steps = plan_steps(config, len(train["general"]), len(train["domain"]))
         selection = Selection(config, grader, reward)
-        queue = RolloutQueue(config, steps, train, student, teachers, selection)
+        answers = streams["domain"].answers
+        queue = RolloutQueue(config, steps, train, student, teachers, selection, answers)
         _train(config, grader, queue, {s: p.held_out for s, p in streams.items()}, out, report)
     with folder_appears_whole(out.adapter) as folder:
         shutil.copytree(out.trainer / "best", folder, dirs_exist_ok=True)

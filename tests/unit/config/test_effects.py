@@ -72,6 +72,8 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
         ({"recover": {"method": "general", "general_per_domain": 3}}, "recover.general_per_domain"),
         ({"recover": {"sampler": "slab", "server": SERVER, "lmbda": 1.0}}, "recover.sampler"),
         ({"recover": {"method": "general", "more_domain": 5}}, "recover.more_domain"),
+        ({"recover": {"method": "general", "domain_texts": "rows"}}, "recover.domain_texts"),
+        ({"recover": {"lmbda": 1.0, "domain_texts": "rows"}}, "recover.domain_texts"),
         ({"recover": {"server": SERVER}}, "recover.server"),
         ({"recover": {"temperature": 0.7}}, "recover.temperature"),
         ({"recover": {"teacher_first": 3}}, "recover.teacher_first"),

@@ -208,6 +208,18 @@ def test_rows_of_a_list_know_their_lines(tmp_path):
     assert [row.where.rpartition(":")[2] for row in rows] == ["3", "4", "6"]
 
 
+def test_an_earlier_answer_has_its_own_call_and_not_that_of_the_last(tmp_path):
+    calls = [{"id": str(i), "type": "function", "function": {"name": "f", "arguments": {}}} for i in range(2)]
+    asks = [{**assistant(""), "tool_calls": [call]} for call in calls]
+    result = {"role": "tool", "tool_call_id": "0", "content": "yes"}
+    messages = [user("1?"), asks[0], result, assistant("one"), user("2?"), asks[1]]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    text = json.dumps({"messages": messages, "tools": tools})
+    (row,) = load_rows(written(tmp_path, "rows.jsonl", text))
+    names = [[call["id"] for call in turn.reply.get("tool_calls", [])] for turn in row.turns()]
+    assert names == [["0"], [], ["1"]]
+
+
 def test_a_conversation_has_a_prompt_for_each_answer_to_the_user(tmp_path):
     turns = [system("S"), assistant("Hello."), user("1?"), assistant("one"), assistant("more"), user("2?")]
     row, answered = load_rows(
