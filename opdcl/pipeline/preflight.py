@@ -301,7 +301,6 @@ def remarks(workflow: Workflow, tasks: list[Task], sources: Sources) -> list[str
             notes.append(f"general prompts: base writes {len(prompts['general'])} of its own")
         if more := workflow.recover.more_domain:
             notes.append(f"domain prompts: base writes {more} after {len(prompts['domain']) - more} examples")
-        notes += _little_practice(workflow.recover, len(prompts["domain"]))
         if not prompts["domain"]:
             lost = "so the recovery may undo what was learned; name some with --domain"
             notes.append(f"warning: no prompts guard the domain, {lost}")
@@ -309,16 +308,6 @@ def remarks(workflow: Workflow, tasks: list[Task], sources: Sources) -> list[str
             lost = "so the recovery wins nothing back; name some with --prompts"
             notes.append(f"warning: there are no general prompts, {lost}")
     return notes
-
-
-def _little_practice(config: RecoverConfig, prompts: int) -> list[str]:
-    """Return a note if domain steps do not reach every prompt: what is not practised is lost first."""
-    steps = config.steps // (config.general_per_domain + 1)
-    practised = steps * (config.domain_rollouts or int(config.rollouts))
-    if config.method in ("general", "interpolate") or practised >= prompts:
-        return []
-    hint = "raise recover.domain_rollouts or recover.steps if they hold single facts"
-    return [f"domain steps practise {practised} of {prompts} prompts: {hint}"]
 
 
 def repeated_rows(rows: list[Row]) -> list[Row]:

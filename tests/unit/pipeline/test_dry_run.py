@@ -99,18 +99,6 @@ def test_an_unguarded_domain_is_said_before_training(plan, tmp_path):
     assert any("wins nothing back" in note for note in one_sided)
 
 
-def test_prompts_that_no_domain_step_reaches_are_said_before_training(plan):
-    def practised(*settings):
-        return [note for note in plan(*settings)["notes"] if "practise" in note]
-
-    assert practised("recover.steps=2", "recover.domain_rollouts=3") == [
-        "domain steps practise 3 of 12 prompts: raise recover.domain_rollouts or recover.steps "
-        "if they hold single facts"
-    ]
-    assert not practised("recover.steps=2", "recover.domain_rollouts=12")
-    assert not practised("recover.steps=2", "recover.method=general")
-
-
 def test_the_opening_names_model_rows_device_stages_directory_and_time(plan, tmp_path):
     workflow, _ = load(["tiny.yaml"])
     sources, run = Sources(), RunDir(tmp_path / "run")
