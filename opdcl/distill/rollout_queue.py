@@ -82,12 +82,12 @@ class Selection:
 class RolloutQueue:
     """Completions for the steps to come.
 
-    The student completes the prompts of on-policy steps, the stream's teacher those of the others, unless
-    `answers` has the answer of a domain prompt's own row, by the prompt's index. Steps of
-    one stream are sampled together: at most `recover.sample_ahead`, because the student's completions go
-    stale as it learns, but more if a frozen teacher samples. The last, long completions of such a batch may
-    stay unfinished: they resume in the stream's next batch and are learned from then (partial rollouts,
-    arXiv 2501.12599).
+    The student completes the prompts of on-policy steps, the stream's teacher those of the others. `answers`
+    holds answers of domain prompts' own rows, by the prompt's index; they take the place of the teacher's.
+    Steps of one stream are sampled together: at most `recover.sample_ahead`, because the student's
+    completions go stale as it learns, but more if a frozen teacher samples. The last, long completions of
+    such a batch may stay unfinished: they resume in the stream's next batch and are learned from then
+    (partial rollouts, arXiv 2501.12599).
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class RolloutQueue:
         """Return the answer of a domain prompt's own row as a completion."""
         ids = self.answers[index]
         finished = ids[-1] in self.student.backbone.eos_ids
-        return Rollout(list(self.prompts["domain"][index]), list(ids), finished=finished)
+        return Rollout(self.prompts["domain"][index], ids, finished=finished)
 
     def _until_its_end(self, answer: list[int]) -> list[int]:
         """Return a row's answer up to its end or to the limit; [] if it stops before both."""

@@ -16,11 +16,30 @@ from opdcl.stages.recover import recover
 
 PROMPT = [1, 520, 9690, 198]
 
+SHORT = {
+    "steps": 6,
+    "rollouts": 4,
+    "max_new_tokens": 6,
+    "validate_every": 3,
+    "validation_prompts": 2,
+    "learning_rate": 5e-3,
+    "micro_batch_tokens": 2048,
+}
+
 
 class Silent:
     def progress(self, done, total, **values): ...
 
     def note(self, text): ...
+
+
+def short_recovery(folder, **settings):
+    """Return the settings of a few small steps on the prompts in `folder`."""
+    streams = {stream: str(folder / f"{stream}.jsonl") for stream in ("general", "domain")}
+    short = dict(SHORT)
+    if settings.get("method") == "interpolate":
+        del short["steps"]  # it has none
+    return RecoverConfig(**streams | short | settings)
 
 
 def train(backbone, folder, name, config, stop=None):
@@ -63,21 +82,7 @@ def run(backbone, folder, **settings):
     """Recover the adapter in `folder / "tuned"` in a few small steps; return the rows of its metrics."""
     trained = settings.get("method") not in ("interpolate", "replay")
     on_policy = {"lmbda": 1.0, "teacher_first": 0} if trained and settings.get("lmbda") != 0 else {}
-    config = RecoverConfig(
-        general=str(folder / "general.jsonl"),
-        domain=str(folder / "domain.jsonl"),
-        **{
-            **({} if settings.get("method") == "interpolate" else {"steps": 6}),
-            **on_policy,
-            "rollouts": 4,
-            "max_new_tokens": 6,
-            "validate_every": 3,
-            "validation_prompts": 2,
-            "learning_rate": 5e-3,
-            "micro_batch_tokens": 2048,
-            **settings,
-        },
-    )
+    config = short_recovery(folder, **on_policy | settings)
     out = StageDir(folder / "out")
     before = backbone.fingerprint()
     source = read_recovery_source(config)

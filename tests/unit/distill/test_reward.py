@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.near import ROUNDING, flat, relative_error
-from helpers.recovering import Silent, make_trainer, whole_and_resumed
+from helpers.recovering import SHORT, Silent, make_trainer, whole_and_resumed
 from trl import GRPOConfig, GRPOTrainer
 
 from opdcl.config.evaluate import EvalConfig
@@ -258,21 +258,8 @@ def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
     ids=["base", "shown the best"],
 )
 def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned, extra):
-    config = RecoverConfig(
-        domain=str(tuned / "domain.jsonl"),
-        steps=6,
-        general_per_domain=2,
-        sample_ahead=2,
-        max_new_tokens=6,
-        validate_every=3,
-        validation_prompts=2,
-        learning_rate=5e-3,
-        micro_batch_tokens=2048,
-        save_steps=2,
-        domain_rollouts=4,
-        **SETTINGS,
-        **extra,
-    )
+    steps = {"general_per_domain": 2, "sample_ahead": 2, "save_steps": 2, "domain_rollouts": 4}
+    config = RecoverConfig(domain=str(tuned / "domain.jsonl"), **SHORT | steps | SETTINGS | extra)
     whole, resumed = whole_and_resumed(backbone, tuned, config, stop=3)
     rows = [r for r in read_jsonl(whole.metrics) if "loss" in r]
     assert [("reward" in r) == (r["stream"] == "general") for r in rows] == [True] * 6

@@ -1,7 +1,7 @@
 """The rollout queue: whose settings bound a completion, what seeds it, and when a row writes it."""
 
 import pytest
-from helpers.recovering import PROMPT, make_trainer, train, whole_and_resumed
+from helpers.recovering import PROMPT, make_trainer, short_recovery, train, whole_and_resumed
 
 from opdcl.config.finetune import LoraSection
 from opdcl.config.recover import RecoverConfig
@@ -145,19 +145,7 @@ def test_nothing_is_sampled_where_every_row_has_an_answer(with_answers, monkeypa
 
 
 def test_domain_steps_on_the_rows_own_answers_resume_to_the_same_bits(backbone, answered):
-    config = RecoverConfig(
-        general=str(answered / "general.jsonl"),
-        domain=str(answered / "domain.jsonl"),
-        domain_texts="rows",
-        steps=6,
-        rollouts=4,
-        max_new_tokens=6,
-        validate_every=3,
-        validation_prompts=2,
-        learning_rate=5e-3,
-        micro_batch_tokens=2048,
-        save_steps=2,
-    )
+    config = short_recovery(answered, domain_texts="rows", save_steps=2)
     whole, _ = whole_and_resumed(backbone, answered, config, stop=3)
     teacher_writes = config.model_copy(update={"domain_texts": "teacher"})
     other = train(backbone, answered, "other", teacher_writes)
@@ -167,8 +155,7 @@ def test_domain_steps_on_the_rows_own_answers_resume_to_the_same_bits(backbone, 
 
 def test_rows_that_are_to_write_need_answers(tuned, loaded):
     (tuned / "domain.jsonl").write_text('{"question": "One?"}\n{"question": "Two?"}\n')
-    settings = {"general": str(tuned / "general.jsonl"), "domain": str(tuned / "domain.jsonl")}
-    config = RecoverConfig(**settings, domain_texts="rows")
+    config = short_recovery(tuned, domain_texts="rows")
     with pytest.raises(UsageError, match="no domain prompt has an answer"):
         encode_stream(config, read_recovery_source(config), "domain", loaded.tokenizer, 500)
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from helpers.near import ROUNDING, relative_error
-from helpers.recovering import Silent, make_trainer, run, whole_and_resumed
+from helpers.recovering import Silent, make_trainer, run, short_recovery, whole_and_resumed
 from helpers.teaching import ROLLOUTS, SHOWN, encode, graded, specialist, states
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -214,21 +214,15 @@ def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, t
             },
         }
 
-    config = RecoverConfig(
-        general=str(answered / "general.jsonl"),
-        domain=str(answered / "domain.jsonl"),
+    config = short_recovery(
+        answered,
         domain_teacher=teacher,
         teachers=named,
         steps=8,
         lmbda=0.5,
         teacher_first=1,
         warm_start=0.7,
-        rollouts=4,
-        max_new_tokens=6,
         validate_every=4,
-        validation_prompts=2,
-        learning_rate=5e-3,
-        micro_batch_tokens=2048,
         save_steps=3,
     )
     whole, cut = whole_and_resumed(backbone, answered, config, stop=5)
@@ -245,20 +239,15 @@ def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, t
 def test_two_emas_are_independent(backbone, answered):
     """Each stream has its own: at rate 1 it follows the student, at rate 0 it stays."""
     mean = {"kind": "ema", **SHOWN}
-    config = RecoverConfig(
+    config = short_recovery(
+        answered,
         general=str(answered / "domain.jsonl"),
-        domain=str(answered / "domain.jsonl"),
         general_teacher=mean | {"rate": 1.0},
         domain_teacher=mean | {"rate": 0.0},
         steps=4,
         lmbda=1.0,
         teacher_first=0,
-        rollouts=4,
-        max_new_tokens=6,
         validate_every=4,
-        validation_prompts=2,
-        learning_rate=5e-3,
-        micro_batch_tokens=2048,
     )
     source, tuned = read_recovery_source(config), answered / "tuned"
     recover(config, source, backbone, tuned, StageDir(answered / "two"), Silent())

@@ -5,13 +5,12 @@ import json
 
 import pytest
 import torch
-from helpers.recovering import PROMPT, whole_and_resumed
+from helpers.recovering import PROMPT, short_recovery, whole_and_resumed
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
-from opdcl.config.recover import RecoverConfig
 from opdcl.distill.teachers import Teacher
 from opdcl.errors import UsageError
 from opdcl.model.adapters import start_files, tuned_model
@@ -129,19 +128,8 @@ def test_a_recovery_resumes_with_the_same_adapter(pair, tmp_path, alone):
     for name in ("general", "domain"):
         rows = [{"prompt": f"Say {name} {i}."} for i in range(6)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = RecoverConfig(
-        general=str(tmp_path / "general.jsonl"),
-        domain=str(tmp_path / "domain.jsonl"),
-        steps=6,
-        rollouts=4,
-        max_new_tokens=6,
-        validate_every=3,
-        validation_prompts=2,
-        save_steps=2,
-        learning_rate=1e-2,
-        micro_batch_tokens=2048,
-        health={"watch": False},  # random weights are close to uniform
-    )
+    unwatched = {"watch": False}  # random weights are close to uniform
+    config = short_recovery(tmp_path, save_steps=2, learning_rate=1e-2, health=unwatched)
     before = pair.fingerprint()
     pair.drop_adapters()
     whole, _ = whole_and_resumed(pair, tmp_path, config, stop=3)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from helpers.recovering import Silent, train
+from helpers.recovering import Silent, short_recovery, train
 from helpers.serving import serving
 
 from opdcl.config.evaluate import EvalConfig
@@ -372,22 +372,16 @@ def test_its_completions_have_the_local_models_log_probabilities(backbone, elsew
 
 
 def recovery(backbone, tuned, name, general_teacher, loss, **settings):
-    config = RecoverConfig(
-        general=str(tuned / "general.jsonl"),
-        domain=str(tuned / "domain.jsonl"),
+    config = short_recovery(
+        tuned,
         general_teacher=general_teacher,
         loss=loss,
         steps=4,
         health=HealthSection(watch=False),  # a random model may trip a limit
         lmbda=1.0,
         teacher_first=1,
-        rollouts=4,
         sample_ahead=2,
-        max_new_tokens=6,
         validate_every=2,
-        validation_prompts=2,
-        learning_rate=5e-3,
-        micro_batch_tokens=2048,
         save_steps=2,
         **settings,
     )
