@@ -8,9 +8,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from datasets import Dataset
 from helpers.command import opdcl
 from helpers.tiny import make_project
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
 
 from opdcl.errors import UsageError
 from opdcl.pipeline.begin import open_or_begin
@@ -18,6 +23,7 @@ from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 
 SMALL = "recover.steps=2 recover.rollouts=4 recover.max_new_tokens=6 recover.validation_prompts=2"
+GENTLE = f"{SMALL} recover.learning_rate=1e-4"
 MEASURE = ("--retention", "instructions", "--limit", "4", "--set", "eval.max_new_tokens=6")
 
 
@@ -34,15 +40,77 @@ def project(tiny_model, tmp_path, monkeypatch):
 @pytest.fixture
 def adapter(loaded, project) -> Path:
     """The output folder of a trainer: an adapter, and what else trainers leave behind."""
-    config = LoraConfig(r=4, lora_alpha=8, use_dora=True, target_modules=["q_proj", "v_proj"])
-    model = get_peft_model(copy.deepcopy(loaded.causal_lm), config)
+    made = made_by_peft(
+        loaded, project, r=4, lora_alpha=8, use_dora=True, target_modules=["q_proj", "v_proj"]
+    )
+    (made / "checkpoint-3").mkdir()
+    (made / "optimizer.pt").write_text("large")
+    return made
+
+
+def made_by_peft(loaded, project: Path, dtype=None, **lora) -> Path:
+    model = get_peft_model(copy.deepcopy(loaded.causal_lm), LoraConfig(**lora))
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             weight.data += 0.3
-    model.save_pretrained(project / "mine")
-    (project / "mine" / "checkpoint-3").mkdir()
-    (project / "mine" / "optimizer.pt").write_text("large")
+    model.to(dtype).save_pretrained(project / "mine")
     return project / "mine"
+
+
+def made_by_trl(loaded, project: Path, **lora) -> Path:
+    rows = [{"prompt": f"What is {i}?", "completion": f" {i} is a number."} for i in range(8)]
+    arguments = SFTConfig(
+        output_dir=str(project / "mine"), max_steps=2, learning_rate=0.1, use_cpu=True, report_to="none"
+    )
+    trainer = SFTTrainer(
+        model=copy.deepcopy(loaded.causal_lm),
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=loaded.tokenizer,
+        peft_config=LoraConfig(**lora, task_type="CAUSAL_LM"),
+    )
+    trainer.train()
+    trainer.save_model()
+    return project / "mine"
+
+
+OTHERS = {
+    "of TRL's trainer": (made_by_trl, {"r": 8, "lora_alpha": 16}),
+    "rank 16 on all linear layers in bf16": (
+        made_by_peft,
+        {"r": 16, "lora_alpha": 8, "target_modules": "all-linear", "dtype": torch.bfloat16},
+    ),
+    "rsLoRA": (made_by_peft, {"r": 9, "lora_alpha": 3, "use_rslora": True}),
+    "one layer": (made_by_peft, {"r": 2, "lora_alpha": 16, "layers_to_transform": [1]}),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_adapters_are_measured_recovered_and_exported(kind, loaded, project):
+    make, lora = OTHERS[kind]
+    adapter = make(loaded, project, **lora)
+    for command in (
+        ("eval", "mine", *MEASURE),
+        ("recover", "mine", "--prompts", "prompts.jsonl", "--domain", "rows.jsonl", *settings(GENTLE)),
+        ("export", "runs/mine", "--format", "adapter", "-o", "repaired"),
+        ("export", "runs/mine", "-o", "merged"),
+    ):
+        done = opdcl(*command)
+        assert done.returncode == 0, done.stderr
+    run = RunDir(project / "runs" / "mine")
+    assert {p.parent.name for p in run.evals.glob("*/instructions.json")} == {"base", "tuned", "recovered"}
+    before, after = (
+        load_file(folder / "adapter_model.safetensors") for folder in (adapter, project / "repaired")
+    )
+    assert {k: v.shape for k, v in before.items()} == {k: v.shape for k, v in after.items()}
+    assert any(not torch.equal(before[k].float(), after[k].float()) for k in before)
+    merged = AutoModelForCausalLM.from_pretrained(project / "merged", dtype=torch.float32)
+    by_peft = PeftModel.from_pretrained(copy.deepcopy(loaded.causal_lm), str(project / "repaired")).eval()
+    ids = torch.arange(40, 60)[None]
+    with torch.no_grad():
+        base, whole, expected = (model(ids).logits for model in (loaded.causal_lm, merged, by_peft))
+    rounding, effect = (whole - expected).abs().mean(), (base - expected).abs().mean()
+    assert rounding < effect / 10, "the merged model is in bf16"
 
 
 def test_an_adapter_is_measured_recovered_and_measured_again(adapter, project):
