@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 import torch
+from helpers.adapters import made_by_peft
 from helpers.recovering import run
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from opdcl.errors import UsageError
@@ -48,16 +49,8 @@ def made(loaded, tmp_path):
     """Return a function that makes an adapter with PEFT alone, as any trainer does, and saves it."""
 
     def make(name="", **settings):
-        torch.manual_seed(3)
-        config = LoraConfig(**settings, task_type="CAUSAL_LM")
-        model = get_peft_model(copy.deepcopy(loaded.causal_lm), config)
-        for key, weight in model.named_parameters():
-            if "lora_" in key:
-                weight.data += torch.randn_like(weight) * 0.1
-        if name == "bf16":
-            model = model.to(torch.bfloat16)
-        model.save_pretrained(tmp_path / "adapter")
-        return tmp_path / "adapter"
+        dtype = torch.bfloat16 if name == "bf16" else None
+        return made_by_peft(loaded, tmp_path / "adapter", dtype, **settings)
 
     return make
 

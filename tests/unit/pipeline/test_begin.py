@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
+from helpers.adapters import made_by_peft, made_by_trl
 from helpers.command import opdcl
 from helpers.tiny import make_project
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from trl import SFTConfig, SFTTrainer
 
 from opdcl.errors import UsageError
 from opdcl.pipeline.begin import open_or_begin
@@ -23,7 +22,6 @@ from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 
 SMALL = "recover.steps=2 recover.rollouts=4 recover.max_new_tokens=6 recover.validation_prompts=2"
-GENTLE = f"{SMALL} recover.learning_rate=1e-4"
 MEASURE = ("--retention", "instructions", "--limit", "4", "--set", "eval.max_new_tokens=6")
 
 
@@ -41,37 +39,11 @@ def project(tiny_model, tmp_path, monkeypatch):
 def adapter(loaded, project) -> Path:
     """The output folder of a trainer: an adapter, and what else trainers leave behind."""
     made = made_by_peft(
-        loaded, project, r=4, lora_alpha=8, use_dora=True, target_modules=["q_proj", "v_proj"]
+        loaded, project / "mine", r=4, lora_alpha=8, use_dora=True, target_modules=["q_proj", "v_proj"]
     )
     (made / "checkpoint-3").mkdir()
     (made / "optimizer.pt").write_text("large")
     return made
-
-
-def made_by_peft(loaded, project: Path, dtype=None, **lora) -> Path:
-    model = get_peft_model(copy.deepcopy(loaded.causal_lm), LoraConfig(**lora))
-    for name, weight in model.named_parameters():
-        if "lora_B" in name:
-            weight.data += 0.3
-    model.to(dtype).save_pretrained(project / "mine")
-    return project / "mine"
-
-
-def made_by_trl(loaded, project: Path, **lora) -> Path:
-    rows = [{"prompt": f"What is {i}?", "completion": f" {i} is a number."} for i in range(8)]
-    arguments = SFTConfig(
-        output_dir=str(project / "mine"), max_steps=2, learning_rate=0.1, use_cpu=True, report_to="none"
-    )
-    trainer = SFTTrainer(
-        model=copy.deepcopy(loaded.causal_lm),
-        args=arguments,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=loaded.tokenizer,
-        peft_config=LoraConfig(**lora, task_type="CAUSAL_LM"),
-    )
-    trainer.train()
-    trainer.save_model()
-    return project / "mine"
 
 
 OTHERS = {
@@ -88,10 +60,10 @@ OTHERS = {
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_adapters_are_measured_recovered_and_exported(kind, loaded, project):
     make, lora = OTHERS[kind]
-    adapter = make(loaded, project, **lora)
+    adapter = make(loaded, project / "mine", **lora)
     for command in (
         ("eval", "mine", *MEASURE),
-        ("recover", "mine", "--prompts", "prompts.jsonl", "--domain", "rows.jsonl", *settings(GENTLE)),
+        ("recover", "mine", "--prompts", "prompts.jsonl", "--domain", "rows.jsonl", *settings(SMALL)),
         ("export", "runs/mine", "--format", "adapter", "-o", "repaired"),
         ("export", "runs/mine", "-o", "merged"),
     ):
