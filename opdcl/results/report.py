@@ -10,7 +10,7 @@ from opdcl.results import format, report_tables
 from opdcl.results.samples import RULE, pick_examples, pick_samples
 from opdcl.results.scores import STATES, Suite, headline_of, load_suites, section
 from opdcl.results.summary import summarise
-from opdcl.results.tables import MISSING
+from opdcl.results.tables import MISSING, different_raw
 from opdcl.results.verdict import split, why_no_domain_retention, why_no_recovery
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.rundir.layout import RunDir
@@ -173,7 +173,7 @@ def _public(model: str) -> str:
 def _ratios(summary: dict, domain: Suite | None) -> list[dict[str, Any]]:
     """Return R and D with what they mean, or why there is none."""
     meaning = "of the lost score that came back, counted from tuned or the floor, whichever is higher"
-    if raw := report_tables.different_raw(summary):
+    if raw := different_raw(summary):
         meaning += f"; from tuned alone, {raw}"
     recovery = {"estimate": summary["recovery"], "why": why_no_recovery(summary)}
     kept = {"estimate": summary["domain_retention"], "why": why_no_domain_retention(domain)}

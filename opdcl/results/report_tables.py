@@ -7,7 +7,7 @@ from typing import Any
 
 from opdcl.results import format
 from opdcl.results.scores import HEADLINE_ROLES, STATES, metric_words, section
-from opdcl.results.tables import Table, ratio_cell, score_cell, writing_rows
+from opdcl.results.tables import Table, different_raw, ratio_cell, score_cell, writing_rows
 from opdcl.results.writing import MARGINS
 from opdcl.rundir.layout import RunDir
 
@@ -81,12 +81,6 @@ def _size(scores: dict[str, Any]) -> str:
 def _ratio(group: dict[str, Any]) -> str:
     raw, ratio = different_raw(group), ratio_cell(group["recovery"])
     return f"{ratio}; from tuned {raw}" if raw else ratio
-
-
-def different_raw(outcome: dict[str, Any]) -> str:
-    """Format R counted from tuned alone, if there is an R and the two differ in print; else empty."""
-    ratios = [outcome[key] and format.interval(outcome[key]) for key in ("recovery", "recovery_raw")]
-    return ratios[1] if all(ratios) and ratios[0] != ratios[1] else ""
 
 
 def detail_tables(summary: dict[str, Any]) -> list[Table]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from opdcl.results import writing
 from opdcl.results.format import percent
 from opdcl.results.scores import STATES, Suite, headline_of, load_suites, section
-from opdcl.results.tables import ratio_cell, score_cell, writing_rows
+from opdcl.results.tables import different_raw, ratio_cell, score_cell, writing_rows
 from opdcl.results.verdict import verdict
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
@@ -79,7 +79,7 @@ def table_rows(summary: dict[str, Any]) -> list[list[str]]:
             if suite["role"] == "retention":
                 rows += [[label, "", "", *cells] for label, *cells in writing_rows(suite["writing"])]
     for label, key in (("R", "recovery"), ("R from tuned", "recovery_raw"), ("D", "domain_retention")):
-        if summary[key]:
+        if summary[key] and (key != "recovery_raw" or different_raw(summary)):
             rows.append([label, "", "", "", "", ratio_cell(summary[key])])
     return rows
 

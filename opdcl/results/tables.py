@@ -111,6 +111,12 @@ def ratio_cell(estimate: dict | None) -> str:
     return interval(estimate).replace(" [", "\n[", 1) if estimate else ""
 
 
+def different_raw(outcome: dict[str, Any]) -> str:
+    """Format R counted from tuned alone, if there is an R and the two differ in print; else empty."""
+    ratios = [outcome[key] and interval(outcome[key]) for key in ("recovery", "recovery_raw")]
+    return ratios[1] if all(ratios) and ratios[0] != ratios[1] else ""
+
+
 def _points_cell(estimate: dict | None) -> str:
     if not estimate:
         return ""

@@ -268,6 +268,14 @@ def test_the_page_shows_how_answers_are_written(run, measured):
     assert [row[0] for row in rows].count("answers that end") == 1
 
 
+@pytest.mark.parametrize(("floor", "labels"), [(0, ["R", "D"]), (100, ["R", "R from tuned", "D"])])
+def test_r_from_tuned_is_told_only_where_it_differs_from_r(run, measured, floor, labels):
+    states = dict.fromkeys(("base", "tuned", "recovered"), lambda i: {"floor": i < floor})
+    summary = measured(320, 40, 280, **states)
+    assert [row[0] for row in table_rows(summary) if row[0] in ("R", "R from tuned", "D")] == labels
+    assert ("; from tuned alone, " in pages(run)["report.md"]) == ("R from tuned" in labels)
+
+
 def test_a_changed_script_has_a_line_of_its_own(run, measured):
     def russian(i):
         return {"response": "Пиши коротко." if i < 100 else "Keep it short."}
