@@ -23,16 +23,14 @@ Column = Literal["question", "answer", "messages", "text", "system", "teacher", 
 MACHINE = {"device", "deterministic", "shard"}
 WITHOUT_MEANING = {"save_steps"}
 PLACE = {"url", "concurrency", "timeout", "patience"}
-# Settings that stored runs lack. With these values they change nothing, so they are no part of a fingerprint.
-ADDED = [
-    ("loss", AnswerLossSection().model_dump()),
-    ("replay", ReplaySection().model_dump()),
-    ("chat_template", None),
-    ("chat_template_kwargs", {}),
-    ("thought_tokens", 0),
-    ("quantization", None),
-    ("more_domain", 0),
-]
+# Settings that older runs lack, by section. With these values they change nothing, so they are no part of a
+# fingerprint, and a run without them was made with these values.
+ADDED: dict[str, dict[str, Any]] = {
+    "model": {"chat_template": None, "chat_template_kwargs": {}, "quantization": None},
+    "finetune": {"loss": AnswerLossSection().model_dump(), "replay": ReplaySection().model_dump()},
+    "recover": {"more_domain": 0, "domain_texts": "teacher"},
+    "eval": {"thought_tokens": 0},
+}
 
 
 class Workflow(Section):
@@ -119,8 +117,9 @@ class Workflow(Section):
 
 def meaningful_settings(config: dict[str, Any], ignored: set[str] = WITHOUT_MEANING) -> dict[str, Any]:
     """Return the settings of a stage that determine its result, at every depth."""
+    added = [setting for section in ADDED.values() for setting in section.items()]
     # Where rows are refused nothing is made, so `refuse` is no part of a result.
-    settings = {k: v for k, v in config.items() if k not in ignored and v != "refuse" and (k, v) not in ADDED}
+    settings = {k: v for k, v in config.items() if k not in ignored and v != "refuse" and (k, v) not in added}
     for key, value in settings.items():
         if isinstance(value, dict):
             settings[key] = meaningful_settings(value, {"server": PLACE, "model": MACHINE}.get(key, set()))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from opdcl.config.load import flatten
-from opdcl.config.workflow import WITHOUT_MEANING
+from opdcl.config.workflow import ADDED, WITHOUT_MEANING
 from opdcl.errors import UsageError
 from opdcl.results.scores import HEADLINE_ROLES, STATES, Suite, headline_of, load_suites, section
 from opdcl.results.stats import Clusters, Point, States
@@ -189,7 +189,9 @@ def _remedy(model: Member, other: Member) -> str:
 
 def split_seeds(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a run's settings that can change a score, as flat keys, and its seeds."""
-    settings = flatten({key: value for key, value in run.settings().items() if key not in IGNORED})
+    tree = {key: value for key, value in run.settings().items() if key not in IGNORED}
+    tree |= {key: added | tree[key] for key, added in ADDED.items() if tree.get(key)}
+    settings = flatten(tree)
     option = {key: key.rsplit(".", 1)[-1] for key in settings}
     seeds = {key: settings[key] for key in settings if option[key] in SEEDS}
     return {k: v for k, v in settings.items() if option[k] not in SEEDS | WITHOUT_MEANING}, seeds
