@@ -190,8 +190,7 @@ def _remedy(model: Member, other: Member) -> str:
 def split_seeds(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a run's settings that can change a score, as flat keys, and its seeds."""
     tree = {key: value for key, value in run.settings().items() if key not in IGNORED}
-    tree |= {key: added | tree[key] for key, added in ADDED.items() if tree.get(key)}
-    settings = flatten(tree)
+    settings = flatten(tree | {key: added | tree[key] for key, added in ADDED.items() if tree.get(key)})
     option = {key: key.rsplit(".", 1)[-1] for key in settings}
     seeds = {key: settings[key] for key in settings if option[key] in SEEDS}
     return {k: v for k, v in settings.items() if option[k] not in SEEDS | WITHOUT_MEANING}, seeds
