@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 SETTINGS = """
@@ -53,7 +54,10 @@ def make_mixture(folder: Path, model: Path, family: str) -> Path:
 
 
 def _save(folder: Path, tokenizer_of: Path, family: str, **sizes) -> Path:
-    """Save a model with random weights; wide ones, because recovery refuses a teacher close to uniform."""
+    """Save a model with random weights; wide ones, because recovery refuses a teacher close to uniform.
+
+    OPDCL_TINY_SEED draws other weights: no test may hold for one draw only.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -72,7 +76,7 @@ def _save(folder: Path, tokenizer_of: Path, family: str, **sizes) -> Path:
         pad_token_id=2,
         **sizes,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(int(os.environ.get("OPDCL_TINY_SEED", "0")))
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -22,6 +22,7 @@ from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 
 SMALL = "recover.steps=2 recover.rollouts=4 recover.max_new_tokens=6 recover.validation_prompts=2"
+PROMPTS = ("--prompts", "prompts.jsonl", "--domain", "rows.jsonl")
 MEASURE = ("--retention", "instructions", "--limit", "4", "--set", "eval.max_new_tokens=6")
 
 
@@ -63,7 +64,8 @@ def test_other_adapters_are_measured_recovered_and_exported(kind, loaded, projec
     adapter = make(loaded, project / "mine", **lora)
     for command in (
         ("eval", "mine", *MEASURE),
-        ("recover", "mine", "--prompts", "prompts.jsonl", "--domain", "rows.jsonl", *settings(SMALL)),
+        # The last adapter: on some processors no step of a random model comes nearer to its teachers.
+        ("recover", "mine", *PROMPTS, *settings(f"{SMALL} recover.keep=last")),
         ("export", "runs/mine", "--format", "adapter", "-o", "repaired"),
         ("export", "runs/mine", "-o", "merged"),
     ):
@@ -94,8 +96,7 @@ def test_an_adapter_is_measured_recovered_and_measured_again(adapter, project):
     measured = run.eval_result("tuned", "instructions").read_bytes()
     assert "next: opdcl recover runs/mine --domain PROMPTS.jsonl\n" in made.stderr
 
-    words = ("--prompts", "prompts.jsonl", "--domain", "rows.jsonl", *settings(SMALL))
-    made = opdcl("recover", "mine", *words)
+    made = opdcl("recover", "mine", *PROMPTS, *settings(SMALL))
     assert made.returncode == 0, made.stderr
     assert "taken from" not in made.stderr, "the adapter is in the run already"
     assert run.eval_result("tuned", "instructions").read_bytes() == measured
