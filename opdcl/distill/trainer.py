@@ -17,8 +17,9 @@ from opdcl.training import finite_or_skipped
 
 
 class RecoveryTrainer(Trainer):
-    """Distil each stream's teacher into the student, on completions that the student samples.
+    """Distil each stream's teacher into the student, on completions that the step's author has written.
 
+    The author is the student on the share `recover.lmbda` of the steps, and the stream's teacher on the others.
     The dataset is the schedule: one row, a step's index, is one optimizer step.
     """
 
@@ -44,7 +45,7 @@ class RecoveryTrainer(Trainer):
         )
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        """Sample, grade and accumulate the gradient of one scheduled step; return its mean loss per token."""
+        """Grade one step's completions and accumulate the gradient; return the mean loss per token."""
         # With dropout, the model that is graded would not be the one that wrote the completions: sampler and
         # trainer would disagree about every token, and frozen teachers would change from reading to reading.
         model.eval()

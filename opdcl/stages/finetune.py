@@ -111,6 +111,7 @@ def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
         general_per_domain=0,
         domain=config.data,
         steps=planned_steps(config, rows),
+        lmbda=1.0,  # a teacher that sees the answer would write it: then this is imitation
         rollouts=config.batch_size,
         micro_batch_tokens=2048,
         max_new_tokens=own.max_new_tokens,

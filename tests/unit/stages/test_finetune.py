@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from helpers.command import opdcl
 from helpers.near import ROUNDING, flat, relative_error
 from helpers.recovering import Silent
+from helpers.tiny import make_project
 from safetensors.torch import load_file
 from trl import SFTConfig
 
@@ -19,6 +21,8 @@ from opdcl.console import Output
 from opdcl.data.chat import encode_example, encode_prompt
 from opdcl.data.examples import Examples, read_examples
 from opdcl.data.rows import Row, load_rows
+from opdcl.distill.rollout_queue import RolloutQueue
+from opdcl.distill.teachers import Teacher
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.forward import answer_ids, answer_states
@@ -214,7 +218,44 @@ def test_self_distillation_takes_the_settings_of_its_section():
     assert (teacher.kind, teacher.rate, teacher.skip_tokens) == ("ema", 0.2, 2)
     assert (recovery.max_new_tokens, recovery.loss.kind, recovery.seed) == (9, "reverse_kl", 5)
     assert (recovery.steps, recovery.rollouts, recovery.learning_rate) == (10, 8, 1e-3)
+    assert "lmbda" in recovery.model_fields_set  # the default is another recipe's, and has changed before
     assert recovery.keep == "last"  # held-out KL to a teacher that moves does not say which adapter is best
+
+
+@pytest.fixture
+def writers(monkeypatch):
+    """The adapter states that write the completions of each step, step after step, as training goes on."""
+    writer_of, steps = {}, []
+    complete, take = Teacher.complete, RolloutQueue.take
+
+    def completed(self, *args, **kwargs):
+        rollouts = complete(self, *args, **kwargs)
+        writer_of.update((id(rollout), self.state) for rollout in rollouts)
+        return rollouts
+
+    def taken(self, index):
+        batch = take(self, index)
+        steps.append({writer_of[id(rollout)] for rollout in batch.rollouts})
+        return batch
+
+    monkeypatch.setattr(Teacher, "complete", completed)
+    monkeypatch.setattr(RolloutQueue, "take", taken)
+    return steps
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_the_student_writes_every_step_of_self_distillation_whoever_writes_in_the_recovery(
+    tmp_path, tiny_model, writers, share
+):
+    settings = {"finetune.method": "self-distill", "finetune.self_distill.max_new_tokens": 6}
+    settings |= {"finetune.lora.r": 4, "finetune.lora.alpha": 8, "eval": None, "recover.steps": 4}
+    settings |= {"recover.lmbda": share, "recover.teacher_first": 9 if share == 0 else 0}
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    done = opdcl("run", "tiny.yaml", "-o", "out", *words, cwd=make_project(tmp_path, tiny_model))
+    assert done.returncode == 0, done.stderr
+    assert len(writers) == 12 + 4  # four epochs of three batches, then the recovery
+    assert writers[:12] == [{"student"}] * 12
+    assert writers[12:] == ([{"student"}] * 4 if share else [{"base"}, {"tuned"}] * 2)
 
 
 @pytest.mark.parametrize("batch_size", [3, 8])
