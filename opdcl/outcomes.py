@@ -55,9 +55,10 @@ class Result(Outcome):
         """Return the command that leads on: what the run lacks, else its answers."""
         place = shlex.quote(str(self.path))
         if not self.adapters:
-            manifest = RunDir(self.path).read_manifest()
-            commands = manifest.get("commands") or [manifest.get("command")]
-            return commands[-1] or f"opdcl finetune --data ROWS.jsonl -o {place}"
+            # Not the command that began the run: its relative paths may have started in another folder.
+            if (workflow := RunDir(self.path).workflow).exists():
+                return f"opdcl run {shlex.quote(str(workflow))} -o {place}"
+            return f"opdcl finetune --data ROWS.jsonl -o {place}"
         if "recovered" not in self.adapters:
             settings = RunDir(self.path).settings()
             # An adapter made elsewhere brings no prompts of its domain.

@@ -29,7 +29,8 @@ ALIASES = ("smollm2-135m", "handbook", "handbook/staff", "handbook/site", "every
 DATA_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md")
 FILE_ENDINGS = (*DATA_ENDINGS, ".gguf", ".jinja")
 
-# Settings that may name a file; relative paths start at the workflow file's folder.
+# Settings that may name a file. Relative paths start at the workflow file's folder, those of a command at the
+# current one; a run stores them whole, so that later commands may be given in any folder.
 PATH_FIELDS = (
     "*model.chat_template",
     *("model.id", "start", "finetune.data", "recover.general", "recover.domain", "eval.data.*"),
@@ -92,7 +93,7 @@ def _override(
             node = node.setdefault(section, {})
             if not isinstance(node, dict):
                 raise UsageError(f"{key}: {section} is a value, not a section", "opdcl config schema")
-        node[name] = value
+        node[name] = _from_here(value, key)
         origins[key] = origin
         own.add(key)
     return validate(tree, origins, own), origins
@@ -228,12 +229,26 @@ def _merge(tree: dict, origins: dict, new: Any, file: Path, prefix: str = "") ->
                 value = _plain(value)
             except ValueError as fault:
                 raise UsageError(f"{file}:{line}: {name}: {fault}", QUOTE) from fault
-            keys = name.split(".")
-            field = ".".join(keys[2:] if keys[0] == "arms" else keys)
-            if isinstance(value, str) and any(fnmatch.fnmatchcase(field, p) for p in PATH_FIELDS):
+            if isinstance(value, str) and _may_be_path(name):
                 value = _from_folder(value, file.parent)
             tree[str(key)] = value
             origins[name] = f"{file}:{line}"
+
+
+def _may_be_path(key: str) -> bool:
+    keys = key.split(".")
+    field = ".".join(keys[2:] if keys[0] == "arms" else keys)
+    return any(fnmatch.fnmatchcase(field, pattern) for pattern in PATH_FIELDS)
+
+
+def _from_here(value: Any, key: str) -> Any:
+    """Resolve what a setting names in the current folder; what is not there stays as it was typed."""
+    if isinstance(value, dict):
+        return {name: _from_here(part, f"{key}.{name}") for name, part in value.items()}
+    if not (isinstance(value, str) and _may_be_path(key)):
+        return value
+    resolved = _from_folder(value, Path())
+    return resolved if os.path.exists(resolved) else value
 
 
 def _from_folder(value: str, folder: Path) -> str:

@@ -15,7 +15,7 @@ from opdcl.console import Output
 from opdcl.errors import UsageError
 from opdcl.outcomes import Outcome, Result, Verification
 from opdcl.results.tables import Table
-from opdcl.rundir.files import write_json
+from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.verify import Finding
 
@@ -161,19 +161,19 @@ def test_a_setting_without_its_section_is_suggested_in_full(rows):
 
 
 @pytest.mark.parametrize(
-    ("manifest", "states", "suites", "command"),
+    ("workflow", "states", "suites", "command"),
     [
-        ({"commands": ["opdcl run a.yaml", "opdcl run b.yaml"]}, (), {}, "opdcl run b.yaml"),
-        ({"command": "opdcl run a.yaml"}, (), {"mine": {"recovered": {}}}, "opdcl run a.yaml"),
-        ({}, (), {}, "opdcl finetune --data ROWS.jsonl -o {}"),
-        ({}, ("finetune",), {"mine": {"recovered": {}}}, "opdcl recover {}"),
-        ({}, ("finetune", "recover"), {"mine": {"recovered": {}}}, "opdcl eval {} --domain TEST.jsonl"),
-        ({}, ("finetune", "recover"), {"mine": {"recovered": {"value": 1}}}, "opdcl chat {}"),
+        ("name: mine", (), {"mine": {"recovered": {}}}, "opdcl run {}/workflow.yaml -o {}"),
+        ("", (), {}, "opdcl finetune --data ROWS.jsonl -o {}"),
+        ("", ("finetune",), {"mine": {"recovered": {}}}, "opdcl recover {}"),
+        ("", ("finetune", "recover"), {"mine": {"recovered": {}}}, "opdcl eval {} --domain TEST.jsonl"),
+        ("", ("finetune", "recover"), {"mine": {"recovered": {"value": 1}}}, "opdcl chat {}"),
     ],
 )
-def test_a_result_names_the_command_that_leads_on(tmp_path, manifest, states, suites, command):
+def test_a_result_names_the_command_that_leads_on(tmp_path, workflow, states, suites, command):
     run = RunDir(tmp_path)
-    write_json(run.manifest, manifest)
+    if workflow:
+        write_atomic(run.workflow, workflow)
     for number, stage in enumerate(states, 1):
         write_json(run.stage(number, stage).record, {"status": "done"})
     entry = {"n": 0, "floor": None, "metric": "", "role": "domain", "writing": {}}
