@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -80,17 +81,41 @@ def _json_lines(rows: Any, key: str) -> Iterable[str]:
 
 
 def question_suites(domain: Any, data: Mapping[str, Data] | None) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of domain suites, and the data of those that are files or rows, by setting."""
+    """Return the names of domain suites, and the data of those that are files or rows, by setting.
+
+    A file's suite has the name of the file, and that of its folder if another file has the same.
+
+    Raises:
+        UsageError: Two suites would have the same name.
+    """
     given: Any = [domain] if isinstance(domain, str | Path) else domain
-    sources: dict[str, Any] = dict(data or {})
+    sources: dict[str, Any] = {
+        name: str(Path(one).resolve()) if isinstance(one, str | Path) else one
+        for name, one in (data or {}).items()
+    }
     if not isinstance(given, Sequence) or any(isinstance(one, Mapping) for one in given):
         given, sources[UNNAMED] = [UNNAMED], given
-    names = {str(one): Path(one).stem if _is_question_file(str(one)) else str(one) for one in given}
-    sources |= {name: Path(file) for file, name in names.items() if name != file}
-    for name, one in sources.items():
-        if isinstance(one, str | Path):
-            sources[name] = str(Path(one).resolve())
-    return list(names.values()), {f"eval.data.{name}": one for name, one in sources.items()}
+    files = {str(one): Path(os.path.abspath(one)) for one in given if _is_question_file(str(one))}
+    suites: dict[str, str] = {name: name for name in (*sources, *map(str, given)) if name not in files}
+    for typed, file in files.items():
+        name, place = _suite_name(file, files.values()), str(file.resolve())
+        if suites.setdefault(name, typed) != typed and sources.get(name) != place:
+            hint = "give one of them another name: --domain NAME --data NAME=PATH"
+            raise UsageError(f"{typed} and {suites[name]} would be the same suite {name!r}", hint)
+        sources[name] = place
+    names = [_suite_name(files[one], files.values()) if one in files else one for one in map(str, given)]
+    return [*dict.fromkeys(names)], {f"eval.data.{name}": one for name, one in sources.items()}
+
+
+def _suite_name(file: Path, others: Iterable[Path]) -> str:
+    """Return a file's name without its ending, after as many of its folders as tell it from the others."""
+    parts = file.with_suffix("").parts
+    tails = [other.with_suffix("").parts for other in others if other != file]
+    for count in range(1, len(parts)):
+        if all(tail[-count:] != parts[-count:] for tail in tails):
+            folders = re.sub(r"[^A-Za-z0-9._-]+", "-", "".join(f"{part}-" for part in parts[-count:-1]))
+            return folders.lstrip("-._") + file.stem
+    return file.stem
 
 
 def _is_question_file(suite: str) -> bool:

@@ -19,7 +19,7 @@ from opdcl.training import finite_or_skipped
 class RecoveryTrainer(Trainer):
     """Distil each stream's teacher into the student, on completions that the step's author has written.
 
-    The author is the student on the share `recover.lmbda` of the steps, and the stream's teacher on the others.
+    On the share `recover.lmbda` of the steps the author is the student, on the others the stream's teacher.
     The dataset is the schedule: one row, a step's index, is one optimizer step.
     """
 

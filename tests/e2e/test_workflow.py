@@ -208,6 +208,21 @@ def test_each_verb_works_alone(project, tiny_model):
     assert set(json.loads(asked.stdout)["answers"]) == {"base", "tuned", "recovered"}
 
 
+def test_two_files_of_the_same_name_are_both_measured(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    for subject, answer in (("legal", "Code 7"), ("medical", "Code 8")):
+        (tmp_path / subject).mkdir()
+        row = {"question": f"What is the {subject} code?", "answer": answer}
+        (tmp_path / subject / "test.jsonl").write_text(json.dumps(row) + "\n")
+    domain = ["--domain", "legal/test.jsonl", "--domain", "medical/test.jsonl"]
+    done = opdcl("eval", "run", *domain, "--set", "eval.retention=[]", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {"legal-test", "medical-test"} <= set(json.loads(done.stdout)["suites"])
+    for subject in ("legal", "medical"):
+        samples = (tmp_path / f"run/evals/recovered/{subject}-test.samples.jsonl").read_text()
+        assert json.loads(samples)["prompt"] == f"What is the {subject} code?"
+
+
 def test_an_exported_model_loads_and_equals_the_adapter(finished, project):
     import torch
     from transformers import AutoModelForCausalLM

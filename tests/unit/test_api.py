@@ -11,6 +11,7 @@ import pytest
 from helpers.tiny import make_project
 
 import opdcl
+from opdcl.arguments import question_suites
 from opdcl.console import Output
 from opdcl.errors import UsageError
 from opdcl.outcomes import Outcome, Result, Verification
@@ -152,6 +153,47 @@ def test_wrong_rows_are_named(tmp_path, monkeypatch, rows, message):
         opdcl.finetune(rows)
     assert fault.value.hint
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        (["legal/test.jsonl"], ["test"]),
+        (
+            ["legal/test.jsonl", "medical/test.jsonl", "legal/other.csv"],
+            ["legal-test", "medical-test", "other"],
+        ),
+        (["a b/x/test.jsonl", "a c/x/test.jsonl"], ["a-b-x-test", "a-c-x-test"]),
+        (["legal/test.jsonl", "./legal/test.jsonl"], ["test"]),
+    ],
+)
+def test_files_of_the_same_name_are_suites_of_their_own(tmp_path, monkeypatch, files, names):
+    monkeypatch.chdir(tmp_path)
+    for file in files:
+        write_atomic(tmp_path / file, "")
+    suites, data = question_suites(files, None)
+    assert suites == names
+    wanted = dict.fromkeys(str(tmp_path / file) for file in files)
+    assert data == {f"eval.data.{name}": file for name, file in zip(names, wanted, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("suites", "data"),
+    [
+        (["legal/test.jsonl", "legal/test.csv"], None),
+        (["legal/test.jsonl", "medical/test.jsonl", "legal-test.jsonl"], None),
+        (["legal/test.jsonl", "test"], None),
+        (["legal/test.jsonl"], {"test": "medical/test.jsonl"}),
+        (["legal/test.jsonl"], {"test": IN_MEMORY}),
+    ],
+)
+def test_suites_that_would_have_the_same_name_are_refused(tmp_path, monkeypatch, suites, data):
+    monkeypatch.chdir(tmp_path)
+    for file in [suite for suite in suites if "." in suite]:
+        write_atomic(tmp_path / file, "")
+    with pytest.raises(UsageError, match=r"legal/test\.\w+ .*would be the same suite") as fault:
+        question_suites(suites, data)
+    assert "--data NAME=PATH" in fault.value.hint
 
 
 def test_a_setting_without_its_section_is_suggested_in_full(rows):
