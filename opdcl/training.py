@@ -110,7 +110,7 @@ class StageCallback(TrainerCallback):
         self.tokens_per_step = 0  # of trainers that do not log their tokens
         self._stop = False
         self._skipped: int | None = None
-        self._base = ""
+        self._base: tuple[int, ...] = ()
         self._metrics: Path | None = None
         self._step_started = 0.0
 
@@ -137,7 +137,7 @@ class StageCallback(TrainerCallback):
         if checkpoint:
             self.report.note(f"resuming from step {reached} of {self.steps}")
         if self.backbone:
-            self._base = self.backbone.fingerprint()
+            self._base = self.backbone.checksum()
         trainer.remove_callback(PrinterCallback)  # stdout is for results
         with self._signals():
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -192,7 +192,7 @@ class StageCallback(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         if self.backbone:
-            if self.backbone.fingerprint() != self._base:
+            if parallel.any_worker(self.backbone.checksum() != self._base):
                 message = f"the base weights changed before step {state.global_step}"
                 raise OpdclError(message, "this is a defect of opdcl: please report it")
             parallel.check_same("adapters", self.backbone.adapter_norm("student"))

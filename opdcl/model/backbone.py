@@ -47,6 +47,7 @@ class Backbone:
         self.causal_lm, self.tokenizer, self.base_lm = model, tokenizer, base_lm
         self.eos_ids = eos_ids(base_lm or model, tokenizer)
         self.peft: PeftModel | None = None
+        self._known: tuple[tuple[int, ...], str] | None = None  # the last checksum and fingerprint
         self.sums: dict[int, torch.Tensor] | None = None
         """`merged` keeps its sums here, at the same addresses, if this is not None: CUDA graphs need it."""
 
@@ -124,17 +125,40 @@ class Backbone:
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of all frozen weights' bits, which proves that training did not change them."""
-        digest = hashlib.sha256()
+        checksum, digest = self.checksum(), hashlib.sha256()
+        for weight in self._frozen_weights():
+            weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            digest.update(_bytes(weight).cpu().numpy().data)
+        self._known = checksum, digest.hexdigest()
+        return self._known[1]
+
+    def known_fingerprint(self) -> str:
+        """Return `fingerprint`, computed anew only if it never was, or if the weights have changed since."""
+        checksum, known = self._known or ((), "")
+        if parallel.any_worker(not known or checksum != self.checksum()):
+            return self.fingerprint()
+        return known
+
+    def checksum(self) -> tuple[int, ...]:
+        """Return the sum of each frozen weight's bits, read as integers; of a shard, this worker's part.
+
+        It takes a tenth of a fingerprint's time or less, and stays on the device. Only a change that leaves a
+        sum as it was, such as an exchange of values within a weight, escapes it.
+        """
+        sums = []
+        for weight in self._frozen_weights():
+            bits = _bytes(weight.to_local() if isinstance(weight, DTensor) else weight)
+            words = len(bits) // 8 * 8
+            sums += [bits[:words].view(torch.int64).sum(), bits[words:].sum()]
+        return tuple(int(one) for one in sums)
+
+    def _frozen_weights(self) -> Iterator[torch.Tensor]:
+        """Yield all weights that training must not change, in the order of their names."""
         for model in filter(None, (self.causal_lm, self.base_lm)):
             weights: dict[str, torch.Tensor] = dict(model.named_parameters())
             for name, layer in quantized_layers(model).items():  # the scales are no parameters
                 weights |= {f"{name}.{key}": value for key, value in layer.state_dict().items()}
-            for name, parameter in sorted(weights.items()):
-                if "lora_" not in name:
-                    weight = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                    bits = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
-                    digest.update(bits.numpy().data)
-        return digest.hexdigest()
+            yield from (weight for name, weight in sorted(weights.items()) if "lora_" not in name)
 
     def adapted_layers(self, name: State | None = None) -> list[BaseTunerLayer]:
         """Return every layer that carries any adapter, or the adapter `name`."""
@@ -230,3 +254,7 @@ class Backbone:
             finally:
                 for weight, original in saved:
                     weight.data = original
+
+
+def _bytes(weight: torch.Tensor) -> torch.Tensor:
+    return weight.detach().contiguous().flatten().view(torch.uint8)

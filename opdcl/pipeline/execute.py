@@ -20,7 +20,7 @@ from opdcl.pipeline.defaults import describe_automatic, named_after, resolve_for
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.pipeline.preflight import checked_plan, remarks
 from opdcl.pipeline.reuse import copy_finished
-from opdcl.pipeline.session import Session, command_line, steps_done
+from opdcl.pipeline.session import OtherBase, Session, command_line, steps_done
 from opdcl.pipeline.sources import Sources, read_records
 from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.rundir.files import write_atomic, write_json
@@ -96,6 +96,15 @@ def _prepare(
             shutil.rmtree(stage_folder(run, task.name).path, ignore_errors=True)
         if task.action == "stale":
             shutil.rmtree(run.evals / STATE_OF[task.name], ignore_errors=True)
+    settings = {
+        file: file.read_text(encoding="utf-8") for file in (run.config, run.workflow) if file.exists()
+    }
+
+    def restore(kind: Any, fault: BaseException | None, trace: Any) -> None:
+        for file, text in settings.items() if isinstance(fault, OtherBase) else ():
+            write_atomic(file, text)
+
+    stack.push(restore)
     # First the file by which a run is recognized: after a crash here, the same command goes on.
     write_json(run.config, {"workflow": workflow.model_dump(), "origins": origins})
     write_atomic(run.workflow, dump(workflow))

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from opdcl.model.backbone import Backbone
 
 
+class OtherBase(UsageError):
+    """The base is not the one that the run began with; nothing was done."""
+
+
 class Session:
     """One worker's part of a run, in the run directory or the worker's copy of it."""
 
@@ -37,6 +41,7 @@ class Session:
         self.output, self.tracked = output, tracked
         self.manifest: dict[str, Any] = read_json(run.manifest) if run.manifest.exists() else {}
         self._backbone: Backbone | None = None
+        self._recorded = False
         self._measured_state = "base"
 
     def do(self, tasks: list[Task]) -> None:
@@ -46,10 +51,6 @@ class Session:
             OpdclError: A task failed, or the base weights changed on the way.
         """
         started = time.perf_counter()
-        commands = [*dict.fromkeys([*self.manifest.get("commands", []), command_line(self.run)])]
-        made_with = {"commands": commands, "opdcl": __version__, "versions": versions()}
-        self.manifest = {"created": now()} | self.manifest | made_with
-        self._save_manifest()
         try:
             for task in tasks:
                 if task.action == "skip":
@@ -57,6 +58,7 @@ class Session:
                 elif task.name == "eval":
                     self._measure(task)
                 elif task.name == "finetune" and self.workflow.finetune is None:
+                    self._record_command()
                     self.output.note(f"{task.name}: taken from {self.workflow.start}")
                     take_start(self.workflow, self.run, task, lambda: self.backbone)
                     self._save_manifest()
@@ -66,9 +68,10 @@ class Session:
             # The fingerprint of a sharded base needs all workers; after an error some may have exited.
             if self._backbone and not (parallel.sharded() and sys.exc_info()[0]):
                 self.manifest["base"]["fingerprint_after"] = self._backbone.fingerprint()
-            seconds = self.manifest.get("seconds", 0) + time.perf_counter() - started
-            self.manifest["seconds"] = round(seconds, 1)
-            self._save_manifest()
+            if self._recorded:
+                seconds = self.manifest.get("seconds", 0) + time.perf_counter() - started
+                self.manifest["seconds"] = round(seconds, 1)
+                self._save_manifest()
         base = self.manifest.get("base", {})
         if self._backbone and base["fingerprint_after"] != base["fingerprint_before"]:
             hint = "this is a defect of opdcl: please report it"
@@ -77,6 +80,7 @@ class Session:
     def _train(self, task: Task) -> None:
         from opdcl.training import peak_memory, reset_peak_memory
 
+        _ = self.backbone  # loading it is no part of the stage's cost
         stage = stage_folder(self.run, task.name)
         earlier = stage.state() if task.action == "resume" else {}
         cost = earlier.get("cost", {})
@@ -92,7 +96,6 @@ class Session:
         if task.name == "finetune":
             record["rows"] = len(self.sources.rows(self.workflow.finetune.data))
         write_json(stage.record, record)
-        _ = self.backbone  # loading it is no part of the stage's cost
         reset_peak_memory()
         started = time.perf_counter()
         try:
@@ -177,31 +180,43 @@ class Session:
             tuned = tuned_model(self.workflow.start, self.workflow.model)
             with self.output.stage("load") as line:
                 line.note(f"{tuned.id} beside {self.workflow.model.id}" if tuned else self.workflow.model.id)
-                self._backbone = Backbone.load(self.workflow.model, tuned)
+                backbone = Backbone.load(self.workflow.model, tuned)
                 if parallel.worker_count() > 1:
                     part = "a part of the" if parallel.sharded() else "the whole"
                     line.note(f"{parallel.worker_count()} processes, each with {part} base")
                 if self.workflow.model.deterministic:
-                    line.note(_cost_of_determinism(self._backbone.device.type))
-            self._check_base(self._backbone)
+                    line.note(_cost_of_determinism(backbone.device.type))
+            self._check_base(backbone)
+            self._backbone = backbone
         return self._backbone
 
     def _check_base(self, backbone: Backbone) -> None:
-        """Check that the base is the one that the run began with, and record base and device."""
+        """Check that the base is the one that the run began with, and record base, device and command.
+
+        A run that is refused is left as it was.
+        """
         model = self.workflow.model
         dtype = str(backbone.causal_lm.dtype).removeprefix("torch.")
-        base = self.manifest.setdefault("base", {"id": model.id, "revision": model.revision})
-        base.setdefault("parameters", backbone.causal_lm.num_parameters())
         fingerprint = backbone.fingerprint()
-        if base.setdefault("fingerprint_before", fingerprint) != fingerprint:
+        if self.manifest.get("base", {}).get("fingerprint_before", fingerprint) != fingerprint:
             names = " or ".join(filter(None, [model.id, self.workflow.start if backbone.base_lm else None]))
             message = f"the weights of {names} are not those that this run began with"
-            raise UsageError(message, "restore the model, or start a new run directory")
+            raise OtherBase(message, "restore the model, or start a new run directory")
+        base = self.manifest.setdefault("base", {"id": model.id, "revision": model.revision})
+        base.setdefault("parameters", backbone.causal_lm.num_parameters())
+        base["fingerprint_before"] = fingerprint
         self.manifest["device"] = machine() | {
             "kind": str(backbone.causal_lm.device),
             "dtype": dtype,
             "processes": parallel.worker_count(),
         }
+        self._record_command()
+
+    def _record_command(self) -> None:
+        commands = [*dict.fromkeys([*self.manifest.get("commands", []), command_line(self.run)])]
+        made_with = {"commands": commands, "opdcl": __version__, "versions": versions()}
+        self.manifest = {"created": now()} | self.manifest | made_with
+        self._recorded = True
         self._save_manifest()
 
     def _save_manifest(self) -> None:

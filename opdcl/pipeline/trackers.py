@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl.errors import EnvironmentFault
 from opdcl.results.scores import STATES
-from opdcl.rundir.files import read_json, read_jsonl, write_json
+from opdcl.rundir.files import read_json, read_new_rows, write_json
 from opdcl.rundir.layout import RunDir, StageDir
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ class Tracking:
         self._record: dict[str, Any] = {"id": uuid.uuid4().hex[:8], "sent": {}}
         self._record |= read_json(self._file) if self._file.exists() else {}
         self._trackers: dict[str, Any] = {}
+        # How far each stage's metrics have been read: in bytes, and in rows.
+        self._place: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
         if names:
             self._open(names, run.path.resolve().name, run.path / "tracking")
 
@@ -66,11 +69,14 @@ class Tracking:
         if not self._trackers:
             return
         name = stage.path.name.split("-", 1)[1]
-        rows = read_jsonl(stage.metrics)
-        if fresh := rows[self._record["sent"].get(name, 0) :]:
+        seen, sent = self._seen.get(name, 0), self._record["sent"].get(name, 0)
+        self._place[name], rows = read_new_rows(stage.metrics, self._place.get(name, 0))
+        self._seen[name] = seen + len(rows)
+        # An earlier process may have sent some of them.
+        if fresh := [row for number, row in enumerate(rows, seen) if number >= sent]:
             for row in fresh:
                 self._log({f"{name}/{key}": value for key, value in _numbers(row)}, offset + row["step"])
-            self._record["sent"][name] = len(rows)
+            self._record["sent"][name] = self._seen[name]
             write_json(self._file, self._record)
 
     def finish(self, step: int, scores: dict[str, float], texts: dict[str, str]) -> None:

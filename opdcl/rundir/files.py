@@ -86,6 +86,17 @@ def read_jsonl(path: Path) -> list[dict]:
     return rows
 
 
+def read_new_rows(path: Path, place: int) -> tuple[int, list[dict]]:
+    """Return the rows that a JSONL file has from byte `place` on, and the place after its last whole line."""
+    if not path.exists():
+        return place, []
+    with open(path, "rb") as file:
+        file.seek(place)
+        text = file.read()
+    whole = text[: text.rfind(b"\n") + 1]
+    return place + len(whole), [json.loads(line) for line in whole.split(b"\n") if line.strip()]
+
+
 @contextlib.contextmanager
 def folder_appears_whole(path: Path) -> Iterator[Path]:
     """Yield a temporary folder and rename it to `path` when the block succeeds, replacing an older folder.

@@ -57,7 +57,7 @@ class BackboneLM(LM):
         server = config.server.model_dump(exclude=PLACE) if config.server else None
         self._made_by = hash_value(
             {
-                "base": backbone.fingerprint(),
+                "base": backbone.known_fingerprint(),
                 "adapter": adapter_hash(adapter) if adapter else None,
                 "dtype": str(backbone.causal_lm.dtype),
                 "eos_ids": backbone.eos_ids,

@@ -1,14 +1,19 @@
 """A run that goes on elsewhere keeps the precision it was begun in, or is refused with the option to add."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.command import opdcl
+from helpers.tiny import make_project
+from safetensors.torch import load_file, save_file
 
 from opdcl.config.load import dump, validate
 from opdcl.console import Output
 from opdcl.errors import UsageError
+from opdcl.model.backbone import Backbone
 from opdcl.pipeline.defaults import resolve_for_machine, with_dtype
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.plan import stage_folder
@@ -52,6 +57,46 @@ def test_another_automatic_value_is_refused_with_the_option_that_keeps_the_first
     asked["finetune"] = {"data": workflow.finetune.data, "batch_size": 7}
     (task,) = Sources().plan(resolve_for_machine(validate(asked))[0], run)
     assert task.action == "resume"
+
+
+def files(run) -> dict[str, bytes]:
+    """Return what a run directory holds, without the logs of its attempts."""
+    paths = [path for path in run.path.rglob("*") if path.is_file() and path.parent.name != "logs"]
+    return {str(path.relative_to(run.path)): path.read_bytes() for path in paths}
+
+
+def test_a_command_that_is_refused_leaves_the_run_as_it_was(tmp_path, tiny_model):
+    """The model's file has been replaced since, which is found once it is loaded."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    make_project(tmp_path, tmp_path / "model")
+    small = ["--set", "finetune.epochs=1", "--set", "recover=null", "--set", "eval.retention=[]"]
+    done = opdcl("run", "tiny.yaml", "-o", "out", *small, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run, weights = RunDir(tmp_path / "out"), tmp_path / "model" / "model.safetensors"
+    before = files(run)
+    tensors = load_file(weights)
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, weights, {"format": "pt"})
+    for words in (["eval", "out", "--limit", "3"], ["recover", "out", "--prompts", "prompts.jsonl"]):
+        refused = opdcl(*words, cwd=tmp_path)
+        assert refused.returncode == 2
+        assert "are not those that this run began with" in refused.stderr
+        assert files(run) == before
+    assert opdcl("verify", "out", cwd=tmp_path).returncode == 0
+    assert "changed during the run" not in opdcl("report", "out", cwd=tmp_path).stdout
+
+
+def test_all_weights_are_hashed_once_before_and_once_after_a_run(tmp_path, tiny_model, monkeypatch):
+    """However many checkpoints, states and suites there are."""
+    hashed = []
+    fingerprint = Backbone.fingerprint
+    monkeypatch.setattr(Backbone, "fingerprint", lambda self: hashed.append(self) or fingerprint(self))
+    make_project(tmp_path, tiny_model)
+    settings = ["--set", "finetune.epochs=1", "--set", "finetune.save_steps=1", "--set", "eval.limit=2"]
+    done = opdcl("run", "tiny.yaml", "-o", "out", *settings, "--set", "recover=null", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(hashed) == 2
+    base = json.loads((tmp_path / "out" / "manifest.json").read_text())["base"]
+    assert base["fingerprint_before"] == base["fingerprint_after"]
 
 
 def test_a_run_without_stages_keeps_its_precision_too(tmp_path, tiny_model):

@@ -48,6 +48,24 @@ def test_a_run_that_resumes_from_an_older_checkpoint_sends_each_step_once(run):
     assert notes == []
 
 
+def test_metrics_that_were_read_are_not_read_again(run):
+    """Otherwise each step of a long stage would cost more than the one before."""
+    with closing(Tracking(["tensorboard"], run, pytest.fail)) as trackers:
+        stage = write_metrics(run, 1, 2)
+        trackers.follow(stage, 0)
+        read = stage.metrics.stat().st_size
+        with open(stage.metrics, "r+b") as file:
+            file.write(b"x" * (read - 1))  # who reads this again, fails
+            file.seek(read)
+            file.write(b'{"step": 3, "loss": 0.3}\n{"step": 4, "lo')
+        trackers.follow(stage, 0)
+        with open(stage.metrics, "ab") as file:
+            file.write(b'ss": 0.4}\n')
+        trackers.follow(stage, 0)
+    loss = scalars(run.path / "tracking" / "tensorboard", "train/recover/loss")
+    assert loss == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+
+
 def test_a_tracker_writes_where_the_user_says_and_leaves_the_environment_as_it_was(
     run, tmp_path, monkeypatch
 ):
