@@ -16,7 +16,7 @@ from opdcl import parallel
 from opdcl.config.load import flatten, validate
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output
-from opdcl.errors import Interrupted, OpdclError, UsageError
+from opdcl.errors import GateError, Interrupted, OpdclError, UsageError
 from opdcl.pipeline.reuse import outcomes
 from opdcl.pipeline.sources import Sources
 from opdcl.rundir.layout import RunDir
@@ -117,12 +117,14 @@ def execute_all(
 ) -> dict[str, Any]:
     """Run every arm with every seed, then compare them; return the comparison.
 
-    An arm that fails, because its health watch halted it for example, does not stop the others.
+    An arm that fails, because its health watch halted it for example, does not stop the others. One that
+    misses a gate is finished: it is compared, and other arms may continue it.
 
     Raises:
         UsageError: An arm's settings are invalid, or its run directory was made with others.
         Interrupted: The user stopped it; the same command resumes.
         OpdclError: Some arm failed; the others are compared.
+        GateError: All are compared, and some arm missed a gate.
     """
     from opdcl.pipeline.execute import execute
     from opdcl.results.compare import compare, refuse_folder, write
@@ -132,6 +134,7 @@ def execute_all(
     finished: list[RunDir] = []
     others = _other_runs(out, runs)
     failed: set[str] = set()
+    missed: list[str] = []
     for number, (name, workflow) in enumerate(runs.items(), 1):
         run = RunDir(out / name)
         output.note(f"{name}: run {number} of {len(runs)}")
@@ -140,6 +143,10 @@ def execute_all(
                 raise OpdclError(f"{name} needs {lost}, which failed")
             execute(workflow, origins, run, output, force, [*finished, *others], sources)
             finished.append(run)
+        except GateError as fault:
+            output.error(fault)
+            finished.append(run)
+            missed.append(name)
         except (UsageError, Interrupted):
             raise
         except OpdclError as fault:
@@ -151,4 +158,6 @@ def execute_all(
     if failed:
         names = ", ".join(name for name in runs if name in failed)
         raise OpdclError(f"{len(failed)} of {len(runs)} runs failed: {names}", f"the others are in {out}")
+    if missed:
+        raise GateError(f"{len(missed)} of {len(runs)} runs missed a gate: {', '.join(missed)}", f"see {out}")
     return comparison
