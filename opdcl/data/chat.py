@@ -102,6 +102,15 @@ def tool_row(doc: Mapping[str, Any], messages: list[Message], where: str) -> Row
     return Row(messages, None, None, where, tools=json.loads(doc["tools"]) if offers_tools else None)
 
 
+def request_ids(request: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids of the prompt of an lm-eval request: as lm-eval wrote it, or with its tools."""
+    messages = [{"role": "user", "content": request.doc.get("prompt", "")}]
+    row = tool_row(request.doc, messages, f"suite {request.task_name!r}")
+    if row.tools:
+        return encode_prompt(row, tokenizer, sys.maxsize)
+    return list(tokenizer(request.args[0], add_special_tokens=False)["input_ids"])
+
+
 def call_text(row: Row, call: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the answer, as scorers see it, that makes a call of a tool; `call` is its name and arguments."""
     reply = {"tool_calls": [{"type": "function", "function": json.loads(call)}]}

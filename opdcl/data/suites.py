@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.shipped import shipped_suites
-from opdcl.data.chat import call_text, encode_prompt, tool_row
+from opdcl.data.chat import call_text, render, request_ids, tool_row
 from opdcl.data.nltk_tables import ensure_punkt
 from opdcl.data.rows import Row, load_records, load_rows
 from opdcl.data.scoring import process_results
@@ -91,22 +90,29 @@ class Suite:
         return {"prompt": prompt, "response": row["resps"][0][0], "target": row["target"] or None}
 
     def lengths(self, limit: int | None, tokenizer: Any) -> list[int]:
-        """Return the length of each prompt in tokens, without few-shot examples.
+        """Return the length of each prompt in tokens, as it is asked: with its few-shot examples.
 
         Raises:
             UsageError: The documents offer tools, and the chat template leaves them out, or writes calls in a
                 form that the scorer does not read.
         """
-        docs, where = self.documents(limit), f"suite {self.name!r}"
-        asked = [[{"role": "user", "content": text}] for text in self.prompts(limit)]
-        rows = [tool_row(doc, messages, where) for doc, messages in zip(docs, asked, strict=True)]
-        lengths = [len(encode_prompt(row, tokenizer, sys.maxsize)) for row in rows]
-        for doc, row in zip(docs, rows, strict=True):
+
+        def template(messages: list[dict], add_generation_prompt: bool = True) -> str:
+            return str(render(tokenizer, messages, add_generation_prompt, tokenize=False))
+
+        self.task.set_fewshot_seed(self.fewshot_seed)
+        options: Any = {"apply_chat_template": True, "chat_template": template}
+        self.task.build_all_requests(limit=limit, rank=0, world_size=1, **options)
+        requests = self.task.instances
+        lengths = [len(request_ids(request, tokenizer)) for request in requests]
+        for doc in (request.doc for request in requests):
+            row = tool_row(doc, [{"role": "user", "content": self.task.doc_to_text(doc)}], self.name)
             if row.tools and doc["group"] == "one call":
                 text = call_text(row, doc["target"], tokenizer)
                 if not self._score([doc], [text])[0][self.metrics[0]]:
-                    message = f"{where} does not read tool calls as this chat template writes them: {text!r}"
-                    raise UsageError(message, "it reads JSON, alone or in <tool_call> tags")
+                    problem = f"does not read tool calls as this chat template writes them: {text!r}"
+                    hint = "it reads JSON, alone or in <tool_call> tags"
+                    raise UsageError(f"suite {self.name!r} {problem}", hint)
                 break
         return lengths
 

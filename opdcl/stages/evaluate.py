@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from lm_eval.models.huggingface import HFLM
 from opdcl import parallel
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.workflow import PLACE
-from opdcl.data.chat import answer_text, encode_prompt, render, tool_row
+from opdcl.data.chat import answer_text, render, request_ids
 from opdcl.data.suites import Suite, cut_at, quiet_lm_eval
 from opdcl.distill.make_teacher import reach_own_model
 from opdcl.errors import UsageError
@@ -77,7 +76,7 @@ class BackboneLM(LM):
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Answer all requests greedily; cut each answer at its task's stop strings."""
         tokenizer = self.backbone.tokenizer
-        prompts = [self._prompt(request) for request in requests]
+        prompts = [request_ids(request, tokenizer) for request in requests]
         limits = [self._max_tokens(r, len(p)) for r, p in zip(requests, prompts, strict=True)]
         keys = [self._key(prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
         answers = self._earlier(keys)
@@ -103,14 +102,6 @@ class BackboneLM(LM):
         # A stop string ends an answer too.
         self.ended = [row["ended"] or row["text"] != text for row, text in zip(in_order, texts, strict=True)]
         return texts
-
-    def _prompt(self, request) -> list[int]:
-        """Return the ids of a prompt: lm-eval's rendering of it, or, where it offers tools, one with them."""
-        tokenizer, doc = self.backbone.tokenizer, request.doc
-        row = tool_row(doc, [{"role": "user", "content": doc.get("prompt", "")}], request.task_name or "")
-        if row.tools:
-            return encode_prompt(row, tokenizer, sys.maxsize)
-        return tokenizer(request.args[0], add_special_tokens=False)["input_ids"]
 
     def _key(self, *question: Any) -> str:
         """Return a hash of all that an answer depends on."""

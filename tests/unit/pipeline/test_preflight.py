@@ -28,6 +28,8 @@ def lines(*rows: dict) -> str:
 
 LONG = [{"question": "Who?", "answer": "word " * count} for count in (1, 300, 2, 400)]
 
+SUMS = [{"question": f"What is {i} + 1?", "answer": f"{'One more. ' * 15}\n#### {i + 1}"} for i in range(8)]
+
 # Settings, the content of rows.jsonl if it is not the usual one, and what the error must say.
 REFUSED = {
     "long rows": (["finetune.max_length=99"], lines(*LONG), "2 rows are longer than 99 tokens (first: "),
@@ -45,6 +47,12 @@ REFUSED = {
     "long prompts": (["recover.max_new_tokens=500"], "", "and the context leaves room for 12"),
     "one prompt": (["recover.general=one.jsonl"], "", "the general stream has one prompt"),
     "long answers": (["eval.max_new_tokens=2000"], "", "exceed the context of 512"),
+    # A question alone has 43 tokens; with the five examples before it, it has 368.
+    "long examples": (
+        ["eval.retention=[gsm8k]", "eval.data.gsm8k=sums.jsonl", "eval.max_new_tokens=200"],
+        "",
+        "exceed the context of 512",
+    ),
     "a suite without answers": (["eval.data.questions=prompts.jsonl"], "", "has no question and answer"),
 }
 
@@ -53,6 +61,7 @@ REFUSED = {
 def test_a_dry_run_refuses_what_the_run_refuses_with_the_same_words(project, case):
     settings, rows, message = REFUSED[case]
     (project / "one.jsonl").write_text(lines({"prompt": "Only this."}))
+    (project / "sums.jsonl").write_text(lines(*SUMS))
     if rows:
         (project / "rows.jsonl").write_text(rows)
     words = ["run", "tiny.yaml", "-o", "out", *(w for s in settings for w in ("--set", s))]
