@@ -7,16 +7,19 @@ A scorer may also give feedback in words: if the module of a task's `process_res
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from opdcl.config.recover import RewardSection
+from opdcl.config.recover import RecoverConfig, RewardSection
 from opdcl.data.chat import answer_text, encode_prompt, tool_row
 from opdcl.data.formats import Row
 from opdcl.errors import UsageError
 from opdcl.sampling.rollout import Rollout
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from opdcl.model.backbone import Backbone
 
 
@@ -34,8 +37,10 @@ class Reward:
         rows: list[Row],
         backbone: Backbone,
         context: str | None = None,
+        notify: Callable[[str], None] = lambda text: None,
     ):
         self.config, self.task, self.context = config, task, context
+        self._notify, self._has_notified = notify, False
         self._tokenizer, self._room = backbone.tokenizer, backbone.context_length
         self._sources: dict[tuple[int, ...], tuple[Row, dict]] = {
             tuple(self._encode(row)): (row, doc) for row, doc in zip(rows, task.eval_docs, strict=True)
@@ -46,7 +51,10 @@ class Reward:
         return [self._score(r) for r in rollouts]
 
     def demonstrate(self, rollouts: list[Rollout]) -> None:
-        """Show each completion's teacher the best one of its group, if better (SDPO, arXiv 2601.20802)."""
+        """Show each completion's teacher the best one of its group, if better (SDPO, arXiv 2601.20802).
+
+        Where the model's context has no room for it, the teacher sees the bare prompt.
+        """
         if self.context is None:
             return
         for start in range(0, len(rollouts), self.config.group):
@@ -58,9 +66,13 @@ class Reward:
                     feedback = ""
                     if "{feedback}" in self.context:
                         feedback = self._feedback(doc, self._text(rollout))
-                    prompt = self._encode(row.with_context(self.context, self._text(best), feedback))
-                    fits = len(prompt) + len(rollout.completion_ids) <= self._room
-                    rollout.teacher_prompt_ids = prompt if fits else None
+                    shown = row.with_context(self.context, self._text(best), feedback)
+                    prompt = encode_prompt(shown, self._tokenizer, sys.maxsize)
+                    if len(prompt) + len(rollout.completion_ids) <= self._room:
+                        rollout.teacher_prompt_ids = prompt
+                    elif not self._has_notified:
+                        self._has_notified = True
+                        self._notify("a demonstration does not fit into the context: it is not shown")
 
     def _score(self, rollout: Rollout) -> float:
         _, doc = self._sources[tuple(rollout.prompt_ids)]
@@ -132,6 +144,25 @@ def reward_rows(config: RewardSection, task: Any) -> list[Row]:
             raise UsageError(message, "keep one of them: an answer must have one score")
         rows.append(tool_row(doc, messages, f"{config.suite} document {number}"))
     return rows
+
+
+def count_short_of_room(
+    config: RecoverConfig, rows: list[Row], tokenizer: PreTrainedTokenizerBase, room: int
+) -> int:
+    """Return how many prompts have too little room for the longest demonstration in a context of `room`.
+
+    Raises:
+        UsageError: No prompt has room for any.
+    """
+    context, longest = config.general_teacher.context, config.max_new_tokens
+    if not (config.reward and context):
+        return 0
+    bare = [len(encode_prompt(row.with_context(context, ""), tokenizer, sys.maxsize)) for row in rows]
+    left = [room - length - longest for length in bare]  # the completion that is graded stands there too
+    if max(left) <= 0:
+        message = f"recover.general_teacher.context leaves no room for an answer within {room} tokens"
+        raise UsageError(message, "shorten it, or lower recover.max_new_tokens")
+    return sum(one < longest for one in left)
 
 
 def _check_task(config: RewardSection, task: Any) -> None:

@@ -200,6 +200,7 @@ def _check_prompts(
 ) -> None:
     from opdcl.distill.health import check_turn_end
     from opdcl.distill.prompts import encode_stream
+    from opdcl.distill.reward import count_short_of_room
     from opdcl.distill.schedule import STREAMS
     from opdcl.model.compatibility import refuse_unsupported
     from opdcl.model.load import declared_eos_ids
@@ -212,6 +213,7 @@ def _check_prompts(
     ]
     if not any(prompts.train for prompts in streams):
         raise UsageError("recovery has no prompts", "set recover.general")
+    count_short_of_room(config, source.rows["general"], tokenizer, shape.max_position_embeddings)
 
 
 def check_targets(model: ModelConfig, lora: LoraSection) -> None:
@@ -282,6 +284,8 @@ def planned_adapter(workflow: Workflow) -> LoraSection | Path | None:
 
 def remarks(workflow: Workflow, tasks: list[Task], sources: Sources) -> list[str]:
     """Return what a user should know before the training: rows left out, duplicates, an unguarded stream."""
+    from opdcl.distill.reward import count_short_of_room
+
     todo = {task.name for task in tasks if task.action not in ("skip", "take")}
     notes: list[str] = []
     if workflow.finetune and "finetune" in todo:
@@ -297,6 +301,11 @@ def remarks(workflow: Workflow, tasks: list[Task], sources: Sources) -> list[str
         if workflow.recover.general_teacher.begins_as_tuned:
             notes.append("warning: recover.general_teacher is tuned: a placebo, which wins nothing back")
         prompts = sources.recovery(workflow).rows
+        room = text_config(workflow.model).max_position_embeddings
+        tokenizer = sources.tokenizer(workflow.model)
+        if short := count_short_of_room(workflow.recover, prompts["general"], tokenizer, room):
+            lost = "the teacher does not see a demonstration that does not fit"
+            notes.append(f"{short} of {len(prompts['general'])} prompts may have too little room: {lost}")
         if workflow.recover.general == "self":
             notes.append(f"general prompts: base writes {len(prompts['general'])} of its own")
         if more := workflow.recover.more_domain:

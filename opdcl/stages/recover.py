@@ -71,7 +71,7 @@ def recover(
         reward = None
         if config.reward:
             context, rows = config.general_teacher.context, source.rows["general"]
-            reward = Reward(config.reward, source.reward_task, rows, backbone, context)
+            reward = Reward(config.reward, source.reward_task, rows, backbone, context, report.note)
         steps = plan_steps(config, len(train["general"]), len(train["domain"]))
         selection = Selection(config, grader, reward)
         answers = streams["domain"].answers

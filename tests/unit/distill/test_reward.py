@@ -16,7 +16,7 @@ from opdcl.config.teacher import LossSection
 from opdcl.config.workflow import Workflow
 from opdcl.distill.losses import clipped_gradient, group_advantages, token_losses
 from opdcl.distill.prompts import read_recovery_source
-from opdcl.distill.reward import Reward, load_reward_task, reward_rows
+from opdcl.distill.reward import Reward, count_short_of_room, load_reward_task, reward_rows
 from opdcl.distill.schedule import plan_steps
 from opdcl.distill.teachers import Teacher
 from opdcl.errors import UsageError
@@ -30,10 +30,10 @@ REWARDED = {"suite": "instructions_train", "metric": "inst_level_strict_acc", "g
 SETTINGS = {"lmbda": 1.0, "teacher_first": 0, "keep": "last", "rollouts": 8, "reward": REWARDED}
 
 
-def make_reward(backbone, context=None, kind=Reward, **settings):
+def make_reward(backbone, context=None, kind=Reward, notify=print, **settings):
     config = RewardSection(**REWARDED | settings)
     task = load_reward_task(config.suite)
-    return kind(config, task, reward_rows(config, task), backbone, context)
+    return kind(config, task, reward_rows(config, task), backbone, context, notify)
 
 
 def test_an_advantage_is_the_distance_from_the_groups_mean_in_deviations():
@@ -300,6 +300,39 @@ def test_the_teacher_of_a_worse_completion_sees_the_best_of_the_group_and_the_fe
     equal = [Rollout(list(prompt), [5], [], True, reward=0.5) for _ in range(GROUP)]
     reward.demonstrate(equal)
     assert all(r.teacher_prompt_ids is None for r in equal)
+
+
+def test_a_demonstration_that_does_not_fit_is_not_shown_and_said_once(backbone):
+    notes = []
+    reward = make_reward(backbone, CONTEXT, notify=notes.append)
+    word = backbone.tokenizer(" bread", add_special_tokens=False)["input_ids"]
+
+    def demonstrate(prompt, longest):
+        answers = [word * longest, [5, 6], [7]]
+        group = [Rollout(list(prompt), a, [], True, reward=float(a is answers[0])) for a in answers]
+        reward.demonstrate([*group, Rollout(list(prompt), [8], [], True, reward=0.0)])
+        return [r.teacher_prompt_ids is not None for r in group]
+
+    prompts = [*reward._sources][:2]
+    assert demonstrate(prompts[0], 100) == [False, True, True]
+    assert notes == []
+    for prompt in prompts:  # the model's context has 512 tokens
+        assert demonstrate(prompt, 600) == [False, False, False]
+    assert notes == ["a demonstration does not fit into the context: it is not shown"]
+
+
+@pytest.mark.parametrize(("room", "short"), [(2000, 0), (145, 1), (100, None)])
+def test_room_for_demonstrations_is_counted_beforehand(backbone, room, short):
+    config = RecoverConfig(
+        **SETTINGS, general_teacher={"kind": "live", "context": CONTEXT}, max_new_tokens=30
+    )
+    task = load_reward_task("instructions_train")
+    rows = reward_rows(config.reward, task)[:5]
+    if short is None:
+        with pytest.raises(UsageError, match="leaves no room for an answer within 100 tokens"):
+            count_short_of_room(config, rows, backbone.tokenizer, room)
+    else:
+        assert count_short_of_room(config, rows, backbone.tokenizer, room) == short
 
 
 def test_a_live_teacher_changes_only_completions_with_a_context(backbone, tuned):

@@ -53,6 +53,17 @@ REFUSED = {
         "",
         "exceed the context of 512",
     ),
+    "a long demonstration": (
+        [
+            "recover.reward.suite=instructions_train",
+            "recover.keep=last",
+            "recover.teacher_first=0",
+            "recover.rollouts=8",
+            f"recover.general_teacher={{kind: live, context: '{{prompt}} {{answer}} {'word ' * 600}'}}",
+        ],
+        "",
+        "leaves no room for an answer within 512 tokens",
+    ),
     "a suite without answers": (["eval.data.questions=prompts.jsonl"], "", "has no question and answer"),
 }
 
