@@ -74,7 +74,7 @@ def _json_lines(rows: Any, key: str) -> Iterable[str]:
             raise UsageError(f"{key} row {number} is {type(row).__name__}, not a dict", ROWS)
         try:
             yield json.dumps(dict(row), ensure_ascii=False)
-        except (TypeError, ValueError) as fault:
+        except (TypeError, ValueError, RecursionError) as fault:
             raise UsageError(
                 f"{key} row {number}: {fault}", "rows hold text and lists of messages"
             ) from fault

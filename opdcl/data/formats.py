@@ -113,11 +113,12 @@ def check_row(row: Any, where: str) -> Row:
         raise UsageError(f"{where} {content}", did_you_mean(row) + FIELDS_HINT)
     # An empty cell of a CSV or Parquet file names no teacher.
     teacher, cluster = ("" if row.get(key) is None else row[key] for key in ("teacher", "cluster"))
-    teacher = teacher and _string(teacher, "teacher", where)
+    teacher = _string(teacher, "teacher", where) if teacher != "" else ""
+    cluster = _string(str(cluster), "cluster", where, may_be_empty=True)
     tools = _objects(row.get("tools"), "tools", where) or None
     (variables,) = _objects([row.get("chat_template_kwargs") or {}], "chat_template_kwargs", where)
     variables = {key: value for key, value in variables.items() if value is not None}
-    checked = replace(checked, teacher=teacher, cluster=str(cluster), tools=tools, variables=variables)
+    checked = replace(checked, teacher=teacher, cluster=cluster, tools=tools, variables=variables)
     return replace(checked, columns=tuple(map(str, row)))
 
 
@@ -170,7 +171,7 @@ def _before(row: dict, where: str) -> list[Message]:
     """Return the turns that fields of their own put before a conversation: `system`, and `history`."""
     texts = [(field, row[field]) for field in SYSTEM if row.get(field)]
     turns = [{"role": "system", "content": _string(text, field, where)} for field, text in texts[:1]]
-    for exchange in row.get("history") or []:
+    for exchange in _list(row.get("history") or [], "history", where):
         if not (isinstance(exchange, list) and len(exchange) == 2):
             raise UsageError(f"{where}: history is not a list of pairs", "a pair is [question, answer]")
         question, answer = exchange
@@ -219,7 +220,9 @@ def _message(turn: Any, where: str, is_last: bool) -> Message:
     if isinstance(content, list):
         content = "".join(_part(part, where) for part in content)
     more: Message = {
-        key: str(turn[key]) for key in ("name", "tool_call_id") if role == "tool" and turn.get(key)
+        key: _string(str(turn[key]), key, where)
+        for key in ("name", "tool_call_id")
+        if role == "tool" and turn.get(key)
     }
     if calls := turn.get("tool_calls"):
         more["tool_calls"] = [_call(call, where) for call in _objects(calls, "tool_calls", where)]
@@ -237,8 +240,9 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     arguments = function.get("arguments") if isinstance(function, dict) else None
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         arguments = arguments if isinstance(arguments, dict) else json.loads(arguments)
-    if not isinstance(arguments, dict) or not function.get("name"):
+    if not isinstance(arguments, dict) or not (function.get("name") and isinstance(function["name"], str)):
         raise UsageError(f"{where}: a tool call has no name or no object of arguments", AS_OPENAI)
+    _objects([arguments], "arguments", where)
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
@@ -248,7 +252,11 @@ def _objects(value: Any, field: str, where: str) -> list[dict[str, Any]]:
         value = json.loads(value) if isinstance(value, str) and value else value or []
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise UsageError(f"{where}: {field} is not made of objects", AS_OPENAI)
-    _string(json.dumps(value, ensure_ascii=False, default=str), field, where)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except RecursionError as fault:
+        raise UsageError(f"{where}: {field} is nested too deeply", AS_OPENAI) from fault
+    _string(text, field, where)
     return value
 
 
@@ -262,7 +270,7 @@ def _part(part: Any, where: str) -> str:
 def _list(value: Any, field: str, where: str) -> list[Any]:
     if isinstance(value, list):
         return value
-    wanted = "a list" if field in CONVERSATIONS else "text"
+    wanted = "a list" if field in (*CONVERSATIONS, "history") else "text"
     raise UsageError(f"{where}: {field} is {kind_of(value)}, not {wanted}", FIELDS_HINT)
 
 

@@ -206,7 +206,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[Any, str]]:
             continue
         try:
             yield json.loads(line), f"{path}:{number}"
-        except (json.JSONDecodeError, RecursionError) as fault:
+        except (ValueError, RecursionError) as fault:  # valid JSON may be too deep, or a number too long
             message = f"{path}:{number} is not valid JSON: {fault}"
             raise UsageError(message, ONE_PER_LINE) from fault
 
@@ -216,7 +216,7 @@ def _json_list(text: str, path: Path) -> Iterator[tuple[Any, str]]:
         count = len(json.loads(text))
     except json.JSONDecodeError as fault:
         raise UsageError(f"{path}:{fault.lineno} is not valid JSON: {fault.msg}", ONE_PER_LINE) from fault
-    except RecursionError as fault:
+    except (ValueError, RecursionError) as fault:
         raise UsageError(f"{path} is not valid JSON: {fault}", ONE_PER_LINE) from fault
     # Once more, value by value, for the line of each.
     decoder, separator = json.JSONDecoder(), re.compile(r"[\s,]*")

@@ -278,6 +278,24 @@ MALFORMED = {
         {"query": "x", "response": "y", "history": ["z"]},
         "history is not a list of pairs",
     ),
+    "a history that is a number": (
+        {"query": "x", "response": "y", "history": 5},
+        "history is a number, not a list",
+    ),
+    "a teacher that is a number": ({"question": "x", "teacher": 0}, "teacher is a number, not text"),
+    "a call of a tool without a name": (
+        {"messages": [user("x"), {"role": "assistant", "tool_calls": [{"name": 5, "arguments": {}}]}]},
+        "a tool call has no name or",
+    ),
+    "half a character in a call": (
+        {
+            "messages": [
+                user("x"),
+                {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": "\\ud800"}'}]},
+            ]
+        },
+        "arguments holds half of a surrogate pair",
+    ),
     "preferences without a prompt": (
         {"chosen": "\n\nHuman: x\n\nAssistant: y", "rejected": "z"},
         "has only chosen, rejected",
