@@ -102,6 +102,7 @@ def test_micro_batches_by_hand(lengths, tokens, batches):
 
 def test_measured_sums_equal_a_plain_computation(trainer):
     ours = trainer()
+    ours.grader.backbone.eos_ids = [2, 9, 17]  # some models end a turn in several ways
     sums = ours.grader.measure(ROLLOUTS, "general", agreement=True)
     log_p, log_q = (log_distributions(ours, state) for state in ("student", "base"))
     p, q = log_p.exp(), log_q.exp()

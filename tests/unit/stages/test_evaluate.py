@@ -4,13 +4,14 @@ import json
 
 import pytest
 from helpers.recovering import Silent
+from lm_eval.api.instance import Instance
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.finetune import LoraSection
 from opdcl.data.suites import load_suite
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
-from opdcl.stages.evaluate import evaluate
+from opdcl.stages.evaluate import BackboneLM, evaluate
 from opdcl.training import save_adapter
 
 QUESTIONS = [f"What is the code of room {i}?" for i in range(6)]
@@ -98,6 +99,27 @@ def test_a_prompt_that_occurs_twice_has_one_answer(measure):
     assert len(rows) == 3
     assert rows[0]["response"] == rows[2]["response"]
     assert rows[0]["tokens"] > 0
+
+
+def test_a_stop_string_ends_an_answer_that_the_token_limit_would_cut(backbone, tmp_path):
+    lm = BackboneLM(backbone, None, EvalConfig(sampler="generate", batch_size=2), tmp_path / "kept", Silent())
+
+    def ask(*stops):
+        options = [{"until": until, "max_gen_toks": 8} for until in stops]
+        return lm.generate_until([Instance("generate_until", {}, (QUESTIONS[0], o), 0) for o in options])
+
+    (whole,) = ask([])
+    assert lm.ended == [False]
+    assert len(whole) > 6
+    stop = whole[3:6]
+    assert ask([], [stop], ["is not there", stop], ["is not there"]) == [
+        whole,
+        whole[: whole.index(stop)],
+        whole[: whole.index(stop)],
+        whole,
+    ]
+    assert lm.ended == [False, True, True, False]
+    assert lm.lengths == [8, 8, 8, 8]
 
 
 def test_a_task_with_several_filters_has_one_row_per_prompt_with_the_whole_response(backbone, tmp_path):
