@@ -85,9 +85,11 @@ class RewardSection(Section):
     """How far a token's probability ratio may move before the reward stops pushing it (arXiv 1707.06347)."""
 
 
+START_WEIGHT = 0.3
+
 # Method -> settings without effect, and why.
 UNUSED_BY = {
-    "interpolate": ("warm_start lmbda steps trainer weighting domain_texts", "which trains nothing"),
+    "interpolate": ("lmbda steps trainer weighting domain_texts", "which trains nothing"),
     "replay": ("loss.kind lmbda", "which imitates the teachers' answers"),
     "general": ("general_per_domain more_domain domain_texts", "which has no domain steps"),
 }
@@ -108,7 +110,12 @@ class RecoverConfig(Section):
         (
             "alpha",
             lambda s: s.method != "interpolate",
-            "unless method is interpolate; to start nearer to base, use warm_start",
+            "unless method is interpolate; to start nearer to base, raise start_weight",
+        ),
+        (
+            "start_weight",
+            lambda s: s.start_weight and not s.can_solve_start,
+            "without domain steps, and general steps that base teaches",
         ),
         ("general", lambda s: s.reward is not None, "with reward, whose suite has the general prompts"),
         (
@@ -168,9 +175,9 @@ class RecoverConfig(Section):
     """Maximum length of general completions, in tokens."""
     domain_max_new_tokens: Positive | None = None
     """Maximum length of domain completions, in tokens. Default: `max_new_tokens`."""
-    warm_start: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Factor on the tuned adapter before the first step. Below 1 it starts nearer to base, at the domain's
-    expense."""
+    start_weight: Annotated[float, Field(ge=0)] = START_WEIGHT
+    """Weight of general texts against domain texts in the least squares that move the student before its
+    first step. More is nearer to base, at the domain's expense. 0: it starts from tuned."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Temperature at which the student samples. Teachers write, and loss and held-out KL are taken, at 1."""
     sampler: Sampler = "auto"
@@ -266,6 +273,12 @@ class RecoverConfig(Section):
         """Return the data source of a stream's prompts; None if it has none, or base writes the prompts."""
         general = None if self.reward or self.general == "self" else self.general
         return self.domain if stream == "domain" else general
+
+    @property
+    def can_solve_start(self) -> bool:
+        """Whether base and tuned guard a stream each, so that the student can start between them."""
+        both = self.method in ("alternating", "replay") and self.general_per_domain > 0
+        return both and self.general_teacher.kind == "base"
 
     def all_teachers(self) -> dict[str, TeacherSection]:
         """Return every teacher by its key."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +14,7 @@ from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.grading import Grader
 from opdcl.distill.losses import group_advantages
-from opdcl.distill.schedule import Step, Stream
+from opdcl.distill.schedule import Step, Stream, endless
 from opdcl.distill.teachers import AnyTeacher, Teacher
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
@@ -107,6 +108,22 @@ class RolloutQueue:
         """The completions handed out last, by stream."""
         self._ahead: dict[int, list[Rollout]] = {}
         self._unfinished: dict[Stream, list[Rollout]] = {}
+
+    def teacher_texts(self, stream: Stream, count: int) -> list[Rollout]:
+        """Return `count` completions by a stream's teacher; none if the stream has no steps.
+
+        They are those that its first steps learn from, sampled now, and where these are too few, others.
+        """
+        own = [i for i, step in enumerate(self.steps) if step.stream == stream]
+        if not own:
+            return []
+        if not self.steps[own[0]].on_policy:
+            self._sample_from(own[0])
+        texts = [r for i in own for r in self._ahead.get(i, [])][:count]
+        seed = self.config.seed * 1_000_003 + len(self.steps)
+        others = itertools.islice(endless(len(self.prompts[stream]), seed), count - len(texts))
+        prompts = [self.prompts[stream][p] for p in others]
+        return texts + self.sample(prompts, stream, seed, author=self.teachers[stream])
 
     def take(self, index: int) -> StepRollouts:
         """Return the completions of step `index`, sampling them first if they are not there yet."""

@@ -129,9 +129,6 @@ class Teacher:
         """Return a context that yields the model to sample this teacher's completions from."""
         return self.backbone.merged(self.state)
 
-    def on_start(self) -> None:
-        """Prepare for a training run that starts at its first step."""
-
     def after_step(self, step: int) -> None:
         """Follow the student after optimizer step `step`."""
 
@@ -156,20 +153,11 @@ class EmaTeacher(Teacher):
     def is_dynamic(self) -> bool:
         return self.rate > 0
 
-    def frozen_copy(self, frozen: State) -> Teacher:
-        # Needed at rate 0 too: a warm start moves it once, before the first step.
-        return Teacher(self.backbone, frozen, self.contexts)
-
     @torch.no_grad()
     def after_step(self, step: int) -> None:
         if step % self.every == 0:
             for average, student in self._weight_pairs():
                 average.lerp_(student, self.rate)
-
-    @torch.no_grad()
-    def on_start(self) -> None:
-        for average, student in self._weight_pairs():
-            average.copy_(student)
 
     def _weight_pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for layer in self.backbone.adapted_layers(self.state):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from opdcl.distill.grading import Grader, kl_by_route
 from opdcl.distill.health import CHECK_BASE, KL, LOWER_RATE, Health, drift, halt_error
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import Stream
+from opdcl.distill.start import copy_tuned, solve_start
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import State
 from opdcl.model.distributions import TeacherDistribution
@@ -50,7 +52,7 @@ class Measurements:
         for row in rows:
             if row["step"] == 0 and "base" in row:
                 restored.tuned, restored.base = row["validation"], row["base"]
-                restored.best_score = score(row["warm_start"])
+                restored.best_score = score(row["start"])
             elif "validation" in row:
                 restored.add(score(row["validation"]), row["validation"]["best"])
         return restored
@@ -97,7 +99,7 @@ class Validation(TrainerCallback):
         general, _ = self._held_out.get("general", ([], []))
         self.health.on_start(general)
         if state.global_step == 0:
-            self._warm_start()
+            self._start()
         else:
             self.measurements = Measurements.restore(read_jsonl(self.out.metrics), self._score)
 
@@ -145,23 +147,29 @@ class Validation(TrainerCallback):
         # Method `general` leaves the domain by design.
         return kl["general_kl"] if self.config.method == "general" else kl_score(kl)
 
-    def _warm_start(self) -> None:
-        """Measure base and tuned for later comparisons, then scale the adapter to its start."""
-        backbone, alpha = self.grader.backbone, self.config.warm_start
+    def _start(self) -> None:
+        """Measure base and tuned for later comparisons, then move the student to its start."""
+        backbone = self.grader.backbone
         with backbone.scaled(0.0):
             base = self.held_out_kl()
         tuned = start = self.held_out_kl(agreement=True)
-        if alpha < 1:
-            backbone.shrink(alpha)
-            for teacher in self.grader.single_teachers:
-                teacher.on_start()
+        began = time.perf_counter()
+        moved, left = solve_start(self.config, backbone, self.queue)
+        text = f"step 0: held-out {describe_kl(tuned)}"
+        if moved:
             start = self.held_out_kl()
+            text += f"; after {time.perf_counter() - began:.0f} s of least squares {describe_kl(start)}"
+        if self._score(start) > self._score(tuned):
+            copy_tuned(backbone)
+            moved, start = 0, tuned
+            text += ", which is no gain: it starts from tuned"
+        if left:
+            text += f"; {left} layers with experts or DoRA start as tuned's"
         self.measurements = Measurements(tuned, base)
         self._keep_if_best(0, self._score(start))
-        row = {"validation": {**tuned, "best": True}, "base": base, "warm_start": {"alpha": alpha, **start}}
+        row = {"validation": {**tuned, "best": True}, "base": base, "start": {"layers": moved, **start}}
         self.callback.write({"step": 0, **row})
-        scaled = f"; starting from the adapter times {alpha:g}: {describe_kl(start)}" if alpha < 1 else ""
-        self.callback.report.note(f"step 0: held-out {describe_kl(tuned)}{scaled}")
+        self.callback.report.note(text)
 
     def _measure(self, step: int) -> KL:
         """Measure, log, keep the adapter if it is the best, and return the shares.

@@ -277,9 +277,12 @@ def _validation_notes(rows: list[dict]) -> list[str]:
             f"Recovery: where base ends its answers, recovered lacks {missed:.0%} of the probability to end; "
             "its answers run on."
         )
-    scale = next((r[key] for r in rows for key in ("warm_start", "interpolation") if key in r), {"alpha": 1})
-    if best == 0 or any("interpolation" in row for row in rows):
-        no_step = "no training step came nearer to the teachers on held-out prompts"
-        reason = no_step if best == 0 else "no training was done"
-        notes.append(f"Recovered is the tuned adapter times {scale['alpha']:g}: {reason}.")
+    for row in rows:
+        if "interpolation" in row:
+            alpha = row["interpolation"]["alpha"]
+            notes.append(f"Recovered is the tuned adapter times {alpha:g}: no training was done.")
+    if best == 0:
+        start = "its least-squares start" if rows[0].get("start", {}).get("layers") else "the tuned adapter"
+        reason = "no training step came nearer to the teachers on held-out prompts"
+        notes.append(f"Recovered is {start}: {reason}.")
     return notes

@@ -9,7 +9,7 @@ from helpers.command import ROOT
 from helpers.scripts import load_script
 
 # Lower the package limit when the package has shrunk; raise it only for a feature, and say so in the commit.
-FILE_LIMIT, FUNCTION_LIMIT, PACKAGE_LIMIT = 400, 50, 18_378
+FILE_LIMIT, FUNCTION_LIMIT, PACKAGE_LIMIT = 400, 50, 18_562
 
 
 @pytest.fixture(scope="module")

@@ -44,8 +44,6 @@ def test_an_ema_equals_the_mean_by_hand_and_moves_at_its_interval(adapted):
     ema.after_step(2)
     torch.testing.assert_close(layer.lora_B["general"].weight, 0.75 * before + 0.25 * student)
     assert not layer.lora_B["general"].weight.requires_grad
-    ema.on_start()
-    assert torch.equal(layer.lora_B["general"].weight, student)
 
 
 @pytest.mark.parametrize("mix", [0.0, 0.3, 1.0])
@@ -221,7 +219,6 @@ def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, t
         steps=8,
         lmbda=0.5,
         teacher_first=1,
-        warm_start=0.7,
         validate_every=4,
         save_steps=3,
     )
@@ -330,7 +327,7 @@ def test_dropout_changes_no_teacher_and_no_held_out_kl(backbone, tuned):
     """A rate of about zero leaves the student equal to tuned, so both KLs stay what they are at step 0."""
     config = json.loads((tuned / "tuned" / "adapter_config.json").read_text())
     (tuned / "tuned" / "adapter_config.json").write_text(json.dumps(config | {"lora_dropout": 0.5}))
-    settings = {"steps": 4, "validate_every": 2, "learning_rate": 1e-12, "sample_ahead": 1}
+    settings = {"steps": 4, "validate_every": 2, "learning_rate": 1e-12, "sample_ahead": 1, "start_weight": 0}
     rows = run(backbone, tuned, **settings)
     measured = [row["validation"] for row in rows if "validation" in row]
     assert len(measured) == 3

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.recovering import run
+from helpers.recovering import Silent, run, short_recovery
 from safetensors.torch import load_file
 
 from opdcl.config.recover import RecoverConfig
@@ -12,6 +12,9 @@ from opdcl.data.rows import load_rows
 from opdcl.distill.prompts import read_recovery_source
 from opdcl.distill.schedule import plan_steps
 from opdcl.distill.validation import Measurements, kl_score
+from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.layout import StageDir
+from opdcl.stages.recover import recover
 
 
 def held_out(rows):
@@ -62,17 +65,8 @@ def test_a_given_alpha_is_taken_whatever_its_held_out_kl(backbone, tuned):
         assert given[0]["interpolation"]["alpha"] == alpha
         kept = next(p for p in rows[0]["interpolation"]["curve"] if p["alpha"] == alpha)
         assert given[1]["validation"]["general_kl"] == pytest.approx(kept["general_kl"], rel=1e-4)
-    with pytest.raises(ValueError, match="warm_start"):
+    with pytest.raises(ValueError, match="start_weight"):
         RecoverConfig(alpha=0.5)
-
-
-def test_a_warm_start_begins_from_the_scaled_adapter(backbone, tuned):
-    rows = run(backbone, tuned, method="interpolate")
-    curve = {p["alpha"]: p for p in rows[0]["interpolation"]["curve"]}
-    start = run(backbone, tuned, warm_start=0.5)[0]["warm_start"]
-    assert start["alpha"] == 0.5
-    for name in ("general_kl", "domain_kl"):
-        assert start[name] == pytest.approx(curve[0.5][name], rel=1e-3)
 
 
 def test_completions_that_never_end_can_be_left_out(backbone, tuned):
@@ -129,12 +123,17 @@ def test_recovery_stops_once_it_has_done_enough(backbone, tuned, until, said):
         assert max(recovered[:-1], default=0.0) < until["retention"] <= recovered[-1]
 
 
-@pytest.mark.parametrize(("warm_start", "recovered", "kept"), [(1.0, 0, 1), (1e-4, 1, 0)])
-def test_the_shares_of_held_out_kl_are_none_at_tuned_and_all_at_base(
-    backbone, tuned, warm_start, recovered, kept
-):
-    rows = run(backbone, tuned, steps=2, validate_every=2, learning_rate=1e-12, warm_start=warm_start)
-    measured = [r["validation"] for r in rows if "validation" in r][-1]
+@pytest.mark.parametrize(("scale", "recovered", "kept"), [(1.0, 0, 1), (1e-4, 1, 0)])
+def test_the_shares_of_held_out_kl_are_none_at_tuned_and_all_at_base(backbone, tuned, scale, recovered, kept):
+    class Shrinking(Silent):
+        def note(self, text):
+            if text.startswith("step 0:"):
+                backbone.shrink(scale)
+
+    config = short_recovery(tuned, steps=2, validate_every=2, learning_rate=1e-12, start_weight=0)
+    out = StageDir(tuned / "out")
+    recover(config, read_recovery_source(config), backbone, tuned / "tuned", out, Shrinking())
+    measured = [r["validation"] for r in read_jsonl(out.metrics) if "validation" in r][-1]
     assert (measured["general_recovered"], measured["domain_kept"]) == (
         pytest.approx(recovered, abs=1e-3),
         pytest.approx(kept, abs=1e-3),
@@ -149,14 +148,8 @@ def test_without_a_distance_between_base_and_teacher_there_is_no_share(backbone,
 
 
 def test_recovery_continues_while_too_little_of_the_domain_is_kept(backbone, tuned):
-    rows = run(
-        backbone,
-        tuned,
-        steps=4,
-        validate_every=2,
-        warm_start=0.5,
-        until={"retention": 0.01, "domain_floor": 0.999},
-    )
+    until = {"retention": 0.01, "domain_floor": 0.999}
+    rows = run(backbone, tuned, steps=4, validate_every=2, until=until)
     assert rows[-1]["step"] == 4
     assert all(r["validation"]["general_recovered"] > 0.01 for r in rows[1:] if "validation" in r)
 
@@ -218,7 +211,7 @@ def test_a_resumed_validation_remembers_the_best_score_and_how_long_ago_it_was()
         return {"general_kl": general, "domain_kl": domain}
 
     rows = [
-        {"step": 0, "validation": kl(4, 0), "base": kl(0, 3), "warm_start": {"alpha": 0.5, **kl(2, 1)}},
+        {"step": 0, "validation": kl(4, 0), "base": kl(0, 3), "start": {"layers": 7, **kl(2, 1)}},
         {"step": 1, "loss": 1.0},
         {"step": 4, "validation": {**kl(1, 1), "best": True}},
         {"step": 8, "validation": {**kl(1, 2), "best": False}},
