@@ -87,16 +87,20 @@ def suite_record(suites: list[Suite]) -> dict[str, Any]:
     for name in STATES:
         record[name] = stats.mean(getattr(states, name), states.clusters).as_dict()
     if first.role == "retention":
-        record |= stats.outcome(states, None)
+        tests = writing.compared_with_base(suites)
+        record |= stats.outcome(states, None, writing.alike(tests))
+        record["status"] = record["retention_status"]
         record["groups"] = {}
         for group in first.groups:
             only = [suite.only(group) for suite in suites]
             record["groups"][group] = {"n": len(only[0].prompts), **stats.outcome(pooled_states(only), None)}
         record["writing"] = {name: written(suites, name) for name in STATES}
-        record["writing_tests"] = writing.compared_with_base(suites)
-        record["status"] = writing.status_with(record["writing_tests"], record["status"])
+        record["writing_tests"] = tests
     elif first.role == "domain":
-        record["domain_retention"] = stats.outcome(None, states)["domain_retention"]
+        of_domain = stats.outcome(None, states)
+        record |= {
+            key: of_domain[key] for key in ("domain_retention", "domain_retention_raw", "domain_status")
+        }
     return record
 
 

@@ -13,6 +13,7 @@ from opdcl.pipeline.plan import Task
 from opdcl.pipeline.preflight import checked_plan, planned_adapter, remarks, repeated_rows
 from opdcl.pipeline.sources import Sources
 from opdcl.results.format import duration
+from opdcl.results.power import plan_rows, planned
 from opdcl.results.tables import Table
 from opdcl.rundir.layout import RunDir
 
@@ -58,11 +59,22 @@ def describe(
     if sizes["seconds"]:
         totals += f"; about {duration(sum(sizes['seconds'].values()))} in all, estimated"
     rows.append(["machine", sizes["device"], totals])
+    power = _power(workflow, sources)
+    rows += power.pop("rows", [])
     plan = [
         {"stage": t.name} | {k: getattr(t, k) for k in ("state", "suite", "action", "why")} for t in tasks
     ]
     data = {"data": _data(workflow, sources), "notes": remarks(workflow, tasks, sources)}
-    return rows, {"tasks": plan, **sizes, "adapted_share": share, **data}
+    return rows, {"tasks": plan, **sizes, "adapted_share": share, "power": power, **data}
+
+
+def _power(workflow: Workflow, sources: Sources) -> dict[str, Any]:
+    """Return what the first retention suite can show, as `rows` and as data; empty without one."""
+    evaluation = workflow.eval
+    if not (workflow.recover and evaluation and evaluation.retention):
+        return {}
+    prompts = len(sources.suite(evaluation.retention[0], evaluation).prompts(evaluation.limit))
+    return {"rows": plan_rows(prompts), **planned(prompts)._asdict()}
 
 
 def _size(task: Task, sizes: dict[str, Any]) -> str:

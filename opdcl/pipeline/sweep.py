@@ -90,8 +90,9 @@ def describe_all(
 ) -> tuple[list[list[str]], list[dict[str, Any]]]:
     """Return what each run would do, as table rows and as data. Writes nothing."""
     from opdcl.pipeline.dry_run import describe
+    from opdcl.results.power import plan_rows
 
-    rows, plans = [], []
+    rows, plans, sizes = [], [], []
     runs, sources = expand(flow, out), sources or Sources()
     made_by = {f: donor.path.name for donor in _other_runs(out, runs) for f in outcomes(donor)}
     for name, workflow in runs.items():
@@ -102,8 +103,11 @@ def describe_all(
             plans.append({"run": name, "tasks": [], "why": why})
             continue
         lines, plan = describe(workflow, RunDir(out / name), made_by, sources, origins, force)
-        rows += [[name, *line] for line in lines if line[0] != "machine"]
+        rows += [[name, *line] for line in lines if line[0] not in ("machine", "power")]
         plans.append({"run": name, **plan})
+        sizes += [plan["power"]["prompts"]] if plan["power"] else []
+    if sizes:
+        rows += [["all runs", *line] for line in plan_rows(min(sizes), max(1, len(flow.seeds)))]
     return rows, plans
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from opdcl.results import stats, writing
+from opdcl.results import power, stats, writing
 from opdcl.results.arms import (
     Arm,
     Member,
@@ -18,7 +18,6 @@ from opdcl.results.arms import (
     seed_notes,
 )
 from opdcl.results.scores import HEADLINE_ROLES, STATES
-from opdcl.results.summary import resolution_note
 from opdcl.results.verdict import writing_clauses
 from opdcl.rundir.layout import RunDir
 
@@ -54,7 +53,7 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
             *_writing_notes(rows),
             *_setting_notes(arms, differences),
             *_unfinished_notes(arms),
-            *_run_notes(members),
+            *_run_notes(members, rows),
             *seed_notes({row["seeds"] for row in rows}),
         ],
     }
@@ -105,15 +104,16 @@ def _estimate(arm: Arm, role: str) -> dict[str, float]:
 
 def _arm_row(arm: Arm) -> dict[str, Any]:
     """Return an arm's numbers; an estimate that is not measured is empty, a ratio without meaning is None."""
-    outcome = stats.outcome(arm.states("retention"), arm.states("domain"))
     tests = writing.compared_with_base([m.suites["retention"] for m in arm.pooled if "retention" in m.suites])
+    states = arm.states("retention")
+    pair = states and (states.recovered, states.base, states.clusters)
     return {
         "name": arm.name,
         "method": arm.settings.get("recover.method"),
         "seeds": len(arm.pooled),
         **{role: _estimate(arm, role) for role in HEADLINE_ROLES},
-        **outcome,
-        "status": writing.status_with(tests, outcome["status"]),
+        **stats.outcome(states, arm.states("domain"), writing.alike(tests)),
+        "detectable_difference": stats.detectable_difference(*pair) if pair else None,
         "writing": tests,
         "above_alpha_curve": None,
         "runs": [_run_row(member) for member in arm.members],
@@ -236,7 +236,7 @@ def _reference_notes(rows: list[dict], base: list[dict], tuned: list[dict]) -> l
 
 def _writing_notes(rows: list[dict]) -> list[str]:
     """Say of each arm what keeps it from writing as well as base."""
-    clauses = {row["name"]: writing_clauses(row["writing"], row["status"]) for row in rows}
+    clauses = {row["name"]: writing_clauses(row["writing"], row["retention_status"]) for row in rows}
     return [f"{name}: {' and '.join(found)}." for name, found in clauses.items() if found]
 
 
@@ -266,22 +266,22 @@ def _unfinished_notes(arms: list[Arm]) -> list[str]:
     ]
 
 
-def _run_notes(members: list[Member]) -> list[str]:
-    """Return the notes of the runs' own reports; shared notes and the resolution of the tests appear once."""
+def _run_notes(members: list[Member], rows: list[dict]) -> list[str]:
+    """Return the notes of the runs' own reports; shared notes, and what the runs could show, appear once."""
     runs_of: dict[str, list[str]] = {}
-    resolution: dict[str, float] = {}
+    measured = [member for member in members if member.summary["non_inferiority"]]
+    suites = {member.run: member.suites["retention"] for member in measured}
+    shown = [power.of_the_arm(row) for row in rows if row["seeds"] > 1 and row["non_inferiority"]]
     for member in members:
-        if smallest := member.summary["tests"]["detectable_difference"]:
-            note = resolution_note(member.suites["retention"], [smallest])
-            resolution |= {note: smallest} if note in member.summary["notes"] else {}
-        for note in member.summary["notes"][len(member.summary["faults"]) :]:
+        notes = member.summary["notes"][len(member.summary["faults"]) :]
+        if suite := suites.get(member.run):
+            own = power.notes(suite.name, len(suite.prompts), member.summary)
+            notes = [note for note in notes if note not in own]
+        for note in notes:
             runs_of.setdefault(note, []).append(str(member.run.path))
-    notes = [
-        note if len(runs) == len(members) else f"{', '.join(runs)}: {note}"
-        for note, runs in runs_of.items()
-        if note not in resolution
-    ]
-    if resolution:
-        suite = first_measured(members, "retention").suites["retention"]
-        notes.append(resolution_note(suite, list(resolution.values())))
-    return notes
+    if measured:
+        suite = suites[measured[0].run]
+        summaries = [member.summary for member in measured]
+        shown.insert(0, power.of_the_adapter(suite.name, len(suite.prompts), summaries))
+    alike = {note: len(runs) == len(members) for note, runs in runs_of.items()}
+    return [note if alike[note] else f"{', '.join(runs)}: {note}" for note, runs in runs_of.items()] + shown

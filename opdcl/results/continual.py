@@ -67,7 +67,9 @@ class Scores:
         self.suites: dict[str, Suite] = {}
         self.notes: list[str] = []
         self._suite_of: dict[tuple[RunDir, str], Suite] = {}
-        for run, suite in ((r, s) for r in runs for s in load_suites(r) if s.rows):
+        loaded = [(run, suite) for run in runs for suite in load_suites(run)]
+        self.faults = [f"{run.path}: {fault}." for run, suite in loaded for fault in suite.faults]
+        for run, suite in ((run, suite) for run, suite in loaded if suite.rows):
             first = self.suites.setdefault(suite.name, suite)
             if (suite.metric, suite.prompts) == (first.metric, first.prompts):
                 self._suite_of[run, suite.name] = suite
@@ -124,8 +126,8 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
         "chains": [_chain_row(chain, scores) for chain in chains],
         "differences": [d for a, b in itertools.combinations(chains, 2) if (d := _difference(a, b, scores))],
         "kept": [row for step in steps for row in _kept_rows(step, steps, scores)],
-        "faults": [],
-        "notes": _notes(steps, chains, scores),
+        "faults": scores.faults,
+        "notes": scores.faults + _notes(steps, chains, scores),
     }
 
 
@@ -236,8 +238,9 @@ def _kept_rows(step: Step, steps: list[Step], scores: Scores) -> list[dict[str, 
         base, student = scores.of(step.runs, suite, base=True), scores.of(step.runs, suite)
         teacher = scores.of([run for _, run in owners], suite)
         if base is not None and teacher is not None and student is not None:
-            clusters = scores.suites[suite].clusters
-            share = stats.domain_retention(stats.States(base, teacher, student, None, clusters))
+            measured = scores.suites[suite]
+            states = stats.States(base, teacher, student, measured.floor_values(), measured.clusters)
+            share = stats.domain_retention(states)
             row = {"step": step.name, "teacher": name, "suite": suite, "kept": share and share.as_dict()}
             rows.append(row)
     return rows

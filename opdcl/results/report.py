@@ -11,7 +11,7 @@ from opdcl.results.samples import RULE, pick_examples, pick_samples
 from opdcl.results.scores import STATES, Suite, headline_of, load_suites, section
 from opdcl.results.summary import summarise
 from opdcl.results.tables import MISSING, different_raw
-from opdcl.results.verdict import split, why_no_domain_retention, why_no_recovery
+from opdcl.results.verdict import split, tone, why_no_domain_retention, why_no_recovery
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.rundir.layout import RunDir
 from opdcl.sanitize import harmless
@@ -139,6 +139,7 @@ def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
         "summary": summary,
         "heading": heading,
         "sentence": sentence,
+        "tone": tone(summary),
         "states": STATES,
         "missing": MISSING,
         "made": report_tables.made(run, manifest, base_model),
@@ -172,15 +173,18 @@ def _public(model: str) -> str:
 
 def _ratios(summary: dict, domain: Suite | None) -> list[dict[str, Any]]:
     """Return R and D with what they mean, or why there is none."""
-    meaning = "of the lost score that came back, counted from tuned or the floor, whichever is higher"
-    if raw := different_raw(summary):
-        meaning += f"; from tuned alone, {raw}"
-    recovery = {"estimate": summary["recovery"], "why": why_no_recovery(summary)}
-    kept = {"estimate": summary["domain_retention"], "why": why_no_domain_retention(domain)}
-    return [
-        {"name": "Recovery R", "meaning": f"Share {meaning}.", **recovery},
-        {"name": "Domain retention D", "meaning": "Share of the domain gain that was kept.", **kept},
+    lost = "Share of the lost score that came back, counted from tuned or the floor, whichever is higher"
+    kept = "Share of the domain gain that was kept, counted from base or the floor, whichever is higher"
+    rows = [
+        ("Recovery R", "recovery", lost, "tuned", why_no_recovery(summary)),
+        ("Domain retention D", "domain_retention", kept, "base", why_no_domain_retention(domain)),
     ]
+    ratios = []
+    for name, key, meaning, start, why in rows:
+        raw = different_raw(summary, key)
+        meaning += f"; from {start} alone, {raw}." if raw else "."
+        ratios.append({"name": name, "meaning": meaning, "estimate": summary[key], "why": why})
+    return ratios
 
 
 def _facts(run: RunDir, manifest: dict, base: dict, adapters: dict) -> dict[str, str]:

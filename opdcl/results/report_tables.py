@@ -7,7 +7,8 @@ from typing import Any
 
 from opdcl.results import format
 from opdcl.results.scores import HEADLINE_ROLES, STATES, metric_words, section
-from opdcl.results.tables import Table, different_raw, ratio_cell, score_cell, writing_rows
+from opdcl.results.status import NON_INFERIORITY_MARGIN
+from opdcl.results.tables import WRITING, Table, different_raw, ratio_cell, score_cell, writing_rows
 from opdcl.results.writing import MARGINS
 from opdcl.rundir.layout import RunDir
 
@@ -85,15 +86,14 @@ def _ratio(group: dict[str, Any]) -> str:
 
 def detail_tables(summary: dict[str, Any]) -> list[Table]:
     """Return what few readers look up: differences, teacher ceiling, all metrics, and cost."""
-    from opdcl.results import stats
-
-    margin = f"{100 * stats.NON_INFERIORITY_MARGIN:g}"
+    margin = f"{100 * NON_INFERIORITY_MARGIN:g}"
     tables = []
     if rows := _difference_rows(summary["tests"]):
         caption = (
             f"“Recovered” means that the interval of recovered - base lies above -{margin} points, and that "
-            "its answers are shown to end as often as base's and to repeat themselves as little, within "
-            f"{100 * max(MARGINS.values()):g} points. A large p-value alone never counts."
+            "its answers are shown to be like base's: in the share that ends and in repetition, within "
+            f"{100 * MARGINS['ended']:g} points, and in length, within {MARGINS['tokens']:.0%}. A large "
+            "p-value alone never counts."
         )
         if test := summary["non_inferiority"]:
             caption += (
@@ -149,9 +149,12 @@ def _difference_rows(tests: dict[str, Any]) -> list[list[str]]:
         if change := tests[pair]:
             p_value = "n/a" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
             rows.append([pair.replace("_minus_", " - "), *_in_points(change), p_value])
-    for measure, label in (("cut", "answers that do not end"), ("repetition", "repeated 4-grams")):
-        if change := tests["writing"][measure]:
-            rows.append([f"{label}, recovered - base", *_in_points(change), "n/a"])
+    for measure, change in tests["writing"].items():
+        if change and measure == "tokens":
+            value, low, high = (f"{100 * change[key]:+.0f} %" for key in ("value", "low", "high"))
+            rows.append([f"{WRITING[measure]}, recovered - base", value, f"{low} to {high}", "n/a"])
+        elif change:
+            rows.append([f"{WRITING[measure]}, recovered - base", *_in_points(change), "n/a"])
     return rows
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from opdcl.errors import UsageError
@@ -56,6 +57,8 @@ class Suite:
     """State -> sample rows; row i is the same prompt in every state."""
     unpaired: int
     """Number of prompts left out because a measured state did not answer them."""
+    faults: list[str] = field(default_factory=list)
+    """Which scores are no numbers; a state with one counts as not measured."""
 
     @property
     def complete(self) -> bool:
@@ -165,20 +168,22 @@ def headline_of(suites: list[Suite]) -> dict[str, Suite]:
 def _load_suite(run: RunDir, name: str, role: str) -> Suite:
     results: dict[str, dict] = {}
     answers: dict[str, dict[tuple, dict]] = {}
+    faults: list[str] = []
     for state in STATES:
         if not run.eval_result(state, name).exists():
             continue
         result = read_json(run.eval_result(state, name))
+        rows = read_jsonl(run.eval_samples(state, name))
+        wrong = {row["doc_id"]: fault for row in rows if (fault := _score_fault(row, result["metric"]))}
+        if wrong:
+            (prompt, fault), *more = wrong.items()
+            others = f" (and those of {len(more)} more prompts)" if more else ""
+            faults.append(f"{name}, {state}: the score of prompt {prompt} is {fault}{others}")
         # Each task of a group counts its documents from 0, so the prompt is part of the key.
-        by_key = {
-            (row["doc_id"], row["prompt"]): row
-            for row in read_jsonl(run.eval_samples(state, name))
-            if result["metric"] in row.get("scores", {})
-        }
-        if by_key:
+        elif by_key := {(row["doc_id"], row["prompt"]): row for row in rows}:
             results[state], answers[state] = result, by_key
     if not results:
-        return Suite(name, role, None, {}, {}, 0)
+        return Suite(name, role, None, {}, {}, 0, faults)
     shared = set.intersection(*map(set, answers.values()))
     if not shared:
         problem = f"{' and '.join(results)} have no prompt in common, so they cannot be compared"
@@ -192,7 +197,19 @@ def _load_suite(run: RunDir, name: str, role: str) -> Suite:
         results,
         {state: [rows[key] for key in order] for state, rows in answers.items()},
         len(set.union(*map(set, answers.values()))) - len(shared),
+        faults,
     )
+
+
+def _score_fault(row: dict[str, Any], metric: str) -> str:
+    """Say what is wrong with the score of a sample, or with its floor; empty if both are numbers."""
+    for score in (row.get("scores", {}).get(metric), row.get("floor", 0)):
+        for part in score if isinstance(score, list) else [score]:
+            if part is None:
+                return "missing"
+            if not isinstance(part, int | float) or not math.isfinite(part):
+                return f"{part}, not a number"
+    return ""
 
 
 def section(run: RunDir, name: str) -> dict:

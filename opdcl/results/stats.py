@@ -18,6 +18,7 @@ from opdcl.results.intervals import (
     TWO_SIDED,
     Clusters,
     Estimate,
+    Source,
     cluster_ids,
     clustered_mean,
     difference,
@@ -30,37 +31,23 @@ from opdcl.results.intervals import (
     sources,
     student,
 )
+from opdcl.results.status import (
+    FLOOR_REASONS,
+    HALF_OF_THE_GAIN,
+    LARGEST_FLOOR,
+    MOST_OF_THE_GAIN,
+    NON_INFERIORITY_MARGIN,
+    SMALLEST_DROP,
+    DomainStatus,
+    RetentionStatus,
+    both_halves,
+)
 
 __all__ = ["Clusters", "Estimate", "clustered_mean", "difference", "mean", "mean_over", "ratio"]
-
-# Below this drop a ratio of differences is mostly noise, so R is not computed. A suite that finds a drop of
-# this size four times in five, and finds none, shows that nothing measurable was forgotten.
-SMALLEST_DROP = 0.10
-
-# How far below base "recovered" may lie and still count as non-inferior.
-NON_INFERIORITY_MARGIN = 0.035
-
-# The share of base's score that a content-free answer may reach: beyond it, most of the score is no skill.
-LARGEST_FLOOR = 0.5
-
-# Why base's distance to the floor gives no R: by its value, or only by its interval.
-FLOOR_REASONS = {
-    "no headroom": "base is not well above the floor",
-    "too few prompts": "base is not shown to be above the floor",
-}
 
 # The share of repetitions in which a detectable difference is found.
 POWER = 0.8
 
-Status = Literal[
-    "recovered",
-    "partly recovered",
-    "not shown",
-    "no measurable forgetting",
-    "too few prompts",
-    "no headroom",
-    "not measured",
-]
 Place = Literal["above", "level", "below", "not shown"]
 
 
@@ -74,10 +61,9 @@ class States(NamedTuple):
     """The scores of the best content-free answer to each prompt, if they were measured."""
     clusters: Clusters = None
 
-    @property
-    def start(self) -> np.ndarray:
-        """Where the recovery starts: tuned, or the floor if that scores higher."""
-        return self.tuned if self.floor is None or self.floor.mean() <= self.tuned.mean() else self.floor
+    def above_floor(self, state: np.ndarray) -> np.ndarray:
+        """Return a state's scores, or those of the floor if it scores higher: they take no skill."""
+        return state if self.floor is None or self.floor.mean() <= state.mean() else self.floor
 
 
 class Point(NamedTuple):
@@ -116,10 +102,14 @@ def non_inferiority(
     gap = difference(model, reference, clusters)
     at_most = -gap.low if higher_is_better else gap.high
     parts = difference_sources(model, reference, clusters)
+    return NonInferiority(margin, at_most < margin, at_most, power_at_equality(parts, margin))
+
+
+def power_at_equality(parts: Sequence[Source], margin: float = NON_INFERIORITY_MARGIN) -> float:
+    """Return the probability that two equal models are shown to differ by less than `margin`."""
     error = sum(variance for variance, _ in parts) ** 0.5
     room = margin - half_width(parts)
-    power = NormalDist().cdf(room / error) if error else float(room > 0)
-    return NonInferiority(margin, at_most < margin, at_most, power)
+    return NormalDist().cdf(room / error) if error else float(room > 0)
 
 
 def place(
@@ -143,13 +133,17 @@ def detectable_difference(a: np.ndarray, b: np.ndarray, clusters: Clusters = Non
     It follows from the spread of the observed differences, between prompts and between seeds. Passes and
     failures that differ by d on average have at least the variance d (1 - d), whatever spread was seen.
     """
-    parts = difference_sources(a, b, clusters)
-    smallest = half_width(parts) + half_width(parts, POWER)
+    smallest = found_four_times_in_five(difference_sources(a, b, clusters))
     if not pass_or_fail(a, b):
         return smallest
     _, count = cluster_ids(np.shape(a)[-1], clusters)
     errors = student(TWO_SIDED, count - 1) + student(POWER, count - 1)
     return max(smallest, errors**2 / (count + errors**2))
+
+
+def found_four_times_in_five(parts: Sequence[Source]) -> float:
+    """Return the smallest true difference that these sources of variance let a test find so often."""
+    return half_width(parts) + half_width(parts, POWER)
 
 
 def mcnemar(a: np.ndarray, b: np.ndarray, clusters: Clusters = None) -> float:
@@ -194,21 +188,35 @@ def headroom_fault(states: States) -> Literal["no headroom", "too few prompts"] 
     return "no headroom" if gap.value < SMALLEST_DROP else "too few prompts"
 
 
-def status_of(states: States) -> Status:
+def status_of(states: States) -> RetentionStatus:
     """Return the outcome on the retention suite.
 
     `recovered` is non-inferiority to base; a large p-value alone never counts. `partly recovered`: the
-    interval of recovered - tuned lies above zero.
+    interval of recovered - start lies above zero, where the start is tuned or the floor, if that is higher.
     """
+    base, tuned, recovered, _, clusters = states
     if fault := headroom_fault(states):
         return fault
     if not forgot(states):
-        found = detectable_difference(states.base, states.tuned, states.clusters) <= SMALLEST_DROP
+        drop = difference(base, tuned, clusters)
+        if all(difference(recovered, x, clusters).high < 0 for x in (base, tuned)):
+            return "not shown"  # the recovery itself did harm
+        found = detectable_difference(base, tuned, clusters) <= SMALLEST_DROP or drop.high < 0
         return "no measurable forgetting" if found else "too few prompts"
-    if non_inferiority(states.recovered, states.base, states.clusters).shown:
+    if non_inferiority(recovered, base, clusters).shown:
         return "recovered"
-    gain = difference(states.recovered, states.tuned, states.clusters)
+    gain = difference(recovered, states.above_floor(tuned), clusters)
     return "partly recovered" if gain.low > 0 else "not shown"
+
+
+def domain_status_of(states: States) -> DomainStatus:
+    """Return the outcome on the domain suite: how much of the gain is shown to be kept."""
+    kept = domain_retention(states)
+    if kept is None:
+        return "gain not shown"
+    if kept.low > 0:
+        return "kept" if kept.low >= MOST_OF_THE_GAIN else "partly kept"
+    return "lost" if kept.high < HALF_OF_THE_GAIN else "not shown"
 
 
 def recovery(states: States) -> Estimate | None:
@@ -216,7 +224,7 @@ def recovery(states: States) -> Estimate | None:
 
     None without measurable forgetting, and if base is less than `SMALLEST_DROP` above the start.
     """
-    return _recovery(states, states.start)
+    return _recovery(states, states.above_floor(states.tuned))
 
 
 def raw_recovery(states: States) -> Estimate | None:
@@ -240,27 +248,48 @@ def why_no_recovery(states: States) -> str | None:
 
 
 def domain_retention(states: States) -> Estimate | None:
-    """Estimate D = (recovered - base) / (tuned - base); None unless the domain gain is above zero."""
-    base, tuned, recovered, _, clusters = states
-    if difference(tuned, base, clusters).low <= 0:
+    """Estimate D = (recovered - start) / (tuned - start), where the start is base or the floor, if higher.
+
+    None unless tuned is measurably above the start.
+    """
+    return _domain_retention(states, states.above_floor(states.base))
+
+
+def raw_domain_retention(states: States) -> Estimate | None:
+    """Estimate (recovered - base) / (tuned - base), wherever the floor lies."""
+    return _domain_retention(states, states.base)
+
+
+def _domain_retention(states: States, start: np.ndarray) -> Estimate | None:
+    if difference(states.tuned, start, states.clusters).low <= 0:
         return None
-    return ratio(recovered - base, tuned - base, clusters)
+    return ratio(states.recovered - start, states.tuned - start, states.clusters)
 
 
-def outcome(retention: States | None, domain: States | None) -> dict[str, Any]:
-    """Return `status`, R as `recovery` with the raw ratio beside it, and D as `domain_retention`."""
-    status: Status = status_of(retention) if retention else "not measured"
-    usable = None if status in FLOOR_REASONS else retention
+def outcome(retention: States | None, domain: States | None, written_alike: bool = True) -> dict[str, Any]:
+    """Return the status of both halves and of the run, and R and D, each from the floor and raw.
+
+    Args:
+        written_alike: Whether recovered is shown to write as base does; without it, nothing is `recovered`.
+    """
+    kept: DomainStatus = domain_status_of(domain) if domain else "not measured"
+    found: RetentionStatus = status_of(retention) if retention else "not measured"
+    usable = None if found in FLOOR_REASONS else retention
+    if found == "recovered" and not written_alike:
+        found = "partly recovered"
     r, raw = (f(usable) if usable else None for f in (recovery, raw_recovery))
-    d = domain_retention(domain) if domain else None
+    d, raw_d = (f(domain) if domain else None for f in (domain_retention, raw_domain_retention))
     margin = non_inferiority(retention.recovered, retention.base, retention.clusters) if retention else None
     return {
-        "status": status,
+        "status": both_halves(found, kept),
+        "retention_status": found,
+        "domain_status": kept,
         "recovery": r and r.as_dict(),
         "recovery_raw": raw and raw.as_dict(),
         "no_recovery_because": why_no_recovery(retention) if retention else "not measured",
         "non_inferiority": margin and margin.as_dict(),
         "domain_retention": d and d.as_dict(),
+        "domain_retention_raw": raw_d and raw_d.as_dict(),
     }
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from opdcl.results import writing
+from opdcl.results import power, writing
 from opdcl.results.format import percent
 from opdcl.results.scores import STATES, Suite, headline_of, load_suites, section
 from opdcl.results.tables import different_raw, ratio_cell, score_cell, writing_rows
-from opdcl.results.verdict import verdict
+from opdcl.results.verdict import conclude
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
 
@@ -38,34 +38,28 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
     retention, domain = headline.get("retention"), headline.get("domain")
     estimates = {s.name: _summarise_suite(s) for s in suites}
     faults = _faults(run, suites)
+    tests = _tests(retention, domain)
     summary: dict[str, Any] = {
         "verdict": "",
         "name": run.settings().get("name") or run.path.name,
         "headline": {"retention": retention and retention.name, "domain": domain and domain.name},
         "suites": estimates,
-        **stats.outcome(retention.states() if retention else None, domain.states() if domain else None),
+        **stats.outcome(
+            retention.states() if retention else None,
+            domain.states() if domain else None,
+            writing.alike(tests["writing"]),
+        ),
         "groups": _groups(retention),
-        "tests": _tests(retention, domain),
+        "tests": tests,
         "ceiling": _ceiling(suites, section(run, "recover")),
         "cost": _cost(run, suites),
         "faults": faults,
         "notes": [*faults, *_suite_notes(suites, estimates), *_recovery_notes(run)],
     }
-    summary["status"] = writing.status_with(summary["tests"]["writing"], summary["status"])
-    if retention and summary["status"] in ("partly recovered", "not shown"):
-        summary["notes"].append(resolution_note(retention, [summary["tests"]["detectable_difference"]]))
-    summary["verdict"] = verdict(summary, retention, domain)
+    conclude(summary, retention, domain)
+    if retention and summary["non_inferiority"]:
+        summary["notes"] += power.notes(retention.name, len(retention.prompts), summary)
     return summary
-
-
-def resolution_note(suite: Suite, smallest: list[float]) -> str:
-    """State the smallest true difference to base that the suite can detect, from that of each run."""
-    least, most = (f"{100 * difference:.1f}" for difference in (min(smallest), max(smallest)))
-    size = least if least == most else f"{least} to {most}"
-    return (
-        f"{suite.name}: with {len(suite.prompts)} prompts a true difference of {size} points between "
-        "recovered and base is found four times in five; a smaller one may go unseen."
-    )
 
 
 def table_rows(summary: dict[str, Any]) -> list[list[str]]:
@@ -78,9 +72,11 @@ def table_rows(summary: dict[str, Any]) -> list[list[str]]:
             rows.append([f"{name}\n{suite['metric']}", str(suite["n"]), floor, *scores])
             if suite["role"] == "retention":
                 rows += [[label, "", "", *cells] for label, *cells in writing_rows(suite["writing"])]
-    for label, key in (("R", "recovery"), ("R from tuned", "recovery_raw"), ("D", "domain_retention")):
-        if summary[key] and (key != "recovery_raw" or different_raw(summary)):
+    for label, key, start in (("R", "recovery", "tuned"), ("D", "domain_retention", "base")):
+        if summary[key]:
             rows.append([label, "", "", "", "", ratio_cell(summary[key])])
+        if different_raw(summary, key):
+            rows.append([f"{label} from {start}", "", "", "", "", ratio_cell(summary[f"{key}_raw"])])
     return rows
 
 
@@ -198,6 +194,8 @@ def _faults(run: RunDir, suites: list[Suite]) -> list[str]:
     """Return the reasons not to believe the results: other base weights, or other adapters."""
     hint = "the results here are those of the adapter that the run recorded, not of this file"
     faults = [f"{problem}: {hint}." for problem in run.adapter_damage().values()]
+    again = "the state counts as not measured there; repeat it with opdcl eval RUN --force"
+    faults += [f"{fault}; {again}." for suite in suites for fault in suite.faults]
     manifest = run.read_manifest()
     base, adapters = (manifest.get(key) or {} for key in ("base", "adapters"))
     before, after = base.get("fingerprint_before"), base.get("fingerprint_after")
@@ -217,15 +215,22 @@ def _faults(run: RunDir, suites: list[Suite]) -> list[str]:
 
 def _suite_notes(suites: list[Suite], estimates: dict[str, dict]) -> list[str]:
     """Return the caveats about missing answers and floors."""
+    from opdcl.results import stats
+
     notes = []
     for suite in suites:
         if suite.unpaired:
             reason = "because not every measured state answered them; the further metrics still include them"
             notes.append(f"{suite.name}: {suite.unpaired} prompts are left out {reason}.")
-        base_low = estimates[suite.name]["base"].get("low")
-        if suite.role == "retention" and None not in (suite.floor, base_low) and base_low <= suite.floor:
-            floor = f"the floor of {percent(suite.floor)}, the score of {suite.floor_is}"
-            reason = f"base is not measurably above {floor}"
+        if suite.role != "retention" or suite.floor is None or "base" not in suite.rows:
+            continue
+        base, states = estimates[suite.name]["base"], suite.states()
+        floor = f"{percent(suite.floor)}, the score of {suite.floor_is}"
+        if states and stats.headroom_fault(states) == "no headroom":
+            unfit = f"unfit for this model: base scores {percent(base['value'])}, and the floor is {floor}"
+            notes.append(f"{suite.name}: {unfit}. It can show neither a loss nor a recovery.")
+        elif base["low"] <= suite.floor:
+            reason = f"base is not measurably above the floor of {floor}"
             notes.append(f"{suite.name}: {reason}, so this suite can hardly show forgetting.")
     return notes
 

@@ -111,9 +111,9 @@ def ratio_cell(estimate: dict | None) -> str:
     return interval(estimate).replace(" [", "\n[", 1) if estimate else ""
 
 
-def different_raw(outcome: dict[str, Any]) -> str:
-    """Format R counted from tuned alone, if there is an R and the two differ in print; else empty."""
-    ratios = [outcome[key] and interval(outcome[key]) for key in ("recovery", "recovery_raw")]
+def different_raw(outcome: dict[str, Any], key: str = "recovery") -> str:
+    """Format R from tuned alone, or D from base, if the one from the floor differs in print; else empty."""
+    ratios = [outcome[k] and interval(outcome[k]) for k in (key, f"{key}_raw")]
     return ratios[1] if all(ratios) and ratios[0] != ratios[1] else ""
 
 
@@ -187,8 +187,8 @@ def _scores_table(comparison: dict[str, Any]) -> Table:
     caption = (
         "Brackets are 95 % intervals over prompts, and over seeds if an arm has several. R is "
         "the share of the lost score that came back, D the share of the domain gain that was kept. A "
-        "missing R or D is not measured, or the loss or gain in its denominator is too small. The status "
-        "depends on retention alone."
+        "missing R or D is not measured, or the loss or gain in its denominator is too small. Both count "
+        "from the floor, where that is higher than the start."
     )
     return Table("Scores", [*columns, "R", "D", "status"], rows, caption)
 
@@ -243,7 +243,10 @@ def _chain_tables(comparison: dict[str, Any]) -> list[Table]:
     if comparison["kept"]:
         keys = ("step", "teacher", "suite")
         rows = [[*(row[key] for key in keys), ratio_cell(row["kept"])] for row in comparison["kept"]]
-        caption = "The step's share of the teacher's gain over base, on the suite that the teacher learned."
+        caption = (
+            "The step's share of the teacher's gain over base, or over a higher floor, on the suite that the "
+            "teacher learned."
+        )
         tables.append(Table("Kept from each teacher", ["step", "teacher", "suite", "kept"], rows, caption))
     return tables
 

@@ -3,22 +3,72 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+from opdcl.results import writing
 from opdcl.results.format import interval, percent, points
 from opdcl.results.scores import STATES, Suite
-
-# If a smaller share of the domain gain is kept, the verdict says "only".
-MOST_OF_THE_GAIN = 0.9
+from opdcl.results.status import (
+    FAULT,
+    FLOOR_REASONS,
+    MOST_OF_THE_GAIN,
+    SMALLEST_DROP,
+    both_halves,
+    by_closeness,
+)
 
 # What the groups of a suite's prompts are called in a sentence.
 GROUPS = {"seen": "constraint types that occur in the recovery prompts", "unseen": "others"}
 
-# How an answer can be written badly: what is counted, and the fault.
-FAULTS = {"cut": ("answers", "run into the token limit"), "repetition": ("4-grams", "are repetitions")}
+# The first words, by the status of each half.
+RETENTION = {
+    "recovered": "Recovered",
+    "partly recovered": "Partly recovered",
+    "not shown": "Recovery not shown",
+    "no measurable forgetting": "No measurable forgetting",
+    "too few prompts": "Too few prompts to tell",
+    "no headroom": "Recovery not measured",
+}
+DOMAIN = {
+    "kept": "domain kept",
+    "partly kept": "{} of the domain kept",
+    "lost": "domain lost",
+    "not shown": "domain not shown to be kept",
+    "gain not shown": "domain gain not shown",
+    "not measured": "domain not measured",
+}
+
+# How far from base's an answer's writing is, in words; `{}` is recovered's share, then base's.
+FAULTS = {
+    "ended": "{} of its answers end before the token limit (base {})",
+    "repetition": "{} of its 4-grams are repetitions (base {})",
+}
+MEASURES = {"ended": "endings", "repetition": "repetition", "tokens": "length"}
+
+
+def conclude(summary: dict[str, Any], retention: Suite | None, domain: Suite | None) -> None:
+    """Set the statuses and the verdict of a summary, in which all else is computed."""
+    closeness = summary.get("closeness")
+    if summary["retention_status"] == "no headroom" and closeness:
+        found = by_closeness(closeness) or "no headroom"
+        if found == "recovered" and not writing.alike(all_writing_tests(summary)):
+            found = "partly recovered"
+        summary["retention_status"] = found
+        summary["status"] = both_halves(found, summary["domain_status"])
+    faults = [fault for suite in (retention, domain) if suite for fault in suite.faults]
+    if faults:
+        summary["status"] = FAULT
+    summary["verdict"] = _fault(faults) if faults else verdict(summary, retention, domain)
+
+
+def all_writing_tests(summary: dict[str, Any]) -> dict[str, dict | None]:
+    """Return how recovered writes beside base: greedily on the suite, and sampled for the closeness."""
+    sampled = (summary.get("closeness") or {}).get("writing") or {}
+    return summary["tests"]["writing"] | {f"{name} at temperature 1": test for name, test in sampled.items()}
 
 
 def verdict(summary: dict, retention: Suite | None, domain: Suite | None) -> str:
-    """Return the outcome in one plain sentence, and in a second one R by group of prompts."""
+    """Return the first words, the outcome in one sentence, and in a second one R by group of prompts."""
     if retention is None or not retention.rows:
         missing = f"suite {retention.name} has no results" if retention else "there is no retention suite"
         return f"Not measured yet: {missing}."
@@ -31,11 +81,50 @@ def verdict(summary: dict, retention: Suite | None, domain: Suite | None) -> str
         return f"Not measured yet: {retention.plain} has no result for {missing} (so far: {known})."
     parts = [
         _retention_clause(summary, retention, scores),
-        *writing_clauses(summary["tests"]["writing"], summary["status"]),
+        *writing_clauses(all_writing_tests(summary), summary["retention_status"]),
     ]
     first = ", but ".join([parts[0], " and ".join(parts[1:])] if parts[1:] else parts)
     domain_clause = _domain_clause(summary["domain_retention"], domain)
-    return " ".join([f"{first}; {domain_clause}.", *_group_sentence(summary)])
+    return " ".join([f"{_heading(summary)}: {first}; {domain_clause}.", *_group_sentence(summary)])
+
+
+def _fault(faults: list[str]) -> str:
+    more = f"; {len(faults) - 1} more of this kind" if faults[1:] else ""
+    return f"Fault: {faults[0]}{more}. Without every score there is no R, no D and no verdict."
+
+
+def _heading(summary: dict[str, Any]) -> str:
+    """Return the first words: what is shown of the recovery, and of the domain."""
+    found, kept = summary["retention_status"], summary["domain_status"]
+    if kept == "kept" and found in ("recovered", "not shown"):
+        return "Recovered and kept" if found == "recovered" else "Kept, recovery not shown"
+    bound = f" ({_partly(summary)})" if found == "partly recovered" and _partly(summary) else ""
+    share = summary["domain_retention"] or {"low": 0.0}
+    return f"{RETENTION[found]}{bound}, {DOMAIN[kept].format(_at_least(share))}"
+
+
+def _at_least(share: dict[str, Any]) -> str:
+    """Format the lower end of a share, rounded down: the first words claim no more than is shown."""
+    return f"at least {math.floor(100 * share['low'])} %"
+
+
+def _partly(summary: dict[str, Any]) -> str:
+    """Say what of base is shown to be back; empty where no share is."""
+    if closeness := _deciding_closeness(summary):
+        return _at_least(closeness)
+    if summary["non_inferiority"]["shown"]:
+        tests = [test for test in all_writing_tests(summary).values() if test and not test["shown"]]
+        differs = any(test["different"] for test in tests)
+        return "the score is back, the writing is not" + ("" if differs else " shown to be")
+    share = summary["recovery"]
+    return _at_least(share) if share and share["low"] > 0 else ""
+
+
+def _deciding_closeness(summary: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the closeness if the verdict rests on it, because the suite has no headroom."""
+    closeness = summary.get("closeness")
+    unfit = summary["no_recovery_because"] == FLOOR_REASONS["no headroom"]
+    return closeness if unfit and closeness and closeness["value"] is not None else None
 
 
 def _cost_of_the_fine_tune(summary: dict, retention: Suite, scores: dict[str, str]) -> str:
@@ -49,29 +138,27 @@ def _cost_of_the_fine_tune(summary: dict, retention: Suite, scores: dict[str, st
 
 
 def _retention_clause(summary: dict, retention: Suite, scores: dict[str, str]) -> str:
-    name, status = retention.plain, summary["status"]
+    name, status = retention.plain, summary["retention_status"]
     levels = f"{name} is {scores['base']} for base, {scores['tuned']} for tuned and "
     levels += f"{scores['recovered']} for recovered"
+    if closeness := _deciding_closeness(summary):
+        value, low, high = (f"{100 * closeness[key]:.0f}" for key in ("value", "low", "high"))
+        gone = f"{value} % [{low}, {high}] of tuned's distance to base is gone, on {closeness['n']} prompts"
+        return f"{gone} ({levels}: no measure here, see the note)"
     if status == "no headroom":
-        floor = summary["suites"][retention.name]["floor"]
-        reason = (
-            f"{retention.floor_is} scores {percent(floor)}, so neither a loss nor a recovery can be shown"
-        )
-        return f"Base is not well above the floor: {levels}, {reason}"
-    if status == "too few prompts":
-        return f"Too few prompts to tell: {levels}, {why_no_recovery(summary)}"
-    if status == "no measurable forgetting":
-        return f"No measurable forgetting: {levels}, {why_no_recovery(summary)}"
+        floor = percent(summary["suites"][retention.name]["floor"])
+        return f"{levels}, where {retention.floor_is} scores {floor}"
+    if status in ("too few prompts", "no measurable forgetting"):
+        return f"{levels}, {why_no_recovery(summary)}"
     numbers = f"(base {scores['base']}, tuned {scores['tuned']})"
     ratio = (
         f"R = {interval(summary['recovery'])}" if summary["recovery"] else f"no R, {why_no_recovery(summary)}"
     )
     recovered = scores["recovered"]
-    if status == "recovered":
-        return f"Recovered: {name} is back to {recovered} {numbers}, {_bound(summary)}, {ratio}"
-    if status == "partly recovered":
-        return f"Partly recovered: {name} rose to {recovered} {numbers}, {_bound(summary)}, {ratio}"
-    return f"No recovery found: {name} is {recovered} {numbers}, not measurably above tuned, {ratio}"
+    if status == "not shown":
+        return f"{name} is {recovered} {numbers}, {_beside_the_start(summary, retention)}, {ratio}"
+    verb = "is back to" if status == "recovered" else "rose to"
+    return f"{name} {verb} {recovered} {numbers}, {_bound(summary)}, {ratio}"
 
 
 def _bound(summary: dict) -> str:
@@ -80,20 +167,39 @@ def _bound(summary: dict) -> str:
     return f"at most {most:.1f} points below base" if most > 0 else "measurably above base"
 
 
-def writing_clauses(tests: dict, status: str) -> list[str]:
-    """Say what is wrong with how recovered writes: what is measurably worse, or not shown to be as good."""
-    clauses = []
-    for name, (noun, fault) in FAULTS.items():
-        test = tests[name]
+def _beside_the_start(summary: dict, retention: Suite) -> str:
+    """Say where a model that is not shown to have recovered lies: beside tuned, or a higher floor."""
+    if summary["tests"]["recovered_minus_tuned"]["high"] < 0:
+        return "measurably below tuned"
+    suite = summary["suites"][retention.name]
+    floor = suite["floor"] or 0.0
+    start = f"the floor of {percent(floor)}" if floor > suite["tuned"]["value"] else "tuned"
+    return f"not measurably above {start}"
+
+
+def writing_clauses(tests: dict[str, dict | None], status: str) -> list[str]:
+    """Say how recovered writes unlike base, and of a partly recovered one, what is not shown to be alike."""
+    clauses, unknown = [], []
+    for key, test in tests.items():
         if not test or test["shown"]:
             continue
-        if test["worse"]:
-            base, recovered = percent(test["base"]), percent(test["recovered"])
-            clauses.append(f"{recovered} of its {noun} {fault} (base {base})")
-        elif status == "partly recovered":
-            most = f"up to {100 * test['at_most']:.0f} % more of its {noun} than base's"
-            clauses.append(f"{most} may {fault.replace('are', 'be', 1)}")
+        name, _, where = key.partition(" ")
+        if test["different"]:
+            clauses.append(f"{_writing_fault(name, test)}{f' {where}' if where else ''}")
+        else:
+            unit = "%" if name == "tokens" else "points"
+            low, high = (f"{100 * test[end]:+.0f}" for end in ("low", "high"))
+            unknown.append(f"{MEASURES[name]}{f' {where}' if where else ''} ({low} to {high} {unit})")
+    if unknown and status == "partly recovered":
+        clauses.append(f"is not shown to write like base in {' and '.join(unknown)}")
     return clauses
+
+
+def _writing_fault(name: str, test: dict[str, Any]) -> str:
+    if name == "tokens":
+        size, word = 100 * abs(test["value"]), "shorter" if test["value"] < 0 else "longer"
+        return f"its answers are {size:.0f} % {word} than base's"
+    return FAULTS[name].format(percent(test["recovered"]), percent(test["base"]))
 
 
 def _group_sentence(summary: dict) -> list[str]:
@@ -117,27 +223,29 @@ def _domain_clause(estimate: dict | None, domain: Suite | None) -> str:
 
 def why_no_recovery(summary: dict) -> str:
     """Say why there is no R: no result, no significant drop, a small one, or a floor that is too near."""
-    from opdcl.results import stats
-
     change, detectable = summary["tests"]["tuned_minus_base"], summary["tests"]["detectable_drop"]
+    if summary["status"] == FAULT:
+        return "a score is not a number"
     if change is None:
         return "base and tuned are not both measured"
-    if summary["status"] == "not measured":
+    if summary["retention_status"] == "not measured":
         return "recovered is not measured"
-    if summary["no_recovery_because"] in stats.FLOOR_REASONS.values():
+    if summary["no_recovery_because"] in FLOOR_REASONS.values():
         return summary["no_recovery_because"]
-    needed = 100 * stats.SMALLEST_DROP
+    needed = 100 * SMALLEST_DROP
     # + 0.0 turns -0.0 into 0.0.
     value, low, high = (round(-100 * change[k], 1) + 0.0 for k in ("value", "high", "low"))
     drop = f"a drop from base to tuned of {value} points [{low}, {high}]"
     prompts = summary["suites"][summary["headline"]["retention"]]["n"]
-    if summary["status"] == "too few prompts":
-        enough = _rounded_up(prompts * (detectable / stats.SMALLEST_DROP) ** 2)
+    if change["low"] > 0:
+        return f"tuned is {points(change['value']).lstrip('+')} points above base"
+    if summary["retention_status"] == "too few prompts":
+        enough = _rounded_up(prompts * (detectable / SMALLEST_DROP) ** 2)
         seen = f"{prompts} prompts show a drop from {100 * detectable:.0f} points on"
         return f"{drop}: {seen}, one of {needed:.0f} points takes about {enough}"
-    if summary["status"] == "no measurable forgetting":
+    if summary["retention_status"] == "no measurable forgetting":
         return f"{drop}, where {prompts} prompts would show one of {100 * detectable:.1f}"
-    if -change["value"] < stats.SMALLEST_DROP:
+    if -change["value"] < SMALLEST_DROP:
         return f"because {drop} is too small for a ratio, which needs {needed:.0f}"
     return f"because base is less than {needed:.0f} points above the floor"
 
@@ -152,9 +260,21 @@ def why_no_domain_retention(domain: Suite | None) -> str:
     """Say why there is no D."""
     if domain is None:
         return "there is no domain suite"
+    if domain.faults:
+        return "a score is not a number"
     if not domain.complete:
         return f"{domain.name} is not measured on {', '.join(s for s in STATES if s not in domain.rows)}"
-    return "the fine-tune's gain on the domain is not measurably above zero"
+    return "tuned's score on the domain is not measurably above base's and the floor"
+
+
+def tone(summary: dict[str, Any]) -> str:
+    """Return whether the outcome is `good` in both halves, `mixed`, `bad` in one, or open: an empty text."""
+    found, kept = summary["retention_status"], summary["domain_status"]
+    if summary["status"] == FAULT or kept == "lost" or found == "not shown":
+        return "bad"
+    if found in ("recovered", "partly recovered"):
+        return "good" if (found, kept) == ("recovered", "kept") else "mixed"
+    return ""
 
 
 def split(text: str) -> tuple[str, str]:

@@ -18,11 +18,11 @@ from opdcl.results.scores import Suite
 if TYPE_CHECKING:
     import numpy as np
 
-    from opdcl.results.stats import Status
+    from opdcl.results.stats import Clusters
 
-# How far above base's the recovered model's share of cut answers, and of repeated 4-grams, may lie: one in
-# twenty. With 500 prompts a paired test shows this four times in five, if one pair in six differs.
-MARGINS = {"cut": 0.05, "repetition": 0.05}
+# How far the recovered model's share of answers that end, and of repeated 4-grams, may lie from base's, and
+# its mean length, as a share of base's.
+MARGINS = {"ended": 0.05, "repetition": 0.05, "tokens": 0.10}
 
 # Scripts that one language mixes.
 FAMILIES = {"HIRAGANA": "CJK", "KATAKANA": "CJK"}
@@ -71,43 +71,50 @@ def estimates(suite: Suite) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def compared_with_base(suites: Sequence[Suite]) -> dict[str, dict[str, Any] | None]:
-    """Return, for cut answers and repetition, how recovered compares with base; None if not measured.
+    """Return `equivalences` of recovered and base on one suite, or on the same one of several seeds."""
+    columns = {state: [values(suite, state) for suite in suites] for state in ("base", "recovered")}
+    clusters = suites[0].clusters if suites else None
+    return equivalences(columns["base"], columns["recovered"], clusters)
 
-    `base` and `recovered` are the two shares, and `value` with its interval is their difference. `shown`:
-    recovered is worse by `at_most`, which is less than `margin`. `worse`: it is measurably worse.
+
+def equivalences(
+    base: Sequence[dict[str, np.ndarray]],
+    recovered: Sequence[dict[str, np.ndarray]],
+    clusters: Clusters = None,
+) -> dict[str, dict[str, Any] | None]:
+    """Test whether recovered writes as base does: two one-sided tests per measure; None if not measured.
+
+    `value` with its interval is the difference to base; for the length it is relative to base's. `shown`:
+    the whole interval lies within the margin, so the two are shown to be alike. `different`: it excludes
+    zero. If both hold, they differ by less than matters.
 
     Args:
-        suites: One suite, or the same one of several training seeds.
+        base: Per training seed, measure -> one number per prompt, as `values` returns them.
+        recovered: The same for recovered, on the same prompts.
     """
+    import numpy as np
+
     from opdcl.results import stats
 
     tests: dict[str, dict[str, Any] | None] = dict.fromkeys(MARGINS)
     for name, margin in MARGINS.items():
-        scores = [_stacked(suites, state, name) for state in ("base", "recovered")]
-        if scores[0] is not None and scores[1] is not None:
-            base, recovered = scores
-            clusters = suites[0].clusters
-            shown = stats.non_inferiority(recovered, base, clusters, margin, higher_is_better=False)
-            change = stats.difference(recovered, base, clusters)
-            levels = {"base": float(base.mean()), "recovered": float(recovered.mean())}
-            tests[name] = {**levels, **change.as_dict(), **shown.as_dict(), "worse": change.low > 0}
+        if not base or not all(name in columns for columns in (*base, *recovered)):
+            continue
+        ours, theirs = (np.stack([columns[name] for columns in state]) for state in (recovered, base))
+        relative = name == "tokens"
+        part = ours - theirs
+        change = stats.ratio(part, theirs, clusters) if relative else stats.difference(ours, theirs, clusters)
+        if change:
+            levels = {"base": float(theirs.mean()), "recovered": float(ours.mean()), "margin": margin}
+            shown = -margin < change.low and change.high < margin
+            different = not change.low <= 0 <= change.high
+            tests[name] = {**levels, **change.as_dict(), "shown": shown, "different": different}
     return tests
 
 
-def status_with(tests: dict[str, dict[str, Any] | None], status: Status) -> Status:
-    """Return the status; `recovered` only if the answers are shown to be written as well as base's."""
-    as_good = all(test["shown"] for test in tests.values() if test)
-    return "partly recovered" if status == "recovered" and not as_good else status
-
-
-def _stacked(suites: Sequence[Suite], state: str, name: str) -> np.ndarray | None:
-    """Return a measure of a state, `(S, N)`, or None if a suite lacks it."""
-    import numpy as np
-
-    columns = [values(suite, state) for suite in suites]
-    if name == "cut":
-        columns = [c | ({"cut": 1 - c["ended"]} if "ended" in c else {}) for c in columns]
-    return np.stack([c[name] for c in columns]) if columns and all(name in c for c in columns) else None
+def alike(tests: dict[str, dict[str, Any] | None]) -> bool:
+    """Return whether recovered is shown to write as base does, in all that was measured."""
+    return all(test["shown"] for test in tests.values() if test)
 
 
 def script_of(text: str) -> str:

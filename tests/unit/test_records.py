@@ -181,7 +181,7 @@ def test_the_proof_pools_the_seeds(runs, tmp_path, monkeypatch, tables):
     assert suite["groups"]["unseen"]["recovery"]["value"] == pytest.approx((14 - 6) / (16 - 6), abs=1e-6)
     assert suite["writing"]["base"]["ended"]["value"] == 1
     assert suite["writing"]["recovered"]["ended"]["value"] == 0.25
-    assert suite["writing_tests"]["cut"]["worse"]
+    assert suite["writing_tests"]["ended"]["different"]
     kept = cell["suites"]["handbook"]["domain_retention"]
     assert kept["value"] == pytest.approx((34 - 4) / (36 - 4), abs=1e-6)
 

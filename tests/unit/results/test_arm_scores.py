@@ -236,7 +236,7 @@ def test_the_resolution_of_all_runs_is_noted_once(make):
 def test_an_unfinished_run_is_listed_with_the_results_it_has(make):
     runs = [make("ours", 28, 32), make("half", 20, None, steps=9), make("none", None, None, steps=10)]
     ours, half, none = compare.compare(runs)["arms"]
-    assert ours["status"] == "partly recovered"
+    assert ours["status"] == "partly recovered, domain partly kept"
     assert (half["retention"]["value"], half["domain"], half["domain_retention"]) == (0.5, {}, None)
     assert half["recovery"]["value"] == pytest.approx(0.5)
     assert (none["retention"], none["recovery"], none["status"]) == ({}, None, "not measured")

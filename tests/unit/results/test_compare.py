@@ -233,11 +233,15 @@ def test_the_command_gives_one_json_document_with_stable_keys(three, tmp_path):
         "seeds",
         "retention",
         "domain",
+        "retention_status",
+        "domain_status",
+        "detectable_difference",
         "recovery",
         "recovery_raw",
         "no_recovery_because",
         "non_inferiority",
         "domain_retention",
+        "domain_retention_raw",
         "status",
         "writing",
         "above_alpha_curve",
@@ -315,7 +319,7 @@ def test_an_arm_that_no_longer_stops_is_not_recovered_and_a_note_says_why(make):
         arms[name] = run
     comparison = compare.compare(list(arms.values()))
     statuses = {arm["name"]: arm["status"] for arm in comparison["arms"]}
-    assert statuses == {"stops": "recovered", "writes_on": "partly recovered"}
-    assert comparison["arms"][1]["writing"]["cut"]["recovered"] == pytest.approx(0.8)
+    assert statuses == {"stops": "recovered and kept", "writes_on": "partly recovered, domain kept"}
+    assert comparison["arms"][1]["writing"]["ended"]["recovered"] == pytest.approx(0.2)
     notes = [note for note in comparison["notes"] if "token limit" in note]
-    assert notes == ["writes_on: 80.0 % of its answers run into the token limit (base 0.0 %)."]
+    assert notes == ["writes_on: 20.0 % of its answers end before the token limit (base 100.0 %)."]

@@ -5,6 +5,7 @@ import pytest
 from scipy.stats import t as student
 
 from opdcl.results import stats
+from opdcl.results.intervals import sources
 from opdcl.results.stats import Point, States
 
 N = 40
@@ -344,10 +345,10 @@ def test_a_drop_of_six_points_on_541_prompts_is_forgetting_without_a_ratio():
     tuned = flipped(base, 20, 61)  # 41 fewer passes: 7.6 points
     recovered = flipped(base, 20, 33)
     result = stats.outcome(States(base, tuned, recovered), None)
-    assert result["status"] == "partly recovered"
+    assert result["retention_status"] == "partly recovered"
     assert (result["recovery"], result["recovery_raw"]) == (None, None)
     assert result["no_recovery_because"] == "the drop is too small for a ratio"
-    assert stats.outcome(States(base, tuned, tuned), None)["status"] == "not shown"
+    assert stats.outcome(States(base, tuned, tuned), None)["retention_status"] == "not shown"
 
 
 def test_a_drop_of_33_points_on_six_prompts_is_too_few_prompts():
@@ -381,7 +382,11 @@ def test_a_floor_above_half_of_bases_score_leaves_no_headroom(floor, status):
 def test_a_base_that_is_not_measurably_above_the_floor_leaves_no_headroom():
     states = States(answers(2, 100), answers(0, 100), answers(2, 100), answers(0, 100))
     result = stats.outcome(states, None)
-    assert (result["status"], result["recovery"], result["recovery_raw"]) == ("no headroom", None, None)
+    assert (result["retention_status"], result["recovery"], result["recovery_raw"]) == (
+        "no headroom",
+        None,
+        None,
+    )
     assert result["no_recovery_because"] == "base is not well above the floor"
 
 
@@ -395,7 +400,7 @@ def test_a_base_whose_score_is_well_above_the_floor_needs_more_prompts_to_show_i
     # A significant drop gives no R either, because the score that it starts from may be no skill.
     lost = States(answers(8, 8), answers(0, 8), answers(8, 8), answers(4, 8))
     assert stats.forgot(lost)
-    assert stats.outcome(lost, None)["status"] == "too few prompts"
+    assert stats.outcome(lost, None)["retention_status"] == "too few prompts"
     assert stats.outcome(lost, None)["recovery_raw"] is None
 
 
@@ -496,8 +501,9 @@ def test_level_with_the_teacher_is_non_inferiority_and_not_a_large_p():
 
 def test_without_results_nothing_is_measured():
     result = stats.outcome(None, None)
-    assert result["status"] == "not measured"
-    assert all(value is None for key, value in result.items() if key not in ("status", "no_recovery_because"))
+    statuses = {key: result.pop(key) for key in ("status", "retention_status", "domain_status")}
+    assert set(statuses.values()) == {result.pop("no_recovery_because")} == {"not measured"}
+    assert set(result.values()) == {None}
 
 
 # Several seeds.
@@ -571,3 +577,27 @@ def test_a_seed_without_a_loss_widens_the_interval_until_no_ratio_is_left():
     three = np.stack([base] * 3)
     assert stats.recovery(States(three, np.stack([lost] * 3), three)) is not None
     assert stats.recovery(States(three, np.stack([lost, lost, none]), three)) is None
+
+
+def test_the_variance_between_seeds_is_that_of_a_two_way_analysis_of_variance():
+    rng = np.random.default_rng(5)
+    for seeds, prompts in ((2, 6), (3, 40), (5, 12)):
+        scores = rng.normal(0, 1, (seeds, 1)) + rng.normal(0, 2, prompts) + rng.normal(0, 3, (seeds, prompts))
+        rows, columns = scores.mean(1, keepdims=True), scores.mean(0, keepdims=True)
+        of_seeds = prompts * ((rows - scores.mean()) ** 2).sum() / (seeds - 1)
+        rest = ((scores - rows - columns + scores.mean()) ** 2).sum() / ((seeds - 1) * (prompts - 1))
+        _, (variance, freedom) = sources([([scores], None)], clipped=False)
+        assert (variance, freedom) == (pytest.approx((of_seeds - rest) / (seeds * prompts)), seeds - 1)
+
+
+def test_forgetting_is_tested_in_whole_clusters():
+    # Three wordings of each fact: 18 losses against 3 gains, and yet only 6 facts against one.
+    fact = answers(30, 40)
+    (base, clusters), (tuned, _) = triple(fact), triple(flipped(fact, 1, 6))
+    assert stats.mcnemar(base, tuned) < 0.01
+    assert stats.mcnemar(base, tuned, clusters) == pytest.approx(stats.mcnemar(fact, flipped(fact, 1, 6)))
+    lost = States(np.ones(18), np.repeat([0.0, 1], [15, 3]), np.ones(18), None, np.arange(18) // 3)
+    assert stats.difference(lost.base, lost.tuned, lost.clusters).low > 0
+    assert stats.mcnemar(lost.base, lost.tuned) < 0.05
+    # Five facts of six: p = 2 / 2^5.
+    assert not stats.forgot(lost)

@@ -57,7 +57,7 @@ def test_the_summary_is_json_and_keeps_its_keys_on_an_empty_run(run, empty, tmp_
 def test_without_a_domain_gain_there_is_no_d_and_the_reason_is_given(run):
     measure_fully(run, "tuned", "handbook", "domain", set(range(5)))
     assert summarise(run)["domain_retention"] is None
-    assert "gain on the domain is not measurably above zero" in pages(run)["report.html"]
+    assert "score on the domain is not measurably above base" in pages(run)["report.html"]
 
 
 def test_an_instruction_level_headline_counts_instructions(run):
@@ -116,7 +116,7 @@ def test_the_first_retention_suite_of_the_config_is_the_headline(run):
     summary = summarise(run)
     assert list(summary["suites"]) == ["instructions", "arithmetic", "handbook", "neighbours"]
     assert summary["headline"] == {"retention": "instructions", "domain": "handbook"}
-    assert summary["status"] == "partly recovered"
+    assert summary["retention_status"] == "partly recovered"
 
 
 def test_a_base_at_the_floor_gets_a_note(run):

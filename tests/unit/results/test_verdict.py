@@ -1,5 +1,6 @@
 """The words of the verdict claim what the numbers show, and no more."""
 
+import math
 import re
 
 import pytest
@@ -34,20 +35,22 @@ def ending(share, n=400):
 
 def test_recovered_states_its_bound_and_the_domain(measured):
     summary = measured(320, 80, 320)
-    assert summary["status"] == "recovered"
+    assert summary["retention_status"] == "recovered"
     assert summary["verdict"].startswith(
-        "Recovered: instruction following is back to 80.0 % (base 80.0 %, tuned 20.0 %), at most 0.7 points "
-        "below base, R = 1.00 [0.99, 1.01]; only 88 % ["
+        "Recovered, at least 72 % of the domain kept: instruction following is back to 80.0 % (base 80.0 %, "
+        "tuned 20.0 %), at most 0.7 points below base, R = 1.00 [0.99, 1.01]; only 88 % ["
     )
     assert summary["verdict"].endswith("of the domain gain is kept.")
 
 
 def test_a_gain_that_falls_short_of_base_is_partly_recovered(measured):
     summary = measured(320, 80, 280)
-    assert summary["status"] == "partly recovered"
+    assert summary["retention_status"] == "partly recovered"
     assert summary["verdict"].startswith(
-        "Partly recovered: instruction following rose to 70.0 % (base 80.0 %, tuned 20.0 %), at most 13."
+        f"Partly recovered (at least {math.floor(100 * summary['recovery']['low'])} %), at least 72 % of the "
+        "domain kept: instruction following rose to 70.0 % (base 80.0 %, tuned 20.0 %), at most 13."
     )
+    assert 75 < 100 * summary["recovery"]["low"] < 83
 
 
 def test_a_score_above_base_is_called_that(measured):
@@ -63,10 +66,10 @@ def test_most_of_the_domain_gain_is_kept_without_only(run, measured):
 
 def test_without_a_gain_over_tuned_no_recovery_is_found(measured):
     summary = measured(320, 80, 80)
-    assert summary["status"] == "not shown"
+    assert summary["retention_status"] == "not shown"
     assert summary["verdict"].startswith(
-        "No recovery found: instruction following is 20.0 % (base 80.0 %, tuned 20.0 %), not measurably "
-        "above tuned, R = 0.00"
+        "Recovery not shown, at least 72 % of the domain kept: instruction following is 20.0 % (base 80.0 %, "
+        "tuned 20.0 %), not measurably above tuned, R = 0.00"
     )
 
 
@@ -75,7 +78,7 @@ def test_a_significant_drop_below_ten_points_is_forgetting_without_a_ratio(measu
     summary = measured(320, 290, recovered)
     assert summary["recovery"] is None
     verdict = summary["verdict"]
-    assert verdict.startswith(f"{word}: instruction following")
+    assert verdict.startswith(f"{word}, at least 72 % of the domain kept: instruction following")
     assert "no R, because a drop from base to tuned of 7.5 points [4." in verdict
     assert "is too small for a ratio, which needs 10; " in verdict
 
@@ -84,16 +87,16 @@ def test_a_drop_of_seven_points_on_541_prompts_is_forgetting(measured):
     base, tuned = set(range(97)), set(range(56))
     summary = measured(base, tuned, set(range(84)), n=541)
     assert summary["tests"]["tuned_minus_base"]["value"] == pytest.approx(-0.0758, abs=1e-4)
-    assert summary["status"] == "partly recovered"
+    assert summary["retention_status"] == "partly recovered"
     assert "No measurable forgetting" not in summary["verdict"]
 
 
 def test_six_prompts_are_too_few_to_tell(measured):
     summary = measured({0, 1, 2, 3}, {0, 1}, {0, 1, 2}, n=6)
-    assert summary["status"] == "too few prompts"
+    assert summary["retention_status"] == "too few prompts"
     assert summary["verdict"].startswith(
-        "Too few prompts to tell: instruction following is 66.7 % for base, 33.3 % for tuned and 50.0 % for "
-        "recovered, a drop from base to tuned of 33.3 points ["
+        "Too few prompts to tell, at least 72 % of the domain kept: instruction following is 66.7 % for "
+        "base, 33.3 % for tuned and 50.0 % for recovered, a drop from base to tuned of 33.3 points ["
     )
     least = summary["tests"]["detectable_drop"]
     assert least > 0.4
@@ -113,12 +116,12 @@ def test_the_prompts_that_would_do_are_told_in_round_numbers(measured):
 
 def test_no_forgetting_is_only_said_where_it_would_have_been_seen(measured):
     summary = measured(320, 318, 320)
-    assert summary["status"] == "no measurable forgetting"
+    assert summary["retention_status"] == "no measurable forgetting"
     least = summary["tests"]["detectable_drop"]
     assert least < 0.1
     assert summary["verdict"].startswith(
-        "No measurable forgetting: instruction following is 80.0 % for base, 79.5 % for tuned and 80.0 % for "
-        "recovered, a drop from base to tuned of 0.5 points [-"
+        "No measurable forgetting, at least 72 % of the domain kept: instruction following is 80.0 % for "
+        "base, 79.5 % for tuned and 80.0 % for recovered, a drop from base to tuned of 0.5 points [-"
     )
     assert f"where 400 prompts would show one of {100 * least:.1f}; " in summary["verdict"]
 
@@ -128,13 +131,12 @@ def test_a_base_near_the_floor_cannot_show_anything(measured):
         return {state: lambda i: {"floor": i < passes} for state in ("base", "tuned", "recovered")}
 
     summary = measured(80, 20, 80, **floor(70))
-    assert summary["status"] == "no headroom"
+    assert summary["retention_status"] == "no headroom"
     assert summary["verdict"].startswith(
-        "Base is not well above the floor: instruction following is 20.0 % for base, 5.0 % for tuned and "
-        "20.0 % for recovered, a content-free answer scores 17.5 %, so neither a loss nor a recovery can be "
-        "shown"
+        "Recovery not measured, at least 72 % of the domain kept: instruction following is 20.0 % for base, "
+        "5.0 % for tuned and 20.0 % for recovered, where a content-free answer scores "
     )
-    assert measured(320, 80, 320, **floor(40))["status"] == "recovered"
+    assert measured(320, 80, 320, **floor(40))["retention_status"] == "recovered"
 
 
 def test_a_base_above_the_floor_on_too_few_prompts_is_not_called_near_it(run, measured):
@@ -142,10 +144,10 @@ def test_a_base_above_the_floor_on_too_few_prompts_is_not_called_near_it(run, me
         return {"floor": i < 1}
 
     summary = measured(2, 0, 2, n=8, base=floor, tuned=floor, recovered=floor)
-    assert summary["status"] == "too few prompts"
+    assert summary["retention_status"] == "too few prompts"
     assert summary["verdict"].startswith(
-        "Too few prompts to tell: instruction following is 25.0 % for base, 0.0 % for tuned and 25.0 % for "
-        "recovered, base is not shown to be above the floor; "
+        "Too few prompts to tell, at least 72 % of the domain kept: instruction following is 25.0 % for "
+        "base, 0.0 % for tuned and 25.0 % for recovered, base is not shown to be above the floor; "
     )
     assert "base is not shown to be above the floor" in pages(run)["report.md"]
     assert "well above" not in pages(run)["report.md"]
@@ -165,52 +167,51 @@ def test_r_starts_at_the_floor_and_the_raw_ratio_stays_beside_it(run, measured):
 
 def test_without_room_above_the_floor_there_is_no_ratio(measured):
     def floor(i):
-        return {"floor": i < 60}
+        return {"floor": i < 28}
 
-    summary = measured(90, 30, 80, base=floor, tuned=floor, recovered=floor)
-    if summary["status"] != "no headroom":
-        assert "no R, because base is less than 10 points above the floor" in summary["verdict"]
+    summary = measured(60, 10, 48, base=floor, tuned=floor, recovered=floor)
+    assert summary["retention_status"] == "partly recovered"
+    assert "no R, because base is less than 10 points above the floor" in summary["verdict"]
 
 
 def test_answers_that_do_not_end_are_not_recovered(measured):
     summary = measured(320, 80, 320, base=ending(0.48), tuned=ending(1), recovered=ending(0.18))
-    assert summary["status"] == "partly recovered"
+    assert summary["retention_status"] == "partly recovered"
     assert (
-        "R = 1.00 [0.99, 1.01], but 82.0 % of its answers run into the token limit (base 52.0 %); "
+        "R = 1.00 [0.99, 1.01], but 18.0 % of its answers end before the token limit (base 48.0 %); "
     ) in summary["verdict"]
 
 
 def test_answers_that_repeat_themselves_are_not_recovered(measured):
     loops = {"recovered": lambda i: {"response": "and so we met again " * 4, "ended": True}}
     summary = measured(320, 80, 320, base=ending(1), tuned=ending(1), **loops)
-    assert summary["status"] == "partly recovered"
+    assert summary["retention_status"] == "partly recovered"
     assert "but 70.6 % of its 4-grams are repetitions (base 0.0 %); " in summary["verdict"]
 
 
 def test_both_faults_are_told(measured):
     loops = {"recovered": lambda i: {"response": "and so we met again " * 4, "ended": False}}
     verdict = measured(320, 80, 320, base=ending(1), tuned=ending(1), **loops)["verdict"]
-    cut = "but 100.0 % of its answers run into the token limit (base 0.0 %)"
-    assert f"{cut} and 70.6 % of its 4-grams are repetitions (base 0.0 %); " in verdict
+    ended = "but 0.0 % of its answers end before the token limit (base 100.0 %)"
+    assert f"{ended} and 70.6 % of its 4-grams are repetitions (base 0.0 %); " in verdict
 
 
 def test_too_few_answers_to_show_that_they_end_as_often_do_not_count_as_recovered(measured):
     # Equally many end, but not always the same.
     other = {"recovered": lambda i: {"ended": (i // 2) % 2 == 0}}
     summary = measured(320, 80, 320, base=lambda i: {"ended": i % 2 == 0}, tuned=ending(1), **other)
-    test = summary["tests"]["writing"]["cut"]
-    assert (test["shown"], test["worse"]) == (False, False)
-    assert summary["status"] == "partly recovered"
-    expected = (
-        f"but up to {100 * test['at_most']:.0f} % more of its answers than base's may run into the token"
-    )
-    assert expected in summary["verdict"]
+    test = summary["tests"]["writing"]["ended"]
+    assert (test["shown"], test["different"]) == (False, False)
+    assert summary["retention_status"] == "partly recovered"
+    assert "(the score is back, the writing is not shown to be)" in summary["verdict"]
+    low, high = (f"{100 * test[end]:+.0f}" for end in ("low", "high"))
+    assert f"but is not shown to write like base in endings ({low} to {high} points); " in summary["verdict"]
 
 
 def test_bad_writing_is_told_without_a_recovery_too(measured):
     verdict = measured(320, 318, 320, base=ending(0.9), tuned=ending(1), recovered=ending(0.3))["verdict"]
     assert verdict.startswith("No measurable forgetting")
-    assert "but 70.0 % of its answers run into the token limit (base 10.0 %)" in verdict
+    assert "but 30.0 % of its answers end before the token limit (base 90.0 %)" in verdict
 
 
 def grouped(i):
@@ -258,7 +259,7 @@ def test_the_page_shows_how_answers_are_written(run, measured):
     measured(320, 80, 320, base=ending(0.48), tuned=ending(1), recovered=ending(0.18))
     page = pages(run)["report.md"]
     assert "| answers that end (instructions) | 48.0 % [" in page
-    assert "| answers that do not end, recovered - base | +30.0 |" in page
+    assert "| answers that end, recovered - base | -30.0 |" in page
     html = Page(pages(run)["report.html"])
     assert "answers that end" in html.text
     assert any(value.startswith("Answers that end (%): base 48") for _, value in html.attributes)

@@ -1,9 +1,11 @@
 """How answers are written: whether they end, their length, repetition and script."""
 
+import numpy as np
 import pytest
+from scipy.stats import t as student
 
 from opdcl.repetition import repetition
-from opdcl.results import writing
+from opdcl.results import stats, writing
 from opdcl.results.scores import Suite
 from opdcl.results.writing import MARGINS, script_of
 
@@ -103,28 +105,77 @@ def share(passed, n=2000):
 
 
 @pytest.mark.parametrize(
-    ("ended", "shown", "worse"),
-    [(0.48, True, False), (0.60, True, False), (0.46, True, True), (0.42, False, True), (0.18, False, True)],
+    ("ended", "shown", "different"),
+    [
+        (0.48, True, False),
+        (0.46, True, True),
+        (0.50, True, True),
+        (0.42, False, True),
+        (0.18, False, True),
+        (0.60, False, True),
+    ],
 )
-def test_as_good_as_base_means_within_the_margin(ended, shown, worse):
-    test = writing.compared_with_base([pair(share(0.48), share(ended))])["cut"]
-    assert (test["shown"], test["worse"]) == (shown, worse)
-    assert (test["base"], test["recovered"]) == (pytest.approx(0.52), pytest.approx(1 - ended))
-    assert test["at_most"] >= 0.48 - ended
+def test_like_base_means_within_the_margin_on_both_sides(ended, shown, different):
+    test = writing.compared_with_base([pair(share(0.48), share(ended))])["ended"]
+    assert (test["shown"], test["different"]) == (shown, different)
+    assert (test["base"], test["recovered"]) == (pytest.approx(0.48), pytest.approx(ended))
+    assert test["low"] < ended - 0.48 < test["high"]
 
 
-def test_the_margins_are_five_points():
-    assert MARGINS == {"cut": 0.05, "repetition": 0.05}
+def test_the_margins_are_five_points_and_a_tenth_of_the_length():
+    assert MARGINS == {"ended": 0.05, "repetition": 0.05, "tokens": 0.10}
     # Of 2000 pairs, the interval of a gap of 4 points reaches to 4.9, that of 4.4 points to 5.3.
-    tests = [writing.compared_with_base([pair(share(0.48), share(e))])["cut"] for e in (0.44, 0.436)]
-    assert [test["shown"] for test in tests] == [True, False]
+    for sign in (1, -1):
+        ends = (0.48 + sign * gap for gap in (0.04, 0.044))
+        tests = [writing.compared_with_base([pair(share(0.48), share(e))])["ended"] for e in ends]
+        assert [test["shown"] for test in tests] == [True, False]
+
+
+def lengths(factor, n=600, noise=0.0):
+    """Return per-prompt lengths of base, and of a model whose answers are `factor` times as long."""
+    rng = np.random.default_rng(0)
+    base = rng.gamma(2, 40, n)
+    return {"tokens": base}, {"tokens": base * factor * np.exp(rng.normal(0, noise, n) - noise**2 / 2)}
+
+
+@pytest.mark.parametrize(
+    ("factor", "noise", "shown", "different"),
+    [
+        (1.0, 0.3, True, False),
+        (0.95, 0.1, True, True),
+        (0.76, 0.3, False, True),
+        (1.24, 0.3, False, True),
+        (1.0, 2.0, False, False),
+    ],
+)
+def test_a_length_is_compared_as_a_share_of_base_s(factor, noise, shown, different):
+    base, recovered = lengths(factor, noise=noise)
+    test = writing.equivalences([base], [recovered])["tokens"]
+    assert (test["shown"], test["different"]) == (shown, different)
+    assert test["value"] == pytest.approx(recovered["tokens"].mean() / base["tokens"].mean() - 1, abs=1e-6)
+    # Two one-sided tests by their definition: both ends of the margin are rejected at 2.5 %.
+    for end in (-0.10, 0.10):
+        gap = recovered["tokens"] - (1 + end) * base["tokens"]
+        t = gap.mean() / (gap.std(ddof=1) / len(gap) ** 0.5)
+        rejected = -np.sign(end) * t > student.ppf(0.975, len(gap) - 1)
+        assert rejected == (test["low"] > end if end < 0 else test["high"] < end)
+
+
+def test_answers_of_two_models_are_alike_no_more_often_than_one_in_forty_at_the_margin():
+    rng = np.random.default_rng(1)
+    found = 0
+    for _ in range(1000):
+        base = rng.gamma(2, 40, 400)
+        recovered = base * 0.9 * np.exp(rng.normal(0, 0.3, 400) - 0.045)
+        found += writing.equivalences([{"tokens": base}], [{"tokens": recovered}])["tokens"]["shown"]
+    assert found / 1000 < 0.045
 
 
 def test_few_answers_do_not_show_that_recovered_is_as_good():
     # One fewer ends, and not always the same.
     tests = writing.compared_with_base([pair([1, 0, 1, 0] * 10, [1, 0, 0, 1] * 9 + [0, 0, 0, 1])])
-    assert tests["cut"]["value"] == pytest.approx(1 / 40)
-    assert (tests["cut"]["shown"], tests["cut"]["worse"]) == (False, False)
+    assert tests["ended"]["value"] == pytest.approx(-1 / 40)
+    assert (tests["ended"]["shown"], tests["ended"]["different"]) == (False, False)
 
 
 def test_answers_that_go_round_in_circles_are_worse():
@@ -132,22 +183,26 @@ def test_answers_that_go_round_in_circles_are_worse():
     for row in suite.rows["recovered"]:
         row["response"] = "and so we met again " * 4
     tests = writing.compared_with_base([suite])
-    assert (tests["repetition"]["worse"], tests["repetition"]["shown"]) == (True, False)
+    assert (tests["repetition"]["different"], tests["repetition"]["shown"]) == (True, False)
     assert tests["repetition"]["recovered"] == pytest.approx(12 / 17)
 
 
 def test_several_seeds_are_pooled_and_a_seed_without_the_measure_leaves_it_out():
     same, worse = pair(share(0.5), share(0.5)), pair(share(0.5), share(0.3))
-    pooled = writing.compared_with_base([same, worse])["cut"]
-    assert pooled["recovered"] == pytest.approx(0.6)
+    pooled = writing.compared_with_base([same, worse])["ended"]
+    assert pooled["recovered"] == pytest.approx(0.4)
     for row in worse.rows["recovered"]:
         del row["ended"]
-    assert writing.compared_with_base([same, worse])["cut"] is None
-    assert writing.compared_with_base([]) == {"cut": None, "repetition": None}
+    assert writing.compared_with_base([same, worse])["ended"] is None
+    assert writing.compared_with_base([]) == {"ended": None, "repetition": None, "tokens": None}
 
 
-@pytest.mark.parametrize("status", ["recovered", "partly recovered", "not shown", "too few prompts"])
 @pytest.mark.parametrize("shown", [True, False])
-def test_only_what_is_shown_to_write_as_well_is_recovered(status, shown):
-    expected = "partly recovered" if status == "recovered" and not shown else status
-    assert writing.status_with({"cut": {"shown": shown}, "repetition": None}, status) == expected
+def test_only_what_is_shown_to_write_alike_is_recovered(shown):
+    assert writing.alike({"ended": {"shown": shown}, "repetition": None, "tokens": {"shown": True}}) == shown
+    passed = (np.arange(1000) < 800).astype(float)
+    tuned = np.zeros(1000)
+    states = stats.States(passed, tuned, passed)
+    expected = "recovered" if shown else "partly recovered"
+    assert stats.outcome(states, None, shown)["retention_status"] == expected
+    assert stats.outcome(states._replace(recovered=tuned), None, shown)["retention_status"] == "not shown"

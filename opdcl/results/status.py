@@ -1,0 +1,57 @@
+"""The outcome of a run in fixed words, which scripts may rely on, and the margins that they stand for."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+# Below this drop a ratio of differences is mostly noise, so R is not computed. A suite that finds a drop of
+# this size four times in five, and finds none, shows that nothing measurable was forgotten.
+SMALLEST_DROP = 0.10
+
+# How far below base "recovered" may lie and still count as non-inferior.
+NON_INFERIORITY_MARGIN = 0.035
+
+# The share of base's score that a content-free answer may reach: beyond it, most of the score is no skill.
+LARGEST_FLOOR = 0.5
+
+# Of the domain's gain: what is shown to be left if it is "kept", and what cannot be left if it is "lost".
+MOST_OF_THE_GAIN, HALF_OF_THE_GAIN = 0.9, 0.5
+
+# Why base's distance to the floor gives no R: by its value, or only by its interval.
+FLOOR_REASONS = {
+    "no headroom": "base is not well above the floor",
+    "too few prompts": "base is not shown to be above the floor",
+}
+
+RetentionStatus = Literal[
+    "recovered",
+    "partly recovered",
+    "not shown",
+    "no measurable forgetting",
+    "too few prompts",
+    "no headroom",
+    "not measured",
+]
+DomainStatus = Literal["kept", "partly kept", "lost", "not shown", "gain not shown", "not measured"]
+
+# Instead of a status, where a score of a headline suite is no number.
+FAULT = "fault"
+
+
+def both_halves(retention: RetentionStatus, domain: DomainStatus) -> str:
+    """Return the status of a run, from those of its halves."""
+    if (retention, domain) == ("recovered", "kept"):
+        return "recovered and kept"
+    return "not measured" if retention == domain == "not measured" else f"{retention}, domain {domain}"
+
+
+def by_closeness(closeness: dict[str, Any]) -> RetentionStatus | None:
+    """Return the outcome by how much of tuned's distance to base is gone; None if that is undefined.
+
+    `recovered`: the distance that is left is no larger than between two draws of base itself.
+    """
+    if closeness["value"] is None:
+        return None
+    if closeness["recovered"]["distance"]["high"] <= closeness["noise"]:
+        return "recovered"
+    return "partly recovered" if closeness["low"] > 0 else "not shown"
