@@ -9,10 +9,10 @@ import datasets
 HERE = Path(__file__).parent
 
 try:
-    from opdcl.data.scoring import process_results
+    from opdcl.data.scoring import normalise, process_results
 except ImportError:  # plain lm-eval in a checkout, without opdcl installed
     sys.path.append(str(HERE.parents[1]))
-    from opdcl.data.scoring import process_results  # noqa: F401
+    from opdcl.data.scoring import normalise, process_results  # noqa: F401
 
 
 def load_test(half=None, **kwargs):
@@ -69,8 +69,19 @@ def load_neighbours_validation(**kwargs):
 
 
 def _as_test(rows):
-    documents = [{"question": row["question"], "answers": [row["answer"], *row["aliases"]]} for row in rows]
+    """Return questions with their answers; `others` answer questions of the same kind, and are wrong here."""
+    rows, documents = [*rows], []
+    for row in rows:
+        answers = [row["answer"], *row["aliases"]]
+        right = f" {normalise(' '.join([row['question'], *answers]))} "
+        same = {other["answer"] for other in rows if _opening(other) == _opening(row)}
+        others = sorted(other for other in same if f" {normalise(other)} " not in right)
+        documents.append({"question": row["question"], "answers": answers, "others": others})
     return {"test": datasets.Dataset.from_list(documents)}
+
+
+def _opening(row):
+    return row["question"].split()[:2]
 
 
 def _others(split):

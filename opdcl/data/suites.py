@@ -10,6 +10,7 @@ from typing import Any
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.shipped import shipped_suites
 from opdcl.data.chat import call_text, render, request_ids, tool_row
+from opdcl.data.floors import content_free
 from opdcl.data.nltk_tables import ensure_punkt
 from opdcl.data.rows import Row, load_records, load_rows
 from opdcl.data.scoring import process_results
@@ -25,23 +26,14 @@ from opdcl.data.stock_tasks import (
 from opdcl.errors import UsageError, nearest
 from opdcl.hub import fail_fast
 
-CONSTANT_ANSWER = "I am happy to help. Please tell me more about what you need."
-
-# A hundred words about nothing: what can be had by length alone.
-LONG_ANSWER = (
-    "Thank you for your message. This is an important question, and there are several things to say about "
-    "it. First, it helps to take some time and to look at it from more than one side. Second, it is a good "
-    "idea to talk with other people, because they may see what we overlook. Third, small steps often lead "
-    "further than large plans. In many cases the best way depends on the situation, so please consider what "
-    "matters most to you. I hope that this is helpful. If you have any further questions, please let me "
-    "know, and I will be happy to help."
-)
-
 # A log-likelihood, and whether greedy decoding would give the same text.
 SURE, IMPOSSIBLE = (0.0, True), (-1000.0, False)
 
 # Content-free answer, or `chance` -> the scores of each document, by metric.
 FloorScores = dict[str, list[dict[str, Any]]]
+
+# Documents, an answer to each, and its scores -> the scores after a model has read the answers.
+Judge = Callable[[list[dict], list[str], list[dict[str, Any]]], list[dict[str, Any]]]
 
 
 class Suite:
@@ -59,6 +51,8 @@ class Suite:
         self.tasks = [*loaded["tasks"].values()]
         self.task = self.tasks[0]
         self.metrics: list[str] = list(self.task.aggregation())
+        self.content = bool((self.task.config.metadata or {}).get("content"))
+        """Whether an answer counts only if base finds it to be about its prompt."""
         self._floors: dict[int | None, FloorScores] = {}
 
     def documents(self, limit: int | None) -> list[dict]:
@@ -69,20 +63,29 @@ class Suite:
         """Return the prompts of the first `limit` documents, or of all, without few-shot examples."""
         return [str(self.task.doc_to_text(doc)) for doc in self.documents(limit)]
 
-    def floors(self, limit: int | None, answers: list[str]) -> FloorScores:
+    def floors(self, limit: int | None, answers: list[str], judge: Judge | None = None) -> FloorScores:
         """Score answers without content on the first `limit` documents.
 
-        They are none, a constant one, a long one, the prompt, both, and `answers`, each to another prompt.
+        They are those of `content_free`, and `answers`, each to another prompt. `judge` amends the scores
+        where a model is needed to tell.
         """
         docs = self.documents(limit)
+
+        def scores(texts: list[str]) -> list[dict[str, Any]]:
+            found = self._score(docs, texts)
+            return judge(docs, texts, found) if judge else found
+
         if limit not in self._floors:
-            texts = content_free([self.task.doc_to_text(doc) for doc in docs])
-            self._floors[limit] = {name: self._score(docs, answers) for name, answers in texts.items()}
+            named = [[str(doc.get(key) or "") for doc in docs] for key in ("cluster", "tools")]
+            clusters = [name or str(i) for i, name in enumerate(named[0])]
+            targets = [_text(self.task.doc_to_target(doc)) for doc in docs]
+            texts = content_free(self.prompts(limit), targets, clusters, named[1])
+            self._floors[limit] = {name: scores(answers) for name, answers in texts.items()}
         if len(docs) == 1:
             return self._floors[limit]
         # Half the suite away: neighbours are often about the same fact.
         half = len(docs) // 2
-        return self._floors[limit] | {"shuffled": self._score(docs, answers[half:] + answers[:half])}
+        return self._floors[limit] | {"shuffled": scores(answers[half:] + answers[:half])}
 
     def record(self, task: Any, row: dict[str, Any]) -> dict[str, Any]:
         """Return prompt, response and target as they are stored, from a sample of lm-eval."""
@@ -194,7 +197,7 @@ class LikelihoodSuite(Suite):
             message = f"suite {name!r} has no score that is a mean over prompts and good when high"
             raise UsageError(message, "choose another task")
 
-    def floors(self, limit: int | None, answers: list[str]) -> FloorScores:
+    def floors(self, limit: int | None, answers: list[str], judge: Judge | None = None) -> FloorScores:
         """Return the expected scores of a guess on the first `limit` documents."""
         if limit not in self._floors:
             docs = [(task, doc) for task in self.tasks for _, doc in task.doc_iterator(limit=limit)]
@@ -268,17 +271,6 @@ class LikelihoodSuite(Suite):
         return [len(ids) for ids in tokenizer(texts)["input_ids"]]
 
 
-def content_free(prompts: list[str]) -> dict[str, list[str]]:
-    """Return the answers without content by name, one per prompt."""
-    return {
-        "empty": [""] * len(prompts),
-        "constant": [CONSTANT_ANSWER] * len(prompts),
-        "long constant": [LONG_ANSWER] * len(prompts),
-        "copy": prompts,
-        "copy and constant": [f"{prompt}\n\n{LONG_ANSWER}" for prompt in prompts],
-    }
-
-
 def load_suite(
     name: str, config: EvalConfig | None = None, read_rows: Callable[[str], list[Row]] = load_rows
 ) -> Suite:
@@ -337,6 +329,11 @@ def _group(name: str, parts: list[Suite]) -> Suite:
         message = f"the group {name!r} has generative tasks, which is not supported"
         raise UsageError(message, one_by_one([part.name for part in parts]))
     return LikelihoodSuite(name, {"tasks": {part.name: part.task for part in parts}})
+
+
+def _text(target: Any) -> str:
+    """Return a target as text: of several accepted ones, the first."""
+    return str((target or [""])[0] if isinstance(target, list) else target)
 
 
 def _reason(fault: Exception) -> str:

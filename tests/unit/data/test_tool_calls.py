@@ -17,8 +17,9 @@ from opdcl.config.evaluate import EvalConfig
 from opdcl.config.recover import RewardSection
 from opdcl.config.shipped import package_folder
 from opdcl.data.chat import encode_prompt, tool_row
+from opdcl.data.floors import CONSTANT_ANSWER
 from opdcl.data.similarity import nearest
-from opdcl.data.suites import CONSTANT_ANSWER, load_suite
+from opdcl.data.suites import load_suite
 from opdcl.distill.reward import reward_rows
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_json, read_jsonl
@@ -184,8 +185,10 @@ def test_no_prompt_is_near_to_one_of_the_other_split_or_of_the_recovery_prompts(
 def test_answers_without_content_score_nothing(name):
     floors = SUITES[name].floors(None, [gold(doc) for doc in DOCS[name]])
     means = {name: np.mean([s["correct_calls"] for s in rows]) for name, rows in floors.items()}
-    assert means == dict.fromkeys(floors, 0)
-    assert {"constant", "long constant", "copy", "copy and constant", "shuffled"} <= floors.keys()
+    # To fill in the function that shares most words with the prompt needs no understanding.
+    assert 0 < means.pop("filled-in call") < 0.25
+    assert means == dict.fromkeys(means, 0)
+    assert {"constant", "long constant", "copy", "copy and constant", "shuffled"} <= means.keys()
 
 
 @pytest.mark.parametrize("name", SUITES)

@@ -8,6 +8,7 @@ from lm_eval.api.instance import Instance
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.finetune import LoraSection
+from opdcl.data.floors import CONSTANT_ANSWER
 from opdcl.data.suites import load_suite
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
@@ -135,3 +136,16 @@ def test_a_task_with_several_filters_has_one_row_per_prompt_with_the_whole_respo
     # A filter leaves "[invalid]" of an answer without a number.
     assert "[invalid]" not in {row["response"] for row in samples}
     assert (result["n"], result["metric"], result["metrics"]) == (7, "exact_match", {"exact_match": 0.0})
+
+
+def test_each_row_has_the_score_of_the_best_answer_without_content(backbone, tmp_path):
+    rows = [{"question": f"Say {i}", "answer": CONSTANT_ANSWER} for i in range(3)] + [
+        {"question": "Say so", "answer": "so"}
+    ]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = EvalConfig(domain=["q"], data={"q": str(tmp_path / "q.jsonl")}, max_new_tokens=4)
+    run = RunDir(tmp_path / "run")
+    result = evaluate(config, load_suite("q", config), backbone, "base", run, {}, Silent())
+    means = {name: scores["token_f1"] for name, scores in result["floor"].items()}
+    assert (max(means.values()), min(means.values())) == (means["constant"], 0) == (0.75, 0)
+    assert [row["floor"] for row in read_jsonl(run.eval_samples("base", "q"))] == [1, 1, 1, 0]
