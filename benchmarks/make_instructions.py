@@ -2,12 +2,12 @@
 
     python benchmarks/make_instructions.py
 
-Writes evals/instructions/{test,validation,train}.jsonl. Each request gets two constraints. One is bound to
-the request's own word (marked with * in instructions_requests.txt), so that an answer to another prompt
-misses it. The other one, of form, is missed by the prompt itself and by the prompt with a text of 100 words
-behind it. Constraints are `seen`, of types that may occur in workflows/data/everyday.jsonl, or `unseen`;
-required words go with both. Rows alternate between the two groups, and each round of a group uses each of
-its recipes once, so that the first rows of a file are as balanced as the whole file.
+Writes evals/instructions/{test,validation,train}.jsonl. Each request gets one to three constraints. Those of
+the `seen` group are of types that occur in workflows/data/everyday.jsonl, those of the `unseen` group are of
+types that no prompt there demands, and the groups share none. The test has phrasings and frames of its own:
+what was chosen on the validation prompts has not been fitted to the test's. Rows alternate between the two
+groups, and each round of a group uses each of its recipes once, so that the first rows of a file are as
+balanced as the whole file.
 """
 
 import json
@@ -19,60 +19,52 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 REQUESTS = Path(__file__).with_name("instructions_requests.txt")
 SUITE = ROOT / "evals" / "instructions"
-SEED = 20
-NUMBERS = {3: "three", 4: "four"}
+SEED = 39
+NUMBERS = {3: "three", 4: "four", 5: "five"}
 FIRST_KEY = {"test": 0, "validation": 1000, "train": 2000}
 PROMPTS_PER_REQUEST = {"test": 1, "validation": 1, "train": 2}
 
-# Name -> choices of parameters, and phrasings. {word} is the request's word; others are parameters.
-CONSTRAINTS = {
-    "word": (
-        [{"type": "words", "words": ["{word}"]}],
-        [
-            'Use the word "{word}".',
-            'Your answer must contain the word "{word}".',
-            'Include the word "{word}".',
-        ],
-    ),
-    "title": (
-        [{"type": "title"}],
-        [
-            "Begin with a title in double angular brackets, like <<title>>, and write one sentence below it.",
-            "First write a title in double angular brackets, like <<title>>, and below it one sentence.",
-        ],
-    ),
-    "postscript": (
-        [{"type": "postscript", "marker": "P.S."}],
-        [
-            "Write one or two sentences, and then a postscript that begins with P.S.",
-            "Answer in one or two sentences, then add a postscript that begins with P.S.",
-        ],
-    ),
-    "one sentence": (
-        [{"type": "sentence_count", "least": 1, "most": 1}],
-        ["Answer in one sentence.", "Write exactly one sentence."],
-    ),
-    "few sentences": (
-        [{"type": "sentence_count", "least": 1, "most": 2}],
-        ["Use at most two sentences.", "Answer in at most two sentences."],
-    ),
-    "some words": (
-        [{"type": "word_count", "least": 30, "most": 80}],
-        ["Write between 30 and 80 words.", "Use at least 30 words and at most 80."],
-    ),
-    "first": (
-        [{"type": "first", "phrase": "The {word}"}, {"type": "first", "phrase": "I think the {word}"}],
-        ['Start your answer with "{phrase}".', 'Begin with the words "{phrase}".'],
-    ),
-    "numbered": (
-        [{"type": "numbered", "count": n} for n in (3, 4)],
-        ["Give a numbered list of {count} short points.", "Give {count} short points as a numbered list."],
-    ),
-    "forbidden": (
-        [{"type": "forbidden", "words": [w]} for w in ("people", "world", "life", "time", "many", "often")],
-        ['Avoid the word "{words}".', 'Your answer must not contain the word "{words}".'],
-    ),
+AVOIDED = ["people", "world", "life", "time", "many", "often", "important", "also"]
+
+# Name -> choices of parameters. {word} is the request's word, marked with * in instructions_requests.txt.
+PARAMETERS = {
+    "word": [{"type": "words", "words": ["{word}"]}],
+    "title": [{"type": "title"}],
+    "postscript": [{"type": "postscript", "marker": "P.S."}],
+    "one sentence": [{"type": "sentence_count", "least": 1, "most": 1}],
+    "few sentences": [{"type": "sentence_count", "least": 1, "most": 2}],
+    "some words": [{"type": "word_count", "least": 30, "most": 80}],
+    "first": [{"type": "first", "phrase": "The {word}"}, {"type": "first", "phrase": "I think the {word}"}],
+    "numbered": [{"type": "numbered", "count": n} for n in (3, 4, 5)],
+    "forbidden": [{"type": "forbidden", "words": [word]} for word in AVOIDED],
 }
+
+# How validation and training prompts demand each: sentences behind the request.
+SENTENCES = {
+    "word": ['Use the word "{words}".', 'Your answer must contain the word "{words}".'],
+    "title": ["Begin with a title in double angular brackets, like <<title>>, and one sentence below it."],
+    "postscript": ["Write one or two sentences, and then a postscript that begins with P.S."],
+    "one sentence": ["Answer in one sentence.", "Write exactly one sentence."],
+    "few sentences": ["Use at most two sentences.", "Answer in at most two sentences."],
+    "some words": ["Write between 30 and 80 words.", "Use at least 30 words and at most 80."],
+    "first": ['Start your answer with "{phrase}".', 'Begin with the words "{phrase}".'],
+    "numbered": ["Give a numbered list of {count} points.", "Give {count} short points as a numbered list."],
+    "forbidden": ['Avoid the word "{words}".', 'Your answer must not contain the word "{words}".'],
+}  # fmt: skip
+
+# How the test demands each, in frames of its own.
+TEST_SENTENCES = {
+    "word": ['Your answer should use the word "{words}".', 'Be sure to use the word "{words}".'],
+    "title": ["Give your answer a title in double angular brackets, like <<title>>, and then one sentence."],
+    "postscript": ["Respond with one or two sentences and, below them, a postscript that starts with P.S."],
+    "one sentence": ["Your answer should be one sentence.", "Respond with one sentence."],
+    "few sentences": ["Your answer should have one or two sentences.", "Respond with one or two sentences."],
+    "some words": ["Your answer should have 30 to 80 words.", "Respond with 30 to 80 words."],
+    "first": ['Let your answer start with "{phrase}".', 'Let your answer begin with the words "{phrase}".'],
+    "numbered": ["Write a numbered list of {count} points.", "Write {count} points as a numbered list."],
+    "forbidden": ['Leave out the word "{words}".', 'Answer without the word "{words}".'],
+}  # fmt: skip
+FRAMES = ["{request} {demands}", "{request}\n{demands}", "{request}\n\n{demands}"]
 RECIPES = {
     "seen": [
         ("word", "title"),
@@ -81,13 +73,7 @@ RECIPES = {
         ("word", "few sentences"),
         ("word", "some words"),
     ],
-    "unseen": [
-        ("first", "one sentence"),
-        ("first", "few sentences"),
-        ("word", "numbered"),
-        ("word", "forbidden", "one sentence"),
-        ("word", "forbidden", "few sentences"),
-    ],
+    "unseen": [("first",), ("first", "forbidden"), ("numbered",), ("numbered", "forbidden"), ("forbidden",)],
 }
 
 
@@ -100,18 +86,22 @@ def read_requests() -> dict[str, list[str]]:
     }
 
 
-def constraint(name: str, word: str, rng: random.Random) -> dict:
+def constraint(name: str, word: str, split: str, rng: random.Random) -> dict:
     """Return one constraint on an answer about `word`: its parameters, and its `text` in the prompt."""
-    choices, texts = CONSTRAINTS[name]
-    parameters = json.loads(json.dumps(rng.choice(choices)).replace("{word}", word))
+    parameters = json.loads(json.dumps(rng.choice(PARAMETERS[name])).replace("{word}", word))
+    shown = parameters | {"number": parameters.get("count"), "count": NUMBERS.get(parameters.get("count"))}
+    shown["words"] = "".join(parameters.get("words", ""))
     if name == "first" and word[0].isupper():
         parameters["phrase"] = parameters["phrase"].removesuffix(f"he {word}")[:-1] + word  # without article
-    shown = parameters | {
-        "word": word,
-        "count": NUMBERS.get(parameters.get("count")),
-        "words": "".join(parameters.get("words", "")),
-    }
-    return parameters | {"text": rng.choice(texts).format(**shown)}
+        shown |= parameters
+    phrasings = (TEST_SENTENCES if split == "test" else SENTENCES)[name]
+    return parameters | {"text": rng.choice(phrasings).format(**shown)}
+
+
+def prompt(request: str, texts: list[str], split: str, rng: random.Random) -> str:
+    """Return a request with its demands."""
+    frame = rng.choice(FRAMES if split == "test" else FRAMES[:1])
+    return frame.format(request=request, demands=" ".join(texts))
 
 
 def recipes(group: str, rng: random.Random) -> Iterator[tuple[str, ...]]:
@@ -125,15 +115,16 @@ def make(split: str, requests: list[str]) -> list[dict]:
     rng = random.Random(f"{SEED} {split}")
     sources = {group: recipes(group, rng) for group in RECIPES}
     rows = []
-    for request in requests * PROMPTS_PER_REQUEST[split]:
+    for marked in requests * PROMPTS_PER_REQUEST[split]:
         group = [*RECIPES][len(rows) % 2]
-        word = re.search(r"\*([\w'-]+)", request)[1]
-        chosen = [constraint(name, word, rng) for name in next(sources[group])]
+        word, request = re.search(r"\*([\w'-]+)", marked)[1], marked.replace("*", "")
+        chosen = [constraint(name, word, split, rng) for name in next(sources[group])]
         rng.shuffle(chosen)
         rows.append(
             {
                 "key": FIRST_KEY[split] + len(rows),
-                "prompt": " ".join([request.replace("*", ""), *(c["text"] for c in chosen)]),
+                "prompt": prompt(request, [c["text"] for c in chosen], split, rng),
+                "request": request,
                 "constraints": chosen,
                 "group": group,
             }

@@ -26,6 +26,17 @@ def rows_of(columns: list[str], rows: list[list[str]], left: int = 1) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, rule, *rows))
 
 
+def suite_words(name: str, metric: str | None, first: bool = False) -> str:
+    """Return a suite as tables name it, with its version if `instructions` has been rebuilt since.
+
+    The first version rewarded long answers, and its records say so. The second counted the constraints only,
+    by `prompt_level_strict_acc`. The present one is `passed` by content too.
+    """
+    if first:
+        return f"former `{name}`"
+    return f"`{name}`" + ", version 2" * (name.startswith("instructions") and metric != "passed")
+
+
 def score(estimate: dict[str, float] | None) -> str:
     return f"{percent(estimate['value'])} {span(estimate)}" if estimate else ""
 
@@ -43,7 +54,12 @@ def proof_scores(methods: slice = slice(-1, None)) -> str:
         for name, suite in by_method[method]["suites"].items()
     ]
     rows = [
-        [f"{data_set}, {method}", f"`{name}`", str(suite["n"]), percent(suite["floor"])]
+        [
+            f"{data_set}, {method}",
+            suite_words(name, suite["metric"]),
+            str(suite["n"]),
+            percent(suite["floor"]),
+        ]
         + [score(suite[state]) for state in STATES]
         for data_set, method, name, suite in cells
     ]
@@ -57,7 +73,8 @@ def retention_suites() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any
         for method, cell in by_method.items():
             for name, suite in cell["suites"].items():
                 if suite["role"] == "retention":
-                    yield f"{data_set}, {method}", f"`{name}`", suite, cell["suites"]
+                    shown = suite_words(name, suite["metric"])
+                    yield f"{data_set}, {method}", shown, suite, cell["suites"]
 
 
 def proof_recovery() -> str:
@@ -125,7 +142,9 @@ def comparison(name: str) -> str:
         cells += [ratio(arm["domain_retention"]), ratio(further.get(arm["name"]))]
         cells.append(f"{points(above['value'])} {span(above)}" if above else "")
         rows.append([arm["name"].removesuffix("-1") if arm["seeds"] == 1 else arm["name"], *cells])
-    columns = ["arm", f"`{found['headline']['retention']}`", found["headline"]["domain"], "R from tuned", "D"]
+    name = found["headline"]["retention"]
+    shown = suite_words(name, found["suites"][name]["metric"], "about" in found)
+    columns = ["arm", shown, found["headline"]["domain"], "R from tuned", "D"]
     columns += ["D, learned wordings", "above the alpha-curve, points"]
     kept = [i for i in range(len(columns)) if i == 0 or any(row[i] for row in rows)]
     return rows_of([columns[i] for i in kept], unbroken([[row[i] for i in kept] for row in rows], 1))
@@ -150,7 +169,7 @@ def rivals() -> str:
     if cell := latest_proof():
         retention, domain = cell["suites"]["instructions"], cell["suites"]["handbook"]
         scores = [retention[state]["value"] for state in STATES]
-        suite = f"`instructions`, {seeds_of(len(cell['seeds']))}"
+        suite = f"{suite_words('instructions', retention['metric'])}, {seeds_of(len(cell['seeds']))}"
         measured = [suite, percent(retention["floor"]), course(scores)]
         rows.append(
             [METHODS["ours"], *measured, *map(ratio, (retention["recovery"], domain["domain_retention"]))]
@@ -180,16 +199,28 @@ def rival_cells(found: dict[str, Any], arm: dict[str, Any]) -> list[str]:
     """Return suite and seeds, floor, scores, R and D of one arm of a stored comparison."""
     suite, domain = (found["headline"][role] for role in ("retention", "domain"))
     values = {reference["state"]: reference["retention"]["value"] for reference in found["references"]}
-    floors = read("instructions").get("suites", {}).get(suite, {}).get("floors") or {}
-    is_former = "about" in found  # only the records of the former suite say what is wrong with it
+    metric = found["suites"][suite]["metric"]
+    record = read("instructions" if metric == "passed" else "instructions_version2")
+    floors = record.get("suites", {}).get(suite, {}).get("floors") or {}
+    is_former = "about" in found  # only the records of the first suite say what is wrong with it
     other_domain = f"; `{domain}`" * (domain != "handbook")
     return [
-        f"{'former ' * is_former}`{suite}`, {seeds_of(arm['seeds'])}{other_domain}",
+        f"{suite_words(suite, metric, is_former)}, {seeds_of(arm['seeds'])}{other_domain}",
         "above base" if is_former else percent(max(floors.values())) if floors else "",
         course([values["base"], values["tuned"], arm["retention"]["value"]]),
         ratio(arm["recovery"]),
         ratio(arm["domain_retention"]),
     ]
+
+
+def cheats() -> str:
+    """Return base and the answers without content on `instructions`: which share gets past each check."""
+    found = read("instructions")["suites"]["instructions"]
+    answers = {"base": found["base_parts"]} | found["cheats"]
+    shown = {name: parts for name, parts in answers.items() if any(parts.values())}
+    rows = [[name, *map(percent, parts.values())] for name, parts in shown.items()]
+    columns = ["answers", "constraints kept", "and in words of their own", "and about the prompt"]
+    return rows_of(columns, unbroken(rows, 1))
 
 
 def latest_proof() -> dict[str, Any] | None:
@@ -290,6 +321,7 @@ TABLES = {
     "proof-writing": proof_writing,
     "proof-conditions": proof_conditions,
     "rivals": rivals,
+    "cheats": cheats,
     "quotes": quotes,
     "sizes": sizes,
     "ablation": lambda: comparison("ablation"),

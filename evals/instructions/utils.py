@@ -1,12 +1,26 @@
-"""Prompts with constraints, verified here by position and by content; needs nothing but lm-eval."""
+"""Prompts with constraints, verified here, that have to be met in words of one's own.
+
+opdcl also asks base whether an answer is about its prompt (`content` in the task's metadata); plain lm-eval
+does not.
+"""
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import datasets
 
 HERE = Path(__file__).parent
+
+try:
+    from opdcl.data.own_words import copied_run, own_words
+except ImportError:  # plain lm-eval in a checkout, without opdcl installed
+    sys.path.append(str(HERE.parents[1]))
+    from opdcl.data.own_words import copied_run, own_words
+
+OWN_WORDS = 2  # content words that an answer must add to its prompt
+COPIED = 8  # words of a prompt in a row that an answer may repeat
 QUICK = 300  # prompts of `instructions_quick`: the first of the test, where the groups alternate
 
 
@@ -98,10 +112,22 @@ def keeps(constraint, answer):
     return bool(answer.strip()) and bool(VERIFIERS[constraint["type"]](answer.strip(), constraint))
 
 
+def has_own_words(doc, answer):
+    """Return whether an answer adds words to its prompt, and copies no long part of it."""
+    prompt = doc["prompt"]
+    return len(own_words(prompt, answer)) >= OWN_WORDS and copied_run(prompt, answer) <= COPIED
+
+
 def process_results(doc, results):
-    """Score one answer: whether all constraints are kept, and which."""
+    """Score one answer: whether all constraints are kept, which of them, and whether it has own words."""
     kept = [keeps(constraint, results[0]) for constraint in json.loads(doc["constraints"])]
-    return {"prompt_level_strict_acc": all(kept), "inst_level_strict_acc": kept}
+    own = has_own_words(doc, results[0])
+    return {
+        "passed": all(kept) and own,
+        "prompt_level_strict_acc": all(kept),
+        "own_words": own,
+        "inst_level_strict_acc": kept,
+    }
 
 
 def feedback(doc, answer):

@@ -26,6 +26,8 @@ PLAIN_WORDS = dict.fromkeys(("instructions", "instructions_quick", "ifeval"), "i
 
 # Metrics in words; files and JSON keep the keys.
 METRIC_WORDS = {
+    "passed": "answers about the prompt that meet every constraint",
+    "own_words": "answers in words of their own",
     "prompt_level_strict_acc": "answers that meet every constraint",
     "inst_level_strict_acc": "constraints met",
     "prompt_level_loose_acc": "answers that meet every constraint, read loosely",

@@ -20,7 +20,7 @@ from opdcl import parallel
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.workflow import PLACE
 from opdcl.data.chat import answer_text, render, request_ids
-from opdcl.data.suites import Suite, cut_at, quiet_lm_eval
+from opdcl.data.suites import Judge, Suite, cut_at, quiet_lm_eval
 from opdcl.distill.make_teacher import reach_own_model
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
@@ -29,6 +29,7 @@ from opdcl.rundir.hashes import adapter_hash, hash_value
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.sample import sample
+from opdcl.stages import content
 from opdcl.training import StageReport, peak_memory, reset_peak_memory
 
 # Memory for the logits of one batch of log-likelihoods, which are kept for every position, in bytes.
@@ -242,7 +243,10 @@ def evaluate(
     options: Any = {"apply_chat_template": suite.generative, "limit": config.limit}
     results = lm_evaluate(lm, suite.loaded, log_samples=True, bootstrap_iters=0, **options)
     samples = _samples(suite, results["samples"], lm)
-    floor = _add_floors(suite, config.limit, samples)
+    judge = content.judge(backbone, suite) if suite.content else None
+    if judge:
+        _read(judge, suite.documents(config.limit), samples)
+    floor = _add_floors(suite, config.limit, samples, judge)
     write_atomic(run.eval_samples(state, suite.name), _lines(samples))
     result = record | {
         "state": state,
@@ -262,9 +266,19 @@ def evaluate(
     return result
 
 
-def _add_floors(suite: Suite, limit: int | None, samples: list[dict[str, Any]]) -> dict[str, Any]:
+def _read(judge: Judge, docs: list[dict], samples: list[dict[str, Any]]) -> None:
+    """Fail the samples that are not about their prompts; keep how much base's likelihood gained by them."""
+    scores = judge(docs, [row["response"] for row in samples], [row["scores"] for row in samples])
+    for row, read in zip(samples, scores, strict=True):
+        row["gain"] = read.pop("gain", None)
+        row["scores"] = read
+
+
+def _add_floors(
+    suite: Suite, limit: int | None, samples: list[dict[str, Any]], judge: Judge | None
+) -> dict[str, Any]:
     """Add each prompt's score of the best content-free answer to `samples`; return the means of all."""
-    floors = suite.floors(limit, [row["response"] for row in samples])
+    floors = suite.floors(limit, [row["response"] for row in samples], judge)
     means = {name: suite.means(scores) for name, scores in floors.items()}
     metric = suite.metrics[0]
     best = max(means, key=lambda name: means[name][metric])

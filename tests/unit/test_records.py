@@ -29,7 +29,8 @@ MADE_FROM = {
     "growth-length": "scaling",
     "quotes": "quote",
     "verdict-errors": "coverage",
-    "rivals": "instructions",
+    "rivals": "instructions_version2",
+    "cheats": "instructions",
 }
 
 
@@ -190,11 +191,11 @@ def test_the_proof_pools_the_seeds(runs, tmp_path, monkeypatch, tables):
         table().replace("\u00a0", " ")
         for table in (tables.proof_scores, tables.proof_recovery, tables.proof_writing)
     )
-    assert "| quickstart, cured | `instructions` | 40 | 30.0 % | 80.0 % [" in scores
-    assert "| quickstart, cured | `instructions` | partly recovered | 0.80 [" in recovery
+    assert "| quickstart, cured | `instructions`, version 2 | 40 | 30.0 % | 80.0 % [" in scores
+    assert "| quickstart, cured | `instructions`, version 2 | partly recovered | 0.80 [" in recovery
     assert "| R from tuned |" in recovery
     assert "| 0.83 [" in recovery
-    assert re.search(r"`instructions` \| 100.0 % \[[^|]*\| 25.0 % \[", writing)
+    assert re.search(r"`instructions`, version 2 \| 100.0 % \[[^|]*\| 25.0 % \[", writing)
     conditions = tables.proof_conditions()
     assert conditions.startswith("- quickstart, cured: 3 seeds, two cores, 2 cores, bfloat16")
     assert conditions.endswith("10 to 12 minutes each, at most 4.0 GiB.")
@@ -257,6 +258,7 @@ def comparison(suite: str, **arms: float) -> dict:
     estimate = {"value": 0.5, "low": 0.4, "high": 0.6}
     return {
         "headline": {"retention": suite, "domain": "handbook"},
+        "suites": {suite: {"metric": "prompt_level_strict_acc"}},
         "references": [{"state": state, "retention": estimate} for state in ("base", "tuned")],
         "arms": [
             {
@@ -283,12 +285,15 @@ def test_a_rival_is_shown_from_the_newest_record_with_the_suite_it_was_measured_
 
     validation = "instructions_validation"
     write(tmp_path / "cure.json", comparison(validation, **{"ours-1": 0.31, "replay-1": 0.32}))
-    write(tmp_path / "instructions.json", {"suites": {validation: {"floors": {"empty": 0.0, "copy": 0.01}}}})
+    write(
+        tmp_path / "instructions_version2.json",
+        {"suites": {validation: {"floors": {"empty": 0.0, "copy": 0.01}}}},
+    )
     rows = tables.rivals().splitlines()[2:]
     assert [
         name in row for name, row in zip(("weighting: tokens", "replay", "on-policy"), rows, strict=True)
     ] == [True] * 3
-    assert all("`instructions_validation`, 1 seed | 1.0\u00a0%" in row for row in rows[:2])
+    assert all("`instructions_validation`, version 2, 1 seed | 1.0\u00a0%" in row for row in rows[:2])
     assert "32.0\u00a0%" in rows[1]
     assert "former" in rows[2]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from opdcl.config.shipped import package_folder
-from opdcl.data.similarity import nearest, request_of, similarity
+from opdcl.data.similarity import nearest, similarity
 
 EVALS = package_folder("evals")
 NEAR = 0.6
@@ -34,9 +34,9 @@ UNSEEN = {
 
 
 def requests(split: str) -> list[str]:
-    """Return what the prompts of `instructions` ask for, without the constraints behind it."""
+    """Return what the prompts of `instructions` ask for, without their constraints."""
     lines = (EVALS / "instructions" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
-    return [request_of(json.loads(line)["prompt"]) for line in lines]
+    return [json.loads(line)["request"] for line in lines]
 
 
 def neighbours(split: str) -> list[str]:

@@ -1,21 +1,26 @@
 """The suite `instructions`: what its verifiers accept, and which answers without skill its prompts reject."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.scripts import load_script
 
+from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import package_folder
 from opdcl.data.similarity import nearest, similarity
-from opdcl.data.suites import content_free, load_suite
+from opdcl.data.suites import load_suite
+from opdcl.model.backbone import Backbone
+from opdcl.stages import content
 
 ROOT = Path(__file__).parents[3]
 SUITE = package_folder("evals") / "instructions"
 SPLITS = {"test": 600, "validation": 150, "train": 200}
-CONTENT = {"words", "first"}  # types that name the request's own word
 SEEN = {"words", "word_count", "sentence_count", "title", "postscript"}
+UNSEEN = {"first", "numbered", "forbidden"}  # tests/unit/data/test_everyday.py looks for them in vain
+NUMBERS = "single one two three four five six seven eight nine ten".split()  # noqa: SIM905
 EVERYDAY = package_folder("workflows") / "data" / "everyday.jsonl"
 
 
@@ -25,6 +30,7 @@ def lines(path: Path) -> list[dict]:
 
 UTILS = load_script(SUITE / "utils.py")
 FLOORS = load_script(ROOT / "benchmarks" / "floors.py")
+CHEATS = load_script(ROOT / "benchmarks" / "cheats.py")
 MAKE = load_script(ROOT / "benchmarks" / "make_instructions.py")
 ROWS = {split: lines(SUITE / f"{split}.jsonl") for split in SPLITS}
 ALL = [row for rows in ROWS.values() for row in rows]
@@ -89,9 +95,18 @@ def test_every_verifier_is_in_use_and_has_cases():
 def test_an_answer_is_scored_by_prompt_and_by_constraint():
     constraints = [{"type": "words", "words": ["rain"]}, {"type": "title"}]
     doc = {"constraints": json.dumps([{**c, "text": c["type"]} for c in constraints])}
-    half, whole = (UTILS.process_results(doc, [a]) for a in ("<<Sun>>\nIt shone.", "<<Sun>>\nThen rain."))
-    assert half == {"prompt_level_strict_acc": False, "inst_level_strict_acc": [False, True]}
-    assert whole == {"prompt_level_strict_acc": True, "inst_level_strict_acc": [True, True]}
+    doc["prompt"] = "How does rain begin? Begin with a title."
+    answers = ("<<Sun>>\nIt shone all day.", "<<Sun>>\nThen rain.", "<<Clouds>>\nCold drops become rain.")
+    half, few, whole = (UTILS.process_results(doc, [answer]) for answer in answers)
+    assert half == {
+        "passed": False,
+        "prompt_level_strict_acc": False,
+        "own_words": True,
+        "inst_level_strict_acc": [False, True],
+    }
+    kept = {"prompt_level_strict_acc": True, "inst_level_strict_acc": [True, True]}
+    assert few == kept | {"passed": False, "own_words": False}
+    assert whole == kept | {"passed": True, "own_words": True}
     parts = [half["inst_level_strict_acc"], whole["inst_level_strict_acc"], [False]]
     assert UTILS.agg_inst_level_acc(parts) == 0.6
     assert UTILS.feedback(doc, "<<Sun>>\nIt shone.") == "Not kept: words"
@@ -99,15 +114,34 @@ def test_an_answer_is_scored_by_prompt_and_by_constraint():
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_prompt_names_its_constraints_and_one_is_bound_to_its_own_word(split):
+def test_every_prompt_is_a_request_with_its_demands_and_unseen_ones_have_no_seen_type(split):
     assert len(ROWS[split]) >= SPLITS[split]
     for row in ROWS[split]:
-        assert 2 <= len(row["constraints"]) <= 3
-        assert all(constraint["text"] in row["prompt"] for constraint in row["constraints"])
+        assert 1 <= len(row["constraints"]) <= 2
+        assert all(
+            part in row["prompt"] for part in (row["request"], *(c["text"] for c in row["constraints"]))
+        )
         types = {constraint["type"] for constraint in row["constraints"]}
-        assert types & CONTENT, row["key"]
-        assert types - {"words"}, row["key"]
-        assert row["group"] == ("seen" if types <= SEEN else "unseen")
+        assert types <= {"seen": SEEN, "unseen": UNSEEN}[row["group"]], row["key"]
+        rest = row["prompt"].replace(row["request"], "")
+        for constraint in row["constraints"]:
+            rest = rest.replace(constraint["text"], "")
+        assert not rest.strip()
+
+
+def masked(text: str) -> str:
+    """Return a text without case, its numbers and what it quotes, so that a phrasing can be recognised."""
+    text = re.sub(r'"[^"]*"|<<[^>]*>>', "quoted", text.lower())
+    return re.sub(rf"\b(\d+|{'|'.join(NUMBERS)})\b", "number", text).strip(" .")
+
+
+def test_the_phrasings_of_the_test_are_in_no_other_split_and_in_no_recovery_prompt():
+    said = {
+        split: {masked(c["text"]) for row in rows for c in row["constraints"]} for split, rows in ROWS.items()
+    }
+    assert not said["test"] & (said["validation"] | said["train"])
+    everyday = [masked(row["prompt"]) for row in lines(EVERYDAY)]
+    assert [text for text in said["test"] if any(text in prompt for prompt in everyday)] == []
 
 
 def test_groups_alternate_so_that_every_beginning_of_a_split_is_balanced():
@@ -136,29 +170,73 @@ def test_the_shipped_prompts_are_the_ones_that_the_script_makes():
 
 
 @pytest.mark.parametrize("suite", RECORD["suites"])
-def test_answers_without_skill_score_at_most_a_third_of_base(suite):
+def test_no_cheat_scores_a_third_of_base(suite):
+    record, docs = RECORD["suites"][suite], list(load_suite(suite).task.test_docs())
+    docs = docs[: record["base"]["n"]]
+    assert record["prompts"] == FLOORS.fingerprint(docs), "measured on other prompts"
+    assert record["base"]["score"] >= 0.35
+    assert {
+        name: parts
+        for name, parts in record["cheats"].items()
+        if parts["passed"] > record["base"]["score"] / 3
+    } == {}
+
+
+@pytest.mark.parametrize("suite", RECORD["suites"])
+def test_the_cheats_of_the_record_are_those_of_the_script_and_keep_the_constraints(suite):
     record, task = RECORD["suites"][suite], load_suite(suite).task
-    assert record["prompts"] == FLOORS.fingerprint(list(task.test_docs())), "measured on other prompts"
-    floors = FLOORS.floors(task)
-    assert floors.items() <= record["floors"].items()
-    assert max(record["floors"].values()) <= record["base"]["score"] / 3
-    assert record["floors"]["shuffled"] < 0.1
-    assert record["finished"]["score"] > 0.9
-    assert min(group["low"] for group in record["base_by_group"].values()) > 3 * max(floors.values())
+    docs = list(task.test_docs())[: record["played_on"]]
+    answers = record["answers"][: len(docs)]
+    played = CHEATS.cheats(docs, FLOORS.constraints(docs), answers, others(suite))
+    shares = {name: FLOORS.shares(FLOORS.scored(task, docs, texts)) for name, texts in played.items()}
+    for name, parts in shares.items():
+        recorded = record["cheats"][name]
+        assert {k: parts[k] for k in ("kept", "own_words")} == {k: recorded[k] for k in ("kept", "own_words")}
+        assert recorded["passed"] <= parts["passed"]
+    # Constraints alone are no hindrance.
+    bent = [name for name in shares if "bent" in name or "required" in name or "word" in name]
+    assert len(bent) >= 5
+    assert min(shares[name]["kept"] for name in bent) > 0.9
 
 
-def test_the_floor_sees_prompts_that_can_be_passed_without_skill():
-    task = load_suite("instructions").task
-    doc = {"constraints": json.dumps([{"type": "word_count", "least": 90}])}
-    answers = content_free(["Write at least 90 words."])
-    scores = {name: FLOORS.passed(task, [doc], texts).tolist() for name, texts in answers.items()}
-    assert scores == {
-        "empty": [0],
-        "constant": [0],
-        "long constant": [1],
-        "copy": [0],
-        "copy and constant": [1],
-    }
+def others(suite: str) -> list[tuple[str, str]]:
+    """Return the validation requests with base's answers, which the cheats on the test may use."""
+    answers = RECORD["validation_answers"] if suite == "instructions" else []
+    return [(row["request"], answer) for row, answer in zip(ROWS["validation"], answers, strict=False)]
+
+
+@pytest.mark.slow
+def test_the_embedded_model_knows_its_answers_from_those_to_other_prompts():
+    loaded, record = load_suite("instructions"), RECORD["suites"]["instructions"]
+    docs, answers = loaded.documents(record["base"]["n"]), record["answers"]
+    # Those that are far from the threshold are told apart on every processor, whatever it rounds.
+    sure = sorted((i for i, gain in enumerate(record["gains"]) if gain), key=lambda i: -record["gains"][i])[
+        :4
+    ]
+    moved = CHEATS.cheats(docs, FLOORS.constraints(docs), answers, [])["answers to other prompts, bent"]
+    requests = [doc["request"] for doc in loaded.documents(None)]
+    backbone = Backbone.load(ModelConfig())
+    own, other = (
+        content.gains(backbone, docs, requests, {i: texts[i] for i in sure}) for texts in (answers, moved)
+    )
+    assert min(own.values()) > content.LEAST
+    assert np.median([*other.values()]) < content.LEAST
+    assert [own[i] for i in sure] == pytest.approx([record["gains"][i] for i in sure], rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("text", "constraints"),
+    [
+        ("", [{"type": "words", "words": ["rope"]}, {"type": "title"}]),
+        ("A world of words.", [{"type": "forbidden", "words": ["world"]}, {"type": "numbered", "count": 4}]),
+        ("One. Two.", [{"type": "sentence_count", "most": 1}, {"type": "words", "words": ["oak"]}]),
+        ("Short.", [{"type": "word_count", "least": 30, "most": 80}, {"type": "words", "words": ["oak"]}]),
+        ("A rope.", [{"type": "first", "phrase": "The rope"}, {"type": "forbidden", "words": ["life"]}]),
+        ("<<A>>\nB.", [{"type": "postscript", "marker": "P.S."}, {"type": "words", "words": ["oak"]}]),
+    ],
+)  # fmt: skip
+def test_any_text_can_be_bent_to_keep_constraints(text, constraints):
+    assert [c for c in constraints if not UTILS.keeps(c, CHEATS.fit(text, constraints))] == []
 
 
 def test_quick_is_the_beginning_of_the_test():
@@ -170,11 +248,14 @@ def test_quick_is_the_beginning_of_the_test():
 
 
 def test_a_model_is_measured_with_intervals_by_group_and_type(backbone):
-    record, rows = FLOORS.measure("instructions_validation", backbone, limit=4)
-    assert [row["key"] for row in rows] == [row["key"] for row in ROWS["validation"][:4]]
-    assert record["base"]["n"] == 4
+    docs = FLOORS.answered("instructions_validation", backbone, limit=4)
+    assert [doc["key"] for doc in docs] == [row["key"] for row in ROWS["validation"][:4]]
+    assert all(0 < doc["tokens"] <= 128 for doc in docs)
+    record = FLOORS.measure("instructions_validation", backbone, docs, [])
+    assert record["base"]["n"] == len(record["gains"]) == 4
     assert [record["base_by_group"][group]["n"] for group in ("seen", "unseen")] == [2, 2]
-    assert 0 < record["mean_tokens"] <= 192
+    assert record["answers"] == [doc["answer"] for doc in docs]
+    assert all(parts["passed"] <= parts["own_words"] <= parts["kept"] for parts in record["cheats"].values())
 
 
 def test_the_interval_of_a_share_is_wilsons():

@@ -1,0 +1,94 @@
+"""Whether answers are about their prompts, as base sees it.
+
+An answer is about its prompt if base finds its own words likelier after the prompt than after the same prompt
+with any of some other requests. Only words that the prompt does not have are read: with the others in place,
+base would go on about them whatever was asked, and a text without a thought would seem to be about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from opdcl.data.chat import render
+from opdcl.data.own_words import own_text
+from opdcl.data.suites import Judge, Suite
+from opdcl.distill.losses import token_logprobs
+from opdcl.model.backbone import Backbone
+from opdcl.model.distributions import HiddenStates
+from opdcl.model.forward import answer_ids, answer_states
+
+LONGEST = 64
+"""Tokens of an answer that are read."""
+OTHERS = (17, 71)
+"""How many prompts away the requests stand that take a prompt's place."""
+LEAST = 2.0
+"""Nats by which an answer that is about its request is likelier after it than after each of the others."""
+ROWS = 32
+
+
+def judge(backbone: Backbone, suite: Suite) -> Judge:
+    """Return a function that fails answers to the suite's first documents that are not about them."""
+    metric, requests = suite.metrics[0], [doc["request"] for doc in suite.documents(None)]
+
+    def amended(docs: list[dict], texts: list[str], scores: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        passed = [i for i, row in enumerate(scores) if row[metric]]
+        found = gains(backbone, docs, requests, {i: texts[i] for i in passed})
+        for i in passed:
+            scores[i] = scores[i] | {metric: found[i] >= LEAST, "gain": round(found[i], 4)}
+        return scores
+
+    return amended
+
+
+def gains(
+    backbone: Backbone, docs: Sequence[dict], requests: list[str], texts: dict[int, str]
+) -> dict[int, float]:
+    """Return by how many nats each answer is likelier after its own request, by its document's number."""
+    own = {i: own_text(docs[i]["prompt"], text) for i, text in texts.items()}
+    asked = {i: _in_place(docs[i], i, requests) for i in own}
+    pairs = [(prompt, own[i]) for i, prompts in asked.items() for prompt in prompts]
+    likelihoods = iter(logprobs(backbone, pairs))
+    found = {}
+    for i, prompts in asked.items():
+        first, *others = (next(likelihoods) for _ in prompts)
+        found[i] = first - max(others)
+    return found
+
+
+def _in_place(doc: dict, number: int, requests: list[str]) -> list[str]:
+    """Return a prompt, and the same with other requests."""
+    others = [requests[(number + step) % len(requests)] for step in OTHERS]
+    return [doc["prompt"], *(doc["prompt"].replace(doc["request"], other) for other in others)]
+
+
+def logprobs(backbone: Backbone, pairs: Sequence[tuple[str, str]]) -> list[float]:
+    """Return the log-probability under base of a text as the answer to a prompt, by pair."""
+    rows = [_encoded(backbone.tokenizer, prompt, text) for prompt, text in pairs]
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
+    with backbone.merged("base") as model, torch.no_grad():
+        share = [
+            value
+            for start in range(0, len(order), ROWS)
+            for value in _sums(backbone, model, [rows[i] for i in order[start : start + ROWS]])
+        ]
+    found = dict(zip(order, share, strict=True))
+    return [found[i] for i in range(len(rows))]
+
+
+def _encoded(tokenizer: Any, prompt: str, text: str) -> tuple[list[int], list[bool]]:
+    asked = render(tokenizer, [{"role": "user", "content": prompt}], True, tokenize=False)
+    ids, answer = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in (asked, text))
+    answer = answer[:LONGEST]
+    return ids + answer, [False] * len(ids) + [True] * len(answer)
+
+
+def _sums(backbone: Backbone, model: Any, rows: list[tuple[list[int], list[bool]]]) -> list[float]:
+    head_VH = backbone.head_VH
+    tokens_N = answer_ids(rows, model.device)
+    states = HiddenStates(answer_states(model, rows), head_VH)
+    logprobs_N = token_logprobs(states, tokens_N, len(head_VH), 1.0)
+    parts = logprobs_N.split([sum(answer) for _, answer in rows])
+    return [float(part.sum()) for part in parts]

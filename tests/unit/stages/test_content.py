@@ -1,0 +1,110 @@
+"""Whether an answer is about its prompt: the gain against a slow reference, and what fails by it."""
+
+import json
+
+import pytest
+import torch
+from helpers.recovering import Silent
+
+from opdcl.config.evaluate import EvalConfig
+from opdcl.config.finetune import LoraSection
+from opdcl.data.chat import render
+from opdcl.data.own_words import own_text
+from opdcl.data.suites import load_suite
+from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.layout import RunDir
+from opdcl.stages import content
+from opdcl.stages.evaluate import evaluate
+
+REQUESTS = ["Describe a lamp.", "Why do owls hoot?", "Compare tea with coffee.", "What is a fjord?"]
+DOCS = [{"prompt": f"{r} Answer in one sentence.", "request": r} for r in REQUESTS]
+TEXTS = [
+    "A lamp gives light at night.",
+    "They call other birds.",
+    "",
+    "A fjord is a long arm of the sea, with cliffs.",
+]
+
+
+@torch.no_grad()
+def reference(backbone, number: int, text: str) -> float:
+    """The gain of one answer's own tokens, one prompt at a time, with no cache and no padding."""
+    tokenizer, doc = backbone.tokenizer, DOCS[number]
+
+    def likelihood(prompt: str) -> float:
+        asked = render(tokenizer, [{"role": "user", "content": prompt}], True, tokenize=False)
+        ids, own = (
+            tokenizer(t, add_special_tokens=False)["input_ids"]
+            for t in (asked, own_text(doc["prompt"], text))
+        )
+        own = own[: content.LONGEST]
+        with backbone.state("base") as model:
+            logits = model(input_ids=torch.tensor([ids + own])).logits[0].double()
+        logprobs = logits.log_softmax(-1)
+        return sum(float(logprobs[len(ids) - 1 + i, token]) for i, token in enumerate(own))
+
+    others = [REQUESTS[(number + step) % len(REQUESTS)] for step in content.OTHERS]
+    swapped = [likelihood(doc["prompt"].replace(doc["request"], other)) for other in others]
+    return likelihood(doc["prompt"]) - max(swapped)
+
+
+def test_the_gain_is_that_of_the_reference_whatever_the_adapter(backbone):
+    backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
+    for layer in backbone.adapted_layers():
+        layer.lora_B["student"].weight.data.normal_()
+    found = content.gains(backbone, DOCS, REQUESTS, dict(enumerate(TEXTS)))
+    assert found == pytest.approx({i: reference(backbone, i, text) for i, text in enumerate(TEXTS)}, abs=1e-4)
+    assert found[2] == 0
+    assert content.gains(backbone, DOCS, REQUESTS, {3: TEXTS[3]})[3] == pytest.approx(found[3], abs=1e-4)
+
+
+class Asked:
+    """What the check needs of a suite."""
+
+    metrics = ("passed",)
+
+    def documents(self, limit):
+        assert limit is None, "what takes a request's place must not depend on the limit"
+        return DOCS
+
+
+def test_only_answers_that_pass_so_far_are_read_and_the_others_are_failed_by_their_gain(
+    backbone, monkeypatch
+):
+    found = content.gains(backbone, DOCS, REQUESTS, dict(enumerate(TEXTS)))
+    monkeypatch.setattr(content, "LEAST", found[0])
+    scores = [
+        {"passed": True, "kept": 1},
+        {"passed": False, "kept": 0},
+        {"passed": True, "kept": 1},
+        {"passed": True},
+    ]
+    read = content.judge(backbone, Asked())(DOCS, TEXTS, scores)
+    assert read[1] == {"passed": False, "kept": 0}
+    assert [row["passed"] for row in read] == [True, False, found[2] >= found[0], found[3] >= found[0]]
+    assert [row.get("gain") for row in read] == [
+        pytest.approx(found[0], abs=1e-4), None, 0, pytest.approx(found[3], abs=1e-4)
+    ]  # fmt: skip
+
+
+def test_the_evaluation_asks_for_content_where_the_suite_does(backbone, tmp_path, monkeypatch):
+    config = EvalConfig(limit=6, max_new_tokens=24, batch_size=6)
+    monkeypatch.setattr(content, "LEAST", -100.0)
+    suite, run = load_suite("instructions"), RunDir(tmp_path)
+    assert [load_suite(name).content for name in ("instructions_quick", "handbook")] == [True, False]
+
+    def measured(least: float) -> list[dict]:
+        monkeypatch.setattr(content, "LEAST", least)
+        result = evaluate(config, suite, backbone, "base", run, {}, Silent())
+        assert (result["metric"], result["n"]) == ("passed", 6)
+        assert set(result["metrics"]) == set(suite.metrics)
+        return read_jsonl(run.eval_samples("base", "instructions"))
+
+    loose, strict = measured(-100.0), measured(100.0)
+    assert [row["scores"]["passed"] for row in strict] == [False] * 6
+    for row in loose:
+        assert row["scores"]["passed"] == (
+            row["scores"]["prompt_level_strict_acc"] and row["scores"]["own_words"]
+        )
+        assert (row["gain"] is None) == (not row["scores"]["passed"])
+    assert json.dumps(strict)
