@@ -159,9 +159,14 @@ def execute_all(
     comparison = parallel.on_first_worker(lambda: compare(finished)) if len(finished) > 1 else {}
     for file in parallel.on_first_worker(lambda: list(write(comparison, out))) if comparison else ():
         output.note(f"wrote {file}")
+    _refuse_success(list(runs), failed, missed, out)
+    return comparison
+
+
+def _refuse_success(runs: list[str], failed: set[str], missed: list[str], out: Path) -> None:
+    """Raise the error of a sweep in which some runs failed or missed a gate."""
     if failed:
         names = ", ".join(name for name in runs if name in failed)
         raise OpdclError(f"{len(failed)} of {len(runs)} runs failed: {names}", f"the others are in {out}")
     if missed:
         raise GateError(f"{len(missed)} of {len(runs)} runs missed a gate: {', '.join(missed)}", f"see {out}")
-    return comparison
