@@ -113,9 +113,9 @@ class Suite:
             if row.tools and doc["group"] == "one call":
                 text = call_text(row, doc["target"], tokenizer)
                 if not self._score([doc], [text])[0][self.metrics[0]]:
-                    problem = f"does not read tool calls as this chat template writes them: {text!r}"
-                    hint = "it reads JSON, alone or in <tool_call> tags"
-                    raise UsageError(f"suite {self.name!r} {problem}", hint)
+                    where = f"suite {self.name!r}"
+                    message = f"{where} does not read tool calls as this chat template writes them: {text!r}"
+                    raise UsageError(message, "it reads JSON, alone or in <tool_call> tags")
                 break
         return lengths
 
