@@ -59,8 +59,8 @@ def _shown(power: Power) -> str:
     """Say what an evaluation finds four times in five, how well it knows R, and if it can show a recovery."""
     hardly = "hardly " if power.half_width > NON_INFERIORITY_MARGIN else ""
     return (
-        f"finds {100 * power.detectable:.1f} points, knows R to ±{power.ratio_half_width:.2f}, {hardly}shows a "
-        f"full recovery as recovered ({power.recovered_shown:.0%})"
+        f"finds {100 * power.detectable:.1f} points, knows R to ±{power.ratio_half_width:.2f}, {hardly}shows "
+        f"a full recovery as recovered ({power.recovered_shown:.0%})"
     )
 
 

@@ -403,3 +403,9 @@ def test_a_recovery_with_one_stream_has_a_report(run, stream, cells):
     check = {"step": 8, "validation": {f"{stream}_kl": 0.5, "best": True}}
     write(run.stage(2, "recover").metrics, [*rows, check])
     assert f"| 8 | {' | '.join(cells)} | kept |" in pages(run)["report.md"]
+
+
+def test_labels_of_bars_are_as_wide_as_their_font_needs(trained):
+    style = pages(trained)["report.html"].split("</style>")[0]
+    assert re.search(r"\.bars {[^}]*grid-template-columns: max-content minmax\(0, 1fr\) max-content", style)
+    assert re.search(r"\.bar span {[^}]*white-space: nowrap", style)
