@@ -241,7 +241,8 @@ def sizes() -> str:
     """Return memory and time by model: measured for the embedded model, by arithmetic for larger ones."""
     proof = latest_proof()
     peak = f"{min(proof['peak_memory_gib'])} GiB" if proof else ""  # later runs of a process inherit peaks
-    rows = [["SmolLM2-135M, embedded", "2 CPU cores, 8 GB", peak, "10 to 30 minutes, all stages", "measured"]]
+    place, time = quickstart_time()
+    rows = [["SmolLM2-135M, embedded", place, peak, time, "measured"]]
     script = runpy.run_path(str(HERE / "sizes.py"))
     for name, machine in {"Qwen3-1.7B": "one GPU, 24 GB", "Qwen3-8B": "one GPU, 80 GB"}.items():
         memory, seconds = script["sizes"](script["MODELS"][name], 1, shard=False, served=False, micro=8192)
@@ -249,6 +250,18 @@ def sizes() -> str:
             [name, machine, f"{memory:.0f} GiB", f"{seconds:.1f} s a step on an H100", "**untested**"]
         )
     return rows_of(["model", "machine", "peak memory", "time", ""], rows, 5)
+
+
+def quickstart_time() -> tuple[str, str]:
+    """Return where the quickstart was timed last, and how long it took."""
+    plain = [
+        row for row in read("times").get("rows", []) if row["recipe"] == "quickstart" and not row["settings"]
+    ]
+    if not plain:
+        return "2 CPU cores, 8 GB", "not recorded"
+    row = plain[-1]
+    place = f"{row['threads']} thread{'s' * (row['threads'] > 1)} of {row['machine']}, {row['dtype']}"
+    return place, f"{row['seconds'] / 60:.0f} minutes, all stages"
 
 
 def throughput() -> str:

@@ -377,7 +377,9 @@ def _execute(
                 return Plan(title, [Table(title, ["run", "stage", "action", "why"], lines, "")], plans)
             lines, plan = describe(flow, RunDir(path), sources=data, origins=origins, force=force)
         table = Table(title, ["stage", "action", "why"], lines, "")
-        return Plan(title, [table, *data_table(plan)], plan, [*plan["notes"], plan["seconds_from"]])
+        return Plan(
+            title, [table, *data_table(plan)], plan, [*plan["notes"], f"time: {plan['seconds_from']}"]
+        )
     parallel.join()
     if sweep:
         comparison = execute_all(flow, origins, path, _output(quiet), force, data)

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from opdcl import parallel
 from opdcl.errors import OpdclError
+from opdcl.results.format import duration
 from opdcl.sanitize import harmless, redact
 
 # Where it is installed, PEFT imports it, and on a CPU it then warns of an optional kernel.
@@ -174,20 +175,25 @@ class Output:
         if fault.hint:
             self._say(f"hint: {fault.hint}")
 
-    def stage(self, name: str) -> StageLine:
-        """Return the progress line of a stage, a context manager."""
-        return StageLine(name, self)
+    def stage(self, name: str, after: Callable[[], float | None] = lambda: 0.0) -> StageLine:
+        """Return the progress line of a stage, a context manager.
+
+        `after` returns the seconds that later stages will take, or None if that is not known.
+        """
+        return StageLine(name, self, after)
 
 
 class StageLine:
     """Progress of one stage: a live line on a terminal, otherwise a plain line every few seconds."""
 
-    def __init__(self, name: str, output: Output):
-        self.name, self.output = name, output
+    def __init__(self, name: str, output: Output, after: Callable[[], float | None]):
+        self.name, self.output, self.after = name, output, after
         self._live: Progress | None = None
         self._task: Any = None
         self._last = 0.0
         self._values: dict[str, float | str] = {}
+        self.announced: dict[str, float | None] = {}
+        """The first time left that was known: `at`, by `time.perf_counter`, `stage` and `all`, in seconds."""
 
     def __enter__(self) -> StageLine:
         console = self.output._err
@@ -199,7 +205,6 @@ class StageLine:
                 TextColumn("{task.fields[values]}"),
                 TimeElapsedColumn(),
                 TextColumn("{task.fields[left]}"),
-                TimeRemainingColumn(),
                 console=console,
                 # A library's own bars go where `quiet_libraries` sends them, not above this one.
                 redirect_stdout=False,
@@ -214,16 +219,30 @@ class StageLine:
         if self._live:
             self._live.stop()
 
-    def progress(self, done: int, total: int, **values: float | str) -> None:
-        """Show the stage's progress. An omitted value keeps its last one."""
+    def progress(self, done: int, total: int, left: float | None = None, **values: float | str) -> None:
+        """Show the stage's progress. An omitted value keeps its last one, but `left`, the seconds left."""
         self._values |= values
         text = " ".join(f"{k.replace('_per_s', '/s')} {_short(v)}" for k, v in self._values.items())
+        is_first = left is not None and not self.announced
+        if left is not None and is_first:
+            after = self.after()
+            whole = None if after is None else left + after
+            self.announced = {"at": time.perf_counter(), "stage": left, "all": whole}
         if self._live:
-            fields: Any = {"count": f"{done}/{total}", "values": text, "left": "left"}
+            fields: Any = {"count": f"{done}/{total}", "values": text, "left": self._left(left)}
             self._live.update(self._task, completed=done, total=total, **fields)
-        elif time.monotonic() - self._last >= LINE_EVERY or done == total:
+        elif time.monotonic() - self._last >= LINE_EVERY or done == total or is_first:
             self._last = time.monotonic()
-            self.output.note(f"{self.name} {done}/{total} {text}".rstrip())
+            parts = f"{self.name} {done}/{total}", text, self._left(left if done < total else None)
+            self.output.note(" ".join(filter(None, parts)))
+
+    def _left(self, left: float | None) -> str:
+        """Return the time left of the stage and of the whole run, as far as they are known."""
+        if left is None:
+            return ""
+        after = self.after()
+        whole = "not known yet" if after is None else duration(left + after)
+        return f"left {duration(left)}" + (f", all stages {whole}" if after != 0 else "")
 
     def note(self, text: str) -> None:
         """Print a note, above the live line if there is one."""

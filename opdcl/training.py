@@ -21,9 +21,13 @@ from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.errors import Interrupted, OpdclError
 from opdcl.model.backbone import Backbone
+from opdcl.model.costs import Work
 from opdcl.rundir.files import folder_appears_whole, read_jsonl, write_atomic
 from opdcl.rundir.hashes import damage, seal
 from opdcl.rundir.layout import StageDir
+
+# Steps after which the time left is shown.
+FIRST_STEPS = 3
 
 # Of the trainers' logs, what a step's row in metrics.jsonl leaves out or replaces.
 UNLOGGED = ("epoch", "tokens", "entropy", "num_tokens", "mean_token_accuracy")
@@ -32,9 +36,19 @@ UNLOGGED = ("epoch", "tokens", "entropy", "num_tokens", "mean_token_accuracy")
 class StageReport(Protocol):
     """Receives a stage's progress; `opdcl.console` prints it."""
 
-    def progress(self, done: int, total: int, **values: float | str) -> None: ...
+    def progress(self, done: int, total: int, left: float | None = None, **values: float | str) -> None: ...
 
     def note(self, text: str) -> None: ...
+
+
+class StageWork(Protocol):
+    """Knows how much work the steps of a stage are."""
+
+    def portion(self, step: int, tokens: float) -> tuple[str, float]:
+        """Return kind and amount of a step's work, given the tokens that it logs."""
+
+    def left(self, step: int) -> Work | None:
+        """Return the work after a step; None if it is not known."""
 
 
 def trainer_arguments(
@@ -112,7 +126,9 @@ class StageCallback(TrainerCallback):
         self._skipped: int | None = None
         self._base: tuple[int, ...] = ()
         self._metrics: Path | None = None
-        self._step_started = 0.0
+        self._step_started = self._accounted = 0.0
+        self.work: StageWork | None = None
+        self._steps_timed = 0
 
     def run(self, trainer: Trainer, out: StageDir) -> None:
         """Train from the last checkpoint to the end.
@@ -183,6 +199,7 @@ class StageCallback(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._step_started = time.perf_counter()
+        self._accounted = self.backbone.costs.accounted if self.backbone else 0.0
 
     def on_step_end(self, args, state, control, **kwargs):
         self._stop = parallel.any_worker(self._stop)
@@ -210,7 +227,21 @@ class StageCallback(TrainerCallback):
         live = {k: logs[k] for k in ("stream", "loss", "kl") if k in logs}
         if math.isclose(live["loss"], live.get("kl", math.nan), rel_tol=1e-3):
             del live["kl"]  # the loss is this divergence
+        if (left := self._time_left(state.global_step, tokens, seconds)) is not None:
+            live["left"] = left
         self.report.progress(state.global_step, self.steps, **live, tokens_per_s=tokens / max(seconds, 1e-9))
+
+    def _time_left(self, step: int, tokens: int, seconds: float) -> float | None:
+        """Record what a step cost without sampling and validations; return the seconds left, if known."""
+        if not (self.work and self.backbone):
+            return None
+        costs = self.backbone.costs
+        self._steps_timed += 1
+        if self._steps_timed > 1:  # the first step also sets things up
+            own = max(seconds - (costs.accounted - self._accounted), 0.0)
+            costs.add(*self.work.portion(step, tokens), own)
+        left = self.work.left(step) if self._steps_timed >= FIRST_STEPS else None
+        return None if left is None else costs.seconds(left)
 
 
 def reset_peak_memory() -> None:

@@ -241,7 +241,7 @@ class RecoverConfig(Section):
         return self
 
     def _check_teacher(self, name: str, teacher: TeacherSection) -> None:
-        domain = self.domain_max_new_tokens or self.max_new_tokens
+        domain = self.limit("domain")
         length = self.max_new_tokens if name == "general_teacher" else domain
         if teacher.skip_tokens >= length:
             raise ValueError(f"{name}.skip_tokens must be less than the maximum completion length ({length})")
@@ -279,6 +279,10 @@ class RecoverConfig(Section):
         """Whether base and tuned guard a stream each, so that the student can start between them."""
         both = self.method in ("alternating", "replay") and self.general_per_domain > 0
         return both and self.general_teacher.kind == "base"
+
+    def limit(self, stream: Literal["general", "domain"]) -> int:
+        """Return the maximum length of a stream's completions, in tokens."""
+        return (self.domain_max_new_tokens if stream == "domain" else None) or self.max_new_tokens
 
     def all_teachers(self) -> dict[str, TeacherSection]:
         """Return every teacher by its key."""

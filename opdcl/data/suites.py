@@ -93,7 +93,11 @@ class Suite:
         return {"prompt": prompt, "response": row["resps"][0][0], "target": row["target"] or None}
 
     def lengths(self, limit: int | None, tokenizer: Any) -> list[int]:
-        """Return the length of each prompt in tokens, as it is asked: with its few-shot examples.
+        """Return the length of each prompt in tokens, as `encode`."""
+        return [*map(len, self.encode(limit, tokenizer))]
+
+    def encode(self, limit: int | None, tokenizer: Any) -> list[list[int]]:
+        """Return the token ids of each prompt, as it is asked: with its few-shot examples.
 
         Raises:
             UsageError: The documents offer tools, and the chat template leaves them out, or writes calls in a
@@ -106,9 +110,8 @@ class Suite:
         self.task.set_fewshot_seed(self.fewshot_seed)
         options: Any = {"apply_chat_template": True, "chat_template": template}
         self.task.build_all_requests(limit=limit, rank=0, world_size=1, **options)
-        requests = self.task.instances
-        lengths = [len(request_ids(request, tokenizer)) for request in requests]
-        for doc in (request.doc for request in requests):
+        encoded = [request_ids(request, tokenizer) for request in self.task.instances]
+        for doc in (request.doc for request in self.task.instances):
             row = tool_row(doc, [{"role": "user", "content": self.task.doc_to_text(doc)}], self.name)
             if row.tools and doc["group"] == "one call":
                 text = call_text(row, doc["target"], tokenizer)
@@ -117,7 +120,7 @@ class Suite:
                     message = f"{where} does not read tool calls as this chat template writes them: {text!r}"
                     raise UsageError(message, "it reads JSON, alone or in <tool_call> tags")
                 break
-        return lengths
+        return encoded
 
     @property
     def max_tokens(self) -> int:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 
 from opdcl.distill.validation import Validation, describe_kl, kl_score, stream_kl
+from opdcl.distill.work import SCALES
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import StageDir
 from opdcl.training import save_adapter
-
-# From the tuned adapter down to a twentieth of it.
-SCALES = [i / 20 for i in range(20, 0, -1)]
 
 
 def interpolate(validation: Validation, backbone: Backbone, out: StageDir) -> None:

@@ -104,6 +104,7 @@ def _write(
                 temperature=NEAR_TO_EXAMPLES if examples else 1.0,
                 seed=seeds.getrandbits(31),
                 engine=config.sampler,
+                costs=backbone.costs,
             )
         texts = [tokenizer.decode(r.completion_ids[:-1]).strip() for r in rollouts]
         if examples:  # in some vocabularies a line ends within a token

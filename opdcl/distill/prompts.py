@@ -113,8 +113,7 @@ def encode_stream(
             although `recover.domain_texts` asks for them.
     """
     rows = source.rows[stream]
-    max_new_tokens = (config.domain_max_new_tokens if stream == "domain" else None) or config.max_new_tokens
-    room = context_length - max_new_tokens
+    room = context_length - config.limit(stream)
 
     def encode(row: Row) -> list[int]:
         key = repr([row.prompt, row.tools, row.variables])

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.data.chat import Encoded
@@ -30,7 +31,10 @@ def replayed_rows(
         prompts = [examples.replay[i] for i in itertools.islice(order, count)]
         limit, eos_ids = config.replay.max_new_tokens, backbone.eos_ids
         with backbone.merged("base") as model:
-            rollouts = sample(model, prompts, max_new_tokens=limit, eos_ids=eos_ids, seed=config.seed)
+            options: Any = {"max_new_tokens": limit, "eos_ids": eos_ids, "seed": config.seed}
+            rollouts = sample(model, prompts, costs=backbone.costs, **options)
+        name = f"{config.replay.prompts} {limit}"
+        backbone.costs.answered(name, [len(r.completion_ids) for r in rollouts])
         rows = [{"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids} for r in rollouts]
         write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))
     pairs = [(row["prompt_ids"], row["completion_ids"]) for row in read_jsonl(file)] if count else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import pvariance
@@ -14,17 +14,15 @@ from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.grading import Grader
 from opdcl.distill.losses import group_advantages
-from opdcl.distill.schedule import Step, Stream, endless
+from opdcl.distill.schedule import Step, Stream, endless, sampled_together
 from opdcl.distill.teachers import AnyTeacher, Teacher
+from opdcl.distill.work import answer_name
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
 from opdcl.sampling.rollout import Rollout
 
 if TYPE_CHECKING:
     from opdcl.distill.reward import Reward
-
-# A batch of this many sequences leaves little of the hardware idle.
-FULL_BATCH = 96
 
 
 @dataclass(frozen=True)
@@ -136,17 +134,10 @@ class RolloutQueue:
         """Sample step `index` and the next ones of its kind; return whether all of its tokens are new."""
         step = self.steps[index]
         stream, teacher = step.stream, self.teachers[step.stream]
-        same_kind = [
-            i
-            for i in range(index, len(self.steps))
-            if (self.steps[i].stream, self.steps[i].on_policy) == (stream, step.on_policy)
-        ]
-        ahead = self.config.sample_ahead
-        if not step.on_policy and not teacher.is_dynamic:
-            ahead = max(ahead, FULL_BATCH // len(step.prompts))
-        batch = same_kind[:ahead]
-        rewarded = self.selection.is_rewarded(stream)
-        may_resume = step.on_policy and len(batch) < len(same_kind) and not rewarded
+        batch = sampled_together(self.config, self.steps, index, teacher.is_dynamic)
+        rewarded, later = self.selection.is_rewarded(stream), self.steps[batch[-1] + 1 :]
+        goes_on = any((s.stream, s.on_policy) == (stream, step.on_policy) for s in later)
+        may_resume = step.on_policy and goes_on and not rewarded
         resumed = self._unfinished.pop(stream, []) if step.on_policy else []
         answers = self.answers if stream == "domain" and not step.on_policy else {}
         drawn = [p for i in batch for p in self.steps[i].prompts]
@@ -180,7 +171,7 @@ class RolloutQueue:
 
     def _until_its_end(self, answer: list[int]) -> list[int]:
         """Return a row's answer up to its end or to the limit; [] if it stops before both."""
-        limit, eos_ids = self._max_new_tokens("domain"), self.student.backbone.eos_ids
+        limit, eos_ids = self.config.limit("domain"), self.student.backbone.eos_ids
         end = next((i for i, token in enumerate(answer[:limit], 1) if token in eos_ids), limit)
         return answer[:end] if len(answer) >= end else []
 
@@ -197,11 +188,12 @@ class RolloutQueue:
         return min(sum(sizes) // 16, min(sizes) - 1)
 
     def _is_done(self, rollout: Rollout, stream: Stream) -> bool:
-        return rollout.finished or len(rollout.completion_ids) >= self._max_new_tokens(stream)
+        return rollout.finished or len(rollout.completion_ids) >= self.config.limit(stream)
 
-    def _max_new_tokens(self, stream: Stream) -> int:
-        domain = self.config.domain_max_new_tokens if stream == "domain" else None
-        return domain or self.config.max_new_tokens
+    @property
+    def ahead(self) -> Collection[int]:
+        """The steps whose completions are there already."""
+        return self._ahead.keys()
 
     def sample(
         self,
@@ -220,11 +212,11 @@ class RolloutQueue:
         """
         if not prompts and not unfinished:
             return []
-        how = self.config, self._max_new_tokens(stream), seed, on_finished
+        how = self.config, self.config.limit(stream), seed, on_finished
         temperature = 1.0 if author else self.config.temperature
         if unfinished or max_unfinished:
             partial: dict[str, Any] = {"unfinished": unfinished, "max_unfinished": max_unfinished}
-            return self.student.complete(prompts, *how, temperature, **partial)
+            return self._noted(stream, self.student.complete(prompts, *how, temperature, **partial))
         by_position: dict[int, Rollout] = {}
         for _, single, positions in (author or self.student).split(prompts):
             own = [prompts[i] for i in positions]
@@ -232,7 +224,13 @@ class RolloutQueue:
             for i, rollout in zip(positions, rollouts, strict=True):
                 rollout.prompt_ids = prompts[i]  # without the teacher's context
                 by_position[i] = rollout
-        return [by_position[i] for i in range(len(prompts))]
+        return self._noted(stream, [by_position[i] for i in range(len(prompts))])
+
+    def _noted(self, stream: Stream, rollouts: list[Rollout]) -> list[Rollout]:
+        """Return completions whose lengths are now known to the forecast."""
+        lengths = [len(r.completion_ids) for r in rollouts if self._is_done(r, stream)]
+        self.student.backbone.costs.answered(answer_name(self.config, stream), lengths)
+        return rollouts
 
     def save(self, folder: Path) -> None:
         """Write the completions that are not yet learned from into a checkpoint."""

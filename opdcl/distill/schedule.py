@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from opdcl.config.recover import RecoverConfig
+
+# A batch of this many sequences leaves little of the hardware idle.
+FULL_BATCH = 96
 
 Stream = Literal["general", "domain"]
 
@@ -54,6 +58,19 @@ def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
         prompts = tuple(prompt for prompt in drawn for _ in range(group))
         steps.append(Step(stream, prompts, on_policy, size[stream]))
     return steps
+
+
+def sampled_together(config: RecoverConfig, steps: Sequence[Step], index: int, dynamic: bool) -> list[int]:
+    """Return the steps whose completions are sampled with those of step `index`: the next of its kind.
+
+    `dynamic` says whether their teacher changes as the student learns.
+    """
+    step, ahead = steps[index], config.sample_ahead
+    if not step.on_policy and not dynamic:
+        ahead = max(ahead, FULL_BATCH // len(step.prompts))
+    kind = step.stream, step.on_policy
+    same_kind = (i for i in range(index, len(steps)) if (steps[i].stream, steps[i].on_policy) == kind)
+    return [*islice(same_kind, ahead)]
 
 
 def endless(count: int, seed: int) -> Iterator[int]:

@@ -23,13 +23,11 @@ from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.teachers import sequence
+from opdcl.distill.work import TEXTS
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.forward import answer_states
 from opdcl.model.lora import parts
 from opdcl.sampling.rollout import Rollout
-
-# Completions per stream that the layers' inputs are taken from.
-TEXTS = 64
 
 # Keeps the matrices invertible: this part of their mean eigenvalue is added to Cd.
 RIDGE = 1e-4
@@ -53,7 +51,8 @@ def solve_start(config: RecoverConfig, backbone: Backbone, queue: RolloutQueue) 
     layers = backbone.adapted_layers("student")
     plain = [layer for layer in layers if is_plain(layer)]
     if domain and general and plain:
-        move(backbone, plain, domain, general, config.start_weight)
+        with backbone.costs.timed("solve", sum(text.length for text in domain + general)):
+            move(backbone, plain, domain, general, config.start_weight)
         return len(plain), len(layers) - len(plain)
     return 0, len(layers) if domain and general else 0
 

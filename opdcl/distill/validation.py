@@ -128,7 +128,8 @@ class Validation(TrainerCallback):
         """
         kl = {}
         for stream, (rollouts, distributions) in self._held_out.items():
-            sums = self.grader.measure(rollouts, stream, distributions, agreement)
+            with self.grader.backbone.costs.timed("measure", sum(r.length for r in rollouts)):
+                sums = self.grader.measure(rollouts, stream, distributions, agreement)
             if agreement:
                 kl[f"{stream}_overlap"] = sums["overlap"] / sums["tokens"]
             if agreement and stream == "general" and sums["ends"]:

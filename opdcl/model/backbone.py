@@ -18,6 +18,7 @@ from opdcl import parallel
 from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
+from opdcl.model.costs import Costs
 from opdcl.model.fused_lora import fuse
 from opdcl.model.load import eos_ids, load_base, load_model
 from opdcl.model.lora import base_weight, merged_weight, parts, scale
@@ -48,6 +49,7 @@ class Backbone:
         self.eos_ids = eos_ids(base_lm or model, tokenizer)
         self.peft: PeftModel | None = None
         self._known: tuple[tuple[int, ...], str] | None = None  # the last checksum and fingerprint
+        self.costs = Costs()
         self.sums: dict[int, torch.Tensor] | None = None
         """`merged` keeps its sums here, at the same addresses, if this is not None: CUDA graphs need it."""
 

@@ -12,6 +12,7 @@ from opdcl.pipeline.forecast import forecast
 from opdcl.pipeline.plan import Task
 from opdcl.pipeline.preflight import checked_plan, planned_adapter, remarks, repeated_rows
 from opdcl.pipeline.sources import Sources
+from opdcl.pipeline.timetable import Timetable
 from opdcl.results.format import duration
 from opdcl.results.power import plan_rows, planned
 from opdcl.results.tables import Table
@@ -50,14 +51,16 @@ def describe(
         tasks.append(task)
     made_by |= {t.fingerprint: run.path.name for t in tasks if t.action != "take"}
     sizes = forecast(workflow, tasks, sources)
-    rows = [[task.label, task.action, _size(task, sizes) + task.why] for task in tasks]
+    times = Timetable(workflow, run, tasks, sources)
+    rows = [[task.label, task.action, _size(task, sizes, times) + task.why] for task in tasks]
     parameters, disk = sizes["parameters"] / 1e6, sizes["disk_bytes"] / 2**20
     totals = f"{parameters:,.0f}M parameters; about {disk:,.0f} MiB of disk"
     share = adapted_share(workflow.model, adapter) if (adapter := planned_adapter(workflow)) else None
     if share:
         totals = f"the adapter changes {share:.0%} of {totals}"
-    if sizes["seconds"]:
-        totals += f"; about {duration(sum(sizes['seconds'].values()))} in all, estimated"
+    seconds = times.announced()
+    if seconds:
+        totals += f"; about {duration(seconds)} in all"
     rows.append(["machine", sizes["device"], totals])
     power = _power(workflow, sources)
     rows += power.pop("rows", [])
@@ -65,7 +68,8 @@ def describe(
         {"stage": t.name} | {k: getattr(t, k) for k in ("state", "suite", "action", "why")} for t in tasks
     ]
     data = {"data": _data(workflow, sources), "notes": remarks(workflow, tasks, sources)}
-    return rows, {"tasks": plan, **sizes, "adapted_share": share, "power": power, **data}
+    time_ = {"seconds": None if seconds is None else round(seconds), "seconds_from": times.origin()}
+    return rows, {"tasks": plan, **sizes, **time_, "adapted_share": share, "power": power, **data}
 
 
 def _power(workflow: Workflow, sources: Sources) -> dict[str, Any]:
@@ -77,15 +81,15 @@ def _power(workflow: Workflow, sources: Sources) -> dict[str, Any]:
     return {"rows": plan_rows(prompts), **planned(prompts)._asdict()}
 
 
-def _size(task: Task, sizes: dict[str, Any]) -> str:
-    """Return a task's steps, memory and time as text, or "" if it will not run."""
+def _size(task: Task, sizes: dict[str, Any], times: Timetable) -> str:
+    """Return a task's steps, memory and, if it is known, time as text, or "" if it will not run."""
     if task.action in ("skip", "take") or task.name not in sizes["memory_bytes"]:
         return ""
     steps = f"{sizes['steps'][task.name]} steps, " if task.name in sizes["steps"] else ""
     memory = sizes["memory_bytes"][task.name] / 2**30
-    if task.suite:
-        return f"about {memory:.1f} GiB, at most {duration(sizes['eval_seconds'][task.label])}; "
-    return f"{steps}about {memory:.1f} GiB, about {duration(sizes['seconds'][task.name])}; "
+    seconds = times.seconds(task, guess=False)
+    time_ = "" if seconds is None else f", about {duration(seconds)}"
+    return f"{steps}about {memory:.1f} GiB{time_}; "
 
 
 def data_table(plan: dict[str, Any]) -> list[Table]:

@@ -1,9 +1,7 @@
-"""Forecast steps, memory, disk and time of a run from the model's config, its data and one matrix product."""
+"""Forecast steps, memory and disk of a run from the model's config and its data."""
 
 from __future__ import annotations
 
-import functools
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,26 +9,17 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.rows import Row
-from opdcl.distill.rollout_queue import FULL_BATCH
+from opdcl.distill.schedule import FULL_BATCH
 from opdcl.model.adapters import tuned_model
 from opdcl.model.architecture import architecture
 from opdcl.model.load import pick_device, pick_dtype
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.plan import Task
 from opdcl.pipeline.sources import Sources
+from opdcl.pipeline.timetable import Timetable
 from opdcl.results.format import duration
 from opdcl.rundir.layout import RunDir
 from opdcl.stages.finetune import planned_steps
-
-# Parts of a matrix product's rate that training (4 operations per weight and token), a forward pass (2) and
-# decoding (2) reach: measured once, for the embedded model on a CPU, see benchmarks/throughput.json.
-TRAINING, FORWARD, DECODING = 0.12, 0.28, 0.037
-
-SECONDS_FROM = (
-    "Times are estimates, from a matrix product timed here and the parts of its rate that training, grading "
-    "and decoding reached with the embedded model on a CPU; other models and GPUs can differ several times "
-    "over. Evaluation is counted with every answer at its longest."
-)
 
 
 @dataclass(frozen=True)
@@ -96,22 +85,8 @@ class _Shape:
         return self.layers * rank * (6 * self.hidden + 2 * self.keys + mixture)
 
 
-@dataclass
-class _Need:
-    """What one stage needs besides the base: bytes, and operations by the part of the rate they reach."""
-
-    memory: int = 0
-    training: float = 0
-    forward: float = 0
-    decoding: float = 0
-
-    def seconds(self, rate: float) -> float:
-        parts = (self.training, TRAINING), (self.forward, FORWARD), (self.decoding, DECODING)
-        return sum(operations / (rate * share) for operations, share in parts)
-
-
 def forecast(workflow: Workflow, tasks: list[Task], sources: Sources) -> dict[str, Any]:
-    """Return steps, memory, time and disk of the stages that will run.
+    """Return steps, memory and disk of the stages that will run.
 
     Memory counts the weights, their merged copy while sampling, the adapter with its gradient and two Adam
     moments in fp32, the activations of one micro-batch, and the key-value cache of rollouts or answers.
@@ -122,7 +97,7 @@ def forecast(workflow: Workflow, tasks: list[Task], sources: Sources) -> dict[st
     adapter = shape.adapter(finetune.lora.r if finetune else 32)
     unfinished = [task for task in tasks if task.action not in ("skip", "take")]
     names = {task.name for task in unfinished}
-    needs: dict[str, _Need] = {}
+    needs: dict[str, int] = {}
     steps: dict[str, int] = {}
     if finetune and "finetune" in names:
         steps["finetune"] = planned_steps(finetune, _examples(workflow, sources))
@@ -131,29 +106,21 @@ def forecast(workflow: Workflow, tasks: list[Task], sources: Sources) -> dict[st
         if recover.method != "interpolate":  # which scales the adapter and trains nothing
             steps["recover"] = recover.steps
         needs["recover"] = _recovery_need(recover, sources.recovery(workflow).rows, shape, adapter)
-    measured = [(task, _eval_need(task.suite, workflow, sources, shape)) for task in unfinished if task.suite]
-    if measured:
-        needs["eval"] = _Need(max(need.memory for _, need in measured))
+    if suites := {task.suite for task in unfinished if task.suite}:
+        needs["eval"] = max(_eval_need(suite, workflow, sources, shape) for suite in suites)
     memory: dict[str, int] = {}
     models = 2 if tuned_model(workflow.start, workflow.model) else 1
     held = models * shape.weights + (0 if on_cuda else 1_100_000_000)  # on a CPU with the libraries
     for name, need in needs.items():
-        memory[name] = held + need.memory
+        memory[name] = held + need
         # What a stage has freed on a CPU mostly stays with the process.
         held = held if on_cuda else memory[name]
-    rate = _matrix_rate(shape) if needs else 0.0
-    seconds = {name: round(need.seconds(rate)) for name, need in needs.items() if name != "eval"}
-    by_suite = {task.label: round(need.seconds(rate)) for task, need in measured}
     return {
         "device": shape.device,
         "dtype": shape.dtype,
         "parameters": shape.parameters,
         "steps": steps,
         "memory_bytes": memory,
-        "seconds": seconds | ({"eval": sum(by_suite.values())} if measured else {}),
-        "eval_seconds": by_suite,
-        "seconds_from": SECONDS_FROM,
-        "flops_per_second": round(rate),
         "disk_bytes": (adapter * 4) * (2 + 2 * 3 * len(steps)),
     }
 
@@ -171,8 +138,11 @@ def opening(workflow: Workflow, run: RunDir, tasks: list[Task], sources: Sources
     if count:
         stages.append(f"{count} measurements" if count > 1 else "1 measurement")
     parts.append(", ".join(stages or list(sizes["memory_bytes"])))
-    total = duration(sum(sizes["seconds"].values()))
-    return "; ".join([*filter(None, parts), f"about {total}, estimated", f"in {run.path}"])
+    seconds = Timetable(workflow, run, tasks, sources).announced()
+    time_ = "the time left is shown once three steps are done"
+    if seconds is not None:
+        time_ = f"about {duration(seconds)}, as measured here earlier"
+    return "; ".join([*filter(None, parts), time_, f"in {run.path}"])
 
 
 def _examples(workflow: Workflow, sources: Sources) -> int:
@@ -181,7 +151,7 @@ def _examples(workflow: Workflow, sources: Sources) -> int:
     return len(examples.encoded or examples.rows)
 
 
-def _finetune_need(workflow: Workflow, sources: Sources, shape: _Shape, adapter: int) -> _Need:
+def _finetune_need(workflow: Workflow, sources: Sources, shape: _Shape, adapter: int) -> int:
     config, examples = workflow.finetune, sources.examples(workflow)
     assert config
     if examples.encoded:
@@ -198,78 +168,41 @@ def _finetune_need(workflow: Workflow, sources: Sources, shape: _Shape, adapter:
     # Logits of the answers, their probabilities and the gradient, in fp32.
     logits = batch * learned * shape.vocabulary * 4 * 3
     memory = adapter * 16 + batch * max(lengths) * shape.activations + logits
-    operations = 4.0 * shape.used * sum(lengths) * config.epochs
-    need = _Need(memory, training=operations, decoding=2.0 * shape.used * replayed * answer)
-    if config.loss.needs_base:
-        need.forward = operations / 2
-    if config.method == "self-distill":
-        need.memory += adapter * 4 + shape.merged
-        need.forward = operations / 2
-        sampled = len(lengths) * config.epochs * learned
-        need.decoding = 2.0 * shape.used * sampled
-    return need
+    return memory + (adapter * 4 + shape.merged if config.method == "self-distill" else 0)
 
 
-def _recovery_need(config: RecoverConfig, rows: dict[Any, list[Row]], shape: _Shape, adapter: int) -> _Need:
+def _recovery_need(config: RecoverConfig, rows: dict[Any, list[Row]], shape: _Shape, adapter: int) -> int:
     teachers = config.all_teachers().values()
     other_models = sum(_shape(t.model, shape.device).weights for t in teachers if t.model)
     copies = sum(t.kind in ("ema", "adapter") for t in teachers)
-    prompts = {stream: list(map(_tokens, of_stream)) for stream, of_stream in rows.items() if of_stream}
+    prompts = [_tokens(row) for of_stream in rows.values() for row in of_stream]
     rollouts, longest_answer = int(config.rollouts), config.max_new_tokens
     rows_at_once = max(rollouts * config.sample_ahead, FULL_BATCH)
     cache = shape.cache(rows_at_once * (longest_answer + 128))
-    longest = max(map(max, prompts.values()), default=0) + longest_answer
+    longest = max(prompts, default=0) + longest_answer
     # A micro-batch holds one sequence at least.
     step = max(int(config.micro_batch_tokens), longest) * shape.activations
     parts = shape.merged + cache, step
     # On a GPU the sampler's memory is used again by the step.
-    need = _Need(other_models + adapter * (20 + 4 * copies))
-    need.memory += max(parts) if shape.device.startswith("cuda") else sum(parts)
-    if config.method == "interpolate":
-        return need
-    domain_steps = config.steps // (config.general_per_domain + 1) if "domain" in prompts else 0
-    sizes = {
-        "general": (config.steps - domain_steps, rollouts, longest_answer),
-        "domain": (
-            domain_steps,
-            config.domain_rollouts or rollouts,
-            config.domain_max_new_tokens or longest_answer,
-        ),
-    }
-    validations = 1 + config.steps // config.validate_every
-    for stream, lengths in prompts.items():
-        steps, batch, new_tokens = sizes[stream]
-        length = sum(lengths) / len(lengths) + new_tokens
-        held_out = min(config.validation_prompts, len(lengths))
-        learned, measured = steps * batch * length, validations * held_out * length
-        need.training += 4.0 * shape.used * learned
-        need.forward += 2.0 * shape.used * (learned + 2 * measured)
-        from_rows = stream == "domain" and config.domain_texts == "rows"
-        sampled = held_out + (0 if from_rows else steps * batch)
-        need.decoding += 2.0 * shape.used * new_tokens * sampled
-    return need
+    need = other_models + adapter * (20 + 4 * copies)
+    return need + (max(parts) if shape.device.startswith("cuda") else sum(parts))
 
 
-def _eval_need(name: str, workflow: Workflow, sources: Sources, shape: _Shape) -> _Need:
-    """Return what it takes to measure one state on a suite, all answers at their longest."""
+def _eval_need(name: str, workflow: Workflow, sources: Sources, shape: _Shape) -> int:
+    """Return the bytes that measuring a state on a suite takes, all answers at their longest."""
     config = workflow.eval
     assert config
     suite, prompts = sources.suite(name, config), sources.prompt_lengths(name, workflow)
     if not suite.generative:
         from opdcl.stages.evaluate import LOGIT_BYTES
 
-        return _Need(shape.merged + LOGIT_BYTES, forward=2.0 * shape.used * sum(prompts))
+        return shape.merged + LOGIT_BYTES
     if config.server:
-        return _Need()
+        return 0
     new_tokens = min(suite.max_tokens, config.max_new_tokens or suite.max_tokens) + config.thought_tokens
     batch = min(int(config.batch_size), len(prompts))
     cache = shape.cache(batch * (max(prompts) + new_tokens))
-    logits = batch * shape.vocabulary * shape.width
-    return _Need(
-        shape.merged + cache + logits,
-        forward=2.0 * shape.used * sum(prompts),
-        decoding=2.0 * shape.used * new_tokens * len(prompts),
-    )
+    return shape.merged + cache + batch * shape.vocabulary * shape.width
 
 
 def _shape(model: ModelConfig, device: str) -> _Shape:
@@ -283,22 +216,3 @@ def _shape(model: ModelConfig, device: str) -> _Shape:
 def _tokens(row: Row, *answer: str | None) -> int:
     """Guess a row's length without a tokenizer: three characters per token, plus the chat template."""
     return sum(len(text or "") for text in (*(m["content"] for m in row.prompt), *answer)) // 3 + 32
-
-
-@functools.cache
-def _matrix_rate(shape: _Shape) -> float:
-    """Return the operations per second of one product of the model's sizes, the best within 0.2 seconds."""
-    import torch
-
-    options: Any = {"device": shape.device, "dtype": getattr(torch, shape.dtype)}
-    on_cuda = shape.device.startswith("cuda")
-    x = torch.ones(16384 if on_cuda else 1024, shape.hidden, **options)
-    weight = torch.ones(shape.inner, shape.hidden, **options)
-    begun, best = time.perf_counter(), float("inf")
-    while time.perf_counter() - begun < 0.2:
-        started = time.perf_counter()
-        torch.nn.functional.linear(x, weight)
-        if on_cuda:
-            torch.cuda.synchronize(shape.device)
-        best = min(best, time.perf_counter() - started)
-    return 2.0 * x.numel() * shape.inner / best

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
 from opdcl.config.workflow import Workflow
-from opdcl.console import Output
+from opdcl.console import Output, StageLine
 from opdcl.errors import OpdclError, UsageError
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.pipeline.reuse import take_start
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from opdcl.data.rows import Row
     from opdcl.distill.prompts import RecoverySource
     from opdcl.model.backbone import Backbone
+    from opdcl.pipeline.timetable import Timetable
 
 
 class OtherBase(UsageError):
@@ -43,6 +44,8 @@ class Session:
         self._backbone: Backbone | None = None
         self._recorded = False
         self._measured_state = "base"
+        self._times: Timetable | None = None
+        self._started = 0.0
 
     def do(self, tasks: list[Task]) -> None:
         """Do all tasks that the plan does not skip.
@@ -50,7 +53,10 @@ class Session:
         Raises:
             OpdclError: A task failed, or the base weights changed on the way.
         """
-        started = time.perf_counter()
+        from opdcl.pipeline.timetable import Timetable
+
+        self._started = started = time.perf_counter()
+        self._times = times = Timetable(self.workflow, self.run, tasks, self.sources)
         try:
             for task in tasks:
                 if task.action == "skip":
@@ -68,6 +74,7 @@ class Session:
             # The fingerprint of a sharded base needs all workers; after an error some may have exited.
             if self._backbone and not (parallel.sharded() and sys.exc_info()[0]):
                 self.manifest["base"]["fingerprint_after"] = self._backbone.fingerprint()
+            times.save()
             if self._recorded:
                 seconds = self.manifest.get("seconds", 0) + time.perf_counter() - started
                 self.manifest["seconds"] = round(seconds, 1)
@@ -99,7 +106,7 @@ class Session:
         reset_peak_memory()
         started = time.perf_counter()
         try:
-            self._run_stage(task.name, stage)
+            record["announced"] = self._run_stage(task, stage)
         finally:
             steps = [row for row in read_jsonl(stage.metrics) if "tokens" in row]
             record["cost"] = {
@@ -113,16 +120,20 @@ class Session:
         write_json(stage.record, record)
         self._save_manifest()
 
-    def _run_stage(self, name: str, stage: StageDir) -> None:
-        """Train one stage, showing its progress on the console and in the trackers."""
+    def _run_stage(self, task: Task, stage: StageDir) -> dict[str, float | None]:
+        """Train one stage, showing its progress on the console and in the trackers.
+
+        Returns: The first time left that was shown: `at` seconds after the command began, so many for the
+            `stage` and for `all` stages, and what the stage `took` from there.
+        """
         from opdcl.model.adapters import find_adapter
         from opdcl.stages.finetune import finetune
         from opdcl.stages.recover import recover
 
-        workflow = self.workflow
+        workflow, name = self.workflow, task.name
         offset = steps_done(self.run, before=stage)
         source = self._recovery(stage) if name == "recover" else None
-        with self.output.stage(name) as line:
+        with self._line(task) as line:
             report = TrackedReport(line, self.tracked, stage, offset)
             if name == "finetune":
                 start = find_adapter(workflow.start) if workflow.start else None
@@ -131,6 +142,11 @@ class Session:
             else:
                 recover(workflow.recover, source, self.backbone, self.run.adapters()["tuned"], stage, report)
             self.tracked.follow(stage, offset)
+        announced = line.announced
+        if announced:
+            at = announced["at"] or 0.0
+            announced |= {"at": at - self._started, "took": time.perf_counter() - at}
+        return {key: seconds if seconds is None else round(seconds, 1) for key, seconds in announced.items()}
 
     def _recovery(self, stage: StageDir) -> RecoverySource:
         """Return the data of the recovery; base writes its prompts now if it is to."""
@@ -165,10 +181,16 @@ class Session:
         if config.server and suite.generative:
             model["decoded"] = "on a server"
         record = {"role": task.role, "model": model, "fingerprint": task.fingerprint}
-        with self.output.stage(task.label) as line:
+        count = len(self.sources.prompt_lengths(task.suite, self.workflow))
+        with self._line(task) as line, backbone.costs.timed(f"score {task.suite}", count):
             result = evaluate(config, suite, backbone, task.state, self.run, record, line, adapter)
             metric = result["metric"]
             line.note(f"{metric} {result['metrics'][metric]:.3f} (n = {result['n']})")
+
+    def _line(self, task: Task) -> StageLine:
+        """Return the progress line of a task, which knows how long the later ones will take."""
+        times = self._times
+        return self.output.stage(task.label, lambda: times.after(task) if times else None)
 
     @property
     def backbone(self) -> Backbone:
@@ -188,6 +210,9 @@ class Session:
                     line.note(_cost_of_determinism(backbone.device.type))
             self._check_base(backbone)
             self._backbone = backbone
+            if self._times:
+                backbone.costs = self._times.costs
+                self._times.probe(backbone)
         return self._backbone
 
     def _check_base(self, backbone: Backbone) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from opdcl.model.costs import Costs
+
 Engine = Literal["slab", "graph", "generate", "continuous"]
 
 
@@ -49,6 +51,8 @@ class Request:
     weights: float
     """How many cached tokens a decoding step reads in the time that it takes to read the model's weights."""
     max_unfinished: int
+    costs: Costs = field(default_factory=Costs)
+    """Takes what decoding costs."""
 
     def batches(self, rollouts: list[Rollout]) -> Iterator[list[int]]:
         """Yield the indices of rollouts that run together, the shortest first."""

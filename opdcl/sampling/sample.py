@@ -23,6 +23,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from opdcl import parallel
 from opdcl.errors import OpdclError
 from opdcl.model.architecture import architecture
+from opdcl.model.costs import Costs
 from opdcl.sampling.decode import decode
 from opdcl.sampling.graph import decode_with_graphs
 from opdcl.sampling.rollout import Engine, Request, Rollout
@@ -51,6 +52,7 @@ def sample(
     on_finished: Callable[[list[Rollout]], None] | None = None,
     unfinished: Sequence[Rollout] = (),
     max_unfinished: int = 0,
+    costs: Costs | None = None,
 ) -> list[Rollout]:
     """Sample one completion per prompt, in the order of `prompts`; each worker samples its share.
 
@@ -71,11 +73,12 @@ def sample(
         on_finished: Called with the completions that have ended since the last call.
         unfinished: Rollouts of an earlier call to resume; they come first in the result.
         max_unfinished: Maximum completions per call that may be returned unfinished (`slab` and `graph`).
+        costs: Takes what decoding costs (`slab` and `graph`).
     """
     rollouts = [*unfinished, *(Rollout(list(p)) for p in prompts)]
     own_rollouts = list(parallel.my_share(rollouts))
     options = max_new_tokens, eos_ids, temperature, seed, batch_size + len(unfinished), on_finished
-    request = Request(*options, len(rollouts), weights_in_tokens(model), max_unfinished)
+    request = Request(*options, len(rollouts), weights_in_tokens(model), max_unfinished, costs or Costs())
     run = {"slab": decode, "graph": decode_with_graphs, "generate": _generate, "continuous": _continuous}
     if own_rollouts:
         run[pick_engine(model) if engine == "auto" else engine](model, own_rollouts, request)

@@ -30,6 +30,7 @@ from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.sample import sample
 from opdcl.stages import content
+from opdcl.stages.pace import Pace
 from opdcl.training import StageReport, peak_memory, reset_peak_memory
 
 # Memory for the logits of one batch of log-likelihoods, which are kept for every position, in bytes.
@@ -47,11 +48,17 @@ class BackboneLM(LM):
     """
 
     def __init__(
-        self, backbone: Backbone, adapter: Path | None, config: EvalConfig, partial: Path, report: StageReport
+        self,
+        backbone: Backbone,
+        adapter: Path | None,
+        config: EvalConfig,
+        partial: Path,
+        report: StageReport,
+        name: str = "",
     ):
         super().__init__()
         self.backbone, self.adapter = backbone, adapter
-        self.config, self.partial, self.report = config, partial, report
+        self.config, self.partial, self.report, self.name = config, partial, report, name
         self.lengths: list[int] = []
         self.ended: list[bool] = []
         server = config.server.model_dump(exclude=PLACE) if config.server else None
@@ -76,7 +83,7 @@ class BackboneLM(LM):
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Answer all requests greedily; cut each answer at its task's stop strings."""
-        tokenizer = self.backbone.tokenizer
+        tokenizer, costs = self.backbone.tokenizer, self.backbone.costs
         prompts = [request_ids(request, tokenizer) for request in requests]
         limits = [self._max_tokens(r, len(p)) for r, p in zip(requests, prompts, strict=True)]
         keys = [self._key(prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
@@ -84,10 +91,14 @@ class BackboneLM(LM):
         # A prompt that occurs twice is answered once.
         missing = list({key: i for i, key in enumerate(keys) if key not in answers}.values())
         size = self.config.batch_size * parallel.worker_count()
+        batches = [*_batches(missing, limits, [len(p) for p in prompts], size)]
         with self._decoder() as decode:
-            for batch in _batches(missing, limits, [len(p) for p in prompts], size):
-                progress = _progress(self.report, len(answers), len(requests))
+            for number, batch in enumerate(batches):
+                now, *later = [(limits[b[0]], [len(prompts[i]) for i in b]) for b in batches[number:]]
+                pace = Pace(costs, self.name, now, later)
+                progress = _progress(self.report, len(answers), len(requests), pace)
                 rollouts = decode([prompts[i] for i in batch], limits[batch[0]], progress)
+                costs.answered(f"{self.name} {now[0]}", [len(r.completion_ids) for r in rollouts])
                 texts = [answer_text(tokenizer, r.prompt_ids, r.completion_ids) for r in rollouts]
                 rows: list[dict[str, Any]] = [
                     {"key": keys[i], "text": text, "tokens": len(r.completion_ids), "ended": r.finished}
@@ -127,6 +138,7 @@ class BackboneLM(LM):
         if not config.server:
             options: Any = {"eos_ids": eos_ids, "temperature": 0}
             options |= {"batch_size": config.batch_size, "engine": config.sampler}
+            options["costs"] = self.backbone.costs
             with self.backbone.merged("student" if self.adapter else "base") as model:
                 yield lambda prompts, max_tokens, progress: sample(
                     model, prompts, max_new_tokens=max_tokens, on_finished=progress, **options
@@ -147,16 +159,19 @@ class BackboneLM(LM):
         keys = [self._key("loglikelihood", *request.args) for request in requests]
         answers = self._earlier(keys)
         done, total = len(answers), len({*keys})
+        costs, kind, began = self.backbone.costs, f"likelihood {self.name.split()[0]}", time.perf_counter()
 
         def keep(batch: list[tuple[tuple[str, str], tuple[float, bool]]]) -> None:
-            nonlocal done
+            nonlocal done, began
             rows: list[dict[str, Any]] = [
                 {"key": self._key("loglikelihood", *texts), "answer": answer} for texts, answer in batch
             ]
             with open(self.partial, "a", encoding="utf-8") as file:
                 file.write(_lines(rows))
             done = min(total, done + len(rows) * parallel.worker_count())
-            self.report.progress(done, total)
+            costs.add(kind, len(rows) * parallel.worker_count(), time.perf_counter() - began)
+            began = time.perf_counter()
+            self.report.progress(done, total, left=costs.unit(kind) * (total - done))
 
         missing = {k: request for k, request in zip(keys, requests, strict=True) if k not in answers}
         with self.backbone.merged("student" if self.adapter else "base") as model:
@@ -234,7 +249,7 @@ def evaluate(
     started = time.perf_counter()
     reset_peak_memory()
     partial = run.evals / state / f".{suite.name}.partial.jsonl"
-    lm = BackboneLM(backbone, adapter, config, partial, report)
+    lm = BackboneLM(backbone, adapter, config, partial, report, f"{suite.name} {state}")
     quiet_lm_eval()
     # Unseeded, lm-eval would draw other few-shot examples for each state.
     for task in suite.tasks:
@@ -325,12 +340,13 @@ def _lines(rows) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def _progress(report: StageReport, done: int, total: int) -> Callable[[list[Rollout]], None]:
+def _progress(report: StageReport, done: int, total: int, pace: Pace) -> Callable[[list[Rollout]], None]:
     """Return a callback that counts finished rollouts on top of `done`."""
 
     def count(finished: list[Rollout]) -> None:
         nonlocal done
         done += len(finished)
-        report.progress(done, total)
+        left = pace.left(finished)
+        report.progress(done, total, **({} if left is None else {"left": left}))
 
     return count

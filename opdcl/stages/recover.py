@@ -24,6 +24,7 @@ from opdcl.distill.schedule import STREAMS, Stream, plan_steps
 from opdcl.distill.teachers import AnyTeacher, RoutedTeacher, ServedStudent, Teacher
 from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.distill.validation import Validation
+from opdcl.distill.work import RecoveryWork
 from opdcl.model.adapters import find_adapter
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import folder_appears_whole
@@ -76,7 +77,9 @@ def recover(
         selection = Selection(config, grader, reward)
         answers = streams["domain"].answers
         queue = RolloutQueue(config, steps, train, student, teachers, selection, answers)
-        _train(config, grader, queue, {s: p.held_out for s, p in streams.items()}, out, report)
+        dynamic = [stream for stream, teacher in teachers.items() if teacher.is_dynamic]
+        work = RecoveryWork.of(config, backbone.costs, streams, queue.answers, dynamic)
+        _train(config, grader, queue, {s: p.held_out for s, p in streams.items()}, work, out, report)
     with folder_appears_whole(out.adapter) as folder:
         shutil.copytree(out.trainer / "best", folder, dirs_exist_ok=True)
 
@@ -86,6 +89,7 @@ def _train(
     grader: Grader,
     queue: RolloutQueue,
     held_out: dict[Stream, list[list[int]]],
+    work: RecoveryWork,
     out: StageDir,
     report: StageReport,
 ) -> None:
@@ -107,6 +111,7 @@ def _train(
     trainer = RecoveryTrainer(queue, grader, arguments, [validation, callback, health])
     if checkpoint := out.last_checkpoint():
         queue.restore(checkpoint)
+    callback.work, work.ahead = work, queue.ahead
     callback.run(trainer, out)
 
 

@@ -28,6 +28,7 @@ HEAVY_MODULES = (
     "model.compatibility",
     "pipeline.dry_run",
     "pipeline.forecast",
+    "pipeline.timetable",
     "results.arm_scores",
     "results.arms",
     "results.continual",

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.command import ROOT
+from helpers.tiny import make_project
 from PIL import Image
 
 SCRIPTS = ROOT / "benchmarks"
@@ -318,3 +319,22 @@ def test_the_picture_of_a_report_is_its_whole_head(script, finished, tmp_path):
 
 def test_the_shell_script_parses():
     assert subprocess.run(["sh", "-n", str(SCRIPTS / "vllm_cpu.sh")]).returncode == 0
+
+
+def test_times_compares_what_was_announced_with_what_it_took(script, call, tiny_model, tmp_path):
+    make_project(tmp_path, tiny_model)
+    times = script("times")
+    first = call(times, "tiny.yaml", "--threads", 1, "--set", "eval.limit=2")
+    (row,) = first["rows"]
+    assert row["dry_run"] is None
+    assert row["stages"].keys() == {"finetune", "recover", "eval"}
+    assert sum(row["stages"].values()) < row["seconds"]
+    for name, parts in row["after_three_steps"].items():
+        assert 0 < parts["stage"]["took"] < row["stages"][name]
+        assert parts["stage"]["took"] < parts["all"]["took"] < row["seconds"]
+        assert parts["stage"]["announced"] <= parts["all"]["announced"]
+    rows = call(times, "tiny.yaml", "--threads", 1, "--set", "eval.limit=2")["rows"]
+    assert rows[0] == row
+    assert 0 < rows[1]["dry_run"] < 10 * rows[1]["seconds"]
+    lines = times.compared(rows[1])
+    assert any(line.startswith("dry run: ") and "taken" in line for line in lines)

@@ -35,10 +35,8 @@ def files():
 def measured(folder, files) -> RunDir:
     planned = opdcl("eval", "run", *OPTIONS, *files, "--force", "--dry-run", "--json", cwd=folder)
     assert planned.returncode == 0, planned.stderr
-    seconds = json.loads(planned.stdout)["eval_seconds"]
-    assert {
-        f"eval {task} {state}" for task in ROWS for state in ("base", "tuned", "recovered")
-    } <= seconds.keys()
+    tasks = [(task["suite"], task["state"]) for task in json.loads(planned.stdout)["tasks"]]
+    assert {(suite, state) for suite in ROWS for state in ("base", "tuned", "recovered")} <= {*tasks}
     done = opdcl("eval", "run", *OPTIONS, *files, "--force", cwd=folder)
     assert done.returncode == 0, done.stderr
     return RunDir(folder / "run")

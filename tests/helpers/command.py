@@ -25,8 +25,6 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 OPDCL = [sys.executable, "-c", "import sys; sys.argv[0] = 'opdcl'; from opdcl.cli import main; main()"]
 ENV = {**os.environ, "TERM": "dumb", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-# The speed of this machine is measured once: no command changes it.
-KEPT_CACHES = {"_matrix_rate"}
 # Libraries read these when they are imported, so a change here would have no effect.
 READ_AT_IMPORT = (
     "HF_HOME",
@@ -118,7 +116,7 @@ def _clear_caches() -> None:
     """Forget what functions have cached, as a new process would."""
     for module in _opdcl_modules():
         for value in list(vars(module).values()):
-            if callable(getattr(value, "cache_clear", None)) and value.__name__ not in KEPT_CACHES:
+            if callable(getattr(value, "cache_clear", None)):
                 value.cache_clear()
 
 

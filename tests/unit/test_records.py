@@ -31,6 +31,7 @@ MADE_FROM = {
     "verdict-errors": "coverage",
     "rivals": "instructions_version2",
     "cheats": "instructions",
+    "sizes": "times",
 }
 
 
@@ -320,6 +321,19 @@ def test_the_sizes_are_those_of_the_arithmetic_and_say_so(tables):
     table = tables.sizes()
     assert "| Qwen3-8B | one GPU, 80 GB | 55 GiB | 11.7 s a step on an H100 | **untested** |" in table
     assert table.count("**untested**") == 2
+
+
+def test_the_time_of_the_quickstart_is_the_recorded_one_of_the_plain_recipe(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "HERE", tmp_path)
+    assert tables.quickstart_time() == ("2 CPU cores, 8 GB", "not recorded")
+    row = {"recipe": "quickstart", "settings": [], "threads": 2, "machine": "A CPU", "dtype": "float32"}
+    rows = [row | {"seconds": 900.0}, row | {"seconds": 620.0}]
+    rows += [
+        row | {"settings": ["recover.steps=8"], "seconds": 60.0},
+        row | {"recipe": "repair", "seconds": 5.0},
+    ]
+    write(tmp_path / "times.json", {"rows": rows})
+    assert tables.quickstart_time() == ("2 threads of A CPU, float32", "10 minutes, all stages")
 
 
 # -- the picture of the quickstart

@@ -1,7 +1,6 @@
-"""What a dry run shows: rows, tokens, one row as the model sees it, memory of every stage, and time."""
+"""What a dry run shows: rows, tokens, one row as the model sees it, memory of every stage."""
 
 import json
-from pathlib import Path
 
 import pytest
 from helpers.tiny import make_mixture, make_project
@@ -15,8 +14,6 @@ from opdcl.pipeline.forecast import opening
 from opdcl.pipeline.preflight import remarks
 from opdcl.pipeline.sources import Sources
 from opdcl.rundir.layout import RunDir
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -65,29 +62,6 @@ def test_evaluation_counts_with_its_answers_and_its_batch(plan):
     assert alone.keys() == {"eval"}
 
 
-def test_every_stage_that_runs_has_a_time_and_more_work_takes_longer(plan):
-    short, long = plan(), plan("finetune.epochs=4000", "recover.steps=8000")
-    assert short["seconds"].keys() == long["seconds"].keys() == {"finetune", "recover", "eval"}
-    for stage in ("finetune", "recover"):
-        assert long["seconds"][stage] > short["seconds"][stage]
-    assert "Times are estimates" in short["seconds_from"]
-
-
-def test_the_parts_of_the_machines_rate_are_those_of_the_record():
-    record = json.loads((ROOT / "benchmarks" / "throughput.json").read_text())
-    machine, step = record["machine"], record["arms"]["opdcl"]
-    rate = machine["matrix_gflops"] * 1e9
-    parameters = machine["body_parameters"] + machine["head_parameters"]
-    tokens = step["prompt_tokens"] + step["completion_tokens"]
-    measured = {
-        forecast.TRAINING: 4 * parameters * tokens / (step["student"] + step["backward"]),
-        forecast.FORWARD: 2 * parameters * tokens / step["teacher"],
-        forecast.DECODING: 2 * parameters * step["completion_tokens"] / step["sample"],
-    }
-    for used, reached in measured.items():
-        assert used == pytest.approx(reached / rate, rel=0.05)
-
-
 def test_an_unguarded_domain_is_said_before_training(plan, tmp_path):
     pages = tmp_path / "pages"
     pages.mkdir()
@@ -113,7 +87,7 @@ def test_the_opening_names_model_rows_device_stages_directory_and_time(plan, tmp
         "finetune (12 steps)",
     ):
         assert words in line
-    for words in ("recover (8 steps)", "6 measurements", "10 s", "estimated", str(run.path)):
+    for words in ("recover (8 steps)", "6 measurements", "three steps", str(run.path)):
         assert words in line
     assert remarks(workflow, tasks, sources) == []
 

@@ -1,0 +1,273 @@
+"""How long the tasks of a run will take: the work of each, times what such work costs on this machine.
+
+Costs come from earlier runs, from a probe of a few seconds after the model is loaded, and from the run itself
+as it goes on. Before a run only the first of these counts: a time is announced if such work was measured.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from opdcl import parallel
+from opdcl.config.recover import RecoverConfig
+from opdcl.config.workflow import Workflow
+from opdcl.distill.prompts import RecoverySource, encode_stream, teacher_section
+from opdcl.distill.schedule import STREAMS, Stream
+from opdcl.distill.work import RecoveryWork, answer_name
+from opdcl.model.adapters import tuned_model
+from opdcl.model.costs import Costs, Work, decoding, total
+from opdcl.pipeline.defaults import text_config
+from opdcl.pipeline.earlier_times import machine_name, model_name, read_times, save_times
+from opdcl.pipeline.plan import Task, stage_folder
+from opdcl.pipeline.sources import Sources
+from opdcl.rundir.layout import RunDir
+from opdcl.sampling.rollout import Rollout
+
+if TYPE_CHECKING:
+    from opdcl.model.backbone import Backbone
+
+# Kinds of teachers that change as the student learns.
+DYNAMIC = ("live", "ema", "trust_region")
+
+# Prompts of each suite and of the recovery that a probe answers, its longest answer, and its longest time.
+PROBED, PROBE_TOKENS, PROBE_SECONDS = 6, 64, 6.0
+
+
+class _ProbeIsOver(Exception):
+    """The probe has taken its time."""
+
+
+class _ProbeCosts(Costs):
+    """Costs of a probe, which ends once its time is over."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._end = time.perf_counter() + seconds
+
+    def decoded(self, steps: int, rows: int, seconds: float) -> None:
+        super().decoded(steps, rows, seconds)
+        if time.perf_counter() > self._end:
+            raise _ProbeIsOver
+
+
+@dataclass
+class Timetable:
+    """The unfinished tasks of a run, in order."""
+
+    workflow: Workflow
+    run: RunDir
+    tasks: Sequence[Task]
+    sources: Sources
+
+    def __post_init__(self) -> None:
+        self.tasks = [task for task in self.tasks if task.action not in ("skip", "take")]
+        tuned = tuned_model(self.workflow.start, self.workflow.model)
+        self._names = machine_name(self.workflow.model), model_name(self.workflow.model, tuned)
+        known, self.date = read_times(*self._names)
+        self.costs = Costs(known)
+        self._recoveries: dict[str, RecoveryWork] = {}
+        self._general: list[list[int]] = []
+
+    @property
+    def machine(self) -> str:
+        return self._names[0]
+
+    def save(self) -> None:
+        """Keep what this run has measured for later ones."""
+        if parallel.rank() == 0:
+            save_times(*self._names, self.costs.measured())
+
+    def announced(self) -> float | None:
+        """Return the seconds of all tasks, from earlier runs alone; None if some of it was never measured."""
+        times = [self.seconds(task, guess=False) for task in self.tasks]
+        known = [seconds for seconds in times if seconds is not None]
+        return sum(known) if len(known) == len(times) else None
+
+    def origin(self) -> str:
+        """Say where the announced times come from, or why there are none."""
+        if self.announced() is not None:
+            return f"measured in earlier runs on this machine ({self.machine}), the last on {self.date}"
+        missing = [task.label for task in self.tasks if self.seconds(task, guess=False) is None]
+        what = "this" if len(missing) == len(self.tasks) else f"{missing[0]} as set here"
+        reason = f"no earlier run has measured {what} on this machine ({self.machine})"
+        return f"not known: {reason}. A run shows the time left once three steps are done"
+
+    def after(self, task: Task) -> float | None:
+        """Return the seconds of all tasks after one, as far as can be said now; None if it cannot."""
+        later = self.tasks[[t.label for t in self.tasks].index(task.label) + 1 :]
+        times = [self.seconds(other) for other in later]
+        known = [seconds for seconds in times if seconds is not None]
+        return sum(known) if len(known) == len(times) else None
+
+    def seconds(self, task: Task, guess: bool = True) -> float | None:
+        """Return the seconds of a task; without `guess`, only from what was measured."""
+        if task.suite:
+            work = self._evaluation(task, guess)
+        elif task.name == "finetune":
+            work = self._finetune(task)
+        else:
+            assert self.workflow.recover
+            work = self._recovery(task, self.workflow.recover, lambda: self.sources.recovery(self.workflow))
+        return None if work is None else self.costs.seconds(work, guess)
+
+    def _reached(self, task: Task) -> int:
+        checkpoint = stage_folder(self.run, task.name).last_checkpoint() if task.action == "resume" else None
+        return int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else 0
+
+    def _finetune(self, task: Task) -> Work | None:
+        from opdcl.stages.finetune import FinetuneWork, as_distillation, lay_out, planned_steps
+
+        config, examples = self.workflow.finetune, self.sources.examples(self.workflow)
+        if config is None:
+            return {}
+        if config.method == "self-distill":
+            recovery = as_distillation(config, len(examples.rows))
+            rows: dict[Stream, list[Any]] = {"general": [], "domain": examples.rows}
+            return self._recovery(task, recovery, lambda: RecoverySource(rows, {}))
+        lengths = [len(example.input_ids) for example in examples.encoded]
+        work: Work = {}
+        if replayed := config.replay.count(len(lengths)):
+            prompts, limit = [*map(len, examples.replay)], config.replay.max_new_tokens
+            mean = self.costs.unit(f"answer {config.replay.prompts} {limit}")
+            if mean is None:
+                return None
+            lengths += [round(fmean(prompts) + mean)] * replayed
+            if not stage_folder(self.run, task.name).replay.exists():
+                work = decoding([round(fmean(prompts))] * replayed, mean, limit, 96)
+        steps = planned_steps(config, len(examples.encoded))
+        order = lay_out(lengths, int(config.batch_size), steps, config.seed)
+        return total(work, FinetuneWork.of(lengths, order, int(config.batch_size)).left(self._reached(task)))
+
+    def _recovery(self, task: Task, config: RecoverConfig, read: Callable[[], RecoverySource]) -> Work | None:
+        if task.name not in self._recoveries:
+            source = read()
+            tokenizer = self.sources.tokenizer(self.workflow.model)
+            room = text_config(self.workflow.model).max_position_embeddings
+            streams = {s: encode_stream(config, source, s, tokenizer, room) for s in STREAMS}
+            given = {i: ids[: config.limit("domain")] for i, ids in streams["domain"].answers.items()}
+            dynamic = [s for s in STREAMS if teacher_section(config, s, "").kind in DYNAMIC]
+            work = RecoveryWork.of(config, self.costs, streams, given if config.lmbda < 1 else {}, dynamic)
+            self._recoveries[task.name] = work
+            self._general = streams["general"].train
+            if task.name == "recover" and self._learned and config.source("domain"):
+                name = f"answer {answer_name(config, 'domain')}"
+                self.costs.guesses[name] = min(self._learned, config.limit("domain"))
+        return self._recoveries[task.name].whole(self._reached(task))
+
+    @cached_property
+    def _learned(self) -> float:
+        """The mean length of an answer that the fine-tune teaches; 0 without a fine-tune here."""
+        if not (self.workflow.finetune and self.workflow.finetune.method == "sft"):
+            return 0.0
+        examples = self.sources.examples(self.workflow).encoded
+        return fmean(sum(example.completion_mask) for example in examples) if examples else 0.0
+
+    def _evaluation(self, task: Task, guess: bool) -> Work | None:
+        config = self.workflow.eval
+        assert config
+        suite, prompts = self.sources.suite(task.suite, config), self._prompts(task.suite)
+        score = {f"score {task.suite}": float(len(prompts))}
+        if not suite.generative:
+            return total(score, {f"likelihood {task.suite}": len(prompts)})
+        mean = self._answer_length(task, task.state, guess)
+        if mean is None or config.server:
+            return None
+        if suite.content and self.costs.unit(f"score {task.suite}", guess=False) is None:
+            # Base reads an answer that passes after its own prompt and two others; few of tuned's pass.
+            passed = len(prompts) * (task.state != "tuned")
+            score = {"measure": 3 * passed * (fmean(prompts) + mean)}
+        return total(score, decoding(prompts, mean, self._limit(task.suite), int(config.batch_size)))
+
+    def _prompts(self, suite: str) -> list[int]:
+        return self.sources.prompt_lengths(suite, self.workflow)
+
+    def _limit(self, name: str) -> int:
+        from opdcl.stages.evaluate import max_answer_tokens
+
+        config = self.workflow.eval
+        assert config
+        return max_answer_tokens(config, self.sources.suite(name, config).max_tokens, 0, 2**31)
+
+    def _answer_length(self, task: Task, state: str, guess: bool) -> float | None:
+        """Return the mean length of a state's answers to a suite.
+
+        Until it is measured, tuned is taken to write as it was taught, recovered to write like tuned about
+        the domain and like base elsewhere.
+        """
+        limit = self._limit(task.suite)
+        known = self.costs.unit(f"answer {task.suite} {state} {limit}", guess)
+        if known is not None or not guess or state == "base":
+            return known
+        if state == "tuned" and self._learned:
+            return min(self._learned, limit)
+        like_tuned = state == "recovered" and task.role == "domain"
+        return self._answer_length(task, "tuned" if like_tuned else "base", guess)
+
+    def probe(self, backbone: Backbone) -> None:
+        """Let base answer a few of the run's prompts, where no earlier run tells how long its answers are.
+
+        It takes some seconds. Engines that do not tell their steps, and several processes, are not probed.
+        """
+        from opdcl.sampling.sample import pick_engine, sample
+
+        config = self.workflow.eval
+        groups = self._unknown_answers()
+        if parallel.worker_count() > 1 or pick_engine(backbone.causal_lm) != "slab" or not groups:
+            return
+        costs = _ProbeCosts(PROBE_SECONDS)
+        answers = {name: [Rollout(ids) for ids in prompts] for name, (prompts, _) in groups.items()}
+        batch = [rollout for group in answers.values() for rollout in group]
+        options: Any = {"eos_ids": backbone.eos_ids, "temperature": 0, "engine": "slab", "costs": costs}
+        with backbone.merged("base") as model:
+            # Some rows and few rows, to tell what a step costs from what a row costs.
+            for rows, tokens in ((batch, PROBE_TOKENS), ([Rollout(r.prompt_ids) for r in batch[:2]], 12)):
+                try:
+                    sample(model, [], unfinished=rows, max_new_tokens=tokens, batch_size=len(rows), **options)
+                except _ProbeIsOver:
+                    costs._end = time.perf_counter() + PROBE_SECONDS / 3
+        self.costs.guesses |= costs.measured()
+        for name, group in answers.items():
+            self.costs.guesses[f"answer {name}"] = _mean_length(group, groups[name][1])
+        read = self.costs.unit("read") or 0.0
+        for task in self.tasks:
+            if task.suite and config and not self.sources.suite(task.suite, config).generative:
+                self.costs.guesses[f"likelihood {task.suite}"] = read * fmean(self._prompts(task.suite))
+
+    def _unknown_answers(self) -> dict[str, tuple[list[list[int]], int]]:
+        """Return prompts and longest answer of all texts of base whose length no earlier run has measured."""
+        config, recover = self.workflow.eval, self.workflow.recover
+        groups: dict[str, tuple[list[list[int]], int]] = {}
+        for task in self.tasks:
+            if (
+                task.suite
+                and config
+                and self.sources.suite(task.suite, config).generative
+                and not config.server
+            ):
+                suite, limit = self.sources.suite(task.suite, config), self._limit(task.suite)
+                prompts = suite.encode(config.limit, self.sources.tokenizer(self.workflow.model))
+                groups[f"{task.suite} base {limit}"] = prompts, limit
+            elif task.name == "recover" and recover:
+                self.seconds(task)
+                if self._general:
+                    groups[answer_name(recover, "general")] = self._general, recover.limit("general")
+        return {
+            name: (prompts[:: max(1, len(prompts) // PROBED)][:PROBED], limit)
+            for name, (prompts, limit) in groups.items()
+            if self.costs.unit(f"answer {name}", guess=False) is None
+        }
+
+
+def _mean_length(answers: Sequence[Rollout], limit: int) -> float:
+    """Estimate the mean length of answers of which some were cut off early; they end at a steady rate."""
+    tokens, ended = sum(len(r.completion_ids) for r in answers), sum(r.finished for r in answers)
+    if not tokens:
+        return float(limit)
+    mean = tokens / max(ended, 0.5)
+    return mean * (1 - math.exp(-limit / mean))
