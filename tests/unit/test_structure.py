@@ -60,7 +60,6 @@ def test_no_function_is_too_long(graph):
     assert longer_than(FUNCTION_LIMIT, graph.lengths()[1]) == {}
 
 
-
 def test_the_script_prints_the_graph():
     script = [sys.executable, "benchmarks/import_graph.py"]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
