@@ -97,7 +97,10 @@ def measure(suite: str, backbone: Any, docs: list[dict], others: list[dict], pla
     first = docs[:played_on]
     known = [(doc["request"], doc["answer"]) for doc in others]
     played = cheats(first, constraints(first), answers[:played_on], known)
-    read = {name: judge(first, texts, scored(task, first, texts)) for name, texts in played.items()}
+    read = {}
+    for name, texts in played.items():
+        read[name] = judge(first, texts, scored(task, first, texts))
+        print(suite, name, shares(read[name]), flush=True)
     return describe(docs, base) | {
         "seconds": round(seconds, 1),
         "gains": [row.get("gain") for row in base],

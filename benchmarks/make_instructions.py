@@ -2,9 +2,9 @@
 
     python benchmarks/make_instructions.py
 
-Writes evals/instructions/{test,validation,train}.jsonl. Each request gets one to three constraints. Those of
+Writes evals/instructions/{test,validation,train}.jsonl. Each request gets one or two constraints. Those of
 the `seen` group are of types that occur in workflows/data/everyday.jsonl, those of the `unseen` group are of
-types that no prompt there demands, and the groups share none. The test has phrasings and frames of its own:
+types that no prompt there demands, and the groups share none. The test has phrasings of its own:
 what was chosen on the validation prompts has not been fitted to the test's. Rows alternate between the two
 groups, and each round of a group uses each of its recipes once, so that the first rows of a file are as
 balanced as the whole file.

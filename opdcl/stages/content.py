@@ -22,10 +22,11 @@ from opdcl.model.forward import answer_ids, answer_states
 
 LONGEST = 64
 """Tokens of an answer that are read."""
-OTHERS = (17, 71)
+OTHERS = (17, 71, 113)
 """How many prompts away the requests stand that take a prompt's place."""
-LEAST = 2.0
-"""Nats by which an answer that is about its request is likelier after it than after each of the others."""
+LEAST = 1.0
+"""By how much an answer must be likelier after its own request than after each of the others: in nats, over
+the root of its tokens, because the difference of a text about neither spreads like that."""
 ROWS = 32
 
 
@@ -46,26 +47,29 @@ def judge(backbone: Backbone, suite: Suite) -> Judge:
 def gains(
     backbone: Backbone, docs: Sequence[dict], requests: list[str], texts: dict[int, str]
 ) -> dict[int, float]:
-    """Return by how many nats each answer is likelier after its own request, by its document's number."""
+    """Return by how much each answer is likelier after its own request, by its document's number (`LEAST`).
+
+    Where one request is enough to fail an answer, the others are not tried.
+    """
     own = {i: own_text(docs[i]["prompt"], text) for i, text in texts.items()}
-    asked = {i: _in_place(docs[i], i, requests) for i in own}
-    pairs = [(prompt, own[i]) for i, prompts in asked.items() for prompt in prompts]
-    likelihoods = iter(logprobs(backbone, pairs))
-    found = {}
-    for i, prompts in asked.items():
-        first, *others = (next(likelihoods) for _ in prompts)
-        found[i] = first - max(others)
+    asked = logprobs(backbone, [(docs[i]["prompt"], text) for i, text in own.items()])
+    likelihoods = dict(zip(own, asked, strict=True))
+    found = dict.fromkeys(own, float("inf"))
+    for step in OTHERS:
+        open_ones = [i for i in own if found[i] >= LEAST]
+        swapped = [
+            docs[i]["prompt"].replace(docs[i]["request"], requests[(i + step) % len(requests)])
+            for i in open_ones
+        ]
+        pairs = [(prompt, own[i]) for i, prompt in zip(open_ones, swapped, strict=True)]
+        for i, (other, _) in zip(open_ones, logprobs(backbone, pairs), strict=True):
+            likelihood, tokens = likelihoods[i]
+            found[i] = min(found[i], (likelihood - other) / max(tokens, 1) ** 0.5)
     return found
 
 
-def _in_place(doc: dict, number: int, requests: list[str]) -> list[str]:
-    """Return a prompt, and the same with other requests."""
-    others = [requests[(number + step) % len(requests)] for step in OTHERS]
-    return [doc["prompt"], *(doc["prompt"].replace(doc["request"], other) for other in others)]
-
-
-def logprobs(backbone: Backbone, pairs: Sequence[tuple[str, str]]) -> list[float]:
-    """Return the log-probability under base of a text as the answer to a prompt, by pair."""
+def logprobs(backbone: Backbone, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, int]]:
+    """Return the log-probability under base of each text as the answer to its prompt, and its tokens."""
     rows = [_encoded(backbone.tokenizer, prompt, text) for prompt, text in pairs]
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
     with backbone.merged("base") as model, torch.no_grad():
@@ -85,10 +89,12 @@ def _encoded(tokenizer: Any, prompt: str, text: str) -> tuple[list[int], list[bo
     return ids + answer, [False] * len(ids) + [True] * len(answer)
 
 
-def _sums(backbone: Backbone, model: Any, rows: list[tuple[list[int], list[bool]]]) -> list[float]:
+def _sums(
+    backbone: Backbone, model: Any, rows: list[tuple[list[int], list[bool]]]
+) -> list[tuple[float, int]]:
     head_VH = backbone.head_VH
     tokens_N = answer_ids(rows, model.device)
     states = HiddenStates(answer_states(model, rows), head_VH)
     logprobs_N = token_logprobs(states, tokens_N, len(head_VH), 1.0)
     parts = logprobs_N.split([sum(answer) for _, answer in rows])
-    return [float(part.sum()) for part in parts]
+    return [(float(part.sum()), len(part)) for part in parts]
