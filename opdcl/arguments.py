@@ -37,7 +37,9 @@ ARGUMENTS = {
 }
 
 # Settings that name data, where rows may stand instead.
-DATA = re.compile(r"finetune\.data|recover\.(general|domain|teachers\.[^.]+\.prompts)|eval\.data\.[^.]+")
+DATA = re.compile(
+    r"finetune\.data|recover\.(general|domain|teachers\.[^.]+\.prompts)|eval\.(closeness|data\.[^.]+)"
+)
 ROWS = "a list of dicts, one split of a datasets.Dataset, dataframe.to_dict('records'), or the path of a file"
 # The suite of rows that `evaluate` is given without a name.
 UNNAMED = "domain"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from opdcl.config.model import ServerSection
 from opdcl.config.section import Auto, Count, Names, Positive, Sampler, Section
 from opdcl.config.shipped import shipped_suites
 from opdcl.errors import nearest
+
+# The name of the files that closeness to base is stored in, and how long its answers are unless it is said.
+CLOSENESS, CLOSENESS_TOKENS = "closeness", 128
 
 
 class EvalConfig(Section):
@@ -25,13 +29,17 @@ class EvalConfig(Section):
     """Suites of the domain: `handbook` (shipped), or any such task of lm-eval."""
     control: Names = []
     """Suites that are reported but do not count in the verdict, such as `neighbours`."""
+    closeness: Annotated[str, Field(min_length=1)] | None = "requests"
+    """Prompts on which closeness to base is measured: `requests` (300, shipped), `requests_quick` (100 of
+    them), a file, or a Hub dataset. No stage may learn from them. None: it is not measured."""
     data: dict[str, str] = {}
     """Local files: SUITE: PATH replaces the dataset of a task of lm-eval, as in `{ifeval: input_data.jsonl}`;
     the columns stay the same. Under a new name, a file of questions and answers becomes a suite."""
     limit: Positive | None = None
     """Evaluate only the first N documents of each suite."""
     max_new_tokens: Positive | None = None
-    """Maximum answer length in tokens; a lower limit of the suite still applies. Question files: 96."""
+    """Maximum answer length in tokens; a lower limit of the suite still applies. Question files: 96.
+    Closeness: 128."""
     thought_tokens: Count = 0
     """Tokens for the thought before an answer, on top of its maximum length. Scorers do not see it."""
     batch_size: Positive | Auto = "auto"
@@ -51,6 +59,8 @@ class EvalConfig(Section):
         if bad := [name for name in value if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name)]:
             rule = "use letters, digits, dots, hyphens and underscores"
             raise ValueError(f"{bad[0]!r} is not a suite name: {rule}")
+        if CLOSENESS in value:
+            raise ValueError(f"{CLOSENESS} is no suite: eval.closeness names its prompts")
         return value
 
     @model_validator(mode="after")
@@ -68,6 +78,11 @@ class EvalConfig(Section):
     def suites(self) -> dict[str, str]:
         """Return suite -> role, in the order in which they are measured."""
         return {suite: role for role in ("retention", "domain", "control") for suite in getattr(self, role)}
+
+    @property
+    def closeness_tokens(self) -> int:
+        """The length of an answer at most, in tokens, where closeness is measured."""
+        return (self.max_new_tokens or CLOSENESS_TOKENS) + self.thought_tokens
 
 
 class Gates(Section):

@@ -24,7 +24,10 @@ MAX_BYTES = 1_000_000
 QUOTE = "put it in quotes to make it text"
 
 # Names of shipped models and data, and of prompts that base writes, which are not file names.
-ALIASES = ("smollm2-135m", "handbook", "handbook/staff", "handbook/site", "everyday", "self")
+ALIASES = (
+    *("smollm2-135m", "handbook", "handbook/staff", "handbook/site", "everyday"),
+    *("requests", "requests_quick", "self"),
+)
 
 DATA_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md")
 FILE_ENDINGS = (*DATA_ENDINGS, ".gguf", ".jinja")
@@ -34,6 +37,7 @@ FILE_ENDINGS = (*DATA_ENDINGS, ".gguf", ".jinja")
 PATH_FIELDS = (
     "*model.chat_template",
     *("model.id", "start", "finetune.data", "recover.general", "recover.domain", "eval.data.*"),
+    "eval.closeness",
     *("finetune.replay.prompts", "recover.*_teacher.model.id", "recover.*_teacher.adapter"),
     *("recover.teachers.*.model.id", "recover.teachers.*.adapter", "recover.teachers.*.prompts"),
 )

@@ -29,7 +29,7 @@ ADDED: dict[str, dict[str, Any]] = {
     "model": {"chat_template": None, "chat_template_kwargs": {}, "quantization": None},
     "finetune": {"loss": AnswerLossSection().model_dump(), "replay": ReplaySection().model_dump()},
     "recover": {"more_domain": 0, "domain_texts": "teacher", "start_weight": 0.0},
-    "eval": {"thought_tokens": 0},
+    "eval": {"thought_tokens": 0, "closeness": None},
 }
 
 
@@ -69,6 +69,9 @@ class Workflow(Section):
         reward = self.recover.reward if self.recover else None
         if reward and self.eval and reward.suite in self.eval.suites():
             raise ValueError(f"recover.reward trains on {reward.suite}: evaluate on another suite")
+        others = {key: source for key, source in self.data_sources().items() if key != "eval.closeness"}
+        if self.eval and (key := next((k for k, s in others.items() if s == self.eval.closeness), None)):
+            raise ValueError(f"{key} learns from the prompts of eval.closeness: name others")
         return self
 
     @model_validator(mode="after")
@@ -107,6 +110,8 @@ class Workflow(Section):
         if recover := self.recover:
             sources |= {"recover.general": recover.source("general"), "recover.domain": recover.domain}
             sources |= {f"recover.teachers.{k}.prompts": t.prompts for k, t in recover.teachers.items()}
+        if self.eval:
+            sources["eval.closeness"] = self.eval.closeness
         return {key: source for key, source in sources.items() if source}
 
     def adapters(self) -> dict[str, str]:

@@ -30,7 +30,8 @@ class Row:
     """One checked row: a conversation that ends with the user and its answer if any, or plain text.
 
     `where` names its file and line, `teacher` the teacher of completions on it ("": the stream's own),
-    `cluster` the fact or person that it is about, if several rows are, and `format` how it was written.
+    `cluster` the fact or person that it is about, if several rows are, `group` the kind of prompt, and
+    `format` how it was written.
     `reply` is what the answer's message holds besides its text: a thought, tool calls. `tools` are the tools
     that the model may call, `variables` those that the row sets in the chat template, `columns` its fields.
     """
@@ -41,6 +42,7 @@ class Row:
     where: str
     teacher: str = ""
     cluster: str = ""
+    group: str = ""
     format: str = ""
     reply: dict[str, Any] = field(default_factory=dict)
     tools: list[Any] | None = None
@@ -112,14 +114,15 @@ def check_row(row: Any, where: str) -> Row:
         content = f"has only {', '.join(map(str, row))}" if row else "is empty"
         raise UsageError(f"{where} {content}", did_you_mean(row) + FIELDS_HINT)
     # An empty cell of a CSV or Parquet file names no teacher.
-    teacher, cluster = ("" if row.get(key) is None else row[key] for key in ("teacher", "cluster"))
+    fields = ("teacher", "cluster", "group")
+    teacher, cluster, group = ("" if row.get(key) is None else row[key] for key in fields)
     teacher = _string(teacher, "teacher", where) if teacher != "" else ""
     cluster = _string(str(cluster), "cluster", where, may_be_empty=True)
     tools = _objects(row.get("tools"), "tools", where) or None
     (variables,) = _objects([row.get("chat_template_kwargs") or {}], "chat_template_kwargs", where)
     variables = {key: value for key, value in variables.items() if value is not None}
-    checked = replace(checked, teacher=teacher, cluster=cluster, tools=tools, variables=variables)
-    return replace(checked, columns=tuple(map(str, row)))
+    about = replace(checked, teacher=teacher, cluster=cluster, group=str(group))
+    return replace(about, tools=tools, variables=variables, columns=tuple(map(str, row)))
 
 
 def did_you_mean(columns: Collection[str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from opdcl.data.formats import FIELDS_HINT, MAX_ROW_CHARS, Row, check_row, kind_
 from opdcl.errors import UsageError
 from opdcl.hub import Repository, parse, snapshot
 
-SHIPPED = ("handbook", "handbook/staff", "handbook/site", "everyday")
+SHIPPED = ("handbook", "handbook/staff", "handbook/site", "everyday", "requests", "requests_quick")
 
 ONE_PER_LINE = "one JSON object per line, or one list of objects"
 
@@ -114,6 +115,8 @@ def on_hub(source: str) -> Repository | None:
 def _shipped_file(name: str) -> Path:
     if name.startswith("handbook"):
         return package_folder("evals") / "handbook" / "facts.jsonl"
+    if name.startswith("requests"):
+        return package_folder("evals") / "closeness" / "prompts.jsonl"
     return package_folder("workflows") / "data" / f"{name}.jsonl"
 
 
@@ -132,6 +135,9 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
     elif source == "everyday":
         rows = read_json_lines(_shipped_file(source))
         yield from ((row, where) for row, where in rows if row["split"] == split)
+    elif source in ("requests", "requests_quick"):
+        # Every beginning of the file has all kinds of prompts.
+        yield from itertools.islice(read_json_lines(_shipped_file(source)), 100 if source[8:] else None)
     elif os.path.isdir(path):
         for file in source_files(source):
             if text := _text(file).strip():

@@ -131,6 +131,20 @@ def token_logprobs(
 
 
 @torch.no_grad()
+def both_divergences(student: HiddenStates, teacher: HiddenStates) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return forward KL(teacher, student) and reverse KL(student, teacher) per position, both `(N,)`."""
+    rows = shared_rows(student.head_VH, teacher)
+    forward, reverse = [], []
+    for part in _parts(student.states_NH):
+        log_p, log_q = (x.log_probs(part, rows) for x in (student, teacher))
+        block = rows_at_once(log_p)
+        for p, q in zip(log_p.split(block), log_q.split(block), strict=True):
+            forward.append(forward_kl(p, q))
+            reverse.append(reverse_kl(p, q))
+    return torch.cat(forward), torch.cat(reverse)
+
+
+@torch.no_grad()
 def top_k_overlap(student: HiddenStates, teacher: TeacherDistribution, k: int = 16) -> torch.Tensor:
     """Return the share of the teacher's top k tokens that are in the student's top k, per position, `(N,)`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
@@ -106,8 +107,8 @@ def forecast(workflow: Workflow, tasks: list[Task], sources: Sources) -> dict[st
         if recover.method != "interpolate":  # which scales the adapter and trains nothing
             steps["recover"] = recover.steps
         needs["recover"] = _recovery_need(recover, sources.recovery(workflow).rows, shape, adapter)
-    if suites := {task.suite for task in unfinished if task.suite}:
-        needs["eval"] = max(_eval_need(suite, workflow, sources, shape) for suite in suites)
+    if measured := [task for task in unfinished if task.suite]:
+        needs["eval"] = max(_eval_need(task, workflow, sources, shape) for task in measured)
     memory: dict[str, int] = {}
     models = 2 if tuned_model(workflow.start, workflow.model) else 1
     held = models * shape.weights + (0 if on_cuda else 1_100_000_000)  # on a CPU with the libraries
@@ -188,10 +189,12 @@ def _recovery_need(config: RecoverConfig, rows: dict[Any, list[Row]], shape: _Sh
     return need + (max(parts) if shape.device.startswith("cuda") else sum(parts))
 
 
-def _eval_need(name: str, workflow: Workflow, sources: Sources, shape: _Shape) -> int:
+def _eval_need(task: Task, workflow: Workflow, sources: Sources, shape: _Shape) -> int:
     """Return the bytes that measuring a state on a suite takes, all answers at their longest."""
-    config = workflow.eval
+    config, name = workflow.eval, task.suite
     assert config
+    if name == CLOSENESS:
+        return _closeness_need(sources.prompt_lengths(name, workflow), config.closeness_tokens, shape)
     suite, prompts = sources.suite(name, config), sources.prompt_lengths(name, workflow)
     if not suite.generative:
         from opdcl.stages.evaluate import LOGIT_BYTES
@@ -203,6 +206,15 @@ def _eval_need(name: str, workflow: Workflow, sources: Sources, shape: _Shape) -
     batch = min(int(config.batch_size), len(prompts))
     cache = shape.cache(batch * (max(prompts) + new_tokens))
     return shape.merged + cache + batch * shape.vocabulary * shape.width
+
+
+def _closeness_need(prompts: list[int], new_tokens: int, shape: _Shape) -> int:
+    """Return the bytes that a state's answers take, and both models' hidden states of them and of base's."""
+    from opdcl.stages.closeness import CHUNK
+
+    batch = min(CHUNK, len(prompts))
+    states = 4 * batch * new_tokens * shape.hidden * shape.width
+    return shape.merged + shape.cache(batch * (max(prompts) + new_tokens)) + states
 
 
 def _shape(model: ModelConfig, device: str) -> _Shape:

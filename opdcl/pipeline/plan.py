@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.workflow import MACHINE, Workflow, meaningful_settings
 from opdcl.rundir.hashes import hash_value
 from opdcl.rundir.layout import STAGE_OF, RunDir, StageDir
@@ -138,10 +139,13 @@ def _eval_tasks(
         # An earlier command may have made the adapter that this workflow does not make itself.
         if weights := training.get(stage) or records.finished(stage):
             states[state] = weights
+    measured = config.suites() | ({CLOSENESS: CLOSENESS} if config.closeness else {})
     tasks = []
-    for suite, role in config.suites().items():
+    for suite, role in measured.items():
         for state, weights in states.items():
             contents = [hashes.get(f"eval.data.{suite}"), hashes.get(f"eval.suite.{suite}")]
+            if suite == CLOSENESS:
+                contents = [hashes.get("eval.closeness"), str(config.closeness_tokens)]
             fingerprint = hash_value([weights, suite, role, how, *contents])
             action: Action = "run"
             why = "not measured"

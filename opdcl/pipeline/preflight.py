@@ -241,6 +241,7 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
 
 def _check_suites(workflow: Workflow, sources: Sources) -> None:
     """Check that each prompt and its longest answer fit into the context."""
+    from opdcl.data.chat import encode_prompt
     from opdcl.stages.evaluate import max_answer_tokens
 
     config = workflow.eval
@@ -251,6 +252,8 @@ def _check_suites(workflow: Workflow, sources: Sources) -> None:
         # As in lm-eval, texts whose likelihood is asked for lose their beginning.
         for length in sources.prompt_lengths(name, workflow) if suite.generative else ():
             max_answer_tokens(config, suite.max_tokens, length, context_length)
+    for row in sources.closeness(workflow):
+        encode_prompt(row, sources.tokenizer(workflow.model), context_length - config.closeness_tokens)
 
 
 def check_servers(workflow: Workflow, unfinished: set[str]) -> None:

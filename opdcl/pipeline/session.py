@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
+from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, StageLine
 from opdcl.errors import OpdclError, UsageError
@@ -168,6 +169,7 @@ class Session:
         return source
 
     def _measure(self, task: Task) -> None:
+        from opdcl.stages.closeness import measure_closeness
         from opdcl.stages.evaluate import evaluate
 
         config, backbone = self.workflow.eval, self.backbone
@@ -177,13 +179,18 @@ class Session:
             backbone.load_adapter(adapter, "student")
             self._measured_state = task.state
         model = {"id": self.workflow.model.id, "adapter_sha256": adapter_hash(adapter) if adapter else None}
-        suite = self.sources.suite(task.suite, config)
-        if config.server and suite.generative:
-            model["decoded"] = "on a server"
         record = {"role": task.role, "model": model, "fingerprint": task.fingerprint}
+        measure: Any = evaluate
+        asked: Any
+        if task.suite == CLOSENESS:
+            measure, asked = measure_closeness, self.sources.closeness(self.workflow)
+        else:
+            asked = self.sources.suite(task.suite, config)
+            if config.server and asked.generative:
+                model["decoded"] = "on a server"
         count = len(self.sources.prompt_lengths(task.suite, self.workflow))
         with self._line(task) as line, backbone.costs.timed(f"score {task.suite}", count):
-            result = evaluate(config, suite, backbone, task.state, self.run, record, line, adapter)
+            result = measure(config, asked, backbone, task.state, self.run, record, line, adapter)
             metric = result["metric"]
             line.note(f"{metric} {result['metrics'][metric]:.3f} (n = {result['n']})")
 

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opdcl.config.evaluate import EvalConfig
+from opdcl.config.evaluate import CLOSENESS, EvalConfig
 from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import package_folder, shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
 from opdcl.data.examples import Examples, read_examples, with_answers
-from opdcl.data.rows import SHIPPED, Row, check_lines, load_rows, on_hub, pinned, recognised, source_files
+from opdcl.data.rows import (
+    SHIPPED,
+    Row,
+    check_lines,
+    check_prompts,
+    load_rows,
+    on_hub,
+    pinned,
+    recognised,
+    source_files,
+)
 from opdcl.data.stock_tasks import group_tasks
 from opdcl.errors import UsageError
 from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_plan, stage_folder
@@ -126,6 +137,7 @@ class Sources:
         for suite, path in (workflow.eval.data if workflow.eval else {}).items():
             if path not in self._given and not os.path.isfile(path):
                 raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
+        self.closeness(workflow)
 
     def tokenizer(self, model: ModelConfig) -> PreTrainedTokenizerBase:
         """Return a model's tokenizer, which has a chat template."""
@@ -158,8 +170,13 @@ class Sources:
         return with_answers(self.rows(config.data), config)[0]
 
     def prompt_lengths(self, name: str, workflow: Workflow) -> list[int]:
-        """Return `Suite.lengths` for a model's tokenizer."""
+        """Return the length of each prompt of a suite, or of those of closeness, in tokens of the model."""
         assert workflow.eval
+        if name == CLOSENESS:
+            from opdcl.data.chat import encode_prompt
+
+            tokenizer = self.tokenizer(workflow.model)
+            return [len(encode_prompt(row, tokenizer, sys.maxsize)) for row in self.closeness(workflow)]
         suite, tokenizer = self.suite(name, workflow.eval), self.tokenizer(workflow.model)
         key = suite, workflow.eval.limit, workflow.model.model_dump_json()
         if key not in self._lengths:
@@ -195,10 +212,18 @@ class Sources:
         source.rows["domain"] += [PLACEHOLDER] * recover.more_domain
         return replace(source, encoded=self._prompt_ids.setdefault(workflow.model.model_dump_json(), {}))
 
+    def closeness(self, workflow: Workflow) -> list[Row]:
+        """Return the prompts on which closeness to base is measured."""
+        config = workflow.eval
+        if config is None or config.closeness is None:
+            return []
+        return check_prompts(self.rows(config.closeness))[: config.limit]
+
     def tests(self, workflow: Workflow) -> list[str]:
         """Return all prompts of the run's suites."""
         suites = [self.suite(name, workflow.eval) for name in workflow.eval.suites()] if workflow.eval else []
-        return [prompt for suite in suites for prompt in suite.prompts(None)]
+        asked = ["\n".join(m["content"] for m in row.prompt) for row in self.closeness(workflow)]
+        return [prompt for suite in suites for prompt in suite.prompts(None)] + asked
 
     def hashes(self, workflow: Workflow) -> dict[str, str]:
         """Return the hash of each source's content, by the name of its field."""

@@ -7,6 +7,7 @@ as it goes on. Before a run only the first of these counts: a time is announced 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
+from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
+from opdcl.data.chat import encode_prompt
 from opdcl.distill.prompts import RecoverySource, encode_stream, teacher_section
 from opdcl.distill.schedule import STREAMS, Stream
 from opdcl.distill.work import RecoveryWork, answer_name
@@ -123,9 +126,10 @@ class Timetable:
     def _finetune(self, task: Task) -> Work | None:
         from opdcl.stages.finetune import FinetuneWork, as_distillation, lay_out, planned_steps
 
-        config, examples = self.workflow.finetune, self.sources.examples(self.workflow)
-        if config is None:
+        config = self.workflow.finetune
+        if config is None:  # an adapter made elsewhere
             return {}
+        examples = self.sources.examples(self.workflow)
         if config.method == "self-distill":
             recovery = as_distillation(config, len(examples.rows))
             rows: dict[Stream, list[Any]] = {"general": [], "domain": examples.rows}
@@ -171,6 +175,8 @@ class Timetable:
     def _evaluation(self, task: Task, guess: bool) -> Work | None:
         config = self.workflow.eval
         assert config
+        if task.suite == CLOSENESS:
+            return self._closeness(task, guess)
         suite, prompts = self.sources.suite(task.suite, config), self._prompts(task.suite)
         score = {f"score {task.suite}": float(len(prompts))}
         if not suite.generative:
@@ -184,6 +190,18 @@ class Timetable:
             score = {"measure": 3 * passed * (fmean(prompts) + mean)}
         return total(score, decoding(prompts, mean, self._limit(task.suite), int(config.batch_size)))
 
+    def _closeness(self, task: Task, guess: bool) -> Work | None:
+        """Return the work of answering, and of a pass of both models over the answers and over base's."""
+        prompts, mean = self._prompts(CLOSENESS), self._answer_length(task, task.state, guess)
+        base = mean if task.state == "base" else self._answer_length(task, "base", guess)
+        if mean is None or base is None:
+            return None
+        tokens = 2 * (sum(prompts) + len(prompts) * mean)
+        if task.state != "base":
+            tokens += 2 * (sum(prompts) + len(prompts) * base)
+        work = {"measure": tokens, f"score {CLOSENESS}": float(len(prompts))}
+        return total(work, decoding(prompts, mean, self._limit(CLOSENESS), len(prompts)))
+
     def _prompts(self, suite: str) -> list[int]:
         return self.sources.prompt_lengths(suite, self.workflow)
 
@@ -192,6 +210,8 @@ class Timetable:
 
         config = self.workflow.eval
         assert config
+        if name == CLOSENESS:
+            return config.closeness_tokens
         return max_answer_tokens(config, self.sources.suite(name, config).max_tokens, 0, 2**31)
 
     def _answer_length(self, task: Task, state: str, guess: bool) -> float | None:
@@ -236,23 +256,34 @@ class Timetable:
             self.costs.guesses[f"answer {name}"] = _mean_length(group, groups[name][1])
         read = self.costs.unit("read") or 0.0
         for task in self.tasks:
-            if task.suite and config and not self.sources.suite(task.suite, config).generative:
+            if config and self._is_likelihood(task):
                 self.costs.guesses[f"likelihood {task.suite}"] = read * fmean(self._prompts(task.suite))
+
+    def _is_likelihood(self, task: Task) -> bool:
+        """Return whether a task compares the likelihoods of given answers, and so writes none."""
+        config = self.workflow.eval
+        if not config or task.suite in ("", CLOSENESS):
+            return False
+        return not self.sources.suite(task.suite, config).generative
+
+    def _encoded(self, suite: str) -> list[list[int]]:
+        config, tokenizer = self.workflow.eval, self.sources.tokenizer(self.workflow.model)
+        assert config
+        if suite == CLOSENESS:
+            return [
+                encode_prompt(row, tokenizer, sys.maxsize) for row in self.sources.closeness(self.workflow)
+            ]
+        return self.sources.suite(suite, config).encode(config.limit, tokenizer)
 
     def _unknown_answers(self) -> dict[str, tuple[list[list[int]], int]]:
         """Return prompts and longest answer of all texts of base whose length no earlier run has measured."""
         config, recover = self.workflow.eval, self.workflow.recover
         groups: dict[str, tuple[list[list[int]], int]] = {}
         for task in self.tasks:
-            if (
-                task.suite
-                and config
-                and self.sources.suite(task.suite, config).generative
-                and not config.server
-            ):
-                suite, limit = self.sources.suite(task.suite, config), self._limit(task.suite)
-                prompts = suite.encode(config.limit, self.sources.tokenizer(self.workflow.model))
-                groups[f"{task.suite} base {limit}"] = prompts, limit
+            if task.suite and config and not self._is_likelihood(task):
+                if task.suite == CLOSENESS or not config.server:
+                    limit = self._limit(task.suite)
+                    groups[f"{task.suite} base {limit}"] = self._encoded(task.suite), limit
             elif task.name == "recover" and recover:
                 self.seconds(task)
                 if self._general:

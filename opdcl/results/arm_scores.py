@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from opdcl.results import power, stats, writing
+from opdcl.results import closeness, power, stats, writing
 from opdcl.results.arms import (
     Arm,
     Member,
@@ -31,6 +31,7 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     members = [member for arm in arms for member in arm.members]
     (base, _), (tuned, tuned_ids) = (_references(state, arms) for state in ("base", "tuned"))
     rows = [_arm_row(arm) for arm in arms]
+    notes = _add_closeness(arms, rows)
     _add_curve_distances(arms, rows, tuned_ids)
     suites = {
         role: s for role in HEADLINE_ROLES if (s := first_measured(members, role).suites.get(role)) and s.rows
@@ -53,6 +54,7 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
             *_writing_notes(rows),
             *_setting_notes(arms, differences),
             *_unfinished_notes(arms),
+            *notes,
             *_run_notes(members, rows),
             *seed_notes({row["seeds"] for row in rows}),
         ],
@@ -164,6 +166,18 @@ def _further(arms: list[Arm]) -> list[dict[str, Any]]:
             rows.append({"name": arm.name, **row, "domain_retention": d and d.as_dict()})
         tables.append({"name": name, **suite.description, "arms": rows})
     return tables
+
+
+def _add_closeness(arms: list[Arm], rows: list[dict[str, Any]]) -> list[str]:
+    """Add closeness to base to each row, None if it is not measured; name arms with other prompts."""
+    measured = [m.near for arm in arms for m in arm.pooled if m.near.rows]
+    others = []
+    for arm, row in zip(arms, rows, strict=True):
+        suites = [m.near for m in arm.pooled if m.near.rows]
+        same = closeness.same_prompts([*measured[:1], *suites])
+        row["closeness"] = closeness.summarise(suites) if same and len(suites) == len(arm.pooled) else None
+        others += [] if same else [arm.name]
+    return [f"{name}: its closeness to base was measured on other prompts." for name in others]
 
 
 def _add_curve_distances(arms: list[Arm], rows: list[dict], tuned_ids: ResultIds) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.load import flatten
 from opdcl.config.workflow import ADDED, WITHOUT_MEANING
 from opdcl.errors import UsageError
+from opdcl.results import closeness
 from opdcl.results.scores import HEADLINE_ROLES, STATES, Suite, headline_of, load_suites, section
 from opdcl.results.stats import Clusters, Point, States
 from opdcl.results.summary import summarise
@@ -40,6 +42,8 @@ class Member:
     """Role -> headline suite, if the run has one."""
     further: dict[str, Suite]
     """Name -> every other suite."""
+    near: Suite
+    """Closeness to base; without rows if it was not measured."""
 
     @property
     def missing(self) -> list[str]:
@@ -138,7 +142,7 @@ def _load(run: RunDir) -> Member:
     if not any(suite.rows for suite in headline.values()):
         raise UsageError(f"{run.path} has no results yet", f"opdcl eval {shlex.quote(str(run.path))}")
     further = {suite.name: suite for suite in suites if headline.get(suite.role) is not suite}
-    return Member(run, settings, seeds, headline, further)
+    return Member(run, settings, seeds, headline, further, closeness.load(run))
 
 
 def _without_seed(place: str, seeds: dict[str, Any]) -> str:
@@ -193,7 +197,9 @@ def split_seeds(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
     settings = flatten(tree | {key: added | tree[key] for key, added in ADDED.items() if tree.get(key)})
     option = {key: key.rsplit(".", 1)[-1] for key in settings}
     seeds = {key: settings[key] for key in settings if option[key] in SEEDS}
-    return {k: v for k, v in settings.items() if option[k] not in SEEDS | WITHOUT_MEANING}, seeds
+    # Closeness has prompts of its own, and changes no score.
+    ignored = SEEDS | WITHOUT_MEANING | {CLOSENESS}
+    return {k: v for k, v in settings.items() if option[k] not in ignored}, seeds
 
 
 def pool(runs: list[RunDir], settings: list[str], seeds: list[str]) -> dict[str, list[RunDir]]:

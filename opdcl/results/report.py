@@ -172,7 +172,7 @@ def _public(model: str) -> str:
 
 
 def _ratios(summary: dict, domain: Suite | None) -> list[dict[str, Any]]:
-    """Return R and D with what they mean, or why there is none."""
+    """Return R, D and C with what they mean, or why there is none."""
     lost = "Share of the lost score that came back, counted from tuned or the floor, whichever is higher"
     kept = "Share of the domain gain that was kept, counted from base or the floor, whichever is higher"
     rows = [
@@ -184,6 +184,10 @@ def _ratios(summary: dict, domain: Suite | None) -> list[dict[str, Any]]:
         raw = different_raw(summary, key)
         meaning += f"; from {start} alone, {raw}." if raw else "."
         ratios.append({"name": name, "meaning": meaning, "estimate": summary[key], "why": why})
+    if near := summary["closeness"]:
+        meaning = "Share of tuned's distance to base that is gone, token by token."
+        estimate = None if near["value"] is None else near
+        ratios.append({"name": "Closeness C", "meaning": meaning, "estimate": estimate, "why": near["why"]})
     return ratios
 
 

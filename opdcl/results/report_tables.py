@@ -6,9 +6,18 @@ from datetime import datetime
 from typing import Any
 
 from opdcl.results import format
+from opdcl.results.closeness import MEASURES
 from opdcl.results.scores import HEADLINE_ROLES, STATES, metric_words, section
 from opdcl.results.status import NON_INFERIORITY_MARGIN
-from opdcl.results.tables import WRITING, Table, different_raw, ratio_cell, score_cell, writing_rows
+from opdcl.results.tables import (
+    WRITING,
+    Table,
+    different_raw,
+    distance_cell,
+    ratio_cell,
+    score_cell,
+    writing_rows,
+)
 from opdcl.results.writing import MARGINS
 from opdcl.rundir.layout import RunDir
 
@@ -42,9 +51,10 @@ def _at(score: float, axis: float) -> str:
 
 
 def main_tables(summary: dict[str, Any]) -> list[Table]:
-    """Return the scores, and those of each group of prompts."""
+    """Return the scores, those of each group of prompts, and closeness to base."""
+    near = [closeness_table(summary["closeness"])] if summary["closeness"] else []
     if not any(suite["n"] for suite in summary["suites"].values()):
-        return []
+        return near
     rows = []
     for name, suite in summary["suites"].items():
         rows.append([f"{name}\n{_description(suite)}", *(score_cell(suite[state]) for state in STATES)])
@@ -65,7 +75,25 @@ def main_tables(summary: dict[str, Any]) -> list[Table]:
         note = GROUP_NOTE if {*groups} == {"seen", "unseen"} else ""
         columns = [summary["headline"]["retention"], *STATES, "R"]
         tables.append(Table("Scores by group of prompts", columns, rows, note))
-    return tables
+    return tables + near
+
+
+def closeness_table(near: dict[str, Any]) -> Table:
+    """Return the distances of the states from base, and how their sampled answers are written."""
+    labels = {
+        "distance": "distance to base\nnats per token",
+        "forward": "forward KL\non base's answers",
+        "reverse": "reverse KL\non the state's own answers",
+    }
+    rows = [[label, *(distance_cell(near[s].get(name)) for s in STATES)] for name, label in labels.items()]
+    renamed = {s: {MEASURES[k]: v for k, v in near[s].items() if k in MEASURES} for s in STATES}
+    rows += writing_rows(renamed)
+    caption = (
+        f"{near['n']} prompts that no stage has learned from, answered at temperature 1. "
+        "Both models give their distributions at every token of base's answers and of the state's own. The "
+        "distance is the mean of both divergences; base's own is the noise of 16-bit arithmetic."
+    )
+    return Table("Closeness to base", ["", *STATES], rows, caption)
 
 
 def _description(suite: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from opdcl.config.evaluate import CLOSENESS
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
@@ -156,9 +157,9 @@ def load_suites(run: RunDir) -> list[Suite]:
     evaluation = section(run, "eval")
     roles = {suite: role for role in ROLES for suite in evaluation.get(role) or []}
     for path in sorted(run.evals.glob("*/*.json")):
-        if path.parent.name in STATES:
+        if path.parent.name in STATES and path.stem != CLOSENESS:
             roles.setdefault(path.stem, str(read_json(path).get("role", "control")))
-    return [_load_suite(run, name, role) for name, role in roles.items()]
+    return [load_suite(run, name, role) for name, role in roles.items()]
 
 
 def headline_of(suites: list[Suite]) -> dict[str, Suite]:
@@ -167,7 +168,8 @@ def headline_of(suites: list[Suite]) -> dict[str, Suite]:
     return {role: first[role] for role in HEADLINE_ROLES if role in first}
 
 
-def _load_suite(run: RunDir, name: str, role: str) -> Suite:
+def load_suite(run: RunDir, name: str, role: str) -> Suite:
+    """Load one suite's results; without any, a suite without rows."""
     results: dict[str, dict] = {}
     answers: dict[str, dict[tuple, dict]] = {}
     faults: list[str] = []

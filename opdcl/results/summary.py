@@ -6,10 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from opdcl.results import power, writing
+from opdcl.results import closeness, power, writing
 from opdcl.results.format import percent
 from opdcl.results.scores import STATES, Suite, headline_of, load_suites, section
-from opdcl.results.tables import different_raw, ratio_cell, score_cell, writing_rows
+from opdcl.results.tables import (
+    closeness_cell,
+    different_raw,
+    distance_cell,
+    ratio_cell,
+    score_cell,
+    writing_rows,
+)
 from opdcl.results.verdict import conclude
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
@@ -37,7 +44,8 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
     headline = headline_of(suites)
     retention, domain = headline.get("retention"), headline.get("domain")
     estimates = {s.name: _summarise_suite(s) for s in suites}
-    faults = _faults(run, suites)
+    near = closeness.load(run)
+    faults = _faults(run, [*suites, near])
     tests = _tests(retention, domain)
     summary: dict[str, Any] = {
         "verdict": "",
@@ -49,10 +57,11 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
             domain.states() if domain else None,
             writing.alike(tests["writing"]),
         ),
+        "closeness": closeness.summarise([near]),
         "groups": _groups(retention),
         "tests": tests,
         "ceiling": _ceiling(suites, section(run, "recover")),
-        "cost": _cost(run, suites),
+        "cost": _cost(run, [*suites, near]),
         "faults": faults,
         "notes": [*faults, *_suite_notes(suites, estimates), *_recovery_notes(run)],
     }
@@ -72,6 +81,12 @@ def table_rows(summary: dict[str, Any]) -> list[list[str]]:
             rows.append([f"{name}\n{suite['metric']}", str(suite["n"]), floor, *scores])
             if suite["role"] == "retention":
                 rows += [[label, "", "", *cells] for label, *cells in writing_rows(suite["writing"])]
+    near = summary["closeness"]
+    if near:
+        distances = [distance_cell(near[state].get("distance")) for state in STATES]
+        rows.append(["distance to base\nnats per token", str(near["n"]), "", *distances])
+        if c := closeness_cell(near):
+            rows.append(["C", "", "", "", "", c])
     for label, key, start in (("R", "recovery", "tuned"), ("D", "domain_retention", "base")):
         if summary[key]:
             rows.append([label, "", "", "", "", ratio_cell(summary[key])])

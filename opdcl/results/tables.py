@@ -106,9 +106,22 @@ def length_cell(estimate: dict | None) -> str:
     return f"{value}\n[{low}, {high}]"
 
 
+def distance_cell(estimate: dict | None) -> str:
+    """Format a distance in nats over its interval; empty without an estimate."""
+    if not estimate:
+        return ""
+    value, low, high = (f"{max(estimate[key], 0.0):.3f}" for key in ("value", "low", "high"))
+    return f"{value}\n[{low}, {high}]"
+
+
 def ratio_cell(estimate: dict | None) -> str:
     """Format R or D over its interval; empty without an estimate."""
     return interval(estimate).replace(" [", "\n[", 1) if estimate else ""
+
+
+def closeness_cell(near: dict) -> str:
+    """Format C over its interval; empty if there is none."""
+    return "" if near["value"] is None else ratio_cell(near)
 
 
 def different_raw(outcome: dict[str, Any], key: str = "recovery") -> str:
@@ -142,6 +155,8 @@ def _suite_names(comparison: dict[str, Any]) -> str:
 def _arm_tables(comparison: dict[str, Any]) -> tuple[list[Table], list[Table]]:
     """Return the main tables, and those for which a terminal has no room."""
     tables = [_scores_table(comparison)]
+    if any(row["closeness"] for row in comparison["arms"]):
+        tables.append(_closeness_table(comparison["arms"]))
     if rivals := [row for row in comparison["against_first"] if row["retention"] or row["domain"]]:
         first = comparison["arms"][0]["name"]
         rows = [[row["name"], *(_points_cell(row[role]) for role in HEADLINE_ROLES)] for row in rivals]
@@ -174,6 +189,19 @@ def _arm_tables(comparison: dict[str, Any]) -> tuple[list[Table], list[Table]]:
         caption = "Seeds, names and gates are left out."
         tables.append(Table("Settings that differ", ["setting", *names], rows, caption))
     return tables, [_runs_table(comparison)]
+
+
+def _closeness_table(rows: list[dict[str, Any]]) -> Table:
+    cells = [
+        [_seed_count(row), *(distance_cell(near[s].get("distance")) for s in STATES), closeness_cell(near)]
+        for row in rows
+        if (near := row["closeness"])
+    ]
+    caption = (
+        "The distance of each state from base, in nats per token, on answers at temperature 1; base's own is "
+        "noise. C is the share of tuned's distance that is gone."
+    )
+    return Table("Closeness to base", ["arm", *STATES, "C"], cells, caption)
 
 
 def _scores_table(comparison: dict[str, Any]) -> Table:

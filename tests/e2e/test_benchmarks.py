@@ -177,6 +177,18 @@ def test_sabotage_is_refused_or_runs(script, call, finished, monkeypatch):
     assert [row["steps"] for row in rows] == [0, 1]
 
 
+def test_closeness_tells_what_is_spoilt_from_what_is_base(script, call, finished):
+    adapter = finished / "stages" / "01-finetune" / "adapter"
+    record = call(script("closeness"), adapter, "--prompts", 3, "--tokens", 5)
+    distances = {row["case"]: row["distance"]["value"] for row in record["rows"]}
+    same = ("no change", "tuned, scaled by 0", "base on other draws")
+    assert max(distances[name] for name in same) < 1e-5
+    assert distances["tuned"] > distances["tuned, scaled by 0.25"] > 1e-5
+    for name in ("an echo of the prompt's first sentence", "base's answers to other prompts"):
+        assert distances[name] > distances["tuned"]
+    assert record["base"]["distance"]["value"] < distances["base with weights in bfloat16"]
+
+
 def test_processes_compares_a_run_with_itself(script, finished):
     from opdcl.rundir.layout import RunDir
 

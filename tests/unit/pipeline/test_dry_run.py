@@ -87,7 +87,7 @@ def test_the_opening_names_model_rows_device_stages_directory_and_time(plan, tmp
         "finetune (12 steps)",
     ):
         assert words in line
-    for words in ("recover (8 steps)", "6 measurements", "three steps", str(run.path)):
+    for words in ("recover (8 steps)", "9 measurements", "three steps", str(run.path)):
         assert words in line
     assert remarks(workflow, tasks, sources) == []
 

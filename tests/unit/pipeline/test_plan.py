@@ -82,6 +82,9 @@ def test_a_new_run_does_everything_in_order_and_writes_nothing(run):
         "base/handbook",
         "tuned/handbook",
         "recovered/handbook",
+        "base/closeness",
+        "tuned/closeness",
+        "recovered/closeness",
     ]
     assert {*actions(tasks).values()} == {"run"}
     assert tasks["tuned/handbook"].role == "domain"
@@ -215,7 +218,7 @@ def test_recovery_alone_is_stale_once_the_finetune_was_done_again_otherwise(done
 
 
 def test_evaluation_alone_measures_the_states_that_are_there(run):
-    evaluation = {"eval": {"retention": ["instructions"]}}
+    evaluation = {"eval": {"retention": ["instructions"], "closeness": None}}
     assert [*plan(evaluation, run)] == ["base/instructions"]
     finish({"finetune": FINETUNE}, run)
     assert [*plan(evaluation, run)] == ["base/instructions", "tuned/instructions"]
@@ -225,7 +228,37 @@ def test_evaluation_alone_measures_the_states_that_are_there(run):
 
 def test_an_unfinished_finetune_is_not_evaluated(run):
     finish({"finetune": FINETUNE}, run, status="running")
-    assert [*plan({"eval": {"retention": ["instructions"]}}, run)] == ["base/instructions"]
+    assert [*plan({"eval": {"retention": ["instructions"]}}, run)] == ["base/instructions", "base/closeness"]
+
+
+@pytest.mark.parametrize(
+    ("data", "values"),
+    [
+        ({"eval.closeness": "other prompts"}, {}),
+        ({}, {"limit": 5}),
+        ({}, {"max_new_tokens": 64}),
+        ({}, {"thought_tokens": 64}),
+        ({}, {"sampler": "generate"}),
+    ],
+)
+def test_closeness_is_measured_again_where_prompts_limit_or_decoding_change(done, data, values):
+    tasks = plan(changed("eval", **values), done, {**DATA, **data})
+    states = ("base", "tuned", "recovered")
+    assert {tasks[f"{state}/closeness"].action for state in states} == {"run"}
+    assert tasks["finetune"].action == tasks["recover"].action == "skip"
+    assert tasks["base/handbook"].action == ("run" if values else "skip")
+
+
+def test_another_file_of_prompts_changes_closeness_alone_and_none_leaves_it_out(done):
+    tasks = plan(FULL, done, {**DATA, "eval.closeness": "other prompts"})
+    assert {t.suite for t in tasks.values() if t.action == "run"} == {"closeness"}
+    assert not any(t.suite == "closeness" for t in plan(changed("eval", closeness=None), done).values())
+
+
+def test_another_recovery_alone_is_measured_again(done):
+    tasks = plan(changed("recover", steps=9), done)
+    assert tasks["recovered/closeness"].action == "run"
+    assert tasks["tuned/closeness"].action == tasks["base/closeness"].action == "skip"
 
 
 def test_another_model_is_measured_again_and_says_why(done):

@@ -244,6 +244,7 @@ def test_the_command_gives_one_json_document_with_stable_keys(three, tmp_path):
         "domain_retention_raw",
         "status",
         "writing",
+        "closeness",
         "above_alpha_curve",
         "runs",
     }

@@ -1,0 +1,303 @@
+"""What closeness to base says of base, tuned and recovered, and of models that cheat or are spoilt.
+
+    python benchmarks/closeness.py TUNED [--recovered ADAPTER]   # an hour on one core
+
+A spoilt model is base whose next-token distribution is changed by a rule: the rule acts on the real model's
+log-probabilities, where it samples and where it is graded. All numbers come from `opdcl.stages.closeness` and
+`opdcl.results.closeness`, as in a run. `C` counts from TUNED: 0 is tuned, 1 is base.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from opdcl.config.evaluate import EvalConfig
+from opdcl.config.model import ModelConfig
+from opdcl.console import Output
+from opdcl.data.chat import encode_prompt
+from opdcl.data.rows import Row, load_rows
+from opdcl.distill.losses import forward_kl, reverse_kl
+from opdcl.model.backbone import Backbone
+from opdcl.results import closeness as results
+from opdcl.results.intervals import ratio
+from opdcl.rundir.layout import RunDir
+from opdcl.stages import closeness
+
+# Prompt, answer so far, log-probabilities of base -> those of the spoilt model.
+Rule = Callable[[list[int], list[int], torch.Tensor], torch.Tensor]
+
+COPIED = 0.97  # the probability with which a cheat does what it is for
+
+
+def towards(log_p: torch.Tensor, token: int, share: float) -> torch.Tensor:
+    """Return the mixture of a distribution with one token, which gets `share` of the mass."""
+    mixed = log_p + math.log(1 - share)
+    mixed[token] = torch.logaddexp(mixed[token], torch.tensor(math.log(share)))
+    return mixed
+
+
+def likelier(log_p: torch.Tensor, token: int, nats: float) -> torch.Tensor:
+    changed = log_p.clone()
+    changed[token] += nats
+    return changed.log_softmax(-1)
+
+
+def rules(backbone: Backbone, echoes: dict[tuple[int, ...], list[int]]) -> dict[str, Rule]:
+    """Return the spoilt models; `echoes` has the first sentence of each prompt."""
+    end = backbone.eos_ids[0]
+
+    def echo(prompt: list[int], answer: list[int], log_p: torch.Tensor) -> torch.Tensor:
+        text = [*echoes[tuple(prompt)], end]
+        at = len(answer)
+        return towards(log_p, text[at], COPIED) if at < len(text) and answer == text[:at] else log_p
+
+    def cut(prompt: list[int], answer: list[int], log_p: torch.Tensor) -> torch.Tensor:
+        return towards(log_p, end, COPIED) if len(answer) >= 24 else log_p
+
+    def repeat(prompt: list[int], answer: list[int], log_p: torch.Tensor) -> torch.Tensor:
+        # What followed the last two tokens where they stood before.
+        for i in range(len(answer) - 3, -1, -1):
+            if answer[i : i + 2] == answer[-2:]:
+                return towards(log_p, answer[i + 2], 0.5)
+        return log_p
+
+    return {
+        "an echo of the prompt's first sentence": echo,
+        "answers cut after 24 tokens": cut,
+        "no end": lambda prompt, answer, log_p: likelier(log_p, end, -12.0),
+        "repetition": repeat,
+        "an end 20 times likelier": lambda prompt, answer, log_p: likelier(log_p, end, 3.0),
+        "an end 20 times less likely": lambda prompt, answer, log_p: likelier(log_p, end, -3.0),
+        "no change": lambda prompt, answer, log_p: log_p,
+    }
+
+
+@contextlib.contextmanager
+def spoilt(rule: Rule) -> Iterator[None]:
+    """Measure base under a rule in place of the student, in the block."""
+    graded: list[list] = []
+
+    def sample(model, prompts, *, max_new_tokens, eos_ids, seed, **options):
+        rollouts = [closeness.Rollout(list(p)) for p in prompts]
+        uniform = torch.rand(len(prompts), max_new_tokens, generator=torch.Generator().manual_seed(seed))
+        cache, ids, mask = None, *padded(prompts, eos_ids[0])
+        for step in range(max_new_tokens):
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            found = model(
+                ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            )
+            cache, log_p = found.past_key_values, found.logits[:, -1].float().log_softmax(-1)
+            drawn = []
+            for rollout, row, u in zip(rollouts, log_p, uniform[:, step], strict=True):
+                if rollout.finished:
+                    drawn.append(eos_ids[0])
+                    continue
+                changed = rule(rollout.prompt_ids, rollout.completion_ids, row)
+                token = int((changed.exp().cumsum(-1) < u).sum().clamp(max=len(row) - 1))
+                rollout.completion_ids.append(token)
+                rollout.finished = token in eos_ids
+                drawn.append(token)
+            if all(r.finished for r in rollouts):
+                break
+            ids = torch.tensor(drawn)[:, None]
+            mask = torch.cat([mask, torch.ones(len(prompts), 1, dtype=mask.dtype)], 1)
+        return rollouts
+
+    hidden = closeness._hidden_states
+
+    def remember(model, texts):
+        if not graded:  # the student's pass, which comes first
+            graded.extend([texts[i] for i in batch] for batch in closeness._batches(texts))
+            remember.states = hidden(model, texts)
+        return remember.states
+
+    def divergences(student, base):
+        forward, reverse, at = [], [], 0
+        for text in graded.pop(0):
+            size = len(text.completion_ids)
+            q = base.log_probs(slice(at, at + size), len(base.head_VH))
+            p = torch.stack([rule(text.prompt_ids, text.completion_ids[:i], row) for i, row in enumerate(q)])
+            forward.append(forward_kl(p, q))
+            reverse.append(reverse_kl(p, q))
+            at += size
+        return torch.cat(forward), torch.cat(reverse)
+
+    with (
+        patch.object(closeness, "sample", torch.no_grad()(sample)),
+        patch.object(closeness, "_hidden_states", remember),
+        patch.object(closeness, "both_divergences", divergences),
+    ):
+        yield
+
+
+def padded(prompts: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts])
+    return ids, torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+
+
+@contextlib.contextmanager
+def other_content(prompts: list[list[int]]) -> Iterator[None]:
+    """Let base answer another prompt in place of the student, in the block: its style, other content."""
+    shift = max(1, len(prompts) // 3)
+    another = {tuple(p): q for p, q in zip(prompts, prompts[shift:] + prompts[:shift], strict=True)}
+    sample, hidden = closeness.sample, closeness._hidden_states
+    passes = []
+
+    def answer(model, asked, **options):
+        rollouts = sample(model, [another[tuple(p)] for p in asked], **options)
+        for rollout, prompt in zip(rollouts, asked, strict=True):
+            rollout.prompt_ids = list(prompt)
+        return rollouts
+
+    def states(model, texts):
+        passes.append(1)
+        if len(passes) % 2:  # the student's pass; micro-batches must be those of base's pass
+            sequences = [closeness.sequence(another[tuple(t.prompt_ids)], t.completion_ids) for t in texts]
+            with torch.no_grad():
+                return [
+                    closeness.answer_states(model, [sequences[i] for i in b])
+                    for b in closeness._batches(texts)
+                ]
+        return hidden(model, texts)
+
+    with patch.object(closeness, "sample", answer), patch.object(closeness, "_hidden_states", states):
+        yield
+
+
+@contextlib.contextmanager
+def other_precision(backbone: Backbone) -> Iterator[None]:
+    """Round base's weights to bfloat16 in the student's pass; the arithmetic stays as it is."""
+    hidden, weights, passes = closeness._hidden_states, dict(backbone.causal_lm.named_parameters()), []
+
+    def states(model, texts):
+        passes.append(1)
+        if len(passes) % 2 == 0:
+            return hidden(model, texts)
+        kept = {name: weight.data for name, weight in weights.items()}
+        for weight in weights.values():
+            weight.data = weight.data.bfloat16().to(weight.dtype)
+        try:
+            return hidden(model, texts)
+        finally:
+            for name, weight in weights.items():
+                weight.data = kept[name]
+
+    with patch.object(closeness, "_hidden_states", states):
+        yield
+
+
+def first_sentences(rows: list[Row], prompts: list[list[int]], backbone: Backbone) -> dict:
+    from opdcl.data.similarity import request_of
+
+    tokenizer = backbone.tokenizer
+    texts = [request_of(row.prompt[-1]["content"]) for row in rows]
+    return {
+        tuple(p): tokenizer(text, add_special_tokens=False)["input_ids"]
+        for p, text in zip(prompts, texts, strict=True)
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tuned", type=Path, help="adapter of a fine-tune")
+    parser.add_argument("--recovered", type=Path, help="adapter of its recovery")
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--cases", nargs="+", help="some of the cases")
+    parser.add_argument("--work", type=Path, help="folder to keep the answers in; an interrupted run goes on")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("closeness.json"))
+    options = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        work = options.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        record = measure(options, work)
+    options.out.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def measure(options: argparse.Namespace, work: Path) -> dict:
+    backbone = Backbone.load(ModelConfig())
+    rows = load_rows("requests")[: options.prompts]
+    config = EvalConfig(max_new_tokens=options.tokens, batch_size=320)
+    prompts = [encode_prompt(row, backbone.tokenizer, 10**6) for row in rows]
+    base, nothing = RunDir(work / "base"), contextlib.nullcontext
+    everything = (config, rows, backbone)
+    state_of(base, "base", everything)
+    cases: dict[str, tuple] = {
+        "tuned": (options.tuned, 1.0, nothing),
+        **({"recovered": (options.recovered, 1.0, nothing)} if options.recovered else {}),
+        "tuned, scaled by 0.5": (options.tuned, 0.5, nothing),
+        "base's answers to other prompts": (None, 1.0, lambda: other_content(prompts)),
+    }
+    echoes = first_sentences(rows, prompts, backbone)
+    cases |= {
+        name: (None, 1.0, lambda rule=rule: spoilt(rule)) for name, rule in rules(backbone, echoes).items()
+    }
+    cases |= {
+        "base with weights in bfloat16": (None, 1.0, lambda: other_precision(backbone)),
+        "tuned, scaled by 0.25": (options.tuned, 0.25, nothing),
+        "tuned, scaled by 0": (options.tuned, 0.0, nothing),
+        "base on other draws": (None, 1.0, lambda: patch.object(closeness, "SEED", closeness.SEED + 1)),
+    }
+    found = []
+    for name in ["tuned", *(n for n in options.cases or cases if n != "tuned")]:
+        adapter, alpha, intervention = cases[name]
+        run = RunDir(work / name.replace(" ", "-").replace("'", ""))
+        copy_of_base(base, run)
+        # Without an adapter of its own, a state is base's weights under an intervention.
+        backbone.drop_adapters()
+        backbone.load_adapter(adapter or options.tuned, "student")
+        started = time.perf_counter()
+        with backbone.scaled(alpha if adapter else 0.0), intervention():
+            state_of(run, "recovered", everything, adapter or options.tuned)
+        row = {"case": name, **numbers(run, RunDir(work / "tuned"))}
+        found.append(row | {"seconds": round(time.perf_counter() - started, 1)})
+        print(json.dumps(found[-1]), flush=True)
+    head = {"date": date.today().isoformat(), "threads": torch.get_num_threads()}
+    sizes = {"prompts": len(rows), "max_new_tokens": options.tokens}
+    return head | sizes | {"base": numbers(base, base), "rows": found}
+
+
+def state_of(run: RunDir, state: str, everything: tuple, adapter: Path | None = None) -> None:
+    if not run.eval_result(state, "closeness").exists():
+        line = Output("quiet").stage("closeness")
+        config, rows, backbone = everything
+        closeness.measure_closeness(config, rows, backbone, state, run, {}, line, adapter)
+
+
+def copy_of_base(base: RunDir, run: RunDir) -> None:
+    for place in (RunDir.eval_result, RunDir.eval_samples):
+        target = place(run, "base", "closeness")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(place(base, "base", "closeness").read_bytes())
+
+
+def numbers(run: RunDir, tuned: RunDir) -> dict:
+    """Return the distance of a state with both directions, its writing, and C counted from tuned."""
+    state = "base" if run is tuned else "recovered"
+    suite, reference = results.load(run), results.load(tuned)
+    summary = results.summarise([suite])
+    row = dict(summary[state])
+    if state == "base":
+        return row
+    near, far, noise = (
+        results.values([s], name) for s, name in ((suite, state), (reference, state), (suite, "base"))
+    )
+    c = ratio(far - near, far - noise, suite.clusters)
+    for name in ("forward_own", "reverse_base"):
+        row[name] = {"value": float(results.values([suite], state, name).mean())}
+    return row | {"C": c.as_dict() if c else None}
+
+
+if __name__ == "__main__":
+    main()

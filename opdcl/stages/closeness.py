@@ -1,0 +1,251 @@
+"""Measure how near a state's answers are to base's, token by token, at temperature 1.
+
+Base and the state answer the same prompts. Then both models give their distributions at every token:
+
+    forward   KL(base, state) on base's answers: what base says and the state would not
+    reverse   KL(state, base) on the state's own answers: what the state says and base would not
+
+Each is the mean over the tokens of an answer. Their mean is the state's distance from base on this prompt, in
+nats per token. Base's answers are sampled once per run; its own distance is the noise of 16-bit arithmetic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opdcl import parallel
+from opdcl.config.evaluate import CLOSENESS, EvalConfig
+from opdcl.data.chat import answer_text, encode_prompt
+from opdcl.data.rows import Row
+from opdcl.distill.grading import micro_batches
+from opdcl.distill.losses import both_divergences
+from opdcl.distill.teachers import sequence
+from opdcl.errors import OpdclError, UsageError
+from opdcl.model.backbone import Backbone
+from opdcl.model.distributions import HiddenStates
+from opdcl.model.forward import answer_states
+from opdcl.rundir.files import RESTORE, read_jsonl, write_atomic, write_json
+from opdcl.rundir.hashes import adapter_hash, hash_value
+from opdcl.rundir.layout import RunDir
+from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.sample import sample
+from opdcl.stages.pace import Pace
+from opdcl.training import StageReport, peak_memory, reset_peak_memory
+
+# Prompts that are answered, graded and stored together. Always the same ones: a resumed measurement must draw
+# the same numbers. All states draw the same, so that a model that is base gives base's answers.
+CHUNK, SEED = 100, 39
+
+# Tokens of a forward pass; padding counts.
+MICRO_BATCH, CUDA_MICRO_BATCH = 2048, 8192
+
+
+class _Measurement:
+    """One state's answers and distances; `base_rows` are base's stored answers, unless the state is base."""
+
+    def __init__(
+        self,
+        config: EvalConfig,
+        backbone: Backbone,
+        prompts: list[list[int]],
+        base_rows: list[dict[str, Any]],
+        name: str,
+        report: StageReport,
+    ):
+        self.config, self.backbone, self.name, self.report = config, backbone, name, report
+        self.prompts, self.base_rows = prompts, base_rows
+        self.state = "student" if base_rows else "base"
+
+    def rows(self, partial: Path, adapter: Path | None) -> list[dict[str, Any]]:
+        """Return the answers to all prompts with their distances.
+
+        `partial` keeps finished chunks. Each row is stored under a hash of all that it depends on, so that an
+        interrupt loses one chunk at most and no row of another model is reused.
+        """
+        config, backbone = self.config, self.backbone
+        made_of = {
+            "models": [backbone.fingerprint(), adapter_hash(adapter) if adapter else None],
+            "dtype": str(backbone.causal_lm.dtype),
+            "eos_ids": backbone.eos_ids,
+            "decoding": [config.sampler, config.batch_size, config.closeness_tokens],
+            "texts": [self.prompts, [row["completion_ids"] for row in self.base_rows]],
+        }
+        made_by = hash_value(made_of)
+        keys = [f"{made_by} {i}" for i in range(len(self.prompts))]
+        found = {row.pop("key"): row for row in read_jsonl(partial) if row.get("key") in {*keys}}
+        for start in range(0, len(keys), CHUNK):
+            chunk = keys[start : start + CHUNK]
+            if not all(key in found for key in chunk):
+                found |= zip(chunk, self._chunk(start, self.prompts[start : start + CHUNK]), strict=True)
+                write_atomic(partial, _lines({"key": key} | row for key, row in found.items()))
+        return [found[key] for key in keys]
+
+    def _chunk(self, start: int, prompts: list[list[int]]) -> list[dict[str, Any]]:
+        """Answer and grade the prompts from number `start` on."""
+        backbone, config, limit = self.backbone, self.config, self.config.closeness_tokens
+        costs, later = backbone.costs, [len(prompt) for prompt in self.prompts[start + len(prompts) :]]
+        pace = Pace(costs, f"{CLOSENESS} {self.name}", (limit, [*map(len, prompts)]), [(limit, later)])
+        answered = start
+
+        def count(finished: list[Rollout]) -> None:
+            nonlocal answered
+            answered += len(finished)
+            grading = costs.seconds({"measure": 4.0 * sum(r.length for r in finished) / len(finished)})
+            left, rest = pace.left(finished), len(self.prompts) - start
+            known = {} if left is None or grading is None else {"left": left + rest * grading}
+            self.report.progress(answered, len(self.prompts), **known)
+
+        with backbone.merged(self.state) as model:
+            own = sample(
+                model,
+                prompts,
+                max_new_tokens=limit,
+                eos_ids=backbone.eos_ids,
+                seed=SEED + start,
+                batch_size=int(config.batch_size),
+                engine=config.sampler,
+                on_finished=count,
+                costs=costs,
+            )
+            costs.answered(f"{CLOSENESS} {self.name} {limit}", [len(r.completion_ids) for r in own])
+            ids = [row["completion_ids"] for row in self.base_rows[start : start + len(prompts)]]
+            texts = own + [Rollout(p, answer) for p, answer in zip(prompts, ids, strict=bool(ids))]
+            passes = 2 * sum(text.length for text in texts)
+            began = time.perf_counter()
+            states = _hidden_states(model, texts)
+        # Base is compared with itself: once as it is, and once a little off.
+        with backbone.merged("base") as model, contextlib.nullcontext() if ids else _jitter(model):
+            base_states = _hidden_states(model, texts)
+        divergences = self._divergences(texts, states, base_states)
+        costs.add("measure", passes, time.perf_counter() - began)
+        of_own, of_base = divergences[: len(own)], divergences[len(own) :] or divergences
+        return [self._row(*row) for row in zip(own, of_own, of_base, strict=True)]
+
+    def _divergences(
+        self, texts: list[Rollout], states: list[torch.Tensor], base_states: list[torch.Tensor]
+    ) -> list[tuple[float, float]]:
+        """Return each text's mean forward and reverse KL per token."""
+        heads = self.backbone.head_of(self.state), self.backbone.head_of("base")
+        found: dict[int, tuple[float, float]] = {}
+        for batch, *pair in zip(_batches(texts), states, base_states, strict=True):
+            ours, theirs = (HiddenStates(x, head) for x, head in zip(pair, heads, strict=True))
+            lengths = [len(texts[i].completion_ids) for i in batch]
+            columns = (x.double().split(lengths) for x in both_divergences(ours, theirs))
+            for i, forward, reverse in zip(batch, *columns, strict=True):
+                found[i] = float(forward.mean()), float(reverse.mean())
+        return parallel.gather_shares([found[i] for i in sorted(found)])
+
+    def _row(self, rollout: Rollout, own: tuple[float, float], base: tuple[float, float]) -> dict[str, Any]:
+        scores = {"distance": (base[0] + own[1]) / 2, "forward": base[0], "reverse": own[1]}
+        scores |= {"forward_own": own[0], "reverse_base": base[1]}
+        if not all(map(math.isfinite, scores.values())):
+            hint = "the base model or the adapter holds NaN: opdcl verify RUN, or restore the model"
+            raise OpdclError("the distance to base is not finite", hint)
+        # Rounding can make the divergence of equal models slightly negative.
+        scores = {name: max(value, 0.0) for name, value in scores.items()}
+        text = answer_text(self.backbone.tokenizer, rollout.prompt_ids, rollout.completion_ids)
+        row = {"response": text, "tokens": len(rollout.completion_ids), "ended": rollout.finished}
+        return row | {"scores": scores, "completion_ids": rollout.completion_ids}
+
+
+def measure_closeness(
+    config: EvalConfig,
+    asked: Sequence[Row],
+    backbone: Backbone,
+    state: str,
+    run: RunDir,
+    record: dict[str, Any],
+    report: StageReport,
+    adapter: Path | None = None,
+) -> dict[str, Any]:
+    """Measure one state's distance from base; write samples and result, and return the result.
+
+    Base is measured first: the other states need its answers. The arguments are those of `evaluate`.
+    """
+    started = time.perf_counter()
+    reset_peak_memory()
+    room = backbone.context_length - config.closeness_tokens
+    prompts = [encode_prompt(row, backbone.tokenizer, room) for row in asked]
+    base_rows = read_jsonl(run.eval_samples("base", CLOSENESS)) if adapter else []
+    if adapter and len(base_rows) != len(prompts):
+        raise UsageError(f"{run.eval_samples('base', CLOSENESS)} lacks answers of base", RESTORE)
+    measured = _Measurement(config, backbone, prompts, base_rows, state, report)
+    partial = run.evals / state / f".{CLOSENESS}.partial.jsonl"
+    rows = measured.rows(partial, adapter)
+    samples = [_sample(i, *pair, state) for i, pair in enumerate(zip(asked, rows, strict=True))]
+    write_atomic(run.eval_samples(state, CLOSENESS), _lines(samples))
+    result = record | {
+        "state": state,
+        "suite": CLOSENESS,
+        "metric": "distance",
+        "n": len(samples),
+        "metrics": _means([row["scores"] for row in samples]),
+        "floor": {},
+        "cost": {
+            "seconds": round(time.perf_counter() - started, 1),
+            "tokens": sum(row["tokens"] for row in samples),
+            "peak_memory_bytes": peak_memory(),
+        },
+    }
+    write_json(run.eval_result(state, CLOSENESS), result)
+    partial.unlink()
+    return result
+
+
+def _sample(number: int, asked: Row, row: dict[str, Any], state: str) -> dict[str, Any]:
+    """Return a stored record; only base's has the ids of its answer, which other states are graded on."""
+    texts = [message["content"] for message in asked.prompt]
+    if len(texts) > 1:
+        texts = [f"{message['role']}: {message['content']}" for message in asked.prompt]
+    kinds = {key: getattr(asked, key) for key in ("cluster", "group") if getattr(asked, key)}
+    kept = {key: value for key, value in row.items() if state == "base" or key != "completion_ids"}
+    return {"doc_id": number, "prompt": "\n\n".join(texts), **kept, **kinds}
+
+
+@torch.no_grad()
+def _hidden_states(model: Any, texts: list[Rollout]) -> list[torch.Tensor]:
+    """Return the states before the answers' tokens, `(N, H)`, for each of this worker's micro-batches."""
+    sequences = [sequence(text.prompt_ids, text.completion_ids) for text in texts]
+    return [answer_states(model, [sequences[i] for i in batch]) for batch in _batches(texts)]
+
+
+def _batches(texts: list[Rollout]) -> list[list[int]]:
+    tokens = CUDA_MICRO_BATCH if torch.cuda.is_available() else MICRO_BATCH
+    own = parallel.my_share(range(len(texts)))
+    return micro_batches({i: texts[i].length for i in own}, tokens)
+
+
+@contextlib.contextmanager
+def _jitter(model: Any) -> Iterator[None]:
+    """Change half of the input embeddings' dimensions by one digit of bfloat16 in the block.
+
+    What the model computes is then off as it is between a run in 32 bits and one in 16, or between two
+    kernels in 16: every later rounding falls differently.
+    """
+
+    def change(module: Any, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(SEED)
+        chosen = torch.rand(embedded.shape[-1], generator=generator) < 0.5
+        return embedded * (1 + torch.finfo(torch.bfloat16).eps * chosen.to(embedded))
+
+    hook = model.get_input_embeddings().register_forward_hook(change)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _means(scores: list[dict[str, float]]) -> dict[str, float]:
+    return {name: round(sum(s[name] for s in scores) / len(scores), 6) for name in scores[0]}
+
+
+def _lines(rows) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

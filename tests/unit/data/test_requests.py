@@ -1,0 +1,84 @@
+"""The shipped prompts of closeness: kinds that the recovery's prompts lack, and near to no other prompt."""
+
+from collections import Counter
+
+import pytest
+from helpers.command import ROOT
+
+from opdcl.data.rows import load_rows, read_json_lines
+from opdcl.data.similarity import nearest
+
+# Above this cosine of wording two prompts ask for nearly the same.
+NEAR = 0.65
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return load_rows("requests")
+
+
+def text_of(row):
+    return "\n".join(message["content"] for message in row.prompt)
+
+
+def test_there_are_300_in_ten_kinds_all_different(requests):
+    assert len(requests) == len({text_of(row) for row in requests}) == 300
+    kinds = Counter(row.group for row in requests)
+    assert len(kinds) == 10
+    assert min(kinds.values()) >= 25
+
+
+def test_each_beginning_of_the_file_has_all_kinds(requests):
+    for limit in (50, 100, 200):
+        kinds = Counter(row.group for row in requests[:limit])
+        assert len(kinds) == 10
+        assert max(kinds.values()) - min(kinds.values()) <= limit // 20
+
+
+def test_prompts_on_one_text_are_a_cluster(requests):
+    given = [row for row in requests if row.group in ("text", "extract")]
+    clusters = Counter(row.cluster for row in given)
+    assert "" not in clusters
+    assert set(clusters.values()) == {3}
+    assert {row.cluster for row in requests if row not in given} == {""}
+
+
+def test_conversations_end_with_the_user(requests):
+    talks = [row for row in requests if row.group == "conversation"]
+    assert sum(len(row.prompt) > 2 for row in talks) >= 20
+    assert {row.prompt[-1]["role"] for row in requests} == {"user"}
+    assert {row.answer for row in requests} == {None}
+
+
+@pytest.mark.parametrize(
+    ("file", "field"),
+    [
+        ("workflows/data/everyday.jsonl", "prompt"),
+        ("evals/instructions/train.jsonl", "prompt"),
+        ("evals/instructions/validation.jsonl", "prompt"),
+        ("evals/instructions/test.jsonl", "prompt"),
+        ("evals/handbook/neighbours.jsonl", "question"),
+        ("benchmarks/ifeval_prompts.jsonl", "prompt"),
+    ],
+)
+def test_none_is_near_to_a_prompt_of_the_recovery_or_of_another_test(requests, file, field):
+    others = [row[field] for row, _ in read_json_lines(ROOT / file)]
+    prompts = [text_of(row) for row in requests]
+    near = {p: float(n) for p, n in zip(prompts, nearest(prompts, others), strict=True) if n > NEAR}
+    assert near == {}
+
+
+def test_none_is_written_in_the_grammar_of_instructions(requests):
+    marks = (
+        "<<",
+        "P.S",
+        "postscript",
+        "nclude the word",
+        "Use the word",
+        "Avoid the word",
+        " sentences",
+        "[",
+    )
+    told = [row for row in requests if row.group not in ("code", "translation")]
+    found = [(mark, text_of(row)) for row in told for mark in marks if mark in text_of(row)]
+    assert found == []

@@ -1,0 +1,204 @@
+"""C and the distances: known numbers, seeds, what is missing, and where they are shown."""
+
+import json
+
+import numpy as np
+import pytest
+from helpers.synthetic import measure_fully, pages, workflow, write
+
+from opdcl.results import closeness
+from opdcl.results.arms import load_arms, split_seeds
+from opdcl.results.compare import compare
+from opdcl.results.summary import summarise, table_rows
+from opdcl.rundir.layout import RunDir
+
+N = 40
+
+
+def store(run, state, distances, prompt="Prompt", **fields):
+    """Write a state's distances as a measurement of closeness would."""
+    rows = [
+        {
+            "doc_id": i,
+            "prompt": f"{prompt} {i}",
+            "response": "one two three four",
+            "tokens": 20,
+            "ended": True,
+            "scores": {"distance": d, "forward": 2 * d, "reverse": 0.0},
+        }
+        | {key: value(i) for key, value in fields.items()}
+        for i, d in enumerate(distances)
+    ]
+    result = {"role": "closeness", "metric": "distance", "metrics": {}, "floor": {}, "n": len(rows)}
+    write(
+        run.eval_result(state, "closeness"),
+        result | {"cost": {"seconds": 5.0, "tokens": 8, "peak_memory_bytes": 1}},
+    )
+    write(run.eval_samples(state, "closeness"), rows)
+
+
+def spread(centre, seed=0):
+    return (centre * np.random.default_rng(seed).uniform(0.5, 1.5, N)).tolist()
+
+
+def make(folder, tuned=0.8, recovered=0.2, noise=0.0, seed=0, **recover):
+    """Write a run with both suites and closeness; return it."""
+    run = RunDir(folder)
+    write(run.config, {"workflow": workflow(seed=seed, **recover), "origins": {}})
+    passes = {"base": range(32), "tuned": range(8), "recovered": range(30)}
+    for state, passed in passes.items():
+        measure_fully(run, state, "instructions", "retention", set(passed))
+        measure_fully(run, state, "handbook", "domain", set(range(4 if state == "base" else 36)))
+    store(run, "base", [noise] * N)
+    for number, (state, centre) in enumerate((("tuned", tuned), ("recovered", recovered))):
+        if centre is not None:
+            store(run, state, spread(centre, 10 * seed + number))
+    return run
+
+
+def test_c_is_the_share_of_the_distance_that_is_gone(tmp_path):
+    run = make(tmp_path / "run")
+    found = summarise(run)["closeness"]
+    tuned, recovered = (np.mean(spread(d, i)) for i, d in enumerate((0.8, 0.2)))
+    assert found["n"] == N
+    assert found["value"] == pytest.approx(1 - recovered / tuned, abs=1e-5)
+    assert found["low"] < found["value"] < found["high"] < 1
+    assert found["tuned"]["distance"]["value"] == pytest.approx(tuned, abs=1e-5)
+    assert found["tuned"]["forward"]["value"] == pytest.approx(2 * tuned, abs=1e-5)
+    assert found["base"]["length"]["value"] == 20
+    assert (found["base"]["ended"]["value"], found["base"]["repetition"]["value"]) == (1, 0)
+    assert found["seconds"] == 15
+    assert found["why"] is None
+
+
+def test_the_noise_stands_beside_the_distances_and_changes_none(tmp_path):
+    quiet, noisy = (summarise(make(tmp_path / str(d), noise=d))["closeness"] for d in (0.0, 0.1))
+    assert (quiet["noise"], noisy["noise"]) == (0, 0.1)
+    assert quiet["value"] == noisy["value"]
+
+
+def test_recovered_as_near_as_the_noise_carries_the_verdict_of_a_suite_without_headroom(tmp_path):
+    from opdcl.results.status import by_closeness
+
+    near = summarise(make(tmp_path / "near", recovered=0.01, noise=0.02))["closeness"]
+    assert by_closeness(near) == "recovered"
+    assert by_closeness(summarise(make(tmp_path / "far"))["closeness"]) == "partly recovered"
+
+
+def test_length_and_ends_at_temperature_1_are_tested_as_an_equivalence(tmp_path):
+    run = make(tmp_path / "run")
+    same = summarise(run)["closeness"]["writing"]
+    assert not same["ended"]["different"]
+    assert same["tokens"]["shown"]
+    distances = spread(0.2, 1)
+    store(run, "recovered", distances, tokens=lambda i: 12 + i % 3, ended=lambda i: i % 2 == 0)
+    other = summarise(run)["closeness"]["writing"]
+    assert other["tokens"]["value"] == pytest.approx(-0.35, abs=0.01)
+    assert other["tokens"]["different"]
+    assert other["ended"]["value"] == -0.5
+
+
+@pytest.mark.parametrize(("distance", "c"), [(0.8, 0.0), (0.0, 1.0), (1.6, -1.0)])
+def test_tuned_itself_has_c_0_base_1_and_a_model_further_away_less_than_0(tmp_path, distance, c):
+    run = make(tmp_path / "run")
+    store(run, "recovered", [d * distance / 0.8 for d in spread(0.8)])
+    assert summarise(run)["closeness"]["value"] == pytest.approx(c, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"recovered": None}, "recovered not measured"),
+        ({"tuned": 0.005, "noise": 0.02}, "tuned is not measurably away from base"),
+        ({"tuned": 0.2, "noise": 0.2}, "tuned is not measurably away from base"),
+    ],
+)
+def test_there_is_no_c_without_recovered_or_where_tuned_is_base(tmp_path, changed, why):
+    run = make(tmp_path / "run", **changed)
+    summary = summarise(run)
+    found = summary["closeness"]
+    assert (found["value"], found["low"], found["high"], found["why"]) == (None, None, None, why)
+    assert found["tuned"]["distance"]["value"] >= 0
+    assert "C" not in [row[0] for row in table_rows(summary)]
+    assert f"Closeness C: none, {why}." in pages(run)["report.md"]
+
+
+def test_prompts_on_one_text_count_as_one(tmp_path):
+    run = make(tmp_path / "run")
+    widths = []
+    for texts in (N, N // 4):
+        stored = {"base": [0.0] * N, "tuned": [0.8] * N, "recovered": sorted(spread(0.2))}
+        for state, distances in stored.items():
+            store(run, state, distances, cluster=lambda i, texts=texts: f"text {i * texts // N}")
+        found = summarise(run)["closeness"]
+        widths.append(found["high"] - found["low"])
+    assert widths[1] > 1.7 * widths[0]
+
+
+def test_it_is_a_row_of_the_table_the_report_and_the_json_and_no_suite(tmp_path):
+    run = make(tmp_path / "run")
+    summary = summarise(run)
+    assert list(summary["suites"]) == ["instructions", "handbook"]
+    rows = {row[0]: row for row in table_rows(summary)}
+    assert rows["C"][-1].startswith(f"{summary['closeness']['value']:.2f}\n[")
+    distances = rows["distance to base\nnats per token"]
+    assert (distances[1], distances[3]) == (str(N), "0.000\n[0.000, 0.000]")
+    assert summary["cost"]["eval"]["seconds"] == 75
+    texts = pages(run)
+    for name in ("report.md", "report.html"):
+        assert "Closeness C" in texts[name]
+        assert "Closeness to base" in texts[name]
+    json.dumps(summary, allow_nan=False)
+
+
+def test_a_run_of_an_older_version_has_none(tmp_path):
+    run = make(tmp_path / "run")
+    for state in ("base", "tuned", "recovered"):
+        run.eval_result(state, "closeness").unlink()
+    summary = summarise(run)
+    assert summary["closeness"] is None
+    assert "Closeness" not in pages(run)["report.md"]
+    assert [row[0] for row in table_rows(summary)][-1] == "D"
+
+
+def test_seeds_are_pooled_and_widen_the_interval_as_for_r(tmp_path):
+    runs = [make(tmp_path / f"mine-{seed}", recovered=r, seed=seed) for seed, r in enumerate((0.1, 0.2, 0.3))]
+    other = make(tmp_path / "other", steps=9)
+    comparison = compare([*runs, other])
+    rows = {row["name"]: row["closeness"] for row in comparison["arms"]}
+    assert set(rows) == {"mine", "other"}
+    single = [summarise(run)["closeness"] for run in runs]
+    pooled = rows["mine"]
+    assert pooled["value"] == pytest.approx(np.mean([c["value"] for c in single]), abs=0.02)
+    width = max(c["high"] - c["low"] for c in single)
+    assert pooled["high"] - pooled["low"] > 2 * width
+    assert pooled["seconds"] == 45
+
+
+def test_arms_measured_on_other_prompts_are_told_and_not_compared(tmp_path):
+    runs = [make(tmp_path / "one"), make(tmp_path / "two", steps=9), make(tmp_path / "three", steps=8)]
+    for state in ("base", "tuned", "recovered"):
+        store(runs[1], state, spread(0.5), prompt="Another")
+        runs[2].eval_result(state, "closeness").unlink()
+    comparison = compare(runs)
+    found = {row["name"]: row["closeness"] for row in comparison["arms"]}
+    assert [name for name, near in found.items() if near] == ["one"]
+    assert "two: its closeness to base was measured on other prompts." in comparison["notes"]
+    assert not any("three: its closeness" in note for note in comparison["notes"])
+
+
+def test_its_prompts_do_not_keep_seeds_apart(tmp_path):
+    runs = [make(tmp_path / f"mine-{seed}", seed=seed) for seed in (0, 1)]
+    config = json.loads(runs[0].config.read_text())
+    config["workflow"]["eval"]["closeness"] = "requests"
+    write(runs[0].config, config)
+    assert "eval.closeness" not in split_seeds(runs[0])[0]
+    assert len(load_arms(runs)) == 1
+
+
+def test_a_suite_is_what_the_equivalence_of_length_and_ends_is_tested_on(tmp_path):
+    from opdcl.results import writing
+
+    run = make(tmp_path / "run")
+    suite = closeness.load(run)
+    assert {"ended", "tokens", "repetition"} <= set(writing.values(suite, "recovered"))

@@ -1,0 +1,227 @@
+"""Closeness to base: against a naive reference, at known answers, and after an interrupt."""
+
+import json
+
+import pytest
+import torch
+from helpers.recovering import Silent
+from transformers import AutoModelForCausalLM
+
+from opdcl.config.evaluate import EvalConfig
+from opdcl.data.chat import encode_prompt
+from opdcl.data.formats import check_row
+from opdcl.errors import OpdclError, UsageError
+from opdcl.model.backbone import Backbone
+from opdcl.results import closeness as results
+from opdcl.rundir.files import read_json, read_jsonl
+from opdcl.rundir.layout import RunDir
+from opdcl.stages import closeness
+from opdcl.stages.closeness import measure_closeness
+
+CONFIG = EvalConfig(max_new_tokens=10, batch_size=4)
+ASKED = [
+    check_row({"prompt": f"Tell me about number {i}.", "group": "ab"[i % 2]}, f"row {i}") for i in range(6)
+]
+
+
+class StopAt(Silent):
+    """Interrupt once the first chunk is stored and the next one is being answered."""
+
+    def progress(self, done, total, **values):
+        if done > 4:
+            raise KeyboardInterrupt
+
+
+def measure(backbone, run, state="base", adapter=None, config=CONFIG, asked=ASKED, report=None):
+    result = measure_closeness(config, asked, backbone, state, run, {}, report or Silent(), adapter)
+    return result, read_jsonl(run.eval_samples(state, "closeness"))
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDir(tmp_path / "run")
+
+
+@pytest.fixture
+def adapted(backbone, tuned):
+    """A backbone that holds an adapter as its student, and the adapter's folder."""
+    backbone.drop_adapters()
+    backbone.load_adapter(tuned / "tuned", "student")
+    return backbone, tuned / "tuned"
+
+
+def naive(model, other, prompt_ids, completion_ids):
+    """Return the mean KL(model, other) over a completion, token by token, in double precision."""
+    ids = torch.tensor([prompt_ids + completion_ids])
+    rows = []
+    with torch.no_grad():
+        p, q = (x(ids).logits[0].double().log_softmax(-1) for x in (model, other))
+    for i in range(len(completion_ids)):
+        at = len(prompt_ids) + i - 1
+        rows.append(sum(float(a.exp() * (a - b)) for a, b in zip(p[at], q[at], strict=True)))
+    return sum(rows) / len(rows)
+
+
+def test_the_divergences_are_those_of_a_naive_reference(adapted, run, tiny_model):
+    backbone, adapter = adapted
+    asked, config = ASKED[:2], EvalConfig(max_new_tokens=4, batch_size=4)
+    _, base_rows = measure(backbone, run, asked=asked, config=config)
+    _, rows = measure(backbone, run, "tuned", adapter, asked=asked, config=config)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    for ask, base_row, row in zip(asked, base_rows, rows, strict=True):
+        prompt = encode_prompt(ask, backbone.tokenizer, 500)
+        with backbone.state("student") as student:
+            own = backbone.tokenizer(row["response"], add_special_tokens=False)["input_ids"]
+            text = base_row["completion_ids"]
+            assert row["scores"]["forward"] == pytest.approx(naive(base, student, prompt, text), rel=1e-3)
+            assert row["scores"]["reverse_base"] == pytest.approx(
+                naive(student, base, prompt, text), rel=1e-3
+            )
+            if len(own) == row["tokens"]:  # the text has the same tokens as the answer
+                assert row["scores"]["reverse"] == pytest.approx(naive(student, base, prompt, own), rel=1e-3)
+        halves = row["scores"]["forward"], row["scores"]["reverse"]
+        assert row["scores"]["distance"] == pytest.approx(sum(halves) / 2)
+
+
+def test_a_model_that_is_base_has_its_answers_no_distance_and_no_c(adapted, run):
+    backbone, adapter = adapted
+    _, base_rows = measure(backbone, run)
+    with backbone.scaled(0.0):
+        for state in ("tuned", "recovered"):
+            _, rows = measure(backbone, run, state, adapter)
+            assert max(row["scores"]["distance"] for row in rows) < 1e-5
+            assert [row["response"] for row in rows] == [row["response"] for row in base_rows]
+    found = results.summarise([results.load(run)])
+    assert (found["value"], found["why"]) == (None, "tuned is not measurably away from base")
+
+
+def test_the_distance_grows_with_the_adapter(adapted, run):
+    backbone, adapter = adapted
+    measure(backbone, run)
+    distances = []
+    for alpha in (0.0, 0.1, 0.3, 1.0):
+        with backbone.scaled(alpha):
+            distances.append(measure(backbone, run, "tuned", adapter)[0]["metrics"]["distance"])
+    assert distances == sorted(distances)
+    assert distances[1] > 100 * max(distances[0], 1e-9)
+    assert distances[-1] > 2 * distances[1]
+
+
+def test_the_noise_is_that_of_16_bits_and_above_that_of_32(adapted, run, tmp_path):
+    backbone, adapter = adapted
+    noise = measure(backbone, run)[0]["metrics"]["distance"]
+    with backbone.scaled(0.0):
+        exact = measure(backbone, run, "tuned", adapter)[0]["metrics"]["distance"]
+    tuned = measure(backbone, run, "tuned", adapter)[0]["metrics"]["distance"]
+    assert exact < 1e-5 < noise < tuned / 10
+    backbone.causal_lm.to(torch.bfloat16)
+    rounded = measure(backbone, RunDir(tmp_path / "rounded"))[0]["metrics"]["distance"]
+    assert noise / 10 < rounded < tuned / 10
+
+
+def test_an_interrupted_measurement_ends_with_the_same_numbers(adapted, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(closeness, "CHUNK", 4)
+    backbone, adapter = adapted
+    clean = RunDir(tmp_path / "clean")
+    for state, folder in (("base", None), ("tuned", adapter)):
+        _, expected = measure(backbone, clean, state, folder)
+        with pytest.raises(KeyboardInterrupt):
+            measure(backbone, run, state, folder, report=StopAt())
+        assert not run.eval_result(state, "closeness").exists()
+        partial = run.evals / state / ".closeness.partial.jsonl"
+        assert len(read_jsonl(partial)) == 4
+        stored = partial.read_text().replace('"tokens": ', '"tokens": 7000')
+        partial.write_text(stored)  # a trace, by which a row that was reused is known
+        _, rows = measure(backbone, run, state, folder)
+        assert [row["tokens"] > 7000 for row in rows] == [True] * 4 + [False] * 2
+        strip = [{k: v for k, v in row.items() if k != "tokens"} for row in rows]
+        assert strip == [{k: v for k, v in row.items() if k != "tokens"} for row in expected]
+        assert not partial.exists()
+        measure(backbone, run, state, folder)
+
+
+def test_rows_of_another_model_or_limit_are_not_reused(backbone, run, monkeypatch):
+    monkeypatch.setattr(closeness, "CHUNK", 4)
+    with pytest.raises(KeyboardInterrupt):
+        measure(backbone, run, report=StopAt())
+    _, rows = measure(backbone, run, config=EvalConfig(max_new_tokens=3, batch_size=4))
+    assert {row["tokens"] for row in rows} <= {1, 2, 3}
+    with pytest.raises(KeyboardInterrupt):
+        measure(backbone, run, report=StopAt())
+    backbone.causal_lm.model.layers[0].mlp.up_proj.weight.data.normal_()
+    _, rows = measure(backbone, run)
+    assert rows == measure(backbone, RunDir(run.path / "clean"))[1]
+
+
+def test_states_draw_the_same_numbers_and_the_batch_size_does_not_matter(backbone, run, tmp_path):
+    _, one = measure(backbone, run)
+    _, other = measure(backbone, RunDir(tmp_path / "o"), config=EvalConfig(max_new_tokens=10, batch_size=1))
+    assert [row["response"] for row in one] == [row["response"] for row in other]
+
+
+def test_a_row_has_prompt_answer_length_end_and_kind(backbone, run):
+    turns = ["Hello", "Good day", "Who are you?"]
+    roles = ["user", "assistant", "user"]
+    messages = [{"role": r, "content": t} for r, t in zip(roles, turns, strict=True)]
+    talk = check_row({"messages": messages, "group": "talk", "cluster": "c1"}, "row")
+    result, rows = measure(backbone, run, asked=[talk, ASKED[0]])
+    assert rows[0]["prompt"] == "user: Hello\n\nassistant: Good day\n\nuser: Who are you?"
+    assert (rows[0]["group"], rows[0]["cluster"]) == ("talk", "c1")
+    assert rows[1]["prompt"] == "Tell me about number 0."
+    assert "cluster" not in rows[1]
+    for row in rows:
+        assert row["tokens"] == len(row["completion_ids"]) <= 10
+        assert row["ended"] == (row["completion_ids"][-1] in backbone.eos_ids)
+    assert (result["n"], result["metric"], result["cost"]["tokens"]) == (
+        2,
+        "distance",
+        sum(r["tokens"] for r in rows),
+    )
+    assert result == read_json(run.eval_result("base", "closeness"))
+
+
+def test_a_model_that_was_tuned_as_a_whole_is_compared_with_its_own_base(loaded, whole_model, tuned, run):
+    import copy
+
+    whole = AutoModelForCausalLM.from_pretrained(whole_model, dtype=torch.float32)
+    backbone = Backbone(whole, loaded.tokenizer, copy.deepcopy(loaded.causal_lm))
+    backbone.load_adapter(tuned / "tuned", "student")
+    _, base_rows = measure(backbone, run)
+    expected = measure(Backbone(copy.deepcopy(loaded.causal_lm), loaded.tokenizer), RunDir(run.path / "b"))[1]
+    assert [row["response"] for row in base_rows] == [row["response"] for row in expected]
+    with backbone.scaled(1e-6):
+        result, _ = measure(backbone, run, "tuned", tuned / "tuned")
+    assert result["metrics"]["distance"] > 0.01
+
+
+def test_a_model_that_holds_nan_is_a_fault(adapted, run):
+    backbone, adapter = adapted
+    measure(backbone, run)
+    for layer in backbone.adapted_layers("student")[-1:]:
+        layer.lora_B["student"].weight.data[:] = float("nan")
+    with pytest.raises(OpdclError, match="the distance to base is not finite"):
+        measure(backbone, run, "tuned", adapter)
+
+
+def test_without_the_answers_of_base_no_state_is_measured(adapted, run):
+    backbone, adapter = adapted
+    with pytest.raises(UsageError, match=r"closeness.samples.jsonl lacks answers of base"):
+        measure(backbone, run, "tuned", adapter)
+
+
+def test_a_prompt_without_room_names_its_row(backbone, run):
+    long = check_row({"prompt": "word " * 600}, "mine.jsonl:3")
+    with pytest.raises(UsageError, match=r"mine.jsonl:3: the prompt has \d+ tokens"):
+        measure(backbone, run, asked=[long])
+
+
+def test_the_stored_lines_are_valid_json(backbone, run):
+    measure(backbone, run)
+    for line in run.eval_samples("base", "closeness").read_text().splitlines():
+        assert set(json.loads(line)["scores"]) == {
+            "distance",
+            "forward",
+            "reverse",
+            "forward_own",
+            "reverse_base",
+        }
