@@ -54,7 +54,9 @@ def fingerprint(docs: list[dict]) -> str:
 
 
 def share(values: list[float]) -> dict:
-    """Return a mean with its 95 % interval (Wilson's)."""
+    """Return a mean with its 95 % interval (Wilson's); of nothing, only that there was nothing."""
+    if not values:
+        return {"n": 0}
     n, p, z = len(values), float(np.mean(values)), 1.96
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5

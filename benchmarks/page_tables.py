@@ -219,7 +219,9 @@ def cheats() -> str:
     answers = {"base": found["base_parts"]} | found["cheats"]
     shown = {name: parts for name, parts in answers.items() if any(parts.values())}
     rows = [[name, *map(percent, parts.values())] for name, parts in shown.items()]
-    columns = ["answers", "constraints kept", "and in words of their own", "and about the prompt"]
+    numbers = {"base": found["base"]["n"]}
+    rows = [[name, str(numbers.get(name, found["played_on"])), *cells] for name, *cells in rows]
+    columns = ["answers", "n", "constraints kept", "and in words of their own", "and about the prompt"]
     return rows_of(columns, unbroken(rows, 1))
 
 

@@ -24,7 +24,7 @@ LONGEST = 64
 """Tokens of an answer that are read."""
 OTHERS = (17, 71, 113)
 """How many prompts away the requests stand that take a prompt's place."""
-LEAST = 1.0
+LEAST = 0.5
 """By how much an answer must be likelier after its own request than after each of the others: in nats, over
 the root of its tokens, because the difference of a text about neither spreads like that."""
 ROWS = 32

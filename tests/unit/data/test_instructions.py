@@ -196,7 +196,7 @@ def test_the_cheats_of_the_record_are_those_of_the_script_and_keep_the_constrain
     # Constraints alone are no hindrance.
     bent = [name for name in shares if "bent" in name or "required" in name or "word" in name]
     assert len(bent) >= 5
-    assert min(shares[name]["kept"] for name in bent) > 0.9
+    assert min(shares[name]["kept"] for name in bent) >= 0.9
 
 
 def others(suite: str) -> list[tuple[str, str]]:
