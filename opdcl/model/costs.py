@@ -30,7 +30,7 @@ SIMILAR = {
 }
 
 # Decoding steps from which the two parts of a step's time are told apart.
-ENOUGH_STEPS = 12
+ENOUGH_STEPS = 6
 
 
 def sized(kind: str, amount: float) -> str:

@@ -6,9 +6,9 @@ as it goes on. Before a run only the first of these counts: a time is announced 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,8 +38,12 @@ if TYPE_CHECKING:
 # Kinds of teachers that change as the student learns.
 DYNAMIC = ("live", "ema", "trust_region")
 
-# Prompts of each suite and of the recovery that a probe answers, its longest answer, and its longest time.
-PROBED, PROBE_TOKENS, PROBE_SECONDS = 6, 64, 6.0
+# Prompts of each suite and of the recovery that a probe answers, and its longest answer.
+PROBED, PROBE_TOKENS = 4, 64
+
+# Seconds that a probe decodes many rows, and then two: on a slow machine it stops before its answers end.
+PROBE_SECONDS = 10.0, 4.0
+LEAST_STEPS = 3
 
 
 class _ProbeIsOver(Exception):
@@ -47,15 +51,15 @@ class _ProbeIsOver(Exception):
 
 
 class _ProbeCosts(Costs):
-    """Costs of a probe, which ends once its time is over."""
+    """Costs of a probe, whose decoding ends after `seconds_left`, but not before its third step."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._end = time.perf_counter() + seconds
+    seconds_left, steps = 0.0, 0
 
     def decoded(self, steps: int, rows: int, seconds: float) -> None:
         super().decoded(steps, rows, seconds)
-        if time.perf_counter() > self._end:
+        self.seconds_left -= seconds
+        self.steps += steps
+        if self.seconds_left < 0 and self.steps >= LEAST_STEPS:
             raise _ProbeIsOver
 
 
@@ -240,17 +244,17 @@ class Timetable:
         groups = self._unknown_answers()
         if parallel.worker_count() > 1 or pick_engine(backbone.causal_lm) != "slab" or not groups:
             return
-        costs = _ProbeCosts(PROBE_SECONDS)
+        costs = _ProbeCosts()
         answers = {name: [Rollout(ids) for ids in prompts] for name, (prompts, _) in groups.items()}
         batch = [rollout for group in answers.values() for rollout in group]
         options: Any = {"eos_ids": backbone.eos_ids, "temperature": 0, "engine": "slab", "costs": costs}
         with backbone.merged("base") as model:
-            # Some rows and few rows, to tell what a step costs from what a row costs.
-            for rows, tokens in ((batch, PROBE_TOKENS), ([Rollout(r.prompt_ids) for r in batch[:2]], 12)):
-                try:
+            # Many rows and few rows, to tell what a step costs from what a row costs.
+            few = [Rollout(r.prompt_ids) for r in batch[:2]]
+            for rows, tokens, seconds in zip((batch, few), (PROBE_TOKENS, 12), PROBE_SECONDS, strict=True):
+                costs.seconds_left, costs.steps = seconds, 0
+                with contextlib.suppress(_ProbeIsOver):
                     sample(model, [], unfinished=rows, max_new_tokens=tokens, batch_size=len(rows), **options)
-                except _ProbeIsOver:
-                    costs._end = time.perf_counter() + PROBE_SECONDS / 3
         self.costs.guesses |= costs.measured()
         for name, group in answers.items():
             self.costs.guesses[f"answer {name}"] = _mean_length(group, groups[name][1])

@@ -72,7 +72,7 @@ class _Measurement:
         """
         config, backbone = self.config, self.backbone
         made_of = {
-            "models": [backbone.fingerprint(), adapter_hash(adapter) if adapter else None],
+            "models": [backbone.known_fingerprint(), adapter_hash(adapter) if adapter else None],
             "dtype": str(backbone.causal_lm.dtype),
             "eos_ids": backbone.eos_ids,
             "decoding": [config.sampler, config.batch_size, config.closeness_tokens],
