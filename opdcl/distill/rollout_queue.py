@@ -110,18 +110,22 @@ class RolloutQueue:
     def teacher_texts(self, stream: Stream, count: int) -> list[Rollout]:
         """Return `count` completions by a stream's teacher; none if the stream has no steps.
 
-        They are those that its first steps learn from, sampled now, and where these are too few, others.
+        They are those that its first steps learn from, sampled now, if a frozen teacher writes these, and
+        where they are too few, others.
         """
+        teacher, texts = self.teachers[stream], list[Rollout]()
         own = [i for i, step in enumerate(self.steps) if step.stream == stream]
-        if not own:
-            return []
-        if not self.steps[own[0]].on_policy:
-            self._sample_from(own[0])
-        texts = [r for i in own for r in self._ahead.get(i, [])][:count]
+        for i in own:
+            if self.steps[i].on_policy or teacher.is_dynamic or len(texts) >= count:
+                break
+            if i not in self._ahead:
+                self._sample_from(i)
+            texts += self._ahead[i]
         seed = self.config.seed * 1_000_003 + len(self.steps)
-        others = itertools.islice(endless(len(self.prompts[stream]), seed), count - len(texts))
+        missing = max(0, count - len(texts)) if own else 0
+        others = itertools.islice(endless(len(self.prompts[stream]), seed), missing)
         prompts = [self.prompts[stream][p] for p in others]
-        return texts + self.sample(prompts, stream, seed, author=self.teachers[stream])
+        return texts[:count] + self.sample(prompts, stream, seed, author=teacher)
 
     def take(self, index: int) -> StepRollouts:
         """Return the completions of step `index`, sampling them first if they are not there yet."""

@@ -21,7 +21,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
+from opdcl.distill.grading import micro_batches
 from opdcl.distill.rollout_queue import RolloutQueue
+from opdcl.distill.schedule import STREAMS, Stream
 from opdcl.distill.teachers import sequence
 from opdcl.distill.work import TEXTS
 from opdcl.model.backbone import Backbone, State
@@ -47,14 +49,15 @@ def solve_start(config: RecoverConfig, backbone: Backbone, queue: RolloutQueue) 
     # Beside a whole tuned model the adapter is new: it changes nothing yet.
     if not config.start_weight or not config.can_solve_start or backbone.base_lm:
         return 0, 0
-    domain, general = (queue.teacher_texts(stream, TEXTS) for stream in ("domain", "general"))
+    texts = {stream: queue.teacher_texts(stream, TEXTS[stream]) for stream in STREAMS}
+    if not all(texts.values()):
+        return 0, 0
     layers = backbone.adapted_layers("student")
     plain = [layer for layer in layers if is_plain(layer)]
-    if domain and general and plain:
-        with backbone.costs.timed("solve", sum(text.length for text in domain + general)):
-            move(backbone, plain, domain, general, config.start_weight)
-        return len(plain), len(layers) - len(plain)
-    return 0, len(layers) if domain and general else 0
+    if plain:
+        with backbone.costs.timed("solve", sum(text.length for t in texts.values() for text in t)):
+            move(backbone, plain, texts, config.start_weight, int(config.micro_batch_tokens))
+    return len(plain), len(layers) - len(plain)
 
 
 def is_plain(layer: BaseTunerLayer) -> bool:
@@ -64,13 +67,17 @@ def is_plain(layer: BaseTunerLayer) -> bool:
 
 @torch.no_grad()
 def move(
-    backbone: Backbone, layers: list[Any], domain: list[Rollout], general: list[Rollout], weight: float
+    backbone: Backbone,
+    layers: list[Any],
+    texts: dict[Stream, list[Rollout]],
+    weight: float,
+    batch_tokens: int,
 ) -> None:
     """Give the student's `layers` their A'. Every worker reads all texts; worker 0 solves."""
-    for group in _passes(_by_input(backbone, layers, domain[0])):
+    for group in _passes(_by_input(backbone, layers, texts["domain"][0])):
         # The state `tuned` does not change, so later groups see the inputs of tuned, not of the new student.
-        domain_moments = moments(backbone, "tuned", group, domain)
-        general_moments = moments(backbone, "base", group, general)
+        domain_moments = moments(backbone, "tuned", group, texts["domain"], batch_tokens)
+        general_moments = moments(backbone, "base", group, texts["general"], batch_tokens)
         for same_input, cd_KK, cg_KK in zip(group, domain_moments, general_moments, strict=True):
             factors = [parts(layer, "student")[0] for layer in same_input]
             solve = partial(solution, torch.cat(list(factors)), cd_KK, cg_KK, weight)
@@ -95,21 +102,26 @@ def solution(a_RK: torch.Tensor, cd_KK: torch.Tensor, cg_KK: torch.Tensor, weigh
 
 
 def moments(
-    backbone: Backbone, state: State, group: list[SameInput], texts: list[Rollout]
+    backbone: Backbone, state: State, group: list[SameInput], texts: list[Rollout], batch_tokens: int
 ) -> list[torch.Tensor]:
     """Return the mean of x x^T per input, `(K, K)`, where `state` predicts the tokens of answers."""
     width = [parts(same_input[0], "student")[0].shape[1] for same_input in group]
     sums = [torch.zeros(k, k, device=backbone.device) for k in width]
-    first = 0  # the position before the answer
+    batch: list[Rollout] = []
 
     def add(i, layer, inputs):
-        x_MK = inputs[0].reshape(-1, width[i])[first:-1].float()
+        x_BTK = inputs[0].view(-1, inputs[0].shape[-2], width[i])
+        if len(x_BTK) < len(batch):
+            return  # the prefix that all texts of the batch share, which answers nothing
+        shift = max(text.length for text in batch) - x_BTK.shape[1]
+        spans = [(len(text.prompt_ids) - 1 - shift, text.length - 1 - shift) for text in batch]
+        x_MK = torch.cat([x_TK[a:b] for x_TK, (a, b) in zip(x_BTK, spans, strict=True)]).float()
         sums[i].addmm_(x_MK.T, x_MK)
 
     with _watched([same_input[0] for same_input in group], add), backbone.state(state) as model:
-        for text in texts:
-            first = len(text.prompt_ids) - 1
-            answer_states(model, [sequence(text.prompt_ids, text.completion_ids)])
+        for indices in micro_batches({i: text.length for i, text in enumerate(texts)}, batch_tokens):
+            batch = [texts[i] for i in indices]
+            answer_states(model, [sequence(text.prompt_ids, text.completion_ids) for text in batch])
     tokens = sum(len(text.completion_ids) for text in texts)
     return [sum_KK.div_(tokens) for sum_KK in sums]
 

@@ -157,9 +157,10 @@ class Validation(TrainerCallback):
         began = time.perf_counter()
         moved, left = solve_start(self.config, backbone, self.queue)
         text = f"step 0: held-out {describe_kl(tuned)}"
+        seconds = time.perf_counter() - began
         if moved:
             start = self.held_out_kl()
-            text += f"; after {time.perf_counter() - began:.0f} s of least squares {describe_kl(start)}"
+            text += f"; by least squares ({seconds:.0f} s with its texts) {describe_kl(start)}"
         if self._score(start) > self._score(tuned):
             copy_tuned(backbone)
             moved, start = 0, tuned

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from helpers.adapters import made_by_peft
-from helpers.recovering import Silent, run, short_recovery, whole_and_resumed
+from helpers.recovering import PROMPT, Silent, run, short_recovery, whole_and_resumed
 from safetensors.torch import load_file, save_file
 
 from opdcl.distill import start
@@ -24,7 +24,7 @@ def texts(seed: int) -> list[Rollout]:
     """Return completions of random tokens, of several lengths."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randint(3, 40_000, (n,), generator=generator).tolist()  # noqa: E731
-    return [Rollout(draw(4 + i % 3), draw(9 + i % 5)) for i in range(16)]
+    return [Rollout(PROMPT + draw(4 + i % 3), draw(9 + i % 5)) for i in range(16)]
 
 
 DOMAIN, GENERAL = texts(0), texts(1)
@@ -53,8 +53,9 @@ def factors(backbone, state="student"):
     return [parts(layer, state)[0].detach().clone() for layer in backbone.adapted_layers(state)]
 
 
-def move(backbone, weight):
-    start.move(backbone, backbone.adapted_layers("student"), DOMAIN, GENERAL, weight)
+def move(backbone, weight, batch_tokens=64):
+    texts = {"domain": DOMAIN, "general": GENERAL}
+    start.move(backbone, backbone.adapted_layers("student"), texts, weight, batch_tokens)
     return factors(backbone)
 
 
