@@ -25,8 +25,8 @@ SIMILAR = {
     "learn": (("learn", 1.0), ("train", 1.5)),
     "measure": (("learn", 0.33), ("train", 0.5)),
     "read": (("measure", 1.0), ("train", 0.5)),
-    # As many operations again go into the products of the layers' inputs.
-    "solve": (("measure", 2.0), ("learn", 0.67), ("train", 1.0)),
+    # As many operations again go into the products of the layers' inputs; then come the equations.
+    "solve": (("measure", 3.0), ("learn", 1.0), ("train", 1.5)),
 }
 
 # Decoding steps from which the two parts of a step's time are told apart.
@@ -106,17 +106,19 @@ class Costs:
         return units | self._decoding_units()
 
     def _decoding_units(self) -> dict[str, float]:
-        """Fit a step's time as `step` + rows * `write` by least squares, neither below zero."""
+        """Fit a step's time as `step` + rows * `write` by least squares, `step` not below zero.
+
+        A token that is decoded computes at least as much as one that is read with others.
+        """
         count, rows, squares, seconds, products = self._steps
         if count < ENOUGH_STEPS:
             return {}
+        amount, cost = self._sums.get("read", (0.0, 0.0))
+        write = cost / amount if amount else 0.0
         variance = squares - rows * rows / count
         if variance > 1e-3 * squares:
-            write = (products - rows * seconds / count) / variance
-        else:  # all steps had as many rows: a token computes as much as one that is read
-            amount, cost = self._sums.get("read", (0.0, 0.0))
-            write = cost / amount if amount else 0.0
-        write = min(max(write, 0.0), seconds / rows)
+            write = max(write, (products - rows * seconds / count) / variance)
+        write = min(write, seconds / rows)
         return {"step": (seconds - write * rows) / count, "write": write}
 
     def unit(self, kind: str, guess: bool = True) -> float | None:

@@ -251,6 +251,8 @@ class Timetable:
         with backbone.merged("base") as model:
             # Many rows and few rows, to tell what a step costs from what a row costs.
             few = [Rollout(r.prompt_ids) for r in batch[:2]]
+            # The first pass warms up.
+            sample(model, [batch[0].prompt_ids], max_new_tokens=1, **options | {"costs": None})
             for rows, tokens, seconds in zip((batch, few), (PROBE_TOKENS, 12), PROBE_SECONDS, strict=True):
                 costs.seconds_left, costs.steps = seconds, 0
                 with contextlib.suppress(_ProbeIsOver):

@@ -134,3 +134,11 @@ def test_without_an_expected_length_nothing_is_said_until_three_answers_have_end
 
 def test_work_adds_up_by_kind():
     assert total({"a": 1.0, "b": 2.0}, {}, {"b": 3.0}) == {"a": 1.0, "b": 5.0}
+
+
+def test_noise_does_not_make_rows_free():
+    costs = Costs()
+    costs.add("read", 1000, 2.0)
+    for rows, seconds in ((20, 0.5), (2, 0.6)) * 5:  # the small batch was slower, by chance
+        costs.decoded(1, rows, seconds)
+    assert costs.measured()["write"] == pytest.approx(0.002)
