@@ -72,7 +72,7 @@ def test_work_of_an_unknown_kind_has_no_time_unless_a_similar_kind_is_known():
     work = {"learn general ~256": 100.0}
     assert costs.seconds(work) is None
     costs.add("train ~1024", 100, 2.0)
-    assert costs.seconds(work) == pytest.approx(1.5 * 2.0)
+    assert costs.seconds(work) == pytest.approx(3 * 2.0)
     assert costs.seconds(work, guess=False) is None
     costs.add("learn domain ~64", 100, 4.0)
     assert costs.seconds(work) == pytest.approx(4.0)
