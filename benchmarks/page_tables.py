@@ -150,67 +150,36 @@ def comparison(name: str) -> str:
     return rows_of([columns[i] for i in kept], unbroken([[row[i] for i in kept] for row in rows], 1))
 
 
-# The README's methods by the names of their arms. What a newer record has is left out of older ones.
+# The README's methods by the names of their arms in benchmarks/methods.yaml.
 METHODS = {
     "ours": "**opdcl**: the teachers write, every token is graded",
-    "by-token": "the same with all tokens alike, `weighting: tokens`",
-    "own-answers": "on-policy, `lmbda: 1`: the student writes",
-    "reverse-kl": "off-policy with reverse KL: the teachers write",
+    "off-policy": "the same from where tuned is, with all tokens alike",
+    "on-policy": "on-policy, `lmbda: 1`: the student writes",
     "replay": "replay, `method: replay`: imitate the texts that base and tuned wrote",
-    "general-only": "no domain steps, `method: general`",
-    "best-alpha": "no training, `method: interpolate`: scale the adapter down",
+    "mixing": "no recovery; half of the fine-tune's rows are general, `finetune.replay`",
 }
-RIVALS = {"cure": {"ours": "by-token"}, "ablation": {"ours": "own-answers", "off-policy": "reverse-kl"}}
 
 
 def rivals() -> str:
-    """Return scores, R and D of the method and its rivals, each with the suite that it was measured on."""
-    rows = []
-    if cell := latest_proof():
-        retention, domain = cell["suites"]["instructions"], cell["suites"]["handbook"]
-        scores = [retention[state]["value"] for state in STATES]
-        suite = f"{suite_words('instructions', retention['metric'])}, {seeds_of(len(cell['seeds']))}"
-        measured = [suite, percent(retention["floor"]), course(scores)]
-        rows.append(
-            [METHODS["ours"], *measured, *map(ratio, (retention["recovery"], domain["domain_retention"]))]
-        )
-    shown: set[str] = set()
-    for record, other_names in RIVALS.items():
-        found = read(record)
-        arms = {arm["name"].removesuffix("-1"): arm for arm in found.get("arms", [])}
-        named = {other_names.get(name, name): arm for name, arm in arms.items()}
-        new = [name for name in METHODS if name in named and name not in shown]
-        rows += [[METHODS[name], *rival_cells(found, named[name])] for name in new]
-        shown.update(new)
-    columns = ["method", "suite", "floor", "base → tuned → after", "R", "D"]
-    return rows_of(columns, unbroken(rows, 2), 2) if rows else NOT_MEASURED
+    """Return scores, R, C and D of the method and its rivals, all on the same prompts with the same seeds."""
+    found = read("methods")
+    if not found:
+        return NOT_MEASURED
+    rows = [
+        [reference["state"], *(score(reference[role]) for role in ("retention", "domain")), "", "", ""]
+        for reference in found["references"]
+        if reference["state"] != "recovered"
+    ]
+    for arm in found["arms"]:
+        scores = [score(arm[role]) for role in ("retention", "domain")]
+        ratios = [ratio(arm[key]) for key in ("recovery", "closeness", "domain_retention")]
+        rows.append([METHODS[arm["name"]], *scores, *ratios])
+    suites = [f"`{found['headline'][role]}`" for role in ("retention", "domain")]
+    return rows_of(["method", *suites, "R", "C", "D"], unbroken(rows, 1))
 
 
 def seeds_of(number: int) -> str:
     return f"{number} seed{'s' * (number > 1)}"
-
-
-def course(scores: list[float]) -> str:
-    """Return scores of base, tuned and recovered as a course: 56.2 → 0.8 → 53.0 %."""
-    return " → ".join([*(percent(score).removesuffix(" %") for score in scores[:-1]), percent(scores[-1])])
-
-
-def rival_cells(found: dict[str, Any], arm: dict[str, Any]) -> list[str]:
-    """Return suite and seeds, floor, scores, R and D of one arm of a stored comparison."""
-    suite, domain = (found["headline"][role] for role in ("retention", "domain"))
-    values = {reference["state"]: reference["retention"]["value"] for reference in found["references"]}
-    metric = found["suites"][suite]["metric"]
-    record = read("instructions" if metric == "passed" else "instructions_version2")
-    floors = record.get("suites", {}).get(suite, {}).get("floors") or {}
-    is_former = "about" in found  # only the records of the first suite say what is wrong with it
-    other_domain = f"; `{domain}`" * (domain != "handbook")
-    return [
-        f"{suite_words(suite, metric, is_former)}, {seeds_of(arm['seeds'])}{other_domain}",
-        "above base" if is_former else percent(max(floors.values())) if floors else "",
-        course([values["base"], values["tuned"], arm["retention"]["value"]]),
-        ratio(arm["recovery"]),
-        ratio(arm["domain_retention"]),
-    ]
 
 
 def cheats() -> str:

@@ -29,7 +29,7 @@ MADE_FROM = {
     "growth-length": "scaling",
     "quotes": "quote",
     "verdict-errors": "coverage",
-    "rivals": "instructions_version2",
+    "rivals": "methods",
     "cheats": "instructions",
     "sizes": "times",
 }
@@ -254,49 +254,23 @@ def test_without_runs_the_page_says_so(tables, tmp_path, monkeypatch):
 # -- the README's tables
 
 
-def comparison(suite: str, **arms: float) -> dict:
-    """A stored comparison with the retention score of each arm."""
-    estimate = {"value": 0.5, "low": 0.4, "high": 0.6}
-    return {
-        "headline": {"retention": suite, "domain": "handbook"},
-        "suites": {suite: {"metric": "prompt_level_strict_acc"}},
-        "references": [{"state": state, "retention": estimate} for state in ("base", "tuned")],
-        "arms": [
-            {
-                "name": name,
-                "seeds": 1,
-                "retention": estimate | {"value": score},
-                "recovery": estimate,
-                "domain_retention": estimate,
-            }
-            for name, score in arms.items()
-        ],
-    }
-
-
-def test_a_rival_is_shown_from_the_newest_record_with_the_suite_it_was_measured_on(
-    tables, tmp_path, monkeypatch
-):
+def test_rivals_are_those_of_one_comparison(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "HERE", tmp_path)
-    write(tmp_path / "ablation.json", comparison("instructions", replay=0.11, ours=0.12) | {"about": "it"})
-    former = tables.rivals().splitlines()
-    assert [row.count("former `instructions`, 1 seed | above base") for row in former[2:]] == [1, 1]
-    assert "on-policy" in former[2]
-    assert "| 50.0\u00a0→\u00a050.0\u00a0→\u00a012.0\u00a0% |" in former[2]
-
-    validation = "instructions_validation"
-    write(tmp_path / "cure.json", comparison(validation, **{"ours-1": 0.31, "replay-1": 0.32}))
-    write(
-        tmp_path / "instructions_version2.json",
-        {"suites": {validation: {"floors": {"empty": 0.0, "copy": 0.01}}}},
-    )
-    rows = tables.rivals().splitlines()[2:]
-    assert [
-        name in row for name, row in zip(("weighting: tokens", "replay", "on-policy"), rows, strict=True)
-    ] == [True] * 3
-    assert all("`instructions_validation`, version 2, 1 seed | 1.0\u00a0%" in row for row in rows[:2])
-    assert "32.0\u00a0%" in rows[1]
-    assert "former" in rows[2]
+    estimate = {"value": 0.5, "low": 0.4, "high": 0.6}
+    scores = {"retention": estimate, "domain": estimate}
+    ratios = {"recovery": estimate, "closeness": estimate | {"value": 0.9}, "domain_retention": None}
+    record = {
+        "headline": {"retention": "instructions", "domain": "handbook"},
+        "references": [{"state": state, **scores} for state in ("base", "tuned")],
+        "arms": [{"name": name, **scores, **ratios} for name in ("ours", "replay")],
+    }
+    write(tmp_path / "methods.json", record)
+    columns, _, base, _, ours, replay = tables.rivals().splitlines()
+    assert columns == "| method | `instructions` | `handbook` | R | C | D |"
+    assert base.startswith("| base | 50.0")
+    assert ours.startswith("| **opdcl**")
+    assert replay.startswith("| replay")
+    assert ours.count("0.90\u00a0[0.40") == 1 or "0.90" in ours
 
 
 def test_quoted_answers_are_those_of_the_run(runs, tmp_path, monkeypatch, tables):
