@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 # Words that carry grammar, or the form of a question, and not what it is about.
 GRAMMAR = """
@@ -47,6 +49,8 @@ def similarity(texts: Sequence[str], others: Sequence[str]) -> np.ndarray:
     it occurs, where n_word of all n texts have it. Pairs of words are left out: a copy in another order would
     be missed.
     """
+    import numpy as np
+
     bags = [Counter(stem(w) for w in words(t) if w not in STOP_WORDS) for t in [*texts, *others]]
     texts_with = Counter(word for bag in bags for word in bag)
     weight = {word: np.log((1 + len(bags)) / (1 + n)) + 1 for word, n in texts_with.items()}
@@ -62,6 +66,8 @@ def similarity(texts: Sequence[str], others: Sequence[str]) -> np.ndarray:
 
 def nearest(prompts: Sequence[str], others: Sequence[str]) -> np.ndarray:
     """Return how near the nearest of the others is to each prompt, by whole prompts and by their requests."""
+    import numpy as np
+
     requests = [request_of(p) for p in others]
     whole = similarity(prompts, [*others, *requests])
     bare = similarity([request_of(p) for p in prompts], [*others, *requests])
