@@ -25,6 +25,10 @@ __all__ = [
 
 # TRL would report each training run to the Hub. huggingface_hub reads this on import.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+# torch's threads would wait for each other in a loop of some milliseconds, which takes the cores away from a
+# second process: both crawl. After 1,000 rounds they sleep. GNU's OpenMP reads this when torch loads it.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def __getattr__(name: str) -> Any:
