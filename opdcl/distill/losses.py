@@ -25,10 +25,7 @@ from opdcl.config.finetune import AnswerLossSection
 from opdcl.config.recover import RewardSection
 from opdcl.config.teacher import LossSection
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, rows_at_once, shared_rows
-
-# Positions projected onto the vocabulary at once: 256 x 49,152 fp32 logits are 50 MB. A GPU needs more of
-# them to be busy: 2,048 positions of 152,000 words are 1.2 GB.
-CHUNK, CUDA_CHUNK = 256, 2048
+from opdcl.model.positions import cut, for_each_part
 
 # The number of likeliest tokens from which EAFT takes the entropy (arXiv 2601.02151).
 ENTROPY_TOKENS = 20
@@ -112,12 +109,6 @@ def group_advantages(rewards: list[float], group: int) -> list[float]:
     return advantage_PG.masked_fill(tied_P1, 0.0).flatten().tolist()
 
 
-def _parts(x_N: torch.Tensor) -> list[slice]:
-    """Cut N positions into parts whose logits are computed at once."""
-    size = CUDA_CHUNK if x_N.is_cuda else CHUNK
-    return [slice(start, start + size) for start in range(0, len(x_N), size)]
-
-
 @torch.no_grad()
 def token_logprobs(
     distribution: TeacherDistribution, token_N: torch.Tensor, rows: int, temperature: float
@@ -125,7 +116,7 @@ def token_logprobs(
     """Return the log-probability of each token under the distribution at its position, `(N,)`."""
     logprobs = [
         _of_tokens(tempered(distribution.log_probs(part, rows), temperature), token_N[part])
-        for part in _parts(token_N)
+        for part in cut(token_N)
     ]
     return torch.cat(logprobs) if logprobs else torch.empty(0, device=token_N.device)
 
@@ -135,7 +126,7 @@ def both_divergences(student: HiddenStates, teacher: HiddenStates) -> tuple[torc
     """Return forward KL(teacher, student) and reverse KL(student, teacher) per position, both `(N,)`."""
     rows = shared_rows(student.head_VH, teacher)
     forward, reverse = [], []
-    for part in _parts(student.states_NH):
+    for part in cut(student.states_NH):
         log_p, log_q = (x.log_probs(part, rows) for x in (student, teacher))
         block = rows_at_once(log_p)
         for p, q in zip(log_p.split(block), log_q.split(block), strict=True):
@@ -152,7 +143,7 @@ def top_k_overlap(student: HiddenStates, teacher: TeacherDistribution, k: int = 
     """
     shares = []
     rows = shared_rows(student.head_VH, teacher)
-    for part in _parts(student.states_NH):
+    for part in cut(student.states_NH):
         student_NK, teacher_NK = (
             x.log_probs(part, rows).topk(min(k, rows), -1).indices for x in (student, teacher)
         )
@@ -171,7 +162,7 @@ def missed_ends(
     """
     rows = shared_rows(student.head_VH, teacher)
     ends, missed = [], []
-    for part in _parts(student.states_NH):
+    for part in cut(student.states_NH):
         p_N, q_N = (x.log_probs(part, rows)[:, list(eos_ids)].exp().sum(-1) for x in (student, teacher))
         ends.append(q_N)
         missed.append((q_N - p_N).clamp(min=0))
@@ -192,7 +183,8 @@ class _TokenLoss(torch.autograd.Function):
         loss_N, kl_N, student_entropy_N, teacher_entropy_N, logprob_N = statistics = tuple(
             student_NH.new_empty(len(student_NH), dtype=torch.float32) for _ in TokenLosses._fields
         )
-        for part in _parts(student_NH):
+
+        def compute(part: slice) -> None:
             student_NV = HiddenStates(student_NH, weight_VH).log_probs(part, len(weight_VH))
             teacher_NV = teacher.log_probs(part, len(weight_VH))
             block = rows_at_once(student_NV)
@@ -224,6 +216,8 @@ class _TokenLoss(torch.autograd.Function):
                 else:
                     ratio.sub_(kl[:, None]).mul_(p)
             grad_NH[part] = student_NV.to(weight_VH.dtype) @ weight_VH
+
+        for_each_part(student_NH, compute)
         ctx.save_for_backward(grad_NH)
         ctx.mark_non_differentiable(*statistics[1:])
         return statistics

@@ -2,23 +2,30 @@
 
 Chat prompts share a beginning (the template's system turn), often half of their length. The prefix runs
 through the model as one row, and every row attends to its keys and values. The gradient flows back through
-them, so the result is that of the plain pass up to rounding.
+them, so the result is that of the plain pass up to rounding. On a CPU, parts of the rows run side by side.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from transformers import DynamicCache
 
 from opdcl import parallel
 from opdcl.model.architecture import architecture
+from opdcl.model.llama_pass import packed_states, packs
+from opdcl.model.quantized import is_quantized
 from opdcl.model.short_attention import short_attention
+from opdcl.model.side_by_side import side_by_side
 
 # Per row: its token ids, and for each id whether it belongs to an answer.
 Sequences = Sequence[tuple[list[int], list[bool]]]
+
+# Fewest tokens of a part that runs on its own: with fewer, reading the weights takes longer than multiplying.
+PART_TOKENS = 96
 
 
 def answer_states(causal_lm, sequences: Sequences, share_prefix: bool = True) -> torch.Tensor:
@@ -30,9 +37,91 @@ def answer_states(causal_lm, sequences: Sequences, share_prefix: bool = True) ->
         share_prefix: Compute the common prefix once. Ignored for models that are sharded over processes or
             have a layer without full attention.
     """
+    plain = architecture(causal_lm.config).full_attention
+    share_prefix = share_prefix and plain and not parallel.sharded()
+    states = partial(_states, causal_lm, share_prefix=share_prefix)
+    with short_attention(causal_lm) if plain else contextlib.nullcontext():
+        count = _part_count(causal_lm, sequences) if share_prefix else 1
+        if count == 1:
+            return states(sequences)
+        weights = causal_lm.parameters() if torch.is_grad_enabled() else ()
+        weights = [weight for weight in weights if weight.requires_grad]
+        return _SideBySide.apply(states, sequences, _cut(sequences, count), *weights)
+
+
+class _SideBySide(torch.autograd.Function):
+    """The states of all rows, computed in parts; the weights' gradients are the sum over the parts."""
+
+    @staticmethod
+    def forward(ctx, states, sequences, parts, *weights):
+        grad = any(ctx.needs_input_grad)
+
+        def run(rows: list[int]) -> torch.Tensor:
+            with torch.set_grad_enabled(grad):
+                return states([sequences[row] for row in rows])
+
+        ctx.parts, ctx.weights = parts, weights
+        ctx.answers = [sum(answer[1:]) for _, answer in sequences]
+        ctx.states = side_by_side([partial(run, rows) for rows in parts])
+        by_row: dict[int, torch.Tensor] = {}
+        for rows, part in zip(parts, ctx.states, strict=True):
+            by_row |= zip(rows, part.detach().split([ctx.answers[row] for row in rows]), strict=True)
+        return torch.cat([by_row[row] for row in range(len(sequences))])
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_of = grad.split(ctx.answers)
+        tasks = [
+            partial(torch.autograd.grad, states, ctx.weights, torch.cat([grad_of[row] for row in rows]))
+            for rows, states in zip(ctx.parts, ctx.states, strict=True)
+        ]
+        first, *others = side_by_side(tasks)
+        for grads in others:
+            torch._foreach_add_(first, grads)
+        return None, None, None, *first
+
+
+def _part_count(causal_lm, sequences: Sequences) -> int:
+    """Return into how many parts rows are cut: 1 where threads would draw random numbers in any order."""
+    if causal_lm.device.type != "cpu" or is_quantized(causal_lm):
+        return 1
+    if causal_lm.training and any(isinstance(m, torch.nn.Dropout) for m in causal_lm.modules()):
+        return 1
+    prefix = _shared_length(sequences)
+    # Each part computes the prefix itself.
+    least = max(PART_TOKENS, 4 * prefix)
+    tokens = sum(len(ids) - prefix for ids, _ in sequences)
+    return max(1, min(torch.get_num_threads(), len(sequences), tokens // least))
+
+
+def _cut(sequences: Sequences, count: int) -> list[list[int]]:
+    """Cut the rows into parts that take about the same time; rows of similar length share a part."""
+    prefix = _shared_length(sequences)
+
+    def cost(rows: list[int]) -> int:
+        return prefix + len(rows) * (len(sequences[rows[0]][0]) - prefix)
+
+    def halves(rows: list[int], count: int) -> list[list[int]]:
+        if count == 1:
+            return [rows]
+        left = count // 2
+        best = min(
+            range(left, len(rows) - count + left + 1),
+            key=lambda cut: max(cost(rows[:cut]) / left, cost(rows[cut:]) / (count - left)),
+        )
+        return halves(rows[:best], left) + halves(rows[best:], count - left)
+
+    return halves(sorted(range(len(sequences)), key=lambda row: -len(sequences[row][0])), count)
+
+
+def _states(causal_lm, sequences: Sequences, share_prefix: bool) -> torch.Tensor:
     device = causal_lm.device
     plain = architecture(causal_lm.config).full_attention
-    prefix = _shared_length(sequences) if share_prefix and plain and not parallel.sharded() else 0
+    prefix = _shared_length(sequences) if share_prefix else 0
+    if share_prefix and packs(causal_lm, max(len(ids) for ids, _ in sequences)):
+        tails = packed_states(causal_lm, sequences[0][0][:prefix], [ids[prefix:] for ids, _ in sequences])
+        predicts = [torch.tensor([*answer[prefix + 1 :], False]) for _, answer in sequences]
+        return torch.cat([states[at] for states, at in zip(tails, predicts, strict=True)])
     cache = _prefix_cache(causal_lm, sequences[0][0][:prefix], len(sequences)) if prefix else None
     width = max(len(ids) for ids, _ in sequences) - prefix
     ids_BT = torch.zeros(len(sequences), width, dtype=torch.long)
@@ -41,21 +130,18 @@ def answer_states(causal_lm, sequences: Sequences, share_prefix: bool = True) ->
         ids_BT[row, : len(ids) - prefix] = torch.tensor(ids[prefix:])
         predicts_BT[row, : len(ids) - prefix - 1] = torch.tensor(answer[prefix + 1 :], dtype=torch.bool)
     # Padding is on the right, where causality hides it from every graded position.
-    attention: contextlib.AbstractContextManager = contextlib.nullcontext()
     if plain:
-        attention = short_attention(causal_lm)
         mask = torch.ones(width, prefix + width, dtype=torch.bool, device=device).tril(prefix)[None, None]
         mask = for_attention(causal_lm, mask.expand(len(sequences), -1, -1, -1))
     else:
         mask = torch.tensor([[i < len(ids) for i in range(width)] for ids, _ in sequences], device=device)
-    with attention:
-        hidden_BTH = causal_lm.base_model(
-            input_ids=ids_BT.to(device),
-            attention_mask=mask,
-            position_ids=torch.arange(prefix, prefix + width, device=device)[None],
-            past_key_values=cache,
-            use_cache=cache is not None,
-        ).last_hidden_state
+    hidden_BTH = causal_lm.base_model(
+        input_ids=ids_BT.to(device),
+        attention_mask=mask,
+        position_ids=torch.arange(prefix, prefix + width, device=device)[None],
+        past_key_values=cache,
+        use_cache=cache is not None,
+    ).last_hidden_state
     return hidden_BTH[predicts_BT.to(device)]
 
 

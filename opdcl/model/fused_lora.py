@@ -15,31 +15,56 @@ from peft.tuners.lora.layer import Linear, ParamWrapper
 from torch.utils.checkpoint import checkpoint
 
 
-class _LoraLinear(torch.autograd.Function):
-    """The base weight is frozen, so only x, A and B have gradients."""
+class _LoraLinears(torch.autograd.Function):
+    """Layers that share an input. The base weights are frozen, so only x and each A and B have gradients."""
 
     @staticmethod
-    def forward(ctx, x, weight_NK, bias_N, a_RK, b_NR, scaling):
+    def forward(ctx, x, scalings, *weights):
         x_MK = x.reshape(-1, x.shape[-1])
-        ctx.scaling, ctx.shape, ctx.adapter_dtype = scaling, x.shape, a_RK.dtype
-        # The adapter is stored in fp32 and multiplied in the base's precision, as autocast does.
-        a_RK, b_NR = a_RK.to(x.dtype), b_NR.to(x.dtype)
-        low_MR = x_MK @ a_RK.T
-        out_MN = torch.nn.functional.linear(x_MK, weight_NK, bias_N).addmm_(low_MR, b_NR.T, alpha=scaling)
-        ctx.save_for_backward(x_MK, low_MR, weight_NK, a_RK, b_NR)
-        return out_MN.view(*x.shape[:-1], -1)
+        ctx.scalings, ctx.shape, ctx.adapter_dtype = scalings, x.shape, weights[2].dtype
+        saved, outs = [x_MK], []
+        for i, scaling in enumerate(scalings):
+            weight_NK, bias_N, a_RK, b_NR = weights[4 * i : 4 * i + 4]
+            # The adapter is stored in fp32 and multiplied in the base's precision, as autocast does.
+            a_RK, b_NR = a_RK.to(x.dtype), b_NR.to(x.dtype)
+            low_MR = x_MK @ a_RK.T
+            out_MN = torch.nn.functional.linear(x_MK, weight_NK, bias_N)
+            outs.append(out_MN.addmm_(low_MR, b_NR.T, alpha=scaling).view(*x.shape[:-1], -1))
+            saved += [low_MR, weight_NK, a_RK, b_NR]
+        ctx.save_for_backward(*saved)
+        return tuple(outs)
 
     @staticmethod
-    def backward(ctx, grad):
-        x_MK, low_MR, weight_NK, a_RK, b_NR = ctx.saved_tensors
-        grad_MN = grad.reshape(-1, grad.shape[-1])
-        grad_low_MR = (grad_MN @ b_NR).mul_(ctx.scaling)
+    def backward(ctx, *grads):
+        x_MK, *saved = ctx.saved_tensors
         grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = (grad_MN @ weight_NK).addmm_(grad_low_MR, a_RK).view(ctx.shape)
-        grad_a = (grad_low_MR.T @ x_MK).to(ctx.adapter_dtype)
-        grad_b = (grad_MN.T @ low_MR).to(ctx.adapter_dtype).mul_(ctx.scaling)
-        return grad_x, None, None, grad_a, grad_b, None
+        found: list[torch.Tensor | None] = []
+        for i, (grad, scaling) in enumerate(zip(grads, ctx.scalings, strict=True)):
+            low_MR, weight_NK, a_RK, b_NR = saved[4 * i : 4 * i + 4]
+            grad_MN = grad.reshape(-1, grad.shape[-1])
+            grad_low_MR = (grad_MN @ b_NR).mul_(scaling)
+            if ctx.needs_input_grad[0]:
+                grad_x = grad_MN @ weight_NK if grad_x is None else grad_x.addmm_(grad_MN, weight_NK)
+                grad_x.addmm_(grad_low_MR, a_RK)
+            grad_a = (grad_low_MR.T @ x_MK).to(ctx.adapter_dtype)
+            grad_b = (grad_MN.T @ low_MR).to(ctx.adapter_dtype).mul_(scaling)
+            found += [None, None, grad_a, grad_b]
+        return None if grad_x is None else grad_x.view(ctx.shape), None, *found
+
+
+def linears(x: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """Return the outputs of linear layers that share an input: one node if all have a simple adapter."""
+    adapted = [layer for layer in layers if isinstance(layer, Linear) and _is_plain(layer, x)]
+    if len(adapted) < len(layers):
+        return tuple(layer(x) for layer in layers)
+    weights: list[torch.Tensor] = []
+    scalings = []
+    for layer in adapted:
+        base, (name,) = layer.get_base_layer(), layer.active_adapters
+        weights += [base.weight, base.bias, layer.lora_A[name].weight, layer.lora_B[name].weight]
+        scalings.append(layer.scaling[name])
+    outs: tuple[torch.Tensor, ...] = _LoraLinears.apply(x, scalings, *weights)
+    return outs
 
 
 def fuse(model: torch.nn.Module) -> None:
@@ -57,9 +82,7 @@ def _fused_forward(layer: Linear, peft_forward):
     def forward(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if args or kwargs or not _is_plain(layer, x):
             return peft_forward(x, *args, **kwargs)
-        (name,) = layer.active_adapters
-        base, a_RK, b_NR = layer.get_base_layer(), layer.lora_A[name].weight, layer.lora_B[name].weight
-        return _LoraLinear.apply(x, base.weight, base.bias, a_RK, b_NR, layer.scaling[name])
+        return linears(x, layer)[0]
 
     return forward
 

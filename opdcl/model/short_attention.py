@@ -90,7 +90,7 @@ def _attention_weights(
 
 def _attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
     """Implement transformers' attention interface for one mask shared by all rows."""
-    if dropout or query.shape[1] * attention_mask[0, 0].numel() > LONG:
+    if attention_mask is None or dropout or query.shape[1] * attention_mask[0, 0].numel() > LONG:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

@@ -18,13 +18,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from opdcl.model.architecture import architecture
+from opdcl.model.llama_pass import FAMILY
 from opdcl.model.quantized import is_quantized
 from opdcl.sampling.layout import attention_mask
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
-
-FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Cache"], torch.Tensor]
 

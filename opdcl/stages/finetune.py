@@ -30,6 +30,7 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.costs import Work, sized
 from opdcl.model.forward import answer_ids, answer_states
+from opdcl.model.positions import cross_entropy
 from opdcl.rundir.layout import StageDir
 from opdcl.stages.recover import recover
 from opdcl.training import (
@@ -246,8 +247,7 @@ class AnswerTrainer(SFTTrainer):
         with self.compute_loss_context_manager():
             states_NH = answer_states(causal_lm, sequences)
             if rules.weight == rules.anchor == "none":
-                logits_NV = causal_lm.get_output_embeddings()(states_NH).float()
-                total = torch.nn.functional.cross_entropy(logits_NV, targets_N, reduction="sum")
+                total = cross_entropy(states_NH, self.backbone.head_VH, targets_N).sum()
             else:
                 total = answer_losses(states_NH, self.backbone.head_VH, base_NH, targets_N, rules).sum()
         return total / (len(targets_N) if num_items_in_batch is None else num_items_in_batch)

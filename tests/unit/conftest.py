@@ -25,21 +25,18 @@ def tuned(backbone, tmp_path):
 
 
 @pytest.fixture
-def memory_for():
+def memory_for(monkeypatch):
     """Return a function that makes training passes of more than `rows` rows fail, as if memory ran out."""
-    import torch
-    from torch.nn.modules.module import register_module_forward_pre_hook
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    hooks = []
+    from opdcl.model import forward
 
     def limit(rows: int, fault: BaseException) -> None:
-        def check(module, inputs):
-            if isinstance(module, LlamaDecoderLayer) and torch.is_grad_enabled() and len(inputs[0]) > rows:
+        states = forward._states
+
+        def limited(causal_lm, sequences, **options):
+            if torch.is_grad_enabled() and len(sequences) > rows:
                 raise fault
+            return states(causal_lm, sequences, **options)
 
-        hooks.append(register_module_forward_pre_hook(check))
+        monkeypatch.setattr(forward, "_states", limited)
 
-    yield limit
-    for hook in hooks:
-        hook.remove()
+    return limit

@@ -7,7 +7,8 @@ import torch
 from helpers.near import relative_error
 
 from opdcl.config.finetune import AnswerLossSection
-from opdcl.distill.losses import CHUNK, answer_losses
+from opdcl.distill.losses import answer_losses
+from opdcl.model.positions import CHUNK
 
 V, H = 37, 8
 RULES = [

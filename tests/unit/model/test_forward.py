@@ -18,7 +18,7 @@ def test_the_prefix_of_all_rows_runs_once_up_to_the_first_graded_position(loaded
             states = answer_states(loaded.causal_lm, rows)
     finally:
         hook.remove()
-    assert sum(math.prod(shape) for shape in shapes) == len(shared) + 3 * (2 + 4)
+    assert sum(math.prod(shape) for shape in shapes) == len(shared) + 3 * 2 + 2 + 3 + 4
     assert len(states) == len(answer_ids(rows, states.device)) == 2 + 3 + 4
 
 

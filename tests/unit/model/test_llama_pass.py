@@ -1,0 +1,146 @@
+"""The packed pass against transformers' and PEFT's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from opdcl.model import forward
+from opdcl.model.forward import answer_states
+from opdcl.model.fused_lora import fuse
+from opdcl.model.llama_pass import packs, rms_norm
+
+FAMILIES = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 12, "attention_bias": True},
+}
+PREFIX = [5, 6, 7, 8]
+ROWS = [
+    ([*PREFIX, *range(20 + i, 20 + i + length)], [False] * (len(PREFIX) + 2) + [True] * (length - 2))
+    for i, length in enumerate((6, 3, 6, 4, 3))
+]
+
+
+def model_of(family: str, **options):
+    """Return a two-layer model with random weights and an adapter that is not zero."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    config = AutoConfig.for_model(family, **sizes, **heads, **FAMILIES[family], attn_implementation="sdpa")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    lora = LoraConfig(
+        **{"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
+    )
+    peft = get_peft_model(model, lora)
+    with torch.no_grad():
+        for name, weight in peft.named_parameters():
+            if "lora_B" in name or "norm" in name or "bias" in name:
+                weight.add_(torch.randn_like(weight) * 0.2)
+    fuse(model)
+    return peft.eval()
+
+
+def run(peft, packed: bool, monkeypatch):
+    weights = [weight for weight in peft.parameters() if weight.requires_grad]
+    with monkeypatch.context() as patch:
+        if not packed:
+            patch.setattr(forward, "packs", lambda *inputs: False)
+        states = answer_states(peft.get_base_model(), ROWS)
+    direction = torch.linspace(-1, 1, states.numel()).view(states.shape)
+    grads = torch.autograd.grad((states * direction).sum(), weights, allow_unused=True)
+    return states.detach(), dict(
+        zip((n for n, w in peft.named_parameters() if w.requires_grad), grads, strict=True)
+    )
+
+
+def assert_same(peft, monkeypatch) -> dict[str, torch.Tensor]:
+    assert packs(peft.get_base_model(), 10)
+    expected, reference = run(peft, False, monkeypatch)
+    states, grads = run(peft, True, monkeypatch)
+    assert len(states) == sum(sum(answer) for _, answer in ROWS)
+    torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
+    for name, grad in grads.items():
+        assert (grad is None) == (reference[name] is None)
+        if grad is not None:
+            scale = float(reference[name].abs().max())
+            torch.testing.assert_close(grad, reference[name], rtol=1e-3, atol=1e-4 * scale, msg=name)
+    return {name: grad for name, grad in grads.items() if grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_transformers_forward_and_backward(family, monkeypatch):
+    peft = model_of(family)
+    grads = assert_same(peft, monkeypatch)
+    assert len(grads) == 2 * 7 * 2
+    assert all(grad.abs().max() > 0 for grad in grads.values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_dora": True},
+        {"lora_dropout": 0.5},  # without effect in evaluation mode
+        {"lora_bias": True},
+        {"target_modules": ["layers.1.self_attn.q_proj", "up_proj"]},
+        {"exclude_modules": ["v_proj", "down_proj"]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_other_adapters_are_left_to_peft(options, monkeypatch):
+    assert assert_same(model_of("qwen3", **options), monkeypatch)
+
+
+def test_adapters_together_and_switched_off(monkeypatch):
+    peft = model_of("llama")
+    peft.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    peft.base_model.set_adapter(["default", "second"])
+    together = assert_same(peft, monkeypatch)
+    assert any("second" in name for name in together)
+    with torch.no_grad(), peft.disable_adapter():
+        bare = answer_states(peft.get_base_model(), ROWS)
+        monkeypatch.setattr(forward, "packs", lambda *inputs: False)
+        torch.testing.assert_close(bare, answer_states(peft.get_base_model(), ROWS), rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_draws_for_each_pass(monkeypatch):
+    peft = model_of("llama", lora_dropout=0.5).train()
+    states = [answer_states(peft.get_base_model(), ROWS).detach() for _ in range(2)]
+    assert (states[0] - states[1]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("rows", [ROWS[:1], [(ids[4:], answer[4:]) for ids, answer in ROWS[:1]] * 2])
+def test_rows_without_a_common_beginning(rows, monkeypatch):
+    peft = model_of("llama")
+    with torch.no_grad():
+        packed = answer_states(peft.get_base_model(), rows)
+        monkeypatch.setattr(forward, "packs", lambda *inputs: False)
+        torch.testing.assert_close(packed, answer_states(peft.get_base_model(), rows), rtol=1e-4, atol=1e-4)
+
+
+def test_other_models_and_long_rows_are_left_to_transformers():
+    peft = model_of("llama")
+    model = peft.get_base_model()
+    assert packs(model, 100)
+    assert not packs(model, 5000)
+    model.config.hidden_act = "gelu"
+    assert not packs(model, 100)
+    model.config.hidden_act, model.config._attn_implementation = "silu", "eager"
+    assert not packs(model, 100)
+
+
+def test_rms_norm_is_transformers_in_bf16_too():
+    peft = model_of("qwen3")
+    norm = peft.get_base_model().model.norm
+    x = torch.randn(5, 32, requires_grad=True)
+    for dtype, near in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        norm.to(dtype)
+        grads = [
+            torch.autograd.grad(f(x.to(dtype)).float().cumsum(1).sum(), x)[0]
+            for f in (norm, lambda y: rms_norm(y, norm))
+        ]
+        torch.testing.assert_close(*grads, rtol=near, atol=near * float(grads[0].abs().max()))
+        torch.testing.assert_close(rms_norm(x.to(dtype), norm), norm(x.to(dtype)), rtol=near, atol=near)
