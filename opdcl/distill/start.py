@@ -110,18 +110,15 @@ def moments(
     batch: list[Rollout] = []
 
     def add(i, layer, inputs):
-        x_BTK = inputs[0].view(-1, inputs[0].shape[-2], width[i])
-        if len(x_BTK) < len(batch):
-            return  # the prefix that all texts of the batch share, which answers nothing
-        shift = max(text.length for text in batch) - x_BTK.shape[1]
-        spans = [(len(text.prompt_ids) - 1 - shift, text.length - 1 - shift) for text in batch]
+        x_BTK = inputs[0].view(len(batch), -1, width[i])
+        spans = [(len(text.prompt_ids) - 1, text.length - 1) for text in batch]
         x_MK = torch.cat([x_TK[a:b] for x_TK, (a, b) in zip(x_BTK, spans, strict=True)]).float()
         sums[i].addmm_(x_MK.T, x_MK)
 
     with _watched([same_input[0] for same_input in group], add), backbone.state(state) as model:
         for indices in micro_batches({i: text.length for i, text in enumerate(texts)}, batch_tokens):
             batch = [texts[i] for i in indices]
-            answer_states(model, [sequence(text.prompt_ids, text.completion_ids) for text in batch])
+            _read(model, batch)
     tokens = sum(len(text.completion_ids) for text in texts)
     return [sum_KK.div_(tokens) for sum_KK in sums]
 
@@ -135,8 +132,13 @@ def _by_input(backbone: Backbone, layers: list[Any], text: Rollout) -> list[Same
         read.setdefault(id(inputs[0]), (inputs[0], []))[1].append(layer)
 
     with _watched(layers, note), backbone.state("tuned") as model:
-        answer_states(model, [sequence(text.prompt_ids, text.completion_ids)])
+        _read(model, [text])
     return [same_input for _, same_input in read.values()]
+
+
+def _read(model: Any, texts: list[Rollout]) -> None:
+    """Run the model on texts, padded and whole, so that every layer is called with `(B, T, K)`."""
+    answer_states(model, [sequence(text.prompt_ids, text.completion_ids) for text in texts], False)
 
 
 @contextlib.contextmanager
