@@ -4,7 +4,7 @@
 
 A spoilt model is base whose next-token distribution is changed by a rule: the rule acts on the real model's
 log-probabilities, where it samples and where it is graded. All numbers come from `opdcl.stages.closeness` and
-`opdcl.results.closeness`, as in a run. `C` counts from TUNED: 0 is tuned, 1 is base.
+`opdcl.results.closeness`, as in a run. `C` counts from TUNED or the floor, whichever is nearer to base.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def rules(backbone: Backbone, echoes: dict[tuple[int, ...], list[int]]) -> dict[
 @contextlib.contextmanager
 def spoilt(rule: Rule) -> Iterator[None]:
     """Measure base under a rule in place of the student, in the block."""
-    graded: list[list] = []
+    graded: list = []
 
     def sample(model, prompts, *, max_new_tokens, eos_ids, seed, **options):
         rollouts = [closeness.Rollout(list(p)) for p in prompts]
@@ -118,20 +118,15 @@ def spoilt(rule: Rule) -> Iterator[None]:
 
     def remember(model, texts):
         if not graded:  # the student's pass, which comes first
-            graded.extend([texts[i] for i in batch] for batch in closeness._batches(texts))
+            graded.extend(texts)
             remember.states = hidden(model, texts)
         return remember.states
 
     def divergences(student, base):
-        forward, reverse, at = [], [], 0
-        for text in graded.pop(0):
-            size = len(text.completion_ids)
-            q = base.log_probs(slice(at, at + size), len(base.head_VH))
-            p = torch.stack([rule(text.prompt_ids, text.completion_ids[:i], row) for i, row in enumerate(q)])
-            forward.append(forward_kl(p, q))
-            reverse.append(reverse_kl(p, q))
-            at += size
-        return torch.cat(forward), torch.cat(reverse)
+        text = graded.pop(0)
+        q = base.log_probs(slice(0, len(text.completion_ids)), len(base.head_VH))
+        p = torch.stack([rule(text.prompt_ids, text.completion_ids[:i], row) for i, row in enumerate(q)])
+        return forward_kl(p, q), reverse_kl(p, q)
 
     with (
         patch.object(closeness, "sample", torch.no_grad()(sample)),
@@ -163,13 +158,8 @@ def other_content(prompts: list[list[int]]) -> Iterator[None]:
 
     def states(model, texts):
         passes.append(1)
-        if len(passes) % 2:  # the student's pass; micro-batches must be those of base's pass
-            sequences = [closeness.sequence(another[tuple(t.prompt_ids)], t.completion_ids) for t in texts]
-            with torch.no_grad():
-                return [
-                    closeness.answer_states(model, [sequences[i] for i in b])
-                    for b in closeness._batches(texts)
-                ]
+        if len(passes) % 2:  # the student's pass
+            texts = [closeness.Rollout(another[tuple(t.prompt_ids)], t.completion_ids) for t in texts]
         return hidden(model, texts)
 
     with patch.object(closeness, "sample", answer), patch.object(closeness, "_hidden_states", states):
@@ -289,14 +279,16 @@ def numbers(run: RunDir, tuned: RunDir) -> dict:
     summary = results.summarise([suite])
     row = dict(summary[state])
     if state == "base":
-        return row
-    near, far, noise = (
-        results.values([s], name) for s, name in ((suite, state), (reference, state), (suite, "base"))
-    )
-    c = ratio(far - near, far - noise, suite.clusters)
+        return row | {"floor": summary["floor"]}
+    near, far = (results.values([s], state) for s in (suite, reference))
+    floor = suite.floor_values()
+    starts = {"C": far if floor is None or floor.mean() >= far.mean() else floor, "C from tuned": far}
+    for name, start in starts.items():
+        c = ratio(start - near, start, suite.clusters)
+        row[name] = c and c.as_dict()
     for name in ("forward_own", "reverse_base"):
         row[name] = {"value": float(results.values([suite], state, name).mean())}
-    return row | {"C": c.as_dict() if c else None}
+    return row
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Closeness to base: how far each state's answers are from base's, and C, the share of that distance gone."""
+"""Closeness to base: how far each state's answers are from base's, and C, the share of that distance gone.
+
+C = 1 - distance(recovered) / distance(start). The start is tuned, or the floor if that is nearer to base: a
+model with base's style and other content wins nothing back, however far away tuned is.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +39,12 @@ def summarise(suites: Sequence[Suite]) -> dict[str, Any] | None:
     if "base" not in states:
         return None
     clusters = suites[0].clusters
-    c, why = _closeness(suites, states)
+    c, raw, why = _closeness(suites, states)
     found: dict[str, Any] = {"n": len(suites[0].prompts), "why": why}
     found |= c.as_dict() if c else dict.fromkeys(("value", "low", "high"))
+    floor = _floor(suites)
+    found["raw"] = raw and raw.as_dict()
+    found["floor"] = None if floor is None else round(float(floor.mean()), 6)
     found["noise"] = round(float(values(suites, "base").mean()), 6)
     columns = {state: [writing.values(suite, state) for suite in suites] for state in STATES}
     found["writing"] = {}
@@ -75,16 +82,26 @@ def same_prompts(suites: Sequence[Suite]) -> bool:
     return all(suite.rows and suite.prompts == suites[0].prompts for suite in suites)
 
 
-def _closeness(suites: Sequence[Suite], states: list[str]) -> tuple[Estimate | None, str | None]:
-    """Return C = 1 - distance(recovered) / distance(tuned), or why there is none."""
+def _floor(suites: Sequence[Suite]) -> np.ndarray | None:
+    """Return the distances of base's answers to other prompts, or None if they were not measured."""
+    floors = [suite.floor_values() for suite in suites]
+    return None if any(floor is None for floor in floors) else stacked(floors)
+
+
+def _closeness(
+    suites: Sequence[Suite], states: list[str]
+) -> tuple[Estimate | None, Estimate | None, str | None]:
+    """Return C, C counted from tuned wherever the floor lies, and why there is none."""
     from opdcl.results.intervals import difference, ratio
 
     if missing := [state for state in STATES if state not in states]:
-        return None, f"{' and '.join(missing)} not measured"
+        return None, None, f"{' and '.join(missing)} not measured"
     clusters = suites[0].clusters
     base, tuned, recovered = (values(suites, state) for state in STATES)
     # Base's distance to itself is what rounding in 16 bits makes of no difference at all.
     if difference(tuned, base, clusters).low <= 0:
-        return None, "tuned is not measurably away from base"
-    found = ratio(tuned - recovered, tuned, clusters)
-    return found, None if found else "tuned's distance is too uncertain for a ratio"
+        return None, None, "tuned is not measurably away from base"
+    floor = _floor(suites)
+    start = tuned if floor is None or floor.mean() >= tuned.mean() else floor
+    found, raw = (ratio(x - recovered, x, clusters) for x in (start, tuned))
+    return found, raw, None if found else "the distance to start from is too uncertain for a ratio"

@@ -185,7 +185,10 @@ def _ratios(summary: dict, domain: Suite | None) -> list[dict[str, Any]]:
         meaning += f"; from {start} alone, {raw}." if raw else "."
         ratios.append({"name": name, "meaning": meaning, "estimate": summary[key], "why": why})
     if near := summary["closeness"]:
-        meaning = "Share of tuned's distance to base that is gone, token by token."
+        meaning = (
+            "Share of the distance to base that is gone, token by token, counted from tuned or from base's "
+            "answers to other prompts, whichever is nearer."
+        )
         estimate = None if near["value"] is None else near
         ratios.append({"name": "Closeness C", "meaning": meaning, "estimate": estimate, "why": near["why"]})
     return ratios

@@ -91,7 +91,7 @@ def closeness_table(near: dict[str, Any]) -> Table:
     caption = (
         f"{near['n']} prompts that no stage has learned from, answered at temperature 1. "
         "Both models give their distributions at every token of base's answers and of the state's own. The "
-        "distance is the mean of both divergences; base's own is the noise of 16-bit arithmetic."
+        "distance is the larger divergence; base's own is the noise of 16-bit arithmetic."
     )
     return Table("Closeness to base", ["", *STATES], rows, caption)
 

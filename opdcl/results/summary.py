@@ -84,7 +84,8 @@ def table_rows(summary: dict[str, Any]) -> list[list[str]]:
     near = summary["closeness"]
     if near:
         distances = [distance_cell(near[state].get("distance")) for state in STATES]
-        rows.append(["distance to base\nnats per token", str(near["n"]), "", *distances])
+        floor = "" if near["floor"] is None else f"{near['floor']:.3f}"
+        rows.append(["distance to base\nnats per token", str(near["n"]), floor, *distances])
         if c := closeness_cell(near):
             rows.append(["C", "", "", "", "", c])
     for label, key, start in (("R", "recovery", "tuned"), ("D", "domain_retention", "base")):

@@ -199,7 +199,8 @@ def _closeness_table(rows: list[dict[str, Any]]) -> Table:
     ]
     caption = (
         "The distance of each state from base, in nats per token, on answers at temperature 1; base's own is "
-        "noise. C is the share of tuned's distance that is gone."
+        "noise. C is the share of the distance that is gone, counted from tuned or from base's answers to "
+        "other prompts, whichever is nearer."
     )
     return Table("Closeness to base", ["arm", *STATES, "C"], cells, caption)
 

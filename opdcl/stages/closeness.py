@@ -5,8 +5,10 @@ Base and the state answer the same prompts. Then both models give their distribu
     forward   KL(base, state) on base's answers: what base says and the state would not
     reverse   KL(state, base) on the state's own answers: what the state says and base would not
 
-Each is the mean over the tokens of an answer. Their mean is the state's distance from base on this prompt, in
-nats per token. Base's answers are sampled once per run; its own distance is the noise of 16-bit arithmetic.
+Each is the mean over the tokens of an answer. The larger one is the state's distance from base on this
+prompt, in nats per token: a model that always says the same is far away in the reverse direction alone.
+Base's answers are sampled once per run; its own distance is the noise of 16-bit arithmetic. The floor is the
+distance of a model that answers another prompt as base would: base's style without the content.
 """
 
 from __future__ import annotations
@@ -121,30 +123,38 @@ class _Measurement:
             passes = 2 * sum(text.length for text in texts)
             began = time.perf_counter()
             states = _hidden_states(model, texts)
+            unrelated = {} if ids else _hidden_states(model, self._after_others(own, start))
         # Base is compared with itself: once as it is, and once a little off.
         with backbone.merged("base") as model, contextlib.nullcontext() if ids else _jitter(model):
             base_states = _hidden_states(model, texts)
-        divergences = self._divergences(texts, states, base_states)
-        costs.add("measure", passes, time.perf_counter() - began)
+        divergences = self._divergences(states, base_states)
         of_own, of_base = divergences[: len(own)], divergences[len(own) :] or divergences
-        return [self._row(*row) for row in zip(own, of_own, of_base, strict=True)]
+        rows = [self._row(*row) for row in zip(own, of_own, of_base, strict=True)]
+        for row, (_, reverse) in zip(rows, [] if ids else self._divergences(states, unrelated), strict=False):
+            row["unrelated"] = reverse
+        costs.add("measure", passes, time.perf_counter() - began)
+        return rows
+
+    def _after_others(self, own: list[Rollout], start: int) -> list[Rollout]:
+        """Return base's answers, each after the prompt of another one."""
+        numbers = [other(i, len(self.prompts)) for i in range(start, start + len(own))]
+        pairs = zip(numbers, own, strict=True)
+        return [Rollout(self.prompts[i], rollout.completion_ids) for i, rollout in pairs]
 
     def _divergences(
-        self, texts: list[Rollout], states: list[torch.Tensor], base_states: list[torch.Tensor]
+        self, states: dict[int, torch.Tensor], base_states: dict[int, torch.Tensor]
     ) -> list[tuple[float, float]]:
         """Return each text's mean forward and reverse KL per token."""
         heads = self.backbone.head_of(self.state), self.backbone.head_of("base")
-        found: dict[int, tuple[float, float]] = {}
-        for batch, *pair in zip(_batches(texts), states, base_states, strict=True):
-            ours, theirs = (HiddenStates(x, head) for x, head in zip(pair, heads, strict=True))
-            lengths = [len(texts[i].completion_ids) for i in batch]
-            columns = (x.double().split(lengths) for x in both_divergences(ours, theirs))
-            for i, forward, reverse in zip(batch, *columns, strict=True):
-                found[i] = float(forward.mean()), float(reverse.mean())
-        return parallel.gather_shares([found[i] for i in sorted(found)])
+        found = []
+        for i in sorted(states):
+            pair = zip((states[i], base_states[i]), heads, strict=True)
+            forward, reverse = both_divergences(*(HiddenStates(x_NH, head_VH) for x_NH, head_VH in pair))
+            found.append((float(forward.double().mean()), float(reverse.double().mean())))
+        return parallel.gather_shares(found)
 
     def _row(self, rollout: Rollout, own: tuple[float, float], base: tuple[float, float]) -> dict[str, Any]:
-        scores = {"distance": (base[0] + own[1]) / 2, "forward": base[0], "reverse": own[1]}
+        scores = {"distance": max(base[0], own[1]), "forward": base[0], "reverse": own[1]}
         scores |= {"forward_own": own[0], "reverse_base": base[1]}
         if not all(map(math.isfinite, scores.values())):
             hint = "the base model or the adapter holds NaN: opdcl verify RUN, or restore the model"
@@ -180,6 +190,10 @@ def measure_closeness(
     measured = _Measurement(config, backbone, prompts, base_rows, state, report)
     partial = run.evals / state / f".{CLOSENESS}.partial.jsonl"
     rows = measured.rows(partial, adapter)
+    unrelated = [row.pop("unrelated", None) for row in rows]
+    if state == "base" and len(rows) > 1:
+        for i, row in enumerate(rows):
+            row["floor"] = max(unrelated[i], unrelated[other(i, len(rows))])
     samples = [_sample(i, *pair, state) for i, pair in enumerate(zip(asked, rows, strict=True))]
     write_atomic(run.eval_samples(state, CLOSENESS), _lines(samples))
     result = record | {
@@ -210,17 +224,26 @@ def _sample(number: int, asked: Row, row: dict[str, Any], state: str) -> dict[st
     return {"doc_id": number, "prompt": "\n\n".join(texts), **kept, **kinds}
 
 
+def other(number: int, total: int) -> int:
+    """Return the number of another prompt: half of all further on, where those of one text are far away.
+
+    The prompts form pairs. So base's answer to one, read after the other, gives the forward direction of the
+    one and the reverse direction of the other.
+    """
+    return (number + total // 2) % total
+
+
 @torch.no_grad()
-def _hidden_states(model: Any, texts: list[Rollout]) -> list[torch.Tensor]:
-    """Return the states before the answers' tokens, `(N, H)`, for each of this worker's micro-batches."""
-    sequences = [sequence(text.prompt_ids, text.completion_ids) for text in texts]
-    return [answer_states(model, [sequences[i] for i in batch]) for batch in _batches(texts)]
-
-
-def _batches(texts: list[Rollout]) -> list[list[int]]:
+def _hidden_states(model: Any, texts: list[Rollout]) -> dict[int, torch.Tensor]:
+    """Return the states before the tokens of each answer of this worker's share, `(N, H)`, by number."""
     tokens = CUDA_MICRO_BATCH if torch.cuda.is_available() else MICRO_BATCH
     own = parallel.my_share(range(len(texts)))
-    return micro_batches({i: texts[i].length for i in own}, tokens)
+    found: dict[int, torch.Tensor] = {}
+    for batch in micro_batches({i: texts[i].length for i in own}, tokens):
+        sequences = [sequence(texts[i].prompt_ids, texts[i].completion_ids) for i in batch]
+        lengths = [len(texts[i].completion_ids) for i in batch]
+        found |= zip(batch, answer_states(model, sequences).split(lengths), strict=True)
+    return found
 
 
 @contextlib.contextmanager

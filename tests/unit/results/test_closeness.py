@@ -123,6 +123,25 @@ def test_there_is_no_c_without_recovered_or_where_tuned_is_base(tmp_path, change
     assert f"Closeness C: none, {why}." in pages(run)["report.md"]
 
 
+def test_c_counts_from_the_floor_where_that_is_nearer_than_tuned(tmp_path):
+    run = make(tmp_path / "run", tuned=4.0, recovered=0.2)
+    store(run, "base", [0.0] * N, floor=lambda i: 1.0 + 0.01 * (i % 5))
+    found = summarise(run)["closeness"]
+    tuned, recovered = (np.mean(spread(d, i)) for i, d in enumerate((4.0, 0.2)))
+    assert found["floor"] == pytest.approx(1.02)
+    assert found["value"] == pytest.approx(1 - recovered / 1.02, abs=1e-5)
+    assert found["raw"]["value"] == pytest.approx(1 - recovered / tuned, abs=1e-5)
+    store(run, "recovered", [1.02] * N)
+    assert summarise(run)["closeness"]["value"] == pytest.approx(0.0, abs=1e-6)
+    near = make(tmp_path / "near", tuned=0.8)
+    store(near, "base", [0.0] * N, floor=lambda i: 1.0)
+    found = summarise(near)["closeness"]
+    assert found["value"] == found["raw"]["value"]
+    assert {row[0]: row for row in table_rows(summarise(near))}["distance to base\nnats per token"][
+        2
+    ] == "1.000"
+
+
 def test_prompts_on_one_text_count_as_one(tmp_path):
     run = make(tmp_path / "run")
     widths = []

@@ -62,6 +62,22 @@ def naive(model, other, prompt_ids, completion_ids):
     return sum(rows) / len(rows)
 
 
+def naive_between(model, mine, others, completion_ids):
+    """Return the mean KL between a model's distributions after two prompts, over one completion."""
+    rows = []
+    with torch.no_grad():
+        p, q = (
+            model(torch.tensor([prompt + completion_ids]))
+            .logits[0]
+            .double()
+            .log_softmax(-1)[len(prompt) - 1 : -1]
+            for prompt in (mine, others)
+        )
+    for a, b in zip(p, q, strict=True):
+        rows.append(float((a.exp() * (a - b)).sum()))
+    return sum(rows) / len(rows)
+
+
 def test_the_divergences_are_those_of_a_naive_reference(adapted, run, tiny_model):
     backbone, adapter = adapted
     asked, config = ASKED[:2], EvalConfig(max_new_tokens=4, batch_size=4)
@@ -79,8 +95,14 @@ def test_the_divergences_are_those_of_a_naive_reference(adapted, run, tiny_model
             )
             if len(own) == row["tokens"]:  # the text has the same tokens as the answer
                 assert row["scores"]["reverse"] == pytest.approx(naive(student, base, prompt, own), rel=1e-3)
-        halves = row["scores"]["forward"], row["scores"]["reverse"]
-        assert row["scores"]["distance"] == pytest.approx(sum(halves) / 2)
+        assert row["scores"]["distance"] == max(row["scores"]["forward"], row["scores"]["reverse"])
+    first, second = (encode_prompt(ask, backbone.tokenizer, 500) for ask in asked)
+    texts = [row["completion_ids"] for row in base_rows]
+    halves = [
+        naive_between(base, mine, others, text)
+        for mine, others, text in ((first, second, texts[0]), (second, first, texts[1]))
+    ]
+    assert [row["floor"] for row in base_rows] == pytest.approx([max(halves)] * 2, rel=1e-3)
 
 
 def test_a_model_that_is_base_has_its_answers_no_distance_and_no_c(adapted, run):
@@ -157,6 +179,16 @@ def test_states_draw_the_same_numbers_and_the_batch_size_does_not_matter(backbon
     _, one = measure(backbone, run)
     _, other = measure(backbone, RunDir(tmp_path / "o"), config=EvalConfig(max_new_tokens=10, batch_size=1))
     assert [row["response"] for row in one] == [row["response"] for row in other]
+
+
+def test_the_floor_is_base_with_other_content_and_needs_two_prompts(adapted, run, tmp_path):
+    backbone, adapter = adapted
+    result, rows = measure(backbone, run)
+    assert min(row["floor"] for row in rows) > 10 * result["metrics"]["distance"]
+    _, rows = measure(backbone, run, "tuned", adapter)
+    assert not any("floor" in row for row in rows)
+    _, rows = measure(backbone, RunDir(tmp_path / "one"), asked=ASKED[:1])
+    assert "floor" not in rows[0]
 
 
 def test_a_row_has_prompt_answer_length_end_and_kind(backbone, run):
