@@ -127,7 +127,7 @@ def test_the_recipe_continues_what_the_verbs_have_measured(adapter, tiny_model, 
     assert opdcl("eval", "mine", *MEASURE, "-o", "run").returncode == 0
     assert opdcl("workflows", "cp", "repair", "repair.yaml").returncode == 0
     own = f"start=mine model.id={tiny_model} recover.general=prompts.jsonl recover.domain=rows.jsonl {SMALL}"
-    own += " eval.limit=4 eval.max_new_tokens=6 eval.data.mine=rows.jsonl"
+    own += " eval.retention=[instructions] eval.limit=4 eval.max_new_tokens=6 eval.data.mine=rows.jsonl"
     made = opdcl("run", "repair.yaml", "-o", "run", *settings(own))
     assert made.returncode == 0, made.stderr
     assert "finetune: skipped, done" in made.stderr
