@@ -2,7 +2,8 @@
 
 With one token per sequence, the weights are the large operand of every product and the sequences the small
 one. Products are fastest with the large operand first, so activations stay transposed, `(features, rows)`,
-from the embedding to the logits. The rest of a step is a few operations per layer on existing buffers.
+from the embedding to the logits. In fp32 a few rows are the exception: there the features of a row lie side
+by side. The rest of a step is a few operations per layer on existing buffers.
 
 Source: Touvron et al., arXiv 2302.13971, section 2.2 (RMSNorm, SwiGLU, rotary positions); Qwen2 adds biases
 to queries, keys and values, Qwen3 an RMSNorm to each head of queries and keys.
@@ -24,6 +25,10 @@ from opdcl.sampling.layout import attention_mask
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
+
+# Below this many rows, a CPU's fp32 products are faster if the features of a row lie side by side: with 8
+# rows they take half the time, with 24 nine tenths.
+FEW_ROWS = 32
 
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Cache"], torch.Tensor]
 
@@ -67,7 +72,9 @@ class LlamaStep:
 
     def __call__(self, token_B, position_B, key_BS, cache) -> torch.Tensor:
         body = self.model.model
-        h_HB = body.embed_tokens(token_B).T.contiguous()
+        h_HB = body.embed_tokens(token_B).T
+        if not _rows_first(h_HB):
+            h_HB = h_HB.contiguous()
         # Both halves of a head rotate by the same angles.
         angles, half = body.rotary_emb(h_HB, position_B[:, None]), self.shape.head_dim // 2
         rotation = tuple(x[:, 0, :half].T.contiguous() for x in angles)
@@ -113,8 +120,14 @@ def _weights(linear) -> tuple[torch.Tensor, torch.Tensor | None]:
     return linear.weight, linear.bias
 
 
+def _rows_first(x_KB: torch.Tensor) -> bool:
+    return x_KB.device.type == "cpu" and x_KB.dtype.itemsize > 2 and x_KB.shape[1] < FEW_ROWS
+
+
 def _times(linear, x_KB) -> torch.Tensor:
     weight_NK, bias_N = _weights(linear)
+    if _rows_first(x_KB):
+        return torch.nn.functional.linear(x_KB.T, weight_NK, bias_N).T
     return weight_NK @ x_KB if bias_N is None else torch.addmm(bias_N[:, None], weight_NK, x_KB)
 
 

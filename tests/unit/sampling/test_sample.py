@@ -8,7 +8,7 @@ import torch
 
 from opdcl.config.finetune import LoraSection
 from opdcl.model.forward import answer_states
-from opdcl.sampling import decode
+from opdcl.sampling import decode, llama_step
 from opdcl.sampling.decode import DRAW_BLOCK, PREFILL_ROWS, draw
 from opdcl.sampling.llama_step import is_llama
 from opdcl.sampling.rollout import cut
@@ -34,9 +34,12 @@ def test_prompts_of_many_lengths_in_several_prefill_batches(backbone):
         assert rollout.completion_ids == expected[0, len(rollout.prompt_ids) :].tolist()
 
 
+@pytest.mark.parametrize("few_rows", [0, 32])
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_the_llama_step_equals_transformers_forward(family):
+def test_the_llama_step_equals_transformers_forward(family, few_rows, monkeypatch):
     import transformers
+
+    monkeypatch.setattr(llama_step, "FEW_ROWS", few_rows)
 
     odd_heads = {"head_dim": 24, "attention_bias": True} if family == "Qwen3" else {}
     torch.manual_seed(0)
