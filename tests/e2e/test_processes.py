@@ -81,8 +81,12 @@ def check_same_result(run: Path, alone: Path, scratch: Path) -> None:
     for state in ("base", "tuned"):
         for suite in ("instructions", "questions"):
             file = f"evals/{state}/{suite}.samples.jsonl"
-            # Each question once, in order, with the same answer.
-            assert (run / file).read_text() == (alone / file).read_text()
+            answers, expected = (map(json.loads, (of / file).read_text().splitlines()) for of in (run, alone))
+            for row, reference in zip(answers, expected, strict=True):
+                # A likelihood that was summed up in another order.
+                assert row.pop("gain", None) == pytest.approx(reference.pop("gain", None), abs=1e-3)
+                # Each question once, in order, with the same answer.
+                assert row == reference
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["device"]["processes"] == 2
     assert (
