@@ -143,7 +143,7 @@ def test_each_row_has_the_score_of_the_best_answer_without_content(backbone, tmp
         {"question": "Say so", "answer": "so"}
     ]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = EvalConfig(domain=["q"], data={"q": str(tmp_path / "q.jsonl")}, max_new_tokens=4)
+    config = EvalConfig(domain=["q"], data={"q": str(tmp_path / "q.jsonl")}, max_new_tokens=4, batch_size=4)
     run = RunDir(tmp_path / "run")
     result = evaluate(config, load_suite("q", config), backbone, "base", run, {}, Silent())
     means = {name: scores["token_f1"] for name, scores in result["floor"].items()}
