@@ -207,7 +207,7 @@ def test_the_data_of_a_stock_suite_are_fetched_too(hub, connected, disconnected,
     hub.asked.clear()
     done = disconnected(*words)
     assert done.returncode == 0, done.stderr
-    assert [task["suite"] for task in json.loads(done.stdout)["tasks"]] == ["ifeval"]
+    assert [task["suite"] for task in json.loads(done.stdout)["tasks"]] == ["ifeval", "closeness"]
     assert hub.asked == []
 
 

@@ -202,6 +202,9 @@ def test_a_setting_without_its_section_is_suggested_in_full(rows):
     assert fault.value.hint == "did you mean finetune.epochs?"
 
 
+MEASURED = ("closeness", "recovery", "recovery_raw", "domain_retention", "domain_retention_raw")
+
+
 @pytest.mark.parametrize(
     ("workflow", "states", "suites", "command"),
     [
@@ -219,7 +222,7 @@ def test_a_result_names_the_command_that_leads_on(tmp_path, workflow, states, su
     for number, stage in enumerate(states, 1):
         write_json(run.stage(number, stage).record, {"status": "done"})
     entry = {"n": 0, "floor": None, "metric": "", "role": "domain", "writing": {}}
-    summary = dict.fromkeys(("recovery", "recovery_raw", "domain_retention")) | {"verdict": "fine"}
+    summary = dict.fromkeys(MEASURED) | {"verdict": "fine"}
     result = Result(tmp_path, summary | {"suites": {name: entry | s for name, s in suites.items()}})
     assert result.notes[-1] == f"next: {command.replace('{}', str(tmp_path))}"
 
