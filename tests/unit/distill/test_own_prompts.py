@@ -221,10 +221,10 @@ def test_the_number_of_prompts_follows_from_steps_and_rollouts():
 class Stopped(Output):
     """Interrupt where the recovery would begin, after the prompts were written."""
 
-    def stage(self, name):
+    def stage(self, name, *after):
         if name == "recover":
             raise KeyboardInterrupt
-        return super().stage(name)
+        return super().stage(name, *after)
 
 
 @pytest.fixture

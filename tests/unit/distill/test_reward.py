@@ -321,7 +321,7 @@ def test_a_demonstration_that_does_not_fit_is_not_shown_and_said_once(backbone):
     assert notes == ["a demonstration does not fit into the context: it is not shown"]
 
 
-@pytest.mark.parametrize(("room", "short"), [(2000, 0), (145, 1), (100, None)])
+@pytest.mark.parametrize(("room", "short"), [(2000, 0), (145, 1), (60, None)])
 def test_room_for_demonstrations_is_counted_beforehand(backbone, room, short):
     config = RecoverConfig(
         **SETTINGS, general_teacher={"kind": "live", "context": CONTEXT}, max_new_tokens=30
@@ -329,7 +329,7 @@ def test_room_for_demonstrations_is_counted_beforehand(backbone, room, short):
     task = load_reward_task("instructions_train")
     rows = reward_rows(config.reward, task)[:5]
     if short is None:
-        with pytest.raises(UsageError, match="leaves no room for an answer within 100 tokens"):
+        with pytest.raises(UsageError, match="leaves no room for an answer within 60 tokens"):
             count_short_of_room(config, rows, backbone.tokenizer, room)
     else:
         assert count_short_of_room(config, rows, backbone.tokenizer, room) == short
