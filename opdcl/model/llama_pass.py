@@ -46,6 +46,7 @@ def packs(causal_lm, width: int) -> bool:
         and causal_lm.device.type == "cpu"
         and config._attn_implementation in ("sdpa", NAME)
         and config.hidden_act == "silu"
+        and not causal_lm.base_model.embed_tokens._forward_hooks  # NEFTune expects rows
         and not getattr(config, "pretraining_tp", 1) > 1
         and not (causal_lm.training and config.attention_dropout)
         and architecture(config).heads * width**2 <= LONG

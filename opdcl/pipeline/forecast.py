@@ -177,7 +177,8 @@ def _recovery_need(config: RecoverConfig, rows: dict[Any, list[Row]], shape: _Sh
     other_models = sum(_shape(t.model, shape.device).weights for t in teachers if t.model)
     copies = sum(t.kind in ("ema", "adapter") for t in teachers)
     prompts = [_tokens(row) for of_stream in rows.values() for row in of_stream]
-    rollouts, longest_answer = int(config.rollouts), config.max_new_tokens
+    rollouts = int(config.rollouts)
+    longest_answer = max(config.max_new_tokens, config.domain_max_new_tokens or 0)
     rows_at_once = max(rollouts * config.sample_ahead, FULL_BATCH)
     cache = shape.cache(rows_at_once * (longest_answer + 128))
     longest = max(prompts, default=0) + longest_answer

@@ -73,11 +73,7 @@ def test_a_wrong_command_is_refused_with_a_helpful_message(refused, command):
             "rows.jsonl:2 is not valid JSON",
         ),
         ("rows.jsonl", '{"question": "q", "answer": "a"}\n{"answer": "a"}\n', "rows.jsonl:2 has only answer"),
-        (
-            "rows.jsonl",
-            '{"question": "q", "answer": "a"}\n{"question": "q"}\n',
-            "1 row has no answer to learn (first: rows.jsonl:2)",
-        ),
+        ("rows.jsonl", '{"question": "q", "answer": "a"}\n{"question": "q"}\n', "rows.jsonl:2)"),
         ("rows.jsonl", '{"question": "q", "answer": 5}\n', "rows.jsonl:1: answer is a number, not text"),
         ("rows.jsonl", "", "rows.jsonl has no rows"),
         ("rows.csv", "id,name\n1,x\n", "rows.csv:2 has only id, name"),
