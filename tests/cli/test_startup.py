@@ -160,19 +160,3 @@ def test_the_libraries_that_a_command_imports_say_nothing(tiny_model, tmp_path, 
     (tmp_path / "a.yaml").write_text("finetune: {data: handbook}\n")
     command, following = (text.replace("MODEL", str(tiny_model)) for text in (command, following))
     assert python(ENTRY, *command.split(), cwd=tmp_path).stderr == f"next: opdcl {following}\n"
-
-
-IDLE = """
-import time, torch
-torch.set_num_threads(2)
-values, spent = torch.ones(100_000), 0.0
-for _ in range(20):
-    values.mul(2)
-    started = time.process_time()
-    time.sleep(0.01)
-    spent += time.process_time() - started
-print(spent)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch brings another OpenMP than GNU's")
