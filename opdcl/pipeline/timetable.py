@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 DYNAMIC = ("live", "ema", "trust_region")
 
 # Prompts of each suite and of the recovery that a probe answers, and its longest answer.
-PROBED, PROBE_TOKENS = 4, 64
+PROBED, PROBE_TOKENS = 12, 64
 
 # Seconds that a probe decodes many rows, and then two: on a slow machine it stops before its answers end.
 PROBE_SECONDS = 10.0, 4.0
@@ -54,6 +54,11 @@ class _ProbeCosts(Costs):
     """Costs of a probe, whose decoding ends after `seconds_left`, but not before its third step."""
 
     seconds_left, steps = 0.0, 0
+
+    def add(self, kind: str, amount: float, cost: float) -> None:
+        # Prompts of several suites in one batch are padded more than each suite's own.
+        if kind != "read":
+            super().add(kind, amount, cost)
 
     def decoded(self, steps: int, rows: int, seconds: float) -> None:
         super().decoded(steps, rows, seconds)
@@ -184,25 +189,27 @@ class Timetable:
         suite, prompts = self.sources.suite(task.suite, config), self._prompts(task.suite)
         score = {f"score {task.suite}": float(len(prompts))}
         if not suite.generative:
-            return total(score, {f"likelihood {task.suite}": len(prompts)})
+            likelihood = f"likelihood {task.suite}"
+            known = self.costs.unit(likelihood, guess=False) is not None or not guess
+            return total(score, {likelihood: len(prompts)} if known else {"read": sum(prompts)})
         mean = self._answer_length(task, task.state, guess)
         if mean is None or config.server:
             return None
         if suite.content and self.costs.unit(f"score {task.suite}", guess=False) is None:
-            # Base reads an answer that passes after its own prompt and two others; few of tuned's pass.
-            passed = len(prompts) * (task.state != "tuned")
+            # Base reads an answer that passes after its own prompt and two others: half of base's answers
+            # do, and few of tuned's.
+            passed = len(prompts) * (task.state != "tuned") / 2
             score = {"measure": 3 * passed * (fmean(prompts) + mean)}
         return total(score, decoding(prompts, mean, self._limit(task.suite), int(config.batch_size)))
 
     def _closeness(self, task: Task, guess: bool) -> Work | None:
-        """Return the work of answering, and of a pass of both models over the answers and over base's."""
+        """Return the work of answering, and of reading the answers."""
         prompts, mean = self._prompts(CLOSENESS), self._answer_length(task, task.state, guess)
         base = mean if task.state == "base" else self._answer_length(task, "base", guess)
         if mean is None or base is None:
             return None
-        tokens = 2 * (sum(prompts) + len(prompts) * mean)
-        if task.state != "base":
-            tokens += 2 * (sum(prompts) + len(prompts) * base)
+        # Both models read the answers, and this one reads base's; base reads its own three times.
+        tokens = 3 * sum(prompts) + len(prompts) * (2 * mean + base)
         work = {"measure": tokens, f"score {CLOSENESS}": float(len(prompts))}
         return total(work, decoding(prompts, mean, self._limit(CLOSENESS), len(prompts)))
 
@@ -240,7 +247,6 @@ class Timetable:
         """
         from opdcl.sampling.sample import pick_engine, sample
 
-        config = self.workflow.eval
         groups = self._unknown_answers()
         if parallel.worker_count() > 1 or pick_engine(backbone.causal_lm) != "slab" or not groups:
             return
@@ -260,10 +266,6 @@ class Timetable:
         self.costs.guesses |= costs.measured()
         for name, group in answers.items():
             self.costs.guesses[f"answer {name}"] = _mean_length(group, groups[name][1])
-        read = self.costs.unit("read") or 0.0
-        for task in self.tasks:
-            if config and self._is_likelihood(task):
-                self.costs.guesses[f"likelihood {task.suite}"] = read * fmean(self._prompts(task.suite))
 
     def _is_likelihood(self, task: Task) -> bool:
         """Return whether a task compares the likelihoods of given answers, and so writes none."""

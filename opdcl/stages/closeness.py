@@ -100,7 +100,7 @@ class _Measurement:
         def count(finished: list[Rollout]) -> None:
             nonlocal answered
             answered += len(finished)
-            grading = costs.seconds({"measure": 4.0 * sum(r.length for r in finished) / len(finished)})
+            grading = costs.seconds({"measure": 3.0 * sum(r.length for r in finished) / len(finished)})
             left, rest = pace.left(finished), len(self.prompts) - start
             known = {} if left is None or grading is None else {"left": left + rest * grading}
             self.report.progress(answered, len(self.prompts), **known)
@@ -119,19 +119,26 @@ class _Measurement:
             )
             costs.answered(f"{CLOSENESS} {self.name} {limit}", [len(r.completion_ids) for r in own])
             ids = [row["completion_ids"] for row in self.base_rows[start : start + len(prompts)]]
-            texts = own + [Rollout(p, answer) for p, answer in zip(prompts, ids, strict=bool(ids))]
-            passes = 2 * sum(text.length for text in texts)
+            given = [Rollout(p, answer) for p, answer in zip(prompts, ids, strict=True)] if ids else []
             began = time.perf_counter()
-            states = _hidden_states(model, texts)
+            states, of_given = _hidden_states(model, own), _hidden_states(model, given)
             unrelated = {} if ids else _hidden_states(model, self._after_others(own, start))
         # Base is compared with itself: once as it is, and once a little off.
         with backbone.merged("base") as model, contextlib.nullcontext() if ids else _jitter(model):
-            base_states = _hidden_states(model, texts)
-        divergences = self._divergences(states, base_states)
-        of_own, of_base = divergences[: len(own)], divergences[len(own) :] or divergences
+            base_states, kept = _hidden_states(model, own), backbone.base_states.get(start)
+            reads = [own, own, given] if ids else [own, own, own]
+            if ids and (kept is None or kept[0] != given):
+                kept = given, _hidden_states(model, given)
+                reads.append(given)
+        if not ids:  # later states are compared on these texts
+            texts = [Rollout(rollout.prompt_ids, rollout.completion_ids) for rollout in own]
+            backbone.base_states[start] = texts, states
+        of_own = self._divergences(states, base_states)
+        of_base = self._divergences(of_given, kept[1]) if ids else of_own
         rows = [self._row(*row) for row in zip(own, of_own, of_base, strict=True)]
         for row, (_, reverse) in zip(rows, [] if ids else self._divergences(states, unrelated), strict=False):
             row["unrelated"] = reverse
+        passes = sum(text.length for texts in reads for text in texts)
         costs.add("measure", passes, time.perf_counter() - began)
         return rows
 

@@ -1,6 +1,7 @@
 """Closeness to base: against a naive reference, at known answers, and after an interrupt."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -127,6 +128,18 @@ def test_the_distance_grows_with_the_adapter(adapted, run):
     assert distances == sorted(distances)
     assert distances[1] > 100 * max(distances[0], 1e-9)
     assert distances[-1] > 2 * distances[1]
+
+
+def test_base_reads_its_own_answers_once_for_all_states(adapted, run, tmp_path):
+    backbone, adapter = adapted
+    measure(backbone, run)
+    assert backbone.base_states
+    _, kept = measure(backbone, run, "tuned", adapter)
+    backbone.base_states.clear()
+    other = RunDir(tmp_path / "other")
+    shutil.copytree(run.evals / "base", other.evals / "base")
+    _, again = measure(backbone, other, "tuned", adapter)
+    assert [row["scores"] for row in kept] == [pytest.approx(row["scores"], abs=1e-6) for row in again]
 
 
 def test_the_noise_is_that_of_16_bits_and_above_that_of_32(adapted, run, tmp_path):
