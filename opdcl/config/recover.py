@@ -85,8 +85,6 @@ class RewardSection(Section):
     """How far a token's probability ratio may move before the reward stops pushing it (arXiv 1707.06347)."""
 
 
-START_WEIGHT = 0.3
-
 # Method -> settings without effect, and why.
 UNUSED_BY = {
     "interpolate": ("lmbda steps trainer weighting domain_texts", "which trains nothing"),
@@ -107,16 +105,7 @@ class RecoverConfig(Section):
     unused = (
         *((k, lambda s, m=m: s.method == m, f"with method {m}, {why}") for m, (k, why) in UNUSED_BY.items()),
         ("loss", _needs_no_loss, "with method interpolate, which trains nothing"),
-        (
-            "alpha",
-            lambda s: s.method != "interpolate",
-            "unless method is interpolate; to start nearer to base, raise start_weight",
-        ),
-        (
-            "start_weight",
-            lambda s: s.start_weight and not s.can_solve_start,
-            "without domain steps, and general steps that base teaches",
-        ),
+        ("alpha", lambda s: s.method != "interpolate", "unless method is interpolate"),
         ("general", lambda s: s.reward is not None, "with reward, whose suite has the general prompts"),
         (
             "teacher_first temperature server",
@@ -175,9 +164,6 @@ class RecoverConfig(Section):
     """Maximum length of general completions, in tokens."""
     domain_max_new_tokens: Positive | None = None
     """Maximum length of domain completions, in tokens. Default: `max_new_tokens`."""
-    start_weight: Annotated[float, Field(ge=0)] = START_WEIGHT
-    """Weight of general texts against domain texts in the least squares that move the student before its
-    first step. More is nearer to base, at the domain's expense. 0: it starts from tuned."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Temperature at which the student samples. Teachers write, and loss and held-out KL are taken, at 1."""
     sampler: Sampler = "auto"
@@ -273,12 +259,6 @@ class RecoverConfig(Section):
         """Return the data source of a stream's prompts; None if it has none, or base writes the prompts."""
         general = None if self.reward or self.general == "self" else self.general
         return self.domain if stream == "domain" else general
-
-    @property
-    def can_solve_start(self) -> bool:
-        """Whether base and tuned guard a stream each, so that the student can start between them."""
-        both = self.method in ("alternating", "replay") and self.general_per_domain > 0
-        return both and self.general_teacher.kind == "base"
 
     def limit(self, stream: Literal["general", "domain"]) -> int:
         """Return the maximum length of a stream's completions, in tokens."""

@@ -16,7 +16,7 @@ JSD = "use loss.kind reverse_kl or forward_kl"
 
 # Removed or renamed keys (their end) and values -> what does the job now, or why they went.
 REMOVED_KEYS = {
-    "recover.warm_start": "use recover.start_weight; method interpolate scales the adapter",
+    "recover.warm_start": "a recovery starts from tuned; method interpolate scales the adapter",
     "eval.seed": "intervals have a closed form and need no seed",
     "loss.beta": f"the loss jsd was removed; {JSD}",
     "loss.rescaled": f"the loss jsd was removed; {JSD}",

@@ -28,7 +28,7 @@ PLACE = {"url", "concurrency", "timeout", "patience"}
 ADDED: dict[str, dict[str, Any]] = {
     "model": {"chat_template": None, "chat_template_kwargs": {}, "quantization": None},
     "finetune": {"loss": AnswerLossSection().model_dump(), "replay": ReplaySection().model_dump()},
-    "recover": {"more_domain": 0, "domain_texts": "teacher", "start_weight": 0.0},
+    "recover": {"more_domain": 0, "domain_texts": "teacher"},
     "eval": {"thought_tokens": 0, "closeness": None},
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.grading import Grader
 from opdcl.distill.losses import group_advantages
-from opdcl.distill.schedule import Step, Stream, endless, sampled_together
+from opdcl.distill.schedule import Step, Stream, sampled_together
 from opdcl.distill.teachers import AnyTeacher, Teacher
 from opdcl.distill.work import answer_name
 from opdcl.errors import UsageError
@@ -106,26 +105,6 @@ class RolloutQueue:
         """The completions handed out last, by stream."""
         self._ahead: dict[int, list[Rollout]] = {}
         self._unfinished: dict[Stream, list[Rollout]] = {}
-
-    def teacher_texts(self, stream: Stream, count: int) -> list[Rollout]:
-        """Return `count` completions by a stream's teacher; none if the stream has no steps.
-
-        They are those that its first steps learn from, sampled now, if a frozen teacher writes these, and
-        where they are too few, others.
-        """
-        teacher, texts = self.teachers[stream], list[Rollout]()
-        own = [i for i, step in enumerate(self.steps) if step.stream == stream]
-        for i in own:
-            if self.steps[i].on_policy or teacher.is_dynamic or len(texts) >= count:
-                break
-            if i not in self._ahead:
-                self._sample_from(i)
-            texts += self._ahead[i]
-        seed = self.config.seed * 1_000_003 + len(self.steps)
-        missing = max(0, count - len(texts)) if own else 0
-        others = itertools.islice(endless(len(self.prompts[stream]), seed), missing)
-        prompts = [self.prompts[stream][p] for p in others]
-        return texts[:count] + self.sample(prompts, stream, seed, author=teacher)
 
     def take(self, index: int) -> StepRollouts:
         """Return the completions of step `index`, sampling them first if they are not there yet."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,7 +14,6 @@ from opdcl.distill.grading import Grader, kl_by_route
 from opdcl.distill.health import CHECK_BASE, KL, LOWER_RATE, Health, drift, halt_error
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import Stream
-from opdcl.distill.start import copy_tuned, solve_start
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import State
 from opdcl.model.distributions import TeacherDistribution
@@ -52,7 +50,7 @@ class Measurements:
         for row in rows:
             if row["step"] == 0 and "base" in row:
                 restored.tuned, restored.base = row["validation"], row["base"]
-                restored.best_score = score(row["start"])
+                restored.best_score = score(restored.tuned)
             elif "validation" in row:
                 restored.add(score(row["validation"]), row["validation"]["best"])
         return restored
@@ -149,29 +147,14 @@ class Validation(TrainerCallback):
         return kl["general_kl"] if self.config.method == "general" else kl_score(kl)
 
     def _start(self) -> None:
-        """Measure base and tuned for later comparisons, then move the student to its start."""
-        backbone = self.grader.backbone
-        with backbone.scaled(0.0):
+        """Measure base and tuned for later comparisons."""
+        with self.grader.backbone.scaled(0.0):
             base = self.held_out_kl()
-        tuned = start = self.held_out_kl(agreement=True)
-        began = time.perf_counter()
-        moved, left = solve_start(self.config, backbone, self.queue)
-        text = f"step 0: held-out {describe_kl(tuned)}"
-        seconds = time.perf_counter() - began
-        if moved:
-            start = self.held_out_kl()
-            text += f"; by least squares ({seconds:.0f} s with its texts) {describe_kl(start)}"
-        if self._score(start) > self._score(tuned):
-            copy_tuned(backbone)
-            moved, start = 0, tuned
-            text += ", which is no gain: it starts from tuned"
-        if left:
-            text += f"; {left} layers with experts or DoRA start as tuned's"
+        tuned = self.held_out_kl(agreement=True)
         self.measurements = Measurements(tuned, base)
-        self._keep_if_best(0, self._score(start))
-        row = {"validation": {**tuned, "best": True}, "base": base, "start": {"layers": moved, **start}}
-        self.callback.write({"step": 0, **row})
-        self.callback.report.note(text)
+        self._keep_if_best(0, self._score(tuned))
+        self.callback.write({"step": 0, "validation": {**tuned, "best": True}, "base": base})
+        self.callback.report.note(f"step 0: held-out {describe_kl(tuned)}")
 
     def _measure(self, step: int) -> KL:
         """Measure, log, keep the adapter if it is the best, and return the shares.

@@ -14,9 +14,6 @@ from opdcl.model.costs import Costs, Work, decoding, sized, total
 # Passes over the held-out texts before the first step: the teachers' own, base and tuned.
 FIRST_PASSES = 3
 
-# Completions that the student's start is solved from. Domain answers may be a few tokens long.
-TEXTS: dict[Stream, int] = {"general": 64, "domain": 192}
-
 # Scales of the adapter that method `interpolate` tries: from the tuned one down to a twentieth of it.
 SCALES = [i / 20 for i in range(20, 0, -1)]
 
@@ -91,8 +88,7 @@ class RecoveryWork:
         work = self.left(step)
         if work is None:
             return None
-        solves = bool(self.config.start_weight) and self.config.can_solve_start and not step
-        first = 1 if step else FIRST_PASSES + solves
+        first = 1 if step else FIRST_PASSES
         if self.config.method == "interpolate":
             first = 2 + len(SCALES)
         works = [work]
@@ -101,9 +97,6 @@ class RecoveryWork:
                 mean = self.answer_length(stream) or 0
                 works.append(decoding(lengths, mean, self.config.limit(stream), len(lengths)))
                 works.append({"measure": first * (sum(lengths) + mean * len(lengths))})
-            if solves and self.prompts[stream]:
-                mean = fmean(self.prompts[stream]) + (self.answer_length(stream) or 0)
-                works.append({"solve": TEXTS[stream] * mean})
         return total(*works)
 
     def answer_length(self, stream: Stream) -> float | None:

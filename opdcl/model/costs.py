@@ -1,9 +1,9 @@
 """What work costs on this machine with this model, measured while it is done.
 
 Work is counted by kind: `train` and `learn STREAM` in tokens of sequences that are learned from, `measure`
-in tokens that are only graded, `solve` in tokens that a start is solved from, `read` in tokens of prompts,
-`step` in steps of the decoding loop, `write` in tokens that it decodes, `score SUITE` in answers that
-are scored, `likelihood SUITE` in texts. An `answer ...` costs tokens instead of seconds: its mean length.
+in tokens that are only graded, `read` in tokens of prompts, `step` in steps of the decoding loop, `write` in
+tokens that it decodes, `score SUITE` in answers that are scored, `likelihood SUITE` in texts. An `answer ...`
+costs tokens instead of seconds: its mean length.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ SIMILAR = {
     "learn": (("learn", 1.0), ("train", 3.0)),
     "measure": (("learn", 0.4), ("train", 1.3)),
     "read": (("measure", 0.4), ("train", 0.5)),
-    # As many operations again go into the products of the layers' inputs; then come the equations.
-    "solve": (("measure", 3.0), ("learn", 1.0), ("train", 2.5)),
 }
 
 # Decoding steps from which the two parts of a step's time are told apart.

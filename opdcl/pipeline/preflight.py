@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
-from opdcl.config.recover import START_WEIGHT, RecoverConfig
+from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.formats import Row
 from opdcl.errors import UsageError
@@ -184,7 +184,6 @@ def _check_tuned_model(workflow: Workflow, tuned: ModelConfig, sources: Sources)
     refused = {
         "finetune": (workflow.finetune, "opdcl finetune --model trains an adapter on such a model"),
         "recover.method interpolate": (recover and recover.method == "interpolate", "use alternating"),
-        "recover.start_weight": (recover and recover.start_weight not in (0, START_WEIGHT), "leave it out"),
         "a server for the student or the evaluation": (any(servers), "leave it out"),
         "a teacher of kind adapter": (any(t.adapter for t in teachers), "use kind model"),
         "a trust_region around base": (mixed, "set reference: tuned"),

@@ -303,7 +303,6 @@ def _validation_notes(rows: list[dict]) -> list[str]:
             alpha = row["interpolation"]["alpha"]
             notes.append(f"Recovered is the tuned adapter times {alpha:g}: no training was done.")
     if best == 0:
-        start = "its least-squares start" if rows[0].get("start", {}).get("layers") else "the tuned adapter"
         reason = "no training step came nearer to the teachers on held-out prompts"
-        notes.append(f"Recovered is {start}: {reason}.")
+        notes.append(f"Recovered is the tuned adapter: {reason}.")
     return notes

@@ -20,8 +20,6 @@ SETTINGS = [
     "--set",
     "recover.teacher_first=2",
     "--set",
-    "recover.start_weight=0",  # it multiplies the effect of one token in its texts
-    "--set",
     "recover.steps=6",
     "--set",
     "recover.trainer.adam_epsilon=1e-3",
@@ -107,21 +105,6 @@ def test_two_processes_give_the_result_of_one(alone, project, tmp_path, settings
     again = opdcl(*words, cwd=project)  # a single process finds nothing left to do
     assert again.returncode == 0
     assert "everything is done already" in again.stderr
-
-
-def test_sharded_processes_begin_from_the_start_of_one(alone, project):
-    """Up to a token of its texts. That they hold the same adapter is checked when they save it."""
-    words = ("--force", "--set", "recover.start_weight=0.3", "--set", "recover.steps=2")
-    starts = []
-    for settings in ([], ["--num-processes", 2, "--set", "model.shard=true"]):
-        shutil.copytree(alone, project / "begun")
-        done = opdcl_process("recover", "begun", *words, *settings, cwd=project)
-        assert done.returncode == 0, done.stderr
-        metrics = project / "begun" / "stages" / "02-recover" / "metrics.jsonl"
-        starts.append(json.loads(metrics.read_text().splitlines()[0])["start"])
-        shutil.rmtree(project / "begun")
-    assert starts[0]["layers"] == starts[1]["layers"] == 14
-    assert starts[1]["general_kl"] == pytest.approx(starts[0]["general_kl"], rel=0.02)
 
 
 def scratch(folder: Path) -> Path:

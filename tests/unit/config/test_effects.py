@@ -61,10 +61,6 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
 @pytest.mark.parametrize(
     ("tree", "key"),
     [
-        ({"recover": {"method": "interpolate", "start_weight": 0.5}}, "recover.start_weight"),
-        ({"recover": {"method": "general", "start_weight": 0.5}}, "recover.start_weight"),
-        ({"recover": {"general_per_domain": 0, "start_weight": 0.5}}, "recover.start_weight"),
-        ({"recover": {"general_teacher": {"kind": "tuned"}, "start_weight": 0.5}}, "recover.start_weight"),
         ({"recover": {"method": "interpolate", "loss": {"kind": "reverse_kl"}}}, "recover.loss"),
         ({"recover": {"method": "interpolate", "lmbda": 0.5}}, "recover.lmbda"),
         ({"recover": {"method": "interpolate", "steps": 5}}, "recover.steps"),

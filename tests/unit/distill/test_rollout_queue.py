@@ -163,31 +163,3 @@ def test_rows_that_are_to_write_need_answers(tuned, loaded):
 def test_a_loss_of_the_sampled_token_needs_sampled_answers():
     with pytest.raises(ValueError, match="policy_gradient needs sampled answers"):
         RecoverConfig(domain_texts="rows", loss={"kind": "policy_gradient"})
-
-
-def test_texts_for_the_start_are_those_that_the_first_steps_learn_from(queue):
-    """Sampled early, and the same as in time. Where there are too few, the teacher completes more prompts."""
-    settings = {"lmbda": 0, "general_per_domain": 1, "max_new_tokens": 6, "domain_max_new_tokens": 3}
-    in_time, early = queue(**settings), queue(**settings)
-    learned = [in_time.take(i).rollouts for i in range(4)]
-    of_domain = early.teacher_texts("domain", 10)
-    assert len(of_domain) == 10
-    assert of_domain[:4] == [*learned[1], *learned[3]]
-    assert early.teacher_texts("general", 3) == [*learned[0], *learned[2]][:3]
-    assert [early.take(i).rollouts for i in range(4)] == learned
-    assert {len(r.completion_ids) for r in of_domain} == {3}
-
-
-def test_texts_for_the_start_are_the_teacher_s_although_the_student_writes(queue):
-    steps = queue(lmbda=1.0, general_per_domain=3)
-    base = Teacher(steps.student.backbone, "base")
-    texts = steps.teacher_texts("general", 5)
-    assert len(texts) == 5
-    seed = steps.config.seed * 1_000_003 + len(steps.steps)
-    again = steps.sample([r.prompt_ids for r in texts], "general", seed, author=base)
-    assert [r.completion_ids for r in again] == [r.completion_ids for r in texts]
-    assert steps._ahead == {}
-
-
-def test_without_steps_of_a_stream_there_are_no_texts(queue):
-    assert queue(general_per_domain=0, lmbda=0).teacher_texts("general", 5) == []

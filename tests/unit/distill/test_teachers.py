@@ -327,7 +327,7 @@ def test_dropout_changes_no_teacher_and_no_held_out_kl(backbone, tuned):
     """A rate of about zero leaves the student equal to tuned, so both KLs stay what they are at step 0."""
     config = json.loads((tuned / "tuned" / "adapter_config.json").read_text())
     (tuned / "tuned" / "adapter_config.json").write_text(json.dumps(config | {"lora_dropout": 0.5}))
-    settings = {"steps": 4, "validate_every": 2, "learning_rate": 1e-12, "sample_ahead": 1, "start_weight": 0}
+    settings = {"steps": 4, "validate_every": 2, "learning_rate": 1e-12, "sample_ahead": 1}
     rows = run(backbone, tuned, **settings)
     measured = [row["validation"] for row in rows if "validation" in row]
     assert len(measured) == 3

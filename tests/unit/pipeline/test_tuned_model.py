@@ -155,7 +155,6 @@ def test_a_model_that_does_not_fit_its_base_is_refused_with_the_reason(project):
     ("words", "what"),
     [
         (("--set", "recover.method=interpolate"), "recover.method interpolate"),
-        (("--set", "recover.start_weight=0.5"), "recover.start_weight"),
         (("--set", "eval.server.url=http://127.0.0.1:1/v1"), "a server"),
         (("--set", "finetune.data=rows.jsonl"), "finetune"),
         (("--set", "recover.domain_teacher={kind: adapter, adapter: other}"), "a teacher of kind adapter"),

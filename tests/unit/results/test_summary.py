@@ -160,18 +160,8 @@ def test_before_recovery_base_and_tuned_are_shown_without_a_verdict(run):
             "step 3: repetition was 0.8",
         ),
         (
-            [
-                {"step": 0, "validation": {"best": True}, "start": {"layers": 0}},
-                {"step": 8, "validation": {"best": False}},
-            ],
+            [{"step": 0, "validation": {"best": True}}, {"step": 8, "validation": {"best": False}}],
             "Recovered is the tuned adapter: no training step came nearer",
-        ),
-        (
-            [
-                {"step": 0, "validation": {"best": True}, "start": {"layers": 210}},
-                {"step": 8, "validation": {"best": False}},
-            ],
-            "Recovered is its least-squares start: no training step came nearer",
         ),
         (
             [
@@ -196,7 +186,7 @@ def test_a_recovery_without_trouble_has_no_notes(run):
     write(
         run.stage(2, "recover").metrics,
         [
-            {"step": 0, "validation": {"best": True}, "start": {"layers": 0}},
+            {"step": 0, "validation": {"best": True}},
             {"step": 1, "mismatch": 0.0, "tokens": 500},
             {"step": 4, "validation": {"best": False, "missed_ends": 0.7}},
             {"step": 8, "validation": {"best": True, "missed_ends": 0.3}},

@@ -65,7 +65,7 @@ def test_a_given_alpha_is_taken_whatever_its_held_out_kl(backbone, tuned):
         assert given[0]["interpolation"]["alpha"] == alpha
         kept = next(p for p in rows[0]["interpolation"]["curve"] if p["alpha"] == alpha)
         assert given[1]["validation"]["general_kl"] == pytest.approx(kept["general_kl"], rel=1e-4)
-    with pytest.raises(ValueError, match="start_weight"):
+    with pytest.raises(ValueError, match="unless method is interpolate"):
         RecoverConfig(alpha=0.5)
 
 
@@ -130,7 +130,7 @@ def test_the_shares_of_held_out_kl_are_none_at_tuned_and_all_at_base(backbone, t
             if text.startswith("step 0:"):
                 backbone.shrink(scale)
 
-    config = short_recovery(tuned, steps=2, validate_every=2, learning_rate=1e-12, start_weight=0)
+    config = short_recovery(tuned, steps=2, validate_every=2, learning_rate=1e-12)
     out = StageDir(tuned / "out")
     recover(config, read_recovery_source(config), backbone, tuned / "tuned", out, Shrinking())
     measured = [r["validation"] for r in read_jsonl(out.metrics) if "validation" in r][-1]
