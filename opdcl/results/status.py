@@ -14,7 +14,8 @@ NON_INFERIORITY_MARGIN = 0.035
 # The share of base's score that a content-free answer may reach: beyond it, most of the score is no skill.
 LARGEST_FLOOR = 0.5
 
-# Of the domain's gain: what is shown to be left if it is "kept", and what cannot be left if it is "lost".
+# Of the domain's gain: what is shown to be left if it is "kept", and what cannot be left if it is "lost". The
+# first is also the share of the distance to base that is shown to be gone if closeness says "recovered".
 MOST_OF_THE_GAIN, HALF_OF_THE_GAIN = 0.9, 0.5
 
 # Why base's distance to the floor gives no R: by its value, or only by its interval.
@@ -48,10 +49,10 @@ def both_halves(retention: RetentionStatus, domain: DomainStatus) -> str:
 def by_closeness(closeness: dict[str, Any]) -> RetentionStatus | None:
     """Return the outcome by how much of tuned's distance to base is gone; None if that is undefined.
 
-    `recovered`: the distance that is left is no larger than between two draws of base itself.
+    `recovered`: as much of it is shown to be gone as of the domain's gain has to be left.
     """
     if closeness["value"] is None:
         return None
-    if closeness["recovered"]["distance"]["high"] <= closeness["noise"]:
+    if closeness["low"] >= MOST_OF_THE_GAIN:
         return "recovered"
     return "partly recovered" if closeness["low"] > 0 else "not shown"
