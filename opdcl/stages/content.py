@@ -1,8 +1,9 @@
 """Whether answers are about their prompts, as base sees it.
 
 An answer is about its prompt if base finds its own words likelier after the prompt than after the same prompt
-with any of some other requests. Only words that the prompt does not have are read: with the others in place,
-base would go on about them whatever was asked, and a text without a thought would seem to be about them.
+with any of six other requests. Of texts about none of them, one in seven passes. Only words that the prompt
+does not have are read: with the others in place, base would go on about them whatever was asked, and a text
+without a thought would seem to be about them.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ from opdcl.model.forward import answer_ids, answer_states
 
 LONGEST = 64
 """Tokens of an answer that are read."""
-OTHERS = (17, 71, 113)
+OTHERS = (17, 71, 113, 29, 53, 97)
 """How many prompts away the requests stand that take a prompt's place."""
-LEAST = 0.5
-"""By how much an answer must be likelier after its own request than after each of the others: in nats, over
-the root of its tokens, because the difference of a text about neither spreads like that."""
+LEAST = 0.0
+"""An answer is likelier after its own request by more than this, in nats."""
 ROWS = 32
 
 
@@ -38,7 +38,7 @@ def judge(backbone: Backbone, suite: Suite) -> Judge:
         passed = [i for i, row in enumerate(scores) if row[metric]]
         found = gains(backbone, docs, requests, {i: texts[i] for i in passed})
         for i in passed:
-            scores[i] = scores[i] | {metric: found[i] >= LEAST, "gain": round(found[i], 4)}
+            scores[i] = scores[i] | {metric: found[i] > LEAST, "gain": round(found[i], 4)}
         return scores
 
     return amended
@@ -56,20 +56,19 @@ def gains(
     likelihoods = dict(zip(own, asked, strict=True))
     found = dict.fromkeys(own, float("inf"))
     for step in OTHERS:
-        open_ones = [i for i in own if found[i] >= LEAST]
+        open_ones = [i for i in own if found[i] > LEAST]
         swapped = [
             docs[i]["prompt"].replace(docs[i]["request"], requests[(i + step) % len(requests)])
             for i in open_ones
         ]
         pairs = [(prompt, own[i]) for i, prompt in zip(open_ones, swapped, strict=True)]
-        for i, (other, _) in zip(open_ones, logprobs(backbone, pairs), strict=True):
-            likelihood, tokens = likelihoods[i]
-            found[i] = min(found[i], (likelihood - other) / max(tokens, 1) ** 0.5)
+        for i, other in zip(open_ones, logprobs(backbone, pairs), strict=True):
+            found[i] = min(found[i], likelihoods[i] - other)
     return found
 
 
-def logprobs(backbone: Backbone, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, int]]:
-    """Return the log-probability under base of each text as the answer to its prompt, and its tokens."""
+def logprobs(backbone: Backbone, pairs: Sequence[tuple[str, str]]) -> list[float]:
+    """Return the log-probability under base of each text as the answer to its prompt."""
     rows = [_encoded(backbone.tokenizer, prompt, text) for prompt, text in pairs]
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
     with backbone.merged("base") as model, torch.no_grad():
@@ -89,12 +88,10 @@ def _encoded(tokenizer: Any, prompt: str, text: str) -> tuple[list[int], list[bo
     return ids + answer, [False] * len(ids) + [True] * len(answer)
 
 
-def _sums(
-    backbone: Backbone, model: Any, rows: list[tuple[list[int], list[bool]]]
-) -> list[tuple[float, int]]:
+def _sums(backbone: Backbone, model: Any, rows: list[tuple[list[int], list[bool]]]) -> list[float]:
     head_VH = backbone.head_VH
     tokens_N = answer_ids(rows, model.device)
     states = HiddenStates(answer_states(model, rows), head_VH)
     logprobs_N = token_logprobs(states, tokens_N, len(head_VH), 1.0)
     parts = logprobs_N.split([sum(answer) for _, answer in rows])
-    return [(float(part.sum()), len(part)) for part in parts]
+    return [float(part.sum()) for part in parts]

@@ -43,10 +43,9 @@ def reference(backbone, number: int, text: str) -> float:
         logprobs = logits.log_softmax(-1)
         return sum(float(logprobs[len(ids) - 1 + i, token]) for i, token in enumerate(own))
 
-    tokens = len(tokenizer(own_text(doc["prompt"], text), add_special_tokens=False)["input_ids"])
     others = [REQUESTS[(number + step) % len(REQUESTS)] for step in content.OTHERS]
     swapped = [likelihood(doc["prompt"].replace(doc["request"], other)) for other in others]
-    return (likelihood(doc["prompt"]) - max(swapped)) / max(1, min(tokens, content.LONGEST)) ** 0.5
+    return likelihood(doc["prompt"]) - max(swapped)
 
 
 def test_the_gain_is_that_of_the_reference_whatever_the_adapter(backbone, monkeypatch):
