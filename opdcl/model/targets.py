@@ -5,6 +5,7 @@ transformers keeps a layer's experts stacked in 3-D parameters, which PEFT adapt
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -83,9 +84,17 @@ def lora_config(lora: LoraSection | Path, model: PreTrainedModel) -> LoraConfig:
 
 def adapted_share(model: ModelConfig, adapter: LoraSection | Path) -> float:
     """Return the share of a model's weights that an adapter changes. No weights are loaded."""
-    bare = skeleton(model)
+    return _share(
+        model.model_dump_json(), adapter if isinstance(adapter, Path) else adapter.model_dump_json()
+    )
+
+
+@functools.cache  # the arms of a comparison mostly share both
+def _share(model: str, adapter: str | Path) -> float:
+    bare = skeleton(ModelConfig.model_validate_json(model))
     total = sum(parameter.numel() for parameter in bare.parameters())
+    lora = adapter if isinstance(adapter, Path) else LoraSection.model_validate_json(adapter)
     with torch.device("meta"):
-        adapted = get_peft_model(bare, lora_config(adapter, bare))
+        adapted = get_peft_model(bare, lora_config(lora, bare))
     layers = [layer for layer in adapted.modules() if isinstance(layer, BaseTunerLayer)]
     return sum(base_weight(layer).numel() for layer in layers) / total

@@ -14,6 +14,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import package_folder, shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
+from opdcl.data.chat import encode_prompt
 from opdcl.data.examples import Examples, read_examples, with_answers
 from opdcl.data.rows import (
     SHIPPED,
@@ -60,7 +61,7 @@ class Sources:
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         self._examples: dict[tuple[str, str], Examples] = {}
         self._prompt_ids: dict[str, dict[str, list[int]]] = {}
-        self._lengths: dict[tuple[Suite, int | None, str], list[int]] = {}
+        self._lengths: dict[tuple[Suite | str | None, int | None, str], list[int]] = {}
 
     def rows(self, source: str, split: str = "train") -> list[Row]:
         """Return the checked rows of a source; the list is the caller's own."""
@@ -171,16 +172,16 @@ class Sources:
 
     def prompt_lengths(self, name: str, workflow: Workflow) -> list[int]:
         """Return the length of each prompt of a suite, or of those of closeness, in tokens of the model."""
-        assert workflow.eval
-        if name == CLOSENESS:
-            from opdcl.data.chat import encode_prompt
-
-            tokenizer = self.tokenizer(workflow.model)
-            return [len(encode_prompt(row, tokenizer, sys.maxsize)) for row in self.closeness(workflow)]
-        suite, tokenizer = self.suite(name, workflow.eval), self.tokenizer(workflow.model)
-        key = suite, workflow.eval.limit, workflow.model.model_dump_json()
+        config, tokenizer = workflow.eval, self.tokenizer(workflow.model)
+        assert config
+        suite = None if name == CLOSENESS else self.suite(name, config)
+        key = suite or config.closeness, config.limit, workflow.model.model_dump_json()
         if key not in self._lengths:
-            self._lengths[key] = suite.lengths(workflow.eval.limit, tokenizer)
+            self._lengths[key] = (
+                suite.lengths(config.limit, tokenizer)
+                if suite
+                else [len(encode_prompt(row, tokenizer, sys.maxsize)) for row in self.closeness(workflow)]
+            )
         return self._lengths[key]
 
     def recovery(self, workflow: Workflow) -> RecoverySource:

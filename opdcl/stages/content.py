@@ -1,7 +1,7 @@
 """Whether answers are about their prompts, as base sees it.
 
 An answer is about its prompt if base finds its own words likelier after the prompt than after the same prompt
-with any of six other requests. Of texts about none of them, one in seven passes. Only words that the prompt
+with any of six other requests: the three that are most like it, and three others. Only words that the prompt
 does not have are read: with the others in place, base would go on about them whatever was asked, and a text
 without a thought would seem to be about them.
 """
@@ -15,6 +15,7 @@ import torch
 
 from opdcl.data.chat import render
 from opdcl.data.own_words import own_text
+from opdcl.data.similarity import similarity
 from opdcl.data.suites import Judge, Suite
 from opdcl.distill.losses import token_logprobs
 from opdcl.model.backbone import Backbone
@@ -23,8 +24,10 @@ from opdcl.model.forward import answer_ids, answer_states
 
 LONGEST = 64
 """Tokens of an answer that are read."""
-OTHERS = (17, 71, 113, 29, 53, 97)
-"""How many prompts away the requests stand that take a prompt's place."""
+OTHERS = (17, 71, 113)
+"""How many prompts away three of the requests stand that take a prompt's place."""
+NEAREST = 3
+"""How many more of them are those that are most like it."""
 LEAST = 0.0
 """An answer is likelier after its own request by more than this, in nats."""
 ROWS = 32
@@ -55,16 +58,28 @@ def gains(
     asked = logprobs(backbone, [(docs[i]["prompt"], text) for i, text in own.items()])
     likelihoods = dict(zip(own, asked, strict=True))
     found = dict.fromkeys(own, float("inf"))
-    for step in OTHERS:
+    others = stand_ins(requests, [*own])
+    for number in range(NEAREST + len(OTHERS)):
         open_ones = [i for i in own if found[i] > LEAST]
-        swapped = [
-            docs[i]["prompt"].replace(docs[i]["request"], requests[(i + step) % len(requests)])
+        pairs = [
+            (docs[i]["prompt"].replace(docs[i]["request"], requests[others[i][number]]), own[i])
             for i in open_ones
         ]
-        pairs = [(prompt, own[i]) for i, prompt in zip(open_ones, swapped, strict=True)]
         for i, other in zip(open_ones, logprobs(backbone, pairs), strict=True):
             found[i] = min(found[i], likelihoods[i] - other)
     return found
+
+
+def stand_ins(requests: list[str], numbers: Sequence[int]) -> dict[int, list[int]]:
+    """Return the numbers of the requests that take the place of each of these, the most alike first."""
+    if not numbers:
+        return {}
+    alike = similarity([requests[i] for i in numbers], requests)
+    return {
+        i: [int(j) for j in (-row).argsort(kind="stable") if requests[j] != requests[i]][:NEAREST]
+        + [(i + step) % len(requests) for step in OTHERS]
+        for i, row in zip(numbers, alike, strict=True)
+    }
 
 
 def logprobs(backbone: Backbone, pairs: Sequence[tuple[str, str]]) -> list[float]:

@@ -43,7 +43,7 @@ def reference(backbone, number: int, text: str) -> float:
         logprobs = logits.log_softmax(-1)
         return sum(float(logprobs[len(ids) - 1 + i, token]) for i, token in enumerate(own))
 
-    others = [REQUESTS[(number + step) % len(REQUESTS)] for step in content.OTHERS]
+    others = [other for other in REQUESTS if other != doc["request"]]  # of four, all are among the nearest
     swapped = [likelihood(doc["prompt"].replace(doc["request"], other)) for other in others]
     return likelihood(doc["prompt"]) - max(swapped)
 
@@ -57,6 +57,18 @@ def test_the_gain_is_that_of_the_reference_whatever_the_adapter(backbone, monkey
     assert found == pytest.approx({i: reference(backbone, i, text) for i, text in enumerate(TEXTS)}, abs=1e-4)
     assert found[2] == 0
     assert content.gains(backbone, DOCS, REQUESTS, {3: TEXTS[3]})[3] == pytest.approx(found[3], abs=1e-4)
+
+
+def test_the_most_alike_requests_stand_in_first_and_never_the_request_itself():
+    requests = [f"Describe item {i}." for i in range(200)] + [
+        "Why do owls hoot?",
+        "Why do owls hoot at night?",
+    ]
+    found = content.stand_ins(requests, [200, 5])
+    assert found[200][0] == 201
+    assert len(found[200]) == len(found[5]) == content.NEAREST + len(content.OTHERS)
+    assert (200 not in found[200], 5 not in found[5]) == (True, True)
+    assert found[5][content.NEAREST :] == [5 + step for step in content.OTHERS]
 
 
 class Asked:
