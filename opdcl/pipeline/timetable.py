@@ -196,10 +196,10 @@ class Timetable:
         if mean is None or config.server:
             return None
         if suite.content and self.costs.unit(f"score {task.suite}", guess=False) is None:
-            # Base reads an answer that passes after its own prompt and two others: half of base's answers
+            # Base reads an answer that passes after its own prompt and six others: half of base's answers
             # do, and few of tuned's.
             passed = len(prompts) * (task.state != "tuned") / 2
-            score = {"measure": 3 * passed * (fmean(prompts) + mean)}
+            score = {"read": 7 * passed * (fmean(prompts) + mean)}
         return total(score, decoding(prompts, mean, self._limit(task.suite), int(config.batch_size)))
 
     def _closeness(self, task: Task, guess: bool) -> Work | None:
