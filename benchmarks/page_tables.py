@@ -13,6 +13,7 @@ from opdcl.results.format import interval, percent, points, span
 from opdcl.results.scores import STATES
 
 HERE = Path(__file__).parent
+STAGES = ("finetune", "recover", "eval")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -235,6 +236,23 @@ def quickstart_time() -> tuple[str, str]:
     return place, f"{row['seconds'] / 60:.0f} minutes, all stages"
 
 
+def times() -> str:
+    """Return what runs took by stage, and the time of all stages that was announced, over what it took."""
+    rows = []
+    for row in read("times").get("rows", []):
+        pairs = [stage["all"] for stage in row["after_three_steps"].values()]
+        pairs.append({"announced": row["dry_run"], "took": row["seconds"]})
+        ratios = [f"{p['announced'] / p['took']:.2f}" if p["announced"] else "silent" for p in pairs]
+        if len(ratios) == 2:  # nothing is fine-tuned
+            ratios.insert(0, "")
+        stages = [f"{row['stages'][name]:.0f}" if row["stages"].get(name) else "" for name in STAGES]
+        recipe = Path(row["recipe"]).stem + "".join(f", `{pair}`" for pair in row["settings"])
+        place = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
+        rows.append([recipe, place, *stages, f"{row['seconds'] / 60:.0f} min", *ratios])
+    header = ["recipe", "runs on", *STAGES, "all", "announced in the fine-tune", "in recovery", "before"]
+    return rows_of(header, rows)
+
+
 def throughput() -> str:
     parts = ("step", "sample", "teacher", "student", "backward")
     names = {
@@ -308,6 +326,7 @@ TABLES = {
     "cheats": cheats,
     "quotes": quotes,
     "sizes": sizes,
+    "times": times,
     "ablation": lambda: comparison("ablation"),
     "cure": lambda: comparison("cure"),
     "people": lambda: comparison("people"),

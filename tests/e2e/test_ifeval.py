@@ -37,6 +37,7 @@ def measured(finished, rows, tmp_path_factory) -> RunDir:
     (folder / "official.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--retention", "ifeval", "--data", "ifeval=official.jsonl"]
     long = ["--set", "eval.limit=null", "--set", "eval.max_new_tokens=24", "--set", "eval.domain=[]"]
+    long += ["--set", "eval.closeness=null"]
     done = opdcl("eval", "run", *options, *long, "--force", cwd=folder)
     assert done.returncode == 0, done.stderr
     return RunDir(folder / "run")

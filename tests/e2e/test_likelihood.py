@@ -12,6 +12,7 @@ from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
 
 OPTIONS = ["--retention", f"ifeval,{','.join(ROWS)}", "--set", "eval.limit=null", "--set", "eval.domain=[]"]
+OPTIONS += ["--set", "eval.closeness=null"]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import os
 import pytest
 from helpers.walk import Walk, make_world
 
-SEQUENCES = int(os.environ.get("OPDCL_WALK", "10"))
+SEQUENCES = int(os.environ.get("OPDCL_WALK", "6"))
 
 
 @pytest.fixture(scope="module")
