@@ -91,6 +91,7 @@ def main() -> None:
 def compare(options: argparse.Namespace) -> None:
     """Run the arms in turn, print the table and store it with all individual figures."""
     found: dict[str, list[dict]] = {arm: [] for arm in options.arms}
+    failed: dict[str, str] = {}
     for _ in range(options.rounds):
         for arm in options.arms:
             command = [
@@ -107,8 +108,10 @@ def compare(options: argparse.Namespace) -> None:
             ]
             command += ["--shape", options.shape] if options.shape else []
             done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                sys.exit(f"{arm}: failed\n{done.stderr[-1500:]}")
+            if done.returncode:  # out of memory, for example, which is a result too
+                failed[arm] = done.stderr[-1500:]
+                print(f"{arm}: failed\n{failed[arm]}", flush=True)
+                continue
             found[arm].append(json.loads(done.stdout.splitlines()[-1]))
             print(arm, json.dumps(found[arm][-1]["median"]), flush=True)
     rows = {arm: _combine(runs) for arm, runs in found.items() if runs}
@@ -136,9 +139,12 @@ def compare(options: argparse.Namespace) -> None:
         "prompts": options.prompts,
         "new_tokens": options.new_tokens,
         "arms": rows,
+        "failed": failed,
         "runs": found,
     }
     options.out.write_text(json.dumps(record, indent=2) + "\n")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 def _combine(runs: list[dict]) -> dict:
@@ -267,7 +273,7 @@ def ours(arm, options, folder, clock, lengths):
         teacher_first=0,
         rollouts=options.prompts,
         max_new_tokens=options.new_tokens,
-        micro_batch_tokens=2048,
+        micro_batch_tokens=8192 if torch.cuda.is_available() else 2048,
         sample_ahead=1,  # each step samples its own completions, as in the other arms
     )
     prompts = {"general": prompt_ids(options, tokenizer), "domain": []}

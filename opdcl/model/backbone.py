@@ -46,6 +46,8 @@ class Backbone:
         tokenizer: PreTrainedTokenizerBase,
         base_lm: PreTrainedModel | None = None,
     ):
+        # cuDNN's attention makes a plan for each new shape, and nearly every step has one.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.causal_lm, self.tokenizer, self.base_lm = model, tokenizer, base_lm
         self.eos_ids = eos_ids(base_lm or model, tokenizer)
         self.peft: PeftModel | None = None
@@ -63,8 +65,6 @@ class Backbone:
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.deterministic)
-        # cuDNN's attention makes a plan for each new shape, and nearly every step has one.
-        torch.backends.cuda.enable_cudnn_sdp(False)
         base, tokenizer = load_base(config)
         return (
             cls(load_model(tuned), tokenizer, base.requires_grad_(False)) if tuned else cls(base, tokenizer)

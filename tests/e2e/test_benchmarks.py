@@ -76,7 +76,7 @@ def test_throughput_compares_arms_and_gpu_prints_them(script, call):
 
 def test_throughput_fails_if_an_arm_fails(script, call, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(SystemExit, match="opdcl: failed"):
+    with pytest.raises(SystemExit, match="failed: opdcl"):
         call(script("throughput"), "--arms", "opdcl")
 
 

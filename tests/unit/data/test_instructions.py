@@ -176,7 +176,7 @@ def test_no_cheat_scores_a_third_of_base(suite):
     assert record["prompts"] == FLOORS.fingerprint(docs), "measured on other prompts"
     assert record["base"]["score"] >= 0.35
     passed = {name: parts["passed"] / record["base"]["score"] for name, parts in record["cheats"].items()}
-    # The answer of a model to nearly the same request is often about this one too. It is told, and below half.
+    # The answer of a model to nearly the same request is often about this one too.
     assert passed.pop("the answer to the nearest prompt, bent", 0.0) < 1 / 2
     assert {name: share for name, share in passed.items() if share > 1 / 3} == {}
 
