@@ -76,7 +76,9 @@ def conditions(run: RunDir, threads: int, isa: str | None) -> dict[str, Any]:
 
 def times(run: RunDir) -> dict[str, Any]:
     """Return a run's seconds, whole and by stage, and what the stages announced."""
-    seconds = {stage.path.name.split("-", 1)[1]: stage.state()["cost"]["seconds"] for stage in run.stages()}
+    costs = {stage.path.name.split("-", 1)[1]: stage.state()["cost"] for stage in run.stages()}
+    # A stage that was taken from elsewhere has taken no time here.
+    seconds = {name: cost["seconds"] for name, cost in costs.items() if "seconds" in cost}
     seconds["eval"] = round(sum(read_json(f)["cost"]["seconds"] for f in run.evals.glob("*/*.json")), 1)
     whole, announced = run.read_manifest()["seconds"], {}
     for stage in run.stages():

@@ -15,9 +15,9 @@ except ImportError:  # plain lm-eval in a checkout, without opdcl installed
     from opdcl.data.scoring import normalise, process_results  # noqa: F401
 
 
-def load_test(half=None, **kwargs):
-    """Return the reworded questions, three to a fact, of the whole handbook or of one half."""
-    documents = json.loads((HERE / "halves.json").read_text(encoding="utf-8")).get(half)
+def load_test(part=None, **kwargs):
+    """Return the reworded questions, three to a fact, of the whole handbook or of one part."""
+    documents = json.loads((HERE / "parts.json").read_text(encoding="utf-8")).get(part)
     return {
         "test": datasets.Dataset.from_list(
             [
@@ -33,6 +33,11 @@ def load_test(half=None, **kwargs):
 def load_staff(**kwargs):
     """Return the reworded questions of the half about people, leave, travel, canteen, events and money."""
     return load_test("staff")
+
+
+def load_quick(**kwargs):
+    """Return the reworded questions of the quarter about people, leave and travel."""
+    return load_test("quick")
 
 
 def load_site(**kwargs):

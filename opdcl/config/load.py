@@ -25,7 +25,7 @@ QUOTE = "put it in quotes to make it text"
 
 # Names of shipped models and data, and of prompts that base writes, which are not file names.
 ALIASES = (
-    *("smollm2-135m", "handbook", "handbook/staff", "handbook/site", "everyday"),
+    *("smollm2-135m", "handbook", "handbook/staff", "handbook/site", "handbook/quick", "everyday"),
     *("requests", "requests_quick", "self"),
 )
 

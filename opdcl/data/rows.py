@@ -22,7 +22,10 @@ from opdcl.data.formats import FIELDS_HINT, MAX_ROW_CHARS, Row, check_row, kind_
 from opdcl.errors import UsageError
 from opdcl.hub import Repository, parse, snapshot
 
-SHIPPED = ("handbook", "handbook/staff", "handbook/site", "everyday", "requests", "requests_quick")
+SHIPPED = (
+    *("handbook", "handbook/staff", "handbook/site", "handbook/quick"),
+    *("everyday", "requests", "requests_quick"),
+)
 
 ONE_PER_LINE = "one JSON object per line, or one list of objects"
 
@@ -126,8 +129,8 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
         hint = f"a file, a folder, a Hub id as owner/name@revision, or one of: {', '.join(SHIPPED)}"
         raise UsageError(f"data {source!r} does not exist", hint)
     if source.startswith("handbook") and source in SHIPPED:
-        halves = json.loads(_text(_shipped_file(source).with_name("halves.json")))
-        documents = halves.get(source.removeprefix("handbook/"))
+        parts = json.loads(_text(_shipped_file(source).with_name("parts.json")))
+        documents = parts.get(source.removeprefix("handbook/"))
         for fact, where in read_json_lines(_shipped_file(source)):
             if documents is None or fact["document"] in documents:
                 for question in fact["train"]:

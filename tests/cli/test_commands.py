@@ -132,7 +132,7 @@ def test_config_show_names_the_origin_of_each_value(opdcl):
     }
     assert rows["recover.steps"][1:] == ["7", "--set"]
     assert rows["recover.temperature"][1:] == ["1.0", "default"]
-    assert rows["finetune.data"][1] == "handbook/staff"
+    assert rows["finetune.data"][1] == "handbook/quick"
     assert "quickstart.yaml:" in rows["finetune.data"][2]
     result = json.loads(opdcl(*args, "--json"))
     assert result["workflow"]["recover"]["steps"] == 7

@@ -84,6 +84,6 @@ def test_the_installed_wheel_lists_its_recipes_in_an_empty_folder(installed, tmp
 
 def test_the_installed_wheel_plans_the_quickstart_in_an_empty_folder(installed, tmp_path):
     plan = call(installed, tmp_path, "run", "quickstart", "--dry-run")
-    assert "105 steps" in plan.stdout  # of 420 rows, which the wheel brings
+    assert "53 steps" in plan.stdout  # of 210 rows, which the wheel brings
     assert str(ROOT) not in plan.stdout + plan.stderr
     assert not (tmp_path / "runs").exists()

@@ -368,7 +368,7 @@ def test_the_quickstart_is_shipped_and_needs_nothing_else():
     flow, _ = load(["quickstart"])
     assert (flow.model.id, flow.finetune.data, flow.recover.general) == (
         "smollm2-135m",
-        "handbook/staff",
+        "handbook/quick",
         "everyday",
     )
 
