@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
@@ -24,7 +25,6 @@ from opdcl.model.load import eos_ids, load_base, load_model
 from opdcl.model.lora import base_weight, merged_weight, parts, scale
 from opdcl.model.quantized import is_quantized, quantized_layers
 from opdcl.model.targets import lora_config
-from opdcl.sampling.rollout import Rollout
 
 # `base`, `tuned`, `student`, or the name of a teacher that has an adapter of its own; `bare` is without any.
 State = str
@@ -53,7 +53,7 @@ class Backbone:
         self.peft: PeftModel | None = None
         self._known: tuple[tuple[int, ...], str] | None = None  # the last checksum and fingerprint
         self.costs = Costs()
-        self.base_states: dict[int, tuple[list[Rollout], dict[int, torch.Tensor]]] = {}
+        self.base_states: dict[int, tuple[list[Any], dict[int, torch.Tensor]]] = {}
         """Base's answers to prompts from a number on, and its hidden states of them, for closeness."""
         self.sums: dict[int, torch.Tensor] | None = None
         """`merged` keeps its sums here, at the same addresses, if this is not None: CUDA graphs need it."""

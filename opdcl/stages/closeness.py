@@ -93,7 +93,7 @@ class _Measurement:
     def _chunk(self, start: int, prompts: list[list[int]]) -> list[dict[str, Any]]:
         """Answer and grade the prompts from number `start` on."""
         backbone, config, limit = self.backbone, self.config, self.config.closeness_tokens
-        costs, later = backbone.costs, [len(prompt) for prompt in self.prompts[start + len(prompts) :]]
+        costs, later = backbone.costs, [*map(len, self.prompts[start + len(prompts) :])]
         pace = Pace(costs, f"{CLOSENESS} {self.name}", (limit, [*map(len, prompts)]), [(limit, later)])
         answered = start
 
@@ -121,25 +121,23 @@ class _Measurement:
             ids = [row["completion_ids"] for row in self.base_rows[start : start + len(prompts)]]
             given = [Rollout(p, answer) for p, answer in zip(prompts, ids, strict=True)] if ids else []
             began = time.perf_counter()
-            states, of_given = _hidden_states(model, own), _hidden_states(model, given)
+            states = _hidden_states(model, own + given)
             unrelated = {} if ids else _hidden_states(model, self._after_others(own, start))
+        kept = backbone.base_states.get(start)
+        known = kept[1] if kept and kept[0] == given else {}
         # Base is compared with itself: once as it is, and once a little off.
         with backbone.merged("base") as model, contextlib.nullcontext() if ids else _jitter(model):
-            base_states, kept = _hidden_states(model, own), backbone.base_states.get(start)
-            reads = [own, own, given] if ids else [own, own, own]
-            if ids and (kept is None or kept[0] != given):
-                kept = given, _hidden_states(model, given)
-                reads.append(given)
-        if not ids:  # later states are compared on these texts
-            texts = [Rollout(rollout.prompt_ids, rollout.completion_ids) for rollout in own]
-            backbone.base_states[start] = texts, states
-        of_own = self._divergences(states, base_states)
-        of_base = self._divergences(of_given, kept[1]) if ids else of_own
+            base_states = _hidden_states(model, own if known else own + given)
+        if not ids and parallel.worker_count() == 1:  # later states are compared on these texts
+            backbone.base_states[start] = [Rollout(r.prompt_ids, r.completion_ids) for r in own], states
+        base_states = {**base_states, **{len(own) + i: state for i, state in known.items()}}
+        divergences = self._divergences(states, base_states)
+        of_own, of_base = divergences[: len(own)], divergences[len(own) :] or divergences
         rows = [self._row(*row) for row in zip(own, of_own, of_base, strict=True)]
         for row, (_, reverse) in zip(rows, [] if ids else self._divergences(states, unrelated), strict=False):
             row["unrelated"] = reverse
-        passes = sum(text.length for texts in reads for text in texts)
-        costs.add("measure", passes, time.perf_counter() - began)
+        read = sum(text.length for text in 2 * own + (given or own))
+        costs.add("measure", read, time.perf_counter() - began)
         return rows
 
     def _after_others(self, own: list[Rollout], start: int) -> list[Rollout]:

@@ -17,7 +17,7 @@ model: {{id: {model}, dtype: float32}}
 finetune: {{epochs: 0.05, batch_size: 4, learning_rate: 1e-2, lora: {{r: 4, alpha: 8}}}}
 recover: {{general: {folder}/prompts.jsonl, steps: 4, rollouts: 4, domain_rollouts: 4, lmbda: 1,
           teacher_first: 1, max_new_tokens: 8, domain_max_new_tokens: 4, validate_every: 2,
-          validation_prompts: 2, learning_rate: 1e-2, health: {{watch: false}}}}
+          validation_prompts: 2, learning_rate: 1e-2, keep: last, health: {{watch: false}}}}
 eval: {{limit: 6, max_new_tokens: 8}}
 seeds: [1, 2]
 """
