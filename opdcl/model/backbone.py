@@ -7,7 +7,6 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
@@ -53,8 +52,6 @@ class Backbone:
         self.peft: PeftModel | None = None
         self._known: tuple[tuple[int, ...], str] | None = None  # the last checksum and fingerprint
         self.costs = Costs()
-        self.base_states: dict[int, tuple[list[Any], dict[int, torch.Tensor]]] = {}
-        """Base's answers to prompts from a number on, and its hidden states of them, for closeness."""
         self.sums: dict[int, torch.Tensor] | None = None
         """`merged` keeps its sums here, at the same addresses, if this is not None: CUDA graphs need it."""
 

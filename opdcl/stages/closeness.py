@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -48,6 +49,11 @@ CHUNK, SEED = 100, 39
 
 # Tokens of a forward pass; padding counts.
 MICRO_BATCH, CUDA_MICRO_BATCH = 2048, 8192
+
+# Base's answers to each chunk, by its first prompt, with base's states of them: later states need both.
+BASE_READ: WeakKeyDictionary[Backbone, dict[int, tuple[list[Rollout], dict[int, torch.Tensor]]]] = (
+    WeakKeyDictionary()
+)
 
 
 class _Measurement:
@@ -123,13 +129,13 @@ class _Measurement:
             began = time.perf_counter()
             states = _hidden_states(model, own + given)
             unrelated = {} if ids else _hidden_states(model, self._after_others(own, start))
-        kept = backbone.base_states.get(start)
-        known = kept[1] if kept and kept[0] == given else {}
+        texts, kept = BASE_READ.setdefault(backbone, {}).get(start, ([], {}))
+        known = kept if texts == given else {}
         # Base is compared with itself: once as it is, and once a little off.
         with backbone.merged("base") as model, contextlib.nullcontext() if ids else _jitter(model):
             base_states = _hidden_states(model, own if known else own + given)
         if not ids and parallel.worker_count() == 1:  # later states are compared on these texts
-            backbone.base_states[start] = [Rollout(r.prompt_ids, r.completion_ids) for r in own], states
+            BASE_READ[backbone][start] = [Rollout(r.prompt_ids, r.completion_ids) for r in own], states
         base_states = {**base_states, **{len(own) + i: state for i, state in known.items()}}
         divergences = self._divergences(states, base_states)
         of_own, of_base = divergences[: len(own)], divergences[len(own) :] or divergences

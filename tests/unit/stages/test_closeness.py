@@ -133,9 +133,9 @@ def test_the_distance_grows_with_the_adapter(adapted, run):
 def test_base_reads_its_own_answers_once_for_all_states(adapted, run, tmp_path):
     backbone, adapter = adapted
     measure(backbone, run)
-    assert backbone.base_states
+    assert closeness.BASE_READ[backbone]
     _, kept = measure(backbone, run, "tuned", adapter)
-    backbone.base_states.clear()
+    closeness.BASE_READ.clear()
     other = RunDir(tmp_path / "other")
     shutil.copytree(run.evals / "base", other.evals / "base")
     _, again = measure(backbone, other, "tuned", adapter)
