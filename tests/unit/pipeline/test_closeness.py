@@ -112,4 +112,4 @@ def test_the_quick_prompts_are_the_first_of_all():
     from opdcl.data.rows import load_rows
 
     quick, whole = load_rows("requests_quick"), load_rows("requests")
-    assert [row.prompt for row in quick] == [row.prompt for row in whole[:60]]
+    assert [row.prompt for row in quick] == [row.prompt for row in whole[:40]]
