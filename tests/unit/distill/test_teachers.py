@@ -221,6 +221,7 @@ def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, t
         teacher_first=1,
         validate_every=4,
         save_steps=3,
+        keep="last",
     )
     whole, cut = whole_and_resumed(backbone, answered, config, stop=5)
     measured, again = (
