@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from opdcl.config.reference import REMOVED_KEYS, error_key, explain
-from opdcl.config.shipped import find_workflow
+from opdcl.config.shipped import SHIPPED_DATA, find_workflow
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 from opdcl.sanitize import redact
@@ -24,10 +24,7 @@ MAX_BYTES = 1_000_000
 QUOTE = "put it in quotes to make it text"
 
 # Names of shipped models and data, and of prompts that base writes, which are not file names.
-ALIASES = (
-    *("smollm2-135m", "handbook", "handbook/staff", "handbook/site", "handbook/quick", "everyday"),
-    *("requests", "requests_quick", "self"),
-)
+ALIASES = ("smollm2-135m", *SHIPPED_DATA, "self")
 
 DATA_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md")
 FILE_ENDINGS = (*DATA_ENDINGS, ".gguf", ".jinja")

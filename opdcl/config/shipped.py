@@ -1,4 +1,4 @@
-"""Locate the shipped recipes and suites."""
+"""Locate the shipped recipes and suites, and name the shipped data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 from opdcl.errors import UsageError, nearest
+
+SHIPPED_DATA = (
+    *("handbook", "handbook/staff", "handbook/site", "handbook/quick"),
+    *("everyday", "requests", "requests_quick"),
+)
 
 
 def package_folder(name: str) -> Path:

@@ -17,15 +17,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from opdcl.config.shipped import package_folder
+from opdcl.config.shipped import SHIPPED_DATA, package_folder
 from opdcl.data.formats import FIELDS_HINT, MAX_ROW_CHARS, Row, check_row, kind_of
 from opdcl.errors import UsageError
 from opdcl.hub import Repository, parse, snapshot
-
-SHIPPED = (
-    *("handbook", "handbook/staff", "handbook/site", "handbook/quick"),
-    *("everyday", "requests", "requests_quick"),
-)
 
 ONE_PER_LINE = "one JSON object per line, or one list of objects"
 
@@ -95,7 +90,7 @@ def load_records(path: str) -> list[tuple[dict[str, Any], str]]:
 
 def source_files(source: str) -> list[Path]:
     """Return the local files behind a source; none for a Hub set."""
-    if source in SHIPPED:
+    if source in SHIPPED_DATA:
         return [_shipped_file(source)]
     if os.path.isdir(source):
         return sorted(p for p in Path(source).rglob("*") if p.suffix in (".md", ".txt"))
@@ -110,7 +105,7 @@ def pinned(source: str) -> str:
 
 def on_hub(source: str) -> Repository | None:
     """Return the Hub dataset that a source names. A name with a file ending is one only with a revision."""
-    if source in SHIPPED or os.path.exists(source) or (Path(source).suffix and "@" not in source):
+    if source in SHIPPED_DATA or os.path.exists(source) or (Path(source).suffix and "@" not in source):
         return None
     return parse("dataset", source)
 
@@ -125,10 +120,10 @@ def _shipped_file(name: str) -> Path:
 
 def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
     path, repository = Path(source), on_hub(source)
-    if source not in SHIPPED and not os.path.exists(source) and repository is None:
-        hint = f"a file, a folder, a Hub id as owner/name@revision, or one of: {', '.join(SHIPPED)}"
+    if source not in SHIPPED_DATA and not os.path.exists(source) and repository is None:
+        hint = f"a file, a folder, a Hub id as owner/name@revision, or one of: {', '.join(SHIPPED_DATA)}"
         raise UsageError(f"data {source!r} does not exist", hint)
-    if source.startswith("handbook") and source in SHIPPED:
+    if source.startswith("handbook") and source in SHIPPED_DATA:
         parts = json.loads(_text(_shipped_file(source).with_name("parts.json")))
         documents = parts.get(source.removeprefix("handbook/"))
         for fact, where in read_json_lines(_shipped_file(source)):

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 from opdcl.config.evaluate import CLOSENESS, EvalConfig
 from opdcl.config.model import ModelConfig
-from opdcl.config.shipped import package_folder, shipped_suites
+from opdcl.config.shipped import SHIPPED_DATA, package_folder, shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
 from opdcl.data.chat import encode_prompt
 from opdcl.data.examples import Examples, read_examples, with_answers
 from opdcl.data.rows import (
-    SHIPPED,
     Row,
     check_lines,
     check_prompts,
@@ -92,7 +91,7 @@ class Sources:
     def recognised(self) -> list[str]:
         """Describe the rows of the user's files that were read: their formats, and the first of each file."""
         read = ((source, rows) for (source, *_), rows in self._rows.items())
-        return [recognised(source, rows) for source, rows in read if source not in SHIPPED]
+        return [recognised(source, rows) for source, rows in read if source not in SHIPPED_DATA]
 
     def inherit(self, workflow: Workflow) -> Workflow:
         """Make the fine-tune's rows the recovery's domain, if it has none and the rows have prompts.

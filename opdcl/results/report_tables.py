@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
+from opdcl.config.shipped import SHIPPED_DATA
 from opdcl.results import format
 from opdcl.results.closeness import MEASURES
 from opdcl.results.scores import HEADLINE_ROLES, STATES, metric_words, section
@@ -220,8 +221,8 @@ def made(run: RunDir, manifest: dict[str, Any], base_model: str) -> dict[str, st
 
 
 def _short_name(source: str) -> str:
-    """Return the last part of a path; a report may be shown to others."""
-    return source.rstrip("/").rsplit("/", 1)[-1]
+    """Return the last part of a path, since a report may be shown to others; shipped data have no path."""
+    return source if source in SHIPPED_DATA else source.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _count(parameters: int) -> str:

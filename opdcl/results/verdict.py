@@ -191,7 +191,7 @@ def writing_clauses(tests: dict[str, dict | None], status: str) -> list[str]:
             low, high = (f"{100 * test[end]:+.0f}" for end in ("low", "high"))
             unknown.append(f"{MEASURES[name]}{f' {where}' if where else ''} ({low} to {high} {unit})")
     if unknown and status == "partly recovered":
-        clauses.append(f"is not shown to write like base in {' and '.join(unknown)}")
+        clauses.append(f"it is not shown to write like base in {' and '.join(unknown)}")
     return clauses
 
 

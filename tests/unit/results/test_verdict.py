@@ -205,7 +205,9 @@ def test_too_few_answers_to_show_that_they_end_as_often_do_not_count_as_recovere
     assert summary["retention_status"] == "partly recovered"
     assert "(the score is back, the writing is not shown to be)" in summary["verdict"]
     low, high = (f"{100 * test[end]:+.0f}" for end in ("low", "high"))
-    assert f"but is not shown to write like base in endings ({low} to {high} points); " in summary["verdict"]
+    assert (
+        f"but it is not shown to write like base in endings ({low} to {high} points); " in summary["verdict"]
+    )
 
 
 def test_bad_writing_is_told_without_a_recovery_too(measured):
