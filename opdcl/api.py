@@ -31,6 +31,7 @@ from opdcl.pipeline.preflight import refuse_foreign
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
 from opdcl.results.compare import compare as compare_runs
 from opdcl.results.compare import refuse_folder, write
+from opdcl.results.gates import judge_again
 from opdcl.results.report import write as write_report
 from opdcl.results.summary import summarise
 from opdcl.results.tables import Table
@@ -158,6 +159,7 @@ def evaluate(
     out: PathLike | None = None,
     base: PathLike | None = None,
     columns: Mapping[str, str] | None = None,
+    max_drop: float | Mapping[str, float] | None = None,
     **options: Unpack[Options],
 ) -> Result | Plan:
     """Score base, tuned and recovered on the same prompts, and write the report.
@@ -172,27 +174,32 @@ def evaluate(
         out: For an adapter or a model, the run directory to make. Default: `runs/NAME`, with its name.
         base: Its base model. Default: the one that an adapter's configuration names.
         columns: Columns of your rows that have other names, as in `finetune`.
+        max_drop: Points that each suite may fall below base, as in `gates.max_drop`.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
     Returns: The run's results: verdict, scores, R and D with intervals.
-    Raises: UsageError: the path is no run, a suite is unknown, or its data was not found.
+    Raises: UsageError: the path is no run, a suite is unknown, or its data was not found. GateError: a
+        larger drop is shown. InconclusiveError: the scores do not decide.
     Example: opdcl.evaluate("runs/mine", retention=["instructions"], domain=["test-rows.jsonl"])
     """
     suites, files = question_suites(domain, data)
     named: dict[str, Any] = {"retention": strings(retention) or None, "domain": suites or None}
-    named |= {"limit": limit, "base": base, "columns": columns, **files}
+    named |= {"limit": limit, "base": base, "columns": columns, "gates.max_drop": max_drop, **files}
     return _execute("eval", named, out, source=path, **options)
 
 
-def report(path: PathLike, update: bool = False, quiet: bool = False) -> Result:
-    """Return the results of the run in `path`; nothing is run or measured.
+def report(path: PathLike, update: bool = False, quiet: bool = False, gates: PathLike = "") -> Result:
+    """Return the results of the run in `path`; nothing is measured.
 
-    `update` also writes report.md, report.html and the model card again, and names them unless `quiet`.
+    `update` writes the reports and the model card again, and names them unless `quiet`. `gates` is a YAML
+    file of gates for the stored scores: `Result.refuse()` raises the error of those that are not met.
 
-    Raises: UsageError: the path is not a run directory.
+    Raises: UsageError: the path is no run, or the file has no gates. OpdclError: a measured file changed.
     Example: opdcl.report("runs/mine").summary["status"]
     """
     directory = open_run(Path(path))
+    if gates:
+        return Result(directory.path, judge_again(directory, Path(gates)))
     summary = summarise(directory)
     for file in write_report(directory, summary) if update else ():
         _output(quiet).note(f"wrote {file}")

@@ -26,7 +26,7 @@ class UsageError(OpdclError):
 
 
 class GateError(OpdclError):
-    """Everything ran, but a score missed its gate."""
+    """Everything ran, but a score is shown to miss its gate."""
 
     exit_code = 3
 
@@ -35,6 +35,12 @@ class EnvironmentFault(OpdclError):
     """This machine lacks a model, a package or memory."""
 
     exit_code = 4
+
+
+class InconclusiveError(OpdclError):
+    """Everything ran, but the scores neither show that a gate is met nor that it is missed."""
+
+    exit_code = 5
 
 
 class Interrupted(OpdclError):

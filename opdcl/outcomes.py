@@ -8,6 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from opdcl.results.gates import refuse
+from opdcl.results.report import pull_request
 from opdcl.results.scores import STATES
 from opdcl.results.summary import table_rows
 from opdcl.results.tables import Table, view
@@ -20,7 +22,7 @@ class Outcome:
     """What a verb returns: a sentence, tables, notes, and plain data. A notebook shows it as HTML."""
 
     def __init__(self, sentence: str, tables: Sequence[Table], data: Any, notes: Sequence[str] = ()):
-        self.sentence, self.tables, self.data, self.notes = sentence, tables, data, notes
+        self.sentence, self.tables, self.data, self.notes = sentence, tables, data, [*notes]
 
     def __repr__(self) -> str:
         return f"<opdcl: {self.sentence}>"
@@ -50,6 +52,17 @@ class Result(Outcome):
         tables = [Table("", ["suite", "n", "floor", *STATES], rows, "")] if rows else []
         notes = [f"report: {self.report}", f"next: {self._next()}"]
         super().__init__(summary["verdict"], tables, summary, notes)
+
+    def pull_request(self) -> str:
+        """Return the results as Markdown of about twenty lines: verdict, gates, table, worst prompts."""
+        return pull_request(RunDir(self.path), self.summary)
+
+    def refuse(self) -> None:
+        """Raise the error of the gates that are not met.
+
+        Raises: GateError: one is missed. InconclusiveError: the scores do not decide one.
+        """
+        refuse(self.summary.get("gates", []), f"opdcl report {self.path}")
 
     def _next(self) -> str:
         """Return the command that leads on: what the run lacks, else its answers."""

@@ -24,7 +24,9 @@ from opdcl.version import __version__
 app = typer.Typer(
     help="Fine-tune a model on a domain, recover what it forgot, and measure both.\n\n"
     "Begin with: opdcl run quickstart",
-    epilog="`opdcl COMMAND --help` shows the options of a command, and an example.",
+    epilog="`opdcl COMMAND --help` shows the options of a command, and an example. Exit codes: 0 done; 1 a "
+    "stage failed; 2 wrong command, configuration or data; 3 a gate is missed; 4 this machine cannot run it; "
+    "5 a gate is undecided; 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -111,7 +111,19 @@ SuiteFiles = Annotated[
     Texts, Option(metavar="SUITE=PATH", help="Local file with a suite's data. Repeatable.")
 ]
 
-# compare, chat, export, push and serve.
+MaxDrop = Annotated[
+    Texts,
+    Option(
+        metavar="POINTS",
+        help="Points that retention suites may fall below base: 5, or SUITE=3, or closeness=0.8. Repeatable.",
+    ),
+]
+
+# report, compare, chat, export, push and serve.
+GatesFile = Annotated[
+    Path | None, Option("--gates", metavar="FILE", help="Judge the stored scores by a YAML file's `gates`.")
+]
+ReportFormat = Annotated[str, Option(help="report, or pr: Markdown for a pull request, on standard output.")]
 CompareOut = Annotated[
     Path | None,
     Option("-o", "--out", metavar="FOLDER", help="Folder for compare.md, compare.html and compare.json."),

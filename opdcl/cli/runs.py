@@ -13,13 +13,31 @@ import opdcl
 from opdcl.cli import options as opt
 from opdcl.cli import screen
 from opdcl.cli.screen import lead, show, start
-from opdcl.errors import EnvironmentFault, OpdclError
+from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 
 
-def report(run_dir: opt.RunDir, json: opt.Json = False, quiet: opt.Quiet = False) -> None:
-    """Print the verdict, and rewrite the report. Writes report.md, report.html and the model card."""
+def report(
+    run_dir: opt.RunDir,
+    gates: opt.GatesFile = None,
+    format: opt.ReportFormat = "report",
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Print the verdict, and rewrite the report. Writes report.md, report.html and the model card.
+
+    With --gates, only judge the stored scores: exit code 3 if a gate is missed, 5 if one is undecided.
+    """
     start(json, quiet)
-    show(opdcl.report(run_dir, update=True, quiet=quiet or json))
+    if format not in ("report", "pr"):
+        raise UsageError(f"--format {format} is neither report nor pr", "--format pr")
+    outcome = opdcl.report(run_dir, format == "report" and not gates, quiet or json, gates or "")
+    if format == "pr":
+        text = outcome.pull_request()
+        screen.output.result(text, {"markdown": text})
+    else:
+        outcome.notes += [f"gate {v['outcome']}: {v['sentence']}" for v in outcome.summary.get("gates", [])]
+        show(outcome)
+    outcome.refuse()
 
 
 def compare(

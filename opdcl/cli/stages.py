@@ -93,6 +93,7 @@ def evaluate(
     out: opt.NewRun = None,
     base: opt.ItsBase = None,
     columns: opt.Columns = None,
+    max_drop: opt.MaxDrop = None,
     settings: opt.EvalSettings = None,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
@@ -101,12 +102,19 @@ def evaluate(
     json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Score base, tuned and recovered on the same prompts. Writes the report."""
+    """Score base, tuned and recovered on the same prompts. Writes the report.
+
+    With --max-drop, exit code 3 if a larger drop is shown, 5 if the scores do not decide it.
+    """
     start(json, quiet, num_processes)
     shared: Options = {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
     files = dict(map(_suite_and_file, data or ()))
     suites = [suite for names in retention or () for suite in names.split(",")]
-    show(opdcl.evaluate(source, suites, domain or (), files, limit, out, base, columns, **shared))
+    show(
+        opdcl.evaluate(
+            source, suites, domain or (), files, limit, out, base, columns, _drops(max_drop), **shared
+        )
+    )
 
 
 def fetch(
@@ -122,6 +130,20 @@ def fetch(
     show(opdcl.fetch(workflow, model, settings, dry_run, quiet or json))
     if not dry_run:
         lead("run", *workflow, "--offline")
+
+
+def _drops(texts: list[str] | None) -> float | dict[str, float] | None:
+    """Return `--max-drop` as the setting `gates.max_drop`."""
+    found: dict[str, float] = {}
+    for text in texts or ():
+        suite, _, number = text.rpartition("=")
+        try:
+            found[suite] = float(number)
+        except ValueError:
+            raise UsageError(f"--max-drop {text!r} is not a number", "--max-drop 5, or SUITE=3") from None
+    if "" in found and len(found) > 1:
+        raise UsageError("--max-drop names a limit for all suites and one for some", "name all suites")
+    return found.get("", found or None)
 
 
 def _suite_and_file(text: str) -> tuple[str, str]:

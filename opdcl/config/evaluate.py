@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -86,9 +86,17 @@ class EvalConfig(Section):
 
 
 class Gates(Section):
-    """Minimum scores; if one is missed, `opdcl run` ends with exit code 3."""
+    """What a run has to show. A gate that is missed ends the command with exit code 3, one that the scores do
+    not decide with 5."""
 
     recovery: float | None = None
-    """Minimum R."""
+    """Minimum R. It is met where there was no measurable forgetting."""
     domain_retention: float | None = None
     """Minimum D."""
+    closeness: float | None = None
+    """Minimum C."""
+    max_drop: Annotated[float, Field(ge=0)] | dict[str, Annotated[float, Field(ge=0)]] | None = None
+    """Maximum drop below base on each retention suite, in points, of recovered, or of tuned if nothing is
+    recovered. Or suite -> points; `closeness` is the maximum distance to base, in nats per token."""
+    bound: Literal["interval", "estimate"] = "interval"
+    """What has to lie on the right side: the whole 95 % interval, or only the estimate."""

@@ -30,6 +30,13 @@ REFUSED = {
 }
 # These ways to initialise an adapter leave the base as it is; all others subtract their start from it.
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+# Number format -> an unsigned integer of its size, and the bits that are all set in NaN and infinity only.
+EXPONENTS = {
+    "F32": ("uint32", 0x7F800000),
+    "F16": ("uint16", 0x7C00),
+    "BF16": ("uint16", 0x7F80),
+    "F64": ("uint64", 0x7FF0000000000000),
+}
 
 
 def find_adapter(place: str) -> Path:
@@ -139,6 +146,35 @@ def check_adapter(folder: Path) -> None:
     if reasons:
         hint = "train it without that; docs/repair.md lists what an adapter may have"
         raise UsageError(f"adapter {folder} cannot be recovered: {reasons[0]}", hint)
+    if useless := _weights_fault(folder / ADAPTER):
+        raise UsageError(
+            f"adapter {folder} cannot be used: {useless}", "train it again, or copy the right file"
+        )
+
+
+def _weights_fault(file: Path) -> str:
+    """Say why an adapter's weights are no fine-tune: none, NaN, or without effect; else return ""."""
+    import numpy as np
+    from safetensors import deserialize
+
+    zero: dict[str, list[bool]] = {}
+    for name, tensor in deserialize(file.read_bytes()):
+        if tensor["dtype"] not in EXPONENTS:
+            continue
+        kind, exponent = EXPONENTS[tensor["dtype"]]
+        bits = np.frombuffer(tensor["data"], kind)
+        if (bits & bits.dtype.type(exponent) == exponent).any():
+            return f"{name} holds NaN or infinity"
+        # The change of a layer is the product of its matrices, so one without any is enough.
+        layer = re.sub(r"lora_(embedding_)?[AB]", "lora", name)
+        zero.setdefault(layer, []).append(not (bits << bits.dtype.type(1)).any())  # whatever the sign
+    if not zero:
+        return "it has no weights"
+    return (
+        ""
+        if not all(map(any, zero.values()))
+        else "it changes nothing: in each layer one of its matrices is zero"
+    )
 
 
 def refuse_unserved(config: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from opdcl import parallel
 from opdcl.config.load import dump
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
-from opdcl.errors import GateError, Interrupted
+from opdcl.errors import Interrupted
 from opdcl.pipeline.defaults import describe_automatic, named_after, resolve_for_machine
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.pipeline.preflight import checked_plan, remarks
@@ -118,22 +118,25 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -
     """Write the report, send its scores to the trackers, and check them against the gates.
 
     Raises:
-        GateError: A required score was missed.
+        GateError: A gate is shown to be missed.
+        InconclusiveError: The scores do not decide a gate.
     """
+    from opdcl.results import gates
     from opdcl.results.report import write
+    from opdcl.results.scores import load_suites
     from opdcl.results.summary import summarise
 
-    summary = summarise(run)
+    suites = load_suites(run)
+    summary = summarise(run, suites)
+    summary["gates"] = gates.judge(workflow.gates.model_dump(), summary, suites)
     seal_run(run)
     for file in write(run, summary=summary):
         output.note(f"wrote {file}")
     report = run.reports[0].read_text(encoding="utf-8")
     tracked.finish(steps_done(run), scores(summary), {"verdict": summary["verdict"], "report": report})
-    for gate, required in workflow.gates.model_dump().items():
-        value = (summary[gate] or {}).get("value")
-        if required is not None and (value is None or value < required):
-            message = f"gate missed: {gate} is {value}, required {required}"
-            raise GateError(message, f"opdcl report {run.path}")
+    for verdict in summary["gates"]:
+        output.note(f"gate {verdict['outcome']}: {verdict['sentence']}")
+    gates.refuse(summary["gates"], f"opdcl report {run.path}")
     return summary
 
 

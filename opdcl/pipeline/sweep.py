@@ -16,7 +16,7 @@ from opdcl import parallel
 from opdcl.config.load import flatten, validate
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output
-from opdcl.errors import GateError, Interrupted, OpdclError, UsageError
+from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError
 from opdcl.pipeline.reuse import outcomes
 from opdcl.pipeline.sources import Sources
 from opdcl.rundir.layout import RunDir
@@ -121,14 +121,14 @@ def execute_all(
 ) -> dict[str, Any]:
     """Run every arm with every seed, then compare them; return the comparison.
 
-    An arm that fails, because its health watch halted it for example, does not stop the others. One that
-    misses a gate is finished: it is compared, and other arms may continue it.
+    An arm that fails does not stop the others. One that misses a gate is finished: it is compared, and other
+    arms may continue it.
 
     Raises:
         UsageError: An arm's settings are invalid, or its run directory was made with others.
         Interrupted: The user stopped it; the same command resumes.
         OpdclError: Some arm failed; the others are compared.
-        GateError: All are compared, and some arm missed a gate.
+        GateError, InconclusiveError: All are compared, and some arm missed a gate or left one undecided.
     """
     from opdcl.pipeline.execute import execute
     from opdcl.results.compare import compare, refuse_folder, write
@@ -138,7 +138,7 @@ def execute_all(
     finished: list[RunDir] = []
     others = _other_runs(out, runs)
     failed: set[str] = set()
-    missed: list[str] = []
+    unmet: dict[str, GateError | InconclusiveError] = {}
     for number, (name, workflow) in enumerate(runs.items(), 1):
         run = RunDir(out / name)
         output.note(f"{name}: run {number} of {len(runs)}")
@@ -147,10 +147,10 @@ def execute_all(
                 raise OpdclError(f"{name} needs {lost}, which failed")
             execute(workflow, origins, run, output, force, [*finished, *others], sources)
             finished.append(run)
-        except GateError as fault:
+        except (GateError, InconclusiveError) as fault:
             output.error(fault)
             finished.append(run)
-            missed.append(name)
+            unmet[name] = fault
         except (UsageError, Interrupted):
             raise
         except OpdclError as fault:
@@ -159,14 +159,17 @@ def execute_all(
     comparison = parallel.on_first_worker(lambda: compare(finished)) if len(finished) > 1 else {}
     for file in parallel.on_first_worker(lambda: list(write(comparison, out))) if comparison else ():
         output.note(f"wrote {file}")
-    _refuse_success(list(runs), failed, missed, out)
+    _refuse_success(list(runs), failed, unmet, out)
     return comparison
 
 
-def _refuse_success(runs: list[str], failed: set[str], missed: list[str], out: Path) -> None:
-    """Raise the error of a sweep in which some runs failed or missed a gate."""
+def _refuse_success(
+    runs: list[str], failed: set[str], unmet: dict[str, GateError | InconclusiveError], out: Path
+) -> None:
+    """Raise the error of a sweep in which some runs failed, or missed a gate, or left one undecided."""
     if failed:
         names = ", ".join(name for name in runs if name in failed)
         raise OpdclError(f"{len(failed)} of {len(runs)} runs failed: {names}", f"the others are in {out}")
-    if missed:
-        raise GateError(f"{len(missed)} of {len(runs)} runs missed a gate: {', '.join(missed)}", f"see {out}")
+    for kind, did in ((GateError, "missed a gate"), (InconclusiveError, "left a gate undecided")):
+        if those := [name for name, fault in unmet.items() if isinstance(fault, kind)]:
+            raise kind(f"{len(those)} of {len(runs)} runs {did}: {', '.join(those)}", f"see {out}")

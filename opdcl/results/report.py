@@ -7,7 +7,7 @@ from typing import Any
 
 from opdcl.hub import HUB_IDS
 from opdcl.results import format, report_tables
-from opdcl.results.samples import RULE, pick_examples, pick_samples
+from opdcl.results.samples import RULE, pick_examples, pick_samples, worst_samples
 from opdcl.results.scores import STATES, Suite, headline_of, load_suites, section
 from opdcl.results.summary import summarise
 from opdcl.results.tables import MISSING, different_raw
@@ -15,6 +15,9 @@ from opdcl.results.verdict import split, tone, why_no_domain_retention, why_no_r
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.rundir.layout import RunDir
 from opdcl.sanitize import harmless
+
+# Of the prompts on which the model falls below base, in a pull request.
+WORST_PROMPTS = 3
 
 EMBEDDED = (
     "All scores are of the embedded copy of {}, whose weights were quantized to 4 bits and dequantized "
@@ -49,6 +52,16 @@ def write(run: RunDir, summary: dict[str, Any] | None = None) -> list[Path]:
     for file, text in zip(run.reports, texts, strict=True):
         write_atomic(file, text)
     return list(run.reports)
+
+
+def pull_request(run: RunDir, summary: dict[str, Any]) -> str:
+    """Return the results as Markdown of about twenty lines, with the worst three prompts."""
+    suites = load_suites(run)
+    context = _context(run, summary, suites)
+    retention = headline_of(suites).get("retention")
+    worst = worst_samples(retention, WORST_PROMPTS) if retention else {}
+    page = context | {"gates": summary.get("gates", []), "worst": [], **worst}
+    return render("pull_request.md", page).strip() + "\n"
 
 
 def card(run: RunDir, state: str, base: str, place: str, license: str | None, datasets: list[str]) -> str:

@@ -9,6 +9,8 @@ from opdcl.results.scores import Suite
 
 SAMPLES_PER_GROUP = 4
 LONGEST_PROMPT, LONGEST_ANSWER = 900, 700
+# In a pull request.
+SHORT_PROMPT, SHORT_ANSWER = 120, 160
 # A base answer of fewer words says little.
 FEWEST_WORDS = 10
 RULE = (
@@ -51,6 +53,31 @@ def pick_examples(samples: dict[str, list[dict[str, Any]]]) -> list[dict[str, An
         if group := next((group for group in groups if group["samples"]), None):
             examples.append(group | {"suite": name, "sample": group["samples"].pop(0)})
     return examples
+
+
+def worst_samples(suite: Suite, count: int) -> dict[str, Any]:
+    """Return the prompts on which the last measured state falls furthest below base, and how many do."""
+    state = next((s for s in ("recovered", "tuned") if s in suite.rows), None)
+    if state is None or "base" not in suite.rows:
+        return {}
+    gaps = suite.values(state) - suite.values("base")
+    order = [int(i) for i in gaps.argsort(kind="stable") if gaps[i] < 0]
+    rows = [
+        {
+            "prompt": _line(suite.prompts[i][1], SHORT_PROMPT),
+            "state": state,
+            "answer": _line(suite.rows[state][i].get("response"), SHORT_ANSWER),
+            "base": _line(suite.rows["base"][i].get("response"), SHORT_ANSWER),
+        }
+        for i in order[:count]
+    ]
+    return {"worst": rows, "lost": len(order), "total": len(gaps), "suite": suite.name}
+
+
+def _line(text: Any, longest: int) -> str:
+    """Return a text on one line, cut to a length."""
+    words = " ".join(str(text or "").split()) or "nothing"
+    return words if len(words) <= longest else f"{words[: longest - 1]}…"
 
 
 def _readability(suite: Suite) -> list[tuple[bool, bool, int, int]]:

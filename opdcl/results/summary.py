@@ -45,7 +45,8 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
     retention, domain = headline.get("retention"), headline.get("domain")
     estimates = {s.name: _summarise_suite(s) for s in suites}
     near = closeness.load(run)
-    faults = _faults(run, [*suites, near])
+    inert = _inert(suites)
+    faults = [*inert, *_faults(run, [*suites, near])]
     tests = _tests(retention, domain)
     summary: dict[str, Any] = {
         "verdict": "",
@@ -65,7 +66,7 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
         "faults": faults,
         "notes": [*faults, *_suite_notes(suites, estimates), *_recovery_notes(run)],
     }
-    conclude(summary, retention, domain)
+    conclude(summary, retention, domain, inert)
     if retention and summary["non_inferiority"]:
         summary["notes"] += power.notes(retention.name, len(retention.prompts), summary)
     return summary
@@ -204,6 +205,20 @@ def _cost(run: RunDir, suites: list[Suite]) -> dict[str, dict]:
     totals: list[Callable] = [sum, sum, max]
     cost["eval"] = {k: of(c[k] for c in evals) for k, of in zip(keys, totals, strict=True) if evals}
     return cost
+
+
+def _inert(suites: list[Suite]) -> list[str]:
+    """Return a fault if tuned answers every prompt of every suite as base does."""
+    measured = [suite for suite in suites if {"base", "tuned"} <= suite.rows.keys()]
+    answers = {
+        state: [[row.get("response") for row in suite.rows[state]] for suite in measured]
+        for state in ("base", "tuned")
+    }
+    count = sum(map(len, answers["base"]))
+    # A suite of likelihoods has no answers.
+    if not count or answers["base"] != answers["tuned"] or any(None in texts for texts in answers["base"]):
+        return []
+    return [f"base and tuned give the same answer to all {count} prompts, as if tuned had no adapter"]
 
 
 def _faults(run: RunDir, suites: list[Suite]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from opdcl.results import writing
@@ -46,8 +47,13 @@ FAULTS = {
 MEASURES = {"ended": "endings", "repetition": "repetition", "tokens": "length"}
 
 
-def conclude(summary: dict[str, Any], retention: Suite | None, domain: Suite | None) -> None:
-    """Set the statuses and the verdict of a summary, in which all else is computed."""
+def conclude(
+    summary: dict[str, Any], retention: Suite | None, domain: Suite | None, faults: Sequence[str] = ()
+) -> None:
+    """Set the statuses and the verdict of a summary, in which all else is computed.
+
+    `faults` are those of the run; a headline suite has its own.
+    """
     closeness = summary.get("closeness")
     if summary["retention_status"] == "no headroom" and closeness:
         found = by_closeness(closeness) or "no headroom"
@@ -55,7 +61,7 @@ def conclude(summary: dict[str, Any], retention: Suite | None, domain: Suite | N
             found = "partly recovered"
         summary["retention_status"] = found
         summary["status"] = both_halves(found, summary["domain_status"])
-    faults = [fault for suite in (retention, domain) if suite for fault in suite.faults]
+    faults = [*faults, *(fault for suite in (retention, domain) if suite for fault in suite.faults)]
     if faults:
         summary["status"] = FAULT
     summary["verdict"] = _fault(faults) if faults else verdict(summary, retention, domain)
@@ -90,7 +96,7 @@ def verdict(summary: dict, retention: Suite | None, domain: Suite | None) -> str
 
 def _fault(faults: list[str]) -> str:
     more = f"; {len(faults) - 1} more of this kind" if faults[1:] else ""
-    return f"Fault: {faults[0]}{more}. Without every score there is no R, no D and no verdict."
+    return f"Fault: {faults[0]}{more}. So there is no R, no D and no verdict."
 
 
 def _heading(summary: dict[str, Any]) -> str:

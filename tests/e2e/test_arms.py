@@ -100,12 +100,12 @@ def test_an_arm_that_halts_stops_only_the_arms_that_need_it(family):
 
 def test_an_arm_that_misses_a_gate_is_compared_with_the_others_and_the_exit_code_is_3(family):
     (family / "gated.yaml").write_text(
-        "arms:\n  strict: {gates: {domain_retention: 9}}\n  other: {recover: {steps: 4}}\n"
+        "arms:\n  strict: {gates: {max_drop: {closeness: 0.0001}}}\n  other: {recover: {steps: 4}}\n"
     )
     words = ["run", "tiny.yaml", "gated.yaml", "-o", "gated"]
     done = opdcl(*words, cwd=family)
     assert done.returncode == 3, done.stderr
-    assert "gate missed: domain_retention is" in done.stderr
+    assert "gate missed: closeness: recovered is" in done.stderr
     assert "1 of 2 runs missed a gate: strict" in done.stderr
     compared = json.loads((family / "gated" / "compare.json").read_text())
     assert [arm["name"] for arm in compared["arms"]] == ["strict", "other"]

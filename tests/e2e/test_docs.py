@@ -114,6 +114,7 @@ ELSEWHERE = [
 # Commands that the reader of a page has run before.
 BEFORE = {
     "docs/repair.md": ELSEWHERE,
+    "docs/ci.md": ELSEWHERE[:2],
     "docs/data.md": [
         *ELSEWHERE[:2],
         'cp "$OPDCL_CACHE/models/smollm2-135m/chat_template.jinja" my-template.jinja',
@@ -131,7 +132,8 @@ BEFORE = {
     "README.md": ELSEWHERE,
 }
 
-TRAIN = {"finetune.lora.r": 4, "finetune.lora.alpha": 8, "finetune.epochs": 1}
+# Two passes, because the first step has no rate.
+TRAIN = {"finetune.lora.r": 4, "finetune.lora.alpha": 8, "finetune.epochs": 2}
 RECOVER = {
     "recover.steps": 2,
     "recover.rollouts": 4,
@@ -187,7 +189,9 @@ def reader(tmp_path, tiny_cache, monkeypatch) -> Path:
 def run_here(words: list[str]) -> None:
     """Run one command in this process."""
     done = runner.opdcl(*words[1:])
-    assert done.returncode == 0, f"{shlex.join(words)}: exit code {done.returncode}\n{done.stderr}"
+    # On a few prompts nothing is decided.
+    allowed = (0, 3, 5) if {"--max-drop", "--gates"} & {*words} else (0,)
+    assert done.returncode in allowed, f"{shlex.join(words)}: exit code {done.returncode}\n{done.stderr}"
 
 
 def small(words: list[str]) -> list[str]:

@@ -20,7 +20,10 @@ READ_BY_A_METHOD = {
     **dict.fromkeys(("recover.general_teacher", "recover.domain_teacher"), "all_teachers"),
 }
 # Settings that are read by their dumped name.
-READ_BY_NAME = {"gates.recovery": "model_dump", "gates.domain_retention": "model_dump"}
+READ_BY_NAME = dict.fromkeys(
+    ("gates.recovery", "gates.domain_retention", "gates.closeness", "gates.max_drop", "gates.bound"),
+    "model_dump",
+)
 
 
 def attributes(folder: Path, without: str = "") -> set[str]:

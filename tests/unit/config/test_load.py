@@ -384,6 +384,7 @@ def test_every_field_is_described_once():
         "recover.steps",
         "eval.retention",
         "gates.recovery",
+        "gates.closeness",
     } <= {*keys}
     assert [key for key, *_, meaning in rows if len(meaning) < 4] == []
     assert {key: default for key, _, default, _ in rows}["finetune.data"] == "required"
