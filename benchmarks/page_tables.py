@@ -166,17 +166,23 @@ def rivals() -> str:
     found = read("methods")
     if not found:
         return NOT_MEASURED
-    rows = [
-        [reference["state"], *(score(reference[role]) for role in ("retention", "domain")), "", "", ""]
-        for reference in found["references"]
-        if reference["state"] != "recovered"
-    ]
-    for arm in found["arms"]:
-        scores = [score(arm[role]) for role in ("retention", "domain")]
-        ratios = [ratio(arm[key]) for key in ("recovery", "closeness", "domain_retention")]
-        rows.append([METHODS[arm["name"]], *scores, *ratios])
+    # An arm without a recovery is what its fine-tune made.
+    fine_tunes = {arm["name"] for arm in found["arms"] if not arm["retention"]}
+    rows: dict[str, list[str]] = {}
+    for reference in found["references"]:
+        only = reference["arms"][0] if len(reference["arms"]) == 1 else ""
+        name = METHODS[only] if only in fine_tunes else reference["state"]
+        rows[name] = [*(score(reference[role]) for role in ("retention", "domain")), "", "", ""]
+    prevention = [[name, *rows.pop(name)] for name in [*rows] if name not in STATES]
+    table = [[name, *cells] for name, cells in rows.items()]
+    for arm in sorted(found["arms"], key=lambda arm: [*METHODS].index(arm["name"])):
+        if arm["name"] not in fine_tunes:
+            scores = [score(arm[role]) for role in ("retention", "domain")]
+            ratios = [ratio(arm[key]) for key in ("recovery", "closeness", "domain_retention")]
+            table.append([METHODS[arm["name"]], *scores, *ratios])
     suites = [f"`{found['headline'][role]}`" for role in ("retention", "domain")]
-    return rows_of(["method", *suites, "R", "C", "D"], unbroken(rows, 1))
+    method = f"method, {seeds_of(max(arm['seeds'] for arm in found['arms']))}"
+    return rows_of([method, *suites, "R", "C", "D"], unbroken(table + prevention, 1))
 
 
 def seeds_of(number: int) -> str:

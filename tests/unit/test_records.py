@@ -261,15 +261,24 @@ def test_rivals_are_those_of_one_comparison(tables, tmp_path, monkeypatch):
     ratios = {"recovery": estimate, "closeness": estimate | {"value": 0.9}, "domain_retention": None}
     record = {
         "headline": {"retention": "instructions", "domain": "handbook"},
-        "references": [{"state": state, **scores} for state in ("base", "tuned")],
-        "arms": [{"name": name, **scores, **ratios} for name in ("ours", "replay")],
+        "references": [
+            {"state": "base", "arms": ["mixing", "ours", "replay"], **scores},
+            {"state": "tuned", "arms": ["mixing"], **scores},
+            {"state": "tuned", "arms": ["ours", "replay"], **scores},
+        ],
+        "arms": [
+            {"name": "mixing", "seeds": 3, "retention": {}, "domain": {}, **dict.fromkeys(ratios)},
+            *({"name": name, "seeds": 3, **scores, **ratios} for name in ("replay", "ours")),
+        ],
     }
     write(tmp_path / "methods.json", record)
-    columns, _, base, _, ours, replay = tables.rivals().splitlines()
-    assert columns == "| method | `instructions` | `handbook` | R | C | D |"
+    columns, _, base, tuned, ours, replay, mixing = tables.rivals().splitlines()
+    assert columns == "| method, 3 seeds | `instructions` | `handbook` | R | C | D |"
     assert base.startswith("| base | 50.0")
     assert ours.startswith("| **opdcl**")
     assert replay.startswith("| replay")
+    assert tuned.startswith("| tuned | 50.0")
+    assert mixing.startswith("| no recovery; half")
     assert ours.count("0.90\u00a0[0.40") == 1 or "0.90" in ours
 
 
