@@ -128,15 +128,15 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -
 
     suites = load_suites(run)
     summary = summarise(run, suites)
-    summary["gates"] = gates.judge(workflow.gates.model_dump(), summary, suites)
+    verdicts = gates.judge(workflow.gates.model_dump(), summary, suites)
     seal_run(run)
     for file in write(run, summary=summary):
         output.note(f"wrote {file}")
     report = run.reports[0].read_text(encoding="utf-8")
     tracked.finish(steps_done(run), scores(summary), {"verdict": summary["verdict"], "report": report})
-    for verdict in summary["gates"]:
+    for verdict in verdicts:
         output.note(f"gate {verdict['outcome']}: {verdict['sentence']}")
-    gates.refuse(summary["gates"], f"opdcl report {run.path}")
+    gates.refuse(verdicts, f"opdcl report {run.path}")
     return summary
 
 

@@ -272,7 +272,8 @@ def test_a_run_is_measured_by_name_where_the_template_supports_tools(tiny_model,
     shape = read_json(long / "config.json")
     (long / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 2048}))
     model = AutoModelForCausalLM.from_pretrained(long)
-    get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained("mine")
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(model, lora).save_pretrained("mine")
     small = ("--limit", "3", "--set", "eval.max_new_tokens=4", "--base", "long")
 
     refused = opdcl("eval", "mine", "--retention", "tool_calls", *small, "-o", "refused")

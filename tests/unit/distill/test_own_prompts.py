@@ -294,7 +294,8 @@ def test_a_run_with_further_domain_prompts(project):
 
 def test_an_adapter_is_recovered_on_prompts_of_its_base(project, writer):
     model = AutoModelForCausalLM.from_pretrained(writer)
-    get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])).save_pretrained("mine")
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(model, lora).save_pretrained("mine")
     sizes = {"steps": 2, "rollouts": 4, "max_new_tokens": 6, "validation_prompts": 2, "learning_rate": 1e-5}
     small = [word for key, value in sizes.items() for word in ("--set", f"recover.{key}={value}")]
     words = ["recover", "mine", "--domain", "rows.jsonl", *small]

@@ -107,7 +107,7 @@ def test_the_hidden_size_is_that_of_the_model(tiny_model):
 
 
 def test_the_scale_is_that_of_the_adapter_to_start_from(tmp_path):
-    save_file({"q.lora_A.weight": numpy.zeros((8, 2))}, tmp_path / "adapter_model.safetensors")
+    save_file({"q.lora_A.weight": numpy.ones((8, 2))}, tmp_path / "adapter_model.safetensors")
     for rslora, scale in ((False, "2"), (True, "8")):
         config = {"peft_type": "LORA", "lora_alpha": 32, "r": 16, "use_rslora": rslora}
         (tmp_path / "adapter_config.json").write_text(json.dumps(config))

@@ -162,7 +162,7 @@ def test_a_model_that_does_not_fit_its_base_is_refused_with_the_reason(project):
     ],
 )
 def test_settings_that_need_an_adapter_on_base_are_refused(words, what, project, loaded):
-    lora = LoraConfig(r=4, target_modules=["q_proj"])
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     get_peft_model(copy.deepcopy(loaded.causal_lm), lora).save_pretrained("other")
     done = opdcl("recover", "mine", "--base", "base", "--prompts", "prompts.jsonl", *words)
     assert done.returncode == 2, done.stderr
