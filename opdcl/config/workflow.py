@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from opdcl.config.evaluate import EvalConfig, Gates
+from opdcl.config.evaluate import CLOSENESS, EvalConfig, Gates
 from opdcl.config.finetune import AnswerLossSection, FinetuneConfig, ReplaySection
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
@@ -72,6 +72,15 @@ class Workflow(Section):
         others = {key: source for key, source in self.data_sources().items() if key != "eval.closeness"}
         if self.eval and (key := next((k for k, s in others.items() if s == self.eval.closeness), None)):
             raise ValueError(f"{key} learns from the prompts of eval.closeness: name others")
+        return self
+
+    @model_validator(mode="after")
+    def _gates_are_on_measured_suites(self) -> Workflow:
+        limits = self.gates.max_drop
+        if self.eval and isinstance(limits, dict):
+            known = [*self.eval.retention, CLOSENESS]
+            if unknown := next((name for name in limits if name not in known), ""):
+                raise ValueError(f"gates.max_drop names {unknown}, which is not in eval.retention")
         return self
 
     @model_validator(mode="after")

@@ -16,9 +16,10 @@ from typing import Any, Literal
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.load import load
 from opdcl.errors import GateError, InconclusiveError, OpdclError, UsageError
-from opdcl.results.scores import Suite, load_suites
+from opdcl.results.scores import Suite, headline_of, load_suites
 from opdcl.results.status import FAULT
 from opdcl.results.summary import summarise
+from opdcl.results.verdict import why_no_domain_retention, why_no_recovery
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.verify import verify
 
@@ -45,14 +46,16 @@ class Verdict:
     sentence: str
 
 
-def judge(gates: Mapping[str, Any], summary: Mapping[str, Any], suites: Sequence[Suite]) -> list[Record]:
+def judge(gates: Mapping[str, Any], summary: dict[str, Any], suites: Sequence[Suite]) -> list[Record]:
     """Return what each gate of a workflow says about a run's stored scores.
 
     Raises:
         UsageError: `max_drop` names a suite that the run does not have.
     """
     by_estimate = gates.get("bound") == "estimate"
-    found = [_ratio(key, gates[key], summary, by_estimate) for key in RATIOS if gates.get(key) is not None]
+    domain = headline_of(list(suites)).get("domain")
+    required = {key: gates[key] for key in RATIOS if gates.get(key) is not None}
+    found = [_ratio(key, least, summary, domain, by_estimate) for key, least in required.items()]
     if gates.get("max_drop") is not None:
         found += _drops(gates["max_drop"], summary, suites, by_estimate)
     if summary["status"] == FAULT:
@@ -75,19 +78,25 @@ def refuse(verdicts: Sequence[Record], hint: str) -> None:
             raise error(f"gate {outcome}: {'; '.join(chosen)}", hint)
 
 
-def _ratio(key: str, required: float, summary: Mapping[str, Any], by_estimate: bool) -> Verdict:
+def _ratio(
+    key: str, required: float, summary: dict[str, Any], domain: Suite | None, by_estimate: bool
+) -> Verdict:
     """Judge R, D or C, of which more is better."""
     name, value = f"{key} ({RATIOS[key]})", summary[key]
     if value is None or value["value"] is None:
-        forgotten_nothing = summary["retention_status"] == "no measurable forgetting"
-        if key == "recovery" and forgotten_nothing:
+        if key == "recovery" and summary["retention_status"] == "no measurable forgetting":
             return Verdict(key, "passed", f"{name}: there was no measurable forgetting to recover from")
-        why = {"recovery": summary.get("no_recovery_because"), "domain_retention": None}.get(key)
-        return Verdict(key, "inconclusive", f"{name} is not known: {why or 'not measured'}")
+        return Verdict(key, "inconclusive", f"{name} is not known: {_why_unknown(key, summary, domain)}")
     low, high = (value["value"],) * 2 if by_estimate else (value["low"], value["high"])
     outcome = _outcome(low - required, high - required)
     said = f"{value['value']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
     return Verdict(key, outcome, f"{name} is {said}, required {required:g}")
+
+
+def _why_unknown(key: str, summary: dict[str, Any], domain: Suite | None) -> str:
+    if key == "closeness":
+        return (summary["closeness"] or {}).get("why") or "it is not measured"
+    return why_no_recovery(summary) if key == "recovery" else why_no_domain_retention(domain)
 
 
 def _drops(
@@ -118,7 +127,7 @@ def _drop(suite: Suite, limit: float, by_estimate: bool) -> Verdict:
     from opdcl.results import stats
 
     gate = f"max_drop {suite.name}"
-    state = next((s for s in ("recovered", "tuned") if s in suite.rows), None)
+    state = suite.latest
     if "base" not in suite.rows or state is None:
         fault = suite.faults[0] if suite.faults else "base and tuned are not both measured"
         return Verdict(gate, "inconclusive", f"{suite.name}: {fault}")

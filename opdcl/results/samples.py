@@ -57,7 +57,7 @@ def pick_examples(samples: dict[str, list[dict[str, Any]]]) -> list[dict[str, An
 
 def worst_samples(suite: Suite, count: int) -> dict[str, Any]:
     """Return the prompts on which the last measured state falls furthest below base, and how many do."""
-    state = next((s for s in ("recovered", "tuned") if s in suite.rows), None)
+    state = suite.latest
     if state is None or "base" not in suite.rows:
         return {}
     gaps = suite.values(state) - suite.values("base")
@@ -76,8 +76,7 @@ def worst_samples(suite: Suite, count: int) -> dict[str, Any]:
 
 def _line(text: Any, longest: int) -> str:
     """Return a text on one line, cut to a length."""
-    words = " ".join(str(text or "").split()) or "nothing"
-    return words if len(words) <= longest else f"{words[: longest - 1]}…"
+    return format.cut(" ".join(str(text or "nothing").split()), longest)
 
 
 def _readability(suite: Suite) -> list[tuple[bool, bool, int, int]]:

@@ -68,6 +68,11 @@ class Suite:
         return set(self.rows) == set(STATES)
 
     @property
+    def latest(self) -> str | None:
+        """The state that a user would ship: recovered, or tuned if nothing is recovered."""
+        return next((state for state in ("recovered", "tuned") if state in self.rows), None)
+
+    @property
     def floor(self) -> float | None:
         """The best headline score of a content-free answer, or None if it was not measured."""
         answers = [scores for r in self.results.values() for scores in (r.get("floor") or {}).values()]

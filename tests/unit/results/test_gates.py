@@ -5,6 +5,7 @@ import pytest
 from helpers.synthetic import measure_fully
 
 from opdcl.config.evaluate import Gates
+from opdcl.config.load import validate
 from opdcl.errors import GateError, InconclusiveError, UsageError
 from opdcl.results.gates import judge, refuse
 from opdcl.results.scores import Suite, load_suites
@@ -61,7 +62,7 @@ def test_the_bound_that_is_tested_can_be_the_estimate(judged):
 def test_d_and_c_are_judged_by_their_lower_ends(judged):
     found = judged({"domain_retention": 0.9, "closeness": 0.8})
     assert found["domain_retention"][0] == "passed"
-    assert found["closeness"] == ("inconclusive", "closeness (C) is not known: not measured")
+    assert found["closeness"] == ("inconclusive", "closeness (C) is not known: it is not measured")
 
 
 def test_the_sentence_says_how_many_prompts_would_decide(judged):
@@ -76,6 +77,12 @@ def test_the_sentence_says_how_many_prompts_would_decide(judged):
 def test_a_suite_that_the_run_does_not_have_is_an_error(judged):
     with pytest.raises(UsageError, match="names no retention suite of this run: ifeval"):
         judged({"max_drop": {"ifeval": 3}})
+
+
+def test_a_gate_on_a_suite_that_is_not_measured_is_found_before_the_run():
+    validate({"eval": {"retention": ["ifeval"]}, "gates": {"max_drop": {"ifeval": 3, "closeness": 1}}})
+    with pytest.raises(UsageError, match=r"names arc_easy, which is not in eval\.retention"):
+        validate({"eval": {"retention": ["ifeval"]}, "gates": {"max_drop": {"arc_easy": 3}}})
 
 
 def test_the_same_answers_everywhere_are_a_fault_and_pass_no_gate(judged):
