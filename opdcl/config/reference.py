@@ -163,7 +163,8 @@ def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
             message = error["msg"].removeprefix("Value error, ")
             got = "" if isinstance(error["input"], dict) else f"got {_brief(error['input'])}"
             details = f"{got}{where}".removeprefix(", ")
-            lines[key] = f"{key}: {message}" + (f" ({details})" if details else "")
+            # A rule about several sections has no key of its own.
+            lines[key] = (f"{key}: " if key else "") + message + (f" ({details})" if details else "")
     if len(lines) == 1:
         return UsageError("".join(lines.values()), "".join(hints.values()) or SCHEMA)
     told = [line + (f"; {hints[key]}" if hints.get(key) else "") for key, line in lines.items()]

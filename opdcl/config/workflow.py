@@ -80,7 +80,9 @@ class Workflow(Section):
         if self.eval and isinstance(limits, dict):
             known = [*self.eval.retention, CLOSENESS]
             if unknown := next((name for name in limits if name not in known), ""):
-                raise ValueError(f"gates.max_drop names {unknown}, which is not in eval.retention")
+                raise ValueError(
+                    f"gates.max_drop names {unknown}; eval.retention has {', '.join(known[:-1])}"
+                )
         return self
 
     @model_validator(mode="after")

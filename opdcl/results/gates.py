@@ -173,9 +173,11 @@ def judge_again(run: RunDir, file: Path) -> dict[str, Any]:
     """Return a run's summary, with what the gates of a YAML file say about its stored scores.
 
     Raises:
-        UsageError: The file sets no gate.
+        UsageError: There is no such file, or it sets no gate.
         OpdclError: A result, an adapter or the base is not what the run recorded.
     """
+    if not file.is_file():
+        raise UsageError(f"{file} is no file", "--gates names a YAML file with a section `gates`")
     required = load([str(file)])[0].gates.model_dump()
     if all(value is None for key, value in required.items() if key != "bound"):
         raise UsageError(f"{file} sets no gate", "gates: {max_drop: 5}")

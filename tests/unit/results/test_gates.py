@@ -7,7 +7,7 @@ from helpers.synthetic import measure_fully
 from opdcl.config.evaluate import Gates
 from opdcl.config.load import validate
 from opdcl.errors import GateError, InconclusiveError, UsageError
-from opdcl.results.gates import judge, refuse
+from opdcl.results.gates import judge, judge_again, refuse
 from opdcl.results.scores import Suite, load_suites
 from opdcl.results.summary import summarise
 
@@ -81,8 +81,16 @@ def test_a_suite_that_the_run_does_not_have_is_an_error(judged):
 
 def test_a_gate_on_a_suite_that_is_not_measured_is_found_before_the_run():
     validate({"eval": {"retention": ["ifeval"]}, "gates": {"max_drop": {"ifeval": 3, "closeness": 1}}})
-    with pytest.raises(UsageError, match=r"names arc_easy, which is not in eval\.retention"):
+    with pytest.raises(UsageError, match=r"^gates\.max_drop names arc_easy; eval\.retention has ifeval$"):
         validate({"eval": {"retention": ["ifeval"]}, "gates": {"max_drop": {"arc_easy": 3}}})
+
+
+def test_a_file_of_gates_that_is_missing_or_empty_is_refused(run, tmp_path):
+    with pytest.raises(UsageError, match=r"nowhere\.yaml is no file"):
+        judge_again(run, tmp_path / "nowhere.yaml")
+    (tmp_path / "none.yaml").write_text("gates: {bound: estimate}\n")
+    with pytest.raises(UsageError, match=r"none\.yaml sets no gate"):
+        judge_again(run, tmp_path / "none.yaml")
 
 
 def test_the_same_answers_everywhere_are_a_fault_and_pass_no_gate(judged):
