@@ -149,11 +149,11 @@ def test_prompts_ask_for_every_seen_type():
 
 
 def test_kinds_and_splits_keep_their_sizes():
-    kinds = ["writing", "list", "explain", "rewrite", "format", "role", "fact", "constraints"]
+    kinds = ["writing", "list", "explain", "rewrite", "format", "role", "fact", "constraints", "long"]
     held_out = {k: sum(r["kind"] == k and r["split"] == "validation" for r in ROWS) for k in kinds}
     assert {r["kind"] for r in ROWS} == {*kinds}
-    assert len(ROWS) == 1874
-    assert sum(held_out.values()) == 201
+    assert len(ROWS) == 2000
+    assert sum(held_out.values()) == 226
     # Half are short questions: with fewer, a model keeps answering those from its domain.
     assert 0.5 < sum(r["kind"] == "fact" for r in ROWS) / len(ROWS) < 0.6
     assert min(held_out.values()) >= 8, "the held-out part must have every kind"
