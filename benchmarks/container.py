@@ -40,7 +40,6 @@ SMALL = [
     "--set=recover.rollouts=4",
     "--set=recover.domain_rollouts=4",
     "--set=recover.lmbda=1",
-    "--set=recover.teacher_first=1",
     "--set=recover.sample_ahead=1",
     "--set=recover.max_new_tokens=16",
     "--set=recover.validation_prompts=2",

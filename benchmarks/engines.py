@@ -126,7 +126,6 @@ def train(engine: str, options: argparse.Namespace) -> dict:
         sample_ahead=1,  # only freshly sampled tokens can be compared with the trainer's probabilities
         max_new_tokens=12,
         lmbda=1.0,
-        teacher_first=0,
         validate_every=last,
         validation_prompts=2,
         save_steps=last,

@@ -38,7 +38,6 @@ JOB = [
     "recover.domain_rollouts=8",
     "--set",
     "recover.lmbda=1",
-    "recover.teacher_first=2",
     "--set",
     "recover.max_new_tokens=32",
     "--set",

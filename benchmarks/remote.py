@@ -167,7 +167,6 @@ def measure(backbone: Backbone, served: Served, options: argparse.Namespace, fol
             steps=options.steps,
             rollouts=16,
             lmbda=1.0,
-            teacher_first=0,
             max_new_tokens=48,
             domain_max_new_tokens=12,
             learning_rate=3e-4,
@@ -175,7 +174,7 @@ def measure(backbone: Backbone, served: Served, options: argparse.Namespace, fol
             validate_every=options.steps,
             validation_prompts=4,
             keep="last",
-            health={"watch": False},
+            health=False,
             seed=1,
         )
         began = time.monotonic()

@@ -125,7 +125,6 @@ class Step:
             rollouts=len(lengths),
             sample_ahead=ahead,
             lmbda=1.0,
-            teacher_first=0,
             max_new_tokens=max(lengths),
             micro_batch_tokens=2048,
         )

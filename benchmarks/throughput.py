@@ -270,7 +270,6 @@ def ours(arm, options, folder, clock, lengths):
         steps=options.steps,
         lmbda=1.0,
         loss={"kind": "reverse_kl"},
-        teacher_first=0,
         rollouts=options.prompts,
         max_new_tokens=options.new_tokens,
         micro_batch_tokens=8192 if torch.cuda.is_available() else 2048,

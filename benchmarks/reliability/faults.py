@@ -347,7 +347,6 @@ def memory(place: Path) -> dict:
         "recover.rollouts=48",
         "recover.sample_ahead=1",
         "recover.lmbda=1",
-        "recover.teacher_first=0",
         "eval=null",
     ]
     large = [*settings, "recover.micro_batch_tokens=1000000"]

@@ -12,42 +12,18 @@ from opdcl.config.teacher import TEACHER_NAME, LossSection, NamedTeacher, Teache
 from opdcl.config.trainer_fields import check_trainer
 
 
-class HealthSection(Section):
-    """Limits whose crossing shows that a recovery is going wrong, whatever its loss says."""
+class OnPolicySection(Section):
+    """The last steps of a recovery, `lmbda` of them, in which the student writes."""
 
-    unused = (
-        (
-            "patience teacher_entropy student_entropy truncated_excess length_growth repetition "
-            "adapter_growth grad_norm overlap kl_growth",
-            lambda s: not s.watch,
-            "when watch is false",
-        ),
-    )
-
-    watch: bool = True
-    """Watch every step and every validation. When false, only a KL that is not finite halts the run."""
-    patience: Positive = 3
-    """Steps of a stream in a row beyond a limit that halve the learning rate; as many more halt the run."""
-    teacher_entropy: Annotated[float, Field(gt=0)] = 6.0
-    """Maximum teacher entropy, in nats. A healthy instruct model stays near 3 on its own text."""
-    student_entropy: Annotated[float, Field(ge=0)] = 0.02
-    """Minimum student entropy on general prompts, in nats. Below it the student always says the same."""
-    truncated_excess: Annotated[float, Field(gt=0)] = 0.5
-    """Maximum share of truncated general answers above the share for base's own answers."""
-    length_growth: Annotated[float, Field(gt=1)] = 3.0
-    """Maximum ratio of the mean length of general answers to that of base's own answers."""
-    repetition: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """Maximum share of 4-grams that occurred earlier in the same answer."""
-    adapter_growth: Annotated[float, Field(gt=1)] = 3.0
-    """Maximum ratio of the adapter's weight norm to that of the tuned adapter."""
-    grad_norm: Annotated[float, Field(gt=0)] = 1000.0
-    """Maximum gradient norm before clipping."""
-    overlap: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Minimum share of base's 16 likeliest tokens that are among the student's, on held-out general texts.
-    Below this and below half of its first value, the run halts at once (arXiv 2604.13016)."""
-    kl_growth: Annotated[float, Field(gt=1)] = 1.5
-    """Maximum ratio of held-out KL, both streams added, to its first value. Above this and more than 0.5 nats
-    above its first value, the run halts at once."""
+    domain: bool = True
+    """The student also writes the answers of domain steps. When false, their author is that of the warm-up."""
+    reverse: Share = 0.25
+    """Share of reverse KL in a loss that is forward KL otherwise. It penalizes what the student writes and
+    base would not."""
+    max_new_tokens: Positive | None = None
+    """Maximum length of the student's general completions, in tokens. Default: `recover.max_new_tokens`."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Temperature at which the student samples. Teachers write, and loss and held-out KL are taken, at 1."""
 
 
 class UntilSection(Section):
@@ -85,10 +61,12 @@ class RewardSection(Section):
     """How far a token's probability ratio may move before the reward stops pushing it (arXiv 1707.06347)."""
 
 
+ON_POLICY = "on_policy.domain on_policy.reverse on_policy.max_new_tokens on_policy.temperature"
+
 # Method -> settings without effect, and why.
 UNUSED_BY = {
-    "interpolate": ("lmbda steps trainer weighting domain_texts", "which trains nothing"),
-    "replay": ("loss.kind lmbda", "which imitates the teachers' answers"),
+    "interpolate": (f"lmbda {ON_POLICY} steps trainer weighting domain_texts", "which trains nothing"),
+    "replay": (f"loss.kind lmbda {ON_POLICY}", "which imitates the teachers' answers"),
     "general": ("general_per_domain more_domain domain_texts", "which has no domain steps"),
 }
 
@@ -107,11 +85,8 @@ class RecoverConfig(Section):
         ("loss", _needs_no_loss, "with method interpolate, which trains nothing"),
         ("alpha", lambda s: s.method != "interpolate", "unless method is interpolate"),
         ("general", lambda s: s.reward is not None, "with reward, whose suite has the general prompts"),
-        (
-            "teacher_first temperature server",
-            lambda s: s.lmbda == 0,
-            "with lmbda 0: the teachers write all answers",
-        ),
+        (f"server {ON_POLICY}", lambda s: s.lmbda == 0, "with lmbda 0: the teachers write all answers"),
+        ("on_policy.reverse", lambda s: s.loss.kind != "forward_kl", "unless loss.kind is forward_kl"),
         ("sampler", lambda s: s.server is not None, "with server: the server samples"),
         ("domain_texts", lambda s: s.lmbda == 1, "with lmbda 1: the student writes all answers"),
     )
@@ -149,23 +124,22 @@ class RecoverConfig(Section):
     """Completions per domain step; domain answers are often short. Default: `rollouts`."""
     general_per_domain: Count = 1
     """General steps before each domain step; no step mixes the two. 0: domain steps only."""
-    lmbda: Share = 0.0
-    """Share of steps on the student's own completions; the other steps use the teacher's. 1 is on-policy. The
-    teacher's show where it ends an answer, which a student that does not stop never does."""
+    lmbda: Share = 0.33
+    """Share of steps, the last ones, in which the student writes the answers. In the steps before them, the
+    warm-up, the teachers write. 1 is on-policy from the first step, 0 is off-policy."""
+    on_policy: OnPolicySection = OnPolicySection()
+    """What is different where the student writes."""
     domain_texts: Literal["teacher", "rows"] = "teacher"
     """Who writes the answers of domain steps, if not the student. `rows`: the rows themselves, where they
     have answers, so that nothing is sampled. The teacher grades them in any case."""
-    teacher_first: Count = 9
-    """First general steps, which use the teacher's answers: a terse student learns little from its own."""
     sample_ahead: Positive = 3
     """Steps of a stream sampled at once. 1 is strictly on-policy; more use the hardware better, and let long
     completions continue beside the next ones."""
-    max_new_tokens: Positive = 128
-    """Maximum length of general completions, in tokens."""
+    max_new_tokens: Positive = 384
+    """Maximum length of general completions, in tokens. Most end before; an answer that is cut does not show
+    where it would have ended."""
     domain_max_new_tokens: Positive | None = None
     """Maximum length of domain completions, in tokens. Default: `max_new_tokens`."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Temperature at which the student samples. Teachers write, and loss and held-out KL are taken, at 1."""
     sampler: Sampler = "auto"
     """Sampling engine: our own `slab`, the same on CUDA graphs, or transformers' `generate` or `continuous`
     batching."""
@@ -186,8 +160,9 @@ class RecoverConfig(Section):
     micro_batch_tokens: Positive | Auto = "auto"
     """Maximum tokens per forward and backward pass, padding included. It bounds memory; results change by
     rounding, which training can amplify, so a run keeps its value. `auto`: 2048 on CPU, 8192 on CUDA."""
-    health: HealthSection = HealthSection()
-    """When to lower the learning rate, and when to halt."""
+    health: bool = True
+    """Watch every step and the student's own writing: halve the learning rate at the first sign that the run
+    goes wrong, and halt at the next. When false, only a KL that is not finite halts the run."""
     until: UntilSection = UntilSection()
     """When to stop before the last step."""
     validate_every: Positive = 12
@@ -216,9 +191,9 @@ class RecoverConfig(Section):
             raise ValueError("without general prompts use method alternating and general_per_domain 0")
         if self.domain_texts == "rows" and self.loss.kind == "policy_gradient":
             raise ValueError("loss.kind policy_gradient needs sampled answers: set domain_texts teacher")
-        if self.server and self.temperature != 1:
+        if self.server and self.on_policy.temperature != 1:
             raise ValueError(
-                "a server returns log-probabilities at temperature 1: remove temperature or server"
+                "a server returns log-probabilities at temperature 1: remove on_policy.temperature or server"
             )
         for name, teacher in self.all_teachers().items():
             self._check_teacher(name, teacher)
@@ -248,8 +223,8 @@ class RecoverConfig(Section):
             raise ValueError(
                 "reward needs method alternating or general, and a loss.kind other than cross_entropy"
             )
-        if self.lmbda < 1 or self.teacher_first:
-            raise ValueError("reward needs the student's own completions: set lmbda 1 and teacher_first 0")
+        if self.lmbda < 1:
+            raise ValueError("reward needs the student's own completions: set lmbda 1")
         if self.rollouts != "auto" and self.rollouts % group:
             raise ValueError(f"rollouts must be a multiple of reward.group ({group})")
         if self.keep != "last":
@@ -260,9 +235,15 @@ class RecoverConfig(Section):
         general = None if self.reward or self.general == "self" else self.general
         return self.domain if stream == "domain" else general
 
-    def limit(self, stream: Literal["general", "domain"]) -> int:
+    def limit(self, stream: Literal["general", "domain"], on_policy: bool = False) -> int:
         """Return the maximum length of a stream's completions, in tokens."""
-        return (self.domain_max_new_tokens if stream == "domain" else None) or self.max_new_tokens
+        own = self.on_policy.max_new_tokens if on_policy and stream == "general" else None
+        return own or (self.domain_max_new_tokens if stream == "domain" else None) or self.max_new_tokens
+
+    @property
+    def warm_up(self) -> int:
+        """The number of steps in which the teachers write; the student writes in those that follow."""
+        return self.steps if self.method == "replay" else self.steps - round(self.lmbda * self.steps)
 
     def all_teachers(self) -> dict[str, TeacherSection]:
         """Return every teacher by its key."""

@@ -67,10 +67,10 @@ class Grader:
     def single_teachers(self) -> list[Teacher]:
         return [single for teacher in self.teachers.values() for single in teacher.members]
 
-    def learn(self, rollouts: list[Rollout], stream: Stream, fresh: bool) -> Sums:
+    def learn(self, rollouts: list[Rollout], stream: Stream, fresh: bool, reverse: float = 0.0) -> Sums:
         """Accumulate the gradient of the weighted mean loss per token; return the sums.
 
-        When memory runs out, the step starts over in micro-batches of half the size. If the rollouts are
+        `reverse` is the share of reverse KL in a loss of forward KL. When memory runs out, the step starts over in micro-batches of half the size. If the rollouts are
         `fresh` (the current weights sampled every token), a token whose probability differs between sampler
         and trainer by more than `MISMATCH_RATIO` is left out and counted as `mismatched`.
 
@@ -79,7 +79,7 @@ class Grader:
         """
         while True:
             try:
-                return self._accumulate(rollouts, stream, fresh)
+                return self._accumulate(rollouts, stream, fresh, reverse)
             except (RuntimeError, MemoryError) as fault:
                 # Workers with a sharded base run in step, so none may start over alone.
                 if not is_out_of_memory(fault) or parallel.sharded():
@@ -87,12 +87,12 @@ class Grader:
             self.backbone.peft.zero_grad()
             self._halve_micro_batches(rollouts)
 
-    def _accumulate(self, rollouts: list[Rollout], stream: Stream, fresh: bool) -> Sums:
+    def _accumulate(self, rollouts: list[Rollout], stream: Stream, fresh: bool, reverse: float) -> Sums:
         total = _count_tokens(rollouts)
         sums: dict[str, Any] = defaultdict(float)
         for batch in self._micro_batches(rollouts, self.teachers[stream]):
             teacher = batch.teacher.distribution(batch.rollouts)
-            _, losses, sampler_N = self._compare(batch, teacher, learn=True)
+            _, losses, sampler_N = self._compare(batch, teacher, True, reverse)
             weight_N = self._weights(batch, total / len(rollouts))
             if fresh and len(sampler_N):
                 mismatch_N = (losses.logprob - sampler_N).abs() > math.log(MISMATCH_RATIO)
@@ -122,7 +122,7 @@ class Grader:
                 teacher = batch.teacher.distribution(batch.rollouts)
             else:
                 teacher = join([distributions[i] for i in batch.positions])
-            student, losses, _ = self._compare(batch, teacher, learn=False)
+            student, losses, _ = self._compare(batch, teacher)
             if agreement and not batch.filler:
                 sums["overlap"] += top_k_overlap(student, teacher).sum().double()
                 ends_N, missed_N = missed_ends(student, teacher, self.backbone.eos_ids)
@@ -147,7 +147,7 @@ class Grader:
             token_N = torch.tensor(tokens, device=self.backbone.device)
             teacher = batch.teacher.distribution(batch.rollouts)
             rows = shared_rows(self.backbone.head_VH, teacher)
-            logprob_N = token_logprobs(teacher, token_N, rows, self.config.temperature)
+            logprob_N = token_logprobs(teacher, token_N, rows, self.config.on_policy.temperature)
             if batch.filler:
                 continue
             for i, q_N in zip(batch.positions, logprob_N.split(batch.lengths), strict=True):
@@ -156,7 +156,7 @@ class Grader:
         return [totals[str(i)] for i in range(len(rollouts))]
 
     def _compare(
-        self, batch: MicroBatch, teacher: TeacherDistribution, learn: bool
+        self, batch: MicroBatch, teacher: TeacherDistribution, learn: bool = False, reverse: float = 0.0
     ) -> tuple[HiddenStates, TokenLosses, torch.Tensor]:
         """Return the student's states, the token losses, and the sampler's log-probabilities."""
         sequences = [sequence(r.prompt_ids, r.completion_ids) for r in batch.rollouts]
@@ -173,10 +173,11 @@ class Grader:
             teacher,
             answer_ids(sequences, device),
             sampler_N,
-            self.config.temperature,
+            self.config.on_policy.temperature,
             self.config.loss,
             reward=self.config.reward,
             advantage_N=advantage_N,
+            reverse=reverse,
         )
         return student, losses, sampler_N
 

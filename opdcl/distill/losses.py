@@ -174,11 +174,11 @@ class _TokenLoss(torch.autograd.Function):
 
     The head is frozen, so only the student's hidden state needs a gradient. With g = dL/dlog p it is
     (g - p sum(g)) @ W. Done in place without a `cost`: g - p sum(g) = p - q for forward KL, and
-    p (log p - log q - KL) for reverse KL.
+    p (log p - log q - KL) for reverse KL, which has the share `reverse` of the loss.
     """
 
     @staticmethod
-    def forward(ctx, student_NH, weight_VH, teacher, token_N, temperature, kind, cost):
+    def forward(ctx, student_NH, weight_VH, teacher, token_N, temperature, reverse, cost):
         grad_NH = torch.empty_like(student_NH)
         loss_N, kl_N, student_entropy_N, teacher_entropy_N, logprob_N = statistics = tuple(
             student_NH.new_empty(len(student_NH), dtype=torch.float32) for _ in TokenLosses._fields
@@ -209,12 +209,16 @@ class _TokenLoss(torch.autograd.Function):
                     continue
                 ratio = log_p.sub_(log_q)
                 loss_N[at] = kl_N[at] = kl = (p * ratio).sum(-1)
-                if kind == "forward_kl":
-                    q = log_q.exp()
-                    loss_N[at] = -(q * ratio).sum(-1)
-                    torch.sub(p, q, out=ratio)
-                else:
+                if reverse == 1:
                     ratio.sub_(kl[:, None]).mul_(p)
+                    continue
+                q = log_q.exp()
+                loss_N[at] = -(q * ratio).sum(-1)
+                if reverse:
+                    loss_N[at] += reverse * (kl - loss_N[at])
+                    ratio.sub_(kl[:, None]).mul_(p).mul_(reverse).add_(p.sub_(q), alpha=1 - reverse)
+                else:
+                    torch.sub(p, q, out=ratio)
             grad_NH[part] = student_NV.to(weight_VH.dtype) @ weight_VH
 
         for_each_part(student_NH, compute)
@@ -238,6 +242,7 @@ def token_losses(
     loss: LossSection,
     reward: RewardSection | None = None,
     advantage_N: torch.Tensor | None = None,
+    reverse: float = 0.0,
 ) -> TokenLosses:
     """Return the loss and statistics of each token.
 
@@ -252,14 +257,16 @@ def token_losses(
         loss: The divergence and its parameters.
         reward: How a reward is weighed against the teacher's loss. It acts only together with `advantage_N`.
         advantage_N: The reward's advantage of each token.
+        reverse: Share of reverse KL where `loss` is forward KL.
     """
     with torch.autocast(student_NH.device.type, enabled=False):
         weight_VH = weight_VH.detach()[: shared_rows(weight_VH, teacher)]
         student_NH = student_NH.to(weight_VH.dtype)
         # The two divergences over whole vocabularies need no autograd.
-        cost = None if loss.kind in ("forward_kl", "reverse_kl") else _cost(loss, token_N, sampler_N)
+        cost = None if loss.kind in ("forward_kl", "reverse_kl") else _cost(loss, token_N, sampler_N, reverse)
+        reverse = 1.0 if loss.kind == "reverse_kl" else reverse
         if reward and advantage_N is not None:
-            teacher_cost = _cost(loss, token_N, sampler_N)
+            teacher_cost = _cost(loss, token_N, sampler_N, reverse)
 
             def cost(log_p: torch.Tensor, log_q: torch.Tensor, part: slice) -> torch.Tensor:
                 surrogate_N = clipped_gradient(
@@ -271,14 +278,16 @@ def token_losses(
                 )
                 return reward.weight * surrogate_N + reward.teacher * teacher_cost(log_p, log_q, part)
 
-        inputs = student_NH, weight_VH, teacher, token_N, temperature, loss.kind, cost
+        inputs = student_NH, weight_VH, teacher, token_N, temperature, reverse, cost
         return TokenLosses(*_TokenLoss.apply(*inputs))
 
 
-def _cost(loss: LossSection, token_N: torch.Tensor, sampler_N: torch.Tensor) -> Cost:
+def _cost(loss: LossSection, token_N: torch.Tensor, sampler_N: torch.Tensor, reverse: float) -> Cost:
     costs: dict[str, Cost] = {
         "reverse_kl": lambda log_p, log_q, part: reverse_kl(log_p, log_q),
-        "forward_kl": lambda log_p, log_q, part: forward_kl(log_p, log_q),
+        "forward_kl": lambda log_p, log_q, part: (
+            (1 - reverse) * forward_kl(log_p, log_q) + reverse * reverse_kl(log_p, log_q)
+        ),
         "top_k": lambda log_p, log_q, part: top_k(log_p, log_q, loss.k),
         "cross_entropy": lambda log_p, log_q, part: -_of_tokens(log_p, token_N[part]),
         "policy_gradient": lambda log_p, log_q, part: policy_gradient(
@@ -328,7 +337,7 @@ def answer_losses(
         student_NH = student_NH.to(weight_VH.dtype)
         # Where nothing reads base, the student takes its place.
         reference = HiddenStates(student_NH.detach() if base_NH is None else base_NH, weight_VH)
-        losses_N: torch.Tensor = _TokenLoss.apply(student_NH, weight_VH, reference, token_N, 1.0, "", cost)[0]
+        losses_N: torch.Tensor = _TokenLoss.apply(student_NH, weight_VH, reference, token_N, 1.0, 0.0, cost)[0]
         return losses_N
 
 

@@ -113,7 +113,7 @@ def encode_stream(
             although `recover.domain_texts` asks for them.
     """
     rows = source.rows[stream]
-    room = context_length - config.limit(stream)
+    room = context_length - max(config.limit(stream, on_policy) for on_policy in (False, True))
 
     def encode(row: Row) -> list[int]:
         key = repr([row.prompt, row.tools, row.variables])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import pvariance
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
@@ -23,13 +23,16 @@ from opdcl.sampling.rollout import Rollout
 if TYPE_CHECKING:
     from opdcl.distill.reward import Reward
 
+Author = Literal["student", "teacher", "rows"]
+
 
 @dataclass(frozen=True)
 class StepRollouts:
-    """The completions of one step; `fresh` if the current weights sampled every token of them."""
+    """The completions of one step, and who wrote them; `fresh` if the current weights sampled every token."""
 
     rollouts: list[Rollout]
     fresh: bool
+    author: Author
 
 
 class Selection:
@@ -111,7 +114,13 @@ class RolloutQueue:
         step = self.steps[index]
         fresh = index not in self._ahead and self._sample_from(index) and step.on_policy
         self.latest[step.stream] = rollouts = self._ahead.pop(index)
-        return StepRollouts(rollouts, fresh)
+        return StepRollouts(rollouts, fresh, self._author(step))
+
+    def _author(self, step: Step) -> Author:
+        if step.on_policy:
+            return "student"
+        given = step.stream == "domain" and all(p in self.answers for p in step.prompts)
+        return "rows" if given else "teacher"
 
     def _sample_from(self, index: int) -> bool:
         """Sample step `index` and the next ones of its kind; return whether all of its tokens are new."""
@@ -136,13 +145,14 @@ class RolloutQueue:
             unfinished=resumed,
             max_unfinished=self._max_unfinished(batch) if may_resume else 0,
         )
-        if unfinished := [r for r in rollouts if not self._is_done(r, stream)]:
+        limit = self.config.limit(stream, step.on_policy)
+        if unfinished := [r for r in rollouts if not _is_done(r, limit)]:
             self._unfinished[stream] = unfinished
         resumed, new, given = rollouts[: len(resumed)], iter(rollouts[len(resumed) :]), iter(of_rows)
         for i in batch:
             of_step = [next(given if p in answers else new) for p in self.steps[i].prompts]
             of_step += resumed if i == batch[-1] else []
-            done = [r for r in of_step if self._is_done(r, stream)]
+            done = [r for r in of_step if _is_done(r, limit)]
             self._ahead[i] = self.selection.choose(done, self.steps[i])
         return not (resumed and batch == [index])
 
@@ -170,9 +180,6 @@ class RolloutQueue:
         sizes = [len(self.steps[i].prompts) for i in batch]
         return min(sum(sizes) // 16, min(sizes) - 1)
 
-    def _is_done(self, rollout: Rollout, stream: Stream) -> bool:
-        return rollout.finished or len(rollout.completion_ids) >= self.config.limit(stream)
-
     @property
     def ahead(self) -> Collection[int]:
         """The steps whose completions are there already."""
@@ -190,13 +197,13 @@ class RolloutQueue:
     ) -> list[Rollout]:
         """Sample one completion per prompt from the student, or from `author` with its own contexts.
 
-        `recover.temperature` is the student's; an author writes at temperature 1. The student alone can
-        resume completions: those in `unfinished` come first in the result.
+        `recover.on_policy` says how the student writes; an author writes at temperature 1. The student alone
+        can resume completions: those in `unfinished` come first in the result.
         """
         if not prompts and not unfinished:
             return []
-        how = self.config, self.config.limit(stream), seed, on_finished
-        temperature = 1.0 if author else self.config.temperature
+        how = self.config, self.config.limit(stream, author is None), seed, on_finished
+        temperature = 1.0 if author else self.config.on_policy.temperature
         if unfinished or max_unfinished:
             partial: dict[str, Any] = {"unfinished": unfinished, "max_unfinished": max_unfinished}
             return self._noted(stream, self.student.complete(prompts, *how, temperature, **partial))
@@ -211,7 +218,8 @@ class RolloutQueue:
 
     def _noted(self, stream: Stream, rollouts: list[Rollout]) -> list[Rollout]:
         """Return completions whose lengths are now known to the forecast."""
-        lengths = [len(r.completion_ids) for r in rollouts if self._is_done(r, stream)]
+        shortest = min(self.config.limit(stream), self.config.limit(stream, on_policy=True))
+        lengths = [len(r.completion_ids) for r in rollouts if _is_done(r, shortest)]
         self.student.backbone.costs.answered(answer_name(self.config, stream), lengths)
         return rollouts
 
@@ -232,3 +240,8 @@ class RolloutQueue:
             raise UsageError(f"another version of opdcl wrote {folder}", hint)
         self._ahead = {int(i): [Rollout(**r) for r in rows] for i, rows in content["ahead"].items()}
         self._unfinished = {s: [Rollout(**r) for r in rows] for s, rows in content["unfinished"].items()}
+
+
+def _is_done(rollout: Rollout, limit: int) -> bool:
+    """Return whether a completion has ended or reached the maximum length."""
+    return rollout.finished or len(rollout.completion_ids) >= limit

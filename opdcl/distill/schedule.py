@@ -1,6 +1,6 @@
 """The schedule: general and domain steps alternate, each stream in seeded order, epoch after epoch.
 
-The two streams never share a step: their gradients counteract in one batch (CaMOPD, arXiv 2605.27115).
+In the first steps, the warm-up, the teachers write the answers; in the others the student does. The two streams never share a step: their gradients counteract in one batch (CaMOPD, arXiv 2605.27115).
 """
 
 from __future__ import annotations
@@ -38,20 +38,14 @@ class Step:
 def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
     """Return all steps of a recovery, given how many prompts each stream has."""
     draws = {"general": endless(general, config.seed), "domain": endless(domain, config.seed + 1)}
-    coin = random.Random(config.seed + 2)
     rollouts = int(config.rollouts)
     size = {"general": rollouts, "domain": config.domain_rollouts or rollouts}
     period = config.general_per_domain + 1
-    general_steps = 0
     steps: list[Step] = []
     for index in range(config.steps):
         stream: Stream = "domain" if domain and index % period == period - 1 else "general"
-        on_policy = coin.random() < config.lmbda
-        group = 1
-        if stream == "general":
-            on_policy = on_policy and general_steps >= config.teacher_first
-            general_steps += 1
-            group = config.reward.group if config.reward else 1
+        on_policy = index >= config.warm_up and (stream == "general" or config.on_policy.domain)
+        group = config.reward.group if config.reward and stream == "general" else 1
         # A teacher agrees with itself, so there is nothing to choose among its completions.
         count = math.ceil(size[stream] * (config.oversample if on_policy else 1))
         drawn = [next(draws[stream]) for _ in range(count // group)]

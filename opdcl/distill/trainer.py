@@ -19,7 +19,7 @@ from opdcl.training import finite_or_skipped
 class RecoveryTrainer(Trainer):
     """Distil each stream's teacher into the student, on completions that the step's author has written.
 
-    On the share `recover.lmbda` of the steps the author is the student, on the others the stream's teacher.
+    In the warm-up the author is the stream's teacher, in the on-policy phase the student.
     The dataset is the schedule: one row, a step's index, is one optimizer step.
     """
 
@@ -51,10 +51,14 @@ class RecoveryTrainer(Trainer):
         model.eval()
         step = self.queue.steps[inputs["step"]]
         batch = self.queue.take(inputs["step"])
-        sums = self.grader.learn(batch.rollouts, step.stream, batch.fresh)
+        config = self.grader.config
+        reverse = config.on_policy.reverse if step.on_policy else 0.0
+        sums = self.grader.learn(batch.rollouts, step.stream, batch.fresh, reverse)
         parallel.add_gradients(model)
         self._step_metrics = {
             "stream": step.stream,
+            "phase": "warm-up" if inputs["step"] < config.warm_up else "on-policy",
+            "author": batch.author,
             **step_metrics(batch, sums),
             "adapter_norm": self.grader.backbone.adapter_norm("student"),
             "tokens": sums["tokens"],

@@ -1,17 +1,31 @@
-"""Measure held-out KL during recovery, keep the best adapter, and say when to stop."""
+"""Measure a recovery on held-out prompts, keep the best adapter, and say when to stop.
+
+Two texts tell how near the student is: the teachers' answers, which it has to be able to write, and its own, on
+which a student that has gone astray would not be graded otherwise.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from transformers import TrainerCallback
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.grading import Grader, kl_by_route
-from opdcl.distill.health import CHECK_BASE, KL, LOWER_RATE, Health, drift, halt_error
+from opdcl.distill.health import (
+    CHECK_BASE,
+    KL,
+    LOWER_RATE,
+    TEACHER_ENTROPY,
+    Health,
+    Writing,
+    drift,
+    halt_error,
+)
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import Stream
 from opdcl.errors import OpdclError
@@ -26,6 +40,9 @@ SAMPLES_PER_MEASUREMENT = 8
 
 # A KL as a share: of tuned's general KL the part recovered, of the domain the part kept (base keeps none).
 SHARES = {"general_kl": "general_recovered", "domain_kl": "domain_kept"}
+
+# What is told of the student's own answers, and in what form.
+OWN = {"own_length": ".0f", "own_ended": ".0%"}
 
 # Nats per token below which a KL is noise and a share of it says nothing.
 KL_NOISE = 1e-3
@@ -64,7 +81,7 @@ class Validation(TrainerCallback):
     """Measure held-out KL every `validate_every` steps, and keep the adapter with the lowest score.
 
     Each stream's teacher completes its held-out `prompts` once, so all measurements are on the same tokens.
-    The KL is to that teacher: by default base for the general stream and tuned for the domain. If the teacher
+    The student answers the general ones anew each time, at temperature 1 and with the same seed. The KL is to that teacher: by default base for the general stream and tuned for the domain. If the teacher
     is dynamic, it is to base or tuned with the teacher's contexts.
     """
 
@@ -94,12 +111,11 @@ class Validation(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.callback.report.note("the teachers answer the held-out prompts, then the first validation")
         self.write_held_out()
-        general, _ = self._held_out.get("general", ([], []))
-        self.health.on_start(general)
         if state.global_step == 0:
             self._start()
-        else:
-            self.measurements = Measurements.restore(read_jsonl(self.out.metrics), self._score)
+        rows = read_jsonl(self.out.metrics)
+        self.measurements = Measurements.restore(rows, self._score)
+        self.health.on_start(*(_writing(kl) for kl in (self.measurements.base, self.measurements.tuned)))
 
     def on_step_end(self, args, state, control, **kwargs):
         step = state.global_step
@@ -108,7 +124,7 @@ class Validation(TrainerCallback):
         last = step == self.config.steps
         shares = None
         if step % self.config.validate_every == 0 or last:
-            shares = self._measure(step)
+            shares = self._measure(step, kwargs["lr_scheduler"])
             self._keep_samples(step)
         if not last and (reason := self._reason_to_stop(step, shares)):
             self.callback.write({"step": step, "stopped": reason})
@@ -138,41 +154,57 @@ class Validation(TrainerCallback):
                 hint = "the base model or the adapter holds NaN: opdcl verify RUN, or restore the model"
                 raise OpdclError(f"the held-out {stream} KL is not finite", hint)
             entropy = sums["teacher_entropy"] / sums["tokens"]
-            if self.config.health.watch and entropy > self.config.health.teacher_entropy:
+            if self.config.health and entropy > TEACHER_ENTROPY:
                 raise OpdclError(f"the {stream} teacher is close to uniform ({entropy:.1f} nats)", CHECK_BASE)
         return kl
 
+    def own_answers(self) -> KL:
+        """Let the student answer the held-out general prompts; return how near it is there, and how it writes."""
+        prompts = self.prompts["general"]
+        if not prompts:
+            return {}
+        teacher = self.grader.teachers["general"].frozen_copy(FROZEN["general"])
+        # As an author it writes at temperature 1 and up to the length of base's answers.
+        rollouts = self.queue.sample(prompts, "general", self.config.seed + 8, author=self.queue.student)
+        with self.grader.backbone.costs.timed("measure", 2 * sum(r.length for r in rollouts)):
+            graded = self.grader.distributions(rollouts, teacher)
+            sums = self.grader.measure(rollouts, "general", graded)
+        return {"own_kl": sums["kl"] / sums["tokens"], **_own(rollouts)}
+
     def _score(self, kl: KL) -> float:
         # Method `general` leaves the domain by design.
-        return kl["general_kl"] if self.config.method == "general" else kl_score(kl)
+        return general_score(kl) if self.config.method == "general" else kl_score(kl)
 
     def _start(self) -> None:
         """Measure base and tuned for later comparisons."""
         with self.grader.backbone.scaled(0.0):
             base = self.held_out_kl()
-        tuned = self.held_out_kl(agreement=True)
-        self.measurements = Measurements(tuned, base)
+        if general := self._held_out.get("general"):
+            base |= _own(general[0])
+        tuned = self.held_out_kl(agreement=True) | self.own_answers()
         self._keep_if_best(0, self._score(tuned))
         self.callback.write({"step": 0, "validation": {**tuned, "best": True}, "base": base})
-        self.callback.report.note(f"step 0: held-out {describe_kl(tuned)}")
+        self.callback.report.note(f"step 0: held-out {describe_kl(tuned)}{describe_own(tuned, base)}")
 
-    def _measure(self, step: int) -> KL:
+    def _measure(self, step: int, lr_scheduler: Any) -> KL:
         """Measure, log, keep the adapter if it is the best, and return the shares.
 
         Raises:
-            OpdclError: The KL has drifted past the limits of `recover.health`.
+            OpdclError: The KL has drifted, or the student writes badly for the second time.
         """
-        kl, first = self.held_out_kl(agreement=True), self.measurements
+        kl, first = self.held_out_kl(agreement=True) | self.own_answers(), self.measurements
         best = self._keep_if_best(step, self._score(kl))
         whole = {"general_kl": first.tuned, "domain_kl": first.base}
         shares = {SHARES[k]: 1 - kl[k] / whole[k][k] for k in stream_kl(kl) if whole[k][k] > KL_NOISE}
         self.callback.write({"step": step, "validation": {**kl, **shares, "best": best}})
         suffix = " (best so far)" if best else ""
         ends = f", {kl['missed_ends']:.0%} of endings missed" if "missed_ends" in kl else ""
-        self.callback.report.note(f"step {step}: held-out {describe_kl(kl | shares)}{ends}{suffix}")
-        limits = self.config.health
-        if limits.watch and (reason := drift(first.tuned, kl, self._score, limits)):
+        own = describe_own(kl, first.base)
+        self.callback.report.note(f"step {step}: held-out {describe_kl(kl | shares)}{ends}{own}{suffix}")
+        if self.config.health and (reason := drift(first.tuned, kl, self._score)):
             raise halt_error(step, reason, LOWER_RATE, self.out)
+        if own := _writing(kl):
+            self.health.on_validation(step, own, lr_scheduler)
         return shares
 
     def _reason_to_stop(self, step: int, shares: KL | None) -> str:
@@ -216,9 +248,33 @@ def stream_kl(row: KL) -> KL:
     return {name: value for name, value in row.items() if name in SHARES}
 
 
+def general_score(kl: KL) -> float:
+    """Return how far the student is from base, by base's text or its own: the larger counts."""
+    return max(kl["general_kl"], kl.get("own_kl", 0.0))
+
+
 def kl_score(kl: KL) -> float:
-    """Return held-out KL, both streams with the same weight."""
-    return sum(stream_kl(kl).values())
+    """Return how far the student is from its teachers, both streams with the same weight."""
+    return sum(general_score(kl) if name == "general_kl" else value for name, value in stream_kl(kl).items())
+
+
+def describe_own(kl: KL, base: KL) -> str:
+    """Return how the student answers beside base, or ""."""
+    if "own_kl" not in kl:
+        return ""
+    tokens, ended = (f"{kl[key]:{form}} (base {base[key]:{form}})" for key, form in OWN.items())
+    return f"; its own answers: KL {kl['own_kl']:.3f}, {tokens} tokens, {ended} end"
+
+
+def _own(rollouts: list[Rollout]) -> KL:
+    """Return how answers are written, as values of a measurement."""
+    return {f"own_{name}": value for name, value in asdict(Writing.of(rollouts)).items()}
+
+
+def _writing(kl: KL) -> Writing | None:
+    """Return how the student, or base, wrote in a measurement; None without general prompts."""
+    values = {name: kl.get(f"own_{name}") for name in ("length", "ended", "repetition")}
+    return Writing(**values) if values["length"] is not None else None
 
 
 def describe_kl(kl: KL) -> str:

@@ -110,10 +110,14 @@ class RecoveryWork:
         if stream == "domain" and not self.steps[batch[0]].on_policy:
             drawn = [p for p in drawn if p not in self.given]
         lengths = [self.prompts[stream][p] for p in drawn]
-        return decoding(lengths, mean, self.config.limit(stream), max(len(lengths), 1))
+        limit = self.config.limit(stream, self.steps[batch[0]].on_policy)
+        return decoding(lengths, min(mean, limit), limit, max(len(lengths), 1))
 
     def _validations(self, step: int, means: Mapping[Stream, float | None]) -> Work:
         every, last = self.config.validate_every, len(self.steps)
         count = last // every - step // every + (last % every > 0 and step < last)
-        held_out = [(lengths, means.get(s) or 0) for s, lengths in self.held_out.items()]
-        return {"measure": count * sum(sum(lengths) + len(lengths) * mean for lengths, mean in held_out)}
+        read = {s: sum(lengths) + len(lengths) * (means.get(s) or 0) for s, lengths in self.held_out.items()}
+        prompts, own = self.held_out["general"], means.get("general") or 0
+        # Student and base read the student's own answers.
+        work = {"measure": count * (sum(read.values()) + 2 * read["general"])}
+        return total(work, *[decoding(prompts, own, self.config.limit("general"), len(prompts))] * count)

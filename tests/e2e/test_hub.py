@@ -13,7 +13,7 @@ name: from-hub
 model: {id: someone/tiny, dtype: float32}
 start: someone/adapter
 recover: {general: "someone/prompts@COMMIT", domain: "someone/rows:rooms", steps: 2, rollouts: 2,
-          lmbda: 1, teacher_first: 0, max_new_tokens: 6, validate_every: 2, validation_prompts: 2,
+          lmbda: 1, max_new_tokens: 6, validate_every: 2, validation_prompts: 2,
           learning_rate: 1e-2}
 """
 SUITE = """

@@ -15,9 +15,9 @@ from opdcl.rundir.hashes import file_hash
 SMOKE = """
 model: {{id: {model}, dtype: float32}}
 finetune: {{epochs: 0.05, batch_size: 4, learning_rate: 1e-2, lora: {{r: 4, alpha: 8}}}}
-recover: {{general: {folder}/prompts.jsonl, steps: 4, rollouts: 4, domain_rollouts: 4, lmbda: 1,
-          teacher_first: 1, max_new_tokens: 8, domain_max_new_tokens: 4, validate_every: 2,
-          validation_prompts: 2, learning_rate: 1e-2, keep: last, health: {{watch: false}}}}
+recover: {{general: {folder}/prompts.jsonl, steps: 4, rollouts: 4, domain_rollouts: 4, lmbda: 0.75,
+          max_new_tokens: 8, domain_max_new_tokens: 4, validate_every: 2,
+          validation_prompts: 2, learning_rate: 1e-2, keep: last, health: false}}
 eval: {{limit: 6, max_new_tokens: 8}}
 seeds: [1, 2]
 """
@@ -297,7 +297,6 @@ def test_prevention_and_cure_side_by_side(folder, tmp_path):
     smoke = YAML(typ="safe").load((folder / "smoke.yaml").read_text())
     smoke["finetune"] |= {"data": str(folder / "rows.jsonl"), "epochs": 4}
     smoke["recover"] |= {"lmbda": 0}
-    del smoke["recover"]["teacher_first"]
     smoke |= {"seeds": [1]}
     with open(folder / "small.yaml", "w") as file:
         YAML().dump(smoke, file)

@@ -81,7 +81,7 @@ def whole_and_resumed(backbone, folder, config, stop):
 def run(backbone, folder, **settings):
     """Recover the adapter in `folder / "tuned"` in a few small steps; return the rows of its metrics."""
     trained = settings.get("method") not in ("interpolate", "replay")
-    on_policy = {"lmbda": 1.0, "teacher_first": 0} if trained and settings.get("lmbda") != 0 else {}
+    on_policy = {"lmbda": 1.0} if trained and settings.get("lmbda") != 0 else {}
     config = short_recovery(folder, **on_policy | settings)
     out = StageDir(folder / "out")
     before = backbone.fingerprint()
@@ -97,7 +97,7 @@ def make_trainer(backbone, folder, **settings):
     """Return a trainer of four short steps: base teaches general prompts, `tuned` domain prompts."""
     short = {
         "steps": 4,
-        **({} if settings.get("lmbda") == 0 else {"lmbda": 1.0, "teacher_first": 0}),
+        **({} if settings.get("lmbda") == 0 else {"lmbda": 1.0}),
         "rollouts": 2,
         "max_new_tokens": 6,
         "general_per_domain": 3,

@@ -17,8 +17,7 @@ recover:
   steps: 8
   rollouts: 4
   sample_ahead: 2
-  lmbda: 1
-  teacher_first: 1
+  lmbda: 0.75
   max_new_tokens: 8
   validate_every: 4
   validation_prompts: 2

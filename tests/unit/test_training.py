@@ -100,5 +100,5 @@ def test_recovery_of_a_model_that_contains_nan_stops_before_training(backbone, t
             0, 0
         ] = math.nan
     with pytest.raises(OpdclError) as caught:
-        run(backbone, tuned, health={"watch": False})
+        run(backbone, tuned, health=False)
     assert "not finite" in str(caught.value)

@@ -58,7 +58,7 @@ def test_a_setting_that_nothing_reads_is_noticed(tmp_path):
 SERVER = {"url": "http://127.0.0.1:8000/v1"}
 REMOTE = {"kind": "remote", "server": SERVER}
 DISTILL = {"data": "d", "method": "self-distill"}
-REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.0, "teacher_first": 0}
+REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,14 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
         ({"recover": {"method": "general", "more_domain": 5}}, "recover.more_domain"),
         ({"recover": {"method": "general", "domain_texts": "rows"}}, "recover.domain_texts"),
         ({"recover": {"lmbda": 1.0, "domain_texts": "rows"}}, "recover.domain_texts"),
-        ({"recover": {"server": SERVER}}, "recover.server"),
-        ({"recover": {"temperature": 0.7}}, "recover.temperature"),
-        ({"recover": {"teacher_first": 3}}, "recover.teacher_first"),
+        ({"recover": {"server": SERVER, "lmbda": 0}}, "recover.server"),
+        ({"recover": {"lmbda": 0, "on_policy": {"temperature": 0.7}}}, "recover.on_policy.temperature"),
+        ({"recover": {"lmbda": 0, "on_policy": {"domain": False}}}, "recover.on_policy.domain"),
+        ({"recover": {"method": "replay", "on_policy": {"max_new_tokens": 9}}}, "recover.on_policy.max_new_tokens"),
+        (
+            {"recover": {"loss": {"kind": "reverse_kl"}, "on_policy": {"reverse": 0.5}}},
+            "recover.on_policy.reverse",
+        ),
         ({"eval": {"sampler": "slab", "server": SERVER}}, "eval.sampler"),
         ({"recover": {"loss": {"k": 5}}}, "recover.loss.k"),
         ({"recover": {"general_teacher": {"kind": "base", "rate": 0.5}}}, "recover.general_teacher.rate"),
@@ -88,8 +93,6 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
             {"recover": {"teachers": {"a": {"kind": "ema", "reference": "tuned"}}}},
             "recover.teachers.a.reference",
         ),
-        ({"recover": {"health": {"watch": False, "repetition": 0.5}}}, "recover.health.repetition"),
-        ({"recover": {"health": {"watch": False, "teacher_entropy": 5}}}, "recover.health.teacher_entropy"),
         ({"recover": {"until": {"domain_floor": 0.5}}}, "recover.until.domain_floor"),
         ({"recover": REWARD | {"general": "mine.jsonl"}}, "recover.general"),
         ({"recover": REWARD | {"reward": {"suite": "s", "weight": 0, "clip": 0.1}}}, "recover.reward.clip"),
@@ -119,7 +122,7 @@ def test_defaults_that_a_stored_run_names_are_accepted():
         {"method": "replay"},
         {"method": "general"},
         {"server": SERVER, "lmbda": 1.0},
-        {"health": {"watch": False}},
+        {"health": False},
         REWARD,
     ):
         workflow = validate({"finetune": {"data": "d"}, "recover": recover, "eval": {"server": SERVER}})

@@ -50,7 +50,7 @@ def test_each_source_overrides_the_one_before_and_leaves_the_rest(write):
     )
     recover = flow.recover
     assert (recover.steps, recover.rollouts, recover.seed, recover.max_new_tokens) == (1, 2, 3, 4)
-    assert recover.temperature == 1.0
+    assert recover.on_policy.temperature == 1.0
     assert origins["recover.steps"] == f"{first}:2"
     assert origins["recover.rollouts"] == f"{second}:2"
     assert origins["recover.seed"] == "--set"
@@ -130,7 +130,7 @@ def test_an_unknown_key_in_set_is_named_with_its_origin():
     [
         ("lora.r=8", "did you mean finetune.lora.r?"),
         ("lora={r: 8}", "did you mean finetune.lora.r?"),
-        ("teacher_first=3", "did you mean recover.teacher_first?"),
+        ("domain_texts=rows", "did you mean recover.domain_texts?"),
         ("recover.epochs=3", "did you mean finetune.epochs?"),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_key_of_another_section_is_suggested_in_full(override, meant):
         ("recover.general_teacher.kind=none", "must be 'base', 'tuned', 'adapter', 'live'"),
         ("recover.teachers.a.kind=none", "recover.teachers.a.kind: must be 'base', 'tuned'"),
         ("finetune.lora.target_modules=3", "must be text or a list"),
-        ("recover.temperature=.inf", "must be a finite number"),
+        ("recover.on_policy.temperature=.inf", "must be a finite number"),
         ("seeds=[1, -2]", "seeds.1: must be at least 0"),
     ],
 )
@@ -399,7 +399,7 @@ def test_every_field_is_described_once():
         ("finetune:\n  data: 2026-01-02\n", "write it in quotes"),
         ("recover: {steps: true}\n", "recover.steps"),
         ("recover: {steps: '3'}\n", "recover.steps"),
-        ("recover: {temperature: .inf}\n", "recover.temperature"),
+        ("recover: {on_policy: {temperature: .inf}}\n", "recover.on_policy.temperature"),
     ],
 )
 def test_yaml_features_that_a_workflow_does_not_need_are_refused(write, text, said):

@@ -61,7 +61,7 @@ def test_a_step_logs_means_per_token_and_per_completion():
     ]
     sums = {"kl": 4.5, "student_entropy": 18.0, "teacher_entropy": 2.25, "mismatched": 1, "tokens": 9}
     sums |= {"kl/a": 3.0, "tokens/a": 6}
-    metrics = step_metrics(StepRollouts(rollouts, True), sums)
+    metrics = step_metrics(StepRollouts(rollouts, True, "student"), sums)
     assert metrics == {
         "mismatch": 1 / 9,
         "reward": 0.75,
@@ -76,7 +76,7 @@ def test_a_step_logs_means_per_token_and_per_completion():
     }
     for rollout in rollouts:
         rollout.reward = None
-    plain = step_metrics(StepRollouts(rollouts, False), sums)
+    plain = step_metrics(StepRollouts(rollouts, False, "teacher"), sums)
     assert metrics.keys() - plain.keys() == {"mismatch", "reward", "reward_tied"}
 
 

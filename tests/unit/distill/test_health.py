@@ -1,5 +1,6 @@
 """A recovery that goes wrong is noticed, slowed down and stopped, and its best adapter is kept."""
 
+import dataclasses
 import json
 import shutil
 from types import SimpleNamespace
@@ -8,25 +9,24 @@ import pytest
 import torch
 from helpers.recovering import Silent, run
 
-from opdcl.config.recover import HealthSection
-from opdcl.distill.health import Baseline, Health, check_turn_end, drift, signs
+from opdcl.distill.health import Health, Writing, check_turn_end, drift, signs
 from opdcl.errors import OpdclError, UsageError
 from opdcl.repetition import repetition
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling.rollout import Rollout
 
-BASELINE = Baseline(mean_length=40.0, truncated=0.2, adapter_norm=10.0)
-ANSWERS = [Rollout([1], [5] * 40, [], i > 0) for i in range(5)]
+NORM = 10.0
+BASE = Writing(length=40.0, ended=0.8, repetition=0.02)
+TUNED = Writing(length=9.0, ended=1.0, repetition=0.05)
 WELL = {
     "stream": "general",
+    "author": "student",
     "teacher_entropy": 3.0,
     "student_entropy": 2.5,
     "grad_norm": 1.0,
     "adapter_norm": 11.0,
     "repetition": 0.1,
-    "mean_length": 45.0,
-    "truncated": 0.4,
 }
 WRONG = {
     "teacher_entropy": (9.0, "teacher entropy"),
@@ -34,26 +34,48 @@ WRONG = {
     "grad_norm": (1e5, "gradient norm"),
     "adapter_norm": (31.0, "adapter norm"),
     "repetition": (0.8, "repetition"),
-    "mean_length": (130.0, "answer length"),
-    "truncated": (0.9, "share of truncated answers"),
+}
+GONE_WRONG = {
+    "length": (121.0, "answer length"),
+    "ended": (0.29, "share of truncated answers"),
+    "repetition": (0.36, "repetition"),
 }
 
 
 def test_a_healthy_step_shows_no_sign():
-    assert signs(WELL, HealthSection(), BASELINE) == []
+    assert signs(WELL, NORM) == []
+    assert BASE.signs(BASE, TUNED) == TUNED.signs(BASE, TUNED) == []
 
 
 @pytest.mark.parametrize("field", WRONG)
 def test_each_bound_has_its_sign(field):
     value, name = WRONG[field]
-    (sign,) = signs({**WELL, field: value}, HealthSection(), BASELINE)
+    (sign,) = signs({**WELL, field: value}, NORM)
     assert sign.name == name
     assert sign.hint
 
 
-@pytest.mark.parametrize("field", ["student_entropy", "mean_length", "truncated"])
-def test_domain_answers_may_be_short_and_certain(field):
-    assert signs({**WELL, "stream": "domain", field: WRONG[field][0]}, HealthSection(), BASELINE) == []
+@pytest.mark.parametrize("field", GONE_WRONG)
+def test_writing_is_judged_by_how_base_and_tuned_write(field):
+    value, name = GONE_WRONG[field]
+    (sign,) = dataclasses.replace(BASE, **{field: value}).signs(BASE, TUNED)
+    assert sign.name == name
+    assert sign.hint
+    # What base or tuned does is no fault of the recovery.
+    assert dataclasses.replace(BASE, **{field: value}).signs(BASE, Writing(121.0, 0.29, 0.36)) == []
+
+
+def test_domain_answers_may_be_certain():
+    assert signs({**WELL, "stream": "domain", "student_entropy": 0.001}, NORM) == []
+
+
+def test_what_a_teacher_repeats_is_no_fault_of_the_student():
+    assert signs({**WELL, "author": "teacher", "repetition": 0.8}, NORM) == []
+
+
+def test_writing_is_counted_by_hand():
+    answers = [Rollout([1], [5, 6], [], True), Rollout([1], [5, 5, 5, 5, 5, 5], [], False)]
+    assert Writing.of(answers) == Writing(length=4.0, ended=0.5, repetition=pytest.approx(2 / 3))
 
 
 class Notes(Silent):
@@ -64,11 +86,11 @@ class Notes(Silent):
         self.notes.append(text)
 
 
-def watch(tmp_path, rows, limits=None, stop=None):
+def watch(tmp_path, rows, on=True, stop=None):
     """Feed logged steps to a watch, resumed after step `stop`; return the rates it leaves, and its rows."""
     out = StageDir(tmp_path / "stage")
-    out.path.mkdir(exist_ok=True)
-    tuned = SimpleNamespace(adapter_norm=lambda state: BASELINE.adapter_norm)
+    out.path.mkdir(parents=True, exist_ok=True)
+    tuned = SimpleNamespace(adapter_norm=lambda state: NORM)
 
     def write(row):
         with open(out.metrics, "a") as file:
@@ -76,20 +98,23 @@ def watch(tmp_path, rows, limits=None, stop=None):
 
     def start():
         callback = SimpleNamespace(write=write, report=Notes())
-        health = Health(limits or HealthSection(), tuned, out, callback)
-        health.on_start(ANSWERS)
+        health = Health(on, tuned, out, callback)
+        health.on_start(BASE, TUNED)
         return health
 
     health, scheduler = start(), SimpleNamespace(base_lrs=[1.0])
     for step, row in enumerate(rows, 1):
         write({"step": step, **row})  # as the stage does before anything watches the step
+        if "own" in row:
+            health.on_validation(step, Writing(**row["own"]), scheduler)
         health.on_log(None, SimpleNamespace(global_step=step), None, logs=row, lr_scheduler=scheduler)
         if step == stop:
             health = start()
     return scheduler.base_lrs, [row for row in read_jsonl(out.metrics) if "health" in row]
 
 
-BAD = {**WELL, "truncated": 1.0}
+BAD = {**WELL, "repetition": 1.0}
+LOOPS = {"own": dataclasses.asdict(dataclasses.replace(BASE, repetition=0.9))}
 
 
 def test_a_sign_that_passes_changes_nothing(tmp_path):
@@ -104,7 +129,7 @@ def test_a_sign_that_lasts_halves_the_rate_once(tmp_path):
 
 def test_a_sign_that_lasts_as_long_again_halts(tmp_path):
     with pytest.raises(
-        OpdclError, match=r"share of truncated answers is 1, past its limit of 0\.7"
+        OpdclError, match=r"repetition is 1, past its limit of 0\.6"
     ) as caught:
         watch(tmp_path, [BAD] * 6)
     assert "best" in caught.value.hint
@@ -125,7 +150,7 @@ def test_streams_are_counted_apart(tmp_path):
 
 
 def test_the_watch_can_be_switched_off(tmp_path):
-    assert watch(tmp_path, [BAD] * 20, HealthSection(watch=False)) == ([1.0], [])
+    assert watch(tmp_path, [BAD] * 20, on=False) == ([1.0], [])
 
 
 def test_repetition_is_counted_within_each_completion():
@@ -144,11 +169,11 @@ def test_a_rate_far_too_high_halts_and_leaves_the_best_adapter(backbone, tuned):
 
 
 def test_held_out_kl_that_rises_halts_whatever_the_steps_look_like(backbone, tuned):
-    settings = {"learning_rate": 0.5, "steps": 12, "validate_every": 3}
+    settings = {"learning_rate": 0.5, "steps": 12, "validate_every": 2}
     with pytest.raises(OpdclError, match=r"held-out KL rose|top tokens"):
-        run(backbone, tuned, health={"patience": 1000}, **settings)
+        run(backbone, tuned, **settings)
     shutil.rmtree(tuned / "out")
-    assert run(backbone, tuned, health={"watch": False}, **settings)[-1]["step"] == 12
+    assert run(backbone, tuned, health=False, **settings)[-1]["step"] == 12
 
 
 def test_a_uniform_teacher_halts_before_the_first_step(backbone, tuned):
@@ -157,7 +182,7 @@ def test_a_uniform_teacher_halts_before_the_first_step(backbone, tuned):
         head.mul_(1e-4)
     with pytest.raises(OpdclError, match="close to uniform"):
         run(backbone, tuned)
-    assert run(backbone, tuned, steps=2, health={"watch": False})[-1]["step"] == 2
+    assert run(backbone, tuned, steps=2, health=False)[-1]["step"] == 2
 
 
 def test_an_eos_list_that_the_template_never_uses_is_refused(backbone, tuned):
@@ -175,25 +200,33 @@ def test_a_template_of_another_model_is_refused(backbone):
         check_turn_end(backbone.tokenizer, backbone.eos_ids)
 
 
-def test_a_reward_of_length_is_noticed(tmp_path):
-    """Answers that grow step by step until none of them ends."""
-    rows = [{**WELL, "mean_length": 40.0 + 15 * i, "truncated": min(1.0, 0.2 + 0.1 * i)} for i in range(12)]
-    with pytest.raises(OpdclError, match=r"share of truncated answers|answer length"):
-        watch(tmp_path, rows)
+def test_a_student_that_loops_is_slowed_down_at_one_validation_and_stopped_at_the_next(tmp_path):
+    between = [WELL, WELL]
+    rates, written = watch(tmp_path, [WELL | LOOPS, *between])
+    assert rates == [0.5]
+    assert written[0]["health"] == {
+        "sign": "repetition",
+        "value": 0.9,
+        "bound": pytest.approx(0.35),
+        "action": "rate halved",
+    }
+    with pytest.raises(OpdclError, match=r"halted at step 4: repetition is 0\.9, past its limit of 0\.35"):
+        watch(tmp_path / "again", [WELL | LOOPS, *between, WELL | LOOPS])
 
 
-def test_the_baseline_is_measured_on_base_s_answers(backbone, tuned):
-    backbone.load_adapter(tuned / "tuned", "student", trainable=True)
-    backbone.load_adapter(tuned / "tuned", "tuned")
-    health = Health(HealthSection(), backbone, StageDir(tuned / "none"), None)
-    health.on_start([Rollout([1], [5, 6], [], True), Rollout([1], [5, 6, 7, 8], [], False)])
-    assert (health.baseline.mean_length, health.baseline.truncated) == (3.0, 0.5)
-    assert health.baseline.adapter_norm == pytest.approx(backbone.adapter_norm("student"))
+@pytest.mark.parametrize("stop", [1, 2])
+def test_a_resumed_recovery_remembers_that_the_student_looped(tmp_path, stop):
+    with pytest.raises(OpdclError, match="halted at step 3"):
+        watch(tmp_path, [WELL | LOOPS, WELL, WELL | LOOPS], stop=stop)
+
+
+def test_writing_is_not_judged_when_the_watch_is_off(tmp_path):
+    assert watch(tmp_path, [WELL | LOOPS] * 5, on=False) == ([1.0], [])
 
 
 def test_where_little_was_forgotten_a_small_rise_of_kl_is_no_alarm():
     def reason(start, now):
-        return drift({"general_kl": start}, {"general_kl": now}, lambda kl: kl["general_kl"], HealthSection())
+        return drift({"general_kl": start}, {"general_kl": now}, lambda kl: kl["general_kl"])
 
     assert reason(0.05, 0.54) == ""
     assert "from 0.05 to 0.56" in reason(0.05, 0.56)
@@ -203,7 +236,7 @@ def test_where_little_was_forgotten_a_small_rise_of_kl_is_no_alarm():
 
 def test_lost_overlap_of_top_tokens_is_an_alarm_unless_it_was_small_from_the_start():
     def reason(start, now):
-        return drift({"general_overlap": start}, {"general_overlap": now}, lambda kl: 0.0, HealthSection())
+        return drift({"general_overlap": start}, {"general_overlap": now}, lambda kl: 0.0)
 
     assert reason(0.5, 0.2) == ""
     assert "shares 5% of the teacher's top tokens, 50% at the start" in reason(0.5, 0.05)

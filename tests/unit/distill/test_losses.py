@@ -73,6 +73,8 @@ def reference(kind, student, teacher, weight, temperature, tokens, sampler, adva
             return (p * (log_p - log_q)).sum(-1)
         case "forward_kl":
             return (q * (log_q - log_p)).sum(-1)
+        case "mixed":
+            return (0.7 * q * (log_q - log_p) + 0.3 * p * (log_p - log_q)).sum(-1)
         case "top_k":
             named = torch.zeros_like(q).scatter(1, q.topk(5, -1).indices, 1.0)
             rest_p, rest_q = ((x * (1 - named)).sum(-1) for x in (p, q))
@@ -94,7 +96,7 @@ def tensors(n, seed=0):
 
 
 @pytest.mark.parametrize(
-    "kind", ["reverse_kl", "forward_kl", "top_k", "policy_gradient", "cross_entropy", "reward"]
+    "kind", ["reverse_kl", "forward_kl", "mixed", "top_k", "policy_gradient", "cross_entropy", "reward"]
 )
 def test_loss_gradient_and_kl_equal_an_independent_reference_when_sampled_at_temperature_0_7(kind):
     student, teacher, weight = (x.double() for x in tensors(CHUNK + 9))
@@ -103,12 +105,12 @@ def test_loss_gradient_and_kl_equal_an_independent_reference_when_sampled_at_tem
     shift = torch.tensor([-0.5, -0.1, 0.1, 0.5]).double().repeat(len(student))[: len(student)]
     sampler = (student @ weight.T / 0.7).log_softmax(-1)[torch.arange(len(student)), tokens] + shift
     advantage = torch.tensor([1.0, -1.0, 0.4]).double().repeat(len(student))[: len(student)]
-    section = LossSection(**of_kind("reverse_kl" if kind == "reward" else kind))
+    section = LossSection(**of_kind({"reward": "reverse_kl", "mixed": "forward_kl"}.get(kind, kind)))
+    reverse = 0.3 if kind == "mixed" else 0.0
     reward = RewardSection(suite="handbook", clip=0.2, weight=0.5, teacher=0.3) if kind == "reward" else None
     ours, plain = (student.clone().requires_grad_() for _ in range(2))
-    result = token_losses(
-        ours, weight, HiddenStates(teacher, weight), tokens, sampler, 0.7, section, reward, advantage
-    )
+    q = HiddenStates(teacher, weight)
+    result = token_losses(ours, weight, q, tokens, sampler, 0.7, section, reward, advantage, reverse)
     expected = reference(kind, plain, teacher, weight, 0.7, tokens, sampler, advantage)
     torch.testing.assert_close(result.loss.detach().double(), expected.detach(), atol=1e-5, rtol=1e-4)
     kl = reference("reverse_kl", student, teacher, weight, 0.7, tokens, sampler, advantage)

@@ -27,7 +27,7 @@ from opdcl.stages.evaluate import BackboneLM
 
 GROUP = 4
 REWARDED = {"suite": "instructions_train", "metric": "inst_level_strict_acc", "group": GROUP}
-SETTINGS = {"lmbda": 1.0, "teacher_first": 0, "keep": "last", "rollouts": 8, "reward": REWARDED}
+SETTINGS = {"lmbda": 1.0, "keep": "last", "rollouts": 8, "reward": REWARDED}
 
 
 def make_reward(backbone, context=None, kind=Reward, notify=print, **settings):
@@ -360,7 +360,6 @@ def test_a_live_teacher_changes_only_completions_with_a_context(backbone, tuned)
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"teacher_first": 4}, "the student's own completions"),
         ({"lmbda": 0.5}, "the student's own completions"),
         ({"rollouts": 6}, "multiple of reward.group"),
         ({"keep": "best"}, "keep last"),

@@ -138,7 +138,7 @@ def test_one_student_learns_from_two_specialists_and_its_distance_to_each_is_rep
         validation_prompts=4,
         learning_rate=5e-3,
         micro_batch_tokens=2048,
-        health={"watch": False},
+        health=False,
     )
     out = StageDir(answered / "one")
     source = read_recovery_source(config)

@@ -218,7 +218,6 @@ def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, t
         teachers=named,
         steps=8,
         lmbda=0.5,
-        teacher_first=1,
         validate_every=4,
         save_steps=3,
         keep="last",
@@ -244,9 +243,8 @@ def test_two_emas_are_independent(backbone, answered):
         domain_teacher=mean | {"rate": 0.0},
         steps=4,
         lmbda=1.0,
-        teacher_first=0,
         validate_every=4,
-        health={"watch": False},  # a random model may trip a limit
+        health=False,  # a random model may trip a limit
     )
     source, tuned = read_recovery_source(config), answered / "tuned"
     recover(config, source, backbone, tuned, StageDir(answered / "two"), Silent())

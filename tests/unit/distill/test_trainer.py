@@ -299,10 +299,14 @@ def test_the_temperature_is_the_students_alone(trainer):
         return len({tuple(r.completion_ids) for r in queue.sample(prompts, "general", 0, author)})
 
     base = grader.teachers["general"]
+    def at(temperature):
+        on_policy = grader.config.on_policy.model_copy(update={"temperature": temperature})
+        return grader.config.model_copy(update={"on_policy": on_policy})
+
     assert (distinct(), distinct(base)) == (3, 3)
-    queue.config = grader.config = grader.config.model_copy(update={"temperature": 1e-4})
+    queue.config = grader.config = at(1e-4)
     assert (distinct(), distinct(base)) == (1, 3)
-    queue.config = grader.config = grader.config.model_copy(update={"temperature": 0.5})
+    queue.config = grader.config = at(0.5)
     assert grader.learn(sampled(trainer), "general", fresh=True)["mismatched"] == 0
 
 

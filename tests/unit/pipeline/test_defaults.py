@@ -94,7 +94,7 @@ def test_the_dtype_is_one_that_a_model_can_be_loaded_in(tiny_model):
 
 
 def test_rollouts_are_whole_groups_of_a_reward():
-    reward = {"reward": {"suite": "s", "group": 6}, "keep": "last", "lmbda": 1.0, "teacher_first": 0}
+    reward = {"reward": {"suite": "s", "group": 6}, "keep": "last", "lmbda": 1.0}
     workflow, _ = resolve(flow(**reward), 576, 2.0, "cpu")
     assert workflow.recover.rollouts == 12
     assert validate(workflow.model_dump()) == workflow

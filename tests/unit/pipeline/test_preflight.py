@@ -57,7 +57,6 @@ REFUSED = {
         [
             "recover.reward.suite=instructions_train",
             "recover.keep=last",
-            "recover.teacher_first=0",
             "recover.rollouts=8",
             f"recover.general_teacher={{kind: live, context: '{{prompt}} {{answer}} {'word ' * 600}'}}",
         ],

@@ -245,7 +245,7 @@ def test_a_server_with_another_model_is_refused(backbone, elsewhere):
 
 def test_a_server_is_refused_at_another_temperature_than_1():
     with pytest.raises(ValueError, match="temperature"):
-        RecoverConfig(server={"url": "http://127.0.0.1:1/v1"}, lmbda=1.0, temperature=0.7)
+        RecoverConfig(server={"url": "http://127.0.0.1:1/v1"}, on_policy={"temperature": 0.7})
 
 
 def test_close_ends_pending_requests(backbone, elsewhere):
@@ -336,7 +336,7 @@ def test_another_tokenizer_or_an_ambiguous_model_is_refused(backbone, elsewhere)
         ({"loss": {"kind": "top_k", "k": 21}}, False),
         ({"loss": {"kind": "top_k", "k": 20}}, True),
         ({"loss": {"kind": "policy_gradient"}}, True),
-        ({"loss": {"kind": "policy_gradient"}, "lmbda": 1.0, "temperature": 0.7}, True),
+        ({"loss": {"kind": "policy_gradient"}, "on_policy": {"temperature": 0.7}}, True),
     ],
 )
 def test_a_loss_that_needs_more_than_a_server_returns_is_refused(settings, supported):
@@ -356,7 +356,7 @@ def test_remote_needs_a_server_and_only_remote_takes_one():
 
 
 def test_its_completions_have_the_local_models_log_probabilities(backbone, elsewhere):
-    config = RecoverConfig(temperature=1.0)
+    config = RecoverConfig()
     prompts = [r.prompt_ids for r in ROLLOUTS]
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone)
@@ -379,7 +379,6 @@ def recovery(backbone, tuned, name, general_teacher, loss, **settings):
         steps=4,
         health=HealthSection(watch=False),  # a random model may trip a limit
         lmbda=1.0,
-        teacher_first=1,
         sample_ahead=2,
         validate_every=2,
         save_steps=2,

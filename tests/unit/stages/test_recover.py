@@ -79,25 +79,10 @@ def test_completions_that_never_end_can_be_left_out(backbone, tuned):
     assert all(r["loss"] == 0 for r in rows)
 
 
-@pytest.mark.parametrize(("lmbda", "least", "most"), [(0.0, 0, 0), (0.5, 35, 65), (1.0, 100, 100)])
-def test_lmbda_is_the_share_of_on_policy_steps(lmbda, least, most):
-    steps = plan_steps(
-        RecoverConfig(steps=100, lmbda=lmbda, rollouts=16, **({"teacher_first": 0} if lmbda else {})), 50, 50
-    )
-    assert least <= sum(s.on_policy for s in steps) <= most
-
-
 @pytest.mark.parametrize("lmbda", [-0.1, 1.1])
 def test_lmbda_outside_its_range_is_refused(lmbda):
     with pytest.raises(ValueError, match="lmbda"):
         RecoverConfig(lmbda=lmbda)
-
-
-def test_the_first_general_steps_can_be_on_base_s_answers():
-    steps = plan_steps(RecoverConfig(steps=12, lmbda=1.0, teacher_first=2, rollouts=16), 50, 50)
-    general = [s.on_policy for s in steps if s.stream == "general"]
-    assert general == [False, False, True, True, True, True]
-    assert all(s.on_policy for s in steps if s.stream == "domain")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +149,6 @@ def test_method_general_is_measured_by_the_general_stream_alone(backbone, tuned)
         validate_every=4,
         learning_rate=2e-2,
         sample_ahead=1,
-        health={"kl_growth": 1.01},
     )
     measured = [r["validation"] for r in rows if "validation" in r]
     assert measured[-1]["domain_kl"] > measured[0]["domain_kl"] + 0.05
@@ -174,8 +158,8 @@ def test_method_general_is_measured_by_the_general_stream_alone(backbone, tuned)
 
 
 def test_oversampling_draws_more_prompts_where_the_student_answers():
-    steps = plan_steps(RecoverConfig(steps=8, rollouts=4, oversample=1.5, lmbda=1.0, teacher_first=1), 50, 50)
-    assert [len(s.prompts) for s in steps] == [4, 6, 6, 6, 6, 6, 6, 6]
+    steps = plan_steps(RecoverConfig(steps=8, rollouts=4, oversample=1.5, lmbda=0.75), 50, 50)
+    assert [len(s.prompts) for s in steps] == [4, 4, 6, 6, 6, 6, 6, 6]
     assert {s.keep for s in steps} == {4}
 
 
@@ -222,7 +206,7 @@ def test_a_resumed_validation_remembers_the_best_score_and_how_long_ago_it_was()
 
 
 def test_the_rate_rises_to_its_peak_and_falls_to_zero(backbone, tuned):
-    rows = run(backbone, tuned, steps=20, validate_every=20, learning_rate=1e-3, health={"watch": False})
+    rows = run(backbone, tuned, steps=20, validate_every=20, learning_rate=1e-3, health=False)
     rates = [row["learning_rate"] for row in rows if "learning_rate" in row]
     assert len(rates) == 20
     assert max(rates) == pytest.approx(1e-3)
@@ -244,7 +228,7 @@ def test_held_out_kl_does_not_depend_on_the_sampling_temperature(backbone, tuned
     settings = {"steps": 4, "learning_rate": 1e-12, "sample_ahead": 1}
     plain = run(backbone, tuned, **settings)
     shutil.rmtree(tuned / "out")
-    cool = run(backbone, tuned, temperature=0.5, **settings)
+    cool = run(backbone, tuned, on_policy={"temperature": 0.5}, **settings)
     assert plain[0] == cool[0]
     assert plain[0]["validation"]["general_kl"] > 0.1
     assert [r["loss"] for r in plain if "loss" in r] != [r["loss"] for r in cool if "loss" in r]
