@@ -1,4 +1,4 @@
-"""Sabotage a recovery of the embedded model in five ways; check that it halts before it does harm.
+"""Sabotage a recovery of the embedded model in six ways; check that it halts before it does harm.
 
     python benchmarks/sabotage.py runs/quickstart/stages/01-finetune/adapter     # half an hour on one core
 
@@ -69,6 +69,23 @@ def reward_of_length(backbone: Backbone) -> Iterator[None]:
         grading.token_losses = token_losses
 
 
+@contextlib.contextmanager
+def reward_of_repetition(backbone: Backbone) -> Iterator[None]:
+    """Add a cost for every token that is not the one before it."""
+
+    def looping(student_NH, weight_VH, teacher, token_N, *others, **options):
+        found = token_losses(student_NH, weight_VH, teacher, token_N, *others, **options)
+        log_p = (student_NH @ weight_VH.T).log_softmax(-1)
+        again_N = log_p.gather(-1, token_N.roll(1)[:, None])[:, 0]
+        return found._replace(loss=found.loss - 0.5 * again_N)
+
+    grading.token_losses = looping
+    try:
+        yield
+    finally:
+        grading.token_losses = token_losses
+
+
 CASES = {
     "none, the control": (nothing, {}),
     "a uniform teacher": (uniform_teacher, {}),
@@ -76,6 +93,7 @@ CASES = {
     "an EOS list without the end-of-turn token": (broken_eos, {}),
     "a learning rate 30 times too high": (nothing, {"learning_rate": 9e-3}),
     "a reward for length": (reward_of_length, {}),
+    "a reward for repetition": (reward_of_repetition, {}),
 }
 
 

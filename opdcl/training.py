@@ -224,7 +224,7 @@ class StageCallback(TrainerCallback):
         tokens = int(logs.get("tokens", self.tokens_per_step))
         values = {k: v for k, v in logs.items() if k not in UNLOGGED}
         self.write({"step": state.global_step, **values, "tokens": tokens, "seconds": round(seconds, 3)})
-        live = {k: logs[k] for k in ("stream", "loss", "kl") if k in logs}
+        live = {k: logs[k] for k in ("stream", "author", "loss", "kl") if k in logs}
         if math.isclose(live["loss"], live.get("kl", math.nan), rel_tol=1e-3):
             del live["kl"]  # the loss is this divergence
         if (left := self._time_left(state.global_step, tokens, seconds)) is not None:

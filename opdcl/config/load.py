@@ -72,6 +72,7 @@ def without_removed(tree: Any, key: str = "") -> Any:
         name: without_removed(value, f"{key}.{name}")
         for name, value in tree.items()
         if not f"{key}.{name}".endswith(tuple(REMOVED_KEYS))
+        and not (name == "health" and isinstance(value, dict))  # limits, which are fixed now
     }
 
 

@@ -16,7 +16,8 @@ class OnPolicySection(Section):
     """The last steps of a recovery, `lmbda` of them, in which the student writes."""
 
     domain: bool = True
-    """The student also writes the answers of domain steps. When false, their author is that of the warm-up."""
+    """The student also writes the answers of domain steps. When false, their author is that of the
+    warm-up."""
     reverse: Share = 0.25
     """Share of reverse KL in a loss that is forward KL otherwise. It penalizes what the student writes and
     base would not."""

@@ -18,13 +18,6 @@ JSD = "use loss.kind reverse_kl or forward_kl"
 REMOVED_KEYS = {
     "recover.teacher_first": "lmbda: the teachers write first, the student in the last share of the steps",
     "recover.temperature": "on_policy.temperature",
-    **{
-        f"health.{key}": "the limits of the health check are fixed; health: false switches it off"
-        for key in (
-            "watch patience teacher_entropy student_entropy truncated_excess length_growth repetition "
-            "adapter_growth grad_norm overlap kl_growth"
-        ).split()
-    },
     "recover.warm_start": "a recovery starts from tuned; method interpolate scales the adapter",
     "eval.seed": "intervals have a closed form and need no seed",
     "loss.beta": f"the loss jsd was removed; {JSD}",

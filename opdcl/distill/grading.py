@@ -70,9 +70,10 @@ class Grader:
     def learn(self, rollouts: list[Rollout], stream: Stream, fresh: bool, reverse: float = 0.0) -> Sums:
         """Accumulate the gradient of the weighted mean loss per token; return the sums.
 
-        `reverse` is the share of reverse KL in a loss of forward KL. When memory runs out, the step starts over in micro-batches of half the size. If the rollouts are
-        `fresh` (the current weights sampled every token), a token whose probability differs between sampler
-        and trainer by more than `MISMATCH_RATIO` is left out and counted as `mismatched`.
+        `reverse` is the share of reverse KL in a loss of forward KL. When memory runs out, the step starts
+        over in micro-batches of half the size. If the rollouts are `fresh` (the current weights sampled every
+        token), a token whose probability differs between sampler and trainer by more than `MISMATCH_RATIO` is
+        left out and counted as `mismatched`.
 
         Raises:
             OpdclError: One sequence alone does not fit into memory.

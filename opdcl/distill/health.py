@@ -1,8 +1,8 @@
 """Signs that a recovery goes wrong while its loss looks fine, and the reaction to them.
 
-A sign in the logged steps counts once it has lasted for `PATIENCE` steps of its stream. At a validation the student
-answers held-out prompts; a sign in how it writes counts at once. The first sign that counts halves the learning rate,
-the next one halts the run. The best adapter is kept either way.
+A sign in the logged steps counts once it has lasted for `PATIENCE` steps of its stream. At a validation the
+student answers held-out prompts; a sign in how it writes counts at once. The first sign that counts halves
+the learning rate, the next one halts the run. The best adapter is kept either way.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from opdcl.training import StageCallback
 # Steps of a stream in a row that show a sign before it counts.
 PATIENCE = 3
 
-# Limits in nats: a healthy instruct model's entropy stays near 3 on its own text, and a student near 0 always says
-# the same.
+# Limits in nats: a healthy instruct model's entropy stays near 3 on its own text, and a student near 0 always
+# says the same.
 TEACHER_ENTROPY = 6.0
 STUDENT_ENTROPY = 0.02
 GRAD_NORM = 1000.0
@@ -39,8 +39,8 @@ LENGTH_GROWTH = 3.0
 # Share of 4-grams that occurred earlier in the same answer, in steps that the student wrote.
 REPETITION = 0.6
 
-# Of held-out answers, shares above base's own, or tuned's if that is higher: repeated 4-grams, and answers that are
-# cut at the maximum length.
+# Of held-out answers, shares above base's own, or tuned's if that is higher: repeated 4-grams, and answers
+# that are cut at the maximum length.
 REPETITION_EXCESS = 0.3
 TRUNCATED_EXCESS = 0.5
 
@@ -48,7 +48,8 @@ TRUNCATED_EXCESS = 0.5
 KL_GROWTH = 1.5
 KL_SLACK = 0.5
 
-# Minimum share of base's 16 likeliest tokens that are among the student's on general texts (arXiv 2604.13016).
+# Minimum share of base's 16 likeliest tokens that are among the student's on general texts (arXiv
+# 2604.13016).
 OVERLAP = 0.1
 
 RATE_HALVED = "rate halved"

@@ -337,7 +337,9 @@ def answer_losses(
         student_NH = student_NH.to(weight_VH.dtype)
         # Where nothing reads base, the student takes its place.
         reference = HiddenStates(student_NH.detach() if base_NH is None else base_NH, weight_VH)
-        losses_N: torch.Tensor = _TokenLoss.apply(student_NH, weight_VH, reference, token_N, 1.0, 0.0, cost)[0]
+        losses_N: torch.Tensor = _TokenLoss.apply(student_NH, weight_VH, reference, token_N, 1.0, 0.0, cost)[
+            0
+        ]
         return losses_N
 
 

@@ -1,6 +1,7 @@
 """The schedule: general and domain steps alternate, each stream in seeded order, epoch after epoch.
 
-In the first steps, the warm-up, the teachers write the answers; in the others the student does. The two streams never share a step: their gradients counteract in one batch (CaMOPD, arXiv 2605.27115).
+In the first steps, the warm-up, the teachers write the answers; in the others the student does. The two
+streams never share a step: their gradients counteract in one batch (CaMOPD, arXiv 2605.27115).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measure a recovery on held-out prompts, keep the best adapter, and say when to stop.
 
-Two texts tell how near the student is: the teachers' answers, which it has to be able to write, and its own, on
-which a student that has gone astray would not be graded otherwise.
+Two texts tell how near the student is: the teachers' answers, which it has to be able to write, and its own,
+on which a student that has gone astray would not be graded otherwise.
 """
 
 from __future__ import annotations
@@ -41,9 +41,6 @@ SAMPLES_PER_MEASUREMENT = 8
 # A KL as a share: of tuned's general KL the part recovered, of the domain the part kept (base keeps none).
 SHARES = {"general_kl": "general_recovered", "domain_kl": "domain_kept"}
 
-# What is told of the student's own answers, and in what form.
-OWN = {"own_length": ".0f", "own_ended": ".0%"}
-
 # Nats per token below which a KL is noise and a share of it says nothing.
 KL_NOISE = 1e-3
 
@@ -81,8 +78,9 @@ class Validation(TrainerCallback):
     """Measure held-out KL every `validate_every` steps, and keep the adapter with the lowest score.
 
     Each stream's teacher completes its held-out `prompts` once, so all measurements are on the same tokens.
-    The student answers the general ones anew each time, at temperature 1 and with the same seed. The KL is to that teacher: by default base for the general stream and tuned for the domain. If the teacher
-    is dynamic, it is to base or tuned with the teacher's contexts.
+    The student answers the general ones anew each time, at temperature 1 and with the same seed. The KL is to
+    that teacher: by default base for the general stream and tuned for the domain. If the teacher is dynamic,
+    it is to base or tuned with the teacher's contexts.
     """
 
     def __init__(
@@ -122,6 +120,8 @@ class Validation(TrainerCallback):
         for teacher in self.grader.single_teachers:
             teacher.after_step(step)
         last = step == self.config.steps
+        if step == self.config.warm_up and not last:
+            self.callback.report.note(f"step {step}: from here on the student writes the answers")
         shares = None
         if step % self.config.validate_every == 0 or last:
             shares = self._measure(step, kwargs["lr_scheduler"])
@@ -159,7 +159,7 @@ class Validation(TrainerCallback):
         return kl
 
     def own_answers(self) -> KL:
-        """Let the student answer the held-out general prompts; return how near it is there, and how it writes."""
+        """Let the student answer the held-out general prompts; return its KL to base there, and how it writes."""
         prompts = self.prompts["general"]
         if not prompts:
             return {}
@@ -203,8 +203,8 @@ class Validation(TrainerCallback):
         self.callback.report.note(f"step {step}: held-out {describe_kl(kl | shares)}{ends}{own}{suffix}")
         if self.config.health and (reason := drift(first.tuned, kl, self._score)):
             raise halt_error(step, reason, LOWER_RATE, self.out)
-        if own := _writing(kl):
-            self.health.on_validation(step, own, lr_scheduler)
+        if written := _writing(kl):
+            self.health.on_validation(step, written, lr_scheduler)
         return shares
 
     def _reason_to_stop(self, step: int, shares: KL | None) -> str:
@@ -262,8 +262,9 @@ def describe_own(kl: KL, base: KL) -> str:
     """Return how the student answers beside base, or ""."""
     if "own_kl" not in kl:
         return ""
-    tokens, ended = (f"{kl[key]:{form}} (base {base[key]:{form}})" for key, form in OWN.items())
-    return f"; its own answers: KL {kl['own_kl']:.3f}, {tokens} tokens, {ended} end"
+    length = f"{kl['own_length']:.0f} tokens (base {base['own_length']:.0f})"
+    ended = f"{kl['own_ended']:.0%} end (base {base['own_ended']:.0%})"
+    return f"; its own answers: KL {kl['own_kl']:.3f}, {length}, {ended}"
 
 
 def _own(rollouts: list[Rollout]) -> KL:

@@ -109,7 +109,9 @@ def finetune_loss(rows: list[dict]) -> Markup | None:
 
 
 def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> Markup | None:
-    """Plot KL(student, teacher) per stream, one panel each: faint for training, strong for held-out prompts.
+    """Plot KL(student, teacher) per stream, one panel each.
+
+    A faint line is training, a strong one the teacher's held-out answers, a dotted one the student's own.
 
     `teachers` maps each stream to the name of its teacher.
     """
@@ -126,13 +128,16 @@ def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> Markup | None:
             validated = [(r["step"], kl) for r in held_out if (kl := r["validation"].get(key)) is not None]
             axes.plot(*_columns(trained), color=colour, alpha=0.35, linewidth=1.1, marker=".", markersize=4)
             axes.plot(*_columns(validated), color=colour, marker="o", markersize=4)
+            own = [(r["step"], r["validation"]["own_kl"]) for r in held_out if "own_kl" in r["validation"]]
+            own = own if stream == "general" else []
+            axes.plot(*_columns(own), color=colour, linestyle=":")
             for step, value in validated:
                 if step == best:
                     axes.plot(step, value, "o", markersize=10, markerfacecolor="none", color=PAINT["ink"])
             if validated:
                 text = f"held-out {validated[-1][1]:.2f}"
                 _label(axes, text, validated[-1], (0, 9), ha="right", va="bottom", color=colour)
-            top = max((v for _, v in trained + validated), default=0.0) or 1.0
+            top = max((v for _, v in trained + validated + own), default=0.0) or 1.0
             axes.set_ylim(-0.04 * top, 1.12 * top)
             _label_steps(axes, f"{stream.capitalize()} prompts: KL to teacher {teacher} (nats)")
         panels[-1].set_xlabel("optimizer step")

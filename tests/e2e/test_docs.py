@@ -140,7 +140,7 @@ RECOVER = {
     "recover.max_new_tokens": 4,
     "recover.domain_max_new_tokens": 4,
     "recover.validation_prompts": 2,
-    "recover.health.watch": "false",
+    "recover.health": "false",
 }
 EVAL = {"eval.limit": 4, "eval.max_new_tokens": 4}
 SMALL = {

@@ -93,13 +93,7 @@ def _finetune(model: Path, out: str, data: str = "rows.jsonl") -> list[str]:
 
 
 def _recover(run: str) -> list[str]:
-    small = (
-        "rollouts=2",
-        "max_new_tokens=4",
-        "validation_prompts=2",
-        "lmbda=1",
-        "save_steps=1",
-    )
+    small = ("rollouts=2", "max_new_tokens=4", "validation_prompts=2", "lmbda=1", "save_steps=1")
     sets = [word for setting in small for word in ("--set", f"recover.{setting}")]
     return ["recover", run, "--prompts", "prompts.jsonl", "--steps", "1", *sets]
 

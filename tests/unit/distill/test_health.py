@@ -128,9 +128,7 @@ def test_a_sign_that_lasts_halves_the_rate_once(tmp_path):
 
 
 def test_a_sign_that_lasts_as_long_again_halts(tmp_path):
-    with pytest.raises(
-        OpdclError, match=r"repetition is 1, past its limit of 0\.6"
-    ) as caught:
+    with pytest.raises(OpdclError, match=r"repetition is 1, past its limit of 0\.6") as caught:
         watch(tmp_path, [BAD] * 6)
     assert "best" in caught.value.hint
 

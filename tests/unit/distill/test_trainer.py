@@ -299,6 +299,7 @@ def test_the_temperature_is_the_students_alone(trainer):
         return len({tuple(r.completion_ids) for r in queue.sample(prompts, "general", 0, author)})
 
     base = grader.teachers["general"]
+
     def at(temperature):
         on_policy = grader.config.on_policy.model_copy(update={"temperature": temperature})
         return grader.config.model_copy(update={"on_policy": on_policy})

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from helpers.recovering import Silent, run, short_recovery
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.data.rows import load_rows
@@ -18,9 +18,7 @@ from opdcl.stages.recover import recover
 
 
 def held_out(rows):
-    return [
-        sum(v for k, v in r["validation"].items() if k.endswith("_kl")) for r in rows if "validation" in r
-    ]
+    return [sum(r["validation"][f"{s}_kl"] for s in ("general", "domain")) for r in rows if "validation" in r]
 
 
 @pytest.mark.parametrize("sampler", ["slab", "generate", "continuous"])
@@ -142,13 +140,7 @@ def test_recovery_continues_while_too_little_of_the_domain_is_kept(backbone, tun
 def test_method_general_is_measured_by_the_general_stream_alone(backbone, tuned):
     """It leaves the domain by design; that must neither halt it nor choose its adapter."""
     rows = run(
-        backbone,
-        tuned,
-        method="general",
-        steps=24,
-        validate_every=4,
-        learning_rate=2e-2,
-        sample_ahead=1,
+        backbone, tuned, method="general", steps=24, validate_every=4, learning_rate=2e-2, sample_ahead=1
     )
     measured = [r["validation"] for r in rows if "validation" in r]
     assert measured[-1]["domain_kl"] > measured[0]["domain_kl"] + 0.05
@@ -188,6 +180,35 @@ def test_the_data_of_a_recovery_is_read_once_per_source_and_split(tuned):
     assert reads == [("everyday", "train"), ("everyday", "validation"), (config.domain, "train")]
     assert len(source.rows["domain"]) == 8
     assert set(source.held_out) == {"general"}
+
+
+def test_every_validation_grades_what_the_student_writes_itself(backbone, tuned):
+    rows = run(backbone, tuned, steps=6, validate_every=3, max_new_tokens=6)
+    first, *later = [row for row in rows if "validation" in row]
+    assert [row["step"] for row in later] == [3, 6]
+    for row in (first, *later):
+        own = row["validation"]
+        assert own["own_kl"] > 0
+        assert 1 <= own["own_length"] <= 6
+        assert 0 <= own["own_ended"] <= 1
+        assert 0 <= own["own_repetition"] <= 1
+    assert {"own_length", "own_ended", "own_repetition"} <= set(first["base"])
+    assert "own_kl" not in first["base"]
+
+
+def test_a_student_equal_to_base_is_at_no_distance_on_its_own_answers(backbone, tuned):
+    # Recovery of an adapter without effect: base, tuned and student are one model.
+    file = tuned / "tuned" / "adapter_model.safetensors"
+    save_file({name: weight * ("lora_A" in name) for name, weight in load_file(file).items()}, file)
+    rows = run(backbone, tuned, steps=2, validate_every=2, learning_rate=1e-9)
+    distances = [row["validation"]["own_kl"] for row in rows if "validation" in row]
+    assert distances == pytest.approx([0, 0], abs=1e-6)
+
+
+def test_the_kept_adapter_is_chosen_by_the_worse_of_base_s_text_and_its_own():
+    assert kl_score({"general_kl": 0.2, "domain_kl": 0.1}) == pytest.approx(0.3)
+    assert kl_score({"general_kl": 0.2, "domain_kl": 0.1, "own_kl": 0.1}) == pytest.approx(0.3)
+    assert kl_score({"general_kl": 0.2, "domain_kl": 0.1, "own_kl": 0.9}) == pytest.approx(1.0)
 
 
 def test_a_resumed_validation_remembers_the_best_score_and_how_long_ago_it_was():
