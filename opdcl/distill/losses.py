@@ -209,16 +209,15 @@ class _TokenLoss(torch.autograd.Function):
                     continue
                 ratio = log_p.sub_(log_q)
                 loss_N[at] = kl_N[at] = kl = (p * ratio).sum(-1)
-                if reverse == 1:
-                    ratio.sub_(kl[:, None]).mul_(p)
-                    continue
-                q = log_q.exp()
-                loss_N[at] = -(q * ratio).sum(-1)
-                if reverse:
-                    loss_N[at] += reverse * (kl - loss_N[at])
-                    ratio.sub_(kl[:, None]).mul_(p).mul_(reverse).add_(p.sub_(q), alpha=1 - reverse)
-                else:
+                if reverse < 1:
+                    q = log_q.exp()
+                    loss_N[at] = reverse * kl - (1 - reverse) * (q * ratio).sum(-1)
+                if reverse == 0:
                     torch.sub(p, q, out=ratio)
+                    continue
+                ratio.sub_(kl[:, None]).mul_(p)
+                if reverse < 1:
+                    ratio.mul_(reverse).add_(p.sub_(q), alpha=1 - reverse)
             grad_NH[part] = student_NV.to(weight_VH.dtype) @ weight_VH
 
         for_each_part(student_NH, compute)

@@ -159,7 +159,7 @@ class Validation(TrainerCallback):
         return kl
 
     def own_answers(self) -> KL:
-        """Let the student answer the held-out general prompts; return its KL to base there, and how it writes."""
+        """Let the student answer the held-out general prompts; return its KL to base and how it writes."""
         prompts = self.prompts["general"]
         if not prompts:
             return {}
