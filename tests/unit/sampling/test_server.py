@@ -12,7 +12,7 @@ from helpers.serving import serving
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.model import ModelConfig, ServerSection
-from opdcl.config.recover import HealthSection, RecoverConfig
+from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import LossSection, TeacherSection
 from opdcl.data.suites import load_suite
 from opdcl.distill.losses import token_logprobs, token_losses, top_k_overlap
@@ -377,7 +377,7 @@ def recovery(backbone, tuned, name, general_teacher, loss, **settings):
         general_teacher=general_teacher,
         loss=loss,
         steps=4,
-        health=HealthSection(watch=False),  # a random model may trip a limit
+        health=False,  # a random model may trip a limit
         lmbda=1.0,
         sample_ahead=2,
         validate_every=2,
