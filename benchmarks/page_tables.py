@@ -153,8 +153,8 @@ def comparison(name: str) -> str:
 
 # The README's methods by the names of their arms in benchmarks/methods.yaml.
 METHODS = {
-    "ours": "**opdcl**: the teachers write, every token is graded",
-    "off-policy": "the same from where tuned is, with all tokens alike",
+    "ours": "**opdcl**: the teachers write, then the student; every token is graded",
+    "off-policy": "off-policy, `lmbda: 0`: the teachers write, every token is graded",
     "on-policy": "on-policy, `lmbda: 1`: the student writes",
     "replay": "replay, `method: replay`: imitate the texts that base and tuned wrote",
     "mixing": "no recovery; half of the fine-tune's rows are general, `finetune.replay`",
