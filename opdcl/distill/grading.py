@@ -21,13 +21,10 @@ from opdcl.model.backbone import Backbone
 from opdcl.model.compatibility import refuse_unsupported
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, join, shared_rows
 from opdcl.model.forward import answer_ids, answer_states
-from opdcl.sampling.rollout import Rollout
-from opdcl.training import is_out_of_memory
+from opdcl.model.memory import is_out_of_memory, release
+from opdcl.sampling.rollout import MISMATCH_RATIO, Rollout
 
 logger = logging.getLogger(__name__)
-
-# A token is left out where sampler and trainer differ about its probability by more than this factor.
-MISMATCH_RATIO = 2
 
 # Sums by name over all completion tokens: `loss`, `kl`, `tokens`, ...; 0 where nothing was added.
 Sums = dict[str, float]
@@ -214,8 +211,7 @@ class Grader:
             hint = "lower recover.max_new_tokens, or choose a smaller model"
             raise OpdclError("one sequence alone does not fit into memory", hint)
         self.micro_batch_tokens //= 2
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release()
         logger.warning("out of memory: continuing with micro-batches of %d tokens", self.micro_batch_tokens)
 
 

@@ -30,17 +30,11 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.costs import Work, sized
 from opdcl.model.forward import answer_ids, answer_states
+from opdcl.model.memory import is_out_of_memory
 from opdcl.model.positions import cross_entropy
 from opdcl.rundir.layout import StageDir
 from opdcl.stages.recover import recover
-from opdcl.training import (
-    StageCallback,
-    StageReport,
-    finite_or_skipped,
-    is_out_of_memory,
-    save_adapter,
-    trainer_arguments,
-)
+from opdcl.training import StageCallback, StageReport, finite_or_skipped, save_adapter, trainer_arguments
 
 logger = logging.getLogger(__name__)
 
