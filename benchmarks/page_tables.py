@@ -166,6 +166,8 @@ METHODS = {
 def rivals() -> str:
     """Return scores, R, C and D of the method and its rivals: means over seeds on the same prompts."""
     found = read("methods")
+    if not found:
+        return NOT_MEASURED
     retention, domain = (found["suites"][role] for role in ("retention", "domain"))
     arms = {arm: [row for row in found["rows"] if row["arm"] == arm] for arm in METHODS}
     first = next(row for row in found["rows"] if "tuned" in row["suites"][retention] and row["recovery"])
@@ -181,21 +183,20 @@ def rivals() -> str:
                 of_seeds([100 * row["suites"][s][state] for row in rows], 1) for s in (retention, domain)
             ]
             for key in ("recovery", "closeness", "domain_retention"):
-                values = [row[key]["value"] for row in rows if row[key]]
-                cells.append("" if None in values or not values else of_seeds(values, 2))
+                found_in = [row[key] for row in rows if row[key] and row[key]["value"] is not None]
+                apart = not any("of_seeds" in estimate for estimate in found_in)
+                values = [estimate["value"] for estimate in found_in]
+                cells.append(of_seeds(values, 2, apart) if values else "")
             table.append([METHODS[arm], *cells])
     number = max(len(rows) for rows in arms.values())
     columns = [f"method, {seeds_of(number)}", f"`{retention}`, %", f"`{domain}`, %", "R", "C", "D"]
     return rows_of(columns, unbroken(table, 1))
 
 
-def of_seeds(values: list[float], digits: int) -> str:
-    """Return the mean of one value per seed, and its 95 % interval by Student's t.
-
-    Where seeds share a value, it was kept for all of them together, and there is no interval.
-    """
+def of_seeds(values: list[float], digits: int, apart: bool = True) -> str:
+    """Return the mean of one value per seed, and its 95 % interval by Student's t if they were kept apart."""
     centre = fmean(values)
-    if len({*values}) < max(2, len(values)):
+    if len(values) == 1 or not apart:
         return f"{centre:.{digits}f}"
     half = student(TWO_SIDED, len(values) - 1) * stdev(values) / len(values) ** 0.5
     return f"{centre:.{digits}f} [{centre - half:.{digits}f}, {centre + half:.{digits}f}]"

@@ -254,32 +254,37 @@ def test_without_runs_the_page_says_so(tables, tmp_path, monkeypatch):
 # -- the README's tables
 
 
-def test_rivals_are_those_of_one_comparison(tables, tmp_path, monkeypatch):
+def test_rivals_are_means_over_the_seeds_of_one_comparison(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "HERE", tmp_path)
-    estimate = {"value": 0.5, "low": 0.4, "high": 0.6}
-    scores = {"retention": estimate, "domain": estimate}
-    ratios = {"recovery": estimate, "closeness": estimate | {"value": 0.9}, "domain_retention": None}
-    record = {
-        "headline": {"retention": "instructions", "domain": "handbook"},
-        "references": [
-            {"state": "base", "arms": ["mixing", "ours", "replay"], **scores},
-            {"state": "tuned", "arms": ["mixing"], **scores},
-            {"state": "tuned", "arms": ["ours", "replay"], **scores},
-        ],
-        "arms": [
-            {"name": "mixing", "seeds": 3, "retention": {}, "domain": {}, **dict.fromkeys(ratios)},
-            *({"name": name, "seeds": 3, **scores, **ratios} for name in ("replay", "ours")),
-        ],
-    }
-    write(tmp_path / "methods.json", record)
+
+    def row(arm, seed, score, **more):
+        suite = {"base": 0.5, "tuned": 0.1 if more.get("R") is not None else score, "recovered": score}
+        ratios = ("recovery", "R"), ("closeness", "C"), ("domain_retention", "R")
+        found = {key: None if more.get(name) is None else {"value": more[name]} for key, name in ratios}
+        found["closeness"] = found["closeness"] or {"value": None}
+        return {"arm": arm, "seed": seed, "suites": {"instructions": suite, "handbook": suite}, **found}
+
+    rows = [
+        row("ours", seed, score, R=r, C=r) for seed, score, r in ((0, 0.3, 0.6), (1, 0.4, 0.8), (2, 0.5, 1.0))
+    ]
+    together = [row("replay", seed, 0.2, R=0.4, C=0.3) for seed in range(3)]
+    for one in together:
+        one["closeness"]["of_seeds"] = [0, 1]
+    rows += [*together, *(row("mixing", seed, 0.25) for seed in range(3))]
+    suites = {"retention": "instructions", "domain": "handbook"}
+    write(tmp_path / "methods.json", {"suites": suites, "rows": rows})
     columns, _, base, tuned, ours, replay, mixing = tables.rivals().splitlines()
-    assert columns == "| method, 3 seeds | `instructions` | `handbook` | R | C | D |"
+    assert columns == "| method, 3 seeds | `instructions`, % | `handbook`, % | R | C | D |"
     assert base.startswith("| base | 50.0")
+    assert tuned.startswith("| tuned | 10.0")
+    # The mean of 0.6, 0.8 and 1.0; t of two degrees of freedom is 4.303, and 0.2 / sqrt(3) the standard
+    # error.
+    assert "0.80 [0.30, 1.30]" in ours.replace("\u00a0", " ")
     assert ours.startswith("| **opdcl**")
-    assert replay.startswith("| replay")
-    assert tuned.startswith("| tuned | 50.0")
+    # Kept for several seeds together: a mean without an interval.
+    assert "| 0.30 |" in replay
     assert mixing.startswith("| no recovery; half")
-    assert ours.count("0.90\u00a0[0.40") == 1 or "0.90" in ours
+    assert mixing.endswith("|  |  |  |")
 
 
 def test_quoted_answers_are_those_of_the_run(runs, tmp_path, monkeypatch, tables):
