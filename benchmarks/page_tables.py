@@ -179,9 +179,9 @@ def rivals() -> str:
         if rows:
             # An arm without a recovery is what its fine-tune made.
             state = "recovered" if rows[0]["recovery"] else "tuned"
-            cells = [
-                of_seeds([100 * row["suites"][s][state] for row in rows], 1) for s in (retention, domain)
-            ]
+            apart = not any("of_seeds" in row for row in rows)
+            scores = [[100 * row["suites"][suite][state] for row in rows] for suite in (retention, domain)]
+            cells = [of_seeds(values, 1, apart) for values in scores]
             for key in ("recovery", "closeness", "domain_retention"):
                 found_in = [row[key] for row in rows if row[key] and row[key]["value"] is not None]
                 apart = not any("of_seeds" in estimate for estimate in found_in)

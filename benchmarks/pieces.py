@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from opdcl.results.summary import summarise
 from opdcl.rundir.files import read_json, read_jsonl
+from opdcl.rundir.layout import RunDir
 
 RATIOS = ("recovery", "domain_retention")
 
@@ -40,23 +40,21 @@ def main() -> None:
 
 def piece(run: Path) -> dict[str, Any]:
     """Return the row of a finished run, whose name ends with its seed."""
-    report = [sys.executable, "-m", "opdcl", "report", str(run), "--json"]
-    summary = json.loads(subprocess.run(report, capture_output=True, text=True, check=True).stdout)
-    manifest = read_json(run / "manifest.json")
+    summary, manifest = summarise(RunDir(run)), read_json(run / "manifest.json")
     arm, _, seed = run.name.rpartition("-")
-    row: dict[str, Any] = {"arm": arm, "seed": int(seed), "created": manifest["created"]}
-    row |= {"opdcl": manifest["opdcl"], "machine": manifest["device"]["name"], "seconds": manifest["seconds"]}
+    row: dict[str, Any] = {"arm": arm, "seed": int(seed), "machine": manifest["device"]["name"]}
+    row |= {key: manifest.get(key) for key in ("created", "opdcl", "seconds")}
     row["suites"] = {
         name: {"n": suite["n"], "floor": suite["floor"], **{s: suite[s]["value"] for s in states(suite)}}
         for name, suite in summary["suites"].items()
     }
     row |= {key: summary[key] for key in RATIOS}
-    near = summary["closeness"]
-    row["closeness"] = {key: near[key] for key in ("n", "value", "low", "high", "floor", "writing")}
-    row["closeness"]["distance"] = {s: near[s]["distance"] for s in states(near)}
-    row["closeness"]["written"] = {
-        s: {key: near[s][key]["value"] for key in ("length", "ended", "repetition")} for s in states(near)
-    }
+    if near := summary["closeness"]:
+        row["closeness"] = {key: near[key] for key in ("n", "value", "low", "high", "floor", "writing")}
+        row["closeness"]["distance"] = {s: near[s]["distance"] for s in states(near)}
+        row["closeness"]["written"] = {
+            s: {key: near[s][key]["value"] for key in ("length", "ended", "repetition")} for s in states(near)
+        }
     stages = sorted(run.glob("stages/*recover/metrics.jsonl"))
     steps = [step for file in stages for step in read_jsonl(file) if "author" in step]
     row["written_by"] = dict(

@@ -251,6 +251,26 @@ def test_without_runs_the_page_says_so(tables, tmp_path, monkeypatch):
     assert found == {tables.NOT_MEASURED}
 
 
+def test_finished_runs_become_rows_that_a_later_measurement_replaces(runs, tmp_path, monkeypatch):
+    pieces, record = script("pieces"), tmp_path / "methods.json"
+    folders = []
+    for seed, run in enumerate(runs):
+        folders.append(run.path.rename(tmp_path / f"ours-{seed}"))
+        steps = [{"step": i, "phase": "warm-up", "stream": "general", "author": "teacher"} for i in range(3)]
+        write(RunDir(folders[-1]).stage(2, "recover").metrics, steps)
+    (folders[0] / "report.html").write_text("")
+    (folders[1] / "report.html").write_text("")  # the third is not finished
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["pieces.py", str(record), *map(str, folders)])
+        pieces.main()
+    first, second = json.loads(record.read_text())["rows"]
+    assert (first["arm"], first["seed"], second["seed"]) == ("ours", 0, 1)
+    assert first["suites"]["instructions"] | {"n": 40, "base": 0.8} == first["suites"]["instructions"]
+    # From the floor of 12 of 40: (26 - 12) / (32 - 12).
+    assert first["recovery"]["value"] == pytest.approx(0.7)
+    assert first["written_by"] == {"warm-up general teacher": 3}
+
+
 # -- the README's tables
 
 
