@@ -153,16 +153,13 @@ def measure(backbone: Backbone, served: Served, options: argparse.Namespace, fol
         threading.Thread(target=back, daemon=True).start()
 
     for name, teacher, told in (
-        ("local", {"kind": "base"}, Told("local")),
-        (
-            "on a server",
-            {"kind": "remote", "server": {"url": served.url}},
-            Told("on a server", options.steps // 2, fail),
-        ),
+        ("local", "base", Told("local")),
+        ("on a server", "remote", Told("on a server", options.steps // 2, fail)),
     ):
         config = RecoverConfig(
             domain="handbook",
             general_teacher=teacher,
+            teachers={"remote": {"kind": "remote", "server": {"url": served.url}}},
             loss={"kind": "policy_gradient"},
             steps=options.steps,
             rollouts=16,

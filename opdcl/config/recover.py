@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from opdcl.config.model import ServerSection
 from opdcl.config.section import Auto, Count, Positive, Rate, Sampler, Section, Share
-from opdcl.config.teacher import TEACHER_NAME, LossSection, NamedTeacher, TeacherSection
+from opdcl.config.teacher import BUILT_IN, LossSection, TeacherName, TeacherSection
 from opdcl.config.trainer_fields import check_trainer
+from opdcl.errors import nearest
 
 
 class OnPolicySection(Section):
@@ -74,7 +76,7 @@ UNUSED_BY = {
 
 def _needs_no_loss(recover: RecoverConfig) -> bool:
     # With a teacher on a server, the loss still says which log-probabilities to request.
-    served = any(teacher.server for teacher in recover.all_teachers().values())
+    served = any(teacher.server for teacher in recover.teachers.values())
     return recover.method == "interpolate" and not served
 
 
@@ -105,12 +107,14 @@ class RecoverConfig(Section):
     """Prompts on which tuned is the teacher. Default: the questions of the fine-tune's data."""
     more_domain: Count = 0
     """Further domain prompts, which base writes after the examples in `domain`."""
-    general_teacher: TeacherSection = TeacherSection(kind="base")
-    """Teacher that grades general prompts. `tuned` is a placebo: the student at its start grades itself."""
-    domain_teacher: TeacherSection = TeacherSection(kind="tuned")
-    """Teacher that grades domain prompts."""
-    teachers: dict[Annotated[str, Field(pattern=TEACHER_NAME)], NamedTeacher] = {}
-    """Further teachers by name. Each grades its own `prompts` and those whose `teacher` field names it."""
+    general_teacher: TeacherName = "base"
+    """Teacher of general prompts: `base`, `tuned`, or a name in `teachers`. `tuned` is a placebo: the student
+    at its start grades itself."""
+    domain_teacher: TeacherName = "tuned"
+    """Teacher of domain prompts, likewise."""
+    teachers: dict[TeacherName, TeacherSection] = {}
+    """Further teachers by name. A teacher grades the stream that names it, its own `prompts`, and the domain
+    prompts whose `teacher` field names it."""
     reward: RewardSection | None = None
     """Verifiable reward for general completions, in addition to the teacher."""
     steps: Positive = 96
@@ -183,11 +187,15 @@ class RecoverConfig(Section):
     @model_validator(mode="after")
     def _can_learn(self) -> RecoverConfig:
         check_trainer("recover", self.trainer)
-        if self.general_teacher.begins_as_tuned and self.general_teacher.kind != "tuned":
+        self._check_names()
+        general, domain = self.teacher_of("general"), self.teacher_of("domain")
+        if general.begins_as_tuned and general.kind != "tuned":
             raise ValueError("general_teacher equals the student at the start: use base, or set context")
-        for name, written in {"general": self.general == "self", "domain": self.more_domain}.items():
-            if written and getattr(self, f"{name}_teacher").context is not None:
-                raise ValueError(f"{name}_teacher.context shows answers; prompts that base writes have none")
+        written = {"general": self.general == "self", "domain": self.more_domain}
+        for stream, teacher in {"general": general, "domain": domain}.items():
+            if written[stream] and teacher.context is not None:
+                reason = "has a context, which shows answers; prompts that base writes have none"
+                raise ValueError(f"{stream}_teacher {reason}")
         if self.general is None and not self.reward and (self.general_per_domain or self.method == "general"):
             raise ValueError("without general prompts use method alternating and general_per_domain 0")
         if self.domain_texts == "rows" and self.loss.kind == "policy_gradient":
@@ -196,27 +204,42 @@ class RecoverConfig(Section):
             raise ValueError(
                 "a server returns log-probabilities at temperature 1: remove on_policy.temperature or server"
             )
-        for name, teacher in self.all_teachers().items():
+        for name, teacher in self.teachers.items():
             self._check_teacher(name, teacher)
         if self.reward:
             self._check_reward(self.reward.group)
         return self
 
+    def _check_names(self) -> None:
+        """Refuse a teacher that is not defined, and one that has the name of a built-in teacher."""
+        known = [*BUILT_IN, *self.teachers]
+        for key in ("general_teacher", "domain_teacher"):
+            if (name := getattr(self, key)) not in known:
+                near = nearest(name, known)
+                hint = f"did you mean {near}?" if near else f"define it: recover.teachers.{name}"
+                context = {"key": key, "reason": f"names no teacher {name!r}", "hint": hint}
+                raise PydanticCustomError("teacher", "{reason}", context)
+        if taken := next((name for name in BUILT_IN if name in self.teachers), ""):
+            raise ValueError(f"teachers.{taken}: {taken} is built in; give the teacher another name")
+
     def _check_teacher(self, name: str, teacher: TeacherSection) -> None:
-        domain = self.limit("domain")
-        length = self.max_new_tokens if name == "general_teacher" else domain
+        general = name == self.general_teacher
+        length = self.max_new_tokens if general else self.limit("domain")
         if teacher.skip_tokens >= length:
-            raise ValueError(f"{name}.skip_tokens must be less than the maximum completion length ({length})")
-        if "{feedback}" in (teacher.context or "") and not (self.reward and name == "general_teacher"):
             raise ValueError(
-                f"{name}.context: {{feedback}} needs reward, and only general_teacher receives it"
+                f"teachers.{name}.skip_tokens must be less than the maximum completion length ({length})"
+            )
+        only_general = general and name != self.domain_teacher and not teacher.prompts
+        if "{feedback}" in (teacher.context or "") and not (self.reward and only_general):
+            raise ValueError(
+                f"teachers.{name}.context: {{feedback}} needs reward, and only general_teacher receives it"
             )
         k = teacher.server.top_k if teacher.server else 0
         known = self.loss.kind == "policy_gradient" or (self.loss.kind == "top_k" and self.loss.k <= k)
         if teacher.server and not known:
             raise ValueError(
-                f"{name} is on a server, which returns log-probabilities of the sampled token and the {k} "
-                f"likeliest: use loss.kind policy_gradient, or top_k with loss.k at most {k}"
+                f"teachers.{name} is on a server, which returns log-probabilities of the sampled token and "
+                f"the {k} likeliest: use loss.kind policy_gradient, or top_k with loss.k at most {k}"
             )
 
     def _check_reward(self, group: int) -> None:
@@ -246,7 +269,7 @@ class RecoverConfig(Section):
         """The number of steps in which the teachers write; the student writes in those that follow."""
         return self.steps if self.method == "replay" else self.steps - round(self.lmbda * self.steps)
 
-    def all_teachers(self) -> dict[str, TeacherSection]:
-        """Return every teacher by its key."""
-        named = {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
-        return {"general_teacher": self.general_teacher, "domain_teacher": self.domain_teacher, **named}
+    def teacher_of(self, stream: Literal["general", "domain"], name: str = "") -> TeacherSection:
+        """Return the definition of a named teacher, or of the stream's own."""
+        own = self.general_teacher if stream == "general" else self.domain_teacher
+        return (BUILT_IN | self.teachers)[name or own]

@@ -56,7 +56,7 @@ INSTEAD = {
     "use recover.temperature": "temperature",
     "use recover.max_new_tokens": "max_completion_length",
     "use recover.loss": "beta label_smoothing_factor",
-    "use recover.general_teacher": "teacher_model_name_or_path teacher_model_revision",
+    "use recover.teachers": "teacher_model_name_or_path teacher_model_revision",
     "use recover.server": "use_vllm",
     "use -o": "output_dir",
     "use track": "report_to",

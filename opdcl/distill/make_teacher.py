@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
+from opdcl import parallel
 from opdcl.config.model import ServerSection
 from opdcl.config.teacher import TeacherSection
 from opdcl.distill.losses import token_logprobs
@@ -106,7 +107,7 @@ def reach_own_model(config: ServerSection, backbone: Backbone, notify: Notify) -
 
 def _load_model(config: TeacherSection, backbone: Backbone) -> PreTrainedModel:
     """Load another model on the student's device, if tokenizer and end-of-sequence ids agree."""
-    model_config = config.model.model_copy(update={"device": str(backbone.device)})
+    model_config = config.model.resident(str(backbone.device), parallel.sharded())
     check_same_tokenizer(backbone.tokenizer, load_tokenizer(model_config), f"teacher {model_config.id}")
     model, tokenizer = load_base(model_config)
     refuse_unsupported(model.config)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.teacher import TeacherSection
+from opdcl.config.teacher import BUILT_IN
 from opdcl.data.chat import encode_answer, encode_prompt
 from opdcl.data.rows import Row, check_prompts, load_rows
 from opdcl.distill.reward import load_reward_task, reward_rows
@@ -50,13 +50,6 @@ class Prompts:
     answers: dict[int, list[int]] = field(default_factory=dict)
 
 
-def teacher_section(config: RecoverConfig, stream: Stream, name: str) -> TeacherSection:
-    """Return the configuration of a named teacher, or of the stream's own."""
-    if name:
-        return config.teachers[name]
-    return config.general_teacher if stream == "general" else config.domain_teacher
-
-
 def read_recovery_source(
     config: RecoverConfig,
     read_rows: Callable[..., list[Row]] = load_rows,
@@ -90,11 +83,13 @@ def read_recovery_source(
 
 
 def _check_teacher(config: RecoverConfig, stream: Stream, row: Row) -> None:
-    if row.teacher and row.teacher not in config.teachers:
-        known = ", ".join(config.teachers)
-        hint = f"recover.teachers has {known}" if known else "define it in recover.teachers"
+    if row.teacher and row.teacher not in (known := [*BUILT_IN, *config.teachers]):
+        hint = f"define it in recover.teachers, or name one of {', '.join(known)}"
         raise UsageError(f"{row.where} names an unknown teacher {row.teacher!r}", hint)
-    if not row.answer and teacher_section(config, stream, row.teacher).context is not None:
+    context = config.teacher_of(stream, row.teacher).context
+    if row.teacher and "{feedback}" in (context or ""):
+        raise UsageError(f"{row.where} names the teacher of a reward's answers", "name another teacher")
+    if not row.answer and context is not None:
         hint = "give every row of that teacher an answer"
         raise UsageError(f"{row.where} has no answer for its teacher's context", hint)
 
@@ -142,7 +137,7 @@ def encode_stream(
             raise UsageError(message, "name one teacher per prompt")
         if row.teacher:
             prompts.routes[prompt] = row.teacher
-        context = teacher_section(config, stream, row.teacher).context
+        context = config.teacher_of(stream, row.teacher).context
         if context is not None and row.answer:
             in_context = encode(row.with_context(context, row.answer))
             prompts.contexts.setdefault(row.teacher, {}).setdefault(prompt, in_context)

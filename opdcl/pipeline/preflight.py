@@ -300,7 +300,7 @@ def remarks(workflow: Workflow, tasks: list[Task], sources: Sources) -> list[str
         if several := _questions_with_several_answers(rows):
             notes.append(f"questions with several different answers: {several}")
     if workflow.recover and "recover" in todo:
-        if workflow.recover.general_teacher.begins_as_tuned:
+        if workflow.recover.teacher_of("general").begins_as_tuned:
             notes.append("warning: recover.general_teacher is tuned: a placebo, which wins nothing back")
         prompts = sources.recovery(workflow).rows
         room = text_config(workflow.model).max_position_embeddings

@@ -144,9 +144,12 @@ def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
         rollouts=config.batch_size,
         micro_batch_tokens=2048,
         max_new_tokens=own.max_new_tokens,
-        domain_teacher=TeacherSection(
-            kind="ema", rate=own.rate, context=own.context, skip_tokens=own.skip_tokens
-        ),
+        domain_teacher="average",
+        teachers={
+            "average": TeacherSection(
+                kind="ema", rate=own.rate, context=own.context, skip_tokens=own.skip_tokens
+            )
+        },
         loss=own.loss,
         learning_rate=config.learning_rate,
         save_steps=config.save_steps,

@@ -17,7 +17,7 @@ READ_BY_A_METHOD = {
     **dict.fromkeys(("eval.retention", "eval.domain", "eval.control"), "suites"),
     "recover.general": "source",
     "recover.domain": "source",
-    **dict.fromkeys(("recover.general_teacher", "recover.domain_teacher"), "all_teachers"),
+    **dict.fromkeys(("recover.general_teacher", "recover.domain_teacher"), "teacher_of"),
 }
 # Settings that are read by their dumped name.
 READ_BY_NAME = dict.fromkeys(
@@ -89,8 +89,8 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
         ),
         ({"eval": {"sampler": "slab", "server": SERVER}}, "eval.sampler"),
         ({"recover": {"loss": {"k": 5}}}, "recover.loss.k"),
-        ({"recover": {"general_teacher": {"kind": "base", "rate": 0.5}}}, "recover.general_teacher.rate"),
-        ({"recover": {"domain_teacher": {"kind": "base", "every": 5}}}, "recover.domain_teacher.every"),
+        ({"recover": {"teachers": {"a": {"kind": "base", "rate": 0.5}}}}, "recover.teachers.a.rate"),
+        ({"recover": {"teachers": {"a": {"kind": "base", "every": 5}}}}, "recover.teachers.a.every"),
         ({"recover": {"teachers": {"a": {"kind": "base", "mix": 0.5}}}}, "recover.teachers.a.mix"),
         (
             {"recover": {"teachers": {"a": {"kind": "ema", "reference": "tuned"}}}},
@@ -134,7 +134,8 @@ def test_defaults_that_a_stored_run_names_are_accepted():
 
 def test_interpolation_with_a_remote_teacher_may_name_the_loss_that_the_server_can_serve():
     loss = {"kind": "top_k", "k": 5}
-    assert validate({"recover": {"method": "interpolate", "general_teacher": REMOTE, "loss": loss}})
+    teacher = {"general_teacher": "far", "teachers": {"far": REMOTE}}
+    assert validate({"recover": {"method": "interpolate", "loss": loss, **teacher}})
 
 
 def test_an_override_resets_what_it_makes_meaningless(tmp_path):

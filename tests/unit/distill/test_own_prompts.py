@@ -7,6 +7,7 @@ import os
 import pytest
 from helpers.command import opdcl
 from helpers.families import FAMILIES, make_tokenizer, scripted
+from helpers.teaching import taught
 from helpers.tiny import SLOTS, make_project, make_writer
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -205,7 +206,7 @@ def test_prompts_without_examples_or_with_a_context_are_refused(tmp_path):
             Sources().recovery(validate({"recover": recover}))
     shown = {"kind": "tuned", "context": "{answer} {prompt}"}
     with pytest.raises(UsageError, match="prompts that base writes have none"):
-        validate({"recover": {"domain": general, "more_domain": 5, "domain_teacher": shown}})
+        validate({"recover": {"domain": general, "more_domain": 5, **taught(shown)}})
 
 
 def test_the_number_of_prompts_follows_from_steps_and_rollouts():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.near import ROUNDING, relative_error
 from helpers.recovering import Silent, make_trainer, run, short_recovery, whole_and_resumed
-from helpers.teaching import ROLLOUTS, SHOWN, encode, graded, specialist, states
+from helpers.teaching import ROLLOUTS, SHOWN, encode, graded, specialist, states, taught
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from opdcl.config.recover import RecoverConfig
@@ -161,7 +161,7 @@ def test_skipped_tokens_add_neither_loss_nor_gradient(adapted, tmp_path, context
 
 
 def test_only_the_teacher_sees_the_answer(backbone, answered):
-    config = RecoverConfig(domain=str(answered / "domain.jsonl"), domain_teacher={"kind": "base", **SHOWN})
+    config = RecoverConfig(domain=str(answered / "domain.jsonl"), **taught({"kind": "base", **SHOWN}))
     contexts = encode(config, "domain", backbone).contexts[""]
     assert len(contexts) == 8
     decode = backbone.tokenizer.decode
@@ -171,7 +171,7 @@ def test_only_the_teacher_sees_the_answer(backbone, answered):
 
 
 def test_a_context_refuses_a_row_without_an_answer(backbone, tuned):
-    config = RecoverConfig(domain=str(tuned / "domain.jsonl"), domain_teacher={"kind": "base", **SHOWN})
+    config = RecoverConfig(domain=str(tuned / "domain.jsonl"), **taught({"kind": "base", **SHOWN}))
     with pytest.raises(UsageError, match=r"domain\.jsonl:1 has no answer"):
         encode(config, "domain", backbone)
 
@@ -214,8 +214,8 @@ def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, t
 
     config = short_recovery(
         answered,
-        domain_teacher=teacher,
-        teachers=named,
+        domain_teacher="own",
+        teachers={"own": teacher, **named},
         steps=8,
         lmbda=0.5,
         validate_every=4,
@@ -239,8 +239,9 @@ def test_two_emas_are_independent(backbone, answered):
     config = short_recovery(
         answered,
         general=str(answered / "domain.jsonl"),
-        general_teacher=mean | {"rate": 1.0},
-        domain_teacher=mean | {"rate": 0.0},
+        general_teacher="moving",
+        domain_teacher="still",
+        teachers={"moving": mean | {"rate": 1.0}, "still": mean | {"rate": 0.0}},
         steps=4,
         lmbda=1.0,
         validate_every=4,
@@ -260,12 +261,12 @@ def test_two_emas_are_independent(backbone, answered):
 @pytest.mark.parametrize("teacher", [{"kind": "ema"}, {"kind": "trust_region", "reference": "tuned"}])
 def test_a_general_teacher_that_follows_the_student_is_refused(teacher):
     with pytest.raises(ValueError, match="equals the student at the start"):
-        RecoverConfig(general_teacher=teacher)
+        RecoverConfig(**taught(teacher, "general"))
 
 
 def test_skipping_every_token_is_refused():
     with pytest.raises(ValueError, match="less than the maximum completion length"):
-        RecoverConfig(domain_max_new_tokens=12, domain_teacher={"kind": "base", **SHOWN, "skip_tokens": 12})
+        RecoverConfig(domain_max_new_tokens=12, **taught({"kind": "base", **SHOWN, "skip_tokens": 12}))
 
 
 def test_rows_beyond_the_shared_vocabulary_do_not_count():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.recovering import Silent, short_recovery, train
 from helpers.serving import serving
+from helpers.teaching import taught
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.model import ModelConfig, ServerSection
@@ -298,7 +299,7 @@ def test_a_dry_run_reports_a_server_that_refuses_access(backbone, elsewhere, tmp
             finetune={"data": "handbook"},
             recover={
                 "general": "everyday",
-                "general_teacher": {"kind": "remote", "server": {"url": server.url}},
+                **taught({"kind": "remote", "server": {"url": server.url}}, "general"),
                 "loss": {"kind": "policy_gradient"},
             },
         )
@@ -340,12 +341,12 @@ def test_another_tokenizer_or_an_ambiguous_model_is_refused(backbone, elsewhere)
     ],
 )
 def test_a_loss_that_needs_more_than_a_server_returns_is_refused(settings, supported):
-    teacher = {"kind": "remote", "server": {"url": "http://127.0.0.1:1/v1"}}
+    teacher = taught({"kind": "remote", "server": {"url": "http://127.0.0.1:1/v1"}}, "general")
     if supported:
-        assert RecoverConfig(general_teacher=teacher, **settings).general_teacher.server.top_k == 20
+        assert RecoverConfig(**teacher, **settings).teacher_of("general").kind == "remote"
     else:
         with pytest.raises(ValueError, match="on a server, which returns"):
-            RecoverConfig(general_teacher=teacher, **settings)
+            RecoverConfig(**teacher, **settings)
 
 
 def test_remote_needs_a_server_and_only_remote_takes_one():
@@ -374,7 +375,7 @@ def test_its_completions_have_the_local_models_log_probabilities(backbone, elsew
 def recovery(backbone, tuned, name, general_teacher, loss, **settings):
     config = short_recovery(
         tuned,
-        general_teacher=general_teacher,
+        **taught(general_teacher, "general"),
         loss=loss,
         steps=4,
         health=False,  # a random model may trip a limit

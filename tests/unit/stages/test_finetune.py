@@ -214,7 +214,7 @@ def test_self_distillation_takes_the_settings_of_its_section():
         method="self-distill", data="d", batch_size=8, learning_rate=1e-3, seed=5, self_distill=own
     )
     recovery = as_distillation(config, 16)
-    teacher = recovery.domain_teacher
+    teacher = recovery.teacher_of("domain")
     assert (teacher.kind, teacher.rate, teacher.skip_tokens) == ("ema", 0.2, 2)
     assert (recovery.max_new_tokens, recovery.loss.kind, recovery.seed) == (9, "reverse_kl", 5)
     assert (recovery.steps, recovery.rollouts, recovery.learning_rate) == (10, 8, 1e-3)

@@ -124,7 +124,7 @@ def test_the_shares_of_held_out_kl_are_none_at_tuned_and_all_at_base(backbone, t
 
 
 def test_without_a_distance_between_base_and_teacher_there_is_no_share(backbone, tuned):
-    rows = run(backbone, tuned, steps=2, validate_every=2, domain_teacher={"kind": "base"})
+    rows = run(backbone, tuned, steps=2, validate_every=2, domain_teacher="base")
     measured = [r["validation"] for r in rows if "validation" in r][-1]
     assert measured["domain_kl"] > 0
     assert "domain_kept" not in measured
