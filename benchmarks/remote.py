@@ -203,7 +203,8 @@ def measure(backbone: Backbone, served: Served, options: argparse.Namespace, fol
 
 def throughput(backbone: Backbone, url: str, rollouts: list[Rollout], in_flight: int) -> dict:
     """Time how long the server takes to grade completions with `in_flight` concurrent requests."""
-    server = Server(ServerSection(url=url, concurrency=in_flight), backbone.causal_lm.config.vocab_size)
+    vocabulary = backbone.causal_lm.config.vocab_size
+    server = Server(ServerSection(url=url), vocabulary, in_flight=in_flight)
     try:
         server.grade(rollouts[0].prompt_ids, rollouts[0].completion_ids[:1]).result()  # opens the connection
         began = time.monotonic()

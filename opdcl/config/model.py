@@ -8,7 +8,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from opdcl.config.section import Positive, Section
+from opdcl.config.section import Section
+
+# How many of the likeliest tokens a server is asked for at each position: vLLM's limit, unless it is raised.
+SERVED_TOKENS = 20
 
 
 class TeacherModel(Section):
@@ -81,11 +84,3 @@ class ServerSection(Section):
     """OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1."""
     model: str | None = None
     """Name of the model on the server. Default: the only one it serves."""
-    top_k: Positive = 20
-    """Number of likeliest tokens to request per position. vLLM's default limit is 20."""
-    concurrency: Positive = 16
-    """Maximum number of requests in flight."""
-    timeout: Annotated[float, Field(gt=0)] = 300
-    """Request timeout, in seconds."""
-    patience: Annotated[float, Field(gt=0)] = 600
-    """How long to wait for an unreachable server, in seconds."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from opdcl.config.model import ServerSection
+from opdcl.config.model import SERVED_TOKENS, ServerSection
 from opdcl.config.section import Auto, Count, Positive, Rate, Sampler, Section, Share
 from opdcl.config.teacher import BUILT_IN, LossSection, TeacherName, TeacherSection
 from opdcl.config.trainer_fields import check_trainer
@@ -234,7 +234,7 @@ class RecoverConfig(Section):
             raise ValueError(
                 f"teachers.{name}.context: {{feedback}} needs reward, and only general_teacher receives it"
             )
-        k = teacher.server.top_k if teacher.server else 0
+        k = SERVED_TOKENS
         known = self.loss.kind == "policy_gradient" or (self.loss.kind == "top_k" and self.loss.k <= k)
         if teacher.server and not known:
             raise ValueError(

@@ -22,7 +22,7 @@ Column = Literal["question", "answer", "messages", "text", "system", "teacher", 
 # Sizes of batches are not among them: they change rounding, which training amplifies.
 MACHINE = {"device", "deterministic", "shard"}
 WITHOUT_MEANING = {"save_steps"}
-PLACE = {"url", "concurrency", "timeout", "patience"}
+PLACE = {"url"}
 # Settings that older runs lack, by section. With these values they change nothing, so they are no part of a
 # fingerprint, and a run without them was made with these values.
 ADDED: dict[str, dict[str, Any]] = {
