@@ -32,12 +32,8 @@ class OnPolicySection(Section):
 class UntilSection(Section):
     """Early stopping by held-out KL. With none of these set, recovery runs all its steps."""
 
-    unused = (("domain_floor", lambda s: s.retention is None, "unless until.retention is set"),)
-
     retention: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Stop once this share of the initial general KL is gone and the domain is at `domain_floor` or above."""
-    domain_floor: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Share of the domain needed for `retention` to stop the run: 1 is tuned, 0 is base."""
+    """Stop once this share of the initial general KL is gone, if 95 % of the domain is kept."""
     rollouts: Positive | None = None
     """Stop after this many completions, both streams together."""
     patience: Positive | None = None
@@ -47,8 +43,6 @@ class UntilSection(Section):
 class RewardSection(Section):
     """A verifiable reward besides the teacher: a suite's scorer rates each completion relative to the others
     on its prompt (GRPO, arXiv 2402.03300). The suite's documents replace the general prompts."""
-
-    unused = (("clip", lambda s: s.weight == 0, "when reward.weight is 0"),)
 
     suite: str = Field(min_length=1)
     """Any generative suite. The model learns from its documents, so measure on another suite."""
@@ -60,17 +54,15 @@ class RewardSection(Section):
     """Weight of the teacher's loss on the same tokens, as a dense signal."""
     weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the reward's loss. With 0 the reward only chooses what a teacher with `context` is shown."""
-    clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """How far a token's probability ratio may move before the reward stops pushing it (arXiv 1707.06347)."""
 
 
 ON_POLICY = "on_policy.domain on_policy.reverse on_policy.max_new_tokens on_policy.temperature"
 
 # Method -> settings without effect, and why.
 UNUSED_BY = {
-    "interpolate": (f"lmbda {ON_POLICY} steps trainer weighting domain_texts", "which trains nothing"),
+    "interpolate": (f"lmbda {ON_POLICY} steps trainer weighting", "which trains nothing"),
     "replay": (f"loss.kind lmbda {ON_POLICY}", "which imitates the teachers' answers"),
-    "general": ("general_per_domain more_domain domain_texts", "which has no domain steps"),
+    "general": ("general_per_domain", "which has no domain steps"),
 }
 
 
@@ -91,7 +83,6 @@ class RecoverConfig(Section):
         (f"server {ON_POLICY}", lambda s: s.lmbda == 0, "with lmbda 0: the teachers write all answers"),
         ("on_policy.reverse", lambda s: s.loss.kind != "forward_kl", "unless loss.kind is forward_kl"),
         ("sampler", lambda s: s.server is not None, "with server: the server samples"),
-        ("domain_texts", lambda s: s.lmbda == 1, "with lmbda 1: the student writes all answers"),
     )
 
     method: Literal["alternating", "general", "replay", "interpolate"] = "alternating"
@@ -105,8 +96,6 @@ class RecoverConfig(Section):
     domain steps only."""
     domain: str | None = None
     """Prompts on which tuned is the teacher. Default: the questions of the fine-tune's data."""
-    more_domain: Count = 0
-    """Further domain prompts, which base writes after the examples in `domain`."""
     general_teacher: TeacherName = "base"
     """Teacher of general prompts: `base`, `tuned`, or a name in `teachers`. `tuned` is a placebo: the student
     at its start grades itself."""
@@ -134,9 +123,6 @@ class RecoverConfig(Section):
     warm-up, the teachers write. 1 is on-policy from the first step, 0 is off-policy."""
     on_policy: OnPolicySection = OnPolicySection()
     """What is different where the student writes."""
-    domain_texts: Literal["teacher", "rows"] = "teacher"
-    """Who writes the answers of domain steps, if not the student. `rows`: the rows themselves, where they
-    have answers, so that nothing is sampled. The teacher grades them in any case."""
     sample_ahead: Positive = 3
     """Steps of a stream sampled at once. 1 is strictly on-policy; more use the hardware better, and let long
     completions continue beside the next ones."""
@@ -188,18 +174,14 @@ class RecoverConfig(Section):
     def _can_learn(self) -> RecoverConfig:
         check_trainer("recover", self.trainer)
         self._check_names()
-        general, domain = self.teacher_of("general"), self.teacher_of("domain")
+        general = self.teacher_of("general")
         if general.begins_as_tuned and general.kind != "tuned":
             raise ValueError("general_teacher equals the student at the start: use base, or set context")
-        written = {"general": self.general == "self", "domain": self.more_domain}
-        for stream, teacher in {"general": general, "domain": domain}.items():
-            if written[stream] and teacher.context is not None:
-                reason = "has a context, which shows answers; prompts that base writes have none"
-                raise ValueError(f"{stream}_teacher {reason}")
+        if self.general == "self" and general.context is not None:
+            reason = "has a context, which shows answers; prompts that base writes have none"
+            raise ValueError(f"general_teacher {reason}")
         if self.general is None and not self.reward and (self.general_per_domain or self.method == "general"):
             raise ValueError("without general prompts use method alternating and general_per_domain 0")
-        if self.domain_texts == "rows" and self.loss.kind == "policy_gradient":
-            raise ValueError("loss.kind policy_gradient needs sampled answers: set domain_texts teacher")
         if self.server and self.on_policy.temperature != 1:
             raise ValueError(
                 "a server returns log-probabilities at temperature 1: remove on_policy.temperature or server"
@@ -223,13 +205,7 @@ class RecoverConfig(Section):
             raise ValueError(f"teachers.{taken}: {taken} is built in; give the teacher another name")
 
     def _check_teacher(self, name: str, teacher: TeacherSection) -> None:
-        general = name == self.general_teacher
-        length = self.max_new_tokens if general else self.limit("domain")
-        if teacher.skip_tokens >= length:
-            raise ValueError(
-                f"teachers.{name}.skip_tokens must be less than the maximum completion length ({length})"
-            )
-        only_general = general and name != self.domain_teacher and not teacher.prompts
+        only_general = name == self.general_teacher != self.domain_teacher and not teacher.prompts
         if "{feedback}" in (teacher.context or "") and not (self.reward and only_general):
             raise ValueError(
                 f"teachers.{name}.context: {{feedback}} needs reward, and only general_teacher receives it"

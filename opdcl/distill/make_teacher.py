@@ -47,21 +47,19 @@ def make_teacher(
     """
     match config.kind:
         case "live":
-            teacher = Teacher(backbone, "student", contexts)
+            return Teacher(backbone, "student", contexts)
         case "adapter":
-            teacher = Teacher(backbone, state, contexts)
+            return Teacher(backbone, state, contexts)
         case "ema":
-            teacher = EmaTeacher(backbone, state, config.rate, config.every, contexts)
+            return EmaTeacher(backbone, state, config.rate, config.every, contexts)
         case "trust_region":
-            teacher = TrustRegionTeacher(backbone, config.reference, config.mix, contexts)
+            return TrustRegionTeacher(backbone, config.reference, config.mix, contexts)
         case "model":
-            teacher = SecondModel(backbone, _load_model(config, backbone), contexts)
+            return SecondModel(backbone, _load_model(config, backbone), contexts)
         case "remote":
-            teacher = RemoteTeacher(backbone, reach_server(config.server, backbone, notify), contexts)
+            return RemoteTeacher(backbone, reach_server(config.server, backbone, notify), contexts)
         case frozen:
-            teacher = Teacher(backbone, frozen, contexts)
-    teacher.skip_tokens = config.skip_tokens
-    return teacher
+            return Teacher(backbone, frozen, contexts)
 
 
 def reach_server(config: ServerSection, backbone: Backbone, notify: Notify) -> Server:

@@ -163,9 +163,8 @@ class Timetable:
             tokenizer = self.sources.tokenizer(self.workflow.model)
             room = text_config(self.workflow.model).max_position_embeddings
             streams = {s: encode_stream(config, source, s, tokenizer, room) for s in STREAMS}
-            given = {i: ids[: config.limit("domain")] for i, ids in streams["domain"].answers.items()}
             dynamic = [s for s in STREAMS if config.teacher_of(s).kind in DYNAMIC]
-            work = RecoveryWork.of(config, self.costs, streams, given if config.lmbda < 1 else {}, dynamic)
+            work = RecoveryWork.of(config, self.costs, streams, dynamic)
             self._recoveries[task.name] = work
             self._general = streams["general"].train
             if task.name == "recover" and self._learned and config.source("domain"):

@@ -75,10 +75,9 @@ def recover(
             reward = Reward(config.reward, source.reward_task, rows, backbone, context, report.note)
         steps = plan_steps(config, len(train["general"]), len(train["domain"]))
         selection = Selection(config, grader, reward)
-        answers = streams["domain"].answers
-        queue = RolloutQueue(config, steps, train, student, teachers, selection, answers)
+        queue = RolloutQueue(config, steps, train, student, teachers, selection)
         dynamic = [stream for stream, teacher in teachers.items() if teacher.is_dynamic]
-        work = RecoveryWork.of(config, backbone.costs, streams, queue.answers, dynamic)
+        work = RecoveryWork.of(config, backbone.costs, streams, dynamic)
         _train(config, grader, queue, {s: p.held_out for s, p in streams.items()}, work, out, report)
     with folder_appears_whole(out.adapter) as folder:
         shutil.copytree(out.trainer / "best", folder, dirs_exist_ok=True)

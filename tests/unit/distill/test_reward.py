@@ -55,7 +55,7 @@ def test_a_token_that_has_moved_far_enough_is_pushed_no_further(advantage, drift
     log_p = torch.randn(1, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1).requires_grad_()
     token = torch.tensor([2])
     sampler = log_p.detach()[:, 2] - drift
-    loss = clipped_gradient(log_p, token, sampler, torch.tensor([float(advantage)]), clip=0.2)
+    loss = clipped_gradient(log_p, token, sampler, torch.tensor([float(advantage)]))
     loss.sum().backward()
     ratio = torch.tensor(drift).exp()
     expected = torch.zeros(1, 5)

@@ -4,9 +4,8 @@ import json
 
 import pytest
 import torch
-from helpers.near import ROUNDING, relative_error
 from helpers.recovering import Silent, make_trainer, run, short_recovery, whole_and_resumed
-from helpers.teaching import ROLLOUTS, SHOWN, encode, graded, specialist, states, taught
+from helpers.teaching import ROLLOUTS, SHOWN, encode, specialist, states, taught
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from opdcl.config.recover import RecoverConfig
@@ -14,11 +13,10 @@ from opdcl.config.teacher import LossSection, TeacherSection
 from opdcl.distill.losses import token_losses
 from opdcl.distill.make_teacher import make_teacher
 from opdcl.distill.prompts import read_recovery_source
-from opdcl.distill.teachers import EmaTeacher, Teacher, TrustRegionTeacher, sequence
+from opdcl.distill.teachers import EmaTeacher, Teacher, TrustRegionTeacher
 from opdcl.errors import UsageError
 from opdcl.model.compatibility import check_same_tokenizer, differences
 from opdcl.model.distributions import HiddenStates
-from opdcl.model.forward import answer_states
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.stages.recover import recover
@@ -137,29 +135,6 @@ def test_a_frozen_copy_keeps_its_context(adapted, section, frozen, expected):
     assert not torch.allclose(states(copy), states(Teacher(adapted, expected)), atol=1e-3)
 
 
-@pytest.mark.parametrize("contexts", [None, CONTEXTS], ids=["same prompt", "context"])
-def test_skipped_tokens_add_neither_loss_nor_gradient(adapted, tmp_path, contexts):
-    teacher = make_teacher(TeacherSection(kind="tuned", skip_tokens=2), adapted, contexts)
-    sums, gradient = graded(adapted, tmp_path, teacher)
-    tokens = torch.tensor([t for r in ROLLOUTS for t in r.completion_ids])
-    counted = torch.cat([torch.arange(len(r.completion_ids)) >= 2 for r in ROLLOUTS])
-    sequences = [sequence(r.prompt_ids, r.completion_ids) for r in ROLLOUTS]
-    adapted.peft.zero_grad()
-    losses = token_losses(
-        answer_states(adapted.causal_lm, sequences),
-        adapted.head_VH,
-        teacher.distribution(ROLLOUTS),
-        tokens,
-        torch.zeros(len(tokens)),
-        1.0,
-        LossSection(),
-    )
-    (losses.loss[counted].sum() / len(tokens)).backward()
-    expected = torch.cat([p.grad.flatten() for p in adapted.peft.parameters() if p.grad is not None])
-    assert sums["loss"] == pytest.approx(float(losses.loss[counted].sum()), rel=1e-4)
-    assert relative_error(gradient, expected) < ROUNDING
-
-
 def test_only_the_teacher_sees_the_answer(backbone, answered):
     config = RecoverConfig(domain=str(answered / "domain.jsonl"), **taught({"kind": "base", **SHOWN}))
     contexts = encode(config, "domain", backbone).contexts[""]
@@ -184,7 +159,7 @@ def test_a_context_needs_prompt_and_answer(context):
 
 TEACHERS = [
     {"kind": "ema", "rate": 0.5, **SHOWN},
-    {"kind": "live", **SHOWN, "skip_tokens": 1},
+    {"kind": "live", **SHOWN},
     {"kind": "trust_region", "reference": "tuned", "mix": 0.2},
     {"kind": "ema", "rate": 0.0, **SHOWN},
     {"kind": "base", **SHOWN},
@@ -262,11 +237,6 @@ def test_two_emas_are_independent(backbone, answered):
 def test_a_general_teacher_that_follows_the_student_is_refused(teacher):
     with pytest.raises(ValueError, match="equals the student at the start"):
         RecoverConfig(**taught(teacher, "general"))
-
-
-def test_skipping_every_token_is_refused():
-    with pytest.raises(ValueError, match="less than the maximum completion length"):
-        RecoverConfig(domain_max_new_tokens=12, **taught({"kind": "base", **SHOWN, "skip_tokens": 12}))
 
 
 def test_rows_beyond_the_shared_vocabulary_do_not_count():

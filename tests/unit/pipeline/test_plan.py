@@ -267,12 +267,6 @@ def test_another_model_is_measured_again_and_says_why(done):
     assert "changed" in tasks["base/handbook"].why
 
 
-def test_no_further_domain_prompts_leave_a_recovery_its_fingerprint(run):
-    """So runs that were made before there was such a setting keep theirs."""
-    assert "more_domain" not in plan(FULL, run)["recover"].inputs
-    assert plan(changed("recover", more_domain=5), run)["recover"].inputs["more_domain"] == 5
-
-
 def test_settings_of_the_chat_template_that_are_not_set_leave_a_model_its_hash(run):
     """So runs that were made before there were such settings keep their fingerprints."""
     before = {"id": "tiny", "revision": None, "trust_remote_code": False}

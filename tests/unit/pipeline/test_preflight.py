@@ -57,6 +57,7 @@ REFUSED = {
         [
             "recover.reward.suite=instructions_train",
             "recover.keep=last",
+            "recover.lmbda=1",
             "recover.rollouts=8",
             "recover.general_teacher=shown",
             f"recover.teachers.shown={{kind: live, context: '{{prompt}} {{answer}} {'word ' * 600}'}}",

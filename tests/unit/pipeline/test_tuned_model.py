@@ -25,7 +25,7 @@ FLOAT = ("--set", "model.dtype=float32")
 MEASURE = ("--retention", "instructions", "--limit", "4", "--set", "eval.max_new_tokens=6", *FLOAT)
 SMALL = (
     *("recover.steps=2", "recover.rollouts=4", "recover.max_new_tokens=6", "recover.validation_prompts=2"),
-    *("recover.health.watch=false", "recover.keep=last", "recover.learning_rate=1e-2"),
+    *("recover.health=false", "recover.keep=last", "recover.learning_rate=1e-2"),
 )
 RECOVER = (
     *("--prompts", "prompts.jsonl", "--domain", "rows.jsonl"),
