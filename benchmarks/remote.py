@@ -153,16 +153,13 @@ def measure(backbone: Backbone, served: Served, options: argparse.Namespace, fol
         threading.Thread(target=back, daemon=True).start()
 
     for name, teacher, told in (
-        ("local", {"kind": "base"}, Told("local")),
-        (
-            "on a server",
-            {"kind": "remote", "server": {"url": served.url}},
-            Told("on a server", options.steps // 2, fail),
-        ),
+        ("local", "base", Told("local")),
+        ("on a server", "remote", Told("on a server", options.steps // 2, fail)),
     ):
         config = RecoverConfig(
             domain="handbook",
             general_teacher=teacher,
+            teachers={"remote": {"kind": "remote", "server": {"url": served.url}}},
             loss={"kind": "policy_gradient"},
             steps=options.steps,
             rollouts=16,
@@ -206,7 +203,8 @@ def measure(backbone: Backbone, served: Served, options: argparse.Namespace, fol
 
 def throughput(backbone: Backbone, url: str, rollouts: list[Rollout], in_flight: int) -> dict:
     """Time how long the server takes to grade completions with `in_flight` concurrent requests."""
-    server = Server(ServerSection(url=url, concurrency=in_flight), backbone.causal_lm.config.vocab_size)
+    vocabulary = backbone.causal_lm.config.vocab_size
+    server = Server(ServerSection(url=url), vocabulary, in_flight=in_flight)
     try:
         server.grade(rollouts[0].prompt_ids, rollouts[0].completion_ids[:1]).result()  # opens the connection
         began = time.monotonic()

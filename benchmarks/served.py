@@ -58,7 +58,7 @@ def main() -> None:
         try:
             process.start()
             version = process.version()
-            place = ServerSection(url=options.url, model="base", concurrency=8, timeout=600)
+            place = ServerSection(url=options.url, model="base")
             found = [
                 compare(run, workflow, backbone, place, suite, state, options, Path(folder))
                 for suite in options.suites

@@ -67,7 +67,8 @@ def main() -> None:
 def measure(backbone: Backbone):
     """Yield one row per claim."""
     section = {"kind": "base", "context": CONTEXT}
-    config = RecoverConfig(domain="handbook", domain_teacher=section, validation_prompts=PROMPTS)
+    teachers = {"domain_teacher": "shown", "teachers": {"shown": section}}
+    config = RecoverConfig(domain="handbook", validation_prompts=PROMPTS, **teachers)
     prompts = encode_stream(
         config, read_recovery_source(config), "domain", backbone.tokenizer, backbone.context_length
     )

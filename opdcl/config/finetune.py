@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from opdcl.config.section import Auto, Count, Positive, Rate, Section, Share
+from opdcl.config.section import Auto, Positive, Rate, Section, Share
 from opdcl.config.teacher import LossKind, LossSection
 from opdcl.config.trainer_fields import check_trainer
-
-
-def _never_packed(value: Any) -> Any:
-    """Read `auto` of earlier versions, which stored runs name, as what it did."""
-    return "off" if value == "auto" else value
 
 
 class LoraSection(Section):
@@ -53,16 +48,11 @@ class SelfDistillSection(Section):
     """Loss and its parameters."""
     max_new_tokens: Positive = 64
     """Maximum completion length, in tokens."""
-    skip_tokens: Count = 0
-    """Tokens at the start of each completion to leave out of the loss, where a teacher that has seen the
-    answer tends to show it."""
 
     @model_validator(mode="after")
     def _can_teach(self) -> SelfDistillSection:
         if "{answer}" not in self.context or "{prompt}" not in self.context:
             raise ValueError("context needs {prompt} and {answer}")
-        if self.skip_tokens >= self.max_new_tokens:
-            raise ValueError(f"skip_tokens must be less than max_new_tokens ({self.max_new_tokens})")
         return self
 
 
@@ -118,11 +108,10 @@ class FinetuneConfig(Section):
     unused = (
         ("self_distill", lambda s: s.method == "sft", "unless finetune.method is self-distill"),
         (
-            "max_length long_rows packing lora.dropout loss replay",
+            "max_length long_rows lora.dropout loss replay",
             lambda s: s.method != "sft",
             "with method self-distill, which samples",
         ),
-        ("loss", lambda s: s.packing == "on", "with packing, which only has cross-entropy"),
     )
 
     method: Literal["sft", "self-distill"] = "sft"
@@ -151,9 +140,6 @@ class FinetuneConfig(Section):
     empty_answers: Literal["refuse", "skip"] = "refuse"
     """What to do with rows whose answer is empty or missing. `refuse`: stop before training and say how many
     there are. `skip`: leave them out."""
-    packing: Annotated[Literal["on", "off"], BeforeValidator(_never_packed)] = "off"
-    """`on`: put the rows of a step into one sequence, without padding. Steps, rows and results stay the same;
-    it pays where rows of one step differ in length and the model has a flash-attention kernel."""
     loss: AnswerLossSection = AnswerLossSection()
     """Loss of the answer tokens, those of replayed rows too. Default: cross-entropy."""
     replay: ReplaySection = ReplaySection()

@@ -35,7 +35,7 @@ PATH_FIELDS = (
     "*model.chat_template",
     *("model.id", "start", "finetune.data", "recover.general", "recover.domain", "eval.data.*"),
     "eval.closeness",
-    *("finetune.replay.prompts", "recover.*_teacher.model.id", "recover.*_teacher.adapter"),
+    "finetune.replay.prompts",
     *("recover.teachers.*.model.id", "recover.teachers.*.adapter", "recover.teachers.*.prompts"),
 )
 

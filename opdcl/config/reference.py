@@ -150,7 +150,7 @@ def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
             lines[key] = f"unknown key {key}{where}{': ' if reason else ''}{reason}"
         elif error["type"] == "missing":
             lines[key] = f"{key} is required{where}"
-        elif error["type"] in ("no_effect", "suite", "trainer", "quantized"):
+        elif error["type"] in ("no_effect", "suite", "teacher", "trainer", "quantized"):
             hints[key] = context.get("hint") or "remove the setting"
             lines[key] = f"{key} {error['msg']}{where}"
         elif words := next((words for words, types in WORDS.items() if error["type"] in types.split()), ""):

@@ -22,7 +22,7 @@ Column = Literal["question", "answer", "messages", "text", "system", "teacher", 
 # Sizes of batches are not among them: they change rounding, which training amplifies.
 MACHINE = {"device", "deterministic", "shard"}
 WITHOUT_MEANING = {"save_steps"}
-PLACE = {"url", "concurrency", "timeout", "patience"}
+PLACE = {"url"}
 # Settings that older runs lack, by section. With these values they change nothing, so they are no part of a
 # fingerprint, and a run without them was made with these values.
 ADDED: dict[str, dict[str, Any]] = {
@@ -105,12 +105,15 @@ class Workflow(Section):
         return value
 
     def teachers(self) -> dict[str, TeacherSection]:
-        """Return every teacher by its key; none without a recovery."""
-        return self.recover.all_teachers() if self.recover else {}
+        """Return the teachers that the recovery defines, by name."""
+        return self.recover.teachers if self.recover else {}
 
     def models(self) -> list[ModelConfig]:
         """Return the models that the run loads: its base, and those of teachers."""
-        return [self.model, *(teacher.model for teacher in self.teachers().values() if teacher.model)]
+        return [
+            self.model,
+            *(teacher.model.resident() for teacher in self.teachers().values() if teacher.model),
+        ]
 
     def data_sources(self) -> dict[str, str]:
         """Return the sources of all rows by their keys."""
@@ -127,7 +130,9 @@ class Workflow(Section):
 
     def adapters(self) -> dict[str, str]:
         """Return the adapters that the run starts from or learns from: key -> path or Hub id."""
-        places = {f"recover.{name}.adapter": teacher.adapter for name, teacher in self.teachers().items()}
+        places = {
+            f"recover.teachers.{name}.adapter": teacher.adapter for name, teacher in self.teachers().items()
+        }
         return {key: place for key, place in {"start": self.start, **places}.items() if place}
 
 

@@ -180,15 +180,11 @@ class Grader:
         return student, losses, sampler_N
 
     def _weights(self, batch: MicroBatch, mean_length: float) -> torch.Tensor:
-        """Return each token's weight, `(N,)`; 0 for `skip_tokens`, and less if truncated.
-
-        Over a step in which nothing is left out, the weights have the mean 1.
-        """
-        weights = []
-        for rollout, length in zip(batch.rollouts, batch.lengths, strict=True):
-            weight_N = token_weights(length, rollout.finished, self.config.weighting, mean_length)
-            weight_N[: batch.teacher.skip_tokens] = 0.0
-            weights.append(weight_N if rollout.finished else weight_N * self.config.loss.unfinished)
+        """Return each token's weight, `(N,)`; over a step they have the mean 1."""
+        weights = [
+            token_weights(length, rollout.finished, self.config.weighting, mean_length)
+            for rollout, length in zip(batch.rollouts, batch.lengths, strict=True)
+        ]
         return torch.cat(weights).to(self.backbone.device) * (not batch.filler)
 
     def _micro_batches(self, rollouts: list[Rollout], teacher: AnyTeacher) -> Iterator[MicroBatch]:

@@ -51,9 +51,6 @@ class Teacher:
     It sees the prompts in `contexts` in place of the student's, and all others unchanged.
     """
 
-    # Tokens at the start of each completion that this teacher does not grade.
-    skip_tokens = 0
-
     def __init__(self, backbone: Backbone, state: State, contexts: Contexts | None = None):
         self.backbone, self.state, self.contexts = backbone, state, contexts or {}
 

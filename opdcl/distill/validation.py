@@ -41,6 +41,9 @@ SAMPLES_PER_MEASUREMENT = 8
 # A KL as a share: of tuned's general KL the part recovered, of the domain the part kept (base keeps none).
 SHARES = {"general_kl": "general_recovered", "domain_kl": "domain_kept"}
 
+# Share of the domain that has to be kept where `until.retention` stops the run: 1 is tuned, 0 is base.
+DOMAIN_FLOOR = 0.95
+
 # Nats per token below which a KL is noise and a share of it says nothing.
 KL_NOISE = 1e-3
 
@@ -216,7 +219,7 @@ class Validation(TrainerCallback):
         if shares is None:
             return ""
         general, domain = shares.get("general_recovered", 0.0), shares.get("domain_kept", 1.0)
-        if until.retention and general >= until.retention and domain >= until.domain_floor:
+        if until.retention and general >= until.retention and domain >= DOMAIN_FLOOR:
             return f"{general:.0%} of the general KL is recovered, and {domain:.0%} of the domain is kept"
         since = self.measurements.since_best
         if until.patience and since >= until.patience:

@@ -20,7 +20,7 @@ from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.chat import encode_prompt
-from opdcl.distill.prompts import RecoverySource, encode_stream, teacher_section
+from opdcl.distill.prompts import RecoverySource, encode_stream
 from opdcl.distill.schedule import STREAMS, Stream
 from opdcl.distill.work import RecoveryWork, answer_name
 from opdcl.model.adapters import tuned_model
@@ -163,9 +163,8 @@ class Timetable:
             tokenizer = self.sources.tokenizer(self.workflow.model)
             room = text_config(self.workflow.model).max_position_embeddings
             streams = {s: encode_stream(config, source, s, tokenizer, room) for s in STREAMS}
-            given = {i: ids[: config.limit("domain")] for i, ids in streams["domain"].answers.items()}
-            dynamic = [s for s in STREAMS if teacher_section(config, s, "").kind in DYNAMIC]
-            work = RecoveryWork.of(config, self.costs, streams, given if config.lmbda < 1 else {}, dynamic)
+            dynamic = [s for s in STREAMS if config.teacher_of(s).kind in DYNAMIC]
+            work = RecoveryWork.of(config, self.costs, streams, dynamic)
             self._recoveries[task.name] = work
             self._general = streams["general"].train
             if task.name == "recover" and self._learned and config.source("domain"):

@@ -260,7 +260,7 @@ def test_served_answers_as_in_the_process(script, server, backbone, finished, tm
     script("remote")
     served, run = script("served"), RunDir(finished)
     workflow = Workflow.model_validate(read_json(run.config)["workflow"])
-    place = ServerSection(url=server.url, model="teacher", concurrency=4)
+    place = ServerSection(url=server.url, model="teacher")
     limited = Namespace(limit=3)
     row = served.compare(run, workflow, backbone, place, "questions", "recovered", limited, tmp_path)
     assert (row["n"], row["differing"], row["served"]) == (3, 0, row["local"])

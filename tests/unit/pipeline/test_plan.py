@@ -267,12 +267,6 @@ def test_another_model_is_measured_again_and_says_why(done):
     assert "changed" in tasks["base/handbook"].why
 
 
-def test_no_further_domain_prompts_leave_a_recovery_its_fingerprint(run):
-    """So runs that were made before there was such a setting keep theirs."""
-    assert "more_domain" not in plan(FULL, run)["recover"].inputs
-    assert plan(changed("recover", more_domain=5), run)["recover"].inputs["more_domain"] == 5
-
-
 def test_settings_of_the_chat_template_that_are_not_set_leave_a_model_its_hash(run):
     """So runs that were made before there were such settings keep their fingerprints."""
     before = {"id": "tiny", "revision": None, "trust_remote_code": False}
@@ -315,12 +309,13 @@ def test_a_stage_of_an_earlier_version_says_why_it_cannot_be_trusted(done):
     assert "an earlier version of opdcl" in task.why
 
 
-def test_a_teachers_machine_settings_redo_nothing(run):
+def test_a_teachers_model_is_a_part_of_the_result(run):
     def fingerprint(**model):
-        teacher = {"kind": "model", "model": {"id": "bigger", **model}}
-        return plan({**FULL, "recover": RECOVER | {"general_teacher": teacher}}, run)["recover"].fingerprint
+        teachers = {"big": {"kind": "model", "model": {"id": "bigger", **model}}}
+        recover = RECOVER | {"general_teacher": "big", "teachers": teachers}
+        return plan({**FULL, "recover": recover}, run)["recover"].fingerprint
 
-    assert fingerprint() == fingerprint(device="cpu", shard=True)
+    assert fingerprint() == fingerprint(trust_remote_code=False)
     assert fingerprint() != fingerprint(dtype="float32")
 
 
@@ -344,9 +339,9 @@ def test_an_added_suite_is_the_only_one_measured(done):
 def test_where_a_server_is_does_not_matter_but_that_there_is_one_does(run):
     def fingerprint(**server):
         teacher = {"kind": "remote", "server": {"url": "http://one:8000/v1", **server}}
-        recover = RECOVER | {"general_teacher": teacher, "loss": {"kind": "policy_gradient"}}
+        teachers = {"general_teacher": "far", "teachers": {"far": teacher}}
+        recover = RECOVER | {"loss": {"kind": "policy_gradient"}, **teachers}
         return plan({**FULL, "recover": recover}, run)["recover"].fingerprint
 
-    assert fingerprint() == fingerprint(url="http://two:9000/v1", patience=9, concurrency=3)
-    assert fingerprint() != fingerprint(top_k=5)
+    assert fingerprint() == fingerprint(url="http://two:9000/v1")
     assert fingerprint() != fingerprint(model="other")

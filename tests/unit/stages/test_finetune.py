@@ -209,13 +209,13 @@ def test_a_last_part_of_an_epoch_counts_as_a_step():
 
 
 def test_self_distillation_takes_the_settings_of_its_section():
-    own = {"rate": 0.2, "skip_tokens": 2, "max_new_tokens": 9, "loss": {"kind": "reverse_kl"}}
+    own = {"rate": 0.2, "max_new_tokens": 9, "loss": {"kind": "reverse_kl"}}
     config = FinetuneConfig(
         method="self-distill", data="d", batch_size=8, learning_rate=1e-3, seed=5, self_distill=own
     )
     recovery = as_distillation(config, 16)
-    teacher = recovery.domain_teacher
-    assert (teacher.kind, teacher.rate, teacher.skip_tokens) == ("ema", 0.2, 2)
+    teacher = recovery.teacher_of("domain")
+    assert (teacher.kind, teacher.rate) == ("ema", 0.2)
     assert (recovery.max_new_tokens, recovery.loss.kind, recovery.seed) == (9, "reverse_kl", 5)
     assert (recovery.steps, recovery.rollouts, recovery.learning_rate) == (10, 8, 1e-3)
     assert "lmbda" in recovery.model_fields_set  # the default is another recipe's, and has changed before
@@ -256,16 +256,6 @@ def test_the_student_writes_every_step_of_self_distillation_whoever_writes_in_th
     assert len(writers) == 12 + 4  # four epochs of three batches, then the recovery
     assert writers[:12] == [{"student"}] * 12
     assert writers[12:] == ([{"student"}] * 4 if share else [{"base"}, {"tuned"}] * 2)
-
-
-@pytest.mark.parametrize("batch_size", [3, 8])
-def test_packed_rows_are_learned_as_often_as_separate_ones(learn, batch_size):
-    """Every step has the same rows, so also the same loss and gradient."""
-    apart, steps = learn("apart", batch_size=batch_size)
-    packed, packed_steps = learn("packed", batch_size=batch_size, packing="on")
-    assert len(steps) == (6 if batch_size == 3 else 2)  # two epochs of eight rows
-    assert packed_steps == [pytest.approx(step, rel=1e-3) for step in steps]
-    assert all(torch.allclose(packed[name], apart[name], atol=2e-5) for name in apart)
 
 
 def test_a_fault_that_is_no_lack_of_memory_ends_the_fine_tune(learn, memory_for):
