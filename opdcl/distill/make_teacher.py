@@ -51,7 +51,7 @@ def make_teacher(
         case "adapter":
             return Teacher(backbone, state, contexts)
         case "ema":
-            return EmaTeacher(backbone, state, config.rate, config.every, contexts)
+            return EmaTeacher(backbone, state, config.rate, contexts)
         case "trust_region":
             return TrustRegionTeacher(backbone, config.reference, config.mix, contexts)
         case "model":

@@ -101,10 +101,10 @@ def test_a_repeated_key_is_refused_with_its_line(write):
         ("recover:\n  seed: 1\n  stepz: 3\n", "recover.stepz", 3, "recover.steps"),
         ("name: x\nrecovr: {}\n", "recovr", 2, "recover"),
         (
-            "finetune:\n  data: d\n  lora:\n    rnk: 8\n    dropot: 0\n",
-            "finetune.lora.dropot",
+            "finetune:\n  data: d\n  lora:\n    rnk: 8\n    alfa: 0\n",
+            "finetune.lora.alfa",
             5,
-            "finetune.lora.dropout",
+            "finetune.lora.alpha",
         ),
     ],
 )
@@ -184,7 +184,7 @@ def test_removed_keys_of_a_stored_run_are_left_out():
         load_tree(stored, {}, ["eval.seed=1"], {}, "eval")
 
 
-@pytest.mark.parametrize("section", ["recover.loss", "finetune.self_distill.loss"])
+@pytest.mark.parametrize("section", ["recover.loss"])
 @pytest.mark.parametrize("key", ["beta", "rescaled", "unsure_above", "discount", "cap"])
 def test_a_removed_key_names_its_replacement(section, key):
     fault = complaint(["quickstart"], [f"{section}.{key}=0.5"])
