@@ -117,6 +117,8 @@ def test_defaults_that_a_stored_run_names_are_accepted():
         {"method": "general"},
         {"server": SERVER, "lmbda": 1.0},
         {"health": False},
+        {"general_teacher": "far", "teachers": {"far": REMOTE}, "loss": {"kind": "policy_gradient"}},
+        {"domain_teacher": "big", "teachers": {"big": {"kind": "model", "model": {"id": "b"}}}},
         REWARD,
     ):
         workflow = validate({"finetune": {"data": "d"}, "recover": recover, "eval": {"server": SERVER}})
