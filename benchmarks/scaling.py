@@ -133,7 +133,7 @@ class Step:
         teachers = {"general": Teacher(self.backbone, "base")}
         grader = Grader(self.backbone, config, teachers)
         student, plan = Teacher(self.backbone, "student"), plan_steps(config, len(lengths), 0)
-        queue = RolloutQueue(config, plan, prompts, student, teachers, Selection(config, grader))
+        queue = RolloutQueue(config, plan, prompts, student, teachers, Selection(config))
         self.backbone.peft.train()
         times, found = [], []
         for _ in range(repeats + 1):

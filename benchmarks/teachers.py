@@ -93,7 +93,7 @@ def measure(backbone: Backbone):
         "KL {:.1e}",
     )
     yield row("tuned", "differs from the student", kl(tuned), lambda x: x > 0.01, "KL {:.3f}")
-    mean = EmaTeacher(backbone, "mean", 0.0, 1)
+    mean = EmaTeacher(backbone, "mean", 0.0)
     mean.after_step(1)
     yield row(
         "ema, rate 0",

@@ -280,7 +280,7 @@ def ours(arm, options, folder, clock, lengths):
     teachers = {"general": Teacher(backbone, "base")}
     grader = Grader(backbone, config, teachers)
     steps, student = plan_steps(config, options.prompts, 0), Teacher(backbone, "student")
-    queue = RolloutQueue(config, steps, prompts, student, teachers, Selection(config, grader))
+    queue = RolloutQueue(config, steps, prompts, student, teachers, Selection(config))
     trainer = RecoveryTrainer(queue, grader, args)
     keep_lengths(
         queue, "take", lengths, lambda batch: [len(rollout.completion_ids) for rollout in batch.rollouts]
@@ -304,7 +304,6 @@ def stock(arm, options, folder, clock, lengths):
         LoraConfig(
             r=section.r,
             lora_alpha=section.alpha,
-            lora_dropout=section.dropout,
             target_modules=section.target_modules,
             task_type="CAUSAL_LM",
         ),

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from opdcl.config.section import Auto, Positive, Rate, Section, Share
-from opdcl.config.teacher import LossKind, LossSection
+from opdcl.config.section import Auto, Positive, Rate, Section
 from opdcl.config.trainer_fields import check_trainer
 
 
@@ -18,8 +17,6 @@ class LoraSection(Section):
     """Rank."""
     alpha: Positive = 64
     """Scale numerator: the update is multiplied by alpha / r."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on the adapter's input during the fine-tune. Recovery, sampling and evaluation have none."""
     target_modules: str | list[str] = "all-linear"
     """Linear layers that get an adapter; `lm_head` is not allowed. Experts count as linear layers, which
     transformers names `gate_up_proj` and `down_proj`. Each expert gets rank r / (experts per token); routers
@@ -33,19 +30,11 @@ class LoraSection(Section):
         return value
 
 
-class SelfDistillLoss(LossSection):
-    kind: LossKind = Field(default="forward_kl", description="As in `recover.loss`.")
-
-
 class SelfDistillSection(Section):
     """Self-distillation: an EMA copy of the student, shown the reference answer, grades its answers."""
 
     context: str = "{prompt}\n\nA good answer would be: {answer}\n\nAnswer in your own words."
     """Text that the teacher sees in place of the last user message."""
-    rate: Share = 0.05
-    """Fraction of the distance to the student that the teacher moves per step; 0 keeps it as it starts."""
-    loss: SelfDistillLoss = SelfDistillLoss()
-    """Loss and its parameters."""
     max_new_tokens: Positive = 64
     """Maximum completion length, in tokens."""
 
@@ -54,6 +43,10 @@ class SelfDistillSection(Section):
         if "{answer}" not in self.context or "{prompt}" not in self.context:
             raise ValueError("context needs {prompt} and {answer}")
         return self
+
+
+# The longest answer of base that is replayed, in tokens.
+REPLAYED_TOKENS = 128
 
 
 class AnswerLossSection(Section):
@@ -86,16 +79,15 @@ class AnswerLossSection(Section):
 
 
 class ReplaySection(Section):
-    """Replay: general prompts with base's own answers, which base writes once, before the first step."""
+    """Replay: general prompts with base's own answers, which base writes once, before the first step. An
+    answer has at most 128 tokens."""
 
-    unused = (("prompts max_new_tokens", lambda s: s.share == 0, "unless replay.share is above 0"),)
+    unused = (("prompts", lambda s: s.share == 0, "unless replay.share is above 0"),)
 
     share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of all rows that are replayed. They come on top of the domain's rows, so there are more steps."""
     prompts: str = Field(default="everyday", min_length=1)
     """General prompts: `everyday` (shipped), a file, or a Hub dataset."""
-    max_new_tokens: Positive = 128
-    """Maximum length of base's answers, in tokens."""
 
     def count(self, rows: int) -> int:
         """Return how many rows are replayed beside this many rows of the domain."""
@@ -108,7 +100,7 @@ class FinetuneConfig(Section):
     unused = (
         ("self_distill", lambda s: s.method == "sft", "unless finetune.method is self-distill"),
         (
-            "max_length long_rows lora.dropout loss replay",
+            "max_length long_rows loss replay",
             lambda s: s.method != "sft",
             "with method self-distill, which samples",
         ),

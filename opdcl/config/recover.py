@@ -34,8 +34,6 @@ class UntilSection(Section):
 
     retention: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Stop once this share of the initial general KL is gone, if 95 % of the domain is kept."""
-    rollouts: Positive | None = None
-    """Stop after this many completions, both streams together."""
     patience: Positive | None = None
     """Stop after this many consecutive validations without a better adapter."""
 
@@ -50,6 +48,9 @@ class RewardSection(Section):
     """Which of the suite's scores to use. Default: its first."""
     group: Annotated[int, Field(ge=2, strict=True)] = 8
     """Completions per prompt that are compared with each other."""
+    oversample: Annotated[float, Field(ge=1)] = 1.0
+    """Sample this many times `rollouts`, and train on the groups whose rewards differ most (arXiv
+    2503.14476)."""
     teacher: Annotated[float, Field(ge=0)] = 0.1
     """Weight of the teacher's loss on the same tokens, as a dense signal."""
     weight: Annotated[float, Field(ge=0)] = 1.0
@@ -111,9 +112,6 @@ class RecoverConfig(Section):
     rollouts: Positive | Auto = "auto"
     """Completions per optimizer step. `auto`: 8 below hidden size 1536, 16 below 3072, 32 from there. For the
     same number of completions in all, many small steps recover more than few large ones."""
-    oversample: Annotated[float, Field(ge=1)] = 1.0
-    """Sample this many times `rollouts`, and train on the completions where student and teacher differ most,
-    or on the groups whose rewards do (arXiv 2605.27115, 2503.14476)."""
     domain_rollouts: Positive | None = None
     """Completions per domain step; domain answers are often short. Default: `rollouts`."""
     general_per_domain: Count = 1

@@ -17,7 +17,7 @@ class TeacherSection(Section):
     """A teacher: it writes answers and grades every token of them."""
 
     unused = (
-        ("rate every", lambda s: s.kind != "ema", "unless kind is ema"),
+        ("rate", lambda s: s.kind != "ema", "unless kind is ema"),
         ("reference mix", lambda s: s.kind != "trust_region", "unless kind is trust_region"),
     )
 
@@ -28,9 +28,7 @@ class TeacherSection(Section):
     adapter: Annotated[str, Field(min_length=1)] | None = None
     """`adapter`: a run directory (its last adapter is used), an adapter folder, or a Hub id."""
     rate: Share = 0.05
-    """`ema`: fraction of the distance to the student that the teacher moves per update."""
-    every: Positive = 1
-    """`ema`: steps between updates."""
+    """`ema`: fraction of the distance to the student that the teacher moves per step."""
     reference: Literal["base", "tuned"] = "base"
     """`trust_region`: the frozen part of the mixture."""
     mix: Share = 0.05

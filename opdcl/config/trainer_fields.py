@@ -51,7 +51,7 @@ INSTEAD = {
     "use recover.rollouts or finetune.batch_size": "per_device_train_batch_size",
     "use finetune.max_length": "max_length truncation_mode",
     "use finetune.lora.target_modules": "optim_target_modules",
-    "use finetune.lora.dropout": "disable_dropout",
+    "adapters have no dropout": "disable_dropout",
     "use recover.temperature": "temperature",
     "use recover.max_new_tokens": "max_completion_length",
     "use recover.loss": "beta label_smoothing_factor",

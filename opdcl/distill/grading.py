@@ -13,13 +13,13 @@ import torch
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
-from opdcl.distill.losses import TokenLosses, missed_ends, token_logprobs, token_losses, top_k_overlap
+from opdcl.distill.losses import TokenLosses, missed_ends, token_losses, top_k_overlap
 from opdcl.distill.schedule import Stream
 from opdcl.distill.teachers import AnyTeacher, Teacher, sequence
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.model.compatibility import refuse_unsupported
-from opdcl.model.distributions import HiddenStates, TeacherDistribution, join, shared_rows
+from opdcl.model.distributions import HiddenStates, TeacherDistribution, join
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.model.memory import is_out_of_memory, release
 from opdcl.sampling.rollout import MISMATCH_RATIO, Rollout
@@ -136,22 +136,6 @@ class Grader:
             parts = batch.teacher.distribution(batch.rollouts).split(batch.lengths)
             by_position |= dict(zip(batch.positions, parts, strict=True))
         return by_position
-
-    def gaps(self, rollouts: list[Rollout], stream: Stream) -> list[float]:
-        """Return each completion's mean |log q - log p| per token, q the teacher and p the sampler."""
-        gap_of: dict[str, float] = {}
-        for batch in self._micro_batches(rollouts, self.teachers[stream]):
-            tokens = [t for r in batch.rollouts for t in r.completion_ids]
-            token_N = torch.tensor(tokens, device=self.backbone.device)
-            teacher = batch.teacher.distribution(batch.rollouts)
-            rows = shared_rows(self.backbone.head_VH, teacher)
-            logprob_N = token_logprobs(teacher, token_N, rows, self.config.on_policy.temperature)
-            if batch.filler:
-                continue
-            for i, q_N in zip(batch.positions, logprob_N.split(batch.lengths), strict=True):
-                gap_of[str(i)] = float((q_N - q_N.new_tensor(rollouts[i].logprobs)).abs().mean())
-        totals = parallel.sum_over_workers(gap_of)
-        return [totals[str(i)] for i in range(len(rollouts))]
 
     def _compare(
         self, batch: MicroBatch, teacher: TeacherDistribution, learn: bool = False, reverse: float = 0.0

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
-from opdcl.distill.grading import Grader
 from opdcl.distill.losses import group_advantages
 from opdcl.distill.schedule import Step, Stream, sampled_together
 from opdcl.distill.teachers import AnyTeacher, Teacher
@@ -36,10 +35,10 @@ class StepRollouts:
 
 
 class Selection:
-    """Keep the completions with the most to learn: by reward if there is one, else by gap to the teacher."""
+    """Score rewarded completions, and keep the groups with the most to learn."""
 
-    def __init__(self, config: RecoverConfig, grader: Grader, reward: Reward | None = None):
-        self.config, self.grader, self.reward = config, grader, reward
+    def __init__(self, config: RecoverConfig, reward: Reward | None = None):
+        self.config, self.reward = config, reward
 
     def is_rewarded(self, stream: Stream) -> bool:
         """Return whether a stream's completions are scored."""
@@ -47,11 +46,7 @@ class Selection:
 
     def choose(self, rollouts: list[Rollout], step: Step) -> list[Rollout]:
         """Return the completions that a step learns from, in their order."""
-        if self.is_rewarded(step.stream):
-            return self._most_divided(rollouts, step.keep)
-        if self.config.oversample > 1:
-            return self._largest_gap(rollouts, step.stream, step.keep)
-        return rollouts
+        return self._most_divided(rollouts, step.keep) if self.is_rewarded(step.stream) else rollouts
 
     def _most_divided(self, rollouts: list[Rollout], keep: int) -> list[Rollout]:
         """Score all completions, set their advantages, and return the groups whose rewards vary most.
@@ -70,14 +65,6 @@ class Selection:
         selected = [rollout for i in chosen for rollout in rollouts[i : i + size]]
         self.reward.demonstrate(selected)
         return selected
-
-    def _largest_gap(self, rollouts: list[Rollout], stream: Stream, keep: int) -> list[Rollout]:
-        """Return the completions about which teacher and sampler differ most."""
-        if len(rollouts) <= keep:
-            return rollouts
-        gaps = self.grader.gaps(rollouts, stream)
-        by_gap = sorted(range(len(rollouts)), key=gaps.__getitem__, reverse=True)
-        return [rollouts[i] for i in sorted(by_gap[:keep])]
 
 
 class RolloutQueue:
@@ -146,11 +133,11 @@ class RolloutQueue:
     def _max_unfinished(self, batch: list[int]) -> int:
         """Return how many completions of these steps may stay unfinished: a sixteenth, never all of a step.
 
-        None if each step is strictly on-policy, if steps choose among completions, if a server samples, or if
-        there are several workers, whose unfinished completions would differ from those of one.
+        None if each step is strictly on-policy, if a server samples, or if there are several workers, whose
+        unfinished completions would differ from those of one.
         """
         config = self.config
-        if len(batch) == 1 or config.oversample > 1 or config.server or parallel.worker_count() > 1:
+        if len(batch) == 1 or config.server or parallel.worker_count() > 1:
             return 0
         sizes = [len(self.steps[i].prompts) for i in batch]
         return min(sum(sizes) // 16, min(sizes) - 1)

@@ -213,9 +213,6 @@ class Validation(TrainerCallback):
     def _reason_to_stop(self, step: int, shares: KL | None) -> str:
         """Return why recovery may end after this step, or ""; `shares` if it was measured."""
         until = self.config.until
-        graded = sum(s.keep for s in self.queue.steps[:step])
-        if until.rollouts and graded >= until.rollouts:
-            return f"{graded} completions were graded"
         if shares is None:
             return ""
         general, domain = shares.get("general_recovered", 0.0), shares.get("domain_kept", 1.0)

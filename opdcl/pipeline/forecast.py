@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opdcl.config.evaluate import CLOSENESS
+from opdcl.config.finetune import REPLAYED_TOKENS
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
@@ -161,7 +162,7 @@ def _finetune_need(workflow: Workflow, sources: Sources, shape: _Shape, adapter:
     else:
         lengths = [_tokens(row, row.answer) for row in examples.rows]
         learned = config.self_distill.max_new_tokens
-    replayed, answer = config.replay.count(len(lengths)), config.replay.max_new_tokens
+    replayed, answer = config.replay.count(len(lengths)), REPLAYED_TOKENS
     if replayed:
         learned = max(learned, answer)
         lengths += [max(map(len, examples.replay)) + answer] * replayed

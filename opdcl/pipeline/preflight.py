@@ -218,13 +218,12 @@ def _check_prompts(
 def check_targets(model: ModelConfig, lora: LoraSection) -> None:
     """Refuse `target_modules` that match no layer of the model: PEFT would leave them out silently."""
     targets = lora.target_modules
-    if targets == "all-linear" and not lora.dropout:
+    if targets == "all-linear":
         return
     from opdcl.model.load import skeleton
-    from opdcl.model.targets import adaptable, is_target, lora_config
+    from opdcl.model.targets import adaptable, is_target
 
     bare = skeleton(model)
-    lora_config(lora, bare)  # refuses dropout on experts
     layers, each = adaptable(bare), [targets] if isinstance(targets, str) else targets
     missing = [t for t in each if not any(is_target(n, t if t is targets else [t]) for n in layers)]
     if not missing:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS
+from opdcl.config.finetune import REPLAYED_TOKENS
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.chat import encode_prompt
@@ -146,7 +147,7 @@ class Timetable:
         lengths = [len(example.input_ids) for example in examples.encoded]
         work: Work = {}
         if replayed := config.replay.count(len(lengths)):
-            prompts, limit = [*map(len, examples.replay)], config.replay.max_new_tokens
+            prompts, limit = [*map(len, examples.replay)], REPLAYED_TOKENS
             mean = self.costs.unit(f"answer {config.replay.prompts} {limit}")
             if mean is None:
                 return None

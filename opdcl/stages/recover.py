@@ -74,7 +74,7 @@ def recover(
             context, rows = config.teacher_of("general").context, source.rows["general"]
             reward = Reward(config.reward, source.reward_task, rows, backbone, context, report.note)
         steps = plan_steps(config, len(train["general"]), len(train["domain"]))
-        selection = Selection(config, grader, reward)
+        selection = Selection(config, reward)
         queue = RolloutQueue(config, steps, train, student, teachers, selection)
         dynamic = [stream for stream, teacher in teachers.items() if teacher.is_dynamic]
         work = RecoveryWork.of(config, backbone.costs, streams, dynamic)

@@ -88,22 +88,19 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
         ({"eval": {"sampler": "slab", "server": SERVER}}, "eval.sampler"),
         ({"recover": {"loss": {"k": 5}}}, "recover.loss.k"),
         ({"recover": {"teachers": {"a": {"kind": "base", "rate": 0.5}}}}, "recover.teachers.a.rate"),
-        ({"recover": {"teachers": {"a": {"kind": "base", "every": 5}}}}, "recover.teachers.a.every"),
         ({"recover": {"teachers": {"a": {"kind": "base", "mix": 0.5}}}}, "recover.teachers.a.mix"),
         (
             {"recover": {"teachers": {"a": {"kind": "ema", "reference": "tuned"}}}},
             "recover.teachers.a.reference",
         ),
         ({"recover": REWARD | {"general": "mine.jsonl"}}, "recover.general"),
-        ({"finetune": {"data": "d", "self_distill": {"rate": 0.1}}}, "finetune.self_distill"),
+        ({"finetune": {"data": "d", "self_distill": {"max_new_tokens": 9}}}, "finetune.self_distill"),
         ({"finetune": DISTILL | {"max_length": 5}}, "finetune.max_length"),
         ({"finetune": DISTILL | {"loss": {"weight": "entropy"}}}, "finetune.loss"),
         ({"finetune": DISTILL | {"replay": {"share": 0.1}}}, "finetune.replay"),
         ({"finetune": {"data": "d", "loss": {"weight_power": 2}}}, "finetune.loss.weight_power"),
         ({"finetune": {"data": "d", "loss": {"anchor_coefficient": 2}}}, "finetune.loss.anchor_coefficient"),
         ({"finetune": {"data": "d", "replay": {"prompts": "p"}}}, "finetune.replay.prompts"),
-        ({"finetune": {"data": "d", "replay": {"max_new_tokens": 5}}}, "finetune.replay.max_new_tokens"),
-        ({"finetune": DISTILL | {"lora": {"dropout": 0.1}}}, "finetune.lora.dropout"),
         ({"start": "runs/x", "finetune": {"data": "d", "lora": {"r": 8}}}, "finetune.lora"),
     ],
 )
@@ -120,6 +117,8 @@ def test_defaults_that_a_stored_run_names_are_accepted():
         {"method": "general"},
         {"server": SERVER, "lmbda": 1.0},
         {"health": False},
+        {"general_teacher": "far", "teachers": {"far": REMOTE}, "loss": {"kind": "policy_gradient"}},
+        {"domain_teacher": "big", "teachers": {"big": {"kind": "model", "model": {"id": "b"}}}},
         REWARD,
     ):
         workflow = validate({"finetune": {"data": "d"}, "recover": recover, "eval": {"server": SERVER}})

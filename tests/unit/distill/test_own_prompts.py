@@ -57,9 +57,9 @@ def written(writer):
 def write(written, tmp_path):
     """Write prompts into a file; return their texts and what was reported."""
 
-    def write(file="prompts.jsonl", count=30, tests=(), examples=(), **settings):
+    def write(file="prompts.jsonl", count=30, tests=(), **settings):
         report, config = Heard(), RecoverConfig(**settings)
-        rows = own.own_prompts(config, count, written, list(tests), tmp_path / file, report, examples)
+        rows = own.own_prompts(config, count, written, list(tests), tmp_path / file, report)
         return [row.prompt[0]["content"] for row in rows], report
 
     return write

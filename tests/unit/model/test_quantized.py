@@ -62,8 +62,8 @@ def loaded_quantized(wide_model):
     return load
 
 
-def add_adapter(backbone: Backbone, dropout: float = 0.0) -> None:
-    backbone.new_adapter(LoraSection(r=4, alpha=8, dropout=dropout), 1)
+def add_adapter(backbone: Backbone) -> None:
+    backbone.new_adapter(LoraSection(r=4, alpha=8), 1)
     generator = torch.Generator().manual_seed(1)
     for name, weight in backbone.peft.named_parameters():
         if "lora_B" in name:
