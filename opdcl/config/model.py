@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -15,8 +15,8 @@ SERVED_TOKENS = 20
 
 
 class TeacherModel(Section):
-    """Another model that teaches. It is loaded onto the student's device, and sharded if base is. Code that
-    comes with it is not run."""
+    """Another model that teaches. It is loaded onto the student's device, is sharded if base is, and takes
+    over a chat template that is set for base. Code that comes with it is not run."""
 
     id: str = Field(default="smollm2-135m", min_length=1)
     """`smollm2-135m` (embedded), a Hub id, a local folder, or a GGUF file."""
@@ -33,9 +33,9 @@ class TeacherModel(Section):
             raise ValueError("quantization needs a model in safetensors, not a GGUF file")
         return self
 
-    def resident(self, device: str = "auto", shard: bool = False) -> ModelConfig:
-        """Return all settings of the model, on a device."""
-        return ModelConfig(**self.model_dump(), device=device, shard=shard and not self.quantization)
+    def resident(self, **shared: Any) -> ModelConfig:
+        """Return all settings of the model; `shared` holds those that it takes over from base."""
+        return ModelConfig(**self.model_dump(), **shared)
 
 
 class ModelConfig(TeacherModel):

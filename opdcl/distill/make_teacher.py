@@ -105,7 +105,11 @@ def reach_own_model(config: ServerSection, backbone: Backbone, notify: Notify) -
 
 def _load_model(config: TeacherSection, backbone: Backbone) -> PreTrainedModel:
     """Load another model on the student's device, if tokenizer and end-of-sequence ids agree."""
-    model_config = config.model.resident(str(backbone.device), parallel.sharded())
+    shard = parallel.sharded() and not config.model.quantization
+    # The student's template writes the prompts. Whether the teacher's is the same was checked beforehand.
+    own = backbone.tokenizer.chat_template
+    template = own if isinstance(own, str) else None
+    model_config = config.model.resident(device=str(backbone.device), shard=shard, chat_template=template)
     check_same_tokenizer(backbone.tokenizer, load_tokenizer(model_config), f"teacher {model_config.id}")
     model, tokenizer = load_base(model_config)
     refuse_unsupported(model.config)

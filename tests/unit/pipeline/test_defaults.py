@@ -87,6 +87,15 @@ def test_every_model_gets_a_dtype_unless_it_has_one():
     assert with_dtype(workflow, "float32", "cpu") == (workflow, {})
 
 
+def test_a_teachers_model_has_the_chat_template_that_is_set_for_base():
+    variables = {"chat_template_kwargs": {"enable_thinking": True}}
+    recover = {"teachers": {"big": {"kind": "model", "model": {"id": "big"}}}}
+    workflow = validate({"model": {"id": "base", **variables}, "recover": recover})
+    assert [(m.id, m.chat_template_kwargs) for m in workflow.models()] == [
+        (name, variables["chat_template_kwargs"]) for name in ("base", "big")
+    ]
+
+
 def test_the_dtype_is_one_that_a_model_can_be_loaded_in(tiny_model):
     workflow, origins = resolve_for_machine(validate({"model": {"id": str(tiny_model)}, "eval": {}}))
     assert workflow.model.dtype in ("float32", "bfloat16")
