@@ -103,10 +103,7 @@ class Workflow(Section):
     def models(self) -> list[ModelConfig]:
         """Return the models that the run loads: its base, and those of teachers."""
         template = self.model.model_dump(include={"chat_template", "chat_template_kwargs"})
-        return [
-            self.model,
-            *(t.model.resident(**template) for t in self.teachers().values() if t.model),
-        ]
+        return [self.model, *(t.model.resident(**template) for t in self.teachers().values() if t.model)]
 
     def data_sources(self) -> dict[str, str]:
         """Return the sources of all rows by their keys."""

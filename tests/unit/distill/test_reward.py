@@ -257,7 +257,10 @@ def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
     "extra",
     [
         {},
-        {"oversample": 2.0, **taught({"kind": "ema", "context": "{prompt} {answer} {feedback}"}, "general")},
+        {
+            "reward": REWARDED | {"oversample": 2.0},
+            **taught({"kind": "ema", "context": "{prompt} {answer} {feedback}"}, "general"),
+        },
     ],
     ids=["base", "shown the best"],
 )

@@ -138,7 +138,7 @@ def test_method_general_is_measured_by_the_general_stream_alone(backbone, tuned)
 
 
 def test_a_recovery_that_stopped_early_does_not_resume(backbone, tuned):
-    sizes = {"steps": 12, "validate_every": 3, "save_steps": 2}
+    sizes = {"steps": 12, "validate_every": 3, "save_steps": 3}
     settings = {"until": {"patience": 1}, "learning_rate": 1e-12, **sizes}
     rows = run(backbone, tuned, **settings)
     assert [r["stopped"] for r in rows if "stopped" in r] == ["no better adapter in 1 validations"]
