@@ -52,7 +52,7 @@ INSTEAD = {
     "use finetune.max_length": "max_length truncation_mode",
     "use finetune.lora.target_modules": "optim_target_modules",
     "adapters have no dropout": "disable_dropout",
-    "use recover.temperature": "temperature",
+    "use recover.on_policy.temperature": "temperature",
     "use recover.max_new_tokens": "max_completion_length",
     "use recover.loss": "beta label_smoothing_factor",
     "use recover.teachers": "teacher_model_name_or_path teacher_model_revision",
