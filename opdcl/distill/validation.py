@@ -178,6 +178,9 @@ class Validation(TrainerCallback):
         # Method `general` leaves the domain by design.
         return general_score(kl) if self.config.method == "general" else kl_score(kl)
 
+    def _teachers_score(self, kl: KL) -> float:
+        return kl["general_kl"] if self.config.method == "general" else sum(stream_kl(kl).values())
+
     def _start(self) -> None:
         """Measure base and tuned for later comparisons."""
         with self.grader.backbone.scaled(0.0):
@@ -204,7 +207,8 @@ class Validation(TrainerCallback):
         ends = f", {kl['missed_ends']:.0%} of endings missed" if "missed_ends" in kl else ""
         own = describe_own(kl, first.base)
         self.callback.report.note(f"step {step}: held-out {describe_kl(kl | shares)}{ends}{own}{suffix}")
-        if self.config.health and (reason := drift(first.tuned, kl, self._score)):
+        # Its own answers differ each time, so they are judged by how they are written.
+        if self.config.health and (reason := drift(first.tuned, kl, self._teachers_score)):
             raise halt_error(step, reason, LOWER_RATE, self.out)
         if written := _writing(kl):
             self.health.on_validation(step, written, lr_scheduler)

@@ -171,10 +171,10 @@ def test_sabotage_is_refused_or_runs(script, call, finished, monkeypatch):
         spoil, settings = sabotage.CASES[name]
         monkeypatch.setitem(sabotage.CASES, name, (spoil, settings | dict.fromkeys(counts, 2)))
     adapter = finished / "stages" / "01-finetune" / "adapter"
-    rows = call(sabotage, adapter, "--steps", 1, "--cases", *cases)["rows"]
+    rows = call(sabotage, adapter, "--steps", 2, "--cases", *cases)["rows"]
     assert [row["sabotage"] for row in rows] == cases
     assert "close to uniform" in rows[0]["ends"]
-    assert [row["steps"] for row in rows] == [0, 1]
+    assert rows[0]["steps"] == 0 < rows[1]["steps"]
 
 
 def test_closeness_tells_what_is_spoilt_from_what_is_base(script, call, finished):
