@@ -170,11 +170,14 @@ def test_sabotage_is_refused_or_runs(script, call, finished, monkeypatch):
     for name in cases:
         spoil, settings = sabotage.CASES[name]
         monkeypatch.setitem(sabotage.CASES, name, (spoil, settings | dict.fromkeys(counts, 2)))
+    # A tiny random model may be as unsure as a teacher that guesses.
+    spoil, settings = sabotage.CASES[cases[1]]
+    monkeypatch.setitem(sabotage.CASES, cases[1], (spoil, settings | {"health": False}))
     adapter = finished / "stages" / "01-finetune" / "adapter"
     rows = call(sabotage, adapter, "--steps", 2, "--cases", *cases)["rows"]
     assert [row["sabotage"] for row in rows] == cases
     assert "close to uniform" in rows[0]["ends"]
-    assert rows[0]["steps"] == 0 < rows[1]["steps"]
+    assert [row["steps"] for row in rows] == [0, 2]
 
 
 def test_closeness_tells_what_is_spoilt_from_what_is_base(script, call, finished):
