@@ -5,18 +5,15 @@ Where a script needs a GPU, docker or a server, the part that can run does.
 
 import contextlib
 import importlib.util
-import io
 import json
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.command import ROOT
 from helpers.tiny import make_project
-from PIL import Image
 
 SCRIPTS = ROOT / "benchmarks"
 
@@ -154,15 +151,6 @@ def test_scaling_measures_every_kind(script, call, monkeypatch):
     assert set(record["straggler_ratio"]) == {"sample_ahead 1", "sample_ahead 3"}
 
 
-def test_long_prompts_are_split(script, call, monkeypatch):
-    long_prompts = script("long_prompts")
-    monkeypatch.setattr(long_prompts, "SHORT", 6)
-    monkeypatch.setattr(long_prompts, "TOKENS", 4)
-    record = call(long_prompts, "--repeats", 1, "--words", 120)
-    assert set(record["rows"]) == {"split by length", "one batch"}
-    assert len(record["prompt_tokens"]) == 8
-
-
 def test_sabotage_is_refused_or_runs(script, call, finished, monkeypatch):
     sabotage = script("sabotage")
     cases = ["a uniform teacher", "a reward for length"]
@@ -189,22 +177,12 @@ def test_closeness_tells_what_is_spoilt_from_what_is_base(script, call, finished
     assert record["base"]["distance"]["value"] < distances["tuned"] / 10
 
 
-def test_processes_compares_a_run_with_itself(script, finished):
-    from opdcl.rundir.layout import RunDir
-
-    processes = script("processes")
-    run = RunDir(finished)
-    found = processes.against(run, run)
-    assert set(found["recover"]["loss_relative_difference"]) == {0.0}
-    assert all(answer.startswith("0 of ") for answer in found["answers_that_differ"].values())
-    assert set(processes.peaks(run)) == {"finetune", "recover"}
-
-
-def test_sizes_prints_the_table_of_the_docs(script, capsys):
-    script("sizes").main()
-    table = capsys.readouterr().out
-    assert table.count("\n") > 20
-    assert table in (ROOT / "docs" / "processes.md").read_text(encoding="utf-8")
+def test_endings_are_counted_by_position(script, call, finished):
+    adapter = finished / "stages" / "01-finetune" / "adapter"
+    rows = call(script("endings"), adapter, "--prompts", 4, "--max-new-tokens", 6)["rows"]
+    assert set(rows) == {"base", str(adapter)}
+    for text in ("on base's text", "on its own text"):
+        assert rows[str(adapter)][text]["0-4"]["KL(base, model)"] > 0
 
 
 @pytest.fixture
@@ -301,32 +279,6 @@ def test_container_reads_the_layers_of_an_image(script, tmp_path):
         {"megabytes": 1200.0, "step": "RUN pip install"},
         {"megabytes": 0.512, "step": "COPY x"},
     ]
-
-
-def test_container_size_adds_up_a_wheel(script):
-    container_size = script("container_size")
-    wheel = io.BytesIO()
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("large", bytes(3_000_000))
-    assert container_size.unpacked(wheel) == 3
-    assert container_size.megabytes(2_600_000) == 3
-
-
-def test_the_picture_of_a_report_is_its_whole_head(script, finished, tmp_path):
-    picture = script("report_picture")
-    page = (finished / "report.html").read_text()
-    assert '<main>\n<section class="top"' in page  # the only section that the picture keeps
-    assert picture.head(page).index("section ~ section { display: none; }") < page.index("<main>")
-    shot = tmp_path / "shot.png"
-    image = Image.new("RGB", (60, 200), "white")
-    image.putpixel((5, 99), (0, 0, 0))
-    image.save(shot)
-    picture.trim(shot)
-    assert Image.open(shot).size == (60, 100 + picture.MARGIN)
-    image.putpixel((5, 190), (0, 0, 0))
-    image.save(shot)
-    with pytest.raises(SystemExit, match="taller than"):
-        picture.trim(shot)
 
 
 def test_the_shell_script_parses():
