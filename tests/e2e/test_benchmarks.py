@@ -49,39 +49,39 @@ def call(monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("arm", ["opdcl", "stock-tuned", "gkd"])
-def test_throughput_measures_an_arm(script, monkeypatch, capsys, arm):
-    throughput = script("throughput")
-    words = ["--arm", arm, "--prompts", "4", "--new-tokens", "6", "--steps", "2"]
-    monkeypatch.setattr(sys, "argv", ["throughput.py", *words])
-    throughput.main()
+@pytest.mark.parametrize("arm", ["opdcl", "stock-tuned"])
+def test_speed_measures_an_arm(script, monkeypatch, capsys, arm):
+    speed = script("speed")
+    words = ["steps", "--arm", arm, "--prompts", "4", "--new-tokens", "6", "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", ["speed.py", *words])
+    speed.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["completions"] for row in found["steps"]] == [4, 4]
     assert all(4 <= row["completion_tokens"] <= 24 for row in found["steps"])
-    parts = sum(found["median"][part] for part in throughput.PARTS)
+    parts = sum(found["median"][part] for part in speed.PARTS)
     assert parts == pytest.approx(found["median"]["step"])
     assert min(found["median"][part] for part in ("sample", "student", "backward")) > 0
 
 
-def test_throughput_compares_arms_and_gpu_prints_them(script, call):
-    throughput = script("throughput")
-    record = call(throughput, "--arms", "opdcl", "--prompts", 2, "--new-tokens", 4, "--steps", 1)
+def test_speed_compares_arms_and_gpu_prints_them(script, call):
+    speed = script("speed")
+    record = call(speed, "steps", "--arms", "opdcl", "--prompts", 2, "--new-tokens", 4, "--steps", 1)
     assert record["arms"]["opdcl"]["time_ratio"] == 1
     assert record["machine"]["ours_over_floor"] > 1
     assert script("gpu").table([record]).count("| opdcl |") == 1
 
 
-def test_throughput_fails_if_an_arm_fails(script, call, monkeypatch):
+def test_speed_fails_if_an_arm_fails(script, call, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(SystemExit, match="failed: opdcl"):
-        call(script("throughput"), "--arms", "opdcl")
+        call(script("speed"), "steps", "--arms", "opdcl")
 
 
 def test_the_losses_agree(script, monkeypatch, capsys):
-    throughput = script("throughput")
-    monkeypatch.setattr(throughput, "fast_half", lambda: False)  # in bf16 the three round differently
-    monkeypatch.setattr(sys, "argv", ["throughput.py", "--agreement", "--new-tokens", "6"])
-    throughput.main()
+    speed = script("speed")
+    monkeypatch.setattr(speed, "fast_half", lambda: False)  # in bf16 the three round differently
+    monkeypatch.setattr(sys, "argv", ["speed.py", "agreement", "--new-tokens", "6"])
+    speed.main()
     found = json.loads(capsys.readouterr().out)
     for other in ("DistillationTrainer", "GKDTrainer"):
         assert found["opdcl"] == pytest.approx(found[other], rel=1e-3)
@@ -94,17 +94,26 @@ def test_the_gpu_script_says_that_it_needs_one(script, call):
 
 
 def test_engines_agree_on_greedy_answers(script, call):
-    script("throughput")
-    words = ["--prompts", 3, "--new-tokens", 6, "--dtype", "float32", "--engines", "slab", "generate"]
-    record = call(script("engines"), *words)["greedy"]
+    words = [
+        "engines",
+        "--prompts",
+        3,
+        "--new-tokens",
+        6,
+        "--dtype",
+        "float32",
+        "--engines",
+        "slab",
+        "generate",
+    ]
+    record = call(script("speed"), *words)["greedy"]
     assert record["machine"]["dtype"] == "torch.float32"
     assert {row["dtype"] for row in record["engines"].values()} == {"torch.float32"}
     assert [row["differing"] for row in record["engines"].values()] == [0, 0]
 
 
 def test_engines_train_and_leave_the_base_unchanged(script, call):
-    script("throughput")
-    record = call(script("engines"), "--steps", 4, "--dtype", "bfloat16", "--engines", "slab")
+    record = call(script("speed"), "engines", "--steps", 4, "--dtype", "bfloat16", "--engines", "slab")
     row = record["after 4 steps, bfloat16"]["engines"]["slab"]
     assert row["dtype"] == "torch.bfloat16"
     assert row["base_unchanged"]
@@ -121,7 +130,7 @@ def test_teachers_equal_what_they_must(script, monkeypatch, tmp_path):
     monkeypatch.setattr(teachers, "PROMPTS", 3)
     monkeypatch.setattr(teachers, "ModelConfig", lambda: ModelConfig(dtype="bfloat16"))
     backbone = teachers.Backbone.load(ModelConfig(dtype="bfloat16"))
-    script("throughput").start_adapter(backbone.new_adapter(LoraSection(), 0))
+    script("speed").start_adapter(backbone.new_adapter(LoraSection(), 0))
     save_adapter(backbone, tmp_path / "adapter")
     monkeypatch.setattr(
         sys, "argv", ["teachers.py", str(tmp_path / "adapter"), "--out", str(tmp_path / "r.json")]
@@ -135,13 +144,12 @@ def test_teachers_equal_what_they_must(script, monkeypatch, tmp_path):
     assert sum("equal" in r["claim"] for r in record["rows"]) == 6
 
 
-def test_scaling_measures_every_kind(script, call, monkeypatch):
-    script("throughput")
-    scaling = script("scaling")
+def test_growth_is_measured_in_every_direction(script, call, monkeypatch):
+    speed = script("speed")
     sizes = {"BATCHES": (1, 2), "LENGTHS": (2, 4), "LAYERS": (1, 2), "MEAN_LENGTH": 11, "STRAGGLERS": 2}
     for name, value in sizes.items():
-        monkeypatch.setattr(scaling, name, value)
-    record = call(scaling, "--repeats", 1)
+        monkeypatch.setattr(speed, name, value)
+    record = call(speed, "growth", "--repeats", 1)
     assert {kind: len(rows) for kind, rows in record["rows"].items()} == {
         "batch": 2,
         "length": 2,
