@@ -6,7 +6,7 @@ python benchmarks/gpu.py --shapes qwen3-1.7b --batches 64  # one cell
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -14,51 +14,37 @@ import tempfile
 from pathlib import Path
 
 import torch
-from throughput import SHAPES
+from common import parser_of, store
+from speed import SHAPES
 
 EMBEDDED = "smollm2-135m"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("--shapes", nargs="+", choices=[EMBEDDED, *SHAPES], default=[EMBEDDED, *SHAPES])
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--arms", nargs="+", default=["stock", "stock-tuned", "opdcl"])
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("gpu.json"))
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device here; benchmarks/throughput.py measures on the CPU")
+        raise SystemExit("no CUDA device here; benchmarks/speed.py measures on the CPU")
     cells = []
-    for shape in options.shapes:
-        for batch in options.batches:
-            with tempfile.TemporaryDirectory() as folder:
-                out = Path(folder) / "cell.json"
-                command = [
-                    sys.executable,
-                    str(Path(__file__).with_name("throughput.py")),
-                    "--prompts",
-                    str(batch),
-                    "--new-tokens",
-                    str(options.new_tokens),
-                    "--steps",
-                    str(options.steps),
-                    "--rounds",
-                    str(options.rounds),
-                    "--out",
-                    str(out),
-                    "--arms",
-                    *options.arms,
-                ]
-                print(f"== {shape}, {batch} prompts", flush=True)
-                # An arm that fails, for want of memory, is left out of the table and told in the record.
-                subprocess.run(command + (["--shape", shape] if shape != EMBEDDED else []))
-                if out.exists():
-                    cells.append(json.loads(out.read_text()))
-            # Written after every cell, so that an interrupt loses nothing measured.
-            options.out.write_text(json.dumps(cells, indent=2) + "\n")
+    for shape, batch in itertools.product(options.shapes, options.batches):
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "cell.json"
+            sizes = {"prompts": batch, "new-tokens": options.new_tokens, "steps": options.steps, "out": out}
+            sizes |= {"shape": shape} if shape != EMBEDDED else {}
+            command = [sys.executable, str(Path(__file__).with_name("speed.py")), "steps"]
+            command += [f"--{name}={value}" for name, value in sizes.items()]
+            print(f"== {shape}, {batch} prompts", flush=True)
+            # An arm that fails, for want of memory, is left out of the table and told in the record.
+            subprocess.run([*command, "--arms", *options.arms])
+            if out.exists():
+                cells.append(json.loads(out.read_text()))
+        # Written after every cell, so that an interrupt loses nothing measured.
+        store(options.out, cells)
     print(table(cells))
 
 

@@ -5,18 +5,15 @@ Where a script needs a GPU, docker or a server, the part that can run does.
 
 import contextlib
 import importlib.util
-import io
 import json
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.command import ROOT
 from helpers.tiny import make_project
-from PIL import Image
 
 SCRIPTS = ROOT / "benchmarks"
 
@@ -52,39 +49,39 @@ def call(monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("arm", ["opdcl", "stock-tuned", "gkd"])
-def test_throughput_measures_an_arm(script, monkeypatch, capsys, arm):
-    throughput = script("throughput")
-    words = ["--arm", arm, "--prompts", "4", "--new-tokens", "6", "--steps", "2"]
-    monkeypatch.setattr(sys, "argv", ["throughput.py", *words])
-    throughput.main()
+@pytest.mark.parametrize("arm", ["opdcl", "stock-tuned"])
+def test_speed_measures_an_arm(script, monkeypatch, capsys, arm):
+    speed = script("speed")
+    words = ["steps", "--arm", arm, "--prompts", "4", "--new-tokens", "6", "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", ["speed.py", *words])
+    speed.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["completions"] for row in found["steps"]] == [4, 4]
     assert all(4 <= row["completion_tokens"] <= 24 for row in found["steps"])
-    parts = sum(found["median"][part] for part in throughput.PARTS)
+    parts = sum(found["median"][part] for part in speed.PARTS)
     assert parts == pytest.approx(found["median"]["step"])
     assert min(found["median"][part] for part in ("sample", "student", "backward")) > 0
 
 
-def test_throughput_compares_arms_and_gpu_prints_them(script, call):
-    throughput = script("throughput")
-    record = call(throughput, "--arms", "opdcl", "--prompts", 2, "--new-tokens", 4, "--steps", 1)
+def test_speed_compares_arms_and_gpu_prints_them(script, call):
+    speed = script("speed")
+    record = call(speed, "steps", "--arms", "opdcl", "--prompts", 2, "--new-tokens", 4, "--steps", 1)
     assert record["arms"]["opdcl"]["time_ratio"] == 1
     assert record["machine"]["ours_over_floor"] > 1
     assert script("gpu").table([record]).count("| opdcl |") == 1
 
 
-def test_throughput_fails_if_an_arm_fails(script, call, monkeypatch):
+def test_speed_fails_if_an_arm_fails(script, call, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(SystemExit, match="failed: opdcl"):
-        call(script("throughput"), "--arms", "opdcl")
+        call(script("speed"), "steps", "--arms", "opdcl")
 
 
 def test_the_losses_agree(script, monkeypatch, capsys):
-    throughput = script("throughput")
-    monkeypatch.setattr(throughput, "fast_half", lambda: False)  # in bf16 the three round differently
-    monkeypatch.setattr(sys, "argv", ["throughput.py", "--agreement", "--new-tokens", "6"])
-    throughput.main()
+    speed = script("speed")
+    monkeypatch.setattr(speed, "fast_half", lambda: False)  # in bf16 the three round differently
+    monkeypatch.setattr(sys, "argv", ["speed.py", "agreement", "--new-tokens", "6"])
+    speed.main()
     found = json.loads(capsys.readouterr().out)
     for other in ("DistillationTrainer", "GKDTrainer"):
         assert found["opdcl"] == pytest.approx(found[other], rel=1e-3)
@@ -97,17 +94,26 @@ def test_the_gpu_script_says_that_it_needs_one(script, call):
 
 
 def test_engines_agree_on_greedy_answers(script, call):
-    script("throughput")
-    words = ["--prompts", 3, "--new-tokens", 6, "--dtype", "float32", "--engines", "slab", "generate"]
-    record = call(script("engines"), *words)["greedy"]
+    words = [
+        "engines",
+        "--prompts",
+        3,
+        "--new-tokens",
+        6,
+        "--dtype",
+        "float32",
+        "--engines",
+        "slab",
+        "generate",
+    ]
+    record = call(script("speed"), *words)["greedy"]
     assert record["machine"]["dtype"] == "torch.float32"
     assert {row["dtype"] for row in record["engines"].values()} == {"torch.float32"}
     assert [row["differing"] for row in record["engines"].values()] == [0, 0]
 
 
 def test_engines_train_and_leave_the_base_unchanged(script, call):
-    script("throughput")
-    record = call(script("engines"), "--steps", 4, "--dtype", "bfloat16", "--engines", "slab")
+    record = call(script("speed"), "engines", "--steps", 4, "--dtype", "bfloat16", "--engines", "slab")
     row = record["after 4 steps, bfloat16"]["engines"]["slab"]
     assert row["dtype"] == "torch.bfloat16"
     assert row["base_unchanged"]
@@ -124,7 +130,7 @@ def test_teachers_equal_what_they_must(script, monkeypatch, tmp_path):
     monkeypatch.setattr(teachers, "PROMPTS", 3)
     monkeypatch.setattr(teachers, "ModelConfig", lambda: ModelConfig(dtype="bfloat16"))
     backbone = teachers.Backbone.load(ModelConfig(dtype="bfloat16"))
-    script("throughput").start_adapter(backbone.new_adapter(LoraSection(), 0))
+    script("speed").start_adapter(backbone.new_adapter(LoraSection(), 0))
     save_adapter(backbone, tmp_path / "adapter")
     monkeypatch.setattr(
         sys, "argv", ["teachers.py", str(tmp_path / "adapter"), "--out", str(tmp_path / "r.json")]
@@ -138,13 +144,12 @@ def test_teachers_equal_what_they_must(script, monkeypatch, tmp_path):
     assert sum("equal" in r["claim"] for r in record["rows"]) == 6
 
 
-def test_scaling_measures_every_kind(script, call, monkeypatch):
-    script("throughput")
-    scaling = script("scaling")
+def test_growth_is_measured_in_every_direction(script, call, monkeypatch):
+    speed = script("speed")
     sizes = {"BATCHES": (1, 2), "LENGTHS": (2, 4), "LAYERS": (1, 2), "MEAN_LENGTH": 11, "STRAGGLERS": 2}
     for name, value in sizes.items():
-        monkeypatch.setattr(scaling, name, value)
-    record = call(scaling, "--repeats", 1)
+        monkeypatch.setattr(speed, name, value)
+    record = call(speed, "growth", "--repeats", 1)
     assert {kind: len(rows) for kind, rows in record["rows"].items()} == {
         "batch": 2,
         "length": 2,
@@ -152,15 +157,6 @@ def test_scaling_measures_every_kind(script, call, monkeypatch):
         "straggler": 4,
     }
     assert set(record["straggler_ratio"]) == {"sample_ahead 1", "sample_ahead 3"}
-
-
-def test_long_prompts_are_split(script, call, monkeypatch):
-    long_prompts = script("long_prompts")
-    monkeypatch.setattr(long_prompts, "SHORT", 6)
-    monkeypatch.setattr(long_prompts, "TOKENS", 4)
-    record = call(long_prompts, "--repeats", 1, "--words", 120)
-    assert set(record["rows"]) == {"split by length", "one batch"}
-    assert len(record["prompt_tokens"]) == 8
 
 
 def test_sabotage_is_refused_or_runs(script, call, finished, monkeypatch):
@@ -204,24 +200,6 @@ def test_endings_are_counted_by_position_on_both_texts(script, call, finished):
         given = sum(part["ends given"] for part in model[text].values())
         assert given == pytest.approx(4 * answers["sampled"]["ended"]["value"])
         assert model[text]["0-4"]["KL(base, model)"] > 0
-
-
-def test_processes_compares_a_run_with_itself(script, finished):
-    from opdcl.rundir.layout import RunDir
-
-    processes = script("processes")
-    run = RunDir(finished)
-    found = processes.against(run, run)
-    assert set(found["recover"]["loss_relative_difference"]) == {0.0}
-    assert all(answer.startswith("0 of ") for answer in found["answers_that_differ"].values())
-    assert set(processes.peaks(run)) == {"finetune", "recover"}
-
-
-def test_sizes_prints_the_table_of_the_docs(script, capsys):
-    script("sizes").main()
-    table = capsys.readouterr().out
-    assert table.count("\n") > 20
-    assert table in (ROOT / "docs" / "processes.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -318,32 +296,6 @@ def test_container_reads_the_layers_of_an_image(script, tmp_path):
         {"megabytes": 1200.0, "step": "RUN pip install"},
         {"megabytes": 0.512, "step": "COPY x"},
     ]
-
-
-def test_container_size_adds_up_a_wheel(script):
-    container_size = script("container_size")
-    wheel = io.BytesIO()
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("large", bytes(3_000_000))
-    assert container_size.unpacked(wheel) == 3
-    assert container_size.megabytes(2_600_000) == 3
-
-
-def test_the_picture_of_a_report_is_its_whole_head(script, finished, tmp_path):
-    picture = script("report_picture")
-    page = (finished / "report.html").read_text()
-    assert '<main>\n<section class="top"' in page  # the only section that the picture keeps
-    assert picture.head(page).index("section ~ section { display: none; }") < page.index("<main>")
-    shot = tmp_path / "shot.png"
-    image = Image.new("RGB", (60, 200), "white")
-    image.putpixel((5, 99), (0, 0, 0))
-    image.save(shot)
-    picture.trim(shot)
-    assert Image.open(shot).size == (60, 100 + picture.MARGIN)
-    image.putpixel((5, 190), (0, 0, 0))
-    image.save(shot)
-    with pytest.raises(SystemExit, match="taller than"):
-        picture.trim(shot)
 
 
 def test_the_shell_script_parses():

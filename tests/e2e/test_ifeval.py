@@ -15,7 +15,7 @@ METRICS = [f"{level}_level_{kind}_acc" for level in ("prompt", "inst") for kind 
 
 def official_rows() -> list[dict]:
     """Return prompts with each instruction type twice; an instruction names only the arguments it uses."""
-    text = (ROOT / "benchmarks" / "ifeval_prompts.jsonl").read_text(encoding="utf-8")
+    text = (ROOT / "evals" / "ifeval" / "prompts.jsonl").read_text(encoding="utf-8")
     rows, types = [], Counter()
     for row in map(json.loads, text.splitlines()):
         if min(types[name] for name in row["instruction_id_list"]) < 2:

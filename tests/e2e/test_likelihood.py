@@ -20,7 +20,7 @@ def folder(finished, tmp_path_factory):
     """A folder with a finished run and the files of all suites."""
     folder = tmp_path_factory.mktemp("likelihood")
     shutil.copytree(finished, folder / "run")
-    official = (ROOT / "benchmarks" / "ifeval_prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    official = (ROOT / "evals" / "ifeval" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     write_rows(folder, "ifeval", [json.loads(line) for line in official[:3]])
     for task in ROWS:
         write_rows(folder, task)

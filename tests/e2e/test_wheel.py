@@ -1,5 +1,6 @@
 """The built wheel: installed into an empty folder, it brings everything that the recipes need."""
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -60,6 +61,8 @@ def test_the_wheel_holds_the_package_the_recipes_and_the_suites_and_nothing_else
         for file in (ROOT / folder).rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
     ]
+    makers = re.compile(r"evals/(ifeval/|\w+/(make\.py|requests\.txt)$)")
+    here = [name for name in here if not makers.match(name)]
     assert packed == {name if name.startswith("opdcl/") else f"opdcl/{name}" for name in here}
 
 

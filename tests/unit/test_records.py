@@ -16,7 +16,7 @@ from opdcl.rundir.layout import RunDir
 BENCHMARKS = ROOT / "benchmarks"
 # Records that no block of a page names, and what checks them instead.
 ELSEWHERE = {
-    "quickstart": "test_the_picture_of_the_quickstart_is_drawn_from_its_record",
+    "quickstart": "test_the_picture_of_the_quickstart_shows_its_record",
     "reliability": "test_the_page_of_faults_is_the_one_that_its_script_writes",
 }
 # What each table of the pages is made from; other tables have the name of their record.
@@ -307,22 +307,11 @@ def test_rivals_are_means_over_the_seeds_of_one_comparison(tables, tmp_path, mon
     assert mixing.endswith("|  |  |  |")
 
 
-def test_quoted_answers_are_those_of_the_run(runs, tmp_path, monkeypatch, tables):
-    quote, out = script("quote"), tmp_path / "quote.json"
-    monkeypatch.setattr(sys, "argv", ["quote.py", str(runs[0].path), "instructions:3", "--out", str(out)])
-    quote.main()
-    (found,) = json.loads(out.read_text())["quotes"]
-    lines = {s: runs[0].eval_samples(s, "instructions").read_text().splitlines() for s in tables.STATES}
-    samples = {state: json.loads(text[3]) for state, text in lines.items()}
-    assert found["prompt"] == samples["base"]["prompt"]
-    assert [found[s]["text"] for s in tables.STATES] == [samples[s]["response"] for s in tables.STATES]
-
-    write(out, {"quotes": [found | {"tuned": {"text": "a|b <c>", "ended": False}}]})
+def test_a_quoted_answer_cannot_break_the_table(tables, tmp_path, monkeypatch):
+    answers = {state: {"text": "a|b <c>", "ended": state != "tuned"} for state in tables.STATES}
+    write(tmp_path / "quote.json", {"quotes": [{"prompt": "p", **answers}]})
     monkeypatch.setattr(tables, "HERE", tmp_path)
-    assert "| a\\|b &lt;c> … |" in tables.quotes()
-    monkeypatch.setattr(sys, "argv", ["quote.py", str(runs[0].path), "instructions:999", "--out", str(out)])
-    with pytest.raises(SystemExit, match="instructions has no prompt 999"):
-        quote.main()
+    assert "| p | a\\|b &lt;c> | a\\|b &lt;c> … | a\\|b &lt;c> |" in tables.quotes()
 
 
 def test_the_sizes_are_those_of_the_arithmetic_and_say_so(tables):
@@ -347,32 +336,12 @@ def test_the_time_of_the_quickstart_is_the_recorded_one_of_the_plain_recipe(tabl
 # -- the picture of the quickstart
 
 
-def test_the_picture_of_the_quickstart_is_drawn_from_its_record():
+def test_the_picture_of_the_quickstart_shows_its_record():
     record = json.loads((BENCHMARKS / "quickstart.json").read_text(encoding="utf-8"))
     picture = (ROOT / "docs" / "images" / "quickstart.svg").read_text(encoding="utf-8")
-    assert picture == script("recording").draw(record)
-
-
-def test_a_line_of_progress_is_replaced_by_the_next_and_all_others_stay(tmp_path, monkeypatch):
-    recording, log = script("recording"), tmp_path / "run.log"
-    long = "Partly recovered: " + "a " * 60
-    log.write_text(f"finetune 1/2 loss 3\nfinetune: a note\n\nfinetune 2/2 loss <1\nreport: x\n{long}\n")
-    out, picture = tmp_path / "record.json", tmp_path / "picture.svg"
-    monkeypatch.setattr(sys, "argv", ["recording.py", str(log), "--out", str(out), "--picture", str(picture)])
-    recording.main()
-    texts = ET.fromstring(picture.read_text()).iter("{http://www.w3.org/2000/svg}text")
-    shown = [(text.get("class"), int(text.get("y")), text.text) for text in texts]
-    first = shown[0][1]
-    assert [(kind, (y - first) // 18, text[:16]) for kind, y, text in shown] == [
-        ("command", 0, "$ opdcl run quic"),
-        ("live", 1, "finetune 1/2 los"),
-        ("line", 1, "finetune: a note"),
-        ("line", 2, "finetune 2/2 los"),
-        ("line", 3, "report: x"),
-        ("line", 4, "Partly recovered"),
-        ("line", 5, "a a a a a a a a "),
-    ]
-    assert json.loads(out.read_text())["machine"]["cores"] >= 1
+    lines = "".join("".join([f"$ {record['command']}", *record["lines"]]).split())
+    shown = [text.text for text in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
+    assert "".join("".join(shown).split()) == lines
 
 
 def test_the_badges_say_what_the_project_says():

@@ -1,20 +1,12 @@
-"""The structure of the package: an order without circles, and short files (benchmarks/import_graph.py)."""
+"""The structure of the package: an order without circles, and short files (helpers/imports.py)."""
 
 import re
-import subprocess
-import sys
 
 import pytest
+from helpers import imports
 from helpers.command import ROOT
-from helpers.scripts import load_script
 
 FILE_LIMIT, FUNCTION_LIMIT = 400, 50
-
-
-@pytest.fixture(scope="module")
-def graph():
-    """The script, as a module."""
-    return load_script(ROOT / "benchmarks" / "import_graph.py")
 
 
 @pytest.fixture
@@ -35,63 +27,55 @@ def longer_than(limit: int, sizes: dict[str, int]) -> dict[str, int]:
     return {place: lines for place, lines in sizes.items() if lines > limit}
 
 
-def test_packages_form_no_circle(graph):
-    assert graph.circles(graph.between_packages(graph.arrows())) == []
+def test_packages_form_no_circle():
+    assert imports.circles(imports.between_packages(imports.arrows())) == []
 
 
-def test_modules_form_no_circle(graph):
-    assert graph.circles({(a.source, a.target) for a in graph.arrows()}) == []
+def test_modules_form_no_circle():
+    assert imports.circles({(a.source, a.target) for a in imports.arrows()}) == []
 
 
-def test_imports_follow_the_order_of_packages(graph):
-    assert graph.against_order(graph.arrows()) == []
+def test_imports_follow_the_order_of_packages():
+    assert imports.against_order(imports.arrows()) == []
 
 
-def test_the_order_names_every_package(graph):
-    packages = {graph.package_of(name) for name in graph.sources()} - graph.ENTRIES
-    assert packages == {name for line in graph.ORDER for name in line}
+def test_the_order_names_every_package():
+    packages = {imports.package_of(name) for name in imports.sources()} - imports.ENTRIES
+    assert packages == {name for line in imports.ORDER for name in line}
 
 
-def test_no_file_is_too_long(graph):
-    assert longer_than(FILE_LIMIT, graph.lengths()[0]) == {}
+def test_no_file_is_too_long():
+    assert longer_than(FILE_LIMIT, imports.lengths()[0]) == {}
 
 
-def test_no_function_is_too_long(graph):
-    assert longer_than(FUNCTION_LIMIT, graph.lengths()[1]) == {}
+def test_no_function_is_too_long():
+    assert longer_than(FUNCTION_LIMIT, imports.lengths()[1]) == {}
 
 
-def test_the_script_prints_the_graph():
-    script = [sys.executable, "benchmarks/import_graph.py"]
-    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "arrows between packages" in done.stdout
-    assert "longest file: opdcl/" in done.stdout
-
-
-def test_a_function_local_import_closes_a_circle(graph, package):
+def test_a_function_local_import_closes_a_circle(package):
     root = package(
         {
             "data/rows": "from opdcl.model import load",
             "model/load": "def f():\n    from opdcl.data import rows",
         }
     )
-    arrows = graph.arrows(root)
-    assert graph.circles(graph.between_packages(arrows)) == [["data", "model"]]
-    assert graph.against_order(arrows) == ["opdcl.data.rows -> opdcl.model.load"]
+    arrows = imports.arrows(root)
+    assert imports.circles(imports.between_packages(arrows)) == [["data", "model"]]
+    assert imports.against_order(arrows) == ["opdcl.data.rows -> opdcl.model.load"]
 
 
-def test_a_relative_import_counts(graph, package):
-    arrows = graph.arrows(package({"rundir/files": "from ..errors import A", "errors": "A = 1"}))
+def test_a_relative_import_counts(package):
+    arrows = imports.arrows(package({"rundir/files": "from ..errors import A", "errors": "A = 1"}))
     assert [(a.source, a.target) for a in arrows] == [("opdcl.rundir.files", "opdcl.errors")]
 
 
-def test_results_may_import_its_short_list_only(graph, package):
+def test_results_may_import_its_short_list_only(package):
     root = package({"results/scores": "import opdcl.model.load", "model/load": ""})
-    assert graph.against_order(graph.arrows(root)) == ["opdcl.results.scores -> opdcl.model.load"]
+    assert imports.against_order(imports.arrows(root)) == ["opdcl.results.scores -> opdcl.model.load"]
 
 
-def test_lengths_are_counted_with_comments_and_blank_lines(graph, package):
-    files, functions = graph.lengths(package({"cli": "# A comment.\n\ndef f():\n\n    return 1\n"}))
+def test_lengths_are_counted_with_comments_and_blank_lines(package):
+    files, functions = imports.lengths(package({"cli": "# A comment.\n\ndef f():\n\n    return 1\n"}))
     assert files["opdcl/cli.py"] == 5
     assert functions == {"opdcl/cli.py:3 f": 3}
 

@@ -18,7 +18,7 @@ import langdetect  # noqa: E402
 from lm_eval.tasks.ifeval import instructions_registry, utils  # noqa: E402
 
 langdetect.DetectorFactory.seed = 0
-FILE = ROOT / "benchmarks" / "ifeval_prompts.jsonl"
+FILE = ROOT / "evals" / "ifeval" / "prompts.jsonl"
 ROWS = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
 TYPES = Counter(name for row in ROWS for name in row["instruction_id_list"])
 
@@ -26,7 +26,7 @@ TYPES = Counter(name for row in ROWS for name in row["instruction_id_list"])
 @pytest.fixture(scope="module")
 def maker():
     """The script that makes the file, as a module."""
-    return load_script(ROOT / "benchmarks" / "make_ifeval_prompts.py")
+    return load_script(ROOT / "evals" / "ifeval" / "make.py")
 
 
 def test_the_script_makes_the_file(maker):
@@ -92,7 +92,7 @@ def test_the_prompt_names_what_is_demanded():
 
 
 def test_no_request_is_near_to_a_shipped_prompt():
-    requests = (ROOT / "benchmarks" / "ifeval_requests.txt").read_text(encoding="utf-8").splitlines()
+    requests = (ROOT / "evals" / "ifeval" / "requests.txt").read_text(encoding="utf-8").splitlines()
     requests = [line.partition("|")[0].strip() for line in requests]
     suite = [*(package_folder("evals") / "instructions").glob("*.jsonl")]
     # Apart, because a word's weight depends on all texts that are compared.

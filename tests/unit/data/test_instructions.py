@@ -31,7 +31,7 @@ def lines(path: Path) -> list[dict]:
 UTILS = load_script(SUITE / "utils.py")
 FLOORS = load_script(ROOT / "benchmarks" / "floors.py")
 CHEATS = load_script(ROOT / "benchmarks" / "cheats.py")
-MAKE = load_script(ROOT / "benchmarks" / "make_instructions.py")
+MAKE = load_script(ROOT / "evals" / "instructions" / "make.py")
 ROWS = {split: lines(SUITE / f"{split}.jsonl") for split in SPLITS}
 ALL = [row for rows in ROWS.values() for row in rows]
 RECORD = json.loads(FLOORS.RECORD.read_text())

@@ -58,7 +58,7 @@ def test_conversations_end_with_the_user(requests):
         ("evals/instructions/validation.jsonl", "prompt"),
         ("evals/instructions/test.jsonl", "prompt"),
         ("evals/handbook/neighbours.jsonl", "question"),
-        ("benchmarks/ifeval_prompts.jsonl", "prompt"),
+        ("evals/ifeval/prompts.jsonl", "prompt"),
     ],
 )
 def test_none_is_near_to_a_prompt_of_the_recovery_or_of_another_test(requests, file, field):

@@ -1,21 +1,16 @@
-"""Print the packages of opdcl in order, the arrows between them, and the longest file and function.
+"""The imports between the modules of opdcl, and what they must not do: run in circles or against the order.
 
-    python benchmarks/import_graph.py
-
-An arrow is an import of one package by another, function-local imports included. The exit code is 1 if
-packages or modules form a circle, or if an arrow runs against the order below. tests/unit/test_structure.py
-checks the same, and the lengths.
+An arrow is an import of one module by another, function-local imports included.
 """
 
 from __future__ import annotations
 
 import ast
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from helpers.command import ROOT
 
 # From the bottom to the top. A package may import those on lines above it, never its own line or lines below.
 ORDER = (
@@ -123,28 +118,6 @@ def lengths(root: Path = ROOT) -> tuple[dict[str, int], dict[str, int]]:
     return files, functions
 
 
-def main() -> int:
-    found = arrows()
-    between = between_packages(found)
-    for line in ORDER:
-        for name in line:
-            targets = sorted(target for source, target in between if source == name)
-            print(f"{name:10} -> {', '.join(targets) or 'nothing'}")
-    wrong = against_order(found)
-    round_trips = circles(between) + circles({(a.source, a.target) for a in found})
-    files, functions = lengths()
-    print(f"{len(between)} arrows between packages, {len(found)} between modules")
-    print(f"{sum(files.values()):,} lines in {len(files)} files")
-    for what, sizes in (("file", files), ("function", functions)):
-        longest = max(sizes, key=sizes.__getitem__)
-        print(f"longest {what}: {longest}, {sizes[longest]} lines")
-    for circle in round_trips:
-        print(f"circle: {' <-> '.join(circle)}")
-    for arrow in wrong:
-        print(f"against the order: {arrow}")
-    return 1 if round_trips or wrong else 0
-
-
 def _name(file: Path) -> str:
     return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
 
@@ -173,7 +146,3 @@ def _reachable(node: str, following: dict[str, set[str]]) -> set[str]:
             reached.add(current)
             waiting += following.get(current, ())
     return reached
-
-
-if __name__ == "__main__":
-    sys.exit(main())

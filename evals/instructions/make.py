@@ -1,8 +1,8 @@
 """Write the prompts of the suite `instructions` from hand-written requests and phrasings of constraints.
 
-    python benchmarks/make_instructions.py
+    python evals/instructions/make.py
 
-Writes evals/instructions/{test,validation,train}.jsonl. Each request gets one or two constraints. Those of
+Writes {test,validation,train}.jsonl beside it. Each request gets one or two constraints. Those of
 the `seen` group are of types that occur in workflows/data/everyday.jsonl, those of the `unseen` group are of
 types that no prompt there demands, and the groups share none. The test has phrasings of its own:
 what was chosen on the validation prompts has not been fitted to the test's. Rows alternate between the two
@@ -16,9 +16,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-REQUESTS = Path(__file__).with_name("instructions_requests.txt")
-SUITE = ROOT / "evals" / "instructions"
+HERE = Path(__file__).parent
+
 SEED = 39
 NUMBERS = {3: "three", 4: "four", 5: "five"}
 FIRST_KEY = {"test": 0, "validation": 1000, "train": 2000}
@@ -26,7 +25,7 @@ PROMPTS_PER_REQUEST = {"test": 1, "validation": 1, "train": 2}
 
 AVOIDED = ["people", "world", "life", "time", "many", "often", "important", "also"]
 
-# Name -> choices of parameters. {word} is the request's word, marked with * in instructions_requests.txt.
+# Name -> choices of parameters. {word} is the request's word, marked with * in requests.txt.
 PARAMETERS = {
     "word": [{"type": "words", "words": ["{word}"]}],
     "title": [{"type": "title"}],
@@ -79,7 +78,7 @@ RECIPES = {
 
 def read_requests() -> dict[str, list[str]]:
     """Return the requests by split, each with its word still marked."""
-    parts = re.split(r"^\[(\w+)\]$", REQUESTS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    parts = re.split(r"^\[(\w+)\]$", (HERE / "requests.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {
         name: [line for line in text.splitlines() if line]
         for name, text in zip(parts[1::2], parts[2::2], strict=True)
@@ -136,7 +135,7 @@ def main() -> None:
     for split, requests in read_requests().items():
         rows = make(split, requests)
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        (SUITE / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+        (HERE / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
         print(f"{split}: {len(rows)} prompts")
 
 

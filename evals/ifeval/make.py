@@ -1,12 +1,12 @@
-"""Write `ifeval_prompts.jsonl`: prompts in the format of google/IFEval, with all 25 instruction types.
+"""Write `prompts.jsonl`: prompts in the format of google/IFEval, with all 25 instruction types.
 
-    python benchmarks/make_ifeval_prompts.py
+    python evals/ifeval/make.py
 
 Its rows have the keys of google/IFEval: key, prompt, instruction_id_list, kwargs. The requests were written
-by hand for this file; each stands in `ifeval_requests.txt` beside two words that an answer is likely to have.
+by hand for this file; each stands in `requests.txt` beside two words that an answer is likely to have.
 The seed deals them one to three instructions that do not conflict. To score a run by lm-eval's functions:
 
-    opdcl eval RUN --retention ifeval --data ifeval=benchmarks/ifeval_prompts.jsonl
+    opdcl eval RUN --retention ifeval --data ifeval=evals/ifeval/prompts.jsonl
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def make_rows(seed: int = 20) -> list[dict]:
     """Return all rows, the same for the same seed."""
     rng = random.Random(seed)
     table, used, rows = conflicts(), Counter(), []
-    lines = (HERE / "ifeval_requests.txt").read_text(encoding="utf-8").splitlines()
+    lines = (HERE / "requests.txt").read_text(encoding="utf-8").splitlines()
     rng.shuffle(lines)
     for key, line in enumerate(lines):
         request, _, words = (part.strip() for part in line.partition("|"))
@@ -316,4 +316,4 @@ def make_rows(seed: int = 20) -> list[dict]:
 
 if __name__ == "__main__":
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in make_rows())
-    (HERE / "ifeval_prompts.jsonl").write_text(text, encoding="utf-8")
+    (HERE / "prompts.jsonl").write_text(text, encoding="utf-8")
