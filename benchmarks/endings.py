@@ -39,6 +39,7 @@ RANGES = ((0, 4), (4, 32), (32, 128), (128, 256), (256, 384))
 AT_ONCE = 8
 
 
+@torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("adapters", nargs="+", type=Path)
@@ -46,7 +47,6 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=384)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("endings.json"))
     options = parser.parse_args()
-    torch.set_grad_enabled(False)
     backbone = Backbone.load(ModelConfig())
     prompts = held_out(backbone, options.prompts)
     backbone.load_adapter(options.adapters[0], "student", trainable=True)

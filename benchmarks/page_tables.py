@@ -6,9 +6,11 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from opdcl.results.format import interval, percent, points, span
+from opdcl.results.intervals import TWO_SIDED, student
 from opdcl.results.scores import STATES
 
 HERE = Path(__file__).parent
@@ -152,8 +154,8 @@ def comparison(name: str) -> str:
 
 # The README's methods by the names of their arms in benchmarks/methods.yaml.
 METHODS = {
-    "ours": "**opdcl**: the teachers write, every token is graded",
-    "off-policy": "the same from where tuned is, with all tokens alike",
+    "ours": "**opdcl**: the teachers write, then the student; every token is graded",
+    "off-policy": "off-policy, `lmbda: 0`: the teachers write, every token is graded",
     "on-policy": "on-policy, `lmbda: 1`: the student writes",
     "replay": "replay, `method: replay`: imitate the texts that base and tuned wrote",
     "mixing": "no recovery; half of the fine-tune's rows are general, `finetune.replay`",
@@ -161,27 +163,42 @@ METHODS = {
 
 
 def rivals() -> str:
-    """Return scores, R, C and D of the method and its rivals, all on the same prompts with the same seeds."""
+    """Return scores, R, C and D of the method and its rivals: means over seeds on the same prompts."""
     found = read("methods")
     if not found:
         return NOT_MEASURED
-    # An arm without a recovery is what its fine-tune made.
-    fine_tunes = {arm["name"] for arm in found["arms"] if not arm["retention"]}
-    rows: dict[str, list[str]] = {}
-    for reference in found["references"]:
-        only = reference["arms"][0] if len(reference["arms"]) == 1 else ""
-        name = METHODS[only] if only in fine_tunes else reference["state"]
-        rows[name] = [*(score(reference[role]) for role in ("retention", "domain")), "", "", ""]
-    prevention = [[name, *rows.pop(name)] for name in [*rows] if name not in STATES]
-    table = [[name, *cells] for name, cells in rows.items()]
-    for arm in sorted(found["arms"], key=lambda arm: [*METHODS].index(arm["name"])):
-        if arm["name"] not in fine_tunes:
-            scores = [score(arm[role]) for role in ("retention", "domain")]
-            ratios = [ratio(arm[key]) for key in ("recovery", "closeness", "domain_retention")]
-            table.append([METHODS[arm["name"]], *scores, *ratios])
-    suites = [f"`{found['headline'][role]}`" for role in ("retention", "domain")]
-    method = f"method, {seeds_of(max(arm['seeds'] for arm in found['arms']))}"
-    return rows_of([method, *suites, "R", "C", "D"], unbroken(table + prevention, 1))
+    retention, domain = (found["suites"][role] for role in ("retention", "domain"))
+    arms = {arm: [row for row in found["rows"] if row["arm"] == arm] for arm in METHODS}
+    first = next(row for row in found["rows"] if "tuned" in row["suites"][retention] and row["recovery"])
+    table = [
+        [state, *(percent(first["suites"][suite][state]) for suite in (retention, domain)), "", "", ""]
+        for state in ("base", "tuned")
+    ]
+    for arm, rows in arms.items():
+        if rows:
+            # An arm without a recovery is what its fine-tune made.
+            state = "recovered" if rows[0]["recovery"] else "tuned"
+            apart = not any("of_seeds" in row for row in rows)
+            scores = [[100 * row["suites"][suite][state] for row in rows] for suite in (retention, domain)]
+            cells = [of_seeds(values, 1, apart) for values in scores]
+            for key in ("recovery", "closeness", "domain_retention"):
+                found_in = [row[key] for row in rows if row[key] and row[key]["value"] is not None]
+                apart = not any("of_seeds" in estimate for estimate in found_in)
+                values = [estimate["value"] for estimate in found_in]
+                cells.append(of_seeds(values, 2, apart) if values else "")
+            table.append([METHODS[arm], *cells])
+    number = max(len(rows) for rows in arms.values())
+    columns = [f"method, {seeds_of(number)}", f"`{retention}`, %", f"`{domain}`, %", "R", "C", "D"]
+    return rows_of(columns, unbroken(table, 1))
+
+
+def of_seeds(values: list[float], digits: int, apart: bool = True) -> str:
+    """Return the mean of one value per seed, and its 95 % interval by Student's t if they were kept apart."""
+    centre = fmean(values)
+    if len(values) == 1 or not apart:
+        return f"{centre:.{digits}f}"
+    half = student(TWO_SIDED, len(values) - 1) * stdev(values) / len(values) ** 0.5
+    return f"{centre:.{digits}f} [{centre - half:.{digits}f}, {centre + half:.{digits}f}]"
 
 
 def seeds_of(number: int) -> str:

@@ -176,11 +176,12 @@ def compare_teachers(served: Served, options: argparse.Namespace, folder: Path) 
 
         threading.Thread(target=back, daemon=True).start()
 
-    remote = {"kind": "remote", "server": {"url": served.url}}
+    teachers = {"remote": {"kind": "remote", "server": {"url": served.url}}}
     interrupted = Told("on a server", options.steps // 2, fail)
-    for teacher, told in (({"kind": "base"}, Told("local")), (remote, interrupted)):
+    for teacher, told in (("base", Told("local")), ("remote", interrupted)):
         config = RecoverConfig(
-            **{"domain": "handbook", "general_teacher": teacher, "loss": {"kind": "policy_gradient"}},
+            **{"domain": "handbook", "general_teacher": teacher, "teachers": teachers},
+            **{"loss": {"kind": "policy_gradient"}},
             **{"steps": options.steps, "rollouts": 16, "lmbda": 1.0, "learning_rate": 3e-4, "seed": 1},
             **{"max_new_tokens": 48, "domain_max_new_tokens": 12, "micro_batch_tokens": 2048},
             **{"validate_every": options.steps, "validation_prompts": 4, "keep": "last", "health": False},
@@ -209,7 +210,8 @@ def compare_teachers(served: Served, options: argparse.Namespace, folder: Path) 
 
 def throughput(backbone: Backbone, url: str, rollouts: list[Rollout], in_flight: int) -> dict[str, Any]:
     """Time how long the server takes to grade completions with `in_flight` concurrent requests."""
-    server = Server(ServerSection(url=url, concurrency=in_flight), backbone.causal_lm.config.vocab_size)
+    vocabulary = backbone.causal_lm.config.vocab_size
+    server = Server(ServerSection(url=url), vocabulary, in_flight=in_flight)
     try:
         server.grade(rollouts[0].prompt_ids, rollouts[0].completion_ids[:1]).result()  # opens the connection
         began = time.monotonic()
@@ -257,7 +259,7 @@ def compare_students(served: Served, options: argparse.Namespace, folder: Path) 
     workflow = Workflow.model_validate(read_json(run.config)["workflow"])
     backbone = Backbone.load(ModelConfig(id=workflow.model.id, revision=workflow.model.revision))
     served.start()
-    place = ServerSection(url=options.url, model="base", concurrency=8, timeout=600)
+    place = ServerSection(url=options.url, model="base")
     found = [
         answers(run, workflow, backbone, place, suite, state, options.limit, folder)
         for suite in ("instructions", "handbook")

@@ -164,7 +164,7 @@ def queue_of(backbone: Backbone, config: RecoverConfig, ids: list[list[int]]) ->
     grader = Grader(backbone, config, teachers)
     student, plan = Teacher(backbone, "student"), plan_steps(config, len(ids), 0)
     given = {"general": ids, "domain": []}
-    return RolloutQueue(config, plan, given, student, teachers, Selection(config, grader)), grader
+    return RolloutQueue(config, plan, given, student, teachers, Selection(config)), grader
 
 
 def machine_rates(shape: str | None = None, dtype: str = "auto") -> dict[str, Any]:
@@ -345,7 +345,7 @@ def stock_trainer(arm, options, folder, clock, lengths):
     half = arm != "stock" and fast_half()
     (model, tokenizer), (teacher, _) = (load_model(options.shape, half) for _ in range(2))
     section = LoraSection()
-    lora = {"r": section.r, "lora_alpha": section.alpha, "lora_dropout": section.dropout}
+    lora = {"r": section.r, "lora_alpha": section.alpha}
     lora |= {"target_modules": section.target_modules, "task_type": "CAUSAL_LM"}
     model = get_peft_model(model, LoraConfig(**lora))
     start_adapter(model)

@@ -62,7 +62,8 @@ def row(teacher: str, claim: str, words: str, value: float | list[float], holds:
 def measure(backbone: Backbone) -> Iterator[tuple]:
     """Yield each claim: teacher, claim, words for the value, the value, and whether the claim holds."""
     section = {"kind": "base", "context": CONTEXT}
-    config = RecoverConfig(domain="handbook", domain_teacher=section, validation_prompts=PROMPTS)
+    teachers = {"domain_teacher": "shown", "teachers": {"shown": section}}
+    config = RecoverConfig(domain="handbook", validation_prompts=PROMPTS, **teachers)
     source, room = read_recovery_source(config), backbone.context_length
     prompts = encode_stream(config, source, "domain", backbone.tokenizer, room)
     how = {"max_new_tokens": 16, "eos_ids": backbone.eos_ids, "temperature": 1.0, "seed": 1}
@@ -81,7 +82,7 @@ def measure(backbone: Backbone) -> Iterator[tuple]:
     yield "live", "without a context it has nothing to teach", small, x, x == 0
     x = kl(tuned)
     yield "tuned", "differs from the student", "KL {:.3f}", x, x > 0.01
-    mean = EmaTeacher(backbone, "mean", 0.0, 1)
+    mean = EmaTeacher(backbone, "mean", 0.0)
     mean.after_step(1)
     x = far(mean, tuned)
     yield "ema, rate 0", "equals the frozen teacher", states, x, x == 0

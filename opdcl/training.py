@@ -80,12 +80,6 @@ def trainer_arguments(
     return {**shared, **stage, **config.trainer}
 
 
-def is_out_of_memory(fault: BaseException) -> bool:
-    """Return whether a smaller batch could have avoided a fault: on CUDA, on the CPU, or in Python itself."""
-    on_cpu = any(text in str(fault) for text in ("can't allocate memory", "std::bad_alloc"))
-    return on_cpu or isinstance(fault, torch.OutOfMemoryError | MemoryError)
-
-
 def finite_or_skipped(trainer: Trainer, model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
     """Return a step's loss once its gradient is there; skip the step if any of it is not finite.
 

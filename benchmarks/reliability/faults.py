@@ -63,7 +63,7 @@ def faults(place: Path, options: argparse.Namespace) -> list[dict]:
     dead = {"pid": 2**22 + 5, "host": os.uname().nodename, "since": "yesterday"}
     (place / "good" / ".lock").write_text(json.dumps(dead))
     code, said = run(place, *command("good"))
-    ok = code == 0 and "is taken over" in said
+    ok = code == 0 and "took over the lock" in said
     outcome = "taken over, with a message" if ok else said[-200:]
     how = "a lock file with the pid of a dead process"
     rows += [row("a lock left by a dead process", how, outcome, "nothing", ok), escape(place)]
@@ -223,7 +223,7 @@ def disappearances(place: Path, expected: dict[str, bytes]) -> list[dict]:
     kept = len([*evals.glob("*/instructions.json")])
     gone.rename(data)
     fault, how = "a suite that fails midway", "its questions deleted while another suite is being measured"
-    return [*rows, survived(place, expected, fault, how, broken, "error:", "early/run", settings, kept)]
+    return [*rows, survived(place, expected, fault, how, broken, "", "early/run", settings, kept)]
 
 
 CLOCK = """
@@ -294,7 +294,7 @@ def memory(place: Path) -> dict:
     bound = (resource.RLIMIT_AS, (limit, limit))
     code, said = run(place, *command("bounded", large), prepare=lambda: resource.setrlimit(*bound))
     log = "".join(p.read_text() for p in (place / "bounded" / "logs").glob("*.log"))
-    halved, gap = log.count("out of memory: going on with micro-batches"), float("nan")
+    halved, gap = log.count("out of memory: continuing with micro-batches"), float("nan")
     if code == 0:
         file = f"stages/02-recover/adapter/{ADAPTER}"
         a, b = (load(outcome_of(place / name)[file]) for name in ("bounded", "small"))

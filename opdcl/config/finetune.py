@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from opdcl.config.section import Auto, Count, Positive, Rate, Section, Share
-from opdcl.config.teacher import LossKind, LossSection
+from opdcl.config.section import Auto, Positive, Rate, Section
 from opdcl.config.trainer_fields import check_trainer
-
-
-def _never_packed(value: Any) -> Any:
-    """Read `auto` of earlier versions, which stored runs name, as what it did."""
-    return "off" if value == "auto" else value
 
 
 class LoraSection(Section):
@@ -23,8 +17,6 @@ class LoraSection(Section):
     """Rank."""
     alpha: Positive = 64
     """Scale numerator: the update is multiplied by alpha / r."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on the adapter's input during the fine-tune. Recovery, sampling and evaluation have none."""
     target_modules: str | list[str] = "all-linear"
     """Linear layers that get an adapter; `lm_head` is not allowed. Experts count as linear layers, which
     transformers names `gate_up_proj` and `down_proj`. Each expert gets rank r / (experts per token); routers
@@ -38,32 +30,23 @@ class LoraSection(Section):
         return value
 
 
-class SelfDistillLoss(LossSection):
-    kind: LossKind = Field(default="forward_kl", description="As in `recover.loss`.")
-
-
 class SelfDistillSection(Section):
     """Self-distillation: an EMA copy of the student, shown the reference answer, grades its answers."""
 
     context: str = "{prompt}\n\nA good answer would be: {answer}\n\nAnswer in your own words."
     """Text that the teacher sees in place of the last user message."""
-    rate: Share = 0.05
-    """Fraction of the distance to the student that the teacher moves per step; 0 keeps it as it starts."""
-    loss: SelfDistillLoss = SelfDistillLoss()
-    """Loss and its parameters."""
     max_new_tokens: Positive = 64
     """Maximum completion length, in tokens."""
-    skip_tokens: Count = 0
-    """Tokens at the start of each completion to leave out of the loss, where a teacher that has seen the
-    answer tends to show it."""
 
     @model_validator(mode="after")
     def _can_teach(self) -> SelfDistillSection:
         if "{answer}" not in self.context or "{prompt}" not in self.context:
             raise ValueError("context needs {prompt} and {answer}")
-        if self.skip_tokens >= self.max_new_tokens:
-            raise ValueError(f"skip_tokens must be less than max_new_tokens ({self.max_new_tokens})")
         return self
+
+
+# The longest answer of base that is replayed, in tokens.
+REPLAYED_TOKENS = 128
 
 
 class AnswerLossSection(Section):
@@ -96,16 +79,15 @@ class AnswerLossSection(Section):
 
 
 class ReplaySection(Section):
-    """Replay: general prompts with base's own answers, which base writes once, before the first step."""
+    """Replay: general prompts with base's own answers, which base writes once, before the first step. An
+    answer has at most 128 tokens."""
 
-    unused = (("prompts max_new_tokens", lambda s: s.share == 0, "unless replay.share is above 0"),)
+    unused = (("prompts", lambda s: s.share == 0, "unless replay.share is above 0"),)
 
     share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of all rows that are replayed. They come on top of the domain's rows, so there are more steps."""
     prompts: str = Field(default="everyday", min_length=1)
     """General prompts: `everyday` (shipped), a file, or a Hub dataset."""
-    max_new_tokens: Positive = 128
-    """Maximum length of base's answers, in tokens."""
 
     def count(self, rows: int) -> int:
         """Return how many rows are replayed beside this many rows of the domain."""
@@ -118,11 +100,10 @@ class FinetuneConfig(Section):
     unused = (
         ("self_distill", lambda s: s.method == "sft", "unless finetune.method is self-distill"),
         (
-            "max_length long_rows packing lora.dropout loss replay",
+            "max_length long_rows loss replay",
             lambda s: s.method != "sft",
             "with method self-distill, which samples",
         ),
-        ("loss", lambda s: s.packing == "on", "with packing, which only has cross-entropy"),
     )
 
     method: Literal["sft", "self-distill"] = "sft"
@@ -151,9 +132,6 @@ class FinetuneConfig(Section):
     empty_answers: Literal["refuse", "skip"] = "refuse"
     """What to do with rows whose answer is empty or missing. `refuse`: stop before training and say how many
     there are. `skip`: leave them out."""
-    packing: Annotated[Literal["on", "off"], BeforeValidator(_never_packed)] = "off"
-    """`on`: put the rows of a step into one sequence, without padding. Steps, rows and results stay the same;
-    it pays where rows of one step differ in length and the model has a flash-attention kernel."""
     loss: AnswerLossSection = AnswerLossSection()
     """Loss of the answer tokens, those of replayed rows too. Default: cross-entropy."""
     replay: ReplaySection = ReplaySection()

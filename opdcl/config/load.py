@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from opdcl.config.reference import REMOVED_KEYS, error_key, explain
+from opdcl.config.reference import error_key, explain
 from opdcl.config.shipped import SHIPPED_DATA, find_workflow
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
@@ -35,7 +35,7 @@ PATH_FIELDS = (
     "*model.chat_template",
     *("model.id", "start", "finetune.data", "recover.general", "recover.domain", "eval.data.*"),
     "eval.closeness",
-    *("finetune.replay.prompts", "recover.*_teacher.model.id", "recover.*_teacher.adapter"),
+    "finetune.replay.prompts",
     *("recover.teachers.*.model.id", "recover.teachers.*.adapter", "recover.teachers.*.prompts"),
 )
 
@@ -59,21 +59,9 @@ def load_tree(
     tree: dict[str, Any], origins: dict[str, str], overrides: list[str], flags: dict[str, Any], stage: str
 ) -> tuple[Workflow, dict[str, str]]:
     """Return the workflow of an earlier command with one stage added, overridden as in `load`."""
-    tree = {k: v for k, v in without_removed(tree).items() if v is not None}
+    tree = {k: v for k, v in tree.items() if v is not None}
     tree[stage] = dict(tree.get(stage) or {})
     return _override(tree, dict(origins), overrides, flags)
-
-
-def without_removed(tree: Any, key: str = "") -> Any:
-    """Return stored settings without the keys that an earlier version had and this one has removed."""
-    if not isinstance(tree, dict):
-        return tree
-    return {
-        name: without_removed(value, f"{key}.{name}")
-        for name, value in tree.items()
-        if not f"{key}.{name}".endswith(tuple(REMOVED_KEYS))
-        and not (name == "health" and isinstance(value, dict))  # limits, which are fixed now
-    }
 
 
 def _override(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from opdcl.config.section import Positive, Section
+from opdcl.config.section import Section
+
+# How many of the likeliest tokens a server is asked for at each position: vLLM's limit, unless it is raised.
+SERVED_TOKENS = 20
 
 
-class ModelConfig(Section):
-    """The base model: it is fine-tuned, and it is the teacher that recovery returns to."""
+class TeacherModel(Section):
+    """Another model that teaches. It is loaded onto the student's device, is sharded if base is, and takes
+    over a chat template that is set for base. Code that comes with it is not run."""
 
     id: str = Field(default="smollm2-135m", min_length=1)
     """`smollm2-135m` (embedded), a Hub id, a local folder, or a GGUF file."""
@@ -22,10 +26,25 @@ class ModelConfig(Section):
     """Precision of weights and computation. `auto`: bfloat16 where the hardware has it, else float32."""
     quantization: Literal["4bit", "8bit"] | None = None
     """Quantize the frozen linear layers with bitsandbytes: `4bit` (NF4, as in QLoRA) or `8bit`."""
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+
+    @model_validator(mode="after")
+    def _is_no_quantized_file(self) -> Self:
+        if self.quantization and self.id.endswith(".gguf"):
+            raise ValueError("quantization needs a model in safetensors, not a GGUF file")
+        return self
+
+    def resident(self, **shared: Any) -> ModelConfig:
+        """Return all settings of the model; `shared` holds those that it takes over from base."""
+        return ModelConfig(**self.model_dump(), **shared)
+
+
+class ModelConfig(TeacherModel):
+    """The base model: it is fine-tuned, and it is the teacher that recovery returns to."""
+
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Leave this off unless you have read that code."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
     chat_template: str | None = None
     """Chat template that replaces the model's own: a Jinja file, or the text itself."""
     chat_template_kwargs: dict[
@@ -41,8 +60,6 @@ class ModelConfig(Section):
     def _can_be_quantized(self) -> ModelConfig:
         if self.quantization and self.shard:
             raise ValueError("quantization excludes shard: FSDP2 cannot split quantized weights")
-        if self.quantization and self.id.endswith(".gguf"):
-            raise ValueError("quantization needs a model in safetensors, not a GGUF file")
         return self
 
     @field_validator("chat_template")
@@ -68,11 +85,3 @@ class ServerSection(Section):
     """OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1."""
     model: str | None = None
     """Name of the model on the server. Default: the only one it serves."""
-    top_k: Positive = 20
-    """Number of likeliest tokens to request per position. vLLM's default limit is 20."""
-    concurrency: Positive = 16
-    """Maximum number of requests in flight."""
-    timeout: Annotated[float, Field(gt=0)] = 300
-    """Request timeout, in seconds."""
-    patience: Annotated[float, Field(gt=0)] = 600
-    """How long to wait for an unreachable server, in seconds."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from opdcl.config.model import ServerSection
+from opdcl.config.model import SERVED_TOKENS, ServerSection
 from opdcl.config.section import Auto, Count, Positive, Rate, Sampler, Section, Share
-from opdcl.config.teacher import TEACHER_NAME, LossSection, NamedTeacher, TeacherSection
+from opdcl.config.teacher import BUILT_IN, LossSection, TeacherName, TeacherSection
 from opdcl.config.trainer_fields import check_trainer
+from opdcl.errors import nearest
 
 
 class OnPolicySection(Section):
@@ -30,14 +32,8 @@ class OnPolicySection(Section):
 class UntilSection(Section):
     """Early stopping by held-out KL. With none of these set, recovery runs all its steps."""
 
-    unused = (("domain_floor", lambda s: s.retention is None, "unless until.retention is set"),)
-
     retention: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Stop once this share of the initial general KL is gone and the domain is at `domain_floor` or above."""
-    domain_floor: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Share of the domain needed for `retention` to stop the run: 1 is tuned, 0 is base."""
-    rollouts: Positive | None = None
-    """Stop after this many completions, both streams together."""
+    """Stop once this share of the initial general KL is gone, if 95 % of the domain is kept."""
     patience: Positive | None = None
     """Stop after this many consecutive validations without a better adapter."""
 
@@ -46,35 +42,34 @@ class RewardSection(Section):
     """A verifiable reward besides the teacher: a suite's scorer rates each completion relative to the others
     on its prompt (GRPO, arXiv 2402.03300). The suite's documents replace the general prompts."""
 
-    unused = (("clip", lambda s: s.weight == 0, "when reward.weight is 0"),)
-
     suite: str = Field(min_length=1)
     """Any generative suite. The model learns from its documents, so measure on another suite."""
     metric: str | None = None
     """Which of the suite's scores to use. Default: its first."""
     group: Annotated[int, Field(ge=2, strict=True)] = 8
     """Completions per prompt that are compared with each other."""
+    oversample: Annotated[float, Field(ge=1)] = 1.0
+    """Sample this many times `rollouts`, and train on the groups whose rewards differ most (arXiv
+    2503.14476)."""
     teacher: Annotated[float, Field(ge=0)] = 0.1
     """Weight of the teacher's loss on the same tokens, as a dense signal."""
     weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the reward's loss. With 0 the reward only chooses what a teacher with `context` is shown."""
-    clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """How far a token's probability ratio may move before the reward stops pushing it (arXiv 1707.06347)."""
 
 
 ON_POLICY = "on_policy.domain on_policy.reverse on_policy.max_new_tokens on_policy.temperature"
 
 # Method -> settings without effect, and why.
 UNUSED_BY = {
-    "interpolate": (f"lmbda {ON_POLICY} steps trainer weighting domain_texts", "which trains nothing"),
+    "interpolate": (f"lmbda {ON_POLICY} steps trainer weighting", "which trains nothing"),
     "replay": (f"loss.kind lmbda {ON_POLICY}", "which imitates the teachers' answers"),
-    "general": ("general_per_domain more_domain domain_texts", "which has no domain steps"),
+    "general": ("general_per_domain", "which has no domain steps"),
 }
 
 
 def _needs_no_loss(recover: RecoverConfig) -> bool:
     # With a teacher on a server, the loss still says which log-probabilities to request.
-    served = any(teacher.server for teacher in recover.all_teachers().values())
+    served = any(teacher.server for teacher in recover.teachers.values())
     return recover.method == "interpolate" and not served
 
 
@@ -89,7 +84,6 @@ class RecoverConfig(Section):
         (f"server {ON_POLICY}", lambda s: s.lmbda == 0, "with lmbda 0: the teachers write all answers"),
         ("on_policy.reverse", lambda s: s.loss.kind != "forward_kl", "unless loss.kind is forward_kl"),
         ("sampler", lambda s: s.server is not None, "with server: the server samples"),
-        ("domain_texts", lambda s: s.lmbda == 1, "with lmbda 1: the student writes all answers"),
     )
 
     method: Literal["alternating", "general", "replay", "interpolate"] = "alternating"
@@ -103,14 +97,14 @@ class RecoverConfig(Section):
     domain steps only."""
     domain: str | None = None
     """Prompts on which tuned is the teacher. Default: the questions of the fine-tune's data."""
-    more_domain: Count = 0
-    """Further domain prompts, which base writes after the examples in `domain`."""
-    general_teacher: TeacherSection = TeacherSection(kind="base")
-    """Teacher that grades general prompts. `tuned` is a placebo: the student at its start grades itself."""
-    domain_teacher: TeacherSection = TeacherSection(kind="tuned")
-    """Teacher that grades domain prompts."""
-    teachers: dict[Annotated[str, Field(pattern=TEACHER_NAME)], NamedTeacher] = {}
-    """Further teachers by name. Each grades its own `prompts` and those whose `teacher` field names it."""
+    general_teacher: TeacherName = "base"
+    """Teacher of general prompts: `base`, `tuned`, or a name in `teachers`. `tuned` is a placebo: the student
+    at its start grades itself."""
+    domain_teacher: TeacherName = "tuned"
+    """Teacher of domain prompts, likewise."""
+    teachers: dict[TeacherName, TeacherSection] = {}
+    """Further teachers by name. A teacher grades the stream that names it, its own `prompts`, and the domain
+    prompts whose `teacher` field names it."""
     reward: RewardSection | None = None
     """Verifiable reward for general completions, in addition to the teacher."""
     steps: Positive = 96
@@ -118,9 +112,6 @@ class RecoverConfig(Section):
     rollouts: Positive | Auto = "auto"
     """Completions per optimizer step. `auto`: 8 below hidden size 1536, 16 below 3072, 32 from there. For the
     same number of completions in all, many small steps recover more than few large ones."""
-    oversample: Annotated[float, Field(ge=1)] = 1.0
-    """Sample this many times `rollouts`, and train on the completions where student and teacher differ most,
-    or on the groups whose rewards do (arXiv 2605.27115, 2503.14476)."""
     domain_rollouts: Positive | None = None
     """Completions per domain step; domain answers are often short. Default: `rollouts`."""
     general_per_domain: Count = 1
@@ -130,9 +121,6 @@ class RecoverConfig(Section):
     warm-up, the teachers write. 1 is on-policy from the first step, 0 is off-policy."""
     on_policy: OnPolicySection = OnPolicySection()
     """What is different where the student writes."""
-    domain_texts: Literal["teacher", "rows"] = "teacher"
-    """Who writes the answers of domain steps, if not the student. `rows`: the rows themselves, where they
-    have answers, so that nothing is sampled. The teacher grades them in any case."""
     sample_ahead: Positive = 3
     """Steps of a stream sampled at once. 1 is strictly on-policy; more use the hardware better, and let long
     completions continue beside the next ones."""
@@ -183,40 +171,49 @@ class RecoverConfig(Section):
     @model_validator(mode="after")
     def _can_learn(self) -> RecoverConfig:
         check_trainer("recover", self.trainer)
-        if self.general_teacher.begins_as_tuned and self.general_teacher.kind != "tuned":
+        self._check_names()
+        general = self.teacher_of("general")
+        if general.begins_as_tuned and general.kind != "tuned":
             raise ValueError("general_teacher equals the student at the start: use base, or set context")
-        for name, written in {"general": self.general == "self", "domain": self.more_domain}.items():
-            if written and getattr(self, f"{name}_teacher").context is not None:
-                raise ValueError(f"{name}_teacher.context shows answers; prompts that base writes have none")
+        if self.general == "self" and general.context is not None:
+            reason = "has a context, which shows answers; prompts that base writes have none"
+            raise ValueError(f"general_teacher {reason}")
         if self.general is None and not self.reward and (self.general_per_domain or self.method == "general"):
             raise ValueError("without general prompts use method alternating and general_per_domain 0")
-        if self.domain_texts == "rows" and self.loss.kind == "policy_gradient":
-            raise ValueError("loss.kind policy_gradient needs sampled answers: set domain_texts teacher")
         if self.server and self.on_policy.temperature != 1:
             raise ValueError(
                 "a server returns log-probabilities at temperature 1: remove on_policy.temperature or server"
             )
-        for name, teacher in self.all_teachers().items():
+        for name, teacher in self.teachers.items():
             self._check_teacher(name, teacher)
         if self.reward:
             self._check_reward(self.reward.group)
         return self
 
+    def _check_names(self) -> None:
+        """Refuse a teacher that is not defined, and one that has the name of a built-in teacher."""
+        known = [*BUILT_IN, *self.teachers]
+        for key in ("general_teacher", "domain_teacher"):
+            if (name := getattr(self, key)) not in known:
+                near = nearest(name, known)
+                hint = f"did you mean {near}?" if near else f"define it: recover.teachers.{name}"
+                context = {"key": key, "reason": f"names no teacher {name!r}", "hint": hint}
+                raise PydanticCustomError("teacher", "{reason}", context)
+        if taken := next((name for name in BUILT_IN if name in self.teachers), ""):
+            raise ValueError(f"teachers.{taken}: {taken} is built in; give the teacher another name")
+
     def _check_teacher(self, name: str, teacher: TeacherSection) -> None:
-        domain = self.limit("domain")
-        length = self.max_new_tokens if name == "general_teacher" else domain
-        if teacher.skip_tokens >= length:
-            raise ValueError(f"{name}.skip_tokens must be less than the maximum completion length ({length})")
-        if "{feedback}" in (teacher.context or "") and not (self.reward and name == "general_teacher"):
+        only_general = name == self.general_teacher != self.domain_teacher and not teacher.prompts
+        if "{feedback}" in (teacher.context or "") and not (self.reward and only_general):
             raise ValueError(
-                f"{name}.context: {{feedback}} needs reward, and only general_teacher receives it"
+                f"teachers.{name}.context: {{feedback}} needs reward, and only general_teacher receives it"
             )
-        k = teacher.server.top_k if teacher.server else 0
+        k = SERVED_TOKENS
         known = self.loss.kind == "policy_gradient" or (self.loss.kind == "top_k" and self.loss.k <= k)
         if teacher.server and not known:
             raise ValueError(
-                f"{name} is on a server, which returns log-probabilities of the sampled token and the {k} "
-                f"likeliest: use loss.kind policy_gradient, or top_k with loss.k at most {k}"
+                f"teachers.{name} is on a server, which returns log-probabilities of the sampled token and "
+                f"the {k} likeliest: use loss.kind policy_gradient, or top_k with loss.k at most {k}"
             )
 
     def _check_reward(self, group: int) -> None:
@@ -246,7 +243,7 @@ class RecoverConfig(Section):
         """The number of steps in which the teachers write; the student writes in those that follow."""
         return self.steps if self.method == "replay" else self.steps - round(self.lmbda * self.steps)
 
-    def all_teachers(self) -> dict[str, TeacherSection]:
-        """Return every teacher by its key."""
-        named = {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
-        return {"general_teacher": self.general_teacher, "domain_teacher": self.domain_teacher, **named}
+    def teacher_of(self, stream: Literal["general", "domain"], name: str = "") -> TeacherSection:
+        """Return the definition of a named teacher, or of the stream's own."""
+        own = self.general_teacher if stream == "general" else self.domain_teacher
+        return (BUILT_IN | self.teachers)[name or own]

@@ -12,22 +12,6 @@ from pydantic_core import PydanticUndefined
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError, nearest
 
-JSD = "use loss.kind reverse_kl or forward_kl"
-
-# Removed or renamed keys (their end) and values -> what does the job now, or why they went.
-REMOVED_KEYS = {
-    "recover.teacher_first": "lmbda: the teachers write first, the student in the last share of the steps",
-    "recover.temperature": "on_policy.temperature",
-    "recover.warm_start": "a recovery starts from tuned; method interpolate scales the adapter",
-    "eval.seed": "intervals have a closed form and need no seed",
-    "loss.beta": f"the loss jsd was removed; {JSD}",
-    "loss.rescaled": f"the loss jsd was removed; {JSD}",
-    "loss.unsure_above": f"the loss entropy_switched was removed; {JSD}",
-    "loss.discount": "discounted advantages were removed; policy_gradient credits each token with its own",
-    "loss.cap": "use trainer.max_grad_norm or a lower learning_rate against outliers",
-}
-REMOVED_VALUES = {"jsd": JSD, "entropy_switched": JSD}
-
 SCHEMA = "opdcl config schema  # lists every key with its values"
 
 # Plain words, with the values of the error's context -> Pydantic's error types.
@@ -145,22 +129,19 @@ def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
         where = _origin(key, origins)
         context = error.get("ctx", {})
         if error["type"] == "extra_forbidden":
-            reason = next((why for end, why in REMOVED_KEYS.items() if key.endswith(end)), "")
-            hints[key] = reason or _similar_key(key, error["input"], siblings)
-            lines[key] = f"unknown key {key}{where}{': ' if reason else ''}{reason}"
+            hints[key] = _similar_key(key, error["input"], siblings)
+            lines[key] = f"unknown key {key}{where}"
         elif error["type"] == "missing":
             lines[key] = f"{key} is required{where}"
-        elif error["type"] in ("no_effect", "suite", "trainer", "quantized"):
+        elif error["type"] in ("no_effect", "suite", "teacher", "trainer", "quantized"):
             hints[key] = context.get("hint") or "remove the setting"
             lines[key] = f"{key} {error['msg']}{where}"
         elif words := next((words for words, types in WORDS.items() if error["type"] in types.split()), ""):
-            removed = REMOVED_VALUES.get(error["input"]) if isinstance(error["input"], str) else None
             is_address = "http" in context.get("pattern", "")
             form = "an http address" if is_address else "a name of letters, digits, hyphens and underscores"
             expected.setdefault(key, []).append(words.format(**context, form=form))
             kinds = " or ".join(dict.fromkeys(expected[key]))
             lines[key] = f"{key}: must be {kinds} (got {_brief(error['input'])}{where})"
-            lines[key] += f": {error['input']} was removed; {removed}" if removed else ""
         else:
             message = error["msg"].removeprefix("Value error, ")
             got = "" if isinstance(error["input"], dict) else f"got {_brief(error['input'])}"

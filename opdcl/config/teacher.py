@@ -6,18 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from opdcl.config.model import ModelConfig, ServerSection
-from opdcl.config.section import Count, Positive, Section, Share
+from opdcl.config.model import ServerSection, TeacherModel
+from opdcl.config.section import Positive, Section, Share
 
 LossKind = Literal["reverse_kl", "forward_kl", "top_k", "policy_gradient", "cross_entropy"]
-TEACHER_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,31}$"
+TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,31}$")]
 
 
 class TeacherSection(Section):
-    """The teacher that grades a stream."""
+    """A teacher: it writes answers and grades every token of them."""
 
     unused = (
-        ("rate every", lambda s: s.kind != "ema", "unless kind is ema"),
+        ("rate", lambda s: s.kind != "ema", "unless kind is ema"),
         ("reference mix", lambda s: s.kind != "trust_region", "unless kind is trust_region"),
     )
 
@@ -28,14 +28,12 @@ class TeacherSection(Section):
     adapter: Annotated[str, Field(min_length=1)] | None = None
     """`adapter`: a run directory (its last adapter is used), an adapter folder, or a Hub id."""
     rate: Share = 0.05
-    """`ema`: fraction of the distance to the student that the teacher moves per update."""
-    every: Positive = 1
-    """`ema`: steps between updates."""
+    """`ema`: fraction of the distance to the student that the teacher moves per step."""
     reference: Literal["base", "tuned"] = "base"
     """`trust_region`: the frozen part of the mixture."""
     mix: Share = 0.05
     """`trust_region`: the student's share of the mixture."""
-    model: ModelConfig | None = None
+    model: TeacherModel | None = None
     """`model`: the teacher model."""
     server: ServerSection | None = None
     """`remote`: the server that runs the teacher."""
@@ -43,9 +41,8 @@ class TeacherSection(Section):
     """Text that the teacher sees in place of the last user message, with `{prompt}` and `{answer}`; rows then
     need answers. With a reward, `{answer}` is the best completion of the group and only the worse ones are
     graded with it; `{feedback}` is the scorer's comment on the graded completion (arXiv 2601.20802)."""
-    skip_tokens: Count = 0
-    """Tokens at the start of each completion to leave out of the loss, where a teacher with `context` tends
-    to show that it has seen the answer."""
+    prompts: Annotated[str, Field(min_length=1)] | None = None
+    """Further domain prompts, all graded by this teacher."""
 
     @property
     def begins_as_tuned(self) -> bool:
@@ -69,11 +66,8 @@ class TeacherSection(Section):
         return self
 
 
-class NamedTeacher(TeacherSection):
-    """One of several teachers. It grades the prompts that name it."""
-
-    prompts: Annotated[str, Field(min_length=1)] | None = None
-    """Further domain prompts, all graded by this teacher."""
+# Teachers that need no definition.
+BUILT_IN = {kind: TeacherSection(kind=kind) for kind in ("base", "tuned")}
 
 
 class LossSection(Section):
@@ -87,5 +81,3 @@ class LossSection(Section):
     token. Reverse KL hardly moves a token that the student has given up, such as the end of an answer."""
     k: Positive = 100
     """`top_k`: number of the teacher's likeliest tokens that are compared one by one."""
-    unfinished: Share = 1.0
-    """Loss weight of truncated completions; 0 drops them."""

@@ -50,13 +50,12 @@ INSTEAD = {
     "use recover.steps or finetune.epochs": "max_steps",
     "use recover.rollouts or finetune.batch_size": "per_device_train_batch_size",
     "use finetune.max_length": "max_length truncation_mode",
-    "use finetune.packing": "packing packing_strategy padding_free",
     "use finetune.lora.target_modules": "optim_target_modules",
-    "use finetune.lora.dropout": "disable_dropout",
-    "use recover.temperature": "temperature",
+    "adapters have no dropout": "disable_dropout",
+    "use recover.on_policy.temperature": "temperature",
     "use recover.max_new_tokens": "max_completion_length",
     "use recover.loss": "beta label_smoothing_factor",
-    "use recover.general_teacher": "teacher_model_name_or_path teacher_model_revision",
+    "use recover.teachers": "teacher_model_name_or_path teacher_model_revision",
     "use recover.server": "use_vllm",
     "use -o": "output_dir",
     "use track": "report_to",
@@ -71,7 +70,8 @@ INSTEAD = {
     "gradient_checkpointing activation_checkpointing auto_find_batch_size",
     "metrics.jsonl always has every step": "logging_steps logging_strategy logging_first_step",
     "our loops do not call the model's own forward pass": "torch_compile use_liger_kernel",
-    "rows of similar length already share a batch": "train_sampling_strategy group_by_length",
+    "rows of similar length already share a batch": "train_sampling_strategy group_by_length packing "
+    "packing_strategy padding_free",
     "resuming needs the whole checkpoint": "save_only_model",
 }
 

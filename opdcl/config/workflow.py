@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from opdcl.config.evaluate import CLOSENESS, EvalConfig, Gates
-from opdcl.config.finetune import AnswerLossSection, FinetuneConfig, ReplaySection
+from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.section import Count, Section, as_list
@@ -22,15 +22,7 @@ Column = Literal["question", "answer", "messages", "text", "system", "teacher", 
 # Sizes of batches are not among them: they change rounding, which training amplifies.
 MACHINE = {"device", "deterministic", "shard"}
 WITHOUT_MEANING = {"save_steps"}
-PLACE = {"url", "concurrency", "timeout", "patience"}
-# Settings that older runs lack, by section. With these values they change nothing, so they are no part of a
-# fingerprint, and a run without them was made with these values.
-ADDED: dict[str, dict[str, Any]] = {
-    "model": {"chat_template": None, "chat_template_kwargs": {}, "quantization": None},
-    "finetune": {"loss": AnswerLossSection().model_dump(), "replay": ReplaySection().model_dump()},
-    "recover": {"more_domain": 0, "domain_texts": "teacher"},
-    "eval": {"thought_tokens": 0, "closeness": None},
-}
+PLACE = {"url"}
 
 
 class Workflow(Section):
@@ -105,12 +97,13 @@ class Workflow(Section):
         return value
 
     def teachers(self) -> dict[str, TeacherSection]:
-        """Return every teacher by its key; none without a recovery."""
-        return self.recover.all_teachers() if self.recover else {}
+        """Return the teachers that the recovery defines, by name."""
+        return self.recover.teachers if self.recover else {}
 
     def models(self) -> list[ModelConfig]:
         """Return the models that the run loads: its base, and those of teachers."""
-        return [self.model, *(teacher.model for teacher in self.teachers().values() if teacher.model)]
+        template = self.model.model_dump(include={"chat_template", "chat_template_kwargs"})
+        return [self.model, *(t.model.resident(**template) for t in self.teachers().values() if t.model)]
 
     def data_sources(self) -> dict[str, str]:
         """Return the sources of all rows by their keys."""
@@ -127,15 +120,16 @@ class Workflow(Section):
 
     def adapters(self) -> dict[str, str]:
         """Return the adapters that the run starts from or learns from: key -> path or Hub id."""
-        places = {f"recover.{name}.adapter": teacher.adapter for name, teacher in self.teachers().items()}
+        places = {
+            f"recover.teachers.{name}.adapter": teacher.adapter for name, teacher in self.teachers().items()
+        }
         return {key: place for key, place in {"start": self.start, **places}.items() if place}
 
 
 def meaningful_settings(config: dict[str, Any], ignored: set[str] = WITHOUT_MEANING) -> dict[str, Any]:
     """Return the settings of a stage that determine its result, at every depth."""
-    added = [setting for section in ADDED.values() for setting in section.items()]
     # Where rows are refused nothing is made, so `refuse` is no part of a result.
-    settings = {k: v for k, v in config.items() if k not in ignored and v != "refuse" and (k, v) not in added}
+    settings = {k: v for k, v in config.items() if k not in ignored and v != "refuse"}
     for key, value in settings.items():
         if isinstance(value, dict):
             settings[key] = meaningful_settings(value, {"server": PLACE, "model": MACHINE}.get(key, set()))

@@ -84,18 +84,6 @@ def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int
     return [Encoded(ids, mask) for ids, mask in sequences]
 
 
-def encode_answer(row: Row, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int]) -> list[int] | None:
-    """Return the ids of a row's answer as a fine-tune learns it after this prompt.
-
-    None if the row has no answer, or if the template writes another prompt before an answer that is there.
-    """
-    if not row.answer and not row.reply:
-        return None
-    example, start = encode_example(row, tokenizer, sys.maxsize)[-1], len(prompt_ids)
-    ids, learned = example.input_ids[start:], example.completion_mask[start:]
-    return ids if ids and all(learned) and example.input_ids[:start] == prompt_ids else None
-
-
 def tool_row(doc: Mapping[str, Any], messages: list[Message], where: str) -> Row:
     """Return a document of a suite as a row to sample on; like those of `tool_calls`, it may offer tools."""
     offers_tools = {"tools", "calls", "group"} <= doc.keys()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from opdcl.config.finetune import FinetuneConfig
+from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
 from opdcl.data.chat import Encoded, encode_example, encode_prompt
 from opdcl.data.formats import did_you_mean
 from opdcl.data.rows import Row, check_prompts
@@ -81,7 +81,7 @@ def read_examples(
     if not encoded:
         reasons = "; ".join(notes)
         raise UsageError(f"{config.data} has no row to learn from: {reasons}", "raise finetune.max_length")
-    room = limit - config.replay.max_new_tokens
+    room = limit - REPLAYED_TOKENS
     prompts = [encode_prompt(row, tokenizer, room) for row in check_prompts(list(replay))]
     return Examples(used, notes, encoded, longest, prompts)
 

@@ -13,21 +13,18 @@ import torch
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
-from opdcl.distill.losses import TokenLosses, missed_ends, token_logprobs, token_losses, top_k_overlap
+from opdcl.distill.losses import TokenLosses, missed_ends, token_losses, top_k_overlap
 from opdcl.distill.schedule import Stream
 from opdcl.distill.teachers import AnyTeacher, Teacher, sequence
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.model.compatibility import refuse_unsupported
-from opdcl.model.distributions import HiddenStates, TeacherDistribution, join, shared_rows
+from opdcl.model.distributions import HiddenStates, TeacherDistribution, join
 from opdcl.model.forward import answer_ids, answer_states
-from opdcl.sampling.rollout import Rollout
-from opdcl.training import is_out_of_memory
+from opdcl.model.memory import is_out_of_memory, release
+from opdcl.sampling.rollout import MISMATCH_RATIO, Rollout
 
 logger = logging.getLogger(__name__)
-
-# A token is left out where sampler and trainer differ about its probability by more than this factor.
-MISMATCH_RATIO = 2
 
 # Sums by name over all completion tokens: `loss`, `kl`, `tokens`, ...; 0 where nothing was added.
 Sums = dict[str, float]
@@ -140,22 +137,6 @@ class Grader:
             by_position |= dict(zip(batch.positions, parts, strict=True))
         return by_position
 
-    def gaps(self, rollouts: list[Rollout], stream: Stream) -> list[float]:
-        """Return each completion's mean |log q - log p| per token, q the teacher and p the sampler."""
-        gap_of: dict[str, float] = {}
-        for batch in self._micro_batches(rollouts, self.teachers[stream]):
-            tokens = [t for r in batch.rollouts for t in r.completion_ids]
-            token_N = torch.tensor(tokens, device=self.backbone.device)
-            teacher = batch.teacher.distribution(batch.rollouts)
-            rows = shared_rows(self.backbone.head_VH, teacher)
-            logprob_N = token_logprobs(teacher, token_N, rows, self.config.on_policy.temperature)
-            if batch.filler:
-                continue
-            for i, q_N in zip(batch.positions, logprob_N.split(batch.lengths), strict=True):
-                gap_of[str(i)] = float((q_N - q_N.new_tensor(rollouts[i].logprobs)).abs().mean())
-        totals = parallel.sum_over_workers(gap_of)
-        return [totals[str(i)] for i in range(len(rollouts))]
-
     def _compare(
         self, batch: MicroBatch, teacher: TeacherDistribution, learn: bool = False, reverse: float = 0.0
     ) -> tuple[HiddenStates, TokenLosses, torch.Tensor]:
@@ -183,15 +164,11 @@ class Grader:
         return student, losses, sampler_N
 
     def _weights(self, batch: MicroBatch, mean_length: float) -> torch.Tensor:
-        """Return each token's weight, `(N,)`; 0 for `skip_tokens`, and less if truncated.
-
-        Over a step in which nothing is left out, the weights have the mean 1.
-        """
-        weights = []
-        for rollout, length in zip(batch.rollouts, batch.lengths, strict=True):
-            weight_N = token_weights(length, rollout.finished, self.config.weighting, mean_length)
-            weight_N[: batch.teacher.skip_tokens] = 0.0
-            weights.append(weight_N if rollout.finished else weight_N * self.config.loss.unfinished)
+        """Return each token's weight, `(N,)`; over a step they have the mean 1."""
+        weights = [
+            token_weights(length, rollout.finished, self.config.weighting, mean_length)
+            for rollout, length in zip(batch.rollouts, batch.lengths, strict=True)
+        ]
         return torch.cat(weights).to(self.backbone.device) * (not batch.filler)
 
     def _micro_batches(self, rollouts: list[Rollout], teacher: AnyTeacher) -> Iterator[MicroBatch]:
@@ -214,8 +191,7 @@ class Grader:
             hint = "lower recover.max_new_tokens, or choose a smaller model"
             raise OpdclError("one sequence alone does not fit into memory", hint)
         self.micro_batch_tokens //= 2
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release()
         logger.warning("out of memory: continuing with micro-batches of %d tokens", self.micro_batch_tokens)
 
 

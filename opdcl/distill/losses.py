@@ -30,6 +30,9 @@ from opdcl.model.positions import cut, for_each_part
 # The number of likeliest tokens from which EAFT takes the entropy (arXiv 2601.02151).
 ENTROPY_TOKENS = 20
 
+# How far a token's probability ratio may move before the reward stops pushing it (PPO, arXiv 1707.06347).
+CLIP = 0.2
+
 # Both log-distributions and the slice of positions that they cover -> the losses of these positions.
 Cost = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
 
@@ -84,18 +87,14 @@ def policy_gradient(
 
 
 def clipped_gradient(
-    log_p: torch.Tensor,
-    token_N: torch.Tensor,
-    sampler_N: torch.Tensor,
-    advantage_N: torch.Tensor,
-    clip: float,
+    log_p: torch.Tensor, token_N: torch.Tensor, sampler_N: torch.Tensor, advantage_N: torch.Tensor
 ) -> torch.Tensor:
     """Return the surrogate loss of rewarded tokens, `(N,)`.
 
-    It is flat once the ratio to the sampler has moved from 1 by `clip` in the direction of the advantage.
+    It is flat once the ratio to the sampler has moved from 1 by `CLIP` in the direction of the advantage.
     """
     ratio_N = (_of_tokens(log_p, token_N) - sampler_N).exp()
-    return -torch.minimum(ratio_N * advantage_N, ratio_N.clamp(1 - clip, 1 + clip) * advantage_N)
+    return -torch.minimum(ratio_N * advantage_N, ratio_N.clamp(1 - CLIP, 1 + CLIP) * advantage_N)
 
 
 def group_advantages(rewards: list[float], group: int) -> list[float]:
@@ -269,11 +268,7 @@ def token_losses(
 
             def cost(log_p: torch.Tensor, log_q: torch.Tensor, part: slice) -> torch.Tensor:
                 surrogate_N = clipped_gradient(
-                    tempered(log_p, temperature),
-                    token_N[part],
-                    sampler_N[part],
-                    advantage_N[part],
-                    reward.clip,
+                    tempered(log_p, temperature), token_N[part], sampler_N[part], advantage_N[part]
                 )
                 return reward.weight * surrogate_N + reward.teacher * teacher_cost(log_p, log_q, part)
 

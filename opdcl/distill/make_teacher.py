@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
+from opdcl import parallel
 from opdcl.config.model import ServerSection
 from opdcl.config.teacher import TeacherSection
 from opdcl.distill.losses import token_logprobs
@@ -46,21 +47,19 @@ def make_teacher(
     """
     match config.kind:
         case "live":
-            teacher = Teacher(backbone, "student", contexts)
+            return Teacher(backbone, "student", contexts)
         case "adapter":
-            teacher = Teacher(backbone, state, contexts)
+            return Teacher(backbone, state, contexts)
         case "ema":
-            teacher = EmaTeacher(backbone, state, config.rate, config.every, contexts)
+            return EmaTeacher(backbone, state, config.rate, contexts)
         case "trust_region":
-            teacher = TrustRegionTeacher(backbone, config.reference, config.mix, contexts)
+            return TrustRegionTeacher(backbone, config.reference, config.mix, contexts)
         case "model":
-            teacher = SecondModel(backbone, _load_model(config, backbone), contexts)
+            return SecondModel(backbone, _load_model(config, backbone), contexts)
         case "remote":
-            teacher = RemoteTeacher(backbone, reach_server(config.server, backbone, notify), contexts)
+            return RemoteTeacher(backbone, reach_server(config.server, backbone, notify), contexts)
         case frozen:
-            teacher = Teacher(backbone, frozen, contexts)
-    teacher.skip_tokens = config.skip_tokens
-    return teacher
+            return Teacher(backbone, frozen, contexts)
 
 
 def reach_server(config: ServerSection, backbone: Backbone, notify: Notify) -> Server:
@@ -106,7 +105,11 @@ def reach_own_model(config: ServerSection, backbone: Backbone, notify: Notify) -
 
 def _load_model(config: TeacherSection, backbone: Backbone) -> PreTrainedModel:
     """Load another model on the student's device, if tokenizer and end-of-sequence ids agree."""
-    model_config = config.model.model_copy(update={"device": str(backbone.device)})
+    shard = parallel.sharded() and not config.model.quantization
+    # The student's template writes the prompts. Whether the teacher's is the same was checked beforehand.
+    own = backbone.tokenizer.chat_template
+    template = own if isinstance(own, str) else None
+    model_config = config.model.resident(device=str(backbone.device), shard=shard, chat_template=template)
     check_same_tokenizer(backbone.tokenizer, load_tokenizer(model_config), f"teacher {model_config.id}")
     model, tokenizer = load_base(model_config)
     refuse_unsupported(model.config)

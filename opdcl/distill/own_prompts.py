@@ -1,8 +1,7 @@
-"""Prompts that base writes itself.
+"""General prompts that base writes itself.
 
-General ones: base gets its chat template up to where a user turn begins. What it writes until the turn ends
-is a prompt (Magpie, arXiv 2406.08464). Domain ones: the turn begins with a list of examples, drawn anew each
-time, and the line with which base continues the list is a prompt.
+Base gets its chat template up to where a user turn begins. What it writes until the turn ends is a prompt
+(Magpie, arXiv 2406.08464).
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -38,9 +35,6 @@ ROUND, TRIES = 128, 4
 # Share of the wanted prompts that is enough; maximum share of 4-grams that occurred earlier in a prompt.
 ENOUGH, MOST_REPETITION = 0.25, 0.3
 
-# Examples in a list, and the temperature at which it is continued.
-SHOWN, NEAR_TO_EXAMPLES = 6, 0.7
-
 # Cosines of wording above which a prompt repeats another one, or is near to a test.
 REPEATED, NEAR = 0.8, 0.6
 
@@ -55,80 +49,54 @@ def planned_prompts(config: RecoverConfig, has_domain: bool) -> list[Row]:
 
 
 def own_prompts(
-    config: RecoverConfig,
-    count: int,
-    backbone: Backbone,
-    tests: list[str],
-    file: Path,
-    report: StageReport,
-    examples: Sequence[Row] = (),
+    config: RecoverConfig, count: int, backbone: Backbone, tests: list[str], file: Path, report: StageReport
 ) -> list[Row]:
     """Return `count` prompts that base has written into `file`, or writes now if it does not exist.
 
-    With `examples` they are prompts of the same kind. Prompts near to one of `tests` are left out. The same
-    seed, base and examples give the same prompts.
+    Prompts near to one of `tests` are left out. The same seed and base give the same prompts.
 
     Raises:
         OpdclError: Base writes too few usable prompts.
     """
     if not file.exists():
-        shown = [" ".join(row.prompt[-1]["content"].split()) for row in examples]
-        prompts = _write(config, count, backbone, tests, report, shown)
+        prompts = _write(config, count, backbone, tests, report)
         lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
         write_atomic(file, "".join(f"{line}\n" for line in lines))
-    report.note(f"{'domain' if examples else 'general'} prompts of base's own are in {file}")
+    report.note(f"general prompts of base's own are in {file}")
     return load_rows(str(file))
 
 
 def _write(
-    config: RecoverConfig,
-    count: int,
-    backbone: Backbone,
-    tests: list[str],
-    report: StageReport,
-    examples: list[str],
+    config: RecoverConfig, count: int, backbone: Backbone, tests: list[str], report: StageReport
 ) -> list[str]:
     tokenizer, turn, seeds = backbone.tokenizer, user_turn(backbone.tokenizer), random.Random(config.seed)
-    line_end = tokenizer("\n", add_special_tokens=False)["input_ids"][-1:] if examples else []
     prompts: list[str] = []
     dropped: Counter[str] = Counter()
     while len(prompts) < count and len(prompts) + dropped.total() < TRIES * count:
-        lists = [_list(seeds.sample(examples, min(SHOWN, len(examples)))) for _ in range(ROUND) if examples]
-        openings = [turn.opening + tokenizer(text, add_special_tokens=False)["input_ids"] for text in lists]
         with backbone.merged("base") as model:
             rollouts = sample(
                 model,
-                openings or [turn.opening] * ROUND,
+                [turn.opening] * ROUND,
                 max_new_tokens=LONGEST,
-                eos_ids=sorted({*backbone.eos_ids, turn.end, *line_end}),
-                temperature=NEAR_TO_EXAMPLES if examples else 1.0,
+                eos_ids=sorted({*backbone.eos_ids, turn.end}),
+                temperature=1.0,
                 seed=seeds.getrandbits(31),
                 engine=config.sampler,
                 costs=backbone.costs,
             )
         texts = [tokenizer.decode(r.completion_ids[:-1]).strip() for r in rollouts]
-        if examples:  # in some vocabularies a line ends within a token
-            ended = ["\n" in text or r.finished for text, r in zip(texts, rollouts, strict=True)]
-            rollouts = [replace(r, finished=end) for r, end in zip(rollouts, ended, strict=True)]
-            texts = [text.partition("\n")[0].strip() for text in texts]
         faults = [fault(text, r, turn.markup) for text, r in zip(texts, rollouts, strict=True)]
-        faults = parallel.on_first_worker(partial(with_repeats, texts, faults, examples + prompts, tests))
+        faults = parallel.on_first_worker(partial(with_repeats, texts, faults, prompts, tests))
         dropped.update(filter(None, faults))
         prompts += [text for text, reason in zip(texts, faults, strict=True) if not reason]
         report.progress(min(len(prompts), count), count)
     found = f"base wrote {len(prompts)} usable prompts; left out: "
     found += ", ".join(f"{n} {reason}" for reason, n in dropped.most_common()) or "none"
     if len(prompts) < ENOUGH * count:
-        hint = "recover.more_domain 0" if examples else "--prompts everyday; or name a file of prompts"
+        hint = "--prompts everyday; or name a file of prompts"
         raise OpdclError(f"{found}; {count} were wanted", hint)
     report.note(found)
     return prompts[:count]
-
-
-def _list(examples: list[str]) -> str:
-    """Return a numbered list that the next example would continue."""
-    lines = [f"{number}. {text}\n" for number, text in enumerate(examples, 1)]
-    return f"Requests of one kind:\n\n{''.join(lines)}{len(examples) + 1}."
 
 
 def fault(text: str, rollout: Rollout, markup: set[int]) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.teacher import TeacherSection
-from opdcl.data.chat import encode_answer, encode_prompt
+from opdcl.config.teacher import BUILT_IN
+from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import Row, check_prompts, load_rows
 from opdcl.distill.reward import load_reward_task, reward_rows
 from opdcl.distill.schedule import STREAMS, Stream
@@ -39,22 +39,13 @@ class Prompts:
     """Token ids of one stream's prompts, to train on and held out.
 
     `routes` maps a prompt to the name of its own teacher. `contexts` maps a teacher's name to what it sees in
-    place of a prompt; the stream's own teacher has the name "". `answers` maps indices of prompts to train on
-    to the rows' own answers, where these are learned from.
+    place of a prompt; the stream's own teacher has the name "".
     """
 
     train: list[list[int]]
     held_out: list[list[int]]
     routes: dict[tuple[int, ...], str] = field(default_factory=dict)
     contexts: dict[str, Contexts] = field(default_factory=dict)
-    answers: dict[int, list[int]] = field(default_factory=dict)
-
-
-def teacher_section(config: RecoverConfig, stream: Stream, name: str) -> TeacherSection:
-    """Return the configuration of a named teacher, or of the stream's own."""
-    if name:
-        return config.teachers[name]
-    return config.general_teacher if stream == "general" else config.domain_teacher
 
 
 def read_recovery_source(
@@ -90,11 +81,13 @@ def read_recovery_source(
 
 
 def _check_teacher(config: RecoverConfig, stream: Stream, row: Row) -> None:
-    if row.teacher and row.teacher not in config.teachers:
-        known = ", ".join(config.teachers)
-        hint = f"recover.teachers has {known}" if known else "define it in recover.teachers"
+    if row.teacher and row.teacher not in (known := [*BUILT_IN, *config.teachers]):
+        hint = f"define it in recover.teachers, or name one of {', '.join(known)}"
         raise UsageError(f"{row.where} names an unknown teacher {row.teacher!r}", hint)
-    if not row.answer and teacher_section(config, stream, row.teacher).context is not None:
+    context = config.teacher_of(stream, row.teacher).context
+    if row.teacher and "{feedback}" in (context or ""):
+        raise UsageError(f"{row.where} names the teacher of a reward's answers", "name another teacher")
+    if not row.answer and context is not None:
         hint = "give every row of that teacher an answer"
         raise UsageError(f"{row.where} has no answer for its teacher's context", hint)
 
@@ -109,8 +102,7 @@ def encode_stream(
     """Encode a stream's prompts, and split off the held-out ones; `context_length` is the model's, in tokens.
 
     Raises:
-        UsageError: The same prompt names two teachers, there is only one prompt, or no row has an answer
-            although `recover.domain_texts` asks for them.
+        UsageError: The same prompt names two teachers, or there is only one prompt.
     """
     rows = source.rows[stream]
     room = context_length - max(config.limit(stream, on_policy) for on_policy in (False, True))
@@ -129,12 +121,6 @@ def encode_stream(
         prompts = Prompts(ids, held_out[:: max(1, len(held_out) // count)][:count])
     else:
         prompts = Prompts(*_split(ids, stream, count))
-    if stream == "domain" and rows and config.domain_texts == "rows":
-        given = (encode_answer(row, tokenizer, prompt) for row, prompt in zip(rows, ids, strict=True))
-        prompts.answers.update((i, answer) for i, answer in enumerate(given) if answer)
-        if not prompts.answers:
-            message = "recover.domain_texts is rows, but no domain prompt has an answer"
-            raise UsageError(message, "leave it out: the teacher then writes the answers")
     teacher_of: dict[tuple[int, ...], str] = {}
     for row, prompt in zip(rows, map(tuple, ids), strict=True):
         if teacher_of.setdefault(prompt, row.teacher) != row.teacher:
@@ -142,7 +128,7 @@ def encode_stream(
             raise UsageError(message, "name one teacher per prompt")
         if row.teacher:
             prompts.routes[prompt] = row.teacher
-        context = teacher_section(config, stream, row.teacher).context
+        context = config.teacher_of(stream, row.teacher).context
         if context is not None and row.answer:
             in_context = encode(row.with_context(context, row.answer))
             prompts.contexts.setdefault(row.teacher, {}).setdefault(prompt, in_context)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from opdcl.config.finetune import FinetuneConfig
+from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
 from opdcl.data.chat import Encoded
 from opdcl.data.examples import Examples
 from opdcl.distill.schedule import endless
@@ -29,7 +29,7 @@ def replayed_rows(
         note(f"base writes {count} answers to replay")
         order = endless(len(examples.replay), config.seed)
         prompts = [examples.replay[i] for i in itertools.islice(order, count)]
-        limit, eos_ids = config.replay.max_new_tokens, backbone.eos_ids
+        limit, eos_ids = REPLAYED_TOKENS, backbone.eos_ids
         with backbone.merged("base") as model:
             options: Any = {"max_new_tokens": limit, "eos_ids": eos_ids, "seed": config.seed}
             rollouts = sample(model, prompts, costs=backbone.costs, **options)

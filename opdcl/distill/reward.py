@@ -154,13 +154,13 @@ def count_short_of_room(
     Raises:
         UsageError: No prompt has room for any.
     """
-    context, longest = config.general_teacher.context, config.max_new_tokens
+    context, longest = config.teacher_of("general").context, config.max_new_tokens
     if not (config.reward and context):
         return 0
     bare = [len(encode_prompt(row.with_context(context, ""), tokenizer, sys.maxsize)) for row in rows]
     left = [room - length - longest for length in bare]  # the completion that is graded stands there too
     if max(left) <= 0:
-        message = f"recover.general_teacher.context leaves no room for an answer within {room} tokens"
+        message = f"the context of recover.general_teacher leaves no room for an answer within {room} tokens"
         raise UsageError(message, "shorten it, or lower recover.max_new_tokens")
     return sum(one < longest for one in left)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import pvariance
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
-from opdcl.distill.grading import Grader
 from opdcl.distill.losses import group_advantages
 from opdcl.distill.schedule import Step, Stream, sampled_together
 from opdcl.distill.teachers import AnyTeacher, Teacher
@@ -23,7 +22,7 @@ from opdcl.sampling.rollout import Rollout
 if TYPE_CHECKING:
     from opdcl.distill.reward import Reward
 
-Author = Literal["student", "teacher", "rows"]
+Author = Literal["student", "teacher"]
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,10 @@ class StepRollouts:
 
 
 class Selection:
-    """Keep the completions with the most to learn: by reward if there is one, else by gap to the teacher."""
+    """Score rewarded completions, and keep the groups with the most to learn."""
 
-    def __init__(self, config: RecoverConfig, grader: Grader, reward: Reward | None = None):
-        self.config, self.grader, self.reward = config, grader, reward
+    def __init__(self, config: RecoverConfig, reward: Reward | None = None):
+        self.config, self.reward = config, reward
 
     def is_rewarded(self, stream: Stream) -> bool:
         """Return whether a stream's completions are scored."""
@@ -47,11 +46,7 @@ class Selection:
 
     def choose(self, rollouts: list[Rollout], step: Step) -> list[Rollout]:
         """Return the completions that a step learns from, in their order."""
-        if self.is_rewarded(step.stream):
-            return self._most_divided(rollouts, step.keep)
-        if self.config.oversample > 1:
-            return self._largest_gap(rollouts, step.stream, step.keep)
-        return rollouts
+        return self._most_divided(rollouts, step.keep) if self.is_rewarded(step.stream) else rollouts
 
     def _most_divided(self, rollouts: list[Rollout], keep: int) -> list[Rollout]:
         """Score all completions, set their advantages, and return the groups whose rewards vary most.
@@ -71,24 +66,15 @@ class Selection:
         self.reward.demonstrate(selected)
         return selected
 
-    def _largest_gap(self, rollouts: list[Rollout], stream: Stream, keep: int) -> list[Rollout]:
-        """Return the completions about which teacher and sampler differ most."""
-        if len(rollouts) <= keep:
-            return rollouts
-        gaps = self.grader.gaps(rollouts, stream)
-        by_gap = sorted(range(len(rollouts)), key=gaps.__getitem__, reverse=True)
-        return [rollouts[i] for i in sorted(by_gap[:keep])]
-
 
 class RolloutQueue:
     """Completions for the steps to come.
 
-    The student completes the prompts of on-policy steps, the stream's teacher those of the others. `answers`
-    holds answers of domain prompts' own rows, by the prompt's index; they take the place of the teacher's.
-    Steps of one stream are sampled together: at most `recover.sample_ahead`, because the student's
-    completions go stale as it learns, but more if a frozen teacher samples. The last, long completions of
-    such a batch may stay unfinished: they resume in the stream's next batch and are learned from then
-    (partial rollouts, arXiv 2501.12599).
+    The student completes the prompts of on-policy steps, the stream's teacher those of the others. Steps of
+    one stream are sampled together: at most `recover.sample_ahead`, because the student's completions go
+    stale as it learns, but more if a frozen teacher samples. The last, long completions of such a batch may
+    stay unfinished: they resume in the stream's next batch and are learned from then (partial rollouts, arXiv
+    2501.12599).
     """
 
     def __init__(
@@ -99,11 +85,9 @@ class RolloutQueue:
         student: Teacher,
         teachers: dict[Stream, AnyTeacher],
         selection: Selection,
-        answers: Mapping[int, list[int]] | None = None,
     ):
         self.config, self.steps, self.prompts = config, steps, prompts
         self.student, self.teachers, self.selection = student, teachers, selection
-        self.answers = {p: ids for p, row in (answers or {}).items() if (ids := self._until_its_end(row))}
         self.latest: dict[Stream, list[Rollout]] = {}
         """The completions handed out last, by stream."""
         self._ahead: dict[int, list[Rollout]] = {}
@@ -114,13 +98,7 @@ class RolloutQueue:
         step = self.steps[index]
         fresh = index not in self._ahead and self._sample_from(index) and step.on_policy
         self.latest[step.stream] = rollouts = self._ahead.pop(index)
-        return StepRollouts(rollouts, fresh, self._author(step))
-
-    def _author(self, step: Step) -> Author:
-        if step.on_policy:
-            return "student"
-        given = step.stream == "domain" and all(p in self.answers for p in step.prompts)
-        return "rows" if given else "teacher"
+        return StepRollouts(rollouts, fresh, "student" if step.on_policy else "teacher")
 
     def _sample_from(self, index: int) -> bool:
         """Sample step `index` and the next ones of its kind; return whether all of its tokens are new."""
@@ -131,12 +109,8 @@ class RolloutQueue:
         goes_on = any((s.stream, s.on_policy) == (stream, step.on_policy) for s in later)
         may_resume = step.on_policy and goes_on and not rewarded
         resumed = self._unfinished.pop(stream, []) if step.on_policy else []
-        answers = self.answers if stream == "domain" and not step.on_policy else {}
-        drawn = [p for i in batch for p in self.steps[i].prompts]
-        of_rows = [self._of_row(p) for p in drawn if p in answers]
-        teacher.prefetch(of_rows)
         rollouts = self.sample(
-            [self.prompts[stream][p] for p in drawn if p not in answers],
+            [self.prompts[stream][p] for i in batch for p in self.steps[i].prompts],
             stream,
             seed=self.config.seed * 1_000_003 + index,
             author=None if step.on_policy else teacher,
@@ -148,34 +122,22 @@ class RolloutQueue:
         limit = self.config.limit(stream, step.on_policy)
         if unfinished := [r for r in rollouts if not _is_done(r, limit)]:
             self._unfinished[stream] = unfinished
-        resumed, new, given = rollouts[: len(resumed)], iter(rollouts[len(resumed) :]), iter(of_rows)
+        resumed, new = rollouts[: len(resumed)], iter(rollouts[len(resumed) :])
         for i in batch:
-            of_step = [next(given if p in answers else new) for p in self.steps[i].prompts]
+            of_step = [next(new) for _ in self.steps[i].prompts]
             of_step += resumed if i == batch[-1] else []
             done = [r for r in of_step if _is_done(r, limit)]
             self._ahead[i] = self.selection.choose(done, self.steps[i])
         return not (resumed and batch == [index])
 
-    def _of_row(self, index: int) -> Rollout:
-        """Return the answer of a domain prompt's own row as a completion."""
-        ids = self.answers[index]
-        finished = ids[-1] in self.student.backbone.eos_ids
-        return Rollout(self.prompts["domain"][index], ids, finished=finished)
-
-    def _until_its_end(self, answer: list[int]) -> list[int]:
-        """Return a row's answer up to its end or to the limit; [] if it stops before both."""
-        limit, eos_ids = self.config.limit("domain"), self.student.backbone.eos_ids
-        end = next((i for i, token in enumerate(answer[:limit], 1) if token in eos_ids), limit)
-        return answer[:end] if len(answer) >= end else []
-
     def _max_unfinished(self, batch: list[int]) -> int:
         """Return how many completions of these steps may stay unfinished: a sixteenth, never all of a step.
 
-        None if each step is strictly on-policy, if steps choose among completions, if a server samples, or if
-        there are several workers, whose unfinished completions would differ from those of one.
+        None if each step is strictly on-policy, if a server samples, or if there are several workers, whose
+        unfinished completions would differ from those of one.
         """
         config = self.config
-        if len(batch) == 1 or config.oversample > 1 or config.server or parallel.worker_count() > 1:
+        if len(batch) == 1 or config.server or parallel.worker_count() > 1:
             return 0
         sizes = [len(self.steps[i].prompts) for i in batch]
         return min(sum(sizes) // 16, min(sizes) - 1)

@@ -46,9 +46,9 @@ def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
     for index in range(config.steps):
         stream: Stream = "domain" if domain and index % period == period - 1 else "general"
         on_policy = index >= config.warm_up and (stream == "general" or config.on_policy.domain)
-        group = config.reward.group if config.reward and stream == "general" else 1
-        # A teacher agrees with itself, so there is nothing to choose among its completions.
-        count = math.ceil(size[stream] * (config.oversample if on_policy else 1))
+        reward = config.reward if stream == "general" else None
+        group = reward.group if reward else 1
+        count = math.ceil(size[stream] * (reward.oversample if reward else 1))
         drawn = [next(draws[stream]) for _ in range(count // group)]
         prompts = tuple(prompt for prompt in drawn for _ in range(group))
         steps.append(Step(stream, prompts, on_policy, size[stream]))

@@ -51,9 +51,6 @@ class Teacher:
     It sees the prompts in `contexts` in place of the student's, and all others unchanged.
     """
 
-    # Tokens at the start of each completion that this teacher does not grade.
-    skip_tokens = 0
-
     def __init__(self, backbone: Backbone, state: State, contexts: Contexts | None = None):
         self.backbone, self.state, self.contexts = backbone, state, contexts or {}
 
@@ -143,17 +140,15 @@ class Teacher:
 
 
 class EmaTeacher(Teacher):
-    """An exponential moving average of the student's adapter, moved by `rate` every `every` steps.
+    """An exponential moving average of the student's adapter, moved by `rate` at every step.
 
     At rate 1 it is the student; at rate 0 it is the student at its start. The trainer's checkpoints hold it:
     it is one of the model's adapters.
     """
 
-    def __init__(
-        self, backbone: Backbone, state: State, rate: float, every: int, contexts: Contexts | None = None
-    ):
+    def __init__(self, backbone: Backbone, state: State, rate: float, contexts: Contexts | None = None):
         super().__init__(backbone, state, contexts)
-        self.rate, self.every = rate, every
+        self.rate = rate
 
     @property
     def is_dynamic(self) -> bool:
@@ -161,9 +156,8 @@ class EmaTeacher(Teacher):
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        if step % self.every == 0:
-            for average, student in self._weight_pairs():
-                average.lerp_(student, self.rate)
+        for average, student in self._weight_pairs():
+            average.lerp_(student, self.rate)
 
     def _weight_pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for layer in self.backbone.adapted_layers(self.state):

@@ -41,6 +41,9 @@ SAMPLES_PER_MEASUREMENT = 8
 # A KL as a share: of tuned's general KL the part recovered, of the domain the part kept (base keeps none).
 SHARES = {"general_kl": "general_recovered", "domain_kl": "domain_kept"}
 
+# Share of the domain that has to be kept where `until.retention` stops the run: 1 is tuned, 0 is base.
+DOMAIN_FLOOR = 0.95
+
 # Nats per token below which a KL is noise and a share of it says nothing.
 KL_NOISE = 1e-3
 
@@ -175,6 +178,9 @@ class Validation(TrainerCallback):
         # Method `general` leaves the domain by design.
         return general_score(kl) if self.config.method == "general" else kl_score(kl)
 
+    def _teachers_score(self, kl: KL) -> float:
+        return kl["general_kl"] if self.config.method == "general" else sum(stream_kl(kl).values())
+
     def _start(self) -> None:
         """Measure base and tuned for later comparisons."""
         with self.grader.backbone.scaled(0.0):
@@ -201,7 +207,8 @@ class Validation(TrainerCallback):
         ends = f", {kl['missed_ends']:.0%} of endings missed" if "missed_ends" in kl else ""
         own = describe_own(kl, first.base)
         self.callback.report.note(f"step {step}: held-out {describe_kl(kl | shares)}{ends}{own}{suffix}")
-        if self.config.health and (reason := drift(first.tuned, kl, self._score)):
+        # Its own answers differ each time, so they are judged by how they are written.
+        if self.config.health and (reason := drift(first.tuned, kl, self._teachers_score)):
             raise halt_error(step, reason, LOWER_RATE, self.out)
         if written := _writing(kl):
             self.health.on_validation(step, written, lr_scheduler)
@@ -210,13 +217,10 @@ class Validation(TrainerCallback):
     def _reason_to_stop(self, step: int, shares: KL | None) -> str:
         """Return why recovery may end after this step, or ""; `shares` if it was measured."""
         until = self.config.until
-        graded = sum(s.keep for s in self.queue.steps[:step])
-        if until.rollouts and graded >= until.rollouts:
-            return f"{graded} completions were graded"
         if shares is None:
             return ""
         general, domain = shares.get("general_recovered", 0.0), shares.get("domain_kept", 1.0)
-        if until.retention and general >= until.retention and domain >= until.domain_floor:
+        if until.retention and general >= until.retention and domain >= DOMAIN_FLOOR:
             return f"{general:.0%} of the general KL is recovered, and {domain:.0%} of the domain is kept"
         since = self.measurements.since_best
         if until.patience and since >= until.patience:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 
 from opdcl.config.recover import RecoverConfig
@@ -25,10 +25,9 @@ def answer_name(config: RecoverConfig, stream: Stream) -> str:
 
 @dataclass
 class RecoveryWork:
-    """The lengths of a stage's prompts and given answers, in tokens, and its steps.
+    """The lengths of a stage's prompts, in tokens, and its steps.
 
-    `given` holds the answers that rows have and nobody samples, by prompt; `dynamic` the streams whose
-    teacher changes as the student learns.
+    `dynamic` holds the streams whose teacher changes as the student learns.
     """
 
     config: RecoverConfig
@@ -36,7 +35,6 @@ class RecoveryWork:
     steps: Sequence[Step]
     prompts: Mapping[Stream, Sequence[int]]
     held_out: Mapping[Stream, Sequence[int]]
-    given: Mapping[int, int] = field(default_factory=dict)
     dynamic: Collection[Stream] = ()
     ahead: Collection[int] = ()
     """The steps whose completions are there already; grows and shrinks during the stage."""
@@ -47,7 +45,6 @@ class RecoveryWork:
         config: RecoverConfig,
         costs: Costs,
         streams: Mapping[Stream, Prompts],
-        given: Mapping[int, Sequence[int]],
         dynamic: Collection[Stream],
     ) -> RecoveryWork:
         """Return the work of a recovery on these prompts."""
@@ -57,8 +54,7 @@ class RecoveryWork:
         held_out: dict[Stream, list[int]] = {s: [*map(len, p.held_out)] for s, p in streams.items()}
         trains = config.method != "interpolate"
         steps = plan_steps(config, len(train["general"]), len(train["domain"])) if trains else []
-        answers = {prompt: len(ids) for prompt, ids in given.items()}
-        return cls(config, costs, steps, train, held_out, answers, dynamic)
+        return cls(config, costs, steps, train, held_out, dynamic)
 
     def portion(self, step: int, tokens: float) -> tuple[str, float]:
         """Return kind and amount of the learning in a step, given how many tokens its completions have."""
@@ -101,15 +97,10 @@ class RecoveryWork:
 
     def answer_length(self, stream: Stream) -> float | None:
         """Return the mean length of a stream's completions."""
-        if stream == "domain" and self.given:
-            return fmean(self.given.values())
         return self.costs.unit(f"answer {answer_name(self.config, stream)}")
 
     def _sampling(self, stream: Stream, batch: Sequence[int], mean: float) -> Work:
-        drawn = [p for i in batch for p in self.steps[i].prompts]
-        if stream == "domain" and not self.steps[batch[0]].on_policy:
-            drawn = [p for p in drawn if p not in self.given]
-        lengths = [self.prompts[stream][p] for p in drawn]
+        lengths = [self.prompts[stream][p] for i in batch for p in self.steps[i].prompts]
         limit = self.config.limit(stream, self.steps[batch[0]].on_policy)
         return decoding(lengths, min(mean, limit), limit, max(len(lengths), 1))
 

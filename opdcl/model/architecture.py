@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -24,6 +25,8 @@ class Architecture:
     """Experts per layer of a mixture, otherwise 1."""
     active_experts: int
     """Experts per token."""
+    moving_positions: bool
+    """Whether the frequencies of its positions change with the length of the text."""
 
     @property
     def full_attention(self) -> bool:
@@ -58,8 +61,15 @@ def architecture(config: PretrainedConfig) -> Architecture:
         kinds=frozenset(kinds),
         window=window if "sliding_attention" in kinds else None,
         experts=_first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        moving_positions=_moving(getattr(config, "rope_parameters", None) or {}),
         active_experts=_first(config, "num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"),
     )
+
+
+def _moving(rope: dict[str, Any]) -> bool:
+    """Return whether rotary positions are of a kind that transformers computes anew as a text grows."""
+    per_layer = [part for part in rope.values() if isinstance(part, dict)]
+    return any(_moving(part) for part in per_layer) or rope.get("rope_type") in ("dynamic", "longrope")
 
 
 def _first(config: PretrainedConfig, *names: str) -> int:

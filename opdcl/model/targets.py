@@ -17,7 +17,6 @@ from transformers.pytorch_utils import Conv1D
 
 from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
-from opdcl.errors import UsageError
 from opdcl.model.architecture import architecture
 from opdcl.model.load import skeleton
 from opdcl.model.lora import base_weight
@@ -53,27 +52,17 @@ def lora_config(lora: LoraSection | Path, model: PreTrainedModel) -> LoraConfig:
 
     An expert's rank is r / (experts per token), so a token meets rank r in every layer, as in Schulman et al.
     ("LoRA Without Regret", 2025); the scale alpha / r stays. Routers get no adapter.
-
-    Raises:
-        UsageError: The adapter has dropout, and experts are among its targets.
     """
     if isinstance(lora, Path):
         return LoraConfig.from_pretrained(str(lora))
     config = LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=lora.target_modules,
-        task_type="CAUSAL_LM",
+        r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM"
     )
     if not (experts := set(stacks(model))):
         return config
     names = [name for name in adaptable(model) if is_target(name, lora.target_modules)]
     layers = {n for n in names if n not in experts and n.rpartition(".")[2] not in MISTAKEN}
     parameters = [n if n in experts else f"{n}.weight" for n in names if n not in layers]
-    if parameters and lora.dropout:
-        message = f"finetune.lora.dropout is {lora.dropout:g}, but adapters of experts cannot have dropout"
-        raise UsageError(message, "set it to 0, or name other layers in finetune.lora.target_modules")
     rank = max(1, lora.r // architecture(model.config).active_experts)
     endings = sorted({re.escape(".".join(n.split(".")[-2:])) for n in names if n in experts})
     config.target_modules, config.target_parameters = layers, parameters or None

@@ -90,7 +90,7 @@ def with_dtype(workflow: Workflow, dtype: str, device: str) -> tuple[Workflow, d
     """Return the workflow with a dtype for every model at `auto`, and the origin of each of them by key."""
     origins: dict[str, str] = {}
 
-    def fill(model: ModelConfig | None, key: str) -> ModelConfig | None:
+    def fill(model: Any, key: str) -> Any:
         if model is None or model.dtype != "auto":
             return model
         origins[f"{key}.dtype"] = f"auto: {device}"
@@ -99,11 +99,10 @@ def with_dtype(workflow: Workflow, dtype: str, device: str) -> tuple[Workflow, d
     update: dict[str, Any] = {"model": fill(workflow.model, "model")}
     if recover := workflow.recover:
         teachers = {
-            name: teacher.model_copy(update={"model": fill(teacher.model, f"recover.{name}.model")})
-            for name, teacher in recover.all_teachers().items()
+            name: teacher.model_copy(update={"model": fill(teacher.model, f"recover.teachers.{name}.model")})
+            for name, teacher in recover.teachers.items()
         }
-        named = {name: teachers.pop(f"teachers.{name}") for name in recover.teachers}
-        update["recover"] = recover.model_copy(update={**teachers, "teachers": named})
+        update["recover"] = recover.model_copy(update={"teachers": teachers})
     return workflow.model_copy(update=update), origins
 
 

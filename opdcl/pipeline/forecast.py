@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from opdcl.config.evaluate import CLOSENESS
+from opdcl.config.finetune import REPLAYED_TOKENS
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.rows import Row
-from opdcl.distill.schedule import FULL_BATCH
+from opdcl.distill.schedule import FULL_BATCH, STREAMS
 from opdcl.model.adapters import tuned_model
 from opdcl.model.architecture import architecture
 from opdcl.model.load import pick_device, pick_dtype
@@ -161,7 +162,7 @@ def _finetune_need(workflow: Workflow, sources: Sources, shape: _Shape, adapter:
     else:
         lengths = [_tokens(row, row.answer) for row in examples.rows]
         learned = config.self_distill.max_new_tokens
-    replayed, answer = config.replay.count(len(lengths)), config.replay.max_new_tokens
+    replayed, answer = config.replay.count(len(lengths)), REPLAYED_TOKENS
     if replayed:
         learned = max(learned, answer)
         lengths += [max(map(len, examples.replay)) + answer] * replayed
@@ -173,8 +174,11 @@ def _finetune_need(workflow: Workflow, sources: Sources, shape: _Shape, adapter:
 
 
 def _recovery_need(config: RecoverConfig, rows: dict[Any, list[Row]], shape: _Shape, adapter: int) -> int:
-    teachers = config.all_teachers().values()
-    other_models = sum(_shape(t.model, shape.device).weights for t in teachers if t.model)
+    named = {row.teacher for row in rows["domain"]} - {""}
+    teachers = [config.teacher_of(stream) for stream in STREAMS]
+    teachers += [config.teacher_of("domain", name) for name in named]
+    models = [t.model.resident() for t in teachers if t.model]
+    other_models = sum(_shape(model, shape.device).weights for model in models)
     copies = sum(t.kind in ("ema", "adapter") for t in teachers)
     prompts = [_tokens(row) for of_stream in rows.values() for row in of_stream]
     rollouts = int(config.rollouts)

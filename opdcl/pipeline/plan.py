@@ -113,9 +113,6 @@ def _training_action(record: StageRecord | None, inputs: dict[str, Any]) -> tupl
         if not (record.done or record.checkpoint):
             return "run", "an earlier try with other settings or data made nothing"
         before = record.state.get("inputs", {})
-        if "dtype" in inputs and "dtype" not in before:
-            earlier = "made by an earlier version of opdcl"
-            return "stale", f"{earlier}, which did not record all that its result depends on"
         changed = sorted(k for k in {*before, *inputs} if before.get(k) != inputs.get(k))
         return "stale", f"changed: {', '.join(changed)}"
     if record.done:

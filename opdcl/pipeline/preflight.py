@@ -152,7 +152,7 @@ def _check_recovery(workflow: Workflow, run: RunDir, sources: Sources) -> None:
         hint = f"opdcl finetune --data ROWS -o {run.path}"
         raise UsageError(f"{run.path} has no fine-tuned adapter to recover", hint)
     tokenizer = sources.tokenizer(workflow.model)
-    if workflow.recover.general == "self" or workflow.recover.more_domain:
+    if workflow.recover.general == "self":
         user_turn(tokenizer)
     for teacher in workflow.models()[1:]:
         check_same_tokenizer(tokenizer, sources.tokenizer(teacher), f"teacher {teacher.id}")
@@ -218,13 +218,12 @@ def _check_prompts(
 def check_targets(model: ModelConfig, lora: LoraSection) -> None:
     """Refuse `target_modules` that match no layer of the model: PEFT would leave them out silently."""
     targets = lora.target_modules
-    if targets == "all-linear" and not lora.dropout:
+    if targets == "all-linear":
         return
     from opdcl.model.load import skeleton
-    from opdcl.model.targets import adaptable, is_target, lora_config
+    from opdcl.model.targets import adaptable, is_target
 
     bare = skeleton(model)
-    lora_config(lora, bare)  # refuses dropout on experts
     layers, each = adaptable(bare), [targets] if isinstance(targets, str) else targets
     missing = [t for t in each if not any(is_target(n, t if t is targets else [t]) for n in layers)]
     if not missing:
@@ -300,7 +299,7 @@ def remarks(workflow: Workflow, tasks: list[Task], sources: Sources) -> list[str
         if several := _questions_with_several_answers(rows):
             notes.append(f"questions with several different answers: {several}")
     if workflow.recover and "recover" in todo:
-        if workflow.recover.general_teacher.begins_as_tuned:
+        if workflow.recover.teacher_of("general").begins_as_tuned:
             notes.append("warning: recover.general_teacher is tuned: a placebo, which wins nothing back")
         prompts = sources.recovery(workflow).rows
         room = text_config(workflow.model).max_position_embeddings
@@ -310,8 +309,6 @@ def remarks(workflow: Workflow, tasks: list[Task], sources: Sources) -> list[str
             notes.append(f"{short} of {len(prompts['general'])} prompts may have too little room: {lost}")
         if workflow.recover.general == "self":
             notes.append(f"general prompts: base writes {len(prompts['general'])} of its own")
-        if more := workflow.recover.more_domain:
-            notes.append(f"domain prompts: base writes {more} after {len(prompts['domain']) - more} examples")
         if not prompts["domain"]:
             lost = "so the recovery may undo what was learned; name some with --domain"
             notes.append(f"warning: no prompts guard the domain, {lost}")

@@ -25,7 +25,6 @@ from opdcl.sanitize import redact
 from opdcl.version import __version__
 
 if TYPE_CHECKING:
-    from opdcl.data.rows import Row
     from opdcl.distill.prompts import RecoverySource
     from opdcl.model.backbone import Backbone
     from opdcl.pipeline.timetable import Timetable
@@ -155,17 +154,11 @@ class Session:
 
         config, source = self.workflow.recover, self.sources.recovery(self.workflow)
 
-        def written(count: int, file: Path, examples: list[Row]) -> list[Row]:
-            tests = self.sources.tests(self.workflow)
-            with self.output.stage("prompts") as line:
-                return own_prompts(config, count, self.backbone, tests, file, line, examples)
-
         if config.general == "self":
-            source.rows["general"] = written(len(source.rows["general"]), stage.prompts, [])
-        if more := config.more_domain:
-            given = source.rows["domain"][:-more]
-            examples = [row for row in given if not row.teacher]
-            source.rows["domain"] = given + written(more, stage.domain_prompts, examples)
+            tests, count = self.sources.tests(self.workflow), len(source.rows["general"])
+            with self.output.stage("prompts") as line:
+                written = own_prompts(config, count, self.backbone, tests, stage.prompts, line)
+            source.rows["general"] = written
         return source
 
     def _measure(self, task: Task) -> None:

@@ -190,7 +190,7 @@ class Sources:
         about the domain, and those with tools, give one prompt per answer or call. Prompts that base has yet
         to write have placeholders.
         """
-        from opdcl.distill.own_prompts import PLACEHOLDER, planned_prompts
+        from opdcl.distill.own_prompts import planned_prompts
         from opdcl.distill.prompts import read_recovery_source
 
         finetune, recover = workflow.finetune, workflow.recover
@@ -207,9 +207,6 @@ class Sources:
         source.rows["general"] = [turn for turns in general for turn in turns]
         if recover.general == "self":
             source.rows["general"] = planned_prompts(recover, bool(source.rows["domain"]))
-        if recover.more_domain and all(row.teacher for row in source.rows["domain"]):
-            raise UsageError("recover.more_domain has no examples to follow", "name some with --domain")
-        source.rows["domain"] += [PLACEHOLDER] * recover.more_domain
         return replace(source, encoded=self._prompt_ids.setdefault(workflow.model.model_dump_json(), {}))
 
     def closeness(self, workflow: Workflow) -> list[Row]:

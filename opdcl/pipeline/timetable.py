@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS
+from opdcl.config.finetune import REPLAYED_TOKENS
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.chat import encode_prompt
-from opdcl.distill.prompts import RecoverySource, encode_stream, teacher_section
+from opdcl.distill.prompts import RecoverySource, encode_stream
 from opdcl.distill.schedule import STREAMS, Stream
 from opdcl.distill.work import RecoveryWork, answer_name
 from opdcl.model.adapters import tuned_model
@@ -146,7 +147,7 @@ class Timetable:
         lengths = [len(example.input_ids) for example in examples.encoded]
         work: Work = {}
         if replayed := config.replay.count(len(lengths)):
-            prompts, limit = [*map(len, examples.replay)], config.replay.max_new_tokens
+            prompts, limit = [*map(len, examples.replay)], REPLAYED_TOKENS
             mean = self.costs.unit(f"answer {config.replay.prompts} {limit}")
             if mean is None:
                 return None
@@ -163,9 +164,8 @@ class Timetable:
             tokenizer = self.sources.tokenizer(self.workflow.model)
             room = text_config(self.workflow.model).max_position_embeddings
             streams = {s: encode_stream(config, source, s, tokenizer, room) for s in STREAMS}
-            given = {i: ids[: config.limit("domain")] for i, ids in streams["domain"].answers.items()}
-            dynamic = [s for s in STREAMS if teacher_section(config, s, "").kind in DYNAMIC]
-            work = RecoveryWork.of(config, self.costs, streams, given if config.lmbda < 1 else {}, dynamic)
+            dynamic = [s for s in STREAMS if config.teacher_of(s).kind in DYNAMIC]
+            work = RecoveryWork.of(config, self.costs, streams, dynamic)
             self._recoveries[task.name] = work
             self._general = streams["general"].train
             if task.name == "recover" and self._learned and config.source("domain"):

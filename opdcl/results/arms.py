@@ -15,7 +15,7 @@ import numpy as np
 
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.load import flatten
-from opdcl.config.workflow import ADDED, WITHOUT_MEANING
+from opdcl.config.workflow import WITHOUT_MEANING
 from opdcl.errors import UsageError
 from opdcl.results import closeness
 from opdcl.results.scores import HEADLINE_ROLES, STATES, Suite, headline_of, load_suites, section
@@ -193,8 +193,7 @@ def _remedy(model: Member, other: Member) -> str:
 
 def split_seeds(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a run's settings that can change a score, as flat keys, and its seeds."""
-    tree = {key: value for key, value in run.settings().items() if key not in IGNORED}
-    settings = flatten(tree | {key: added | tree[key] for key, added in ADDED.items() if tree.get(key)})
+    settings = flatten({key: value for key, value in run.settings().items() if key not in IGNORED})
     option = {key: key.rsplit(".", 1)[-1] for key in settings}
     seeds = {key: settings[key] for key in settings if option[key] in SEEDS}
     # Closeness has prompts of its own, and changes no score.

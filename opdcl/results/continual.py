@@ -39,9 +39,7 @@ def _start(run: RunDir) -> Path | None:
 def _teachers(run: RunDir) -> dict[str, Path]:
     """Return teacher name -> path, for the teachers that are adapters."""
     recover = run.settings().get("recover") or {}
-    teachers = {f"{stream} teacher": recover.get(f"{stream}_teacher") for stream in ("general", "domain")}
-    teachers |= recover.get("teachers") or {}
-    adapters = {name: (teacher or {}).get("adapter") for name, teacher in teachers.items()}
+    adapters = {name: teacher.get("adapter") for name, teacher in (recover.get("teachers") or {}).items()}
     return {name: Path(adapter).resolve() for name, adapter in adapters.items() if adapter}
 
 

@@ -9,7 +9,7 @@ from opdcl.hub import HUB_IDS
 from opdcl.results import format, report_tables
 from opdcl.results.samples import RULE, pick_examples, pick_samples, worst_samples
 from opdcl.results.scores import STATES, Suite, headline_of, load_suites, section
-from opdcl.results.summary import summarise
+from opdcl.results.summary import further_teachers, summarise
 from opdcl.results.tables import MISSING, different_raw
 from opdcl.results.verdict import split, tone, why_no_domain_retention, why_no_recovery
 from opdcl.rundir.files import read_jsonl, write_atomic
@@ -245,12 +245,12 @@ def _commands(manifest: dict) -> dict[str, str]:
 def _teachers(run: RunDir) -> dict[str, str]:
     """Return the names of each stream's teachers: base and tuned unless configured otherwise."""
     config = run.stage_record("recover").get("config", {})
-    kinds = {"general": "base", "domain": "tuned"}
-    for stream, default in kinds.items():
-        kinds[stream] = config.get(f"{stream}_teacher", {}).get("kind", default)
-    if named := config.get("teachers"):
-        kinds["domain"] = " and ".join([kinds["domain"], *named] if config.get("domain") else named)
-    return kinds
+    names = {"general": "base", "domain": "tuned"}
+    for stream, default in names.items():
+        names[stream] = config.get(f"{stream}_teacher", default)
+    if further := further_teachers(config):
+        names["domain"] = " and ".join([names["domain"], *further] if config.get("domain") else further)
+    return names
 
 
 def _metrics(run: RunDir, stage: str) -> list[dict]:

@@ -172,6 +172,13 @@ def _tests(retention: Suite | None, domain: Suite | None) -> dict[str, Any]:
     }
 
 
+def further_teachers(recover: dict[str, Any]) -> list[str]:
+    """Return the names of teachers that grade a part of the domain prompts, by the settings of a recovery."""
+    of_streams = recover.get("general_teacher"), recover.get("domain_teacher")
+    teachers = (recover.get("teachers") or {}).items()
+    return [name for name, teacher in teachers if name not in of_streams or teacher.get("prompts")]
+
+
 def _ceiling(suites: list[Suite], recover: dict[str, Any]) -> dict[str, dict]:
     """Return student minus teacher per suite; near zero, only another teacher or a reward can improve it.
 
@@ -183,8 +190,8 @@ def _ceiling(suites: list[Suite], recover: dict[str, Any]) -> dict[str, dict]:
     for suite in suites:
         teacher = TEACHER_OF[suite.role]
         stream = "domain" if teacher == "tuned" else "general"
-        kind = (recover.get(f"{stream}_teacher") or {}).get("kind", teacher)
-        if kind != teacher or (stream == "domain" and recover.get("teachers")):
+        own = recover.get(f"{stream}_teacher", teacher)
+        if own != teacher or (stream == "domain" and further_teachers(recover)):
             continue
         if {teacher, "recovered"} <= set(suite.rows):
             pair = suite.values("recovered"), suite.values(teacher), suite.clusters

@@ -137,8 +137,9 @@ def _cost_of_the_fine_tune(summary: dict, retention: Suite, scores: dict[str, st
     """Say how base and tuned differ, where nothing is recovered yet."""
     change = summary["tests"]["tuned_minus_base"]
     value, low, high = (points(change[key]) for key in ("value", "low", "high"))
+    head = "Not recovered yet" if change["high"] < 0 else "No forgetting measured, nothing recovered yet"
     return (
-        f"Not recovered yet: the fine-tune changed {retention.plain} by {value} points [{low}, {high}], "
+        f"{head}: the fine-tune changed {retention.plain} by {value} points [{low}, {high}], "
         f"from {scores['base']} to {scores['tuned']}."
     )
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from opdcl.config.load import without_removed
 from opdcl.errors import UsageError
 from opdcl.rundir.files import now, read_json
 from opdcl.rundir.hashes import ADAPTER, check, damage
@@ -40,7 +39,6 @@ class StageDir:
         self.metrics = self.path / "metrics.jsonl"
         self.samples = self.path / "samples.jsonl"
         self.prompts = self.path / "prompts.jsonl"  # those that base has written
-        self.domain_prompts = self.path / "domain-prompts.jsonl"
         self.replay = self.path / "replay.jsonl"  # general prompts with answers of base
         self.adapter = self.path / "adapter"
         self.trainer = self.path / "trainer"  # holds checkpoint-N/
@@ -92,7 +90,7 @@ class RunDir:
 
     def settings(self) -> dict[str, Any]:
         """Return the workflow of the run as plain data, or an empty dict before the run has started."""
-        return without_removed(read_json(self.config).get("workflow") or {}) if self.config.exists() else {}
+        return (read_json(self.config).get("workflow") or {}) if self.config.exists() else {}
 
     def read_manifest(self) -> dict[str, Any]:
         """Return the content of `manifest.json`, or an empty dict before the run has started."""

@@ -10,8 +10,10 @@ neither on its neighbours in the batch nor on when they finish.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,11 +24,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from opdcl import parallel
 from opdcl.model.architecture import architecture
 from opdcl.model.forward import common_prefix
+from opdcl.model.memory import is_out_of_memory, release
 from opdcl.sampling.layout import PADDING, Layout, attention_mask
 from opdcl.sampling.llama_step import decoding_step
 
 if TYPE_CHECKING:
     from opdcl.sampling.rollout import Request, Rollout
+
+logger = logging.getLogger(__name__)
 
 # Completes a batch, given its layout, the request, how many rollouts may be left unfinished, and the uniform
 # numbers `(B, T)` or None; returns how many it left unfinished.
@@ -123,11 +128,27 @@ def decode_batches(complete: Complete, rollouts: list[Rollout], request: Request
     # At least one id of each prompt stays outside the shared prefix.
     prefix = common_prefix([r.prompt_ids[:-1] for r in rollouts]) if len(rollouts) > 1 else []
     max_unfinished = request.max_unfinished
-    for indices in request.batches(rollouts):
+    left = deque(request.batches(rollouts))
+    while left:
+        indices = left.popleft()
         batch = [rollouts[i] for i in indices]
+        begun = [len(r.completion_ids) for r in batch]
         layout = Layout(prefix, [(r.prompt_ids + r.completion_ids)[len(prefix) :] for r in batch])
         uniform_BT = None if uniform_NT is None else uniform_NT[indices]
-        max_unfinished -= complete(batch, layout, request, max_unfinished, uniform_BT)
+        try:
+            max_unfinished -= complete(batch, layout, request, max_unfinished, uniform_BT)
+            continue
+        except (RuntimeError, MemoryError) as fault:
+            # Workers with a sharded base run in step, so none may start over alone.
+            if not is_out_of_memory(fault) or len(batch) == 1 or parallel.sharded():
+                raise
+        for rollout, length in zip(batch, begun, strict=True):
+            del rollout.completion_ids[length:], rollout.logprobs[length:]
+            rollout.finished = False
+        release()
+        half = len(indices) // 2
+        logger.warning("out of memory while sampling: %d sequences at once instead of %d", half, len(indices))
+        left.extendleft([indices[half:], indices[:half]])
 
 
 @torch.no_grad()

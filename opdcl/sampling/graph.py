@@ -90,6 +90,7 @@ class GraphDecoder:
         layers = architecture(model.config).layers
         self.cache = Cache(layers=[StaticLayer(rows, capacity, self.column_1) for _ in range(layers)])
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self.stream: torch.cuda.Stream | None = None
         self.addresses: tuple[int, ...] = ()
 
     def fits(self, model, rows: int, capacity: int, temperature: float) -> bool:
@@ -157,17 +158,20 @@ class GraphDecoder:
         """Record a step as a graph; what the run changed that lets libraries allocate first is undone."""
         state = (self.token_R, self.position_R, self.column_1, self.step_1)
         saved = [tensor.clone() for tensor in state]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.step(model, rows, columns)
-        torch.cuda.current_stream().wait_stream(stream)
-        for tensor, value in zip(state, saved, strict=True):
-            tensor.copy_(value)
-        graph = torch.cuda.CUDAGraph()
-        pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-        with torch.cuda.graph(graph, pool=pool):
-            self.step(model, rows, columns)
+        # Streams belong to a device, and a graph captured on another one's would be empty.
+        with torch.cuda.device(model.device):
+            self.stream = self.stream or torch.cuda.Stream()
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                self.step(model, rows, columns)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            for tensor, value in zip(state, saved, strict=True):
+                tensor.copy_(value)
+            graph = torch.cuda.CUDAGraph()
+            pool = next(iter(self.graphs.values())).pool() if self.graphs else None
+            # Other threads may use the device meanwhile, as a process group's watchdog does.
+            with torch.cuda.graph(graph, pool, self.stream, capture_error_mode="thread_local"):
+                self.step(model, rows, columns)
         self.graphs[rows, columns] = graph
         return graph
 
@@ -185,7 +189,11 @@ _DECODERS: weakref.WeakKeyDictionary[torch.nn.Module, GraphDecoder] = weakref.We
 
 def decode_with_graphs(model, rollouts: list[Rollout], request: Request) -> None:
     """Complete the rollouts in place; arguments as for `decode`, with the same draws."""
-    decode_batches(partial(_decode_batch, model), rollouts, request)
+    try:
+        decode_batches(partial(_decode_batch, model), rollouts, request)
+    except BaseException:
+        _DECODERS.pop(model, None)  # its state is unknown
+        raise
     if model.device.type == "cuda":
         memory = torch.cuda.get_device_properties(model.device).total_memory
         if _DECODERS[model].size > KEPT_SHARE * memory:
@@ -196,7 +204,10 @@ def decode_with_graphs(model, rollouts: list[Rollout], request: Request) -> None
 def _decode_batch(
     model, batch: list[Rollout], layout: Layout, request: Request, max_unfinished: int, uniform_BT
 ) -> int:
-    """Complete a batch in place; return how many of its rollouts were left unfinished."""
+    """Complete a batch in place; return how many of its rollouts were left unfinished.
+
+    The buffers go if memory runs out, so that a smaller batch gets smaller ones.
+    """
     decoder = _decoder(model, len(batch), layout.end + request.max_new_tokens, request.temperature)
     with request.costs.timed("read", sum(r.length for r in batch)):
         decoder.start(model, layout, uniform_BT)

@@ -10,6 +10,10 @@ from opdcl.model.costs import Costs
 
 Engine = Literal["slab", "graph", "generate", "continuous"]
 
+# Sampler and forward pass disagree about a token where they differ about its probability by more than this
+# factor.
+MISMATCH_RATIO = 2
+
 
 @dataclass
 class Rollout:

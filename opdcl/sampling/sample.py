@@ -2,8 +2,8 @@
 
 | engine | what it is | when |
 | --- | --- | --- |
+| `graph` | opdcl's own loop on CUDA graphs (`opdcl.sampling.graph`) | on CUDA, every layer attends |
 | `slab` | opdcl's own loop (`opdcl.sampling.decode`) | every layer attends, fully or in a sliding window |
-| `graph` | the same on CUDA graphs (`opdcl.sampling.graph`) | only when named |
 | `generate` | transformers' `generate` | any other model: state-space layers |
 | `continuous` | transformers' continuous batching, with CUDA graphs | only when named |
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -26,10 +27,23 @@ from opdcl.model.architecture import architecture
 from opdcl.model.costs import Costs
 from opdcl.sampling.decode import decode
 from opdcl.sampling.graph import decode_with_graphs
-from opdcl.sampling.rollout import Engine, Request, Rollout
+from opdcl.sampling.rollout import MISMATCH_RATIO, Engine, Request, Rollout
+
+logger = logging.getLogger(__name__)
 
 # Tokens per page of the continuous engine's cache.
 PAGE = 256
+
+# Sequences at once: on a CPU, and the most on a GPU, where their keys and values take up to half of what is
+# free.
+CPU_ROWS = 96
+MOST_ROWS = 512
+
+# Tokens that show whether CUDA graphs work: a few replays.
+CHECKED_TOKENS = 24
+
+# Model -> whether its graphs agreed with its plain forward pass.
+_GRAPHS_AGREE: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def weights_in_tokens(model) -> float:
@@ -47,7 +61,7 @@ def sample(
     eos_ids: Sequence[int],
     temperature: float = 1.0,
     seed: int = 0,
-    batch_size: int = 96,
+    batch_size: int | None = None,
     engine: Engine | Literal["auto"] = "auto",
     on_finished: Callable[[list[Rollout]], None] | None = None,
     unfinished: Sequence[Rollout] = (),
@@ -68,7 +82,7 @@ def sample(
         eos_ids: Every id that ends a completion.
         temperature: Softmax temperature; 0 is greedy decoding.
         seed: Seed of the draws.
-        batch_size: Maximum number of sequences decoded together: see `cut`.
+        batch_size: Maximum number of sequences decoded together: see `cut`. Default: see `default_rows`.
         engine: The decoding loop.
         on_finished: Called with the completions that have ended since the last call.
         unfinished: Rollouts of an earlier call to resume; they come first in the result.
@@ -77,17 +91,68 @@ def sample(
     """
     rollouts = [*unfinished, *(Rollout(list(p)) for p in prompts)]
     own_rollouts = list(parallel.my_share(rollouts))
+    if batch_size is None:
+        batch_size = default_rows(model, max((r.length for r in rollouts), default=0) + max_new_tokens)
     options = max_new_tokens, eos_ids, temperature, seed, batch_size + len(unfinished), on_finished
     request = Request(*options, len(rollouts), weights_in_tokens(model), max_unfinished, costs or Costs())
     run = {"slab": decode, "graph": decode_with_graphs, "generate": _generate, "continuous": _continuous}
     if own_rollouts:
-        run[pick_engine(model) if engine == "auto" else engine](model, own_rollouts, request)
+        if engine == "auto":
+            engine = pick_engine(model)
+            if engine == "graph" and not graphs_agree(model, prompts or [r.prompt_ids for r in unfinished]):
+                engine = "slab"
+        run[engine](model, own_rollouts, request)
     return parallel.gather_shares(own_rollouts)
 
 
 def pick_engine(model) -> Engine:
-    """Return the fastest measured engine that serves a model."""
-    return "slab" if architecture(model.config).attention_only else "generate"
+    """Return the engine for a model: on CUDA graphs, unless its positions move, which cannot be captured."""
+    shape = architecture(model.config)
+    if not shape.attention_only:
+        return "generate"
+    return "graph" if model.device.type == "cuda" and not shape.moving_positions else "slab"
+
+
+def default_rows(model, width: int) -> int:
+    """Return how many sequences of up to `width` tokens to decode together."""
+    if model.device.type != "cuda":
+        return CPU_ROWS
+    shape = architecture(model.config)
+    row = 2 * shape.layers * shape.key_width * model.dtype.itemsize * width
+    free, _ = torch.cuda.mem_get_info(model.device)
+    return max(1, min(MOST_ROWS, free // 2 // row))
+
+
+@torch.no_grad()
+def graphs_agree(model, prompts: Sequence[list[int]]) -> bool:
+    """Return whether a model's CUDA graphs do what its forward pass does; checked once, on two prompts.
+
+    Each token's log-probability must be that of the forward pass, up to the rounding that a recovery allows.
+    """
+    if model not in _GRAPHS_AGREE:
+        rollouts = [Rollout(list(prompt)) for prompt in prompts[:2]]
+        request = Request(CHECKED_TOKENS, (), 1.0, 0, 2, None, len(rollouts), weights_in_tokens(model), 0)
+        reason = ""
+        try:
+            decode_with_graphs(model, rollouts, request)
+            gap = max(_largest_gap(model, rollout) for rollout in rollouts)
+            if not gap < math.log(MISMATCH_RATIO):
+                reason = f"a token's log-probability is off by {gap:.2g} nats"
+        except RuntimeError as fault:
+            reason = str(fault).splitlines()[0]
+        if reason:
+            logger.warning("CUDA graphs do not work here (%s): the slower sampler `slab` is used", reason)
+        _GRAPHS_AGREE[model] = not reason
+    return _GRAPHS_AGREE[model]
+
+
+def _largest_gap(model, rollout: Rollout) -> float:
+    """Return how far the sampler's log-probability of any token is from the forward pass's, in nats."""
+    ids_1T = torch.tensor([rollout.prompt_ids + rollout.completion_ids], device=model.device)
+    log_TV = model(input_ids=ids_1T).logits[0, len(rollout.prompt_ids) - 1 : -1].float().log_softmax(-1)
+    token_T = ids_1T[0, len(rollout.prompt_ids) :]
+    plain_T = log_TV.gather(-1, token_T[:, None])[:, 0]
+    return float((plain_T - plain_T.new_tensor(rollout.logprobs)).abs().max())
 
 
 class _LogprobRecorder(LogitsProcessor):

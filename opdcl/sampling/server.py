@@ -23,7 +23,7 @@ import httpx2
 import tenacity
 import torch
 
-from opdcl.config.model import ServerSection
+from opdcl.config.model import SERVED_TOKENS, ServerSection
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.distributions import TopTokens
 from opdcl.sampling.rollout import Rollout
@@ -32,6 +32,10 @@ KEY = "OPDCL_SERVER_KEY"
 
 # Attempts at a valid answer: one failure may be an accident, three are how this server answers.
 ATTEMPTS = 3
+
+# Requests in flight, unless it is said; the server queues what is too many. Seconds until one has failed, and
+# until an unreachable server is given up.
+IN_FLIGHT, TIMEOUT, PATIENCE = 32, 600.0, 600.0
 
 # Distributions kept until they are needed.
 CACHE_SIZE = 4096
@@ -58,14 +62,19 @@ class Server:
     """
 
     def __init__(
-        self, config: ServerSection, vocabulary: int, notify: Callable[[str], None] = lambda text: None
+        self,
+        config: ServerSection,
+        vocabulary: int,
+        notify: Callable[[str], None] = lambda text: None,
+        in_flight: int = IN_FLIGHT,
     ):
         self.config, self.vocabulary, self.notify = config, vocabulary, notify
-        self._client = _client(config)
+        self._in_flight = in_flight
+        self._client = _client(config, in_flight)
         self._closed = threading.Event()
         self._tasks: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = queue.SimpleQueue()
         # Daemon threads, not a pool: the process must be able to exit while an answer is pending.
-        for _ in range(config.concurrency):
+        for _ in range(in_flight):
             threading.Thread(target=self._worker, daemon=True, name="server").start()
         self._graded: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], Future[TopTokens]] = OrderedDict()
         self._adapters: dict[str, str] = {}
@@ -76,7 +85,7 @@ class Server:
     def close(self) -> None:
         """Abandon all requests in flight."""
         self._closed.set()
-        for _ in range(self.config.concurrency):
+        for _ in range(self._in_flight):
             self._tasks.put(None)
         self._client.close()
 
@@ -190,7 +199,7 @@ class Server:
             "prompt": [*prompt_ids, *completion_ids],
             "max_tokens": 1,
             "temperature": 0.0,
-            "prompt_logprobs": self.config.top_k,
+            "prompt_logprobs": SERVED_TOKENS,
             "return_token_ids": True,
             "add_special_tokens": False,
         }
@@ -204,7 +213,7 @@ class Server:
         rows = choice["prompt_logprobs"]
         if len(rows) != (expected := len(prompt_ids) + len(completion_ids)):
             raise _InvalidAnswer(f"log-probabilities of {len(rows)} tokens came back for {expected}")
-        k = self.config.top_k
+        k = SERVED_TOKENS
         token_logprobs, top_ids, top_logprobs = [], [], []
         for token, row in zip(completion_ids, rows[len(prompt_ids) :], strict=True):
             logprobs = {int(name): float(value["logprob"]) for name, value in row.items()}
@@ -256,7 +265,7 @@ class Server:
     def _request(self, path: str, body: Json | None, read: Callable[[Json], Any] | None = None) -> Any:
         """Retry a request until `read` accepts the answer, or raise why it never did."""
         url = self.config.url
-        give_up_waiting = tenacity.stop_after_delay(self.config.patience)
+        give_up_waiting = tenacity.stop_after_delay(PATIENCE)
         invalid = 0
 
         def stop(state: tenacity.RetryCallState) -> bool:
@@ -330,14 +339,13 @@ def check_access(config: ServerSection) -> None:
             raise _refused(config, response)
 
 
-def _client(config: ServerSection) -> httpx2.Client:
+def _client(config: ServerSection, in_flight: int = 1) -> httpx2.Client:
     key = os.environ.get(KEY)
-    most = config.concurrency
     return httpx2.Client(
         base_url=config.url.rstrip("/").removesuffix("/v1") + "/",
         headers={"Authorization": f"Bearer {key}"} if key else {},
-        timeout=httpx2.Timeout(config.timeout),
-        limits=httpx2.Limits(max_connections=most, max_keepalive_connections=most),
+        timeout=httpx2.Timeout(TIMEOUT),
+        limits=httpx2.Limits(max_connections=in_flight, max_keepalive_connections=in_flight),
     )
 
 
@@ -345,5 +353,5 @@ def _refused(config: ServerSection, response: httpx2.Response) -> UsageError:
     status = response.status_code
     return UsageError(
         f"the server at {config.url} refuses: status {status}, {response.text[:300]}",
-        f"set {KEY}" if status in (401, 403) else "check server.url, server.model and server.top_k",
+        f"set {KEY}" if status in (401, 403) else "check server.url and server.model",
     )

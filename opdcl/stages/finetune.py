@@ -26,21 +26,15 @@ from opdcl.data.examples import Examples
 from opdcl.distill.losses import answer_losses
 from opdcl.distill.prompts import read_recovery_source
 from opdcl.distill.replay import replayed_rows
-from opdcl.errors import OpdclError, UsageError
+from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.model.costs import Work, sized
 from opdcl.model.forward import answer_ids, answer_states
+from opdcl.model.memory import is_out_of_memory
 from opdcl.model.positions import cross_entropy
 from opdcl.rundir.layout import StageDir
 from opdcl.stages.recover import recover
-from opdcl.training import (
-    StageCallback,
-    StageReport,
-    finite_or_skipped,
-    is_out_of_memory,
-    save_adapter,
-    trainer_arguments,
-)
+from opdcl.training import StageCallback, StageReport, finite_or_skipped, save_adapter, trainer_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +61,6 @@ def finetune(
         source = read_recovery_source(recovery, lambda *_: examples.rows)
         recover(recovery, source, backbone, start, out, report)
         return
-    if config.packing == "on" and parallel.worker_count() > 1:
-        raise UsageError("workers cannot share packed rows", "set finetune.packing to off")
     steps = planned_steps(config, len(examples.encoded))
     encoded = examples.encoded + replayed_rows(config, examples, backbone, out.replay, report.note)
     if start:
@@ -124,9 +116,6 @@ def _stage_arguments(config: FinetuneConfig, steps: int) -> dict[str, Any]:
         "lr_scheduler_type": "cosine",
         "warmup_steps": math.ceil(steps * 0.05),
         "max_length": None,  # `read_examples` has seen to it
-        # TRL's `packing` would put more than `batch_size` rows into a step, and so train several times the
-        # epochs asked for. This one changes the layout of a step, not its rows.
-        "padding_free": config.packing == "on",
         "completion_only_loss": True,
         "router_aux_loss_coef": 0.0,  # routers are frozen
     }
@@ -144,10 +133,8 @@ def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
         rollouts=config.batch_size,
         micro_batch_tokens=2048,
         max_new_tokens=own.max_new_tokens,
-        domain_teacher=TeacherSection(
-            kind="ema", rate=own.rate, context=own.context, skip_tokens=own.skip_tokens
-        ),
-        loss=own.loss,
+        domain_teacher="average",
+        teachers={"average": TeacherSection(kind="ema", context=own.context)},
         learning_rate=config.learning_rate,
         save_steps=config.save_steps,
         validate_every=config.save_steps,
@@ -217,9 +204,6 @@ class AnswerTrainer(SFTTrainer):
         return finite_or_skipped(self, model, loss.new_tensor(total))
 
     def _cut_finer(self, inputs: dict[str, torch.Tensor]) -> None:
-        if "position_ids" in inputs:
-            hint = "lower finetune.batch_size, or finetune.packing: off"
-            raise OpdclError("a batch of packed rows does not fit into memory", hint)
         if self.pieces >= len(parallel.my_share(range(len(inputs["input_ids"])))):
             hint = "lower finetune.max_length, or choose a smaller model"
             raise OpdclError("one training row alone does not fit into memory", hint)
@@ -230,7 +214,7 @@ class AnswerTrainer(SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the mean loss over the answer tokens of the optimizer step."""
-        if "position_ids" in inputs or return_outputs:  # packed rows have position ids
+        if return_outputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         causal_lm = model.get_base_model()
         lengths = inputs["attention_mask"].sum(1).tolist()

@@ -17,7 +17,7 @@ from opdcl.distill.grading import Grader
 from opdcl.distill.health import Health, check_turn_end
 from opdcl.distill.interpolate import interpolate
 from opdcl.distill.make_teacher import make_teacher, reach_own_model
-from opdcl.distill.prompts import Prompts, RecoverySource, encode_stream, teacher_section
+from opdcl.distill.prompts import Prompts, RecoverySource, encode_stream
 from opdcl.distill.reward import Reward
 from opdcl.distill.rollout_queue import RolloutQueue, Selection
 from opdcl.distill.schedule import STREAMS, Stream, plan_steps
@@ -71,14 +71,13 @@ def recover(
         grader = Grader(backbone, config, teachers)
         reward = None
         if config.reward:
-            context, rows = config.general_teacher.context, source.rows["general"]
+            context, rows = config.teacher_of("general").context, source.rows["general"]
             reward = Reward(config.reward, source.reward_task, rows, backbone, context, report.note)
         steps = plan_steps(config, len(train["general"]), len(train["domain"]))
-        selection = Selection(config, grader, reward)
-        answers = streams["domain"].answers
-        queue = RolloutQueue(config, steps, train, student, teachers, selection, answers)
+        selection = Selection(config, reward)
+        queue = RolloutQueue(config, steps, train, student, teachers, selection)
         dynamic = [stream for stream, teacher in teachers.items() if teacher.is_dynamic]
-        work = RecoveryWork.of(config, backbone.costs, streams, queue.answers, dynamic)
+        work = RecoveryWork.of(config, backbone.costs, streams, dynamic)
         _train(config, grader, queue, {s: p.held_out for s, p in streams.items()}, work, out, report)
     with folder_appears_whole(out.adapter) as folder:
         shutil.copytree(out.trainer / "best", folder, dirs_exist_ok=True)
@@ -120,9 +119,10 @@ def _student(config: RecoverConfig, backbone: Backbone, out: StageDir, report: S
     if config.server:
         server = reach_own_model(config.server, backbone, report.note)
         return ServedStudent(backbone, server, out.trainer / "served")
-    if config.sampler == "auto" and (engine := pick_engine(backbone.causal_lm)) != "slab":
+    engine = pick_engine(backbone.causal_lm) if config.sampler == "auto" else config.sampler
+    if config.sampler == "auto" and engine == "generate":
         report.note(f"the slower sampler `{engine}` is used: some layers are not attention")
-    if config.sampler == "graph" and backbone.device.type == "cuda":
+    if engine == "graph" and backbone.device.type == "cuda":
         backbone.sums = {}
     return Teacher(backbone, "student")
 
@@ -138,7 +138,7 @@ def _teacher(
     """Return a stream's teacher, and put the adapters that it needs onto the backbone."""
 
     def single(name: str) -> Teacher:
-        section, state = teacher_section(config, stream, name), f"{stream}_{name}" if name else stream
+        section, state = config.teacher_of(stream, name), f"{stream}_{name}" if name else stream
         if section.kind in ("ema", "adapter"):
             backbone.load_adapter(find_adapter(section.adapter) if section.adapter else tuned, state)
         return make_teacher(section, backbone, prompts.contexts.get(name), state, report.note)

@@ -131,7 +131,7 @@ def test_config_show_names_the_origin_of_each_value(opdcl):
         line.split()[0]: line.strip().split(maxsplit=2) for line in opdcl(*args).splitlines() if line.strip()
     }
     assert rows["recover.steps"][1:] == ["7", "--set"]
-    assert rows["recover.temperature"][1:] == ["1.0", "default"]
+    assert rows["recover.on_policy.temperature"][1:] == ["1.0", "default"]
     assert rows["finetune.data"][1] == "handbook/quick"
     assert "quickstart.yaml:" in rows["finetune.data"][2]
     result = json.loads(opdcl(*args, "--json"))
@@ -166,7 +166,7 @@ def test_config_schema_is_a_table_or_a_json_schema(opdcl):
 
 def test_config_schema_may_be_asked_for_one_section_or_key(opdcl):
     keys = [field["key"] for field in json.loads(opdcl("config", "schema", "recover.loss", "--json"))]
-    assert keys == ["recover.loss.kind", "recover.loss.k", "recover.loss.unfinished"]
+    assert keys == ["recover.loss.kind", "recover.loss.k"]
     assert opdcl("config", "schema", "recover.loss.kind").startswith(
         "recover.loss.kind: forward_kl  (reverse_kl | forward_kl | top_k | policy_gradient | cross_entropy)\n"
     )

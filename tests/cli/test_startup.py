@@ -17,6 +17,7 @@ HEAVY_MODULES = (
     "stages",
     "training",
     "model.architecture",
+    "model.memory",
     "data.similarity",
     "model.backbone",
     "model.forward",

@@ -155,11 +155,14 @@ def test_sabotage_is_refused_or_runs(script, call, finished, monkeypatch):
     for name in cases:
         spoil, settings = sabotage.CASES[name]
         monkeypatch.setitem(sabotage.CASES, name, (spoil, settings | dict.fromkeys(counts, 2)))
+    # A tiny random model may be as unsure as a teacher that guesses.
+    spoil, settings = sabotage.CASES[cases[1]]
+    monkeypatch.setitem(sabotage.CASES, cases[1], (spoil, settings | {"health": False}))
     adapter = finished / "stages" / "01-finetune" / "adapter"
-    rows = call(sabotage, adapter, "--steps", 1, "--cases", *cases)["rows"]
+    rows = call(sabotage, adapter, "--steps", 2, "--cases", *cases)["rows"]
     assert [row["sabotage"] for row in rows] == cases
     assert "close to uniform" in rows[0]["ends"]
-    assert [row["steps"] for row in rows] == [0, 1]
+    assert [row["steps"] for row in rows] == [0, 2]
 
 
 def test_closeness_tells_what_is_spoilt_from_what_is_base(script, call, finished):
@@ -174,12 +177,18 @@ def test_closeness_tells_what_is_spoilt_from_what_is_base(script, call, finished
     assert record["base"]["distance"]["value"] < distances["tuned"] / 10
 
 
-def test_endings_are_counted_by_position(script, call, finished):
+def test_endings_are_counted_by_position_on_both_texts(script, call, finished):
     adapter = finished / "stages" / "01-finetune" / "adapter"
-    rows = call(script("endings"), adapter, "--prompts", 4, "--max-new-tokens", 6)["rows"]
-    assert set(rows) == {"base", str(adapter)}
-    for text in ("on base's text", "on its own text"):
-        assert rows[str(adapter)][text]["0-4"]["KL(base, model)"] > 0
+    record = call(script("endings"), adapter, "--prompts", 4, "--max-new-tokens", 6)
+    base, model = record["rows"]["base"], record["rows"][str(adapter)]
+    assert record["n"] == 4
+    for written in (base["sampled"], base["greedy"], model["sampled"], model["greedy"]):
+        assert 1 <= written["tokens"]["value"] <= 6
+    for text, answers in (("on base's text", base), ("on its own text", model)):
+        # Every answer that ends does so in one range of positions.
+        given = sum(part["ends given"] for part in model[text].values())
+        assert given == pytest.approx(4 * answers["sampled"]["ended"]["value"])
+        assert model[text]["0-4"]["KL(base, model)"] > 0
 
 
 @pytest.fixture
@@ -218,7 +227,7 @@ def test_a_student_on_a_server_answers_as_in_the_process(script, server, backbon
 
     remote, run = script("remote"), RunDir(finished)
     workflow = Workflow.model_validate(read_json(run.config)["workflow"])
-    place = ServerSection(url=server.url, model="teacher", concurrency=4)
+    place = ServerSection(url=server.url, model="teacher")
     row = remote.answers(run, workflow, backbone, place, "questions", "recovered", 3, tmp_path)
     assert (row["n"], row["differing"], row["served"]) == (3, 0, row["local"])
     found = remote.sampling(run, backbone, place, 2, tmp_path)

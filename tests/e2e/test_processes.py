@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 # gradient, so it blows up gradients that are rounding alone; a large epsilon prevents that.
 SETTINGS = [
     "--set",
-    "--set",
     "recover.steps=6",
     "--set",
     "recover.trainer.adam_epsilon=1e-3",

@@ -201,7 +201,7 @@ def test_a_reward_after_recovery(folder):
 def test_a_stronger_model_teaches_a_weaker_one(folder, tiny_model):
     make_model(folder / "strong", intermediate_size=160)
     settings = {
-        "recover.general_teacher.model": f"{{id: {folder}/strong, dtype: float32}}",
+        "recover.teachers.strong.model": f"{{id: {folder}/strong, dtype: float32}}",
         "finetune.data": str(folder / "rows.jsonl"),
         "seeds": "[]",
         "eval.retention": "[instructions]",
@@ -210,7 +210,7 @@ def test_a_stronger_model_teaches_a_weaker_one(folder, tiny_model):
     }
     overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     sizes = []
-    for more in ([], ["--set", "recover.general_teacher={kind: base}"]):
+    for more in ([], ["--set", "recover.general_teacher=base"]):
         planned = opdcl(
             "run",
             "strong-to-weak",
@@ -229,8 +229,8 @@ def test_a_stronger_model_teaches_a_weaker_one(folder, tiny_model):
     done = opdcl("run", "strong-to-weak", "smoke.yaml", *overrides, "-o", "weak", cwd=folder)
     assert done.returncode == 0, done.stderr
     config = json.loads((folder / "weak" / "config.json").read_text())["workflow"]["recover"]
-    assert config["general_teacher"]["model"]["id"].endswith("strong")
-    assert "teacher model" in (folder / "weak" / "report.html").read_text()
+    assert config["teachers"]["strong"]["model"]["id"].endswith("strong")
+    assert "teacher strong" in (folder / "weak" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

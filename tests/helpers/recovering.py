@@ -118,5 +118,5 @@ def make_trainer(backbone, folder, **settings):
     teachers = {"general": Teacher(backbone, "base"), "domain": Teacher(backbone, "tuned")}
     grader = Grader(backbone, config, teachers)
     steps, student = plan_steps(config, 3, 3), Teacher(backbone, "student")
-    queue = RolloutQueue(config, steps, prompts, student, teachers, Selection(config, grader))
+    queue = RolloutQueue(config, steps, prompts, student, teachers, Selection(config))
     return RecoveryTrainer(queue, grader, args)

@@ -18,6 +18,11 @@ def encode(config, stream, backbone):
     )
 
 
+def taught(teacher, stream="domain"):
+    """Return the settings of a recovery in which a stream has this teacher."""
+    return {f"{stream}_teacher": "own", "teachers": {"own": teacher}}
+
+
 def states(teacher):
     return teacher.states(ROLLOUTS)
 

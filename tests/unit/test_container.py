@@ -108,7 +108,7 @@ def test_an_unknown_command_is_noticed():
 
 
 def test_the_composed_run_uses_the_teacher_service(flow):
-    teacher = flow.recover.general_teacher
+    teacher = flow.recover.teacher_of("general")
     assert teacher.kind == "remote"
     host, port = re.fullmatch(r"http://([^:/]+):(\d+)/v1", teacher.server.url).groups()
     assert COMPOSE["opdcl"]["depends_on"][host] == {"condition": "service_healthy"}

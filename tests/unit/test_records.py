@@ -251,35 +251,60 @@ def test_without_runs_the_page_says_so(tables, tmp_path, monkeypatch):
     assert found == {tables.NOT_MEASURED}
 
 
+def test_finished_runs_become_rows_that_a_later_measurement_replaces(runs, tmp_path, monkeypatch):
+    pieces, record = script("pieces"), tmp_path / "methods.json"
+    folders = []
+    for seed, run in enumerate(runs):
+        folders.append(run.path.rename(tmp_path / f"ours-{seed}"))
+        steps = [{"step": i, "phase": "warm-up", "stream": "general", "author": "teacher"} for i in range(3)]
+        write(RunDir(folders[-1]).stage(2, "recover").metrics, steps)
+    (folders[0] / "report.html").write_text("")
+    (folders[1] / "report.html").write_text("")  # the third is not finished
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["pieces.py", str(record), *map(str, folders)])
+        pieces.main()
+    first, second = json.loads(record.read_text())["rows"]
+    assert (first["arm"], first["seed"], second["seed"]) == ("ours", 0, 1)
+    assert first["suites"]["instructions"] | {"n": 40, "base": 0.8} == first["suites"]["instructions"]
+    # From the floor of 12 of 40: (26 - 12) / (32 - 12).
+    assert first["recovery"]["value"] == pytest.approx(0.7)
+    assert first["written_by"] == {"warm-up general teacher": 3}
+
+
 # -- the README's tables
 
 
-def test_rivals_are_those_of_one_comparison(tables, tmp_path, monkeypatch):
+def test_rivals_are_means_over_the_seeds_of_one_comparison(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "HERE", tmp_path)
-    estimate = {"value": 0.5, "low": 0.4, "high": 0.6}
-    scores = {"retention": estimate, "domain": estimate}
-    ratios = {"recovery": estimate, "closeness": estimate | {"value": 0.9}, "domain_retention": None}
-    record = {
-        "headline": {"retention": "instructions", "domain": "handbook"},
-        "references": [
-            {"state": "base", "arms": ["mixing", "ours", "replay"], **scores},
-            {"state": "tuned", "arms": ["mixing"], **scores},
-            {"state": "tuned", "arms": ["ours", "replay"], **scores},
-        ],
-        "arms": [
-            {"name": "mixing", "seeds": 3, "retention": {}, "domain": {}, **dict.fromkeys(ratios)},
-            *({"name": name, "seeds": 3, **scores, **ratios} for name in ("replay", "ours")),
-        ],
-    }
-    write(tmp_path / "methods.json", record)
+
+    def row(arm, seed, score, **more):
+        suite = {"base": 0.5, "tuned": 0.1 if more.get("R") is not None else score, "recovered": score}
+        ratios = ("recovery", "R"), ("closeness", "C"), ("domain_retention", "R")
+        found = {key: None if more.get(name) is None else {"value": more[name]} for key, name in ratios}
+        found["closeness"] = found["closeness"] or {"value": None}
+        return {"arm": arm, "seed": seed, "suites": {"instructions": suite, "handbook": suite}, **found}
+
+    rows = [
+        row("ours", seed, score, R=r, C=r) for seed, score, r in ((0, 0.3, 0.6), (1, 0.4, 0.8), (2, 0.5, 1.0))
+    ]
+    together = [row("replay", seed, 0.2, R=0.4, C=0.3) for seed in range(3)]
+    for one in together:
+        one["closeness"]["of_seeds"] = [0, 1]
+    rows += [*together, *(row("mixing", seed, 0.25) for seed in range(3))]
+    suites = {"retention": "instructions", "domain": "handbook"}
+    write(tmp_path / "methods.json", {"suites": suites, "rows": rows})
     columns, _, base, tuned, ours, replay, mixing = tables.rivals().splitlines()
-    assert columns == "| method, 3 seeds | `instructions` | `handbook` | R | C | D |"
+    assert columns == "| method, 3 seeds | `instructions`, % | `handbook`, % | R | C | D |"
     assert base.startswith("| base | 50.0")
+    assert tuned.startswith("| tuned | 10.0")
+    # The mean of 0.6, 0.8 and 1.0; t of two degrees of freedom is 4.303, and 0.2 / sqrt(3) the standard
+    # error.
+    assert "0.80 [0.30, 1.30]" in ours.replace("\u00a0", " ")
     assert ours.startswith("| **opdcl**")
-    assert replay.startswith("| replay")
-    assert tuned.startswith("| tuned | 50.0")
+    # Kept for several seeds together: a mean without an interval.
+    assert "| 0.30 |" in replay
     assert mixing.startswith("| no recovery; half")
-    assert ours.count("0.90\u00a0[0.40") == 1 or "0.90" in ours
+    assert mixing.endswith("|  |  |  |")
 
 
 def test_a_quoted_answer_cannot_break_the_table(tables, tmp_path, monkeypatch):

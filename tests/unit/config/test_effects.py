@@ -15,9 +15,10 @@ PACKAGE = Path(__file__).parents[3] / "opdcl"
 # Settings that are read by a method of the schema itself, and who calls that method.
 READ_BY_A_METHOD = {
     **dict.fromkeys(("eval.retention", "eval.domain", "eval.control"), "suites"),
+    "recover.lmbda": "warm_up",
     "recover.general": "source",
     "recover.domain": "source",
-    **dict.fromkeys(("recover.general_teacher", "recover.domain_teacher"), "all_teachers"),
+    **dict.fromkeys(("recover.general_teacher", "recover.domain_teacher"), "teacher_of"),
 }
 # Settings that are read by their dumped name.
 READ_BY_NAME = dict.fromkeys(
@@ -73,9 +74,6 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
         ({"recover": {"method": "replay", "lmbda": 0.5}}, "recover.lmbda"),
         ({"recover": {"method": "general", "general_per_domain": 3}}, "recover.general_per_domain"),
         ({"recover": {"sampler": "slab", "server": SERVER, "lmbda": 1.0}}, "recover.sampler"),
-        ({"recover": {"method": "general", "more_domain": 5}}, "recover.more_domain"),
-        ({"recover": {"method": "general", "domain_texts": "rows"}}, "recover.domain_texts"),
-        ({"recover": {"lmbda": 1.0, "domain_texts": "rows"}}, "recover.domain_texts"),
         ({"recover": {"server": SERVER, "lmbda": 0}}, "recover.server"),
         ({"recover": {"lmbda": 0, "on_policy": {"temperature": 0.7}}}, "recover.on_policy.temperature"),
         ({"recover": {"lmbda": 0, "on_policy": {"domain": False}}}, "recover.on_policy.domain"),
@@ -89,27 +87,20 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
         ),
         ({"eval": {"sampler": "slab", "server": SERVER}}, "eval.sampler"),
         ({"recover": {"loss": {"k": 5}}}, "recover.loss.k"),
-        ({"recover": {"general_teacher": {"kind": "base", "rate": 0.5}}}, "recover.general_teacher.rate"),
-        ({"recover": {"domain_teacher": {"kind": "base", "every": 5}}}, "recover.domain_teacher.every"),
+        ({"recover": {"teachers": {"a": {"kind": "base", "rate": 0.5}}}}, "recover.teachers.a.rate"),
         ({"recover": {"teachers": {"a": {"kind": "base", "mix": 0.5}}}}, "recover.teachers.a.mix"),
         (
             {"recover": {"teachers": {"a": {"kind": "ema", "reference": "tuned"}}}},
             "recover.teachers.a.reference",
         ),
-        ({"recover": {"until": {"domain_floor": 0.5}}}, "recover.until.domain_floor"),
         ({"recover": REWARD | {"general": "mine.jsonl"}}, "recover.general"),
-        ({"recover": REWARD | {"reward": {"suite": "s", "weight": 0, "clip": 0.1}}}, "recover.reward.clip"),
-        ({"finetune": {"data": "d", "self_distill": {"rate": 0.1}}}, "finetune.self_distill"),
+        ({"finetune": {"data": "d", "self_distill": {"max_new_tokens": 9}}}, "finetune.self_distill"),
         ({"finetune": DISTILL | {"max_length": 5}}, "finetune.max_length"),
-        ({"finetune": DISTILL | {"packing": "on"}}, "finetune.packing"),
         ({"finetune": DISTILL | {"loss": {"weight": "entropy"}}}, "finetune.loss"),
         ({"finetune": DISTILL | {"replay": {"share": 0.1}}}, "finetune.replay"),
-        ({"finetune": {"data": "d", "packing": "on", "loss": {"anchor": "kl"}}}, "finetune.loss"),
         ({"finetune": {"data": "d", "loss": {"weight_power": 2}}}, "finetune.loss.weight_power"),
         ({"finetune": {"data": "d", "loss": {"anchor_coefficient": 2}}}, "finetune.loss.anchor_coefficient"),
         ({"finetune": {"data": "d", "replay": {"prompts": "p"}}}, "finetune.replay.prompts"),
-        ({"finetune": {"data": "d", "replay": {"max_new_tokens": 5}}}, "finetune.replay.max_new_tokens"),
-        ({"finetune": DISTILL | {"lora": {"dropout": 0.1}}}, "finetune.lora.dropout"),
         ({"start": "runs/x", "finetune": {"data": "d", "lora": {"r": 8}}}, "finetune.lora"),
     ],
 )
@@ -126,6 +117,8 @@ def test_defaults_that_a_stored_run_names_are_accepted():
         {"method": "general"},
         {"server": SERVER, "lmbda": 1.0},
         {"health": False},
+        {"general_teacher": "far", "teachers": {"far": REMOTE}, "loss": {"kind": "policy_gradient"}},
+        {"domain_teacher": "big", "teachers": {"big": {"kind": "model", "model": {"id": "b"}}}},
         REWARD,
     ):
         workflow = validate({"finetune": {"data": "d"}, "recover": recover, "eval": {"server": SERVER}})
@@ -134,7 +127,8 @@ def test_defaults_that_a_stored_run_names_are_accepted():
 
 def test_interpolation_with_a_remote_teacher_may_name_the_loss_that_the_server_can_serve():
     loss = {"kind": "top_k", "k": 5}
-    assert validate({"recover": {"method": "interpolate", "general_teacher": REMOTE, "loss": loss}})
+    teacher = {"general_teacher": "far", "teachers": {"far": REMOTE}}
+    assert validate({"recover": {"method": "interpolate", "loss": loss, **teacher}})
 
 
 def test_an_override_resets_what_it_makes_meaningless(tmp_path):

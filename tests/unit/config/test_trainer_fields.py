@@ -122,7 +122,7 @@ def test_every_other_field_of_the_libraries_is_refused():
     ("stage", "trainer", "words"),
     [
         ("recover", {"beta": 0.5}, "recover.trainer.beta has no effect: use recover.loss"),
-        ("recover", {"temperature": 0.5}, "use recover.temperature"),
+        ("recover", {"temperature": 0.5}, "use recover.on_policy.temperature"),
         ("recover", {"max_completion_length": 5}, "use recover.max_new_tokens"),
         ("recover", {"use_vllm": True}, "use recover.server"),
         ("recover", {"vllm_mode": "server"}, "use recover.server"),

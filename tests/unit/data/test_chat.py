@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from opdcl.data.chat import encode_answer, encode_example, encode_prompt, render, user_turn
+from opdcl.data.chat import encode_example, encode_prompt, render, user_turn
 from opdcl.data.rows import Row
 from opdcl.errors import UsageError
 
@@ -126,28 +126,3 @@ def test_a_template_in_which_no_user_turn_can_be_written_is_refused(template, to
     with pytest.raises(UsageError, match="no markup around a user turn") as refused:
         user_turn(tokenizer)
     assert "--prompts everyday" in refused.value.hint
-
-
-def test_a_rows_answer_is_what_the_fine_tune_learns_after_the_prompt(tokenizer):
-    row = Row(CONVERSATION, "Second", None, "r:1")
-    for turn, answer in zip(row.turns(), ("First", "Second"), strict=True):
-        prompt = encode_prompt(turn, tokenizer, 500)
-        ids = encode_answer(turn, tokenizer, prompt)
-        assert tokenizer.decode(ids) == f"{answer}<|im_end|>"
-        (example,) = encode_example(turn, tokenizer, 500)
-        assert example.input_ids == prompt + ids
-
-
-def test_a_row_without_an_answer_gives_none(tokenizer):
-    for answer in (None, ""):
-        row = Row(CONVERSATION, answer, None, "r:1")
-        assert encode_answer(row, tokenizer, encode_prompt(row, tokenizer, 500)) is None
-
-
-def test_an_answer_after_another_prompt_than_the_sampled_one_is_not_taken(tokenizer):
-    tokenizer.chat_template = COUNTS_QUESTIONS
-    row = Row(CONVERSATION, "Second", None, "r:1")
-    first, last = (encode_prompt(turn, tokenizer, 500) for turn in row.turns())
-    assert encode_answer(row, tokenizer, last) is not None
-    assert encode_answer(row, tokenizer, [*last[:-1], 7]) is None
-    assert encode_answer(row, tokenizer, first) is None

@@ -4,7 +4,7 @@ import pytest
 from helpers.families import FAMILIES, make_tokenizer, save, scripted, spell, written
 
 from opdcl.config.model import ModelConfig
-from opdcl.data.chat import encode_answer, encode_example, encode_prompt
+from opdcl.data.chat import encode_example, encode_prompt
 from opdcl.data.formats import check_row
 from opdcl.distill.health import check_turn_end
 from opdcl.model.load import declared_eos_ids, load_tokenizer
@@ -84,14 +84,6 @@ def test_every_token_that_ends_an_answer_stops_sampling(family):
         assert spell(tokenizer, rollout.completion_ids) == [*"Four.", end]
         assert rollout.finished
     check_turn_end(tokenizer, backbone.eos_ids)
-
-
-def test_the_rows_own_answer_follows_its_prompt_and_has_an_end_that_stops_sampling(family):
-    name, config, tokenizer = family
-    answer = spell(tokenizer, encode_answer(ROW, tokenizer, encode_prompt(ROW, tokenizer, 500)))
-    assert "".join(answer) == LEARNED[name].rpartition("⟦")[2].rstrip("⟧")
-    ends = spell(tokenizer, declared_eos_ids(config, tokenizer))
-    assert set(answer) & set(ends)
 
 
 def test_the_end_of_a_thought_does_not_stop_gpt_oss():

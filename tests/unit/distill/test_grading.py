@@ -129,18 +129,6 @@ def test_the_kl_to_a_named_teacher_is_that_of_its_own_completions(trainer):
     assert kl_by_route(grader.measure(ROLLOUTS, "general")) == {"kl/a": pytest.approx(alone / 5, rel=1e-4)}
 
 
-def test_a_truncated_completion_weighs_what_the_settings_say(trainer):
-    full, full_gradient = learned(trainer())
-    none, none_gradient = learned(trainer(loss={"unfinished": 0.0}))
-    half, half_gradient = learned(trainer(loss={"unfinished": 0.5}))
-    assert none["loss"] < half["loss"] < full["loss"]
-    assert half["loss"] == pytest.approx((full["loss"] + none["loss"]) / 2, rel=1e-4)
-    assert relative_error(half_gradient, (full_gradient + none_gradient) / 2) < ROUNDING
-    # Whatever a completion weighs, the mean is over all tokens, and what is logged is unweighted.
-    assert none["tokens"] == full["tokens"] == TOKENS
-    assert none["kl"] == pytest.approx(full["kl"], rel=1e-4)
-
-
 def reference_weights(weighting):
     """Return the weight of each token of `ROLLOUTS` by a plain loop over tokens."""
     lengths = [len(r.completion_ids) for r in ROLLOUTS]

@@ -107,7 +107,7 @@ def test_loss_gradient_and_kl_equal_an_independent_reference_when_sampled_at_tem
     advantage = torch.tensor([1.0, -1.0, 0.4]).double().repeat(len(student))[: len(student)]
     section = LossSection(**of_kind({"reward": "reverse_kl", "mixed": "forward_kl"}.get(kind, kind)))
     reverse = 0.3 if kind == "mixed" else 0.0
-    reward = RewardSection(suite="handbook", clip=0.2, weight=0.5, teacher=0.3) if kind == "reward" else None
+    reward = RewardSection(suite="handbook", weight=0.5, teacher=0.3) if kind == "reward" else None
     ours, plain = (student.clone().requires_grad_() for _ in range(2))
     q = HiddenStates(teacher, weight)
     result = token_losses(ours, weight, q, tokens, sampler, 0.7, section, reward, advantage, reverse)

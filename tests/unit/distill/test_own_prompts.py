@@ -6,7 +6,7 @@ import os
 
 import pytest
 from helpers.command import opdcl
-from helpers.families import FAMILIES, make_tokenizer, scripted
+from helpers.teaching import taught
 from helpers.tiny import SLOTS, make_project, make_writer
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -17,14 +17,12 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.console import Output
 from opdcl.data.chat import user_turn
-from opdcl.data.formats import check_row
 from opdcl.data.rows import load_rows
 from opdcl.data.similarity import similarity
 from opdcl.distill import own_prompts as own
 from opdcl.errors import Interrupted, OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.pipeline.execute import execute
-from opdcl.pipeline.sources import Sources
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Rollout
 
@@ -59,9 +57,9 @@ def written(writer):
 def write(written, tmp_path):
     """Write prompts into a file; return their texts and what was reported."""
 
-    def write(file="prompts.jsonl", count=30, tests=(), examples=(), **settings):
+    def write(file="prompts.jsonl", count=30, tests=(), **settings):
         report, config = Heard(), RecoverConfig(**settings)
-        rows = own.own_prompts(config, count, written, list(tests), tmp_path / file, report, examples)
+        rows = own.own_prompts(config, count, written, list(tests), tmp_path / file, report)
         return [row.prompt[0]["content"] for row in rows], report
 
     return write
@@ -171,41 +169,10 @@ def test_a_prompt_that_repeats_another_is_found_in_any_script(text, earlier):
     assert own.with_repeats([earlier, other, text], ["cut off", "", ""], [], []) == ["cut off", "", ""]
 
 
-def test_base_continues_a_list_of_examples_by_one_line(tmp_path, monkeypatch):
-    """The scripted model writes its line only after a list of exactly this length."""
-    monkeypatch.setattr(own, "ROUND", 2)
-    family = FAMILIES["qwen3"]
-    tokenizer = make_tokenizer(family)
-    shown = "Requests of one kind:\n\n1. Who keeps the red key?\n2."
-    prompt = tokenizer(f"<|im_start|>user\n{shown}")["input_ids"]
-    backbone = scripted(tokenizer, family, prompt, " Who keeps the blue key?\n3. Who sleeps?\n")
-    examples = [check_row({"prompt": "Who keeps\nthe red key?"}, "r:1")]
-    config = RecoverConfig(sampler="generate")
-    rows = own.own_prompts(config, 1, backbone, [], tmp_path / "more.jsonl", Heard(), examples)
-    assert [row.prompt for row in rows] == [[{"role": "user", "content": "Who keeps the blue key?"}]]
-
-
-def test_further_domain_prompts_repeat_no_example_and_follow_the_seed(write):
-    examples, _ = write("examples.jsonl", count=20)
-    rows = [check_row({"prompt": text}, "r:1") for text in examples]
-    more, report = write("more.jsonl", count=20, examples=rows)
-    assert similarity(more, examples).max() <= own.REPEATED
-    assert len({*more}) == 20
-    assert "repeated" in report.notes[0]
-    assert write("again.jsonl", count=20, examples=rows)[0] == more
-    assert write("other.jsonl", count=20, examples=rows, seed=1)[0] != more
-
-
-def test_prompts_without_examples_or_with_a_context_are_refused(tmp_path):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "Why?", "teacher": "a"}\n')
-    general = str(tmp_path / "p.jsonl")
-    for domain, named in ((None, {}), (general, {"a": {"kind": "base"}})):
-        recover = {"general": "everyday", "domain": domain, "more_domain": 5, "teachers": named}
-        with pytest.raises(UsageError, match="no examples to follow"):
-            Sources().recovery(validate({"recover": recover}))
-    shown = {"kind": "tuned", "context": "{answer} {prompt}"}
+def test_a_context_on_prompts_of_its_own_is_refused():
+    shown = {"kind": "base", "context": "{answer} {prompt}"}
     with pytest.raises(UsageError, match="prompts that base writes have none"):
-        validate({"recover": {"domain": general, "more_domain": 5, "domain_teacher": shown}})
+        validate({"recover": {"general": "self", **taught(shown, "general")}})
 
 
 def test_the_number_of_prompts_follows_from_steps_and_rollouts():
@@ -264,32 +231,6 @@ def test_a_run_on_prompts_of_its_own(project, writer):
     assert "recover: skipped, done" in again.stderr
     assert os.stat(file).st_mtime_ns == before
     assert f"{file.relative_to(project / 'run')}" in (project / "run" / "seal.json").read_text()
-
-
-def test_a_run_with_further_domain_prompts(project):
-    more = ["recover.more_domain=6", *TINY[1:]]
-    words = [word for setting in more for word in ("--set", setting)]
-    planned = opdcl("run", "tiny.yaml", *words, "-o", "run", "--dry-run")
-    assert planned.returncode == 0, planned.stderr
-    assert "domain prompts: base writes 6 after 12 examples" in planned.stdout + planned.stderr
-    with pytest.raises(Interrupted):
-        execute(*load(["tiny.yaml"], more), RunDir(project / "run"), Stopped("quiet"))
-    file = project / "run" / "stages" / "02-recover" / "domain-prompts.jsonl"
-    written = file.read_text()
-    assert len(load_rows(str(file))) == 6
-    # The recovery asks what stands there: a prompt that cannot be asked ends it.
-    file.write_text(json.dumps({"prompt": "long " * 600}))
-    refused = opdcl("run", "tiny.yaml", *words, "-o", "run")
-    assert refused.returncode == 2
-    assert "domain-prompts.jsonl:1: the prompt has" in refused.stderr
-    file.unlink()
-    done = opdcl("run", "tiny.yaml", *words, "-o", "run")
-    assert done.returncode == 0, done.stderr
-    assert file.read_text() == written
-    assert "stages/02-recover/domain-prompts.jsonl" in (project / "run" / "seal.json").read_text()
-    stale = opdcl("run", "tiny.yaml", *SELF[2:], "-o", "run")
-    assert stale.returncode == 2
-    assert "changed: more_domain" in stale.stderr
 
 
 def test_an_adapter_is_recovered_on_prompts_of_its_base(project, writer):

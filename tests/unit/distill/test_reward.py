@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from helpers.near import ROUNDING, flat, relative_error
 from helpers.recovering import SHORT, Silent, make_trainer, whole_and_resumed
+from helpers.teaching import taught
 from trl import GRPOConfig, GRPOTrainer
 
 from opdcl.config.evaluate import EvalConfig
@@ -54,7 +55,7 @@ def test_a_token_that_has_moved_far_enough_is_pushed_no_further(advantage, drift
     log_p = torch.randn(1, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1).requires_grad_()
     token = torch.tensor([2])
     sampler = log_p.detach()[:, 2] - drift
-    loss = clipped_gradient(log_p, token, sampler, torch.tensor([float(advantage)]), clip=0.2)
+    loss = clipped_gradient(log_p, token, sampler, torch.tensor([float(advantage)]))
     loss.sum().backward()
     ratio = torch.tensor(drift).exp()
     expected = torch.zeros(1, 5)
@@ -254,7 +255,13 @@ def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
 
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"oversample": 2.0, "general_teacher": {"kind": "ema", "context": "{prompt} {answer} {feedback}"}}],
+    [
+        {},
+        {
+            "reward": REWARDED | {"oversample": 2.0},
+            **taught({"kind": "ema", "context": "{prompt} {answer} {feedback}"}, "general"),
+        },
+    ],
     ids=["base", "shown the best"],
 )
 def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned, extra):
@@ -323,9 +330,8 @@ def test_a_demonstration_that_does_not_fit_is_not_shown_and_said_once(backbone):
 
 @pytest.mark.parametrize(("room", "short"), [(2000, 0), (145, 1), (60, None)])
 def test_room_for_demonstrations_is_counted_beforehand(backbone, room, short):
-    config = RecoverConfig(
-        **SETTINGS, general_teacher={"kind": "live", "context": CONTEXT}, max_new_tokens=30
-    )
+    teacher = taught({"kind": "live", "context": CONTEXT}, "general")
+    config = RecoverConfig(**SETTINGS, **teacher, max_new_tokens=30)
     task = load_reward_task("instructions_train")
     rows = reward_rows(config.reward, task)[:5]
     if short is None:
@@ -363,7 +369,7 @@ def test_a_live_teacher_changes_only_completions_with_a_context(backbone, tuned)
         ({"lmbda": 0.5}, "the student's own completions"),
         ({"rollouts": 6}, "multiple of reward.group"),
         ({"keep": "best"}, "keep last"),
-        ({"domain_teacher": {"kind": "base", "context": "{prompt}{answer}{feedback}"}}, "general_teacher"),
+        (taught({"kind": "base", "context": "{prompt}{answer}{feedback}"}), "only general_teacher"),
     ],
 )
 def test_settings_that_conflict_with_a_reward_are_refused(settings, said):

@@ -100,6 +100,11 @@ def test_rows_name_teachers_and_teachers_add_prompts(backbone, answered):
     found = encode(config, "domain", backbone)
     assert [found.routes.get(tuple(p), "") for p in found.train] == ["a", "", "", "b", "b", "b", "b"]
     assert {name: len(shown) for name, shown in found.contexts.items()} == {"b": 4}
+    (answered / "built-in.jsonl").write_text(
+        json.dumps(rows[0] | {"teacher": "base"}) + "\n" + json.dumps(rows[1])
+    )
+    found = encode(RecoverConfig(domain=str(answered / "built-in.jsonl")), "domain", backbone)
+    assert [found.routes.get(tuple(p), "") for p in found.train] == ["base", ""]
     with pytest.raises(UsageError, match=r"mixed\.jsonl:1 names an unknown teacher 'a'"):
         encode(RecoverConfig(domain=str(answered / "mixed.jsonl")), "domain", backbone)
     (answered / "mixed.jsonl").write_text("\n".join(json.dumps({**rows[0], "teacher": t}) for t in "ab"))

@@ -63,9 +63,10 @@ def test_imitation_has_no_on_policy_phase():
     assert not any(step.on_policy for step in schedule(steps=8, method="replay", lmbda=0.33))
 
 
-def test_only_completions_of_the_student_are_drawn_in_excess():
-    steps = schedule(steps=6, general_per_domain=2, lmbda=0.67, oversample=1.3)
-    assert [len(s.prompts) for s in steps] == [4, 4, 6, 6, 6, 6]
+def test_whole_groups_of_rewarded_completions_are_drawn_in_excess():
+    reward = {"suite": "instructions_train", "group": 2, "oversample": 1.5}
+    steps = schedule(steps=6, general_per_domain=2, lmbda=1.0, reward=reward, keep="last")
+    assert [len(s.prompts) for s in steps] == [6, 6, 4, 6, 6, 4]
     assert {s.keep for s in steps} == {4}
 
 

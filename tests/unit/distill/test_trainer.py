@@ -1,7 +1,5 @@
 """Gradients, sampling and selection of a recovery step, and the untouched base, on a two-layer model."""
 
-import dataclasses
-
 import pytest
 import torch
 from helpers.near import ROUNDING, relative_error
@@ -170,7 +168,6 @@ def test_a_checkpoint_of_another_version_is_refused_with_a_reason(backbone, tmp_
     [
         ({}, 3),
         ({"sample_ahead": 1}, 0),
-        ({"oversample": 2.0}, 0),
         ({"rollouts": 2}, 0),
         ({"lmbda": 0.0}, 0),
         ({"rollouts": 2, "sample_ahead": 20, "steps": 60}, 1),  # never all of a step
@@ -335,24 +332,3 @@ def test_a_sequence_too_long_for_memory_is_an_error_with_a_hint(trainer, memory_
     with pytest.raises(OpdclError, match="does not fit") as caught:
         trainer.training_step(trainer.model, {"step": 0})
     assert "max_new_tokens" in caught.value.hint
-
-
-def test_of_more_samples_those_with_the_largest_gap_to_the_teacher_are_kept(trainer):
-    rollouts = sampled(trainer)
-    rollouts += [
-        dataclasses.replace(r, logprobs=[x - 5 for x in r.logprobs]) for r in rollouts
-    ]  # as if another sampler had drawn them
-    gaps = []
-    for r in rollouts:
-        with torch.no_grad(), trainer.grader.backbone.state("base") as model:
-            logits = model(torch.tensor([r.prompt_ids + r.completion_ids])).logits[
-                0, len(r.prompt_ids) - 1 : -1
-            ]
-        theirs = logits.log_softmax(-1).gather(-1, torch.tensor(r.completion_ids)[:, None])[:, 0]
-        gaps.append(float((theirs - torch.tensor(r.logprobs)).abs().mean()))
-    selection = trainer.queue.selection
-    assert trainer.grader.gaps(rollouts, "general") == pytest.approx(gaps, rel=1e-4)
-    selected = selection._largest_gap(rollouts, "general", 3)
-    largest = sorted(range(len(gaps)), key=gaps.__getitem__)[-3:]
-    assert [id(r) for r in selected] == [id(rollouts[i]) for i in sorted(largest)]
-    assert selection._largest_gap(rollouts, "general", len(rollouts)) == rollouts

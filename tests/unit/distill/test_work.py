@@ -30,9 +30,7 @@ def work(settings, costs=None, **options):
         stream: Prompts([[1] * PROMPT[stream]] * 40, [[1] * PROMPT[stream]] * 3)
         for stream in ("general", "domain")
     }
-    return RecoveryWork.of(
-        settings, costs or Costs(known(settings)), streams, options.pop("given", {}), **options
-    )
+    return RecoveryWork.of(settings, costs or Costs(known(settings)), streams, **options)
 
 
 def known(settings):
@@ -60,7 +58,7 @@ def spread(stream: str, rows: int) -> float:
     return ANSWER[stream] * (1 + math.log(rows))
 
 
-def simulate(settings, first: int, steps, sampled: int, given: bool = False) -> float:
+def simulate(settings, first: int, steps, sampled: int) -> float:
     """Return the seconds from step `first` to the end: sample when nothing is there, learn, validate."""
     there = {"general": sampled, "domain": sampled}
     seconds = 0.0
@@ -70,7 +68,7 @@ def simulate(settings, first: int, steps, sampled: int, given: bool = False) -> 
         if not there[stream]:
             later = sum(step.stream == stream for step in steps[index:])
             there[stream] = min(later, max(settings.sample_ahead, 96 // keep))
-            if index >= first and not (given and stream == "domain"):
+            if index >= first:
                 seconds += decode(stream, there[stream] * keep)
         there[stream] -= 1
         if index < first:
@@ -117,13 +115,6 @@ def test_three_steps_of_which_one_samples_do_not_tell_the_time_by_their_mean():
     estimate = recovery.costs.seconds(recovery.left(3))
     assert estimate == pytest.approx(left)
     assert by_mean > 1.5 * left
-
-
-def test_answers_that_rows_have_are_not_sampled():
-    settings = config(domain_texts="rows")
-    recovery = work(settings, dynamic=(), given={i: [1] * 8 for i in range(40)})
-    truth = simulate(settings, 0, recovery.steps, 0, given=True)
-    assert recovery.costs.seconds(recovery.left(0)) == pytest.approx(truth)
 
 
 def test_a_teacher_that_changes_writes_fewer_steps_ahead_so_sampling_takes_longer():

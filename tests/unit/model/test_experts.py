@@ -165,14 +165,12 @@ def test_targets_name_experts_as_they_name_layers(targets, expected, folders, tm
     assert torch.equal(logits(mixture.causal_lm), tuned)
 
 
-def test_a_target_without_a_layer_and_dropout_on_experts_are_refused(folders):
+def test_a_target_without_a_layer_is_refused(folders):
     model = ModelConfig(id=str(folders["olmoe"]))
     with pytest.raises(UsageError, match="'gate_proj' matches no linear layer") as refused:
         check_targets(model, LoraSection(target_modules=["q_proj", "gate_proj"]))
     assert "gate_up_proj" in refused.value.hint
-    with pytest.raises(UsageError, match="experts cannot have dropout"):
-        check_targets(model, LoraSection(dropout=0.1))
-    check_targets(model, LoraSection(dropout=0.1, target_modules=["q_proj", "v_proj"]))
+    check_targets(model, LoraSection(target_modules=["q_proj", "v_proj"]))
 
 
 def test_gradients_are_pefts_and_no_sum_of_weights_waits_for_the_backward_pass(mixture, tmp_path):

@@ -62,8 +62,8 @@ def loaded_quantized(wide_model):
     return load
 
 
-def add_adapter(backbone: Backbone, dropout: float = 0.0) -> None:
-    backbone.new_adapter(LoraSection(r=4, alpha=8, dropout=dropout), 1)
+def add_adapter(backbone: Backbone) -> None:
+    backbone.new_adapter(LoraSection(r=4, alpha=8), 1)
     generator = torch.Generator().manual_seed(1)
     for name, weight in backbone.peft.named_parameters():
         if "lora_B" in name:
@@ -200,7 +200,7 @@ def test_rows_that_the_4_bit_kernel_would_misread_are_refused(tiny_model):
 def test_a_run_in_4_bits_goes_through_every_command(wide_model, tmp_path, monkeypatch):
     monkeypatch.chdir(make_project(tmp_path, wide_model))
     shutil.copytree(wide_model, tmp_path / "base")
-    quiet = [word for s in ("recover.health.watch=false", "recover.steps=4") for word in ("--set", s)]
+    quiet = [word for s in ("recover.health=false", "recover.steps=4") for word in ("--set", s)]
     ran = opdcl("run", "tiny.yaml", "-o", "run", *FOUR_BITS, *quiet, "--set", "model.id=base")
     assert ran.returncode == 0, ran.stderr
     assert "bitsandbytes" not in ran.stderr

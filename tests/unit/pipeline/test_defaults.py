@@ -77,14 +77,23 @@ def test_explicit_numbers_stay_and_need_no_model():
 
 def test_every_model_gets_a_dtype_unless_it_has_one():
     teachers = {
-        "general_teacher": {"kind": "model", "model": {"id": "big"}},
-        "teachers": {"a": {"kind": "model", "model": {"id": "own", "dtype": "float32"}}},
+        "big": {"kind": "model", "model": {"id": "big"}},
+        "a": {"kind": "model", "model": {"id": "own", "dtype": "float32"}},
     }
-    workflow, origins = with_dtype(flow(**teachers), "bfloat16", "cuda:0")
+    workflow, origins = with_dtype(flow(teachers=teachers), "bfloat16", "cuda:0")
     assert [m.dtype for m in workflow.models()] == ["bfloat16", "bfloat16", "float32"]
-    assert origins == dict.fromkeys(("model.dtype", "recover.general_teacher.model.dtype"), "auto: cuda:0")
+    assert origins == dict.fromkeys(("model.dtype", "recover.teachers.big.model.dtype"), "auto: cuda:0")
     assert validate(workflow.model_dump()) == workflow
     assert with_dtype(workflow, "float32", "cpu") == (workflow, {})
+
+
+def test_a_teachers_model_has_the_chat_template_that_is_set_for_base():
+    variables = {"chat_template_kwargs": {"enable_thinking": True}}
+    recover = {"teachers": {"big": {"kind": "model", "model": {"id": "big"}}}}
+    workflow = validate({"model": {"id": "base", **variables}, "recover": recover})
+    assert [(m.id, m.chat_template_kwargs) for m in workflow.models()] == [
+        (name, variables["chat_template_kwargs"]) for name in ("base", "big")
+    ]
 
 
 def test_the_dtype_is_one_that_a_model_can_be_loaded_in(tiny_model):

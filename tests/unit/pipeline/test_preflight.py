@@ -57,8 +57,10 @@ REFUSED = {
         [
             "recover.reward.suite=instructions_train",
             "recover.keep=last",
+            "recover.lmbda=1",
             "recover.rollouts=8",
-            f"recover.general_teacher={{kind: live, context: '{{prompt}} {{answer}} {'word ' * 600}'}}",
+            "recover.general_teacher=shown",
+            f"recover.teachers.shown={{kind: live, context: '{{prompt}} {{answer}} {'word ' * 600}'}}",
         ],
         "",
         "leaves no room for an answer within 512 tokens",

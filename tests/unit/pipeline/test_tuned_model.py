@@ -25,7 +25,7 @@ FLOAT = ("--set", "model.dtype=float32")
 MEASURE = ("--retention", "instructions", "--limit", "4", "--set", "eval.max_new_tokens=6", *FLOAT)
 SMALL = (
     *("recover.steps=2", "recover.rollouts=4", "recover.max_new_tokens=6", "recover.validation_prompts=2"),
-    *("recover.health.watch=false", "recover.keep=last", "recover.learning_rate=1e-2"),
+    *("recover.health=false", "recover.keep=last", "recover.learning_rate=1e-2"),
 )
 RECOVER = (
     *("--prompts", "prompts.jsonl", "--domain", "rows.jsonl"),
@@ -157,8 +157,8 @@ def test_a_model_that_does_not_fit_its_base_is_refused_with_the_reason(project):
         (("--set", "recover.method=interpolate"), "recover.method interpolate"),
         (("--set", "eval.server.url=http://127.0.0.1:1/v1"), "a server"),
         (("--set", "finetune.data=rows.jsonl"), "finetune"),
-        (("--set", "recover.domain_teacher={kind: adapter, adapter: other}"), "a teacher of kind adapter"),
-        (("--set", "recover.general_teacher.kind=trust_region"), "a trust_region around base"),
+        (("--set", "recover.teachers.a={kind: adapter, adapter: other}"), "a teacher of kind adapter"),
+        (("--set", "recover.teachers.a.kind=trust_region"), "a trust_region around base"),
     ],
 )
 def test_settings_that_need_an_adapter_on_base_are_refused(words, what, project, loaded):

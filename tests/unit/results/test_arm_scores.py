@@ -165,16 +165,6 @@ def test_missing_settings_and_missing_sections_are_differences(three):
     assert ["recover.trainer.weight_decay", "0.1", "–", "–"] in rows  # noqa: RUF001
 
 
-def test_a_run_of_an_older_version_has_the_values_of_settings_that_came_later(make):
-    old, new, other = make("a-s0", 28, 30, seed=0), make("a-s1", 27, 30, seed=1), make("b", 26, 30)
-    for run, texts in ((new, "teacher"), (other, "rows")):
-        change(run, "recover", domain_texts=texts, more_domain=0)
-        change(run, "model", quantization=None)
-    comparison = compare.compare([old, new, other])
-    assert [(row["name"], row["seeds"]) for row in comparison["arms"]] == [("a", 2), ("b", 1)]
-    assert comparison["differences"] == {"recover.domain_texts": {"a": "teacher", "b": "rows"}}
-
-
 def test_different_evaluation_settings_get_a_note(three):
     change(three[1], "eval", max_new_tokens=20)
     assert any(

@@ -402,7 +402,20 @@ def test_a_recovery_with_one_stream_has_a_report(run, stream, cells):
     rows = [{"step": s, "stream": stream, "loss": 1.0, "kl": 1.0} for s in range(1, 9)]
     check = {"step": 8, "validation": {f"{stream}_kl": 0.5, "best": True}}
     write(run.stage(2, "recover").metrics, [*rows, check])
-    assert f"| 8 | {' | '.join(cells)} | kept |" in pages(run)["report.md"]
+    assert f"| 8 | {' | '.join([*cells, MISSING])} |  |  | kept |" in pages(run)["report.md"]
+
+
+def test_the_students_own_answers_stand_beside_base_s(run):
+    base = {"general_kl": 0.0, "own_length": 120.0, "own_ended": 0.5, "own_repetition": 0.01}
+    own = {"own_kl": 0.25, "own_length": 87.4, "own_ended": 0.625, "own_repetition": 0.0}
+    rows = [
+        {"step": 0, "validation": {"general_kl": 2.0, **own, "best": False}, "base": base},
+        {"step": 8, "validation": {"general_kl": 0.5, **own, "best": True}},
+    ]
+    write(run.stage(2, "recover").metrics, rows)
+    page = pages(run)["report.md"]
+    assert f"| 8 | 0.500 | {MISSING} | 0.250 | 87 | 62 % | kept |" in page.replace("\u00a0", " ")
+    assert "Base's own answers to these prompts have 120 tokens, and 50 % of them end." in page
 
 
 def test_labels_of_bars_are_as_wide_as_their_font_needs(trained):

@@ -1,6 +1,8 @@
 """Decoding on graphs: every family's numbers, the buckets, and a step that never waits for the device."""
 
 import copy
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from opdcl.config.finetune import LoraSection
 from opdcl.model.architecture import architecture
 from opdcl.sampling import graph
+from opdcl.sampling.decode import draw
 from opdcl.sampling.graph import COLUMNS, STEPS, GraphDecoder, bucket
-from opdcl.sampling.sample import pick_engine, sample
+from opdcl.sampling.sample import default_rows, graphs_agree, pick_engine, sample
 
 # What each family adds to the plain decoder: windows, norms of queries and keys, soft caps, biases, sinks.
 FAMILIES = {
@@ -188,3 +191,102 @@ def test_buckets_are_few_and_waste_at_most_a_third():
 def test_steps_past_the_last_token_are_never_read(backbone):
     rollouts = sample(backbone.causal_lm, PROMPTS, max_new_tokens=STEPS + 3, eos_ids=[], engine="graph")
     assert {len(r.completion_ids) for r in rollouts} == {STEPS + 3}
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Forget which models' graphs were checked."""
+    monkeypatch.setattr("opdcl.sampling.sample._GRAPHS_AGREE", weakref.WeakKeyDictionary())
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_graphs_that_do_what_the_forward_pass_does_are_used(backbone, caplog):
+    assert graphs_agree(backbone.causal_lm, PROMPTS)
+    assert caplog.text == ""
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_graphs_that_repeat_their_last_token_are_found_out_and_checked_once(backbone, monkeypatch, caplog):
+    # As an empty graph does: it computes nothing and stores what was there.
+    def stale(self, model, count, rows, columns):
+        for _ in range(count):
+            self.tokens_RT[:rows].index_copy_(1, self.step_1, self.token_R[:rows, None])
+            self.step_1 += 1
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GraphDecoder, "run", stale)
+        assert not graphs_agree(backbone.causal_lm, PROMPTS)
+    assert "CUDA graphs do not work here" in caplog.text
+    assert "nats" in caplog.text
+    assert not graphs_agree(backbone.causal_lm, PROMPTS)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_fault_of_the_capture_is_told_and_avoided(backbone, monkeypatch, caplog):
+    def fault(self, model, count, rows, columns):
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(GraphDecoder, "run", fault)
+    assert not graphs_agree(backbone.causal_lm, PROMPTS)
+    assert "(CUDA error: operation not permitted when stream is capturing)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rope", "engine"),
+    [
+        ({"rope_type": "default"}, "graph"),
+        ({"rope_type": "dynamic", "factor": 2.0}, "slab"),
+        (
+            {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}},
+            "slab",
+        ),
+    ],
+)
+def test_on_a_gpu_graphs_decode_unless_positions_move(backbone, rope, engine):
+    config = copy.deepcopy(backbone.causal_lm.config)
+    config.rope_parameters = rope
+    # Only the device and the config are read.
+    on_gpu = SimpleNamespace(config=config, device=torch.device("cuda", 1))
+    assert pick_engine(on_gpu) == engine
+    assert pick_engine(SimpleNamespace(config=config, device=torch.device("cpu"))) == "slab"
+
+
+@pytest.mark.parametrize("engine", ["graph", "slab"])
+@pytest.mark.parametrize("at", [1, 7])
+def test_out_of_memory_halves_the_rows_and_changes_no_token(backbone, monkeypatch, caplog, engine, at):
+    how = {"max_new_tokens": 12, "eos_ids": backbone.eos_ids, "seed": 3, "engine": engine}
+    expected = sample(backbone.causal_lm, PROMPTS, **how)
+    steps = []
+
+    def scarce(logits_BV, temperature, uniform_B):
+        steps.append(len(logits_BV))
+        if len(logits_BV) > 4 and len(steps) == at:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return draw(logits_BV, temperature, uniform_B)
+
+    monkeypatch.setattr(f"opdcl.sampling.{'graph' if engine == 'graph' else 'decode'}.draw", scarce)
+    found = sample(backbone.causal_lm, PROMPTS, **how)
+    assert ids(found) == ids(expected)
+    assert "out of memory while sampling: 4 sequences at once instead of 9" in caplog.text
+
+
+def test_one_sequence_that_does_not_fit_is_a_fault(backbone, monkeypatch):
+    def scarce(logits_BV, temperature, uniform_B):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("opdcl.sampling.decode.draw", scarce)
+    with pytest.raises(torch.OutOfMemoryError):
+        sample(backbone.causal_lm, PROMPTS, max_new_tokens=4, eos_ids=backbone.eos_ids, engine="slab")
+
+
+def test_a_gpu_decodes_as_many_rows_as_half_of_its_free_memory_holds(backbone, monkeypatch):
+    shape = architecture(backbone.causal_lm.config)
+    token = 2 * shape.layers * shape.key_width * 4
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * 300 * token * 50, 10**12))
+    on_gpu = SimpleNamespace(
+        config=backbone.causal_lm.config, device=torch.device("cuda"), dtype=torch.float32
+    )
+    assert default_rows(on_gpu, 300) == 50
+    assert default_rows(on_gpu, 3) == 512
+    assert default_rows(on_gpu, 10**6) == 1
+    assert default_rows(backbone.causal_lm, 300) == 96

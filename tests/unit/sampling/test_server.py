@@ -9,9 +9,10 @@ import pytest
 import torch
 from helpers.recovering import Silent, short_recovery, train
 from helpers.serving import serving
+from helpers.teaching import taught
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.config.model import ModelConfig, ServerSection
+from opdcl.config.model import SERVED_TOKENS, ModelConfig, ServerSection
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import LossSection, TeacherSection
 from opdcl.data.suites import load_suite
@@ -26,7 +27,7 @@ from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.server import KEY, Server
 from opdcl.stages.evaluate import BackboneLM
 
-K = 12
+K = SERVED_TOKENS
 ROLLOUTS = [
     Rollout([1, 520, 9690, 198, 7 + i], list(range(60 + 9 * i, 63 + 11 * i)), [], True) for i in range(5)
 ]
@@ -38,8 +39,20 @@ def elsewhere(tiny_model):
     return Backbone.load(ModelConfig(id=str(tiny_model), dtype="float32"))
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """Return a function that sets how long a client waits: seconds for an answer, and for the server."""
+
+    def limits(timeout=5.0, patience=20.0):
+        monkeypatch.setattr("opdcl.sampling.server.TIMEOUT", timeout)
+        monkeypatch.setattr("opdcl.sampling.server.PATIENCE", patience)
+
+    limits()
+    return limits
+
+
 def teacher_of(server, backbone, **settings):
-    config = ServerSection(url=server.url, **{"top_k": K, "timeout": 5, "patience": 20, **settings})
+    config = ServerSection(url=server.url, **settings)
     return RemoteTeacher(backbone, reach_server(config, backbone, lambda text: None))
 
 
@@ -50,7 +63,7 @@ def tokens_of(rollouts):
 @pytest.mark.parametrize(
     "loss",
     [{"kind": "policy_gradient"}, {"kind": "top_k", "k": K}, {"kind": "top_k", "k": 5}],
-    ids=["sampled token", "top 12", "top 5"],
+    ids=["sampled token", "top 20", "top 5"],
 )
 def test_loss_and_gradient_equal_those_of_the_same_model_locally(backbone, elsewhere, loss):
     local = Teacher(backbone, "base")
@@ -121,9 +134,10 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_one_bad_answer_is_requested_again_and_changes_nothing(backbone, elsewhere, fault):
+def test_one_bad_answer_is_requested_again_and_changes_nothing(backbone, elsewhere, impatient, fault):
+    impatient(timeout=0.5 if fault == "slow" else 5)
     with serving(elsewhere) as server:
-        remote = teacher_of(server, backbone, timeout=0.5 if fault == "slow" else 5)
+        remote = teacher_of(server, backbone)
         good = remote.distribution(ROLLOUTS[:2])
         remote.server._graded.clear()
         before = len(server.seen)
@@ -144,7 +158,7 @@ def test_one_bad_answer_is_requested_again_and_changes_nothing(backbone, elsewhe
         ("short", "does not answer as it should: log-probabilities of"),
         ("other tokens", "read other tokens"),
         ("nan", "nan is no log-probability"),
-        ("few", "are named where 12"),
+        ("few", "are named where 20"),
         ("no choice", "cannot be read"),
         ("certain of everything", "a probability of"),
         ("beyond", "is none of"),
@@ -154,10 +168,11 @@ def test_one_bad_answer_is_requested_again_and_changes_nothing(backbone, elsewhe
     ids=str,
 )
 def test_a_server_that_never_answers_correctly_raises_an_error_with_the_reason(
-    backbone, elsewhere, fault, message
+    backbone, elsewhere, impatient, fault, message
 ):
+    impatient(timeout=0.3 if fault == "slow" else 5, patience=1)
     with serving(elsewhere) as server:
-        remote = teacher_of(server, backbone, timeout=0.3 if fault == "slow" else 5, patience=1)
+        remote = teacher_of(server, backbone)
         server.faults = [fault] * 60
         with pytest.raises(OpdclError, match=message) as caught:
             remote.distribution(ROLLOUTS[:1])
@@ -171,12 +186,8 @@ def test_an_unreachable_server_is_waited_for(backbone, elsewhere):
     messages = []
     with serving(elsewhere) as server:
         port = server.server_address[1]
-        remote = RemoteTeacher(
-            backbone,
-            reach_server(
-                ServerSection(url=server.url, top_k=K, patience=30, timeout=5), backbone, messages.append
-            ),
-        )
+        client = reach_server(ServerSection(url=server.url), backbone, messages.append)
+        remote = RemoteTeacher(backbone, client)
         good = remote.distribution(ROLLOUTS)
         remote.server._graded.clear()
 
@@ -209,7 +220,7 @@ def test_an_outage_does_not_count_as_an_invalid_answer(backbone, elsewhere):
 
 def test_an_aborted_completion_is_requested_again(backbone, elsewhere):
     with serving(elsewhere) as server:
-        remote = teacher_of(server, backbone, concurrency=1)
+        remote = teacher_of(server, backbone)
         server.faults = ["aborted"]
         (rollout,) = remote.complete([ROLLOUTS[0].prompt_ids], RecoverConfig(), 5, seed=1)
         remote.close()
@@ -220,7 +231,7 @@ def test_a_process_exits_without_waiting_for_an_answer(elsewhere):
     script = (
         "import sys, time\nfrom opdcl.config.model import ServerSection\n"
         "from opdcl.sampling.server import Server\n"
-        f"server = Server(ServerSection(url=sys.argv[1], model='teacher', top_k={K}), 49152)\n"
+        "server = Server(ServerSection(url=sys.argv[1], model='teacher'), 49152)\n"
         "server.grade([1, 2], [3])\ntime.sleep(1)\nserver.close()\nprint('closed', flush=True)\n"
     )
     with serving(elsewhere) as server:
@@ -235,7 +246,7 @@ def test_a_process_exits_without_waiting_for_an_answer(elsewhere):
 
 def test_a_server_with_another_model_is_refused(backbone, elsewhere):
     with serving(elsewhere) as server:
-        config = ServerSection(url=server.url, top_k=K)
+        config = ServerSection(url=server.url)
         reach_own_model(config, backbone, print).close()
         with torch.no_grad():
             elsewhere.causal_lm.model.layers[0].mlp.up_proj.weight.mul_(-1)
@@ -248,9 +259,10 @@ def test_a_server_is_refused_at_another_temperature_than_1():
         RecoverConfig(server={"url": "http://127.0.0.1:1/v1"}, on_policy={"temperature": 0.7})
 
 
-def test_close_ends_pending_requests(backbone, elsewhere):
+def test_close_ends_pending_requests(backbone, elsewhere, impatient):
+    impatient(patience=600)
     with serving(elsewhere) as server:
-        remote = teacher_of(server, backbone, patience=600)
+        remote = teacher_of(server, backbone)
     future = remote.server.grade([1, 2], [3])
     time.sleep(0.3)
     started = time.monotonic()
@@ -298,7 +310,7 @@ def test_a_dry_run_reports_a_server_that_refuses_access(backbone, elsewhere, tmp
             finetune={"data": "handbook"},
             recover={
                 "general": "everyday",
-                "general_teacher": {"kind": "remote", "server": {"url": server.url}},
+                **taught({"kind": "remote", "server": {"url": server.url}}, "general"),
                 "loss": {"kind": "policy_gradient"},
             },
         )
@@ -340,12 +352,12 @@ def test_another_tokenizer_or_an_ambiguous_model_is_refused(backbone, elsewhere)
     ],
 )
 def test_a_loss_that_needs_more_than_a_server_returns_is_refused(settings, supported):
-    teacher = {"kind": "remote", "server": {"url": "http://127.0.0.1:1/v1"}}
+    teacher = taught({"kind": "remote", "server": {"url": "http://127.0.0.1:1/v1"}}, "general")
     if supported:
-        assert RecoverConfig(general_teacher=teacher, **settings).general_teacher.server.top_k == 20
+        assert RecoverConfig(**teacher, **settings).teacher_of("general").kind == "remote"
     else:
         with pytest.raises(ValueError, match="on a server, which returns"):
-            RecoverConfig(general_teacher=teacher, **settings)
+            RecoverConfig(**teacher, **settings)
 
 
 def test_remote_needs_a_server_and_only_remote_takes_one():
@@ -374,7 +386,7 @@ def test_its_completions_have_the_local_models_log_probabilities(backbone, elsew
 def recovery(backbone, tuned, name, general_teacher, loss, **settings):
     config = short_recovery(
         tuned,
-        general_teacher=general_teacher,
+        **taught(general_teacher, "general"),
         loss=loss,
         steps=4,
         health=False,  # a random model may trip a limit
@@ -402,7 +414,7 @@ def no_thread_left():
 def test_a_recovery_with_a_remote_base_takes_the_steps_of_a_local_one(backbone, tuned, elsewhere):
     loss = {"kind": "top_k", "k": K}
     with serving(elsewhere) as server:
-        section = {"kind": "remote", "server": {"url": server.url, "top_k": K}}
+        section = {"kind": "remote", "server": {"url": server.url}}
         # Each bad answer goes to a different request.
         server.faults = [None, 500, None, "nan", None, None, "truncated"]
         remote = recovery(backbone, tuned, "remote", section, loss)
@@ -417,7 +429,7 @@ def test_a_recovery_with_a_remote_base_takes_the_steps_of_a_local_one(backbone, 
 def test_hidden_states_and_a_servers_top_tokens_overlap(backbone, elsewhere):
     local = Teacher(backbone, "base")
     with serving(elsewhere) as server:
-        remote = teacher_of(server, backbone, top_k=16)
+        remote = teacher_of(server, backbone)
         overlap = top_k_overlap(
             HiddenStates(local.states(ROLLOUTS), local.head_VH), remote.distribution(ROLLOUTS), k=16
         )
