@@ -8,16 +8,18 @@ tuned's own.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Iterator
-from datetime import date
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
+from common import head, parser_of, store
 
 import opdcl.distill.grading as grading
 from opdcl.config.load import load
@@ -31,14 +33,11 @@ from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.stages.recover import recover
 
+Cost = Callable[[Backbone, torch.Tensor, torch.Tensor], torch.Tensor]
 ANOTHER_TEMPLATE = (
     "{% for m in messages %}{{ '### ' + m.role + ':\\n' + m.content + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}### assistant:\n{% endif %}"
 )
-
-
-def nothing(backbone: Backbone) -> None:
-    pass
 
 
 def uniform_teacher(backbone: Backbone) -> None:
@@ -54,111 +53,77 @@ def broken_eos(backbone: Backbone) -> None:
 
 
 @contextlib.contextmanager
-def reward_of_length(backbone: Backbone) -> Iterator[None]:
-    """Add a cost for the probability of ending at every token."""
+def added_cost(
+    cost: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor], backbone: Backbone
+) -> Iterator[None]:
+    """Add a cost at every token, computed from the student's log-probabilities and the tokens."""
 
-    def longer(student_NH, weight_VH, *others, **options):
-        found = token_losses(student_NH, weight_VH, *others, **options)
-        ending_N = (student_NH @ weight_VH.T).log_softmax(-1)[:, backbone.eos_ids].logsumexp(-1)
-        return found._replace(loss=found.loss + 0.5 * ending_N)
-
-    grading.token_losses = longer
-    try:
-        yield
-    finally:
-        grading.token_losses = token_losses
-
-
-@contextlib.contextmanager
-def reward_of_repetition(backbone: Backbone) -> Iterator[None]:
-    """Add a cost for every token that is not the one before it."""
-
-    def looping(student_NH, weight_VH, teacher, token_N, *others, **options):
+    def spoilt(student_NH, weight_VH, teacher, token_N, *others, **options):
         found = token_losses(student_NH, weight_VH, teacher, token_N, *others, **options)
         log_p = (student_NH @ weight_VH.T).log_softmax(-1)
-        again_N = log_p.gather(-1, token_N.roll(1)[:, None])[:, 0]
-        return found._replace(loss=found.loss - 0.5 * again_N)
+        return found._replace(loss=found.loss + 0.5 * cost(backbone, log_p, token_N))
 
-    grading.token_losses = looping
-    try:
+    with mock.patch.object(grading, "token_losses", spoilt):
         yield
-    finally:
-        grading.token_losses = token_losses
+
+
+def ending(backbone: Backbone, log_p: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
+    """Return what makes it costly to end."""
+    return log_p[:, backbone.eos_ids].logsumexp(-1)
+
+
+def anything_new(backbone: Backbone, log_p: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
+    """Return what makes every token costly but the one before it."""
+    return -log_p.gather(-1, token_N.roll(1)[:, None])[:, 0]
 
 
 CASES = {
-    "none, the control": (nothing, {}),
+    "none, the control": (None, {}),
     "a uniform teacher": (uniform_teacher, {}),
     "the chat template of another model": (another_template, {}),
     "an EOS list without the end-of-turn token": (broken_eos, {}),
-    "a learning rate 30 times too high": (nothing, {"learning_rate": 9e-3}),
-    "a reward for length": (reward_of_length, {}),
-    "a reward for repetition": (reward_of_repetition, {}),
+    "a learning rate 30 times too high": (None, {"learning_rate": 9e-3}),
+    "a reward for length": (partial(added_cost, ending), {}),
+    "a reward for repetition": (partial(added_cost, anything_new), {}),
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("adapter", type=Path, help="adapter from a fine-tune on the handbook")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("sabotage.json"))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--steps", type=int, help="fewer steps than the quickstart's")
     options = parser.parse_args()
     shorter = {"steps": options.steps} if options.steps else {}
     rows = []
     for name in options.cases:
-        sabotage, settings = CASES[name]
-        rows.append(row := case(options.adapter, sabotage, settings | shorter))
-        print(f"{name}: {row}", flush=True)
-        row["sabotage"] = name
-    options.out.write_text(
-        json.dumps(
-            {"date": date.today().isoformat(), "threads": torch.get_num_threads(), "rows": rows}, indent=2
-        )
-        + "\n"
-    )
+        spoil, settings = CASES[name]
+        rows.append({"sabotage": name, **case(options.adapter, spoil, settings | shorter)})
+        print(json.dumps(rows[-1]), flush=True)
+    store(options.out, head() | {"rows": rows})
 
 
-def case(adapter: Path, sabotage, settings: dict) -> dict:
-    base = ModelConfig()
-    quickstart = load(["quickstart"])[0].recover
-    assert quickstart
-    backbone = Backbone.load(base)
-    started = time.perf_counter()
+def case(adapter: Path, spoil: Callable[[Backbone], Any] | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """Recover with one sabotage; return how it ends, and the held-out KL before and after."""
+    given = {"domain": "handbook", "micro_batch_tokens": 2048} | settings
+    config = load(["quickstart"])[0].recover.model_copy(update=given)
+    backbone, started = Backbone.load(ModelConfig()), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        out = StageDir(Path(folder))
-        ends = "it ran to its end"
+        out, ends, line = StageDir(Path(folder)), "it ran to its end", Output("quiet").stage("recover")
         try:
-            with sabotage(backbone) or contextlib.nullcontext():
-                given = {"domain": "handbook", "micro_batch_tokens": 2048} | settings
-                config = quickstart.model_copy(update=given)
-                recover(
-                    config,
-                    read_recovery_source(config),
-                    backbone,
-                    adapter,
-                    out,
-                    Output("quiet").stage("recover"),
-                )
+            with (spoil and spoil(backbone)) or contextlib.nullcontext():
+                recover(config, read_recovery_source(config), backbone, adapter, out, line)
         except OpdclError as fault:
             ends = fault.message
-        steps = [r for r in read_jsonl(out.metrics) if "loss" in r]
-        kept = out.trainer / "best" / "validation.json"
-        before = next(
-            (
-                sum(r["validation"][k] for k in ("general_kl", "domain_kl"))
-                for r in read_jsonl(out.metrics)
-                if "validation" in r
-            ),
-            None,
-        )
+        rows, kept = list(read_jsonl(out.metrics)), out.trainer / "best" / "validation.json"
+        before = next((row["validation"] for row in rows if "validation" in row), None)
         return {
             "ends": ends.replace(folder, ""),
-            "steps": len(steps),
+            "steps": sum("loss" in row for row in rows),
             "seconds": round(time.perf_counter() - started),
-            "tuned_kl": before,
+            "tuned_kl": before and before["general_kl"] + before["domain_kl"],
             "kept": read_json(kept) if kept.exists() else None,
-            "health": [r["health"] for r in read_jsonl(out.metrics) if "health" in r],
+            "health": [row["health"] for row in rows if "health" in row],
         }
 
 

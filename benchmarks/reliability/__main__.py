@@ -28,6 +28,16 @@ from helpers.tiny import make_model, make_project
 from hostile import hostile
 
 PARTS = {"crash": crash, "faults": faults, "hostile": hostile, "network": network, "soak": soak, "fuzz": fuzz}
+TITLES = ("Crashes", "Faults", "Hostile content", "Network", "Endurance", "Random input")
+COLUMNS = ("fault", "how", "outcome", "lost")
+TABLE = """| fault | how it was injected | what happened | what was lost |
+| --- | --- | --- | --- |"""
+HEAD = """# What we broke on purpose
+
+Written by `python benchmarks/reliability`, using a two-layer model that runs the whole job in seconds. Every
+fault is injected for real; none is simulated inside the program. *Bit-identical* compares adapters, answers
+and metrics with those of an undisturbed run. Error messages are quoted as the measured version printed them.
+"""
 
 
 def main() -> None:
@@ -50,16 +60,11 @@ def main() -> None:
         make_project(place, place / "model")
         for part in options.only:
             started = time.perf_counter()
-            rows = PARTS[part](place, options)
+            text = json.dumps(PARTS[part](place, options))
             # Keep folder and host names of this machine out of the record.
-            text = (
-                json.dumps(rows).replace(f"{place}/", "").replace(f" on {os.uname().nodename} ", " on HOST ")
-            )
-            record[part] = {
-                "date": date.today().isoformat(),
-                "rows": json.loads(text),
-                "seconds": round(time.perf_counter() - started),
-            }
+            text = text.replace(f"{place}/", "").replace(f" on {os.uname().nodename} ", " on HOST ")
+            seconds = round(time.perf_counter() - started)
+            record[part] = {"date": date.today().isoformat(), "rows": json.loads(text), "seconds": seconds}
             options.out.write_text(json.dumps(record, indent=2) + "\n")
     write_page(record, options.page)
     if any(row["outcome"].startswith("FAILED") for part in record.values() for row in part["rows"]):
@@ -67,43 +72,12 @@ def main() -> None:
 
 
 def write_page(record: dict, page: Path) -> None:
-    lines = [
-        "# What we broke on purpose",
-        "",
-        "Written by `python benchmarks/reliability`, using a two-layer model that runs the whole job in "
-        "seconds. Every",
-        "fault is injected for real; none is simulated inside the program. *Bit-identical* compares "
-        "adapters, answers",
-        "and metrics with those of an undisturbed run. Error messages are quoted as the measured "
-        "version printed them.",
-        "",
-    ]
-    titles = {
-        "crash": "Crashes",
-        "faults": "Faults",
-        "hostile": "Hostile content",
-        "network": "Network",
-        "soak": "Endurance",
-        "fuzz": "Random input",
-    }
-    for part, title in titles.items():
-        if part in record:
-            lines += [
-                f"## {title}",
-                "",
-                "| fault | how it was injected | what happened | what was lost |",
-                "| --- | --- | --- | --- |",
-            ]
-            lines += [
-                "| "
-                + " | ".join(
-                    str(r[k]).replace("|", "/").replace(str(ROOT), ".")
-                    for k in ("fault", "how", "outcome", "lost")
-                )
-                + " |"
-                for r in record[part]["rows"]
-            ]
-            lines += ["", f"{record[part]['date']}, {record[part]['seconds']} s.", ""]
+    lines = [HEAD]
+    for part, title in zip(PARTS, TITLES, strict=True):
+        if found := record.get(part):
+            cells = [[row[key].replace("|", "/") for key in COLUMNS] for row in found["rows"]]
+            rows = [f"| {' | '.join(row)} |".replace(str(ROOT), ".") for row in cells]
+            lines += [f"## {title}", "", TABLE, *rows, "", f"{found['date']}, {found['seconds']} s.", ""]
     page.write_text("\n".join(lines).rstrip() + "\n")
 
 

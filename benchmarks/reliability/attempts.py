@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "tests"))  # for helpers
+
+ADAPTER = "adapter_model.safetensors"
+OPDCL = [sys.executable, "-c", "import sys; sys.argv[0] = 'opdcl'; from opdcl.cli import main; main()"]
 
 
 def import_everything() -> None:
@@ -25,9 +29,14 @@ def import_everything() -> None:
     torch.set_num_threads(1)
 
 
-def row(fault: str, how: str, outcome: str, lost: str) -> dict[str, str]:
+def row(fault: str, how: str, outcome: str, lost: str = "-", ok: bool = True) -> dict[str, str]:
+    outcome = outcome if ok else f"FAILED: {outcome}"
     print(f"{fault}: {outcome} (lost: {lost})", flush=True)
     return {"fault": fault, "how": how, "outcome": outcome, "lost": lost}
+
+
+def error_of(said: str, otherwise: str = "no error line") -> str:
+    return next((line for line in said.splitlines() if line.startswith("error:")), otherwise)
 
 
 def attempt(place: Path, *arguments: str, prepare: Callable[[], None] | None = None) -> int:
@@ -58,21 +67,41 @@ def attempt(place: Path, *arguments: str, prepare: Callable[[], None] | None = N
     os._exit(code)
 
 
+def said_by(place: Path) -> str:
+    """Return what the last attempt printed."""
+    return (place / "attempt.log").read_text(errors="replace")
+
+
 def wait(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def wait_until(pid: int, deadline: float) -> int | None:
+    while time.monotonic() < deadline:
+        ended, code = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(code)
+        time.sleep(0.003)
+    return None
+
+
 def run(place: Path, *arguments: str, prepare: Callable[[], None] | None = None) -> tuple[int, str]:
     """Run `opdcl` to its end; return its exit code and everything it printed."""
-    code = wait(attempt(place, *arguments, prepare=prepare))
-    return code, (place / "attempt.log").read_text(errors="replace")
+    return wait(attempt(place, *arguments, prepare=prepare)), said_by(place)
+
+
+def start_anew(
+    place: Path, words: list[str], before: list[str] | None = None, unset: str = "", **variables: str
+) -> tuple[int, str]:
+    """Run `opdcl` in a process of its own, behind the words of a wrapper; return its exit code and stderr."""
+    environment = {name: value for name, value in os.environ.items() if name != unset} | variables
+    command = [*(before or []), *OPDCL, *words]
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stderr
 
 
 def command(out: str, settings: list[str] | None = None) -> list[str]:
-    words = ["run", "tiny.yaml", "-o", out]
-    for setting in settings or []:
-        words += ["--set", setting]
-    return words
+    return ["run", "tiny.yaml", "-o", out, *(word for pair in settings or [] for word in ("--set", pair))]
 
 
 def outcome_of(folder: Path) -> dict[str, bytes]:
@@ -88,25 +117,11 @@ def outcome_of(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def wait_until(pid: int, deadline: float) -> int | None:
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.003)
-    return None
-
-
 def status(pid: int, key: str) -> int:
     """Return a field of a process's status, in bytes or as a count; 0 if the process no longer exists."""
     with contextlib.suppress(OSError):
-        found = next(
-            (
-                x.split()
-                for x in Path(f"/proc/{pid}/status").read_text().splitlines()
-                if x.startswith(f"{key}:")
-            ),
-            None,
-        )
-        return int(found[1]) * (1024 if found[2:] == ["kB"] else 1) if found else 0
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                _, number, *unit = line.split()
+                return int(number) * (1024 if unit == ["kB"] else 1)
     return 0

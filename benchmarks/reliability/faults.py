@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -9,144 +10,147 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from attempts import attempt, command, outcome_of, row, run, status, wait, wait_until
+from attempts import (
+    ADAPTER,
+    attempt,
+    command,
+    error_of,
+    outcome_of,
+    row,
+    run,
+    said_by,
+    start_anew,
+    status,
+    wait,
+    wait_until,
+)
 from helpers.tiny import make_model
+from safetensors.torch import load, load_file, save_file
+
+NOBODY = "model.id=nobody/nothing"
 
 
-def faults(place: Path, options) -> list[dict]:
+def faults(place: Path, options: argparse.Namespace) -> list[dict]:
     code, said = run(place, *command("good"))
     assert code == 0, said
     expected = outcome_of(place / "good")
-    rows = []
+    rows = disks(place, expected) if os.geteuid() == 0 else []
+    if not rows:
+        rows.append(row("disk full, read-only", "needs root to mount", "not injected here"))
 
-    def survived(
-        fault: str, how: str, broken: tuple[int, str], wanted: str, again: list[str], folder: Path
-    ) -> None:
-        """Record a fault that must end with an error, and whether the command then reaches `expected`."""
-        code, said = broken
-        error = next((line for line in said.splitlines() if line.startswith("error:")), "no error line")
-        ok = code in (1, 2, 4, 130) and wanted in said and "Traceback" not in said
-        later, also = run(place, *again)
-        same = later == 0 and outcome_of(folder) == expected
-        text = f"exit {code}, {error[:140]}; afterwards the same command " + (
-            "ends bit-identical" if same else f"exits {later}: {also[-200:]}"
-        )
-        rows.append(row(fault, how, text if ok and same else f"FAILED: {text}", "no finished work"))
-
-    for megabytes in (1, 3, 5) if os.geteuid() == 0 else ():
-        with mounted(place / f"full{megabytes}", megabytes) as folder:
-            broken = run(place, *command(f"{folder.name}/run"))
-            subprocess.run(["mount", "-o", "remount,size=300m", str(folder)], check=True)
-            survived(
-                f"disk full at {megabytes} MB",
-                f"a tmpfs of {megabytes} MB, enlarged afterwards",
-                broken,
-                "disk or quota is full",
-                command(f"{folder.name}/run"),
-                folder / "run",
-            )
-    if os.geteuid() == 0:
-        with mounted(place / "frozen", 300) as folder:
-            subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-            broken = run(place, *command("frozen/run"))
-            subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
-            survived(
-                "read-only file system",
-                "a tmpfs remounted read-only",
-                broken,
-                "read-only",
-                command("frozen/run"),
-                folder / "run",
-            )
-    else:
-        rows.append(row("disk full, read-only", "needs root to mount", "not injected here", "-"))
-
-    def small_files():
+    def small_files() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
-    survived(
-        "quota on file size",
-        "RLIMIT_FSIZE of 60 kB",
-        run(place, *command("quota"), prepare=small_files),
-        "quota is full",
-        command("quota"),
-        place / "quota",
-    )
+    broken = run(place, *command("quota"), prepare=small_files)
+    how = "RLIMIT_FSIZE of 60 kB"
+    rows.append(survived(place, expected, "quota on file size", how, broken, "quota is full", "quota"))
 
-    first = attempt(place, *command("shared"))
-    while not (place / "shared" / ".lock").exists() or not (place / "shared" / ".lock").read_text():
-        time.sleep(0.01)
+    first, lock = attempt(place, *command("shared")), place / "shared" / ".lock"
+    until(lambda: lock.exists() and lock.read_text())
     broken = run(place, *command("shared"))
     wait(first)
-    survived(
-        "two processes at once",
-        "the same command twice at the same time",
-        broken,
-        "is in use by process",
-        command("shared"),
-        place / "shared",
-    )
+    how, fault = "the same command twice at the same time", "two processes at once"
+    rows.append(survived(place, expected, fault, how, broken, "is in use by process", "shared"))
 
-    (place / "good" / ".lock").write_text(
-        json.dumps({"pid": 2**22 + 5, "host": os.uname().nodename, "since": "yesterday"})
-    )
+    dead = {"pid": 2**22 + 5, "host": os.uname().nodename, "since": "yesterday"}
+    (place / "good" / ".lock").write_text(json.dumps(dead))
     code, said = run(place, *command("good"))
-    rows.append(
-        row(
-            "a lock left by a dead process",
-            "a lock file with the pid of a dead process",
-            "taken over, with a message"
-            if code == 0 and "is taken over" in said
-            else f"FAILED: {said[-200:]}",
-            "nothing",
-        )
-    )
-    rows.append(escape(place))
+    ok = code == 0 and "took over the lock" in said
+    outcome = "taken over, with a message" if ok else said[-200:]
+    how = "a lock file with the pid of a dead process"
+    rows += [row("a lock left by a dead process", how, outcome, "nothing", ok), escape(place)]
 
     rows += truncations(place, expected)
-    rows += wrong_weights(place)
-    rows += disappearances(place, expected)
-    rows += [clock(place, expected), worker(place, expected), memory(place)]
+    rows += [wrong_weights(place), *disappearances(place, expected)]
+    rows += [clock(place, expected), worker(place), memory(place)]
 
     shutil.copytree(place / "good", place / "newer")
     config = json.loads((place / "newer" / "config.json").read_text())
     config["workflow"]["recover"]["a_setting_of_another_version"] = 1
     (place / "newer" / "config.json").write_text(json.dumps(config))
-    rows.append(
-        refused(
-            "a run of another version",
-            "an unknown key in config.json",
-            run(place, "eval", "newer"),
-            "unknown key",
-        )
-    )
-    rows.append(
-        refused(
-            "Hub offline",
-            "HF_HUB_OFFLINE and a model that is not cached",
-            run(place, "run", "tiny.yaml", "-o", "hub", "--set", "model.id=nobody/nothing"),
-            "hub is out of reach",
-        )
+    broken = run(place, "eval", "newer")
+    rows.append(refused("a run of another version", "an unknown key in config.json", broken, "unknown key"))
+    broken = run(place, *command("hub", [NOBODY]))
+    how = "HF_HUB_OFFLINE and a model that is not cached"
+    rows += [refused("Hub offline", how, broken, "hub is out of reach"), gated(place)]
+    broken = run(place, *command("middle", ["eval.retention=[instructions, ifeval]"]))
+    fault, wanted = "a suite whose data cannot be loaded", "could not load the data"
+    return [*rows, refused(fault, "ifeval without a network", broken, wanted)]
+
+
+def survived(
+    place: Path,
+    expected: dict[str, bytes],
+    fault: str,
+    how: str,
+    broken: tuple[int, str],
+    wanted: str,
+    name: str,
+    settings: list[str] | None = None,
+    kept: int | None = None,
+    lost: str = "no finished work",
+) -> dict:
+    """Record a fault that ends with an error, and whether the same command then reaches `expected`."""
+    code, said = broken
+    again, also = run(place, *command(name, settings))
+    same = again == 0 and outcome_of(place / name) == expected
+    later = "ends bit-identical" if same else f"exits {again}: {also[-200:]}"
+    ok = same and code in (0, 1, 2, 4, 130) and wanted in said and "Traceback" not in said
+    ok = ok and kept in (None, 3) and bool(code or not wanted)
+    besides = f"; {kept} of 3 results of the other suite are kept" if kept is not None else ""
+    error = error_of(said, "no error line" if code else "it finishes anyway")
+    return row(
+        fault, how, f"exit {code}, {error[:140]}{besides}; afterwards the same command {later}", lost, ok
     )
 
-    rows.append(gated(place))
-    rows.append(
-        refused(
-            "a suite whose data cannot be loaded",
-            "ifeval without a network",
-            run(place, *command("middle", ["eval.retention=[instructions, ifeval]"])),
-            "could not load the data",
-        )
-    )
+
+def refused(fault: str, how: str, broken: tuple[int, str], wanted: str) -> dict:
+    code, said = broken
+    ok = code in (1, 2, 4) and wanted in said and "Traceback" not in said
+    return row(fault, how, f"exit {code}, {error_of(said, said[-200:])[:160]}", "nothing", ok)
+
+
+def until(happened: Callable[[], object]) -> None:
+    while not happened():
+        time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, megabytes: int) -> Iterator[Callable[[str], None]]:
+    """Mount a small file system in the block; yield what mounts it again with other options."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], check=True)
+    try:
+        yield lambda how: subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def disks(place: Path, expected: dict[str, bytes]) -> list[dict]:
+    """Fill up file systems, and make one read-only."""
+    rows = []
+    for megabytes in (1, 3, 5):
+        name = f"full{megabytes}"
+        with mounted(place / name, megabytes) as remount:
+            broken = run(place, *command(f"{name}/run"))
+            remount("size=300m")
+            fault, how = f"disk full at {megabytes} MB", f"a tmpfs of {megabytes} MB, enlarged afterwards"
+            wanted = "disk or quota is full"
+            rows.append(survived(place, expected, fault, how, broken, wanted, f"{name}/run"))
+    with mounted(place / "frozen", 300) as remount:
+        remount("ro")
+        broken = run(place, *command("frozen/run"))
+        remount("rw")
+        fault, how = "read-only file system", "a tmpfs remounted read-only"
+        rows.append(survived(place, expected, fault, how, broken, "read-only", "frozen/run"))
     return rows
 
 
@@ -156,26 +160,23 @@ def escape(place: Path) -> dict:
     shutil.copytree(place / "good", place / "linked")
     shutil.rmtree(place / "linked" / "evals")
     (place / "linked" / "evals").symlink_to(place / "outside")
-    tries = [command("linked")]
+    tries = [command("linked"), command("x" * 300)]
     for name in ("../outside", str(place / "outside"), "outside/../x", "a\\0b", "x" * 300):
-        for key in ("name", "eval.domain", "arms", "finetune.trainer.output_dir"):
-            value = {"eval.domain": f'["{name}"]', "arms": f'{{"{name}": {{}}}}'}.get(key, f'"{name}"')
-            tries.append(["run", "tiny.yaml", "--set", f"{key}={value}"])
-    tries.append(command("x" * 300))
-    refusals = [run(place, *words) for words in tries]
-    for words, (code, said) in zip(tries, refusals, strict=True):
-        if code != 2:
+        text = f'"{name}"'
+        settings = {"name": text, "eval.domain": f"[{text}]", "arms": f"{{{text}: {{}}}}"}
+        settings["finetune.trainer.output_dir"] = text
+        tries += [["run", "tiny.yaml", "--set", f"{key}={value}"] for key, value in settings.items()]
+    good = 0
+    for words in tries:
+        code, said = run(place, *words)
+        is_refused = code == 2 and "error:" in said and "Traceback" not in said
+        good += is_refused
+        if not is_refused:
             print(f"not refused: {words}: {said[-300:]}")
-    ok = all(
-        code == 2 and "error:" in said and "Traceback" not in said for code, said in refusals
-    ) and not list((place / "outside").iterdir())
-    return row(
-        "names and paths that lead out of the run",
-        "a symbolic link inside a run; names with .., absolute paths, NUL or 300 letters",
-        f"{'' if ok else 'FAILED: '}{sum(code == 2 for code, _ in refusals)} of {len(tries)} refused, "
-        "nothing written outside",
-        "nothing",
-    )
+    ok = good == len(tries) and not [*(place / "outside").iterdir()]
+    how = "a symbolic link inside a run; names with .., absolute paths, NUL or 300 letters"
+    outcome = f"{good} of {len(tries)} refused, nothing written outside"
+    return row("names and paths that lead out of the run", how, outcome, "nothing", ok)
 
 
 def gated(place: Path) -> dict:
@@ -194,74 +195,35 @@ def gated(place: Path) -> dict:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    code = "import sys; sys.argv[0] = 'opdcl'; from opdcl.cli import main; main()"
-    environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command("gated"), "--set", "model.id=nobody/nothing"],
-        cwd=place,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    hub = f"http://127.0.0.1:{server.server_port}"
+    broken = start_anew(place, command("gated", [NOBODY]), unset="HF_HUB_OFFLINE", HF_ENDPOINT=hub)
     server.shutdown()
-    return refused(
-        "a gated model",
-        "a stand-in for the Hub on 127.0.0.1 that answers 403, GatedRepo",
-        (done.returncode, done.stderr),
-        "accept its licence",
-    )
+    how = "a stand-in for the Hub on 127.0.0.1 that answers 403, GatedRepo"
+    return refused("a gated model", how, broken, "accept its licence")
 
 
 def disappearances(place: Path, expected: dict[str, bytes]) -> list[dict]:
     """Delete files that a run in progress needs: its checkpoints, and the data of a suite."""
-    found = []
     pid = attempt(place, *command("robbed"))
-    recovery = place / "robbed" / "stages" / "02-recover" / "trainer"
-    while not (recovery / "checkpoint-3" / "seal.json").exists():
-        time.sleep(0.002)
-    shutil.rmtree(recovery)
-    code, said = wait(pid), (place / "attempt.log").read_text()
-    again, also = run(place, *command("robbed"))
-    same = again == 0 and outcome_of(place / "robbed") == expected
-    error = next((line for line in said.splitlines() if line.startswith("error:")), "it finishes anyway")
-    ok = same and code in (0, 1, 2) and "Traceback" not in said
-    found.append(
-        row(
-            "checkpoints deleted during a recovery",
-            "rm -r of its trainer folder",
-            f"{'' if ok else 'FAILED: '}exit {code}, {error[:120]}; afterwards the same command "
-            + ("ends bit-identical" if same else also[-200:]),
-            "the recovery so far",
-        )
-    )
+    trainer = place / "robbed" / "stages" / "02-recover" / "trainer"
+    until((trainer / "checkpoint-3" / "seal.json").exists)
+    shutil.rmtree(trainer)
+    broken = wait(pid), said_by(place)
+    fault, how = "checkpoints deleted during a recovery", "rm -r of its trainer folder"
+    rows = [survived(place, expected, fault, how, broken, "", "robbed", lost="the recovery so far")]
 
     (place / "early").mkdir()
-    data = place / "early" / "questions.jsonl"
+    data, evals = place / "early" / "questions.jsonl", place / "early" / "run" / "evals"
     shutil.copy(place / "rows.jsonl", data)
-    setting = [f"eval.data.questions={data}"]
-    pid = attempt(place, *command("early/run", setting))
-    while not (place / "early" / "run" / "evals" / "base" / "instructions.json").exists():
-        time.sleep(0.002)
-    data.rename(data.with_suffix(".gone"))
-    code, said = wait(pid), (place / "attempt.log").read_text()
-    kept = len(list((place / "early" / "run" / "evals").glob("*/instructions.json")))
-    data.with_suffix(".gone").rename(data)
-    again, also = run(place, *command("early/run", setting))
-    same = again == 0 and outcome_of(place / "early" / "run") == expected
-    error = next((line for line in said.splitlines() if line.startswith("error:")), "no error line")
-    ok = same and code in (1, 2) and kept == 3 and "Traceback" not in said
-    found.append(
-        row(
-            "a suite that fails midway",
-            "its questions deleted while another suite is being measured",
-            f"{'' if ok else 'FAILED: '}exit {code}, {error[:120]}; {kept} of 3 results of the other suite "
-            "are kept; afterwards the same command " + ("ends bit-identical" if same else also[-200:]),
-            "no finished work",
-        )
-    )
-    return found
+    settings = [f"eval.data.questions={data}"]
+    pid = attempt(place, *command("early/run", settings))
+    until((evals / "base" / "instructions.json").exists)
+    gone = data.rename(data.with_suffix(".gone"))
+    broken = wait(pid), said_by(place)
+    kept = len([*evals.glob("*/instructions.json")])
+    gone.rename(data)
+    fault, how = "a suite that fails midway", "its questions deleted while another suite is being measured"
+    return [*rows, survived(place, expected, fault, how, broken, "", "early/run", settings, kept)]
 
 
 CLOCK = """
@@ -281,212 +243,125 @@ int clock_gettime(clockid_t id, struct timespec *t) {
 
 def clock(place: Path, expected: dict[str, bytes]) -> dict:
     """Make the time of day jump back by hours, repeatedly, in a separate process."""
+    fault, library = "a clock that jumps back", str(place / "clock.so")
     if not (compiler := shutil.which("cc")):
-        return row("a clock that jumps back", "needs a C compiler", "not injected here", "-")
-    (place / "clock.c").write_text(CLOCK)
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-O1", "-o", str(place / "clock.so"), str(place / "clock.c"), "-ldl"],
-        check=True,
-    )
-    code = "import sys; sys.argv[0] = 'opdcl'; from opdcl.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command("clock")],
-        cwd=place,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"LD_PRELOAD": str(place / "clock.so")},
-    )
-    same = done.returncode == 0 and outcome_of(place / "clock") == expected
-    return row(
-        "a clock that jumps back",
-        "clock_gettime replaced by LD_PRELOAD: the time of day jumps back by up to two days",
-        ("" if same else "FAILED: ")
-        + f"exit {done.returncode}, {'bit-identical' if same else done.stderr[-300:]}",
-        "nothing",
-    )
+        return row(fault, "needs a C compiler", "not injected here")
+    words = [compiler, "-shared", "-fPIC", "-O1", "-o", library, "-x", "c", "-", "-ldl"]
+    subprocess.run(words, input=CLOCK, text=True, check=True)
+    code, said = start_anew(place, command("clock"), LD_PRELOAD=library)
+    same = code == 0 and outcome_of(place / "clock") == expected
+    how = "clock_gettime replaced by LD_PRELOAD: the time of day jumps back by up to two days"
+    return row(fault, how, f"exit {code}, {'bit-identical' if same else said[-300:]}", "nothing", same)
 
 
-def worker(place: Path, expected: dict[str, bytes]) -> dict:
+def worker(place: Path) -> dict:
     """Kill the worker that loads the fine-tune's rows."""
-    settings = ["finetune.trainer.dataloader_num_workers=1", "finetune.epochs=400"]
-    pid = attempt(place, *command("worker", settings))
-    children = Path(f"/proc/{pid}/task/{pid}/children")
+    words = command("worker", ["finetune.trainer.dataloader_num_workers=1", "finetune.epochs=400"])
+    pid = attempt(place, *words)
+    children, seals = Path(f"/proc/{pid}/task/{pid}/children"), "stages/*/trainer/checkpoint-*/seal.json"
     ended = None
     # A checkpoint shows that training runs, so the child is the data loader, not a start-up process.
-    while ended is None and not (
-        list((place / "worker").glob("stages/*/trainer/checkpoint-*/seal.json"))
-        and children.read_text().split()
-    ):
+    while ended is None and not ([*(place / "worker").glob(seals)] and children.read_text().split()):
         ended = wait_until(pid, time.monotonic() + 0.002)
     if ended is None:
         for child in children.read_text().split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(child), signal.SIGKILL)
         ended = wait(pid)
-    said = (place / "attempt.log").read_text()
-    error = next((line for line in said.splitlines() if line.startswith("error:")), "no error line")
-    again, also = run(place, *command("worker", settings))
+    said = said_by(place)
+    again, also = run(place, *words)
     ok = ended == 1 and again == 0 and "Traceback" not in said and "resuming from step" in also
-    return row(
-        "a killed worker",
-        "SIGKILL to the data loader's worker during the fine-tune",
-        f"{'' if ok else 'FAILED: '}exit {ended}, {error[:140]}; afterwards the same command exits {again}, "
-        "resuming from its checkpoint",
-        "steps since the last checkpoint",
-    )
+    how = "SIGKILL to the data loader's worker during the fine-tune"
+    outcome = f"exit {ended}, {error_of(said)[:140]}; afterwards the same command exits {again}, "
+    outcome += "resuming from its checkpoint"
+    return row("a killed worker", how, outcome, "steps since the last checkpoint", ok)
 
 
 def memory(place: Path) -> dict:
     """Limit the address space to between what small micro-batches and one large one need."""
     (place / "wide-model").mkdir()
     make_model(place / "wide-model", intermediate_size=8192)  # so that activations take most of the memory
-    settings = [
-        f"model.id={place}/wide-model",
-        "finetune.epochs=1",
-        "recover.steps=2",
-        "recover.rollouts=48",
-        "recover.sample_ahead=1",
-        "recover.lmbda=1",
-        "eval=null",
-    ]
-    large = [*settings, "recover.micro_batch_tokens=1000000"]
-    needed = {}
+    sizes = {"steps": 2, "rollouts": 48, "sample_ahead": 1, "lmbda": 1}
+    settings = [f"model.id={place}/wide-model", "finetune.epochs=1", "eval=null"]
+    settings += [f"recover.{key}={value}" for key, value in sizes.items()]
+    large, needed = [*settings, "recover.micro_batch_tokens=1000000"], {}
     for name, chosen in (("small", settings), ("large", large)):
-        pid = attempt(place, *command(name, chosen))
-        needed[name] = 0
+        pid, needed[name] = attempt(place, *command(name, chosen)), 0
         while (ended := wait_until(pid, time.monotonic() + 0.02)) is None:
             needed[name] = max(needed[name], status(pid, "VmPeak"))
-        assert ended == 0, (place / "attempt.log").read_text()
+        assert ended == 0, said_by(place)
     limit = (2 * needed["small"] + needed["large"]) // 3
-    code, said = run(
-        place,
-        *command("bounded", large),
-        prepare=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-    )
+    bound = (resource.RLIMIT_AS, (limit, limit))
+    code, said = run(place, *command("bounded", large), prepare=lambda: resource.setrlimit(*bound))
     log = "".join(p.read_text() for p in (place / "bounded" / "logs").glob("*.log"))
-    halved = log.count("out of memory: going on with micro-batches")
-    adapter = "stages/02-recover/adapter/adapter_model.safetensors"
-    gap = (
-        _largest_gap(*(outcome_of(place / name)[adapter] for name in ("bounded", "small")))
-        if code == 0
-        else float("nan")
-    )
+    halved, gap = log.count("out of memory: continuing with micro-batches"), float("nan")
+    if code == 0:
+        file = f"stages/02-recover/adapter/{ADAPTER}"
+        a, b = (load(outcome_of(place / name)[file]) for name in ("bounded", "small"))
+        gap = max(float((a[k] - b[k]).abs().max()) for k in a)
+    how = f"RLIMIT_AS of {limit / 1e9:.2f} GB; a micro-batch of unlimited size needs "
+    how += f"{needed['large'] / 1e9:.2f}"
+    outcome = f"exit {code}; micro-batches halved {halved} times; the adapter differs from one trained in "
+    outcome += f"small micro-batches by at most {gap:.0e}" + ("" if code == 0 else said[-200:])
     ok = code == 0 and halved > 0 and gap < 1e-4
-    return row(
-        "out of memory",
-        f"RLIMIT_AS of {limit / 1e9:.2f} GB; a micro-batch of unlimited size needs "
-        f"{needed['large'] / 1e9:.2f}",
-        f"{'' if ok else 'FAILED: '}exit {code}; micro-batches halved {halved} times; the adapter differs "
-        "from one trained in small "
-        f"micro-batches by at most {gap:.0e}" + ("" if code == 0 else said[-200:]),
-        "nothing: the step is graded again",
-    )
-
-
-def _largest_gap(one: bytes, other: bytes) -> float:
-    from safetensors.torch import load
-
-    a, b = load(one), load(other)
-    return max(float((a[k] - b[k]).abs().max()) for k in a)
-
-
-def refused(fault: str, how: str, broken: tuple[int, str], wanted: str) -> dict:
-    code, said = broken
-    error = next((line for line in said.splitlines() if line.startswith("error:")), said[-200:])
-    ok = code in (1, 2, 4) and wanted in said and "Traceback" not in said
-    return row(fault, how, f"{'' if ok else 'FAILED: '}exit {code}, {error[:160]}", "nothing")
+    return row("out of memory", how, outcome, "nothing: the step is graded again", ok)
 
 
 def truncations(place: Path, expected: dict[str, bytes]) -> list[dict]:
     """Truncate safetensors at every tenth of their size: finished adapter, newest checkpoint, base model."""
     results: Counter[str] = Counter()
     # A run killed in the middle of its recovery, with two checkpoints.
-    pid = attempt(place, *command("half"))
-    recovery = place / "half" / "stages" / "02-recover" / "trainer"
-    while not (recovery / "checkpoint-6" / "seal.json").exists():
-        time.sleep(0.002)
+    pid, newest = attempt(place, *command("half")), Path("stages/02-recover/trainer/checkpoint-6")
+    until((place / "half" / newest / "seal.json").exists)
     os.kill(pid, signal.SIGKILL)
     wait(pid)
+
+    def copied(name: str, tenth: int, folder: Path | str, file: str) -> str:
+        """Copy a folder, cut one of its files, and return the copy's name."""
+        copy = f"cut-{name}-{tenth}"
+        shutil.copytree(place / name, place / copy)
+        whole = next((place / copy / folder).rglob(file))
+        os.truncate(whole, whole.stat().st_size * tenth // 10)
+        return copy
+
     for tenth in range(10):
-        name = f"cut-{tenth}"
-        shutil.copytree(place / "half", place / name)
-        cut(
-            next(
-                (place / name / "stages" / "02-recover" / "trainer" / "checkpoint-6").rglob(
-                    "adapter_model.safetensors"
-                )
-            ),
-            tenth,
-        )
+        name = copied("half", tenth, newest, ADAPTER)
         code, said = run(place, *command(name))
-        fell_back = "checkpoint-6 is damaged" in said
-        results["checkpoint"] += code == 0 and fell_back and outcome_of(place / name) == expected
+        same = outcome_of(place / name) == expected
+        results["checkpoint"] += code == 0 and "checkpoint-6 is damaged" in said and same
 
-        shutil.copytree(place / "good", place / f"{name}-adapter")
-        cut(
-            place / f"{name}-adapter" / "stages" / "01-finetune" / "adapter" / "adapter_model.safetensors",
-            tenth,
-        )
-        code, said = run(place, *command(f"{name}-adapter"))
-        noticed = code == 2 and "its adapter has changed" in said
-        code, _ = run(place, "verify", f"{name}-adapter")
-        noticed &= code == 1
-        code, _ = run(place, *command(f"{name}-adapter"), "--force")
-        results["adapter"] += noticed and code == 0 and outcome_of(place / f"{name}-adapter") == expected
+        name = copied("good", tenth, "stages/01-finetune/adapter", ADAPTER)
+        code, said = run(place, *command(name))
+        noticed = code == 2 and "its adapter has changed" in said and run(place, "verify", name)[0] == 1
+        code, _ = run(place, *command(name), "--force")
+        results["adapter"] += noticed and code == 0 and outcome_of(place / name) == expected
 
-        shutil.copytree(place / "model", place / f"{name}-model")
-        cut(place / f"{name}-model" / "model.safetensors", tenth)
-        code, said = run(place, *command(f"{name}-base"), "--set", f"model.id={place}/{name}-model")
+        name = copied("model", tenth, "", "model.safetensors")
+        code, said = run(place, *command(f"cut-base-{tenth}", [f"model.id={place}/{name}"]))
         results["base"] += code in (1, 2) and "cannot be loaded" in said and "Traceback" not in said
-        for left in place.glob(f"{name}*"):
+        for left in place.glob("cut-*"):
             shutil.rmtree(left)
     how = "truncated at every tenth of its length"
+    falls = "falls back to the previous checkpoint, with a message"
+    forced = "refused by name; verify detects it; --force redoes it, bit-identical"
     words = {
-        "checkpoint": (
-            "a checkpoint's adapter",
-            "falls back to the previous checkpoint, with a message, and ends bit-identical",
-            "three steps",
-        ),
-        "adapter": (
-            "a finished adapter",
-            "refused by name; verify detects it; --force redoes it, bit-identical",
-            "nothing",
-        ),
+        "checkpoint": ("a checkpoint's adapter", f"{falls}, and ends bit-identical", "three steps"),
+        "adapter": ("a finished adapter", forced, "nothing"),
         "base": ("the base model's weights", "refused with the model's name and the reason", "nothing"),
     }
     return [
-        row(fault, how, f"{'' if results[key] == 10 else 'FAILED: '}{results[key]} of 10: {text}", lost)
+        row(fault, how, f"{results[key]} of 10: {text}", lost, results[key] == 10)
         for key, (fault, text, lost) in words.items()
     ]
 
 
-def cut(file: Path, tenth: int) -> None:
-    os.truncate(file, file.stat().st_size * tenth // 10)
-
-
-def wrong_weights(place: Path) -> list[dict]:
+def wrong_weights(place: Path) -> dict:
     """Put a NaN into the base model: every loss is NaN, which must neither train nor look like a result."""
-    from safetensors.torch import load_file, save_file
-
     shutil.copytree(place / "model", place / "nan-model")
-    weights = load_file(place / "nan-model" / "model.safetensors")
+    file = place / "nan-model" / "model.safetensors"
+    weights = load_file(file)
     weights["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
-    save_file(weights, place / "nan-model" / "model.safetensors", metadata={"format": "pt"})
-    return [
-        refused(
-            "NaN in every loss",
-            "a NaN in the base model's weights",
-            run(place, *command("nan"), "--set", f"model.id={place}/nan-model"),
-            "for the second time",
-        )
-    ]
-
-
-@contextlib.contextmanager
-def mounted(folder: Path, megabytes: int) -> Iterator[Path]:
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
+    save_file(weights, file, metadata={"format": "pt"})
+    broken = run(place, *command("nan", [f"model.id={place}/nan-model"]))
+    how = "a NaN in the base model's weights"
+    return refused("NaN in every loss", how, broken, "for the second time")

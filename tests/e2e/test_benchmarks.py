@@ -94,19 +94,8 @@ def test_the_gpu_script_says_that_it_needs_one(script, call):
 
 
 def test_engines_agree_on_greedy_answers(script, call):
-    words = [
-        "engines",
-        "--prompts",
-        3,
-        "--new-tokens",
-        6,
-        "--dtype",
-        "float32",
-        "--engines",
-        "slab",
-        "generate",
-    ]
-    record = call(script("speed"), *words)["greedy"]
+    words = ["engines", "--prompts", 3, "--new-tokens", 6, "--engines", "slab", "generate"]
+    record = call(script("speed"), *words, "--dtype", "float32")["greedy"]
     assert record["machine"]["dtype"] == "torch.float32"
     assert {row["dtype"] for row in record["engines"].values()} == {"torch.float32"}
     assert [row["differing"] for row in record["engines"].values()] == [0, 0]
@@ -230,22 +219,18 @@ def test_remote_grades_on_a_server_as_in_the_process(script, server, backbone, f
     assert (remote.whole_kl(backbone, adapter, texts) > 0).all()
 
 
-def test_served_answers_as_in_the_process(script, server, backbone, finished, tmp_path):
-    from argparse import Namespace
-
+def test_a_student_on_a_server_answers_as_in_the_process(script, server, backbone, finished, tmp_path):
     from opdcl.config.model import ServerSection
     from opdcl.config.workflow import Workflow
     from opdcl.rundir.files import read_json
     from opdcl.rundir.layout import RunDir
 
-    script("remote")
-    served, run = script("served"), RunDir(finished)
+    remote, run = script("remote"), RunDir(finished)
     workflow = Workflow.model_validate(read_json(run.config)["workflow"])
     place = ServerSection(url=server.url, model="teacher")
-    limited = Namespace(limit=3)
-    row = served.compare(run, workflow, backbone, place, "questions", "recovered", limited, tmp_path)
+    row = remote.answers(run, workflow, backbone, place, "questions", "recovered", 3, tmp_path)
     assert (row["n"], row["differing"], row["served"]) == (3, 0, row["local"])
-    found = served.sampling(run, backbone, place, 2, tmp_path)
+    found = remote.sampling(run, backbone, place, 2, tmp_path)
     assert found["completions"] == 2
     assert found["largest_gap"] < 1e-3
 
