@@ -71,7 +71,9 @@ def test_each_record_is_used(records, name):
     assert is_used != (name in ELSEWHERE)
 
 
-@pytest.mark.parametrize("name", sorted(f.stem for f in BENCHMARKS.glob("*.py") if "__main__" in f.read_text()))
+@pytest.mark.parametrize(
+    "name", sorted(f.stem for f in BENCHMARKS.glob("*.py") if "__main__" in f.read_text())
+)
 def test_each_script_is_loaded_by_a_test(name):
     loads = re.compile(rf"script\(\"{name}\"\)|(?:benchmarks|BENCHMARKS|SCRIPTS).{{0,20}}\b{name}\.py\"")
     assert any(loads.search(file.read_text(encoding="utf-8")) for file in (ROOT / "tests").rglob("test_*.py"))
