@@ -152,7 +152,7 @@ class Backbone:
             bits = _bytes(weight.to_local() if isinstance(weight, DTensor) else weight)
             words = len(bits) // 8 * 8
             sums += [bits[:words].view(torch.int64).sum(), bits[words:].sum()]
-        return tuple(int(one) for one in sums)
+        return tuple(torch.stack(sums).tolist())  # one wait for the device
 
     def _frozen_weights(self) -> Iterator[torch.Tensor]:
         """Yield all weights that training must not change, in the order of their names."""
@@ -220,7 +220,8 @@ class Backbone:
     def adapter_norm(self, state: State) -> float:
         """Return the L2 norm of all weights of an adapter."""
         weights = [weight for layer in self.adapted_layers(state) for weight in parts(layer, state)]
-        return float(torch.stack([weight.detach().float().norm() for weight in weights]).norm())
+        norms = torch._foreach_norm([weight.detach().float() for weight in weights])
+        return float(torch.stack(norms).norm())
 
     @contextlib.contextmanager
     def merged(self, name: State) -> Iterator[PreTrainedModel]:
@@ -237,7 +238,9 @@ class Backbone:
             with self.state(name) as model:
                 yield model
             return
-        layers = [] if name == "base" else self.adapted_layers(name)
+        # With permanent sums, base is copied into them too: graphs read the same addresses in every state.
+        adapted = name != "base"
+        layers = self.adapted_layers(name if adapted else None) if adapted or self.sums is not None else []
         saved = []
         with parallel.unsharded(self.causal_lm):
             try:
@@ -245,12 +248,13 @@ class Backbone:
                     weight = base_weight(layer)
                     saved.append((weight, weight.data))
                     with torch.no_grad():
-                        merged = merged_weight(layer, name)
+                        merged = merged_weight(layer, name) if adapted else weight.data
                         if self.sums is None:
                             weight.data = merged
+                        elif len(saved) in self.sums:
+                            weight.data = self.sums[len(saved)].copy_(merged)
                         else:
-                            place = self.sums.setdefault(len(saved), torch.empty_like(weight.data))
-                            weight.data = place.copy_(merged)
+                            weight.data = self.sums[len(saved)] = merged.clone()
                 with self.state("bare") as model:
                     yield model
             finally:

@@ -121,19 +121,20 @@ def test_buffers_serve_later_calls_until_the_weights_move(backbone):
 def test_kept_sums_stay_where_a_graph_expects_them(backbone):
     backbone.new_adapter(LoraSection(r=2), seed=0)
     backbone.sums = {}
-    places = []
-    for _ in range(2):
+    fingerprint, places = backbone.fingerprint(), []
+    for state in ("student", "base", "student"):
         for layer in backbone.adapted_layers("student"):
             layer.lora_B["student"].weight.data.normal_()
-        with backbone.merged("student") as model:
+        with backbone.merged(state) as model:
             kept = sample(model, PROMPTS, max_new_tokens=6, eos_ids=[2], temperature=0, engine="graph")
             places.append(graph._DECODERS[model])
         backbone.sums, sums = None, backbone.sums
-        with backbone.merged("student") as model:
+        with backbone.merged(state) as model:
             fresh = sample(model, PROMPTS, max_new_tokens=6, eos_ids=[2], temperature=0, engine="slab")
         backbone.sums = sums
         assert ids(kept) == ids(fresh)
-    assert places[0] is places[1]
+    assert places[0] is places[1] is places[2]
+    assert backbone.fingerprint() == fingerprint
 
 
 def test_a_broken_batch_leaves_nothing_to_the_next(backbone):
