@@ -165,7 +165,7 @@ class Grader:
         return student, losses, sampler_N
 
     def _weights(self, batch: MicroBatch, end_N: torch.Tensor, mean_length: float) -> torch.Tensor:
-        """Return each token's weight, `(N,)`, given the probability to end there; over a step the mean is 1."""
+        """Return each token's weight, `(N,)`, given its probability to end; over a step the mean is 1."""
         ends = end_N.split(batch.lengths)
         weights = [token_weights(end_L, self.config.weighting, mean_length) for end_L in ends]
         return torch.cat(weights) * (not batch.filler)
@@ -197,11 +197,11 @@ class Grader:
 def token_weights(end_L: torch.Tensor, weighting: str, mean_length: float) -> torch.Tensor:
     """Return how much each token of a completion of length L counts in the loss of its step, `(L,)`.
 
-    `end_L` is the probability that the answer ends there, by student or teacher. With `tokens` the weights add
-    up to L, otherwise to the mean length of the step's completions. Those of `edges` fall like
+    `end_L` is the probability that the answer ends there, the student's or the teacher's. With `tokens` the
+    weights add up to L, otherwise to the mean length of the step's completions. Those of `edges` fall like
     1 + 4 exp(-i / 4), because the first tokens decide what kind of answer follows, and are few (arXiv
-    2605.27028). Where one of the models would end the answer they gain 4 more: those tokens are few as well,
-    and an end that only the student wants counts as much as one that it misses.
+    2605.27028). Where one of the models would end the answer they gain up to 4 more: those tokens are few as
+    well, and an end that only the student wants counts as much as one that it misses.
     """
     weight_L = torch.ones_like(end_L)
     if weighting == "tokens":

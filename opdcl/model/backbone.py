@@ -52,7 +52,7 @@ class Backbone:
         self.peft: PeftModel | None = None
         self._known: tuple[tuple[int, ...], str] | None = None  # the last checksum and fingerprint
         self.costs = Costs()
-        self.sums: dict[int, torch.Tensor] | None = None
+        self.sums: list[torch.Tensor] | None = None
         """`merged` keeps its sums here, at the same addresses, if this is not None: CUDA graphs need it."""
 
     @classmethod
@@ -123,7 +123,7 @@ class Backbone:
         if self.peft is not None:
             self.causal_lm = self.peft.unload()
             self.peft = None
-            self.sums = None if self.sums is None else {}
+            self.sums = None if self.sums is None else []
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of all frozen weights' bits, which proves that training did not change them."""
@@ -243,23 +243,28 @@ class Backbone:
         layers = self.adapted_layers(name if adapted else None) if adapted or self.sums is not None else []
         saved = []
         with parallel.unsharded(self.causal_lm):
+            places = self._places(layers)
             try:
                 for layer in layers:
                     weight = base_weight(layer)
                     saved.append((weight, weight.data))
                     with torch.no_grad():
                         merged = merged_weight(layer, name) if adapted else weight.data
-                        if self.sums is None:
-                            weight.data = merged
-                        elif len(saved) in self.sums:
-                            weight.data = self.sums[len(saved)].copy_(merged)
-                        else:
-                            weight.data = self.sums[len(saved)] = merged.clone()
+                        weight.data = merged if places is None else places[len(saved) - 1].copy_(merged)
                 with self.state("bare") as model:
                     yield model
             finally:
                 for weight, original in saved:
                     weight.data = original
+
+    def _places(self, layers: list[BaseTunerLayer]) -> list[torch.Tensor] | None:
+        """Return where the layers' sums are kept: one behind the other, so that some can be read as one."""
+        if self.sums == [] and layers:
+            weights = [base_weight(layer).data for layer in layers]
+            whole = weights[0].new_empty(sum(weight.numel() for weight in weights))
+            parts = whole.split([weight.numel() for weight in weights])
+            self.sums = [part.view_as(weight) for part, weight in zip(parts, weights, strict=True)]
+        return self.sums
 
 
 def _bytes(weight: torch.Tensor) -> torch.Tensor:

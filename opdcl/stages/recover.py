@@ -123,7 +123,7 @@ def _student(config: RecoverConfig, backbone: Backbone, out: StageDir, report: S
     if engine == "generate":
         report.note(f"the slower sampler `{engine}` is used: some layers are not attention")
     if engine == "graph":
-        backbone.sums = {}
+        backbone.sums = []
     return Teacher(backbone, "student")
 
 

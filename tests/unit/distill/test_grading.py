@@ -130,7 +130,7 @@ def test_the_kl_to_a_named_teacher_is_that_of_its_own_completions(trainer):
 
 
 def reference_weights(weighting, ends):
-    """Return the weight of each token of `ROLLOUTS` by a plain loop; `ends` are probabilities to end there."""
+    """Return each token's weight by a plain loop; `ends` are probabilities to end there."""
     lengths = [len(r.completion_ids) for r in ROLLOUTS]
     weights, ends = [], iter(ends)
     for length in lengths:

@@ -22,21 +22,6 @@ def test_the_prefix_of_all_rows_runs_once_up_to_the_first_graded_position(loaded
     assert len(states) == len(answer_ids(rows, states.device)) == 2 + 3 + 4
 
 
-def test_without_a_shared_prefix_states_and_gradients_are_the_same(loaded, monkeypatch):
-    """As on a GPU."""
-    rows = [([1, 520, 9690, *range(40, 50 + i)], [False] * 6 + [True] * (7 + i)) for i in range(3)]
-    weight = loaded.causal_lm.get_parameter("model.layers.0.mlp.up_proj.weight")
-    found = []
-    for shares in (True, False):
-        monkeypatch.setattr("opdcl.model.forward._shares_prefix", lambda model, shares=shares: shares)
-        weight.requires_grad_()
-        states = answer_states(loaded.causal_lm, rows)
-        found.append((states.detach(), *torch.autograd.grad(states[:, ::7].sum(), [weight])))
-        weight.requires_grad_(False)
-    for shared, alone in zip(*found, strict=True):
-        assert torch.allclose(shared, alone, rtol=1e-3, atol=1e-3 * float(shared.abs().max()))
-
-
 def test_eager_attention_hides_the_same_tokens(loaded):
     rows = [([1, 520, 9690, *range(40, 50 + i)], [False] * 6 + [True] * (7 + i)) for i in range(3)]
     config = loaded.causal_lm.config

@@ -120,7 +120,7 @@ def test_buffers_serve_later_calls_until_the_weights_move(backbone):
 
 def test_kept_sums_stay_where_a_graph_expects_them(backbone):
     backbone.new_adapter(LoraSection(r=2), seed=0)
-    backbone.sums = {}
+    backbone.sums = []
     fingerprint, places = backbone.fingerprint(), []
     for state in ("student", "base", "student"):
         for layer in backbone.adapted_layers("student"):
