@@ -3,8 +3,8 @@
 A small model's decoding step launches dozens of kernels a layer, and launching takes longer than computing.
 A CUDA graph launches a whole step at once, if it reads and writes the same addresses each time. So slabs,
 positions and draws lie in permanent buffers, the number of rows and columns comes from a few buckets, and
-tokens reach the host only every few steps. The step is that of `opdcl.sampling.llama_step`: for other families
-the model's own forward pass, so every one whose layers attend fully or in windows is served.
+tokens reach the host only every few steps. The step is that of `opdcl.sampling.llama_step`. For other
+families it is the model's own forward pass, so every one whose layers attend fully or in windows is served.
 
 On another device the same step runs without a graph.
 """
