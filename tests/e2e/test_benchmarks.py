@@ -250,14 +250,14 @@ def test_reword_writes_a_workflow_that_is_valid(script, call, tmp_path):
         for question in (*asked, "When was {} born?")
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Write a line."}) + "\n")
     reword = script("reword")
-    monkeypatch_argv = [str(tmp_path / "rows.jsonl"), str(tmp_path / "prompts.jsonl"), str(tmp_path / "out")]
+    monkeypatch_argv = [str(tmp_path / "rows.jsonl"), str(tmp_path / "out"), "--people", "3"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["reword.py", *monkeypatch_argv])
         reword.main()
     workflow = load([str(tmp_path / "out" / "workflow.yaml")])[0]
-    assert workflow.eval.domain == ["reworded", "trained"]
+    assert workflow.eval.domain == ["reworded"]
+    assert len((tmp_path / "out" / "learned.jsonl").read_text().splitlines()) == len(rows)
     written = (tmp_path / "out" / "test.jsonl").read_text().splitlines()
     assert len(written) == 8
     assert "currently live" not in "".join(written)
