@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed
 OPTIONAL := $(VENV)/.optional
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test walk lint lint-image mutants docs records clean
+.PHONY: help install quickstart test walk lint lint-image planted docs records clean
 
 help:
 	@echo "make quickstart   install, then fine-tune, recover, evaluate and report on the embedded model"
@@ -28,7 +28,7 @@ help:
 	@echo "make lint         run ruff (rules and format) and mypy"
 	@echo "make lint-image   run hadolint on the Dockerfile"
 	@echo "make walk         drive the command line through 300 random sequences of commands; half an hour"
-	@echo "make mutants      plant faults in the code and see whether the unit tests find them; half an hour"
+	@echo "make planted      plant faults in the code and see whether the unit tests find them; half an hour"
 	@echo "make docs         build the documentation site in site/"
 	@echo "make records      rewrite the tables of the pages from the records in benchmarks/, and check the numbers"
 	@echo "make clean        remove $(VENV) and caches, keep runs/"
@@ -71,8 +71,8 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-mutants: install
-	$(BIN)/python tests/mutants
+planted: install
+	$(BIN)/python tests/planted.py
 
 # Not among the dev packages, because only changes to the Dockerfile need this linter.
 lint-image: install
@@ -88,5 +88,5 @@ records: install
 	$(BIN)/python benchmarks/records.py
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .mutants
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find opdcl evals tests -name __pycache__ -type d -prune -exec rm -rf {} +
