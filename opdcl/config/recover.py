@@ -135,9 +135,9 @@ class RecoverConfig(Section):
     """Loss and its parameters."""
     weighting: Literal["edges", "answers", "tokens"] = "edges"
     """How the tokens of a step share its loss. `tokens`: all count the same, so long answers count most.
-    `answers`: every answer counts the same. `edges`: likewise, and an answer's first tokens, and tokens where
-    student or teacher would end it, count up to five times as much as the others. They decide what kind of
-    answer it is, and when it stops."""
+    `answers`: every answer counts the same. `edges`: likewise, and an answer's first tokens and the token
+    that ends it count up to five times as much as the others. They decide what kind of answer it is, and when
+    it stops."""
     learning_rate: Rate | Auto = "auto"
     """Peak learning rate, reached after the first tenth of the steps and falling to zero at the last. `auto`:
     0.5 times the automatic rate of the fine-tune, that is 5e-4 for the embedded model and 1.1e-4 at hidden
