@@ -122,10 +122,11 @@ def load_model(shape: str | None = None, half: bool | None = None) -> tuple[Any,
     sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "tie_word_embeddings": tied}
     ends = dict.fromkeys(("eos_token_id", "pad_token_id"), tokenizer.eos_token_id)
     torch.set_default_dtype(getattr(torch, dtype))
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **ends))
+    with torch.device(pick_device("auto")):  # random numbers for 8B take minutes on a CPU
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, **ends))
     torch.set_default_dtype(torch.float32)
     model.generation_config.eos_token_id = stop_ids(tokenizer)
-    return model.to(pick_device("auto")), tokenizer
+    return model, tokenizer
 
 
 def stop_ids(tokenizer: Any, mean_length: int = 256) -> list[int]:
@@ -305,6 +306,7 @@ def our_trainer(arm, options, folder, clock, lengths):
 
     model, tokenizer = load_model(options.shape)
     backbone = Backbone(model, tokenizer)
+    backbone.sums = [] if model.device.type == "cuda" else None
     start_adapter(backbone.new_adapter(LoraSection(), 0))
     config = RecoverConfig(
         steps=options.steps,
