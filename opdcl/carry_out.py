@@ -14,6 +14,7 @@ from opdcl.console import Output, quiet_libraries
 from opdcl.outcomes import Comparison, Plan, Result
 from opdcl.pipeline.begin import open_or_begin
 from opdcl.pipeline.execute import execute
+from opdcl.pipeline.job import Job
 from opdcl.pipeline.preflight import refuse_foreign
 from opdcl.pipeline.sources import Sources
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
@@ -48,15 +49,15 @@ def carry_out(
             from opdcl.pipeline.dry_run import data_table, describe
 
             if sweep:
-                lines, plans = describe_all(flow, path, origins, force, sources)
+                lines, plans = describe_all(flow, origins, path, sources, force)
                 return Plan(title, [Table(title, ["run", "stage", "action", "why"], lines, "")], plans)
-            lines, plan = describe(flow, run, sources=sources, origins=origins, force=force)
+            lines, plan = describe(Job.of(flow, run, sources, origins), force)
         tables = [Table(title, ["stage", "action", "why"], lines, ""), *data_table(plan)]
         return Plan(title, tables, plan, [*plan["notes"], f"time: {plan['seconds_from']}"])
     parallel.join()
     if not sweep:
-        return Result(path, execute(flow, origins, run, output, force, sources=sources))
-    if comparison := execute_all(flow, origins, path, output, force, sources):
+        return Result(path, execute(Job.of(flow, run, sources, origins), output, force))
+    if comparison := execute_all(flow, origins, path, sources, output, force):
         return Comparison(comparison, path)
     # One arm with one seed has nothing to be compared with.
     only = open_run(path / next(iter(expand(flow, path))))
