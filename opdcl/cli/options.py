@@ -21,8 +21,8 @@ ABOUT = re.compile(r"^    (\w+): (.+(?:\n        .+)*)", re.MULTILINE)
 def takes(verb: Callable[..., Any], further: str = "json", **own: Any) -> Callable[[Command], Command]:
     """Give a command the parameters of a verb, with their defaults, and `further` ones of `FURTHER`.
 
-    A parameter's help is its line in the docstring of the verb. `own` has a metavar, type and conversion for
-    those that are typed in another form, or a whole declaration.
+    A parameter's help is its line in the docstring of the verb. `own` has metavar and type of those that
+    are typed in another form, or a whole declaration.
     """
     about = dict(ABOUT.findall(inspect.getdoc(verb) or ""))
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -47,25 +47,23 @@ def takes(verb: Callable[..., Any], further: str = "json", **own: Any) -> Callab
     return decorate
 
 
-def typed(metavar: str | None = None, kind: Any = None, convert: Any = None) -> dict[str, Any]:
+def typed(metavar: str | None = None, kind: Any = None) -> dict[str, Any]:
     """Return how a parameter is typed, where this is not said by the type that the verb names first."""
-    return {"metavar": metavar, "kind": kind, "convert": convert}
+    return {"metavar": metavar, "kind": kind}
 
 
-def _declare(
-    parameter: inspect.Parameter, text: str, kind: Any = None, convert: Any = None, **words: Any
-) -> Any:
+def _declare(parameter: inspect.Parameter, text: str, metavar: str | None = None, kind: Any = None) -> Any:
     """Return a parameter as an option, a flag if it is off by default; one without default as an argument."""
     kind = kind or (get_args(parameter.annotation) or (parameter.annotation,))[0]
     names = ["-o", "--out"] if parameter.name == "out" else []
     if parameter.default is parameter.empty and not names:
-        return Annotated[kind, Argument(help=text, **words)]
+        return Annotated[kind, Argument(metavar=metavar, help=text)]
     if parameter.default is False:
         names = [f"--{parameter.name.replace('_', '-')}"]
     if get_args(kind):
         text += " Repeatable."
     optional = kind | None if parameter.default in (None, ()) else kind
-    return Annotated[optional, Option(*names, help=text, callback=convert, **words)]
+    return Annotated[optional, Option(*names, metavar=metavar, help=text)]
 
 
 def _go_offline(offline: bool) -> None:
@@ -87,6 +85,7 @@ def _columns(text: str) -> dict[str, str]:
 
 
 def suite_files(texts: list[str] | None) -> dict[str, str]:
+    """Return `--data` as suite -> file."""
     files = {}
     for text in texts or ():
         suite, separator, path = text.partition("=")

@@ -61,18 +61,18 @@ def recover(**given: Any) -> None:
     path=SOURCE,
     retention=typed("SUITE,...", list[str]),
     domain=typed("SUITE", list[str]),
-    data=typed("SUITE=PATH", list[str], opt.suite_files),
+    data=typed("SUITE=PATH", list[str]),
     out=RUN,
     columns=opt.Columns,
-    max_drop=typed("POINTS", list[str], opt.drops),
+    max_drop=typed("POINTS", list[str]),
     settings=opt.EvalSettings,
 )
-def evaluate(**given: Any) -> None:
+def evaluate(data: list[str] | None, max_drop: list[str] | None, **given: Any) -> None:
     """Score base, tuned and recovered on the same prompts. Writes the report.
 
     With --max-drop, exit code 3 if a larger drop is shown, 5 if the scores do not decide it.
     """
-    _carry_out(api.evaluate, **given)
+    _carry_out(api.evaluate, data=opt.suite_files(data), max_drop=opt.drops(max_drop), **given)
 
 
 @opt.takes(api.fetch, "settings dry_run json quiet", workflow=typed(kind=list[str]))

@@ -54,7 +54,7 @@ def describe(
     power = _power(job)
     rows += power.pop("rows", [])
     plan = [
-        {"stage": t.name} | {k: getattr(t, k) for k in ("state", "suite", "action", "why")} for t in tasks
+        {"stage": t.name, "state": t.state, "suite": t.suite, "action": t.action, "why": t.why} for t in tasks
     ]
     data = {"data": _data(job), "notes": remarks(job, tasks)}
     time_ = {"seconds": None if seconds is None else round(seconds), "seconds_from": times.origin()}

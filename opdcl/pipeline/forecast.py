@@ -209,4 +209,5 @@ def _shape(model: ModelConfig, device: str) -> _Shape:
 
 def _tokens(row: Row, *answer: str | None) -> int:
     """Guess a row's length without a tokenizer: three characters per token, plus the chat template."""
-    return sum(len(text or "") for text in (*(m["content"] for m in row.prompt), *answer)) // 3 + 32
+    texts = [message["content"] for message in row.prompt]
+    return sum(len(text or "") for text in (*texts, *answer)) // 3 + 32

@@ -308,4 +308,5 @@ def repeated_rows(rows: list[Row]) -> list[Row]:
 
 def _questions_with_several_answers(rows: list[Row]) -> int:
     pairs = {(json.dumps([row.prompt, row.text]), row.answer) for row in rows}
-    return sum(count > 1 for count in Counter(question for question, _ in pairs).values())
+    answers = Counter(question for question, _ in pairs)
+    return sum(count > 1 for count in answers.values())

@@ -8,13 +8,11 @@ import pytest
 WRONG = {
     "run quikstart": ("no workflow 'quikstart'", "did you mean quickstart?"),
     "run missing.yaml -o out": ("missing.yaml",),
-    "workflows show quikstart": ("did you mean quickstart?",),
     "run quickstart -o out --set recover.stepz=3": (
         "unknown key recover.stepz",
         "did you mean recover.steps?",
     ),
     "run quickstart -o out --set recover.steps=many": ("recover.steps", "integer", "'many'", "--set"),
-    "run quickstart -o out --set recover.steps": ("is not KEY=VALUE", "--set recover.steps=60"),
     "finetune --data missing.jsonl -o out": ("missing.jsonl' does not exist",),
     "finetune --data handbook -o out --epochs 0": ("finetune.epochs", "greater than 0", "argument"),
     "finetune --data handbook -o out --epochs few": ("--epochs", "number"),
@@ -85,8 +83,6 @@ def test_bad_rows_are_refused_before_anything_is_loaded_or_written(refused, tmp_
     ("content", "message"),
     [
         (b"recover:\n  stepz: 3\n", "unknown key recover.stepz, flow.yaml:2"),
-        (b"recover:\n  steps: 1\n  steps: 2\n", "flow.yaml:3: found duplicate key"),
-        (b"recover: [\n", "flow.yaml:"),
         (b"finetune: {data: missing.jsonl}\n", "missing.jsonl' does not exist"),
         (
             b"finetune: {data: handbook}\neval: {data: {ifeval: missing.jsonl}}\n",
