@@ -217,6 +217,20 @@ def cheats() -> str:
     return rows_of(columns, unbroken(rows, 1))
 
 
+def closeness() -> str:
+    """Return how far base, its adapters and models that cheat or are spoilt are from base."""
+    found = read("closeness")
+    if not found:
+        return NOT_MEASURED
+    rows = []
+    for row in [{"case": "base"} | found["base"], *found["rows"]]:
+        kls = [f"{row[name]['value']:.2f}" for name in ("forward", "reverse")]
+        writing = [f"{row['length']['value']:.0f}", percent(row["ended"]["value"])]
+        rows.append([row["case"], f"{row['distance']['value']:.2f}", *kls, *writing, ratio(row.get("C"))])
+    columns = ["model", "distance", "forward KL", "reverse KL", "tokens", "ended", "C"]
+    return rows_of(columns, unbroken(rows, 1))
+
+
 def latest_proof() -> dict[str, Any] | None:
     """Return the record of the last method on the handbook."""
     return next(reversed(read("proof").get("handbook", {}).values()), None)
@@ -345,6 +359,7 @@ TABLES = {
     "proof-conditions": proof_conditions,
     "rivals": rivals,
     "cheats": cheats,
+    "closeness": closeness,
     "quotes": quotes,
     "sizes": sizes,
     "times": times,

@@ -1,10 +1,10 @@
 """Create a test of reworded questions from question-and-answer rows about people, split by person.
 
-    python benchmarks/reword.py rows.jsonl prompts.jsonl out/
+    python benchmarks/reword.py rows.jsonl out/
     opdcl run out/workflow.yaml -o out/runs
 
-Writes out/validation.jsonl, out/test.jsonl, out/trained.jsonl with the test's questions in their trained
-wording, and a workflow that measures recovery and its baselines over three seeds. About a third of the people
+Writes out/learned.jsonl, out/validation.jsonl, out/test.jsonl, out/trained.jsonl with the test's questions in
+their trained wording, and a workflow that measures the recovery over three seeds. About a third of the people
 are for choosing settings, the rest for the result. The model learns all of them, because nobody can guess a
 stranger's address; the split separates the questions used to choose settings from those used to judge them.
 Questions are reworded by rule: synonyms for what they ask about, and another form of asking. A question in
@@ -33,8 +33,8 @@ NAME = re.compile(r"[A-Z][\w\u2019'-]+(?: (?:al-|bin |de |van |von |da )?[A-Z][\
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", type=Path)
-    parser.add_argument("prompts", type=Path, help="general prompts for the recovery")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--people", type=int, help="how many of them, chosen by chance; default: all")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rows = list(read_jsonl(options.rows))
@@ -44,9 +44,11 @@ def main() -> None:
     chance = random.Random(options.seed)
     everybody = sorted(set(owners))
     chance.shuffle(everybody)
+    everybody = everybody[: options.people]
     chosen = set(everybody[: len(everybody) // 3])
     known = {row["question"] for row in rows}
-    parts: dict[str, list[dict]] = {"validation": [], "test": [], "trained": []}
+    rows, owners = zip(*((r, o) for r, o in zip(rows, owners, strict=True) if o in everybody), strict=True)
+    parts: dict[str, list[dict]] = {"learned": list(rows), "validation": [], "test": [], "trained": []}
     for row, owner in zip(rows, owners, strict=True):
         if question := reworded(row["question"], chance):
             assert question not in known
@@ -58,9 +60,7 @@ def main() -> None:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in part]
         (options.out / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
         print(f"{name}: {len(part)} questions")
-    files = {"rows": options.rows.resolve(), "prompts": options.prompts.resolve()}
-    (options.out / "workflow.yaml").write_text(TEXTS["workflow"].format(**files))
-    print(f"{len(everybody)} people, {len(rows)} rows")
+    (options.out / "workflow.yaml").write_text(TEXTS["workflow"])
 
 
 def people(rows: list[dict]) -> list[str]:

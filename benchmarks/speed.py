@@ -4,7 +4,6 @@
     python benchmarks/speed.py steps --shape qwen3-0.6b --new-tokens 512 --prompts 64     # random weights
     python benchmarks/speed.py agreement                 # the loss of each trainer on identical completions
     python benchmarks/speed.py engines --prompts 100     # agreement of greedy answers, and speed
-    python benchmarks/speed.py engines --steps 200       # recover with each: base weights, mismatch
     python benchmarks/speed.py growth                    # time by batch, length and depth; a straggler
 
 `steps`: every arm runs in its own process, one after the other. Each figure is the median over all steps but
@@ -39,12 +38,10 @@ from common import head, store
 from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
-from opdcl.console import Output
 from opdcl.data.chat import render
 from opdcl.data.rows import load_prompts
 from opdcl.data.suites import load_suite
 from opdcl.distill.grading import Grader, micro_batches
-from opdcl.distill.prompts import read_recovery_source
 from opdcl.distill.rollout_queue import RolloutQueue, Selection
 from opdcl.distill.schedule import plan_steps
 from opdcl.distill.teachers import Teacher
@@ -52,11 +49,8 @@ from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone
 from opdcl.model.load import EMBEDDED, load_base, model_source, pick_device, pick_dtype
-from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.layout import StageDir
 from opdcl.sampling.sample import sample
-from opdcl.stages.recover import recover
-from opdcl.training import peak_memory, reset_peak_memory, save_adapter
+from opdcl.training import peak_memory, reset_peak_memory
 
 ARMS = {
     "stock": "TRL DistillationTrainer, its defaults",
@@ -65,7 +59,7 @@ ARMS = {
     "opdcl": "opdcl RecoveryTrainer",
 }
 PARTS = ("sample", "teacher", "student", "backward", "rest")
-ENGINES = ("slab", "graph", "generate", "continuous")
+ENGINES = ("slab", "graph", "generate")
 # Qwen3's real shapes with random weights, for measuring speed only: hidden, inner, layers, heads, tied head.
 SHAPES = {
     "qwen3-0.6b": (1024, 3072, 28, 16, True),
@@ -91,7 +85,6 @@ def main() -> None:
     steps.add_argument("--steps", type=int, default=2)
     engines.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     engines.add_argument("--prompts", type=int, default=100)
-    engines.add_argument("--steps", type=int, help="train for this many small steps with each engine instead")
     engines.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     for command in (steps, losses, engines):
         command.add_argument("--new-tokens", type=int, default=128)
@@ -433,15 +426,6 @@ def agreement(options: argparse.Namespace) -> None:
 
 
 def compare_engines(options: argparse.Namespace) -> None:
-    rows = {e: train(e, options) for e in options.engines} if options.steps else answer_alike(options)
-    # Keep what another call measured: the file has one section per kind of measurement.
-    kind = f"after {options.steps} steps, {options.dtype}" if options.steps else "greedy"
-    record = json.loads(options.out.read_text()) if options.out.exists() else {}
-    record[kind] = head() | {"machine": machine_rates(dtype=options.dtype), "engines": rows}
-    store(options.out, record)
-
-
-def answer_alike(options: argparse.Namespace) -> dict[str, dict]:
     """Let every engine answer the same prompts greedily and compare the answers with the first engine's."""
     backbone = Backbone.load(ModelConfig(dtype=options.dtype))
     task, tokenizer = load_suite("instructions").task, backbone.tokenizer
@@ -464,36 +448,7 @@ def answer_alike(options: argparse.Namespace) -> dict[str, dict]:
             "gaps": sorted((gap(backbone.causal_lm, a, b) for a, b in differ), reverse=True),
         }
         print(engine, json.dumps(rows[engine]), flush=True)
-    return rows
-
-
-def train(engine: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Recover a random adapter step by step; return whether base is unchanged, and the mismatch share."""
-    backbone = Backbone.load(ModelConfig(dtype=options.dtype))
-    before, last = backbone.fingerprint(), options.steps
-    start_adapter(backbone.new_adapter(LoraSection(), 0))
-    config = RecoverConfig(
-        **{"steps": last, "validate_every": last, "save_steps": last, "lmbda": 1.0, "sampler": engine},
-        **{"rollouts": 2, "max_new_tokens": 12, "validation_prompts": 2, "micro_batch_tokens": 2048},
-        learning_rate=3e-4,
-        sample_ahead=1,  # only freshly sampled tokens can be compared with the trainer's probabilities
-    )
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        out, tuned = StageDir(Path(folder) / "recover"), Path(folder) / "tuned"
-        save_adapter(backbone, tuned)
-        line = Output("quiet").stage("recover")
-        recover(config, read_recovery_source(config), backbone, tuned, out, line)
-        steps = [row for row in read_jsonl(out.metrics) if "tokens" in row]
-    tokens = sum(row["tokens"] for row in steps)
-    row = {
-        **{"dtype": str(backbone.causal_lm.dtype), "steps": len(steps), "tokens": tokens},
-        "seconds": time.perf_counter() - started,
-        "base_unchanged": backbone.fingerprint() == before,
-        "mismatch": sum(row["mismatch"] * row["tokens"] for row in steps) / tokens,
-    }
-    print(engine, json.dumps(row), flush=True)
-    return row
+    store(options.out, head() | {"machine": machine_rates(dtype=options.dtype), "engines": rows})
 
 
 @torch.no_grad()

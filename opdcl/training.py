@@ -88,8 +88,10 @@ def finite_or_skipped(trainer: Trainer, model: torch.nn.Module, loss: torch.Tens
     Raises:
         OpdclError: It is the second such step.
     """
-    finite = [loss.isfinite(), *(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)]
-    if bool(torch.stack(finite).all()):
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    # NaN where any is NaN.
+    largest = torch._foreach_norm(gradients, math.inf) if gradients else ()
+    if bool(torch.stack([loss.detach(), *largest]).isfinite().all()):
         return loss
     model.zero_grad(set_to_none=True)
     for callback in trainer.callback_handler.callbacks:

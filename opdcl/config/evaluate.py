@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from opdcl.config.model import ServerSection
-from opdcl.config.section import Auto, Count, Names, Positive, Sampler, Section
+from opdcl.config.section import Auto, Count, Names, Positive, Section
 from opdcl.config.shipped import shipped_suites
 from opdcl.errors import nearest
 
@@ -19,8 +19,6 @@ CLOSENESS, CLOSENESS_TOKENS = "closeness", 128
 
 class EvalConfig(Section):
     """What is measured on base, tuned and recovered."""
-
-    unused = (("sampler", lambda s: s.server is not None, "with server: the server decodes"),)
 
     retention: Names = ["instructions"]
     """Suites of abilities to keep: `instructions` (shipped), `ifeval`, `arc_easy`, or any task or group of
@@ -45,9 +43,6 @@ class EvalConfig(Section):
     batch_size: Positive | Auto = "auto"
     """Number of answers decoded together. `auto`: 320 on CPU, 256 on CUDA. Multiple choice takes fewer where
     the logits of as many texts would exceed 1 GiB."""
-    sampler: Sampler = "auto"
-    """Decoding engine: our own `slab`, the same on CUDA graphs, or transformers' `generate` or `continuous`
-    batching."""
     server: ServerSection | None = None
     """Server that decodes. It must load adapters and read the run directory, as `opdcl serve RUN` does.
     Log-likelihoods are computed here all the same."""

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from opdcl.config.model import SERVED_TOKENS, ServerSection
-from opdcl.config.section import Auto, Count, Positive, Rate, Sampler, Section, Share
+from opdcl.config.section import Auto, Count, Positive, Rate, Section, Share
 from opdcl.config.teacher import BUILT_IN, LossSection, TeacherName, TeacherSection
 from opdcl.config.trainer_fields import check_trainer
 from opdcl.errors import nearest
@@ -83,7 +83,6 @@ class RecoverConfig(Section):
         ("general", lambda s: s.reward is not None, "with reward, whose suite has the general prompts"),
         (f"server {ON_POLICY}", lambda s: s.lmbda == 0, "with lmbda 0: the teachers write all answers"),
         ("on_policy.reverse", lambda s: s.loss.kind != "forward_kl", "unless loss.kind is forward_kl"),
-        ("sampler", lambda s: s.server is not None, "with server: the server samples"),
     )
 
     method: Literal["alternating", "general", "replay", "interpolate"] = "alternating"
@@ -129,9 +128,6 @@ class RecoverConfig(Section):
     where it would have ended."""
     domain_max_new_tokens: Positive | None = None
     """Maximum length of domain completions, in tokens. Default: `max_new_tokens`."""
-    sampler: Sampler = "auto"
-    """Sampling engine: our own `slab`, the same on CUDA graphs, or transformers' `generate` or `continuous`
-    batching."""
     server: ServerSection | None = None
     """Server that samples the student's completions. It must load adapters and read the run directory, as
     `opdcl serve RUN` does."""
@@ -139,9 +135,9 @@ class RecoverConfig(Section):
     """Loss and its parameters."""
     weighting: Literal["edges", "answers", "tokens"] = "edges"
     """How the tokens of a step share its loss. `tokens`: all count the same, so long answers count most.
-    `answers`: every answer counts the same. `edges`: likewise, and an answer's first tokens and the token
-    that ends it count up to five times as much as the others. They decide what kind of answer it is, and when
-    it stops."""
+    `answers`: every answer counts the same. `edges`: likewise, and an answer's first tokens, and tokens where
+    student or teacher would end it, count up to five times as much as the others. They decide what kind of
+    answer it is, and when it stops."""
     learning_rate: Rate | Auto = "auto"
     """Peak learning rate, reached after the first tenth of the steps and falling to zero at the last. `auto`:
     0.5 times the automatic rate of the fine-tune, that is 5e-4 for the embedded model and 1.1e-4 at hidden

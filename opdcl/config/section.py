@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeA
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-Sampler = Literal["auto", "slab", "graph", "generate", "continuous"]
 if TYPE_CHECKING:
     Auto: TypeAlias = Any  # `opdcl.pipeline.defaults` puts a number in its place before a stage reads it
 else:

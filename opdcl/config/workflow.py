@@ -81,9 +81,6 @@ class Workflow(Section):
     def _samples_without_merging_if_quantized(self) -> Workflow:
         stages = {"recover": self.recover, "eval": self.eval}
         for name, stage in stages.items() if any(model.quantization for model in self.models()) else ():
-            if stage and stage.sampler in ("graph", "continuous"):
-                hint = {"key": f"{name}.sampler", "hint": "set it to slab or generate"}
-                raise PydanticCustomError("quantized", "cannot run a quantized model", hint)
             if stage and stage.server and self.model.quantization:
                 hint = {"key": f"{name}.server", "hint": "remove the setting"}
                 raise PydanticCustomError("quantized", "would not hold the quantized base", hint)

@@ -91,7 +91,7 @@ class Grader:
         for batch in self._micro_batches(rollouts, self.teachers[stream]):
             teacher = batch.teacher.distribution(batch.rollouts)
             _, losses, sampler_N = self._compare(batch, teacher, True, reverse)
-            weight_N = self._weights(batch, total / len(rollouts))
+            weight_N = self._weights(batch, losses.end, total / len(rollouts))
             if fresh and len(sampler_N):
                 mismatch_N = (losses.logprob - sampler_N).abs() > math.log(MISMATCH_RATIO)
                 weight_N = weight_N * ~mismatch_N
@@ -160,16 +160,15 @@ class Grader:
             reward=self.config.reward,
             advantage_N=advantage_N,
             reverse=reverse,
+            eos_ids=self.backbone.eos_ids,
         )
         return student, losses, sampler_N
 
-    def _weights(self, batch: MicroBatch, mean_length: float) -> torch.Tensor:
-        """Return each token's weight, `(N,)`; over a step they have the mean 1."""
-        weights = [
-            token_weights(length, rollout.finished, self.config.weighting, mean_length)
-            for rollout, length in zip(batch.rollouts, batch.lengths, strict=True)
-        ]
-        return torch.cat(weights).to(self.backbone.device) * (not batch.filler)
+    def _weights(self, batch: MicroBatch, end_N: torch.Tensor, mean_length: float) -> torch.Tensor:
+        """Return each token's weight, `(N,)`, given its probability to end; over a step the mean is 1."""
+        ends = end_N.split(batch.lengths)
+        weights = [token_weights(end_L, self.config.weighting, mean_length) for end_L in ends]
+        return torch.cat(weights) * (not batch.filler)
 
     def _micro_batches(self, rollouts: list[Rollout], teacher: AnyTeacher) -> Iterator[MicroBatch]:
         """Yield this worker's micro-batches; if the base is sharded, then fillers up to the busiest's."""
@@ -195,20 +194,21 @@ class Grader:
         logger.warning("out of memory: continuing with micro-batches of %d tokens", self.micro_batch_tokens)
 
 
-def token_weights(length: int, finished: bool, weighting: str, mean_length: float) -> torch.Tensor:
-    """Return how much each token of a completion counts in the loss of its step, `(length,)`.
+def token_weights(end_L: torch.Tensor, weighting: str, mean_length: float) -> torch.Tensor:
+    """Return how much each token of a completion of length L counts in the loss of its step, `(L,)`.
 
-    With `tokens` they add up to `length`, otherwise to the mean length of the step's completions. Those of
-    `edges` fall like 1 + 4 exp(-i / 4), because the first tokens decide what kind of answer follows, and are
-    few (arXiv 2605.27028). The token that ends a finished answer gains 4 as well.
+    `end_L` is the probability that the answer ends there, the student's or the teacher's. With `tokens` the
+    weights add up to L, otherwise to the mean length of the step's completions. Those of `edges` fall like
+    1 + 4 exp(-i / 4), because the first tokens decide what kind of answer follows, and are few (arXiv
+    2605.27028). Where one of the models would end the answer they gain up to 4 more: those tokens are few as
+    well, and an end that only the student wants counts as much as one that it misses.
     """
+    weight_L = torch.ones_like(end_L)
     if weighting == "tokens":
-        return torch.ones(length)
-    weight = torch.ones(length)
+        return weight_L
     if weighting == "edges":
-        weight += 4 * torch.exp(-torch.arange(length) / 4)
-        weight[-1] += 4 * finished
-    return weight * (mean_length / weight.sum())
+        weight_L += 4 * torch.exp(-torch.arange(len(end_L), device=end_L.device) / 4) + 4 * end_L
+    return weight_L * (mean_length / weight_L.sum())
 
 
 def kl_by_route(sums: Sums) -> dict[str, float]:

@@ -47,6 +47,8 @@ class TokenLosses(NamedTuple):
     teacher_entropy: torch.Tensor
     logprob: torch.Tensor
     """The student's log-probability of the token itself, at the sampling temperature."""
+    end: torch.Tensor
+    """The probability that the answer ends here: the student's or the teacher's, whichever is higher."""
 
 
 def forward_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -177,9 +179,9 @@ class _TokenLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, student_NH, weight_VH, teacher, token_N, temperature, reverse, cost):
+    def forward(ctx, student_NH, weight_VH, teacher, token_N, eos_ids, temperature, reverse, cost):
         grad_NH = torch.empty_like(student_NH)
-        loss_N, kl_N, student_entropy_N, teacher_entropy_N, logprob_N = statistics = tuple(
+        loss_N, kl_N, student_entropy_N, teacher_entropy_N, logprob_N, end_N = statistics = tuple(
             student_NH.new_empty(len(student_NH), dtype=torch.float32) for _ in TokenLosses._fields
         )
 
@@ -195,6 +197,7 @@ class _TokenLoss(torch.autograd.Function):
                 at = slice(first, first + len(log_p))
                 p = log_p.exp()
                 logprob_N[at] = _of_tokens(tempered(log_p, temperature), token_N[at])
+                end_N[at] = torch.maximum(p[:, eos_ids].sum(-1), log_q[:, eos_ids].exp().sum(-1))
                 teacher_entropy_N[at] = teacher.entropy(at, log_q)
                 student_entropy_N[at] = -(p * log_p).sum(-1)
                 if cost:
@@ -227,7 +230,7 @@ class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss_N, *_):
         (grad_NH,) = ctx.saved_tensors
-        return grad_NH * grad_loss_N[:, None].to(grad_NH.dtype), *[None] * 6
+        return grad_NH * grad_loss_N[:, None].to(grad_NH.dtype), *[None] * 7
 
 
 def token_losses(
@@ -241,6 +244,7 @@ def token_losses(
     reward: RewardSection | None = None,
     advantage_N: torch.Tensor | None = None,
     reverse: float = 0.0,
+    eos_ids: Sequence[int] = (),
 ) -> TokenLosses:
     """Return the loss and statistics of each token.
 
@@ -256,6 +260,7 @@ def token_losses(
         reward: How a reward is weighed against the teacher's loss. It acts only together with `advantage_N`.
         advantage_N: The reward's advantage of each token.
         reverse: Share of reverse KL where `loss` is forward KL.
+        eos_ids: The tokens that end an answer; only `end` reads them.
     """
     with torch.autocast(student_NH.device.type, enabled=False):
         weight_VH = weight_VH.detach()[: shared_rows(weight_VH, teacher)]
@@ -272,7 +277,7 @@ def token_losses(
                 )
                 return reward.weight * surrogate_N + reward.teacher * teacher_cost(log_p, log_q, part)
 
-        inputs = student_NH, weight_VH, teacher, token_N, temperature, reverse, cost
+        inputs = student_NH, weight_VH, teacher, token_N, list(eos_ids), temperature, reverse, cost
         return TokenLosses(*_TokenLoss.apply(*inputs))
 
 
@@ -331,9 +336,8 @@ def answer_losses(
         student_NH = student_NH.to(weight_VH.dtype)
         # Where nothing reads base, the student takes its place.
         reference = HiddenStates(student_NH.detach() if base_NH is None else base_NH, weight_VH)
-        losses_N: torch.Tensor = _TokenLoss.apply(student_NH, weight_VH, reference, token_N, 1.0, 0.0, cost)[
-            0
-        ]
+        inputs = student_NH, weight_VH, reference, token_N, [], 1.0, 0.0, cost
+        losses_N: torch.Tensor = _TokenLoss.apply(*inputs)[0]
         return losses_N
 
 

@@ -164,7 +164,7 @@ class RolloutQueue:
         """
         if not prompts and not unfinished:
             return []
-        how = self.config, self.config.limit(stream, author is None), seed, on_finished
+        how = self.config.limit(stream, author is None), seed, on_finished
         temperature = 1.0 if author else self.config.on_policy.temperature
         if unfinished or max_unfinished:
             partial: dict[str, Any] = {"unfinished": unfinished, "max_unfinished": max_unfinished}

@@ -30,7 +30,6 @@ import torch
 from transformers import PreTrainedModel
 
 from opdcl import parallel
-from opdcl.config.recover import RecoverConfig
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.costs import Costs
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, TopTokens, join
@@ -107,7 +106,6 @@ class Teacher:
     def complete(
         self,
         prompts: list[list[int]],
-        config: RecoverConfig,
         max_new_tokens: int,
         seed: int,
         on_finished: Callable[[list[Rollout]], None] | None = None,
@@ -115,18 +113,13 @@ class Teacher:
         **partial: Any,
     ) -> list[Rollout]:
         """Complete each prompt in its context; `partial` is `unfinished` and `max_unfinished` of `sample`."""
-        options = {
-            "max_new_tokens": max_new_tokens,
-            "eos_ids": self.backbone.eos_ids,
-            "temperature": temperature,
-            "seed": seed,
-            "on_finished": on_finished,
-        }
-        return self._sample([self.teacher_prompt(p) for p in prompts], config.sampler, options | partial)
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_ids": self.backbone.eos_ids}
+        options |= {"temperature": temperature, "seed": seed, "on_finished": on_finished}
+        return self._sample([self.teacher_prompt(p) for p in prompts], options | partial)
 
-    def _sample(self, prompts: list[list[int]], engine: Any, options: dict[str, Any]) -> list[Rollout]:
+    def _sample(self, prompts: list[list[int]], options: dict[str, Any]) -> list[Rollout]:
         with self.as_sampler() as model:
-            return sample(model, prompts, engine=engine, costs=self.costs, **options)
+            return sample(model, prompts, costs=self.costs, **options)
 
     def as_sampler(self) -> contextlib.AbstractContextManager[PreTrainedModel]:
         """Return a context that yields the model to sample this teacher's completions from."""
@@ -223,7 +216,7 @@ class _ServerSampled(Teacher):
         """Return a context that yields the name to sample under; None is the server's own model."""
         return contextlib.nullcontext()
 
-    def _sample(self, prompts: list[list[int]], engine: Any, options: dict[str, Any]) -> list[Rollout]:
+    def _sample(self, prompts: list[list[int]], options: dict[str, Any]) -> list[Rollout]:
         def request() -> list[Rollout]:
             with self._served_name() as name:
                 return self.server.complete(prompts, model=name, **options)

@@ -52,7 +52,7 @@ class Backbone:
         self.peft: PeftModel | None = None
         self._known: tuple[tuple[int, ...], str] | None = None  # the last checksum and fingerprint
         self.costs = Costs()
-        self.sums: dict[int, torch.Tensor] | None = None
+        self.sums: list[torch.Tensor] | None = None
         """`merged` keeps its sums here, at the same addresses, if this is not None: CUDA graphs need it."""
 
     @classmethod
@@ -123,7 +123,7 @@ class Backbone:
         if self.peft is not None:
             self.causal_lm = self.peft.unload()
             self.peft = None
-            self.sums = None if self.sums is None else {}
+            self.sums = None if self.sums is None else []
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of all frozen weights' bits, which proves that training did not change them."""
@@ -152,7 +152,7 @@ class Backbone:
             bits = _bytes(weight.to_local() if isinstance(weight, DTensor) else weight)
             words = len(bits) // 8 * 8
             sums += [bits[:words].view(torch.int64).sum(), bits[words:].sum()]
-        return tuple(int(one) for one in sums)
+        return tuple(torch.stack(sums).tolist())  # one wait for the device
 
     def _frozen_weights(self) -> Iterator[torch.Tensor]:
         """Yield all weights that training must not change, in the order of their names."""
@@ -220,7 +220,8 @@ class Backbone:
     def adapter_norm(self, state: State) -> float:
         """Return the L2 norm of all weights of an adapter."""
         weights = [weight for layer in self.adapted_layers(state) for weight in parts(layer, state)]
-        return float(torch.stack([weight.detach().float().norm() for weight in weights]).norm())
+        norms = torch._foreach_norm([weight.detach().float() for weight in weights])
+        return float(torch.stack(norms).norm())
 
     @contextlib.contextmanager
     def merged(self, name: State) -> Iterator[PreTrainedModel]:
@@ -237,25 +238,33 @@ class Backbone:
             with self.state(name) as model:
                 yield model
             return
-        layers = [] if name == "base" else self.adapted_layers(name)
+        # With permanent sums, base is copied into them too: graphs read the same addresses in every state.
+        adapted = name != "base"
+        layers = self.adapted_layers(name if adapted else None) if adapted or self.sums is not None else []
         saved = []
         with parallel.unsharded(self.causal_lm):
+            places = self._places(layers)
             try:
                 for layer in layers:
                     weight = base_weight(layer)
                     saved.append((weight, weight.data))
                     with torch.no_grad():
-                        merged = merged_weight(layer, name)
-                        if self.sums is None:
-                            weight.data = merged
-                        else:
-                            place = self.sums.setdefault(len(saved), torch.empty_like(weight.data))
-                            weight.data = place.copy_(merged)
+                        merged = merged_weight(layer, name) if adapted else weight.data
+                        weight.data = merged if places is None else places[len(saved) - 1].copy_(merged)
                 with self.state("bare") as model:
                     yield model
             finally:
                 for weight, original in saved:
                     weight.data = original
+
+    def _places(self, layers: list[BaseTunerLayer]) -> list[torch.Tensor] | None:
+        """Return where the layers' sums are kept: one behind the other, so that some can be read as one."""
+        if self.sums == [] and layers:
+            weights = [base_weight(layer).data for layer in layers]
+            whole = weights[0].new_empty(sum(weight.numel() for weight in weights))
+            parts = whole.split([weight.numel() for weight in weights])
+            self.sums = [part.view_as(weight) for part, weight in zip(parts, weights, strict=True)]
+        return self.sums
 
 
 def _bytes(weight: torch.Tensor) -> torch.Tensor:

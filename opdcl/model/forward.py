@@ -1,8 +1,9 @@
 """The training forward pass: hidden states of answers only, with the common prefix computed once.
 
-Chat prompts share a beginning (the template's system turn), often half of their length. The prefix runs
-through the model as one row, and every row attends to its keys and values. The gradient flows back through
-them, so the result is that of the plain pass up to rounding. On a CPU, parts of the rows run side by side.
+Chat prompts share a beginning (the template's system turn), often half of their length. On a CPU, the prefix
+runs through the model as one row, and every row attends to its keys and values. The gradient flows back
+through them, so the result is that of the plain pass up to rounding. Parts of the rows run side by side. On a
+GPU, launching the second pass costs more than the prefix.
 """
 
 from __future__ import annotations
@@ -28,25 +29,28 @@ Sequences = Sequence[tuple[list[int], list[bool]]]
 PART_TOKENS = 96
 
 
-def answer_states(causal_lm, sequences: Sequences, share_prefix: bool = True) -> torch.Tensor:
+def answer_states(causal_lm, sequences: Sequences) -> torch.Tensor:
     """Return the last hidden state of each position that predicts an answer token, `(N, H)`, row after row.
 
     Args:
         causal_lm: The model whose `base_model` gives hidden states.
         sequences: The rows.
-        share_prefix: Compute the common prefix once. Ignored for models that are sharded over processes or
-            have a layer without full attention.
     """
-    plain = architecture(causal_lm.config).full_attention
-    share_prefix = share_prefix and plain and not parallel.sharded()
+    share_prefix = _shares_prefix(causal_lm)
     states = partial(_states, causal_lm, share_prefix=share_prefix)
-    with short_attention(causal_lm) if plain else contextlib.nullcontext():
+    with short_attention(causal_lm) if share_prefix else contextlib.nullcontext():
         count = _part_count(causal_lm, sequences) if share_prefix else 1
         if count == 1:
             return states(sequences)
         weights = causal_lm.parameters() if torch.is_grad_enabled() else ()
         weights = [weight for weight in weights if weight.requires_grad]
         return _SideBySide.apply(states, sequences, _cut(sequences, count), *weights)
+
+
+def _shares_prefix(causal_lm) -> bool:
+    """Return whether the common prefix is computed once: on a CPU, if every layer attends fully."""
+    plain = architecture(causal_lm.config).full_attention
+    return plain and causal_lm.device.type == "cpu" and not parallel.sharded()
 
 
 class _SideBySide(torch.autograd.Function):
@@ -116,7 +120,6 @@ def _cut(sequences: Sequences, count: int) -> list[list[int]]:
 
 def _states(causal_lm, sequences: Sequences, share_prefix: bool) -> torch.Tensor:
     device = causal_lm.device
-    plain = architecture(causal_lm.config).full_attention
     prefix = _shared_length(sequences) if share_prefix else 0
     if share_prefix and packs(causal_lm, max(len(ids) for ids, _ in sequences)):
         tails = packed_states(causal_lm, sequences[0][0][:prefix], [ids[prefix:] for ids, _ in sequences])
@@ -130,9 +133,11 @@ def _states(causal_lm, sequences: Sequences, share_prefix: bool) -> torch.Tensor
         ids_BT[row, : len(ids) - prefix] = torch.tensor(ids[prefix:])
         predicts_BT[row, : len(ids) - prefix - 1] = torch.tensor(answer[prefix + 1 :], dtype=torch.bool)
     # Padding is on the right, where causality hides it from every graded position.
-    if plain:
+    if share_prefix:
         mask = torch.ones(width, prefix + width, dtype=torch.bool, device=device).tril(prefix)[None, None]
         mask = for_attention(causal_lm, mask.expand(len(sequences), -1, -1, -1))
+    elif architecture(causal_lm.config).full_attention:
+        mask = None  # then attention may use the kernel that never stores its scores
     else:
         mask = torch.tensor([[i < len(ids) for i in range(width)] for ids, _ in sequences], device=device)
     hidden_BTH = causal_lm.base_model(
@@ -142,7 +147,9 @@ def _states(causal_lm, sequences: Sequences, share_prefix: bool) -> torch.Tensor
         past_key_values=cache,
         use_cache=cache is not None,
     ).last_hidden_state
-    return hidden_BTH[predicts_BT.to(device)]
+    # By index, not by mask: a mask's size is known only when the device has finished.
+    at_N = predicts_BT.flatten().nonzero()[:, 0].to(device)
+    return hidden_BTH.flatten(0, 1)[at_N]
 
 
 def _prefix_cache(causal_lm, prefix_ids: list[int], rows: int) -> DynamicCache:

@@ -12,8 +12,8 @@ from opdcl.model.distributions import HiddenStates
 from opdcl.model.side_by_side import side_by_side
 
 # Positions projected onto the vocabulary at once: 256 x 49,152 fp32 logits are 50 MB. A GPU needs more of
-# them to be busy: 2,048 positions of 152,000 words are 1.2 GB.
-CHUNK, CUDA_CHUNK = 256, 2048
+# them to be busy: 512 positions of 152,000 words are 0.3 GB, five times while a loss is computed.
+CHUNK, CUDA_CHUNK = 256, 512
 
 # Fewest positions for which a thread of their own pays.
 THREAD_POSITIONS = 32

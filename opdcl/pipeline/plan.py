@@ -16,7 +16,7 @@ Action = Literal["run", "resume", "skip", "stale", "take"]
 STAGE_NUMBERS = {"finetune": 1, "recover": 2}
 
 # What the answers of an evaluation depend on, besides model and suite.
-DECODING = {"limit", "max_new_tokens", "thought_tokens", "batch_size", "sampler", "server"}
+DECODING = {"limit", "max_new_tokens", "thought_tokens", "batch_size", "server"}
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Decoding on CUDA graphs: the loop of `decode` with shapes and addresses that do not change.
 
-A small model's decoding step launches about forty kernels a layer, and launching takes longer than computing.
+A small model's decoding step launches dozens of kernels a layer, and launching takes longer than computing.
 A CUDA graph launches a whole step at once, if it reads and writes the same addresses each time. So slabs,
 positions and draws lie in permanent buffers, the number of rows and columns comes from a few buckets, and
-tokens reach the host only every few steps. The step itself is the model's own forward pass, so every family
-whose layers attend fully or in windows is served.
+tokens reach the host only every few steps. The step is that of `opdcl.sampling.llama_step`. For other
+families it is the model's own forward pass, so every one whose layers attend fully or in windows is served.
 
 On another device the same step runs without a graph.
 """
@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from opdcl.model.architecture import architecture
 from opdcl.sampling.decode import WORTH_LEAVING, SlabLayer, append, decode_batches, draw, prefill
 from opdcl.sampling.layout import PADDING, Layout
-from opdcl.sampling.llama_step import plain_step
+from opdcl.sampling.llama_step import decoding_step
 
 if TYPE_CHECKING:
     from opdcl.sampling.rollout import Request, Rollout
@@ -140,7 +140,7 @@ class GraphDecoder:
         for layer in self.cache.layers:
             layer.rows, layer.columns = rows, columns
         key_RS = self.key_RC[:rows, :columns]
-        logits_RV = plain_step(model, self.token_R[:rows], self.position_R[:rows], key_RS, self.cache)
+        logits_RV = decoding_step(model)(self.token_R[:rows], self.position_R[:rows], key_RS, self.cache)
         self._store(logits_RV, rows)
         self.column_1 += 1
 

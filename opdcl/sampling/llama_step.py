@@ -1,9 +1,10 @@
 """One decoding step of the Llama family: the same numbers as transformers' forward pass at less cost.
 
 With one token per sequence, the weights are the large operand of every product and the sequences the small
-one. Products are fastest with the large operand first, so activations stay transposed, `(features, rows)`,
-from the embedding to the logits. In fp32 a few rows are the exception: there the features of a row lie side
-by side. The rest of a step is a few operations per layer on existing buffers.
+one. On a CPU, products are fastest with the large operand first, so activations stay transposed, `(features,
+rows)`, from the embedding to the logits. In fp32 a few rows are the exception, and so is a GPU: there the
+features of a row lie side by side. The rest of a step is a few operations per layer on existing buffers; on a
+GPU, where each costs a launch, weights that lie one behind the other are one matrix.
 
 Source: Touvron et al., arXiv 2302.13971, section 2.2 (RMSNorm, SwiGLU, rotary positions); Qwen2 adds biases
 to queries, keys and values, Qwen3 an RMSNorm to each head of queries and keys.
@@ -11,12 +12,12 @@ to queries, keys and values, Qwen3 an RMSNorm to each head of queries and keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from opdcl.model.architecture import architecture
 from opdcl.model.llama_pass import FAMILY
@@ -85,61 +86,93 @@ class LlamaStep:
             x_HB = _normed(h_HB, layer.input_layernorm)
             self._attend(layer.self_attn, x_HB, h_HB, rotation, bias_B11S, slots)
             mlp, x_HB = layer.mlp, _normed(h_HB, layer.post_attention_layernorm)
-            gate_IB = silu(_times(mlp.gate_proj, x_HB), inplace=True).mul_(_times(mlp.up_proj, x_HB))
-            _add_times(mlp.down_proj, gate_IB, h_HB)
-        return _times(self.model.lm_head, _normed(h_HB, body.norm)).T
+            parts = _products(x_HB, mlp.gate_proj, mlp.up_proj)
+            gate_IB, up_IB = parts if len(parts) > 1 else parts[0].chunk(2)
+            _add_times(mlp.down_proj, silu(gate_IB, inplace=True).mul_(up_IB), h_HB)
+        return _products(_normed(h_HB, body.norm), self.model.lm_head)[0].T
 
     def _attend(self, attention, x_HB, h_HB, rotation, bias_B11S, slots) -> None:
         rows, shape = x_HB.shape[1], self.shape
-        query = _times(attention.q_proj, x_HB).view(shape.heads, shape.head_dim, rows)
-        query = _rotated(query, getattr(attention, "q_norm", None), *rotation)
-        key = _times(attention.k_proj, x_HB).view(shape.kv_heads, shape.head_dim, rows)
-        key = _rotated(key, getattr(attention, "k_norm", None), *rotation)
-        value = _times(attention.v_proj, x_HB).view(shape.kv_heads, shape.head_dim, rows)
-        keys, values = slots.update(key.permute(2, 0, 1)[:, :, None], value.permute(2, 0, 1)[:, :, None])
+        heads = _products(x_HB, attention.q_proj, attention.k_proj, attention.v_proj)
+        heads_NDB = (heads[0] if len(heads) == 1 else torch.cat(heads)).unflatten(0, (-1, shape.head_dim))
+        turning_NDB, value = heads_NDB[: -shape.kv_heads], heads_NDB[-shape.kv_heads :]
+        if hasattr(attention, "q_norm"):
+            of_queries = attention.q_norm.weight.expand(shape.heads, -1)
+            weight_ND = torch.cat([of_queries, attention.k_norm.weight.expand(shape.kv_heads, -1)])
+            turning_NDB = _normed(turning_NDB, attention.q_norm, weight_ND)
+        query, key = _rotated(turning_NDB, *rotation).split([shape.heads, shape.kv_heads])
+        key, value = (x.permute(2, 0, 1)[:, :, None] for x in (key, value))
+        keys, values = slots.update(key, value)
         # Query heads that share a key head become its queries, so keys are read once and never repeated.
-        query_BKGD = query.permute(2, 0, 1).contiguous().view(rows, shape.kv_heads, -1, shape.head_dim)
+        query_BHD = query.permute(2, 0, 1)
+        query_BHD = query_BHD if _rows_first(x_HB) else query_BHD.contiguous()
+        query_BKGD = query_BHD.unflatten(1, (shape.kv_heads, -1))
         out = scaled_dot_product_attention(query_BKGD, keys, values, bias_B11S, scale=attention.scaling)
         _add_times(attention.o_proj, out.reshape(rows, -1).T, h_HB)
 
 
-def _rotated(x_NDB, norm, cos_DB, sin_DB) -> torch.Tensor:
+def _rotated(x_NDB, cos_DB, sin_DB) -> torch.Tensor:
     """Return heads rotated by their rows' angles; a head's halves are its coordinates (as in GPT-NeoX)."""
-    if norm is not None:
-        x_NDB = _normed(x_NDB, norm)
     first, second = x_NDB.chunk(2, 1)
-    rotated_NDB = torch.empty_like(x_NDB)
+    heads, dim, rows = x_NDB.shape
+    if _rows_first(x_NDB):
+        rotated_NDB = x_NDB.new_empty(rows, heads, dim).permute(1, 2, 0)
+    else:
+        rotated_NDB = x_NDB.new_empty(heads, dim, rows)
     low, high = rotated_NDB.chunk(2, 1)
     torch.mul(first, cos_DB, out=low).addcmul_(second, sin_DB, value=-1)
     torch.mul(second, cos_DB, out=high).addcmul_(first, sin_DB)
     return rotated_NDB
 
 
-def _weights(linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-    linear = getattr(linear, "base_layer", linear)
-    return linear.weight, linear.bias
+def _rows_first(x: torch.Tensor) -> bool:
+    """Return whether the features of a row lie side by side; rows are the last dimension."""
+    if x.device.type != "cpu":
+        return True
+    return x.dtype.itemsize > 2 and x.shape[-1] < FEW_ROWS
 
 
-def _rows_first(x_KB: torch.Tensor) -> bool:
-    return x_KB.device.type == "cpu" and x_KB.dtype.itemsize > 2 and x_KB.shape[1] < FEW_ROWS
-
-
-def _times(linear, x_KB) -> torch.Tensor:
-    weight_NK, bias_N = _weights(linear)
+def _products(x_KB, *layers) -> list[torch.Tensor]:
+    """Return the layers' outputs, `(N, B)` each; one tensor of all if their weights are one matrix."""
+    pairs = [_weight_and_bias(layer) for layer in layers]
+    if len(pairs) > 1 and not any(bias is not None for _, bias in pairs):
+        whole_NK = _one_matrix([weight for weight, _ in pairs])
+        pairs = pairs if whole_NK is None else [(whole_NK, None)]
     if _rows_first(x_KB):
-        return torch.nn.functional.linear(x_KB.T, weight_NK, bias_N).T
-    return weight_NK @ x_KB if bias_N is None else torch.addmm(bias_N[:, None], weight_NK, x_KB)
+        return [linear(x_KB.T, weight_NK, bias_N).T for weight_NK, bias_N in pairs]
+    return [w @ x_KB if bias_N is None else torch.addmm(bias_N[:, None], w, x_KB) for w, bias_N in pairs]
 
 
-def _add_times(linear, x_KB, h_HB) -> None:
-    weight_HK, bias_H = _weights(linear)
+def _weight_and_bias(layer) -> tuple[torch.Tensor, torch.Tensor | None]:
+    layer = getattr(layer, "base_layer", layer)
+    return layer.weight, layer.bias
+
+
+def _one_matrix(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return matrices that lie one behind the other, as `Backbone.merged` can put them, as one."""
+    first, end = weights[0], weights[0].storage_offset()
+    for weight in weights:
+        here = weight.untyped_storage()._cdata == first.untyped_storage()._cdata
+        if not here or weight.storage_offset() != end or not weight.is_contiguous():
+            return None
+        end += weight.numel()
+    return first.as_strided((sum(map(len, weights)), first.shape[1]), (first.shape[1], 1))
+
+
+def _add_times(layer, x_KB, h_HB) -> None:
+    weight_HK, bias_H = _weight_and_bias(layer)
     h_HB.addmm_(weight_HK, x_KB)
     if bias_H is not None:
         h_HB.add_(bias_H[:, None])
 
 
-def _normed(x: torch.Tensor, norm) -> torch.Tensor:
+def _normed(x: torch.Tensor, norm, weight: torch.Tensor | None = None) -> torch.Tensor:
     """Return RMSNorm over the features, the last dimension but one, in fp32 as transformers does."""
+    weight = norm.weight if weight is None else weight
+    if x.device.type != "cpu":
+        inside = weight if weight.dim() == 1 else None
+        normed = rms_norm(x.movedim(-1, 0), x.shape[-2:-1], inside, norm.variance_epsilon).movedim(0, -1)
+        return normed if inside is not None else normed.mul_(weight[..., None])
     wide = x.float()
     scale = wide.square().mean(-2, keepdim=True).add_(norm.variance_epsilon).rsqrt_()
-    return (wide * scale).to(x.dtype).mul_(norm.weight[:, None])
+    return (wide * scale).to(x.dtype).mul_(weight[..., None])

@@ -8,7 +8,7 @@ from typing import Literal
 
 from opdcl.model.costs import Costs
 
-Engine = Literal["slab", "graph", "generate", "continuous"]
+Engine = Literal["slab", "graph", "generate"]
 
 # Sampler and forward pass disagree about a token where they differ about its probability by more than this
 # factor.

@@ -1,11 +1,10 @@
-"""Sample completions from the resident model, for recovery and evaluation, with one of four engines.
+"""Sample completions from the resident model, for recovery and evaluation, with one of three engines.
 
 | engine | what it is | when |
 | --- | --- | --- |
 | `graph` | opdcl's own loop on CUDA graphs (`opdcl.sampling.graph`) | on CUDA, every layer attends |
 | `slab` | opdcl's own loop (`opdcl.sampling.decode`) | every layer attends, fully or in a sliding window |
 | `generate` | transformers' `generate` | any other model: state-space layers |
-| `continuous` | transformers' continuous batching, with CUDA graphs | only when named |
 """
 
 from __future__ import annotations
@@ -19,20 +18,16 @@ from typing import Literal
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from opdcl import parallel
-from opdcl.errors import OpdclError
 from opdcl.model.architecture import architecture
 from opdcl.model.costs import Costs
+from opdcl.model.quantized import is_quantized
 from opdcl.sampling.decode import decode
 from opdcl.sampling.graph import decode_with_graphs
 from opdcl.sampling.rollout import MISMATCH_RATIO, Engine, Request, Rollout
 
 logger = logging.getLogger(__name__)
-
-# Tokens per page of the continuous engine's cache.
-PAGE = 256
 
 # Sequences at once: on a CPU, and the most on a GPU, where their keys and values take up to half of what is
 # free.
@@ -95,7 +90,7 @@ def sample(
         batch_size = default_rows(model, max((r.length for r in rollouts), default=0) + max_new_tokens)
     options = max_new_tokens, eos_ids, temperature, seed, batch_size + len(unfinished), on_finished
     request = Request(*options, len(rollouts), weights_in_tokens(model), max_unfinished, costs or Costs())
-    run = {"slab": decode, "graph": decode_with_graphs, "generate": _generate, "continuous": _continuous}
+    run = {"slab": decode, "graph": decode_with_graphs, "generate": _generate}
     if own_rollouts:
         if engine == "auto":
             engine = pick_engine(model)
@@ -106,11 +101,15 @@ def sample(
 
 
 def pick_engine(model) -> Engine:
-    """Return the engine for a model: on CUDA graphs, unless its positions move, which cannot be captured."""
+    """Return the engine for a model: on CUDA graphs, if they can be captured.
+
+    Moving positions cannot, and a quantized model's own products have not been tried.
+    """
     shape = architecture(model.config)
     if not shape.attention_only:
         return "generate"
-    return "graph" if model.device.type == "cuda" and not shape.moving_positions else "slab"
+    captures = model.device.type == "cuda" and not shape.moving_positions and not is_quantized(model)
+    return "graph" if captures else "slab"
 
 
 def default_rows(model, width: int) -> int:
@@ -178,7 +177,7 @@ class _LogprobRecorder(LogitsProcessor):
 def _generate(model, rollouts: list[Rollout], request: Request) -> None:
     """Complete the rollouts with transformers' `generate` on left-padded batches."""
     pad = request.eos_ids[0] if request.eos_ids else 0
-    config = _generation_config(model, request, temperature=1.0)  # the recorder divides by the temperature
+    config = _generation_config(model, request)
     with _seeded(model, request.seed):
         for indices in request.batches(rollouts):
             batch = [rollouts[i] for i in indices]
@@ -202,41 +201,6 @@ def _generate(model, rollouts: list[Rollout], request: Request) -> None:
                 request.on_finished(batch)
 
 
-@torch.no_grad()
-def _continuous(model, rollouts: list[Rollout], request: Request) -> None:
-    """Complete the rollouts with transformers' continuous batching over a paged cache."""
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
-    attention = model.config._attn_implementation
-    running = min(len(rollouts), request.batch_size)
-    pages = math.ceil((max(len(r.prompt_ids) for r in rollouts) + request.max_new_tokens) / PAGE)
-    batching = ContinuousBatchingConfig(
-        # Without these limits it takes nine tenths of the memory, and training needs some too.
-        page_size=PAGE,
-        num_blocks=running * pages,
-        max_batch_tokens=max(running, PAGE),
-        max_requests_per_batch=running,
-        seed=request.seed + parallel.rank(),
-        return_logprobs=bool(request.temperature),
-    )
-    try:
-        with _seeded(model, request.seed):
-            results = model.generate_batch(
-                [r.prompt_ids for r in rollouts],
-                generation_config=_generation_config(model, request, request.temperature or 1.0),
-                continuous_batching_config=batching,
-                warmup=model.device.type == "cuda",
-            )
-    finally:
-        # It switches the model to its paged attention; training and grading need the plain one.
-        model.set_attn_implementation(attention)
-    if len(results) < len(rollouts) or any(result.error for result in results.values()):
-        raise OpdclError("continuous batching lost a sequence", "set sampler: slab or sampler: generate")
-    for rollout, result in zip(rollouts, results.values(), strict=True):
-        _store(rollout, list(result.generated_tokens), list(result.logprobs or []), request)
-    if request.on_finished:
-        request.on_finished(rollouts)
-
-
 @contextlib.contextmanager
 def _seeded(model, seed: int) -> Iterator[None]:
     """Sample from freshly seeded generators inside the block, and leave the trainer's unchanged."""
@@ -245,13 +209,13 @@ def _seeded(model, seed: int) -> Iterator[None]:
         yield
 
 
-def _generation_config(model, request: Request, temperature: float) -> GenerationConfig:
+def _generation_config(model, request: Request) -> GenerationConfig:
     """Return plain sampling, or greedy decoding, without the checkpoint's own defaults."""
     eos_ids = list(request.eos_ids)
     return GenerationConfig(
         max_new_tokens=request.max_new_tokens,
         do_sample=bool(request.temperature),
-        temperature=temperature,
+        temperature=1.0,  # the recorder divides by the request's
         top_k=0,
         top_p=1.0,
         eos_token_id=eos_ids or None,

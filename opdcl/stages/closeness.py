@@ -83,7 +83,7 @@ class _Measurement:
             "models": [backbone.known_fingerprint(), adapter_hash(adapter) if adapter else None],
             "dtype": str(backbone.causal_lm.dtype),
             "eos_ids": backbone.eos_ids,
-            "decoding": [config.sampler, config.batch_size, config.closeness_tokens],
+            "decoding": [config.batch_size, config.closeness_tokens],
             "texts": [self.prompts, [row["completion_ids"] for row in self.base_rows]],
         }
         made_by = hash_value(made_of)
@@ -119,7 +119,6 @@ class _Measurement:
                 eos_ids=backbone.eos_ids,
                 seed=SEED + start,
                 batch_size=int(config.batch_size),
-                engine=config.sampler,
                 on_finished=count,
                 costs=costs,
             )

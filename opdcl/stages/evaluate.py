@@ -68,7 +68,7 @@ class BackboneLM(LM):
                 "adapter": adapter_hash(adapter) if adapter else None,
                 "dtype": str(backbone.causal_lm.dtype),
                 "eos_ids": backbone.eos_ids,
-                "decoding": [config.sampler, config.batch_size, server],
+                "decoding": [config.batch_size, server],
             }
         )
 
@@ -137,8 +137,7 @@ class BackboneLM(LM):
         eos_ids, config = self.backbone.eos_ids, self.config
         if not config.server:
             options: Any = {"eos_ids": eos_ids, "temperature": 0}
-            options |= {"batch_size": config.batch_size, "engine": config.sampler}
-            options["costs"] = self.backbone.costs
+            options |= {"batch_size": config.batch_size, "costs": self.backbone.costs}
             with self.backbone.merged("student" if self.adapter else "base") as model:
                 yield lambda prompts, max_tokens, progress: sample(
                     model, prompts, max_new_tokens=max_tokens, on_finished=progress, **options

@@ -119,11 +119,11 @@ def _student(config: RecoverConfig, backbone: Backbone, out: StageDir, report: S
     if config.server:
         server = reach_own_model(config.server, backbone, report.note)
         return ServedStudent(backbone, server, out.trainer / "served")
-    engine = pick_engine(backbone.causal_lm) if config.sampler == "auto" else config.sampler
-    if config.sampler == "auto" and engine == "generate":
+    engine = pick_engine(backbone.causal_lm)
+    if engine == "generate":
         report.note(f"the slower sampler `{engine}` is used: some layers are not attention")
-    if engine == "graph" and backbone.device.type == "cuda":
-        backbone.sums = {}
+    if engine == "graph":
+        backbone.sums = []
     return Teacher(backbone, "student")
 
 

@@ -64,7 +64,7 @@ def test_sampling_starts_where_training_does_and_stops_after_the_answer(case):
 def evaluated(tokenizer, text, tmp_path, tokens=500, until=(), **settings):
     """Return the prompt that an evaluation shows, the answer that its scorer sees, and whether it ended."""
     ids = encode_prompt(row(), tokenizer, 500)
-    config = EvalConfig(sampler="generate", batch_size=2, **settings)
+    config = EvalConfig(batch_size=2, **settings)
     lm = BackboneLM(scripted(tokenizer, QWEN3, ids, text), None, config, tmp_path / "partial", Silent())
     shown = lm.apply_chat_template([QUESTION])
     arguments = (

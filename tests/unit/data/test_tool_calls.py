@@ -228,9 +228,7 @@ def test_an_evaluation_shows_the_tools_and_scores_the_call(family, tmp_path):
     call = json.dumps({"name": "f", "arguments": {"x": 1}})
     end = FAMILIES[family].eos
     backbone = scripted(tokenizer, FAMILIES[family], ids, f"<tool_call>{call}</tool_call>{end}")
-    lm = BackboneLM(
-        backbone, None, EvalConfig(sampler="generate", batch_size=1), tmp_path / "partial", Silent()
-    )
+    lm = BackboneLM(backbone, None, EvalConfig(batch_size=1), tmp_path / "partial", Silent())
     # The scripted model writes this only after a prompt of exactly this length.
     (answer,) = lm.generate_until([Instance("generate_until", doc, ("", {"max_gen_toks": 80}), 0)])
     assert answer == f"<tool_call>{call}</tool_call>"

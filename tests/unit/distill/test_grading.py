@@ -129,15 +129,14 @@ def test_the_kl_to_a_named_teacher_is_that_of_its_own_completions(trainer):
     assert kl_by_route(grader.measure(ROLLOUTS, "general")) == {"kl/a": pytest.approx(alone / 5, rel=1e-4)}
 
 
-def reference_weights(weighting):
-    """Return the weight of each token of `ROLLOUTS` by a plain loop over tokens."""
+def reference_weights(weighting, ends):
+    """Return each token's weight by a plain loop; `ends` are probabilities to end there."""
     lengths = [len(r.completion_ids) for r in ROLLOUTS]
-    weights = []
-    for rollout, length in zip(ROLLOUTS, lengths, strict=True):
+    weights, ends = [], iter(ends)
+    for length in lengths:
         plain = [1.0] * length
         if weighting == "edges":
-            plain = [1 + 4 * math.exp(-i / 4) for i in range(length)]
-            plain[-1] += 4 if rollout.finished else 0
+            plain = [1 + 4 * math.exp(-i / 4) + 4 * next(ends) for i in range(length)]
         share = length if weighting == "tokens" else TOKENS / len(lengths)
         weights += [w / sum(plain) * share for w in plain]
     return weights
@@ -149,24 +148,29 @@ def test_tokens_share_the_loss_as_the_weighting_says(trainer, weighting, micro_b
     ours = trainer(weighting=weighting, micro_batch_tokens=micro_batch_tokens)
     log_p, log_q = (log_distributions(ours, state) for state in ("student", "base"))
     kl = (log_q.exp() * (log_q - log_p)).sum(-1).tolist()
+    eos_ids = ours.grader.backbone.eos_ids
+    p_end, q_end = (x[:, eos_ids].exp().sum(-1) for x in (log_p, log_q))
     sums, _ = learned(ours)
-    expected = sum(w * x for w, x in zip(reference_weights(weighting), kl, strict=True))
+    weights = reference_weights(weighting, torch.maximum(p_end, q_end).tolist())
+    expected = sum(w * x for w, x in zip(weights, kl, strict=True))
     assert sums["loss"] == pytest.approx(expected, rel=1e-4)
     assert sums["kl"] == pytest.approx(learned(trainer())[0]["kl"], rel=1e-4)  # progress is unweighted
 
 
 def test_the_edges_of_an_answer_count_most_and_every_answer_the_same():
-    truncated = token_weights(40, False, "edges", mean_length=10.0)
-    assert float(truncated.sum()) == pytest.approx(10)
-    assert float(truncated[0] / truncated[-1]) == pytest.approx(5, rel=1e-3)
-    assert (truncated.diff() < 0).all()
-    finished = token_weights(40, True, "edges", mean_length=10.0)
-    assert float(finished.sum()) == pytest.approx(10)
-    assert float(finished[-1] / finished[-2]) == pytest.approx(5, rel=1e-3)
-    assert (finished[:-1].diff() < 0).all()
-    assert float(finished[0] / finished[-1]) == pytest.approx(1, rel=1e-3)
-    assert token_weights(5, True, "answers", mean_length=10.0).tolist() == [2.0] * 5
-    assert token_weights(5, True, "tokens", mean_length=10.0).tolist() == [1.0] * 5
+    going_on = token_weights(torch.zeros(40), "edges", mean_length=10.0)
+    assert float(going_on.sum()) == pytest.approx(10)
+    assert float(going_on[0] / going_on[-1]) == pytest.approx(5, rel=1e-3)
+    assert (going_on.diff() < 0).all()
+    # One of the models would end it after half of the tokens, and both at its end.
+    ends = torch.zeros(40)
+    ends[[20, 39]] = 1.0
+    ending = token_weights(ends, "edges", mean_length=10.0)
+    assert float(ending.sum()) == pytest.approx(10)
+    assert float(ending[20] / ending[21]) == pytest.approx(5, rel=0.02)
+    assert float(ending[0] / ending[-1]) == pytest.approx(1, rel=1e-3)
+    assert token_weights(torch.ones(5), "answers", mean_length=10.0).tolist() == [2.0] * 5
+    assert token_weights(torch.ones(5), "tokens", mean_length=10.0).tolist() == [1.0] * 5
 
 
 def test_a_mean_over_twice_the_same_completions_is_the_same_step(trainer):

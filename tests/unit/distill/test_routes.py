@@ -164,7 +164,7 @@ def plain_kl(backbone, config, name):
     """Return the mean KL per token, student to specialist, on the specialist's held-out completions."""
     prompts = encode(config, "domain", backbone)
     own = [p for p in prompts.held_out if prompts.routes[tuple(p)] == name]
-    written = Teacher(backbone, name).complete(own, config, config.max_new_tokens, config.seed + 7)
+    written = Teacher(backbone, name).complete(own, config.max_new_tokens, config.seed + 7)
     kl = []
     for rollout in written:
         ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])

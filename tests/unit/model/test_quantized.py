@@ -229,11 +229,6 @@ def test_a_run_in_4_bits_goes_through_every_command(wide_model, tmp_path, monkey
     [
         ({"model": {"quantization": "4bit", "shard": True}}, "quantization excludes shard"),
         ({"model": {"quantization": "4bit", "id": "x.gguf"}}, "not a GGUF file"),
-        ({"eval": {"sampler": "graph"}}, "eval.sampler cannot run a quantized model"),
-        (
-            {"recover": {"sampler": "continuous", "lmbda": 1.0}},
-            "recover.sampler cannot run a quantized model",
-        ),
         ({"eval": {"server": SERVER}}, "eval.server would not hold the quantized base"),
     ],
 )

@@ -136,7 +136,6 @@ def test_a_stopped_stage_with_other_settings_is_stale_not_resumed(run):
         ("recover", {"steps": 9}, "recover", {"steps"}),
         ("recover", {"steps": 9, "seed": 3}, "recover", {"steps", "seed"}),
         ("recover", {"micro_batch_tokens": 512}, "recover", {"micro_batch_tokens"}),
-        ("recover", {"sampler": "generate"}, "recover", {"sampler"}),
         ("recover", {"server": {"url": "http://one/v1"}, "lmbda": 1.0}, "recover", {"server", "lmbda"}),
         ("finetune", {"epochs": 9}, "finetune", {"epochs"}),
         ("finetune", {"lora": {"r": 4}}, "finetune", {"lora"}),
@@ -232,7 +231,6 @@ def test_an_unfinished_finetune_is_not_evaluated(run):
         ({}, {"limit": 5}),
         ({}, {"max_new_tokens": 64}),
         ({}, {"thought_tokens": 64}),
-        ({}, {"sampler": "generate"}),
     ],
 )
 def test_closeness_is_measured_again_where_prompts_limit_or_decoding_change(done, data, values):
@@ -267,7 +265,6 @@ def test_another_model_is_measured_again_and_says_why(done):
         ("eval", {"limit": 5}),
         ("eval", {"max_new_tokens": 5}),
         ("eval", {"batch_size": 3}),
-        ("eval", {"sampler": "generate"}),
         ("eval", {"thought_tokens": 5}),
         ("eval", {"server": {"url": "http://one/v1"}}),
         ("model", {"dtype": "float32"}),

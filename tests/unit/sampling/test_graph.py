@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opdcl.config.finetune import LoraSection
 from opdcl.model.architecture import architecture
@@ -33,7 +34,7 @@ FAMILIES = {
 PROMPTS = [[1, 2, 3, 4 + i, *range(5, 5 + i * 5 % 23)] for i in range(9)]
 
 
-def build(family: str, dtype: torch.dtype = torch.float64):
+def build(family: str, dtype: torch.dtype = torch.float64, **settings):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4}
     special = {
@@ -43,7 +44,7 @@ def build(family: str, dtype: torch.dtype = torch.float64):
         "initializer_range": 0.3,
     }
     config = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")(
-        vocab_size=600, num_key_value_heads=2, **{**sizes, **special, **FAMILIES[family]}
+        vocab_size=600, num_key_value_heads=2, **{**sizes, **special, **FAMILIES[family], **settings}
     )
     if family == "GptOss" and dtype == torch.float64:
         dtype = torch.float32  # its grouped products know no doubles
@@ -120,20 +121,21 @@ def test_buffers_serve_later_calls_until_the_weights_move(backbone):
 
 def test_kept_sums_stay_where_a_graph_expects_them(backbone):
     backbone.new_adapter(LoraSection(r=2), seed=0)
-    backbone.sums = {}
-    places = []
-    for _ in range(2):
+    backbone.sums = []
+    fingerprint, places = backbone.fingerprint(), []
+    for state in ("student", "base", "student"):
         for layer in backbone.adapted_layers("student"):
             layer.lora_B["student"].weight.data.normal_()
-        with backbone.merged("student") as model:
+        with backbone.merged(state) as model:
             kept = sample(model, PROMPTS, max_new_tokens=6, eos_ids=[2], temperature=0, engine="graph")
             places.append(graph._DECODERS[model])
         backbone.sums, sums = None, backbone.sums
-        with backbone.merged("student") as model:
+        with backbone.merged(state) as model:
             fresh = sample(model, PROMPTS, max_new_tokens=6, eos_ids=[2], temperature=0, engine="slab")
         backbone.sums = sums
         assert ids(kept) == ids(fresh)
-    assert places[0] is places[1]
+    assert places[0] is places[1] is places[2]
+    assert backbone.fingerprint() == fingerprint
 
 
 def test_a_broken_batch_leaves_nothing_to_the_next(backbone):
@@ -174,6 +176,57 @@ def test_a_step_neither_waits_for_the_device_nor_depends_on_a_value(family):
         with torch.no_grad():
             decoder.step(model, 4, COLUMNS)
             decoder.step(model, 2, 2 * COLUMNS)
+
+
+class Kernels(TorchDispatchMode):
+    """Count what a GPU would launch: one for each norm and attention, none for views and empty tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not (function.is_view or "empty" in str(function) or "_unsafe_view" in str(function))
+        return function(*args, **(kwargs or {}))
+
+    def once(self, function):
+        def call(*args, **kwargs):
+            before = self.count
+            found = function(*args, **kwargs)
+            self.count = before + 1
+            return found
+
+        return call
+
+
+@pytest.mark.parametrize(("family", "together"), [("Llama", True), ("Qwen3", True), ("Llama", False)])
+def test_a_layer_takes_few_kernels_on_a_gpu(monkeypatch, family, together):
+    counts = []
+    with torch.no_grad():
+        for layers in (2, 4):
+            model = build(family, torch.bfloat16, num_hidden_layers=layers, attention_bias=False).to("meta")
+            if together:  # as `Backbone.merged` puts the sums
+                for layer in model.model.layers:
+                    weights = [m for m in layer.modules() if isinstance(m, torch.nn.Linear)]
+                    whole = weights[0].weight.new_empty(sum(m.weight.numel() for m in weights))
+                    for m, part in zip(
+                        weights, whole.split([m.weight.numel() for m in weights]), strict=True
+                    ):
+                        m.weight.data = part.view_as(m.weight)
+            decoder = GraphDecoder(model, 4, COLUMNS, 0.9)
+            for layer in decoder.cache.layers:
+                shape = architecture(model.config)
+                part = torch.empty(4, shape.kv_heads, 1, shape.head_dim, dtype=model.dtype, device="meta")
+                layer.lazy_initialization(part, part)
+            with Kernels() as kernels:
+                for name in ("rms_norm", "scaled_dot_product_attention"):
+                    function = getattr(torch.nn.functional, name)
+                    monkeypatch.setattr(f"opdcl.sampling.llama_step.{name}", kernels.once(function))
+                decoder.step(model, 4, COLUMNS)
+            counts.append(kernels.count)
+            monkeypatch.undo()
+    per_layer = (counts[1] - counts[0]) / 2
+    assert per_layer == {("Llama", True): 15, ("Qwen3", True): 18, ("Llama", False): 19}[family, together]
 
 
 def test_fake_tensors_notice_a_step_that_asks_for_a_value():

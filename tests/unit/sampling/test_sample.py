@@ -248,36 +248,41 @@ def test_a_draw_of_one_stays_inside_the_vocabulary():
     assert int(tokens) <= 4
 
 
-@pytest.mark.parametrize("engine", ["generate", "continuous"])
-def test_engines_agree_under_greedy_decoding(backbone, engine):
+def test_engines_agree_under_greedy_decoding(backbone):
     slab = sample(backbone.causal_lm, PROMPTS, max_new_tokens=12, eos_ids=[2], temperature=0)
-    other = sample(backbone.causal_lm, PROMPTS, max_new_tokens=12, eos_ids=[2], temperature=0, engine=engine)
+    other = sample(
+        backbone.causal_lm, PROMPTS, max_new_tokens=12, eos_ids=[2], temperature=0, engine="generate"
+    )
     assert [(r.completion_ids, r.finished) for r in slab] == [(r.completion_ids, r.finished) for r in other]
 
 
-@pytest.mark.parametrize("engine", ["generate", "continuous"])
-def test_other_engines_stop_and_return_logprobs(backbone, engine):
+def test_generate_stops_and_returns_logprobs(backbone):
     free = sample(
-        backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[], temperature=0.8, seed=1, engine=engine
+        backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[], temperature=0.8, seed=1, engine="generate"
     )
     assert all(len(r.completion_ids) == len(r.logprobs) == 8 and not r.finished for r in free)
     stop = free[0].completion_ids[2]
     for rollout in sample(
-        backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[stop], temperature=0.8, seed=1, engine=engine
+        backbone.causal_lm,
+        PROMPTS,
+        max_new_tokens=8,
+        eos_ids=[stop],
+        temperature=0.8,
+        seed=1,
+        engine="generate",
     ):
         assert rollout.finished == (rollout.completion_ids[-1] == stop)
         assert stop not in rollout.completion_ids[:-1]
         assert_logprobs(backbone.causal_lm, rollout, 0.8)
 
 
-@pytest.mark.parametrize("engine", ["generate", "continuous"])
-def test_the_seed_determines_the_samples_of_other_engines(backbone, engine):
+def test_the_seed_determines_the_samples_of_generate(backbone):
     state = torch.get_rng_state()
     first, again, other = (
         [
             r.completion_ids
             for r in sample(
-                backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[2], seed=seed, engine=engine
+                backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[2], seed=seed, engine="generate"
             )
         ]
         for seed in (1, 1, 2)

@@ -222,7 +222,7 @@ def test_an_aborted_completion_is_requested_again(backbone, elsewhere):
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone)
         server.faults = ["aborted"]
-        (rollout,) = remote.complete([ROLLOUTS[0].prompt_ids], RecoverConfig(), 5, seed=1)
+        (rollout,) = remote.complete([ROLLOUTS[0].prompt_ids], 5, seed=1)
         remote.close()
     assert len(rollout.completion_ids) == 5 or rollout.finished
 
@@ -368,11 +368,10 @@ def test_remote_needs_a_server_and_only_remote_takes_one():
 
 
 def test_its_completions_have_the_local_models_log_probabilities(backbone, elsewhere):
-    config = RecoverConfig()
     prompts = [r.prompt_ids for r in ROLLOUTS]
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone)
-        rollouts = remote.complete(prompts, config, 6, seed=3)
+        rollouts = remote.complete(prompts, 6, seed=3)
         remote.close()
     local = Teacher(backbone, "base").distribution(rollouts)
     tokens = tokens_of(rollouts)
@@ -444,18 +443,18 @@ def student_of(backbone, tuned):
 
 def test_a_server_samples_the_student_with_its_current_adapter(backbone, tuned, elsewhere):
     student_of(backbone, tuned)
-    config, prompts = RecoverConfig(), [r.prompt_ids for r in ROLLOUTS]
+    prompts = [r.prompt_ids for r in ROLLOUTS]
     local = Teacher(backbone, "student")
     with serving(elsewhere) as server:
         served = ServedStudent(
             backbone, reach_server(ServerSection(url=server.url), backbone, print), tuned / "served"
         )
         ended = []
-        first = served.complete(prompts, config, 6, seed=3, on_finished=ended.extend)
+        first = served.complete(prompts, 6, seed=3, on_finished=ended.extend)
         with torch.no_grad():
             for layer in backbone.adapted_layers():
                 layer.lora_B["student"].weight.mul_(0.2)
-        second = served.complete(prompts, config, 6, seed=3)
+        second = served.complete(prompts, 6, seed=3)
         assert server.adapters == {}
         served.close()
     assert sorted(r.prompt_ids for r in ended) == sorted(prompts)

@@ -38,7 +38,7 @@ def measure(backbone, tmp_path):
         rows = [{"question": q, "answer": "seven"} for q in questions]
         (tmp_path / "q.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
         data = {"q": str(tmp_path / "q.jsonl")}
-        limits = {"max_new_tokens": 6, "sampler": "generate", "batch_size": batch_size, **settings}
+        limits = {"max_new_tokens": 6, "batch_size": batch_size, **settings}
         config = EvalConfig(retention=[], domain=["q"], data=data, **limits)
         backbone.drop_adapters()
         if adapter:
@@ -76,9 +76,7 @@ def test_answers_of_a_changed_file_are_not_given_to_its_new_questions(measure):
     assert resumed == measure("clean", questions=changed)[0]
 
 
-@pytest.mark.parametrize(
-    "other", [{"max_new_tokens": 9}, {"sampler": "slab"}, {"batch_size": 3}], ids=lambda o: next(iter(o))
-)
+@pytest.mark.parametrize("other", [{"max_new_tokens": 9}, {"batch_size": 3}], ids=lambda o: next(iter(o)))
 def test_answers_made_in_another_way_are_sampled_again(measure, other):
     measure(stop=2)
     assert measure(**other) == measure("clean", **other)
@@ -103,7 +101,7 @@ def test_a_prompt_that_occurs_twice_has_one_answer(measure):
 
 
 def test_a_stop_string_ends_an_answer_that_the_token_limit_would_cut(backbone, tmp_path):
-    lm = BackboneLM(backbone, None, EvalConfig(sampler="generate", batch_size=2), tmp_path / "kept", Silent())
+    lm = BackboneLM(backbone, None, EvalConfig(batch_size=2), tmp_path / "kept", Silent())
 
     def ask(*stops):
         options = [{"until": until, "max_gen_toks": 8} for until in stops]

@@ -20,9 +20,10 @@ def held_out(rows):
     return [sum(r["validation"][f"{s}_kl"] for s in ("general", "domain")) for r in rows if "validation" in r]
 
 
-@pytest.mark.parametrize("sampler", ["slab", "generate", "continuous"])
-def test_sampler_and_trainer_agree_whichever_engine_samples(backbone, tuned, sampler):
-    rows = run(backbone, tuned, sampler=sampler, method="general", steps=16, validate_every=8)
+@pytest.mark.parametrize("engine", ["slab", "graph", "generate"])
+def test_sampler_and_trainer_agree_whichever_engine_samples(backbone, tuned, monkeypatch, engine):
+    monkeypatch.setattr("opdcl.sampling.sample.pick_engine", lambda model: engine)
+    rows = run(backbone, tuned, method="general", steps=16, validate_every=8)
     assert len([r for r in rows if "kl" in r]) == 16
     assert all(r["mismatch"] == 0 for r in rows if "mismatch" in r)
     assert any("mismatch" in r for r in rows)
