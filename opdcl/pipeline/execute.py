@@ -44,7 +44,7 @@ def execute(job: Job, output: Output, force: bool = False, donors: Sequence[RunD
     with interruptible(run), contextlib.ExitStack() as stack:
         with output.busy("checking model and data"), quiet_libraries():
             tasks = parallel.on_first_worker(lambda: _prepare(job, output, force, donors, stack))
-        job = replace(job, run=stack.enter_context(own(run)))
+        job = stack.enter_context(own(job))
         stack.enter_context(quiet_libraries(job.run.new_log()))
         unfinished = any(t.action != "skip" for t in tasks)
         trackers = job.workflow.track if unfinished and parallel.rank() == 0 else []
@@ -72,7 +72,7 @@ def _prepare(
     tasks, run = checked_plan(job, force), job.run
     if dead := stack.enter_context(run.lock()):
         output.note(f"took over the lock of process {dead.get('pid')}, which has ended")
-    if read_records(run).empty:  # what an earlier try recorded, of another model perhaps, binds nobody
+    if read_records(run).empty:  # an attempt that produced nothing imposes no model
         run.manifest.unlink(missing_ok=True)
     for task in tasks:
         if task.name in STATE_OF and task.action in ("run", "stale"):
@@ -147,14 +147,14 @@ def interruptible(run: RunDir) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own(run: RunDir) -> Iterator[RunDir]:
-    """Yield the run directory to the first worker, and a temporary copy of it to each other worker."""
+def own(job: Job) -> Iterator[Job]:
+    """Yield the job to the first worker; to each other one, the same in a temporary copy of the directory."""
     if parallel.rank() == 0:
         parallel.all_values(None)  # wait until the copies are made
-        yield run
+        yield job
         return
     with tempfile.TemporaryDirectory(prefix="opdcl-") as scratch:
-        copy = Path(scratch) / run.path.name
-        shutil.copytree(run.path, copy)
+        copy = Path(scratch) / job.run.path.name
+        shutil.copytree(job.run.path, copy)
         parallel.all_values(None)
-        yield RunDir(copy)
+        yield replace(job, run=RunDir(copy))
