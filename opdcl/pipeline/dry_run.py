@@ -72,7 +72,7 @@ def _power(job: Job) -> dict[str, Any]:
 
 def _size(task: Task, sizes: dict[str, Any], times: Timetable) -> str:
     """Return a task's steps, memory and, if it is known, time as text, or "" if it will not run."""
-    if task.action in ("skip", "take") or task.name not in sizes["memory_bytes"]:
+    if not task.unfinished or task.name not in sizes["memory_bytes"]:
         return ""
     steps = f"{sizes['steps'][task.name]} steps, " if task.name in sizes["steps"] else ""
     memory = sizes["memory_bytes"][task.name] / 2**30

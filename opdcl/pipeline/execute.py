@@ -46,7 +46,7 @@ def execute(job: Job, output: Output, force: bool = False, donors: Sequence[RunD
             tasks = parallel.on_first_worker(lambda: _prepare(job, output, force, donors, stack))
         job = stack.enter_context(own(job))
         stack.enter_context(quiet_libraries(job.run.new_log()))
-        unfinished = any(t.action != "skip" for t in tasks)
+        unfinished = any(task.unfinished for task in tasks)
         trackers = job.workflow.track if unfinished and parallel.rank() == 0 else []
         tracked = stack.enter_context(contextlib.closing(Tracking(trackers, job.run, output.note)))
         if unfinished:

@@ -90,7 +90,7 @@ def forecast(job: Job, tasks: Sequence[Task]) -> dict[str, Any]:
     on_cuda = shape.device.startswith("cuda")
     finetune, recover = workflow.finetune, workflow.recover
     adapter = shape.adapter(finetune.lora.r if finetune else 32)
-    unfinished = [task for task in tasks if task.action not in ("skip", "take")]
+    unfinished = [task for task in tasks if task.unfinished]
     names = {task.name for task in unfinished}
     needs: dict[str, int] = {}
     steps: dict[str, int] = {}

@@ -55,7 +55,7 @@ def checked_plan(job: Job, force: bool = False) -> list[Task]:
     for task in tasks:
         if task.action == "skip" and task.name != "eval":
             read_jsonl(stage_folder(run, task.name).metrics)  # the report, made last, needs them undamaged
-    todo = {task.name for task in tasks if task.action != "skip"}
+    todo = {task.name for task in tasks if task.unfinished}
     pick_device(workflow.model.device)
     for model in workflow.models():
         check_exists(model)
@@ -269,7 +269,7 @@ def remarks(job: Job, tasks: list[Task]) -> list[str]:
     """Return what a user should know before the training: rows left out, duplicates, an unguarded stream."""
     from opdcl.distill.reward import count_short_of_room
 
-    todo = {task.name for task in tasks if task.action not in ("skip", "take")}
+    todo = {task.name for task in tasks if task.unfinished}
     workflow = job.workflow
     notes: list[str] = []
     if workflow.finetune and "finetune" in todo:

@@ -68,7 +68,7 @@ class Timetable:
 
     def __init__(self, job: Job, tasks: Sequence[Task]) -> None:
         self.job = job
-        self.tasks = [task for task in tasks if task.action not in ("skip", "take")]
+        self.tasks = [task for task in tasks if task.unfinished]
         model = job.workflow.model
         self.machine = machine_name(model)
         self._model = model_name(model, tuned_model(job.workflow.start, model))
