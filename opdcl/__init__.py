@@ -1,12 +1,10 @@
 """opdcl: fine-tune a model on a domain, recover what it forgot, and measure both."""
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from opdcl.api import chat, compare, evaluate, export, fetch, finetune, push, recover, report, run, verify
 from opdcl.version import __version__
-
-if TYPE_CHECKING:
-    from opdcl.api import chat, compare, evaluate, export, fetch, finetune, push, recover, report, run, verify
 
 __all__ = [
     "__version__",
@@ -32,11 +30,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a verb of `opdcl.api` on first use, so that `import opdcl` stays fast."""
-    if name in __all__:
-        from opdcl import api
-
-        return getattr(api, name)
+    """Name the verb that a shorter name means."""
     near = next((f"; did you mean opdcl.{verb}?" for verb in __all__ if verb.startswith(name)), "")
     raise AttributeError(f"module 'opdcl' has no attribute {name!r}{near}")
 

@@ -10,33 +10,19 @@
 Every verb raises `opdcl.errors.OpdclError`, whose `hint` names the next step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from opdcl import parallel
-from opdcl.arguments import Data, PathLike, Settings, as_settings, configure, question_suites, strings
-from opdcl.config.load import load
-from opdcl.console import Output, quiet_libraries
-from opdcl.deploy.export import export as export_model
-from opdcl.deploy.push import push as push_adapter
+from opdcl.arguments import Data, PathLike, Settings, as_settings, question_suites, strings
 from opdcl.errors import UsageError
-from opdcl.model.adapters import find_states
-from opdcl.outcomes import Comparison, Outcome, Plan, Result, Verification
-from opdcl.pipeline.execute import execute
-from opdcl.pipeline.fetch import fetch as fetch_all
-from opdcl.pipeline.preflight import refuse_foreign
-from opdcl.pipeline.sweep import describe_all, execute_all, expand
-from opdcl.results.compare import compare as compare_runs
-from opdcl.results.compare import refuse_folder, write
-from opdcl.results.gates import judge_again
-from opdcl.results.report import write as write_report
-from opdcl.results.summary import summarise
-from opdcl.results.tables import Table
-from opdcl.rundir.layout import RunDir, open_run
-from opdcl.rundir.verify import verify as verify_run
+
+if TYPE_CHECKING:
+    from opdcl.console import Output
+    from opdcl.outcomes import Comparison, Outcome, Plan, Result, Verification
+
+# The command line reads signatures and docstrings from here: an option's help is its line under "Args:". So
+# what takes time to import is imported by the verb that needs it.
 
 
 class Options(TypedDict, total=False):
@@ -60,13 +46,13 @@ def run(
     model: PathLike | None = None,
     deterministic: bool = False,
     **options: Unpack[Options],
-) -> Result | Comparison | Plan:
+) -> "Result | Comparison | Plan":
     """Run a workflow: fine-tune, recover, evaluate, report.
 
     Args:
-        workflow: The name of a recipe, or YAML files, merged left to right.
-        out: Run directory. Default: `runs/NAME`, with the workflow's name.
-        model: Base model: `smollm2-135m` (embedded), a Hub id, or a path.
+        workflow: Recipe or YAML files, merged left to right.
+        out: Run directory. Default: runs/NAME.
+        model: Base model: smollm2-135m (embedded), a Hub id, or a path.
         deterministic: Use only kernels that repeat bit for bit.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
@@ -75,8 +61,7 @@ def run(
         its gate.
     Example: opdcl.run("quickstart", out="runs/quickstart", settings={"recover.steps": 60})
     """
-    named = {"model": model, "deterministic": deterministic or None}
-    return _execute("model", named, out, strings(workflow), **options)
+    return _execute("model", locals() | {"deterministic": deterministic or None}, **options)
 
 
 def finetune(
@@ -88,17 +73,17 @@ def finetune(
     seed: int | None = None,
     columns: Mapping[str, str] | None = None,
     **options: Unpack[Options],
-) -> Result | Plan:
+) -> "Result | Plan":
     """Learn a domain: train a LoRA adapter on rows.
 
     Args:
         data: Rows to learn from: `handbook` (shipped), a file, a folder, a Hub id, a list of dicts, or a
             `datasets.Dataset`. Rows in memory are stored in the run directory.
         out: Run directory.
-        model: Base model: `smollm2-135m` (embedded), a Hub id, or a path.
+        model: Base model: smollm2-135m (embedded), a Hub id, or a path.
         epochs: Passes over the data.
         learning_rate: Peak learning rate.
-        seed: Seed of the fine-tune.
+        seed: Random seed of the stage.
         columns: Columns of your rows that have other names: `{"question": "Frage", "answer": "Antwort"}`.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
@@ -108,9 +93,7 @@ def finetune(
         rows = [{"question": f"Who signs form {n}?", "answer": "Perpetua."} for n in range(1, 17)]
         opdcl.finetune(rows, out="runs/mine", epochs=3)  # or finetune("rows.jsonl", ...)
     """
-    named: dict[str, Any] = {"data": data, "model": model, "epochs": epochs}
-    named |= {"learning_rate": learning_rate, "seed": seed, "columns": columns}
-    return _execute("finetune", named, out, [], **options)
+    return _execute("finetune", locals(), **options)
 
 
 def recover(
@@ -124,20 +107,18 @@ def recover(
     base: PathLike | None = None,
     columns: Mapping[str, str] | None = None,
     **options: Unpack[Options],
-) -> Result | Plan:
+) -> "Result | Plan":
     """Recover what a fine-tune forgot, by distillation from the original model.
 
     Args:
-        path: Run directory with a fine-tuned adapter; or an adapter from any trainer, or a merged or fully
-            fine-tuned model: a folder, or a Hub id.
-        prompts: General prompts: `everyday` (shipped), `self` (base writes them), a file, or rows as in
-            `finetune`.
-        domain: Domain prompts, likewise. Default: the data of the fine-tune.
+        path: Run directory; or an adapter or tuned model: a folder, or a Hub id.
+        prompts: General prompts: everyday (shipped), self (base writes them), a file, or a Hub id.
+        domain: Domain prompts. Default: the data of the fine-tune.
         steps: Optimizer steps.
         learning_rate: Peak learning rate.
-        seed: Seed of the recovery.
-        out: For an adapter or a model, the run directory to make. Default: `runs/NAME`, with its name.
-        base: Its base model. Default: the one that an adapter's configuration names.
+        seed: Random seed of the stage.
+        out: Run directory to make. Default: runs/NAME.
+        base: Base of the adapter or tuned model. Default: the one that the adapter names.
         columns: Columns of your rows that have other names, as in `finetune`.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
@@ -145,9 +126,7 @@ def recover(
     Raises: UsageError: the run has no fine-tuned adapter, or a setting or a row is wrong.
     Example: opdcl.recover("runs/mine", prompts="prompts.jsonl", steps=60)
     """
-    named: dict[str, Any] = {"prompts": prompts, "domain": domain, "steps": steps}
-    named |= {"learning_rate": learning_rate, "seed": seed, "base": base, "columns": columns}
-    return _execute("recover", named, out, source=path, **options)
+    return _execute("recover", locals(), **options)
 
 
 def evaluate(
@@ -161,20 +140,19 @@ def evaluate(
     columns: Mapping[str, str] | None = None,
     max_drop: float | Mapping[str, float] | None = None,
     **options: Unpack[Options],
-) -> Result | Plan:
+) -> "Result | Plan":
     """Score base, tuned and recovered on the same prompts, and write the report.
 
     Args:
-        path: Run directory; or an adapter from any trainer, or a merged or fully fine-tuned model: a folder,
-            or a Hub id.
-        retention: Suites that measure forgetting.
-        domain: Suites that measure the domain, files of questions and answers, or rows of these.
-        data: Suite -> its data: a local file instead of a download, or rows.
+        path: Run directory; or an adapter or tuned model: a folder, or a Hub id.
+        retention: Suites that measure forgetting: ifeval,arc_easy.
+        domain: Domain suite, or a file of questions and answers.
+        data: Local file with a suite's data.
         limit: Evaluate only the first N documents of each suite.
-        out: For an adapter or a model, the run directory to make. Default: `runs/NAME`, with its name.
-        base: Its base model. Default: the one that an adapter's configuration names.
+        out: Run directory to make. Default: runs/NAME.
+        base: Base of the adapter or tuned model. Default: the one that the adapter names.
         columns: Columns of your rows that have other names, as in `finetune`.
-        max_drop: Points that each suite may fall below base, as in `gates.max_drop`.
+        max_drop: Points that retention suites may fall below base: 5, or SUITE=3, or closeness=0.8.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
     Returns: The run's results: verdict, scores, R and D with intervals.
@@ -182,13 +160,17 @@ def evaluate(
         larger drop is shown. InconclusiveError: the scores do not decide.
     Example: opdcl.evaluate("runs/mine", retention=["instructions"], domain=["test-rows.jsonl"])
     """
-    suites, files = question_suites(domain, data)
-    named: dict[str, Any] = {"retention": strings(retention) or None, "domain": suites or None}
-    named |= {"limit": limit, "base": base, "columns": columns, "gates.max_drop": max_drop, **files}
-    return _execute("eval", named, out, source=path, **options)
+    given = locals()
+    suites, files = question_suites(given.pop("domain"), given.pop("data"))
+    given |= {
+        "retention": ",".join(strings(retention)).split(",") if retention else None,
+        "domain": suites or None,
+        **files,
+    }
+    return _execute("eval", given, **options)
 
 
-def report(path: PathLike, update: bool = False, quiet: bool = False, gates: PathLike = "") -> Result:
+def report(path: PathLike, update: bool = False, quiet: bool = False, gates: PathLike = "") -> "Result":
     """Return the results of the run in `path`; nothing is measured.
 
     `update` writes the reports and the model card again, and names them unless `quiet`. `gates` is a YAML
@@ -197,43 +179,59 @@ def report(path: PathLike, update: bool = False, quiet: bool = False, gates: Pat
     Raises: UsageError: the path is no run, or the file has no gates. OpdclError: a measured file changed.
     Example: opdcl.report("runs/mine").summary["status"]
     """
+    from opdcl.outcomes import Result
+    from opdcl.results.gates import judge_again
+    from opdcl.results.report import write
+    from opdcl.results.summary import summarise
+    from opdcl.rundir.layout import open_run
+
     directory = open_run(Path(path))
     if gates:
         return Result(directory.path, judge_again(directory, Path(gates)))
     summary = summarise(directory)
-    for file in write_report(directory, summary) if update else ():
+    for file in write(directory, summary) if update else ():
         _output(quiet).note(f"wrote {file}")
     return Result(directory.path, summary)
 
 
 def compare(
     paths: PathLike | Sequence[PathLike], out: PathLike | None = None, quiet: bool = False
-) -> Comparison:
+) -> "Comparison":
     """Compare runs: scores, R and D with intervals, and the settings that differ.
 
-    Runs that differ only in their seeds are pooled. `out` is a folder for compare.md, compare.html and
-    compare.json, whose paths are printed unless `quiet`.
+    Args:
+        paths: Two or more run directories. Runs that differ only in seeds are pooled.
+        out: Folder for compare.md, compare.html and compare.json.
+        quiet: Do not print the paths of what was written.
 
     Returns: The comparison; its `data` has the keys of compare.json.
     Raises: UsageError: a path is no run, or the runs were measured on different prompts.
     Example: opdcl.compare(["runs/mine", "runs/other"], out="comparison").data["arms"]
     """
+    from opdcl.outcomes import Comparison
+    from opdcl.results.compare import compare, refuse_folder, write
+    from opdcl.rundir.layout import open_run
+
     if out:
         refuse_folder(Path(out))
-    data = compare_runs([open_run(Path(path)) for path in strings(paths)])
+    data = compare([open_run(Path(path)) for path in strings(paths)])
     for file in write(data, Path(out)) if out else ():
         _output(quiet).note(f"wrote {file}")
     return Comparison(data, Path(out) if out else None)
 
 
-def verify(path: PathLike) -> Verification:
+def verify(path: PathLike) -> "Verification":
     """Compare the hashes of a run's files with those it recorded.
 
     Returns: The checks; `failed` names those that do not hold.
     Raises: UsageError: the path is not a run directory.
     Example: assert not opdcl.verify("runs/mine").failed
     """
-    return Verification(verify_run(open_run(Path(path))))
+    from opdcl.outcomes import Verification
+    from opdcl.rundir.layout import open_run
+    from opdcl.rundir.verify import verify
+
+    return Verification(verify(open_run(Path(path))))
 
 
 def fetch(
@@ -242,18 +240,29 @@ def fetch(
     settings: Settings = None,
     dry_run: bool = False,
     quiet: bool = False,
-) -> Outcome:
+) -> "Outcome":
     """Download what a workflow needs from the Hub into the local cache; it then runs offline.
 
-    Takes a recipe or YAML files; `model` and `settings` replace theirs. `dry_run` only lists names and sizes.
+    Args:
+        workflow: Recipe or YAML files, merged left to right.
+        model: Base model: smollm2-135m (embedded), a Hub id, or a path.
+        settings: Settings that replace those of the files.
+        dry_run: Only list names and sizes.
+        quiet: Print errors only.
 
     Returns: Names, commits and sizes of what was downloaded.
     Raises: OpdclError: the Hub did not give it; the hint says what to do.
     Example: opdcl.fetch("quickstart")
     """
+    from opdcl.config.load import load
+    from opdcl.console import quiet_libraries
+    from opdcl.outcomes import Outcome
+    from opdcl.pipeline.fetch import fetch
+    from opdcl.results.tables import Table
+
     flow, _ = load(strings(workflow), *as_settings(settings, "model", {"model": model}))
     with quiet_libraries():
-        items = fetch_all(flow, dry_run, _output(quiet).note)
+        items = fetch(flow, dry_run, _output(quiet).note)
     table = Table("", ["what", "which", "commit", "size", ""], [item.row() for item in items], "")
     return Outcome("", [table], [vars(item) for item in items])
 
@@ -265,15 +274,15 @@ def chat(
     system: str | None = None,
     temperature: float = 0.0,
     quiet: bool = False,
-) -> Iterator[Outcome]:
+) -> "Iterator[Outcome]":
     """Yield, prompt by prompt, the answers of base, tuned and recovered. No prompt knows the earlier ones.
 
     Args:
-        source: A run directory, an adapter's folder, or an adapter's Hub id.
+        source: Run directory, adapter folder, or Hub id of an adapter.
         prompts: One prompt or several; an iterator is read one prompt at a time.
         max_new_tokens: Longest answer, in tokens.
         system: System prompt.
-        temperature: 0 takes the likeliest token each time; above, answers are sampled.
+        temperature: 0 takes the likeliest token; above, answers are sampled.
         quiet: Print errors only. Otherwise a terminal shows each answer as it grows.
 
     Returns: An iterator of outcomes; `data["answers"]` has the answers by state.
@@ -282,13 +291,18 @@ def chat(
         for answers in opdcl.chat("runs/mine", "Who signs the form?"):
             print(answers.data["answers"]["recovered"])
     """
+    from opdcl.console import quiet_libraries
+    from opdcl.model.adapters import find_states
+    from opdcl.outcomes import Outcome
+    from opdcl.results.tables import Table
+
     if temperature < 0:
         raise UsageError(f"temperature {temperature} is below 0", "0 takes the likeliest token each time")
     base, tuned, adapters = find_states(str(source))
     asked = [prompts] if isinstance(prompts, str) else prompts
     output = _output(quiet)
 
-    def turns() -> Iterator[Outcome]:
+    def turns() -> "Iterator[Outcome]":
         with output.busy("loading the model"), quiet_libraries():
             from opdcl.deploy.chat import Chat
 
@@ -311,89 +325,67 @@ def export(
     converter: str | None = None,
     check: bool = True,
     quiet: bool = False,
-) -> Outcome:
+) -> "Outcome":
     """Write a run's adapter, or base and adapter as one model, for other programs to load.
 
     Args:
-        source: A run directory, an adapter's folder, or an adapter's Hub id.
-        out: Folder to write; it must not exist.
-        state: `tuned` or `recovered`. Default: the last one that the run has.
-        format: `merged` (safetensors), `adapter`, or `gguf` (llama.cpp, Ollama).
+        source: Run directory, adapter folder, or Hub id of an adapter.
+        out: Folder to write.
+        state: Adapter: tuned or recovered. Default: the last one of the run.
+        format: merged (safetensors that any loader reads), adapter, or gguf (llama.cpp, Ollama).
         outtype: Number format of a GGUF file: f32, f16, bf16 or q8_0.
-        converter: Path of llama.cpp's convert_hf_to_gguf.py. Default: `$LLAMA_CPP`, or the search path.
-        check: Compare the probabilities of a GGUF file with those of the merged model, and if the run
-            quantized its base, those of the merged model with the run's.
+        converter: llama.cpp's convert_hf_to_gguf.py. Default: the one in $LLAMA_CPP, or on the path.
+        check: Load what was written and compare: GGUF files, and after a quantized run.
         quiet: Print errors only.
 
     Returns: What was written, in `data`: `path`, `state`, `format`.
     Raises: UsageError: the state does not exist, or the folder does. EnvironmentFault: no converter.
     Example: opdcl.export("runs/mine", "my-model")
     """
+    from opdcl.console import quiet_libraries
+    from opdcl.deploy.export import export
+    from opdcl.outcomes import Outcome
+
     with _output(quiet).stage("export") as line, quiet_libraries():
-        written = export_model(str(source), state, Path(out), format, outtype, converter, check, line)
+        written = export(str(source), state, Path(out), format, outtype, converter, check, line)
     what = {"merged": "merged model", "adapter": "adapter"}.get(format, "GGUF file")
     return Outcome(f"{what} ({written['state']}) written to {out}", [], written)
 
 
 def push(
     path: PathLike, repository: str, state: str | None = None, private: bool = False, base: str | None = None
-) -> Outcome:
+) -> "Outcome":
     """Upload a run's adapter to the Hub, with its results on the model card. Needs HF_TOKEN.
 
     Args:
         path: Run directory.
-        repository: `owner/name`; it is created if it does not exist.
-        state: `tuned` or `recovered`. Default: the last one that the run has.
-        private: Create the repository as a private one.
-        base: The base model's Hub id, needed if the run used a local folder.
+        repository: Repository; created if it does not exist.
+        state: Adapter: tuned or recovered. Default: the last one of the run.
+        private: If the repository is created, make it private.
+        base: Hub id of the base model, needed if the run used a local folder.
 
     Returns: Where it is, in `data`: `url`, `commit`, `state`.
     Raises: UsageError: the state does not exist, or the Hub refused the upload.
     Example: opdcl.push("runs/mine", "me/my-adapter").data["url"]
     """
+    from opdcl.console import quiet_libraries
+    from opdcl.deploy.push import push
+    from opdcl.outcomes import Outcome
+    from opdcl.rundir.layout import open_run
+
     with quiet_libraries():
-        upload = push_adapter(open_run(Path(path)), state, repository, private, base)
+        upload = push(open_run(Path(path)), state, repository, private, base)
     return Outcome(f"{upload['state']} is at {upload['url']}, commit {upload['commit']}", [], upload)
 
 
-def _execute(
-    stage: str,
-    arguments: Mapping[str, Any],
-    out: PathLike | None,
-    sources: Sequence[str] = (),
-    source: PathLike = "",
-    settings: Settings = None,
-    dry_run: bool = False,
-    force: bool = False,
-    quiet: bool = False,
-) -> Any:
-    """Run a workflow from its `sources`; or the one of a run or an adapter, `source`, with one more stage."""
-    settled = as_settings(settings, stage, arguments)
-    flow, origins, path, data = configure(stage, *settled, out, sources, source)
-    sweep = bool(sources) and bool(flow.arms or flow.seeds)
-    if not sweep:  # found before the libraries are imported
-        refuse_foreign(RunDir(path))
-        data.read(flow)
-    if dry_run:
-        title = f"dry run: {path}"
-        with _output(quiet).busy("checking model and data"), quiet_libraries():
-            from opdcl.pipeline.dry_run import data_table, describe
+def _execute(stage: str, given: dict[str, Any], **options: Unpack[Options]) -> Any:
+    from opdcl.carry_out import carry_out
 
-            if sweep:
-                lines, plans = describe_all(flow, path, origins, force, data)
-                return Plan(title, [Table(title, ["run", "stage", "action", "why"], lines, "")], plans)
-            lines, plan = describe(flow, RunDir(path), sources=data, origins=origins, force=force)
-        table = Table(title, ["stage", "action", "why"], lines, "")
-        return Plan(
-            title, [table, *data_table(plan)], plan, [*plan["notes"], f"time: {plan['seconds_from']}"]
-        )
-    parallel.join()
-    if sweep:
-        comparison = execute_all(flow, origins, path, _output(quiet), force, data)
-        # One arm with one seed has nothing to be compared with.
-        return Comparison(comparison, path) if comparison else report(path / next(iter(expand(flow, path))))
-    return Result(path, execute(flow, origins, RunDir(path), _output(quiet), force, sources=data))
+    del given["options"]
+    return carry_out(stage, given, **options)
 
 
-def _output(quiet: bool) -> Output:
+def _output(quiet: bool) -> "Output":
+    from opdcl.console import Output
+
     return Output("quiet" if quiet else "human")

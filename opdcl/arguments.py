@@ -9,31 +9,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from opdcl.config.load import FILE_ENDINGS, load, load_tree
-from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
-from opdcl.pipeline.begin import open_or_begin
-from opdcl.pipeline.sources import Sources
 
 PathLike = str | Path
 Settings = Mapping[str, Any] | Sequence[str] | None
 # What names data, or is data: a list of dicts, a `datasets.Dataset`.
 Data: TypeAlias = PathLike | Iterable[Mapping[str, Any]]
 
-# Argument of a verb -> the setting that it stands for.
+# Arguments of the verbs that have another name than the setting of the verb's stage that they stand for.
 ARGUMENTS = {
     "base": "model.id",
-    "data": "finetune.data",
-    "deterministic": "model.deterministic",
-    "domain": "{stage}.domain",
-    "epochs": "finetune.epochs",
-    "learning_rate": "{stage}.learning_rate",
-    "limit": "eval.limit",
+    "columns": "columns",
+    "max_drop": "gates.max_drop",
     "model": "model.id",
     "prompts": "recover.general",
-    "retention": "eval.retention",
-    "seed": "{stage}.seed",
-    "steps": "recover.steps",
 }
 
 # Settings that name data, where rows may stand instead.
@@ -52,7 +41,7 @@ def as_settings(
     overrides, flags = ([], dict(settings)) if isinstance(settings, Mapping) else ([*(settings or ())], {})
     for name, value in arguments.items():
         if value is not None:
-            flags[ARGUMENTS.get(name, name).format(stage=stage)] = value
+            flags[ARGUMENTS.get(name, f"{stage}.{name}")] = value
     return overrides, {key: str(value) if isinstance(value, Path) else value for key, value in flags.items()}
 
 
@@ -83,7 +72,7 @@ def _json_lines(rows: Any, key: str) -> Iterable[str]:
 
 
 def question_suites(domain: Any, data: Mapping[str, Data] | None) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of domain suites, and the data of those that are files or rows, by setting.
+    """Return the names of domain suites, and the data of those that are files or rows, by argument.
 
     A file's suite has the name of the file, and that of its folder if another file has the same.
 
@@ -106,7 +95,7 @@ def question_suites(domain: Any, data: Mapping[str, Data] | None) -> tuple[list[
             raise UsageError(f"{typed} and {suites[name]} would be the same suite {name!r}", hint)
         sources[name] = place
     names = [_suite_name(files[one], files.values()) if one in files else one for one in map(str, given)]
-    return [*dict.fromkeys(names)], {f"eval.data.{name}": one for name, one in sources.items()}
+    return [*dict.fromkeys(names)], {f"data.{name}": one for name, one in sources.items()}
 
 
 def _suite_name(file: Path, others: Iterable[Path]) -> str:
@@ -121,6 +110,8 @@ def _suite_name(file: Path, others: Iterable[Path]) -> str:
 
 
 def _is_question_file(suite: str) -> bool:
+    from opdcl.config.load import FILE_ENDINGS  # it imports the schema, which takes time
+
     path = Path(suite)
     if path.suffix in FILE_ENDINGS and not path.is_file():
         hint = "give a file of questions and answers, or the name of a suite"
@@ -131,28 +122,3 @@ def _is_question_file(suite: str) -> bool:
 def strings(value: PathLike | Sequence[PathLike]) -> list[str]:
     """Return one path or several as a list of text."""
     return [str(value)] if isinstance(value, str | Path) else [str(one) for one in value]
-
-
-def configure(
-    stage: str,
-    overrides: list[str],
-    flags: dict[str, Any],
-    out: PathLike | None,
-    sources: Sequence[str],
-    source: PathLike,
-) -> tuple[Workflow, dict[str, str], Path, Sources]:
-    """Return the workflow, the origins of its settings, its run directory and its data."""
-
-    def read() -> tuple[Workflow, dict[str, str], Path]:
-        if not source:
-            flow, origins = load([*sources], overrides, flags)
-            return flow, origins, Path(out or Path("runs") / flow.name)
-        path, saved = open_or_begin(str(source), Path(out) if out else None, flags.get("model.id"))
-        return *load_tree(saved["workflow"], saved["origins"], overrides, flags, stage), path
-
-    texts = take_rows(flags)
-    flow, origins, path = read()
-    if texts:  # rows in memory become files of the run, whose directory is known only now
-        flags |= {key: str((path / "data" / flags[key]).resolve()) for key in texts}
-        flow, origins, path = read()
-    return flow, origins, path, Sources({flags[key]: text for key, text in texts.items()})

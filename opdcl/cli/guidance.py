@@ -1,4 +1,4 @@
-"""What leads a user on: an example for each command, and the likely meaning of one that was mistyped."""
+"""Example commands, and the likely meaning of a command or option that was mistyped."""
 
 from __future__ import annotations
 

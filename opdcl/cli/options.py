@@ -1,12 +1,69 @@
-"""The arguments and options of the commands, each declared once."""
+"""The options of the commands. Those of a verb of `opdcl.api` come from its signature and docstring."""
 
+import inspect
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_args
 
 from typer import Argument, Option
 
 from opdcl.errors import UsageError
+
+Texts = list[str] | None
+Command = TypeVar("Command", bound=Callable[..., None])
+
+# A line under "Args:" with those that continue it.
+ABOUT = re.compile(r"^    (\w+): (.+(?:\n        .+)*)", re.MULTILINE)
+
+
+def takes(verb: Callable[..., Any], further: str = "json", **own: Any) -> Callable[[Command], Command]:
+    """Give a command the parameters of a verb, with their defaults, and `further` ones of `FURTHER`.
+
+    A parameter's help is its line in the docstring of the verb. `own` has metavar and type of those that
+    are typed in another form, or a whole declaration.
+    """
+    about = dict(ABOUT.findall(inspect.getdoc(verb) or ""))
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = []
+    for name, parameter in inspect.signature(verb).parameters.items():
+        # A verb is quiet for --quiet and for --json.
+        if name != "quiet" and name not in further.split() and parameter.kind != parameter.VAR_KEYWORD:
+            declared = own.get(name, {})
+            if isinstance(declared, dict):
+                declared = _declare(parameter, " ".join(about[name].split()), **declared)
+            parameters.append(parameter.replace(annotation=declared, kind=keyword))
+    for name in further.split():
+        declared, default = FURTHER[name]
+        parameter = inspect.Parameter(name, keyword, default=default, annotation=own.get(name, declared))
+        parameters.append(parameter)
+
+    def decorate(command: Command) -> Command:
+        described: Any = command
+        described.__signature__, described.__annotations__ = inspect.Signature(parameters), {}
+        return command
+
+    return decorate
+
+
+def typed(metavar: str | None = None, kind: Any = None) -> dict[str, Any]:
+    """Return how a parameter is typed, where this is not said by the type that the verb names first."""
+    return {"metavar": metavar, "kind": kind}
+
+
+def _declare(parameter: inspect.Parameter, text: str, metavar: str | None = None, kind: Any = None) -> Any:
+    """Return a parameter as an option, a flag if it is off by default; one without default as an argument."""
+    kind = kind or (get_args(parameter.annotation) or (parameter.annotation,))[0]
+    names = ["-o", "--out"] if parameter.name == "out" else []
+    if parameter.default is parameter.empty and not names:
+        return Annotated[kind, Argument(metavar=metavar, help=text)]
+    if parameter.default is False:
+        names = [f"--{parameter.name.replace('_', '-')}"]
+    if get_args(kind):
+        text += " Repeatable."
+    optional = kind | None if parameter.default in (None, ()) else kind
+    return Annotated[optional, Option(*names, metavar=metavar, help=text)]
 
 
 def _go_offline(offline: bool) -> None:
@@ -16,7 +73,7 @@ def _go_offline(offline: bool) -> None:
 
 def _setting(example: str) -> Any:
     text = f"Override a setting of `opdcl config schema`, e.g. {example}. Repeatable."
-    return Option("--set", metavar="KEY=VALUE", help=text)
+    return Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help=text)]
 
 
 def _columns(text: str) -> dict[str, str]:
@@ -27,124 +84,84 @@ def _columns(text: str) -> dict[str, str]:
     return {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
 
 
-Texts = list[str] | None
+def suite_files(texts: list[str] | None) -> dict[str, str]:
+    """Return `--data` as suite -> file."""
+    files = {}
+    for text in texts or ():
+        suite, separator, path = text.partition("=")
+        if not separator:
+            raise UsageError(f"--data {text!r} is not SUITE=PATH", "--data ifeval=input_data.jsonl")
+        files[suite] = path
+    return files
+
+
+def drops(texts: list[str] | None) -> float | dict[str, float] | None:
+    """Return `--max-drop` as the setting `gates.max_drop`."""
+    found: dict[str, float] = {}
+    for text in texts or ():
+        suite, _, number = text.rpartition("=")
+        try:
+            found[suite] = float(number)
+        except ValueError:
+            raise UsageError(f"--max-drop {text!r} is not a number", "--max-drop 5, or SUITE=3") from None
+    if "" in found and len(found) > 1:
+        raise UsageError("--max-drop names a limit for all suites and one for some", "name all suites")
+    return found.get("", found or None)
+
 
 # Arguments.
 RunDir = Annotated[Path, Argument(metavar="RUN", help="Run directory.")]
-RunOrTuned = Annotated[
-    str,
-    Argument(metavar="SOURCE", help="Run directory; or an adapter or tuned model: a folder, or a Hub id."),
-]
-Source = Annotated[
-    str, Argument(metavar="RUN", help="Run directory, adapter folder, or Hub id of an adapter.")
-]
-Runs = Annotated[
-    list[Path],
-    Argument(metavar="RUN", help="Two or more run directories. Runs that differ only in seeds are pooled."),
-]
 Workflow = Annotated[list[str], Argument(help="Recipe or YAML files, merged left to right.")]
 Recipe = Annotated[str, Argument(help="Name of a recipe.")]
 Key = Annotated[str | None, Argument(metavar="[KEY]", help="A section or key, such as recover.loss.")]
 Target = Annotated[Path, Argument(help="File or folder to write to.")]
-Prompt = Annotated[list[str] | None, Argument(help="Prompt to answer. Default: read prompts line by line.")]
-Repository = Annotated[str, Argument(metavar="OWNER/NAME", help="Repository; created if it does not exist.")]
+Prompts = Annotated[
+    Texts, Argument(metavar="prompt", help="Prompt to answer. Default: read prompts line by line.")
+]
 
-# Options that several commands share.
-Out = Annotated[Path | None, Option("-o", "--out", metavar="RUN", help="Run directory. Default: runs/NAME.")]
-NewRun = Annotated[
-    Path | None, Option("-o", "--out", metavar="RUN", help="Run directory to make. Default: runs/NAME.")
-]
-ItsBase = Annotated[
-    str | None,
-    Option("--base", help="Base of the adapter or tuned model. Default: the one that the adapter names."),
-]
-Folder = Annotated[Path, Option("-o", "--out", metavar="FOLDER", help="Folder to write.")]
-Model = Annotated[str | None, Option(help="Base model: smollm2-135m (embedded), a Hub id, or a path.")]
-Seed = Annotated[int | None, Option(help="Random seed of the stage.")]
-LearningRate = Annotated[float | None, Option(help="Peak learning rate.")]
-Settings = Annotated[Texts, _setting("recover.steps=60")]
-DryRun = Annotated[bool, Option("--dry-run", help="Print what the command would do, and write nothing.")]
-Force = Annotated[bool, Option("--force", help="Repeat stages whose settings or data have changed.")]
-Workers = Annotated[
-    int, Option(min=1, metavar="N", help="Number of worker processes: one per GPU, or several on CPU.")
-]
-Offline = Annotated[
-    bool, Option("--offline", callback=_go_offline, help="Use cached files only; see `opdcl fetch`.")
-]
-Json = Annotated[bool, Option("--json", help="Print one JSON document.")]
-Quiet = Annotated[bool, Option("-q", "--quiet", help="Print errors only.")]
-State = Annotated[str | None, Option(help="Adapter: tuned or recovered. Default: the last one of the run.")]
-
-# run and finetune.
-Deterministic = Annotated[bool, Option("--deterministic", help="Use only kernels that repeat bit for bit.")]
+# Options that are no parameter of a verb, or are typed in another form.
 Rows = Annotated[
     str, Option("--data", help="Training rows: handbook (shipped), a file, a folder, or a Hub id.")
 ]
-FinetuneOut = Annotated[Path, Option("-o", "--out", metavar="RUN", help="Run directory.")]
-FinetuneSettings = Annotated[Texts, _setting("finetune.lora.r=16")]
 Columns = Annotated[
     dict[str, str] | None,
     Option(
         parser=_columns, metavar="OURS=YOURS,...", help="Your columns' names: question=Frage,answer=Antwort."
     ),
 ]
-Epochs = Annotated[float | None, Option(help="Passes over the data.")]
-
-# recover.
-Prompts = Annotated[
-    str | None,
-    Option(help="General prompts: everyday (shipped), self (base writes them), a file, or a Hub id."),
-]
-DomainPrompts = Annotated[str | None, Option(help="Domain prompts. Default: the data of the fine-tune.")]
-Steps = Annotated[int | None, Option(help="Optimizer steps.")]
-
-# eval.
-EvalSettings = Annotated[Texts, _setting("eval.max_new_tokens=256")]
-Limit = Annotated[int | None, Option(help="Evaluate only the first N documents of each suite.")]
-Retention = Annotated[
-    Texts, Option(metavar="SUITE,...", help="Suites that measure forgetting: ifeval,arc_easy. Repeatable.")
-]
-DomainSuites = Annotated[
-    Texts, Option(metavar="SUITE", help="Domain suite, or a file of questions and answers. Repeatable.")
-]
-SuiteFiles = Annotated[
-    Texts, Option(metavar="SUITE=PATH", help="Local file with a suite's data. Repeatable.")
-]
-
-MaxDrop = Annotated[
-    Texts,
-    Option(
-        metavar="POINTS",
-        help="Points that retention suites may fall below base: 5, or SUITE=3, or closeness=0.8. Repeatable.",
-    ),
-]
-
-# report, compare, chat, export, push and serve.
+Temperature = Annotated[float, Option(min=0, help="0 takes the likeliest token; above, answers are sampled.")]
 GatesFile = Annotated[
     Path | None, Option("--gates", metavar="FILE", help="Judge the stored scores by a YAML file's `gates`.")
 ]
 ReportFormat = Annotated[str, Option(help="report, or pr: Markdown for a pull request, on standard output.")]
-CompareOut = Annotated[
-    Path | None,
-    Option("-o", "--out", metavar="FOLDER", help="Folder for compare.md, compare.html and compare.json."),
-]
-System = Annotated[str | None, Option(help="System prompt.")]
-Temperature = Annotated[float, Option(min=0, help="0 takes the likeliest token; above, answers are sampled.")]
-MaxNewTokens = Annotated[int, Option(help="Longest answer, in tokens.")]
-Format = Annotated[
-    str, Option(help="merged (safetensors that any loader reads), adapter, or gguf (llama.cpp, Ollama).")
-]
-OutType = Annotated[str, Option(help="Number format of a GGUF file: f32, f16, bf16 or q8_0.")]
-Converter = Annotated[
-    str | None,
-    Option(help="llama.cpp's convert_hf_to_gguf.py. Default: the one in $LLAMA_CPP, or on the path."),
-]
-Check = Annotated[
-    bool, Option(help="Load what was written and compare: GGUF files, and after a quantized run.")
-]
-Private = Annotated[bool, Option("--private", help="If the repository is created, make it private.")]
-Base = Annotated[str | None, Option(help="Hub id of the base model, needed if the run used a local folder.")]
 Host = Annotated[str, Option(help="Address to listen on.")]
 Port = Annotated[int, Option(help="Port to listen on.")]
 Vllm = Annotated[str, Option(help="The vllm program, if it is in another environment.")]
 PrintOnly = Annotated[bool, Option("--dry-run", help="Print the vLLM command instead of running it.")]
+Model = Annotated[str | None, Option(help="Base model: smollm2-135m (embedded), a Hub id, or a path.")]
+Settings = _setting("recover.steps=60")
+FinetuneSettings = _setting("finetune.lora.r=16")
+EvalSettings = _setting("eval.max_new_tokens=256")
+DryRun = Annotated[bool, Option("--dry-run", help="Print what the command would do, and write nothing.")]
+Force = Annotated[bool, Option("--force", help="Repeat stages whose settings or data have changed.")]
+Offline = Annotated[
+    bool, Option("--offline", callback=_go_offline, help="Use cached files only; see `opdcl fetch`.")
+]
+Workers = Annotated[
+    int, Option(min=1, metavar="N", help="Number of worker processes: one per GPU, or several on CPU.")
+]
+Json = Annotated[bool, Option("--json", help="Print one JSON document.")]
+Quiet = Annotated[bool, Option("-q", "--quiet", help="Print errors only.")]
+
+# Options that verbs do not name, with their defaults, and those of the commands that run stages.
+FURTHER: dict[str, tuple[Any, Any]] = {
+    "prompts": (Prompts, None),
+    "settings": (Settings, None),
+    "dry_run": (DryRun, False),
+    "force": (Force, False),
+    "offline": (Offline, False),
+    "num_processes": (Workers, 1),
+    "json": (Json, False),
+    "quiet": (Quiet, False),
+}
+OF_STAGES = "settings dry_run force offline num_processes json quiet"

@@ -6,14 +6,18 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import typer
 
-import opdcl
+from opdcl import api
 from opdcl.cli import options as opt
 from opdcl.cli import screen
+from opdcl.cli.options import typed
 from opdcl.cli.screen import lead, show, start
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
+
+FOLDER = typed("FOLDER", Path)
 
 
 def report(
@@ -30,7 +34,7 @@ def report(
     start(json, quiet)
     if format not in ("report", "pr"):
         raise UsageError(f"--format {format} is neither report nor pr", "--format pr")
-    outcome = opdcl.report(run_dir, format == "report" and not gates, quiet or json, gates or "")
+    outcome = api.report(run_dir, format == "report" and not gates, quiet or json, gates or "")
     if format == "pr":
         text = outcome.pull_request()
         screen.output.result(text, {"markdown": text})
@@ -40,19 +44,18 @@ def report(
     outcome.refuse()
 
 
-def compare(
-    runs: opt.Runs, out: opt.CompareOut = None, json: opt.Json = False, quiet: opt.Quiet = False
-) -> None:
+@opt.takes(api.compare, "json quiet", paths=typed("RUN", list[Path]), out=FOLDER)
+def compare(paths: list[Path], out: Path | None, json: bool, quiet: bool) -> None:
     """Show runs side by side. Prints scores, R and D with intervals, and the settings that differ."""
     start(json, quiet)
-    show(opdcl.compare(runs, out, quiet or json))
-    lead(*(("chat", runs[0]) if out else ("compare", *runs, "-o", "comparison")))
+    show(api.compare(paths, out, quiet or json))
+    lead(*(("chat", paths[0]) if out else ("compare", *paths, "-o", "comparison")))
 
 
 def verify(run_dir: opt.RunDir, json: opt.Json = False) -> None:
     """Check a run's files for damage or change, by their hashes. Exit code 1 if a check fails."""
     start(json)
-    outcome = opdcl.verify(run_dir)
+    outcome = api.verify(run_dir)
     if outcome.failed:
         sentence, outcome.sentence = outcome.sentence, ""
         show(outcome)
@@ -61,23 +64,14 @@ def verify(run_dir: opt.RunDir, json: opt.Json = False) -> None:
     lead("report", run_dir)
 
 
-def chat(
-    source: opt.Source,
-    prompt: opt.Prompt = None,
-    max_new_tokens: opt.MaxNewTokens = 200,
-    system: opt.System = None,
-    temperature: opt.Temperature = 0.0,
-    offline: opt.Offline = False,
-    json: opt.Json = False,
-) -> None:
+@opt.takes(api.chat, "prompts offline json", source=typed("RUN"), temperature=opt.Temperature)
+def chat(source: str, prompts: list[str] | None, offline: bool, json: bool, **given: Any) -> None:
     """Ask base, tuned and recovered the same prompt. Each prompt stands alone: there is no memory."""
     start(json)
-    lines = [" ".join(prompt)] if prompt else (line.strip() for line in iter(screen.output.ask, ""))
-    turns = opdcl.chat(
-        source, (line for line in lines if line), max_new_tokens, system, temperature, quiet=json
-    )
-    typed = bool(prompt) or sys.stdin.isatty()
-    if typed and not prompt:
+    lines = [" ".join(prompts)] if prompts else (line.strip() for line in iter(screen.output.ask, ""))
+    turns = api.chat(source, (line for line in lines if line), **given, quiet=json)
+    typed = bool(prompts) or sys.stdin.isatty()
+    if typed and not prompts:
         screen.output.note("Each prompt stands alone: the models see no earlier one. Ctrl-D ends.")
     for outcome in turns:
         if typed:
@@ -89,37 +83,22 @@ def chat(
     lead("export", source, "-o", "my-model")
 
 
-def export(
-    source: opt.Source,
-    out: opt.Folder,
-    state: opt.State = None,
-    format: opt.Format = "merged",
-    outtype: opt.OutType = "f16",
-    converter: opt.Converter = None,
-    check: opt.Check = True,
-    offline: opt.Offline = False,
-    json: opt.Json = False,
-) -> None:
+@opt.takes(api.export, "offline json", source=typed("RUN"), out=FOLDER)
+def export(source: str, out: Path, offline: bool, json: bool, **given: Any) -> None:
     """Write the merged model, or its adapter, for other programs."""
     from opdcl.rundir.layout import RunDir
 
     start(json)
-    show(opdcl.export(source, out, state, format, outtype, converter, check, quiet=json))
+    show(api.export(source, out, **given, quiet=json))
     is_run = RunDir(Path(source)).is_run()
     lead(*(("push", source, "OWNER/NAME") if is_run else ("chat", source, "PROMPT")))
 
 
-def push(
-    run_dir: opt.RunDir,
-    repository: opt.Repository,
-    state: opt.State = None,
-    private: opt.Private = False,
-    base: opt.Base = None,
-    json: opt.Json = False,
-) -> None:
+@opt.takes(api.push, path=typed("RUN", Path), repository=typed("OWNER/NAME"))
+def push(path: Path, repository: str, json: bool, **given: Any) -> None:
     """Upload an adapter and its results to the Hugging Face Hub. Needs HF_TOKEN."""
     start(json)
-    show(opdcl.push(run_dir, repository, state, private, base))
+    show(api.push(path, repository, **given))
     lead("chat", repository, "PROMPT")
 
 

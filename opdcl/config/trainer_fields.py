@@ -70,7 +70,7 @@ INSTEAD = {
     "gradient_checkpointing activation_checkpointing auto_find_batch_size",
     "metrics.jsonl always has every step": "logging_steps logging_strategy logging_first_step",
     "our loops do not call the model's own forward pass": "torch_compile use_liger_kernel",
-    "rows of similar length already share a batch": "train_sampling_strategy group_by_length packing "
+    "rows of similar length already share a batch": "train_sampling_strategy packing "
     "packing_strategy padding_free",
     "resuming needs the whole checkpoint": "save_only_model",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from pathlib import Path
@@ -40,26 +41,28 @@ def resolve(
     reward = workflow.recover.reward if workflow.recover else None
     group = reward.group if reward else 1  # rollouts are whole groups
     on_cuda = device.startswith("cuda")
-    numbers: dict[str, dict[str, tuple[float, str]]] = {
-        "finetune": {"learning_rate": (_two_digits(rate), adapter), "batch_size": (16, "any model")},
-        "recover": {
-            "learning_rate": (_two_digits(RECOVER_SHARE * rate), adapter),
-            "rollouts": (math.ceil(rollouts / group) * group, size),
-            "micro_batch_tokens": (8192 if on_cuda else 2048, device),
+    return _fill(
+        workflow,
+        {
+            "finetune.learning_rate": (_two_digits(rate), adapter),
+            "finetune.batch_size": (16, "any model"),
+            "recover.learning_rate": (_two_digits(RECOVER_SHARE * rate), adapter),
+            "recover.rollouts": (math.ceil(rollouts / group) * group, size),
+            "recover.micro_batch_tokens": (8192 if on_cuda else 2048, device),
+            "eval.batch_size": (256 if on_cuda else 320, device),
         },
-        "eval": {"batch_size": (256 if on_cuda else 320, device)},
-    }
-    origins: dict[str, str] = {}
-    sections: dict[str, Any] = {}
-    for stage, choices in numbers.items():
-        if section := getattr(workflow, stage):
-            update = {}
-            for key, (number, reason) in choices.items():
-                if getattr(section, key) == "auto":
-                    update[key] = number
-                    origins[f"{stage}.{key}"] = f"auto: {reason}"
-            sections[stage] = section.model_copy(update=update)
-    return workflow.model_copy(update=sections), origins
+    )
+
+
+def _fill(workflow: Workflow, choices: dict[str, tuple[Any, str]]) -> tuple[Workflow, dict[str, str]]:
+    """Return the workflow with a choice for each of these keys that is at `auto`, and its origin by key."""
+    tree = workflow.model_dump()
+    values = flatten(tree)
+    chosen = {key: choice for key, choice in choices.items() if values.get(key) == "auto"}
+    for key, (value, _) in chosen.items():
+        *sections, name = key.split(".")
+        functools.reduce(dict.__getitem__, sections, tree)[name] = value
+    return Workflow.model_validate(tree), {key: f"auto: {reason}" for key, (_, reason) in chosen.items()}
 
 
 def _two_digits(rate: float) -> float:
@@ -88,22 +91,8 @@ def resolve_for_machine(workflow: Workflow) -> tuple[Workflow, dict[str, str]]:
 
 def with_dtype(workflow: Workflow, dtype: str, device: str) -> tuple[Workflow, dict[str, str]]:
     """Return the workflow with a dtype for every model at `auto`, and the origin of each of them by key."""
-    origins: dict[str, str] = {}
-
-    def fill(model: Any, key: str) -> Any:
-        if model is None or model.dtype != "auto":
-            return model
-        origins[f"{key}.dtype"] = f"auto: {device}"
-        return model.model_copy(update={"dtype": dtype})
-
-    update: dict[str, Any] = {"model": fill(workflow.model, "model")}
-    if recover := workflow.recover:
-        teachers = {
-            name: teacher.model_copy(update={"model": fill(teacher.model, f"recover.teachers.{name}.model")})
-            for name, teacher in recover.teachers.items()
-        }
-        update["recover"] = recover.model_copy(update={"teachers": teachers})
-    return workflow.model_copy(update=update), origins
+    keys = ["model.dtype", *(f"recover.teachers.{name}.model.dtype" for name in workflow.teachers())]
+    return _fill(workflow, dict.fromkeys(keys, (dtype, device)))
 
 
 def named_after(workflow: Workflow, directory: Path) -> Workflow:

@@ -6,29 +6,21 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-from opdcl.config.workflow import Workflow
-from opdcl.pipeline.defaults import resolve_for_machine
 from opdcl.pipeline.forecast import forecast
+from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
 from opdcl.pipeline.preflight import checked_plan, planned_adapter, remarks, repeated_rows
-from opdcl.pipeline.sources import Sources
 from opdcl.pipeline.timetable import Timetable
 from opdcl.results.format import duration
 from opdcl.results.power import plan_rows, planned
 from opdcl.results.tables import Table
-from opdcl.rundir.layout import RunDir
 
 # Characters of the rendered row that a terminal shows.
 SHOWN = 2000
 
 
 def describe(
-    workflow: Workflow,
-    run: RunDir,
-    made_by: dict[str, str] | None = None,
-    sources: Sources | None = None,
-    origins: dict[str, str] | None = None,
-    force: bool = False,
+    job: Job, force: bool = False, made_by: dict[str, str] | None = None
 ) -> tuple[list[list[str]], dict[str, Any]]:
     """Return what a run would do, as table rows and as data. Writes nothing.
 
@@ -40,18 +32,15 @@ def describe(
     """
     from opdcl.model.targets import adapted_share
 
-    sources = sources or Sources()
-    workflow, automatic = resolve_for_machine(sources.inherit(workflow))
-    made_by = {} if made_by is None else made_by
+    workflow, made_by = job.workflow, {} if made_by is None else made_by
     tasks = []
-    for task in checked_plan(workflow, run, sources, (origins or {}) | automatic, force):
+    for task in checked_plan(job, force):
         origin = made_by.get(task.fingerprint) or (workflow.start if task.name == "finetune" else None)
         if task.action == "run" and origin:
             task = replace(task, action="take", why=f"from {origin}")
         tasks.append(task)
-    made_by |= {t.fingerprint: run.path.name for t in tasks if t.action != "take"}
-    sizes = forecast(workflow, tasks, sources)
-    times = Timetable(workflow, run, tasks, sources)
+    made_by |= {t.fingerprint: job.run.path.name for t in tasks if t.action != "take"}
+    sizes, times = forecast(job, tasks), Timetable(job, tasks)
     rows = [[task.label, task.action, _size(task, sizes, times) + task.why] for task in tasks]
     parameters, disk = sizes["parameters"] / 1e6, sizes["disk_bytes"] / 2**20
     totals = f"{parameters:,.0f}M parameters; about {disk:,.0f} MiB of disk"
@@ -62,28 +51,28 @@ def describe(
     if seconds:
         totals += f"; about {duration(seconds)} in all"
     rows.append(["machine", sizes["device"], totals])
-    power = _power(workflow, sources)
+    power = _power(job)
     rows += power.pop("rows", [])
     plan = [
-        {"stage": t.name} | {k: getattr(t, k) for k in ("state", "suite", "action", "why")} for t in tasks
+        {"stage": t.name, "state": t.state, "suite": t.suite, "action": t.action, "why": t.why} for t in tasks
     ]
-    data = {"data": _data(workflow, sources), "notes": remarks(workflow, tasks, sources)}
+    data = {"data": _data(job), "notes": remarks(job, tasks)}
     time_ = {"seconds": None if seconds is None else round(seconds), "seconds_from": times.origin()}
     return rows, {"tasks": plan, **sizes, **time_, "adapted_share": share, "power": power, **data}
 
 
-def _power(workflow: Workflow, sources: Sources) -> dict[str, Any]:
+def _power(job: Job) -> dict[str, Any]:
     """Return what the first retention suite can show, as `rows` and as data; empty without one."""
-    evaluation = workflow.eval
-    if not (workflow.recover and evaluation and evaluation.retention):
+    evaluation = job.workflow.eval
+    if not (job.workflow.recover and evaluation and evaluation.retention):
         return {}
-    prompts = len(sources.suite(evaluation.retention[0], evaluation).prompts(evaluation.limit))
+    prompts = len(job.suite(evaluation.retention[0]).prompts(evaluation.limit))
     return {"rows": plan_rows(prompts), **planned(prompts)._asdict()}
 
 
 def _size(task: Task, sizes: dict[str, Any], times: Timetable) -> str:
     """Return a task's steps, memory and, if it is known, time as text, or "" if it will not run."""
-    if task.action in ("skip", "take") or task.name not in sizes["memory_bytes"]:
+    if not task.unfinished or task.name not in sizes["memory_bytes"]:
         return ""
     steps = f"{sizes['steps'][task.name]} steps, " if task.name in sizes["steps"] else ""
     memory = sizes["memory_bytes"][task.name] / 2**30
@@ -112,14 +101,14 @@ def data_table(plan: dict[str, Any]) -> list[Table]:
     return [Table("rows of the fine-tune", ["", ""], rows, "")]
 
 
-def _data(workflow: Workflow, sources: Sources) -> dict[str, Any]:
+def _data(job: Job) -> dict[str, Any]:
     """Return the figures of the fine-tune's rows and the first one as the model will see it."""
-    if not workflow.finetune:
+    if not (finetune := job.workflow.finetune):
         return {}
-    rows, examples = sources.rows(workflow.finetune.data), sources.examples(workflow)
+    rows, examples = job.rows(finetune.data), job.examples
     size, where = examples.longest
     figures: dict[str, Any] = {
-        "source": workflow.finetune.data,
+        "source": finetune.data,
         "rows": len(rows),
         "used": len(examples.rows),
         "tokens": sum(len(example.input_ids) for example in examples.encoded),
@@ -129,13 +118,12 @@ def _data(workflow: Workflow, sources: Sources) -> dict[str, Any]:
         "example": {"where": "", "parts": []},
     }
     if examples.encoded:
-        tokenizer = sources.tokenizer(workflow.model)
         first = examples.encoded[0]
         pairs = zip(first.input_ids, first.completion_mask, strict=True)
         figures["example"] = {
             "where": examples.rows[0].where,
             "parts": [
-                {"text": tokenizer.decode([token for token, _ in part]), "learned": bool(learned)}
+                {"text": job.tokenizer.decode([token for token, _ in part]), "learned": bool(learned)}
                 for learned, part in itertools.groupby(pairs, key=lambda pair: pair[1])
             ],
         }

@@ -8,6 +8,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,80 +17,62 @@ from opdcl.config.load import dump
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.errors import Interrupted
-from opdcl.pipeline.defaults import describe_automatic, named_after, resolve_for_machine
+from opdcl.pipeline.defaults import describe_automatic
+from opdcl.pipeline.job import Job, read_records
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.pipeline.preflight import checked_plan, remarks
 from opdcl.pipeline.reuse import copy_finished
 from opdcl.pipeline.session import OtherBase, Session, command_line, steps_done
-from opdcl.pipeline.sources import Sources, read_records
 from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import STATE_OF, RunDir
 from opdcl.rundir.verify import seal_run
 
 
-def execute(
-    workflow: Workflow,
-    origins: dict[str, str],
-    run: RunDir,
-    output: Output,
-    force: bool = False,
-    donors: Sequence[RunDir] = (),
-    sources: Sources | None = None,
-) -> dict[str, Any]:
+def execute(job: Job, output: Output, force: bool = False, donors: Sequence[RunDir] = ()) -> dict[str, Any]:
     """Carry out the plan, write the report and return its summary.
 
     Results that a donor has finished with the same settings and data are copied. `force` redoes stages whose
-    settings or data have changed. The arms of a sweep share `sources`.
+    settings or data have changed.
 
     Raises:
         UsageError: The directory holds something else, or a run with other settings.
         Interrupted: The user stopped it.
         GateError: Everything ran, but a required score was missed.
     """
-    sources = sources or Sources()
-    workflow, automatic = resolve_for_machine(sources.inherit(named_after(workflow, run.path)))
-    origins = origins | automatic
+    run = job.run
     with interruptible(run), contextlib.ExitStack() as stack:
         with output.busy("checking model and data"), quiet_libraries():
-            tasks = parallel.on_first_worker(
-                lambda: _prepare(workflow, origins, run, output, force, donors, sources, stack)
-            )
-        local = stack.enter_context(own(run))
-        stack.enter_context(quiet_libraries(local.new_log()))
-        unfinished = any(t.action != "skip" for t in tasks)
-        trackers = workflow.track if unfinished and parallel.rank() == 0 else []
-        tracked = stack.enter_context(contextlib.closing(Tracking(trackers, local, output.note)))
-        if unfinished and parallel.rank() == 0:
-            from opdcl.pipeline.forecast import opening
-
-            notes = [*sources.recognised(), *remarks(workflow, tasks, sources)]
-            for line in (opening(workflow, run, tasks, sources), *notes):
-                output.note(line)
-        if unfinished and automatic:
-            output.note(describe_automatic(workflow, automatic))
+            tasks = parallel.on_first_worker(lambda: _prepare(job, output, force, donors, stack))
+        job = stack.enter_context(own(job))
+        stack.enter_context(quiet_libraries(job.run.new_log()))
+        unfinished = any(task.unfinished for task in tasks)
+        trackers = job.workflow.track if unfinished and parallel.rank() == 0 else []
+        tracked = stack.enter_context(contextlib.closing(Tracking(trackers, job.run, output.note)))
         if unfinished:
-            Session(workflow, local, sources, output, tracked).do(tasks)
+            from opdcl.pipeline.forecast import opening
+            from opdcl.pipeline.timetable import Timetable
+
+            times = Timetable(job, tasks)
+            if parallel.rank() == 0:
+                for line in (opening(job, times), *job.sources.recognised(), *remarks(job, tasks)):
+                    output.note(line)
+            if job.automatic:
+                output.note(describe_automatic(job.workflow, job.automatic))
+            Session(job, times, output, tracked).do(tasks)
         else:
             output.note("everything is done already")
-        return parallel.on_first_worker(lambda: finish(workflow, run, output, tracked))
+        return parallel.on_first_worker(lambda: finish(job.workflow, run, output, tracked))
 
 
 def _prepare(
-    workflow: Workflow,
-    origins: dict[str, str],
-    run: RunDir,
-    output: Output,
-    force: bool,
-    donors: Sequence[RunDir],
-    sources: Sources,
-    stack: contextlib.ExitStack,
+    job: Job, output: Output, force: bool, donors: Sequence[RunDir], stack: contextlib.ExitStack
 ) -> list[Task]:
     """Check everything, lock the run directory until the stack closes, and return the tasks."""
-    tasks = checked_plan(workflow, run, sources, origins, force)
+    tasks, run = checked_plan(job, force), job.run
     if dead := stack.enter_context(run.lock()):
         output.note(f"took over the lock of process {dead.get('pid')}, which has ended")
-    if read_records(run).empty:  # what an earlier try recorded, of another model perhaps, binds nobody
+    if read_records(run).empty:  # an attempt that produced nothing imposes no model
         run.manifest.unlink(missing_ok=True)
     for task in tasks:
         if task.name in STATE_OF and task.action in ("run", "stale"):
@@ -106,12 +89,12 @@ def _prepare(
 
     stack.push(restore)
     # First the file by which a run is recognized: after a crash here, the same command goes on.
-    write_json(run.config, {"workflow": workflow.model_dump(), "origins": origins})
-    write_atomic(run.workflow, dump(workflow))
-    sources.save()
-    for task, donor in copy_finished(sources.plan(workflow, run), run, donors):
+    write_json(run.config, {"workflow": job.workflow.model_dump(), "origins": job.origins})
+    write_atomic(run.workflow, dump(job.workflow))
+    job.sources.save()
+    for task, donor in copy_finished(job.plan(), run, donors):
         output.note(f"{task.label}: taken from {donor.path.name}")
-    return sources.plan(workflow, run)
+    return job.plan()
 
 
 def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -> dict[str, Any]:
@@ -164,14 +147,14 @@ def interruptible(run: RunDir) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own(run: RunDir) -> Iterator[RunDir]:
-    """Yield the run directory to the first worker, and a temporary copy of it to each other worker."""
+def own(job: Job) -> Iterator[Job]:
+    """Yield the job to the first worker; to each other one, the same in a temporary copy of the directory."""
     if parallel.rank() == 0:
         parallel.all_values(None)  # wait until the copies are made
-        yield run
+        yield job
         return
     with tempfile.TemporaryDirectory(prefix="opdcl-") as scratch:
-        copy = Path(scratch) / run.path.name
-        shutil.copytree(run.path, copy)
+        copy = Path(scratch) / job.run.path.name
+        shutil.copytree(job.run.path, copy)
         parallel.all_values(None)
-        yield RunDir(copy)
+        yield replace(job, run=RunDir(copy))

@@ -125,10 +125,10 @@ def _suite_data(run: Workflow, suite: str, dry_run: bool, note: Callable[[str], 
     except Exception as fault:  # datasets raises a dozen kinds
         message = f"could not load the data of suite {suite!r}: {str(fault)[:200]}"
         raise UsageError(message, FETCH_HINT) from fault
-    parts = [
-        [p.info.download_size or 0 for p in t.dataset.values() if getattr(p, "info", None)] for t in tasks
-    ]
-    sizes = [max(part, default=0) for part in parts]
+    sizes = []
+    for task in tasks:
+        infos = [part.info for part in task.dataset.values() if getattr(part, "info", None)]
+        sizes.append(max((info.download_size or 0 for info in infos), default=0))
     return Fetched("suite", suite, None, sum(sizes) or None, None, True)
 
 

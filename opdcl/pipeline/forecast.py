@@ -2,64 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from opdcl.config.evaluate import CLOSENESS
-from opdcl.config.finetune import REPLAYED_TOKENS
+from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.workflow import Workflow
+from opdcl.data.examples import Examples
 from opdcl.data.rows import Row
 from opdcl.distill.schedule import FULL_BATCH, STREAMS
 from opdcl.model.adapters import tuned_model
-from opdcl.model.architecture import architecture
+from opdcl.model.architecture import Architecture, architecture
 from opdcl.model.load import pick_device, pick_dtype
 from opdcl.pipeline.defaults import text_config
+from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
-from opdcl.pipeline.sources import Sources
 from opdcl.pipeline.timetable import Timetable
 from opdcl.results.format import duration
-from opdcl.rundir.layout import RunDir
 from opdcl.stages.finetune import planned_steps
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """The dimensions of a model, the bytes of one number, and where it runs.
+    """The dimensions of a model, how its numbers are stored, and where it runs.
 
-    A layer has `experts` of inner width `inner`, of which a token passes through `active`; 1 if it is dense.
+    A layer has an inner width of `inner`, each expert of a mixture too.
     """
 
-    layers: int
+    of: Architecture
     hidden: int
     inner: int
-    vocabulary: int
-    keys: int
-    experts: int
-    active: int
     dtype: str
     device: str
-    quantization: str | None = None
+    quantization: str | None
 
     @property
     def width(self) -> int:
+        """Bytes of a number."""
         return 4 if self.dtype == "float32" else 2
 
     @property
     def parameters(self) -> int:
-        return self.used + self.layers * 3 * self.hidden * self.inner * (self.experts - self.active)
-
-    @property
-    def used(self) -> int:
-        """How many parameters one token passes through."""
-        per_layer = self.hidden * (2 * self.hidden + 2 * self.keys + 3 * self.inner * self.active)
-        return self.layers * per_layer + self.vocabulary * self.hidden
+        per_layer = 2 * self.hidden + 2 * self.of.key_width + 3 * self.inner * self.of.experts
+        return (self.of.layers * per_layer + self.of.vocabulary) * self.hidden
 
     @property
     def weights(self) -> int:
         """Bytes. A quantized weight takes one, or half of one and its part of the scales."""
-        embedding = self.vocabulary * self.hidden
+        embedding = self.of.vocabulary * self.hidden
         each = {None: self.width, "8bit": 1, "4bit": 0.516}[self.quantization]
         return round((self.parameters - embedding) * each) + embedding * self.width
 
@@ -75,41 +67,42 @@ class _Shape:
         Korthikanti et al. (arXiv 2205.05198) count 34 bytes in 16 bits, with fused attention and without
         tensor parallelism.
         """
-        return self.layers * self.hidden * 17 * self.width
+        return self.of.layers * self.hidden * 17 * self.width
 
     def cache(self, tokens: int) -> int:
         """Return the bytes that the keys and values of `tokens` tokens take."""
-        return tokens * self.layers * 2 * self.keys * self.width
+        return tokens * self.of.layers * 2 * self.of.key_width * self.width
 
     def adapter(self, rank: int) -> int:
         """Return the number of parameters of an adapter on all linear layers."""
-        mixture = 3 * (self.hidden + self.inner) * self.experts // self.active
-        return self.layers * rank * (6 * self.hidden + 2 * self.keys + mixture)
+        mixture = 3 * (self.hidden + self.inner) * self.of.experts // self.of.active_experts
+        return self.of.layers * rank * (6 * self.hidden + 2 * self.of.key_width + mixture)
 
 
-def forecast(workflow: Workflow, tasks: list[Task], sources: Sources) -> dict[str, Any]:
+def forecast(job: Job, tasks: Sequence[Task]) -> dict[str, Any]:
     """Return steps, memory and disk of the stages that will run.
 
     Memory counts the weights, their merged copy while sampling, the adapter with its gradient and two Adam
     moments in fp32, the activations of one micro-batch, and the key-value cache of rollouts or answers.
     """
+    workflow = job.workflow
     shape = _shape(workflow.model, pick_device(workflow.model.device))
     on_cuda = shape.device.startswith("cuda")
     finetune, recover = workflow.finetune, workflow.recover
     adapter = shape.adapter(finetune.lora.r if finetune else 32)
-    unfinished = [task for task in tasks if task.action not in ("skip", "take")]
+    unfinished = [task for task in tasks if task.unfinished]
     names = {task.name for task in unfinished}
     needs: dict[str, int] = {}
     steps: dict[str, int] = {}
     if finetune and "finetune" in names:
-        steps["finetune"] = planned_steps(finetune, _examples(workflow, sources))
-        needs["finetune"] = _finetune_need(workflow, sources, shape, adapter)
+        steps["finetune"] = planned_steps(finetune, len(job.examples.encoded or job.examples.rows))
+        needs["finetune"] = _finetune_need(finetune, job.examples, shape, adapter)
     if recover and "recover" in names:
         if recover.method != "interpolate":  # which scales the adapter and trains nothing
             steps["recover"] = recover.steps
-        needs["recover"] = _recovery_need(recover, sources.recovery(workflow).rows, shape, adapter)
+        needs["recover"] = _recovery_need(recover, job.recovery.rows, shape, adapter)
     if measured := [task for task in unfinished if task.suite]:
-        needs["eval"] = max(_eval_need(task, workflow, sources, shape) for task in measured)
+        needs["eval"] = max(_eval_need(task, job, shape) for task in measured)
     memory: dict[str, int] = {}
     models = 2 if tuned_model(workflow.start, workflow.model) else 1
     held = models * shape.weights + (0 if on_cuda else 1_100_000_000)  # on a CPU with the libraries
@@ -127,35 +120,27 @@ def forecast(workflow: Workflow, tasks: list[Task], sources: Sources) -> dict[st
     }
 
 
-def opening(workflow: Workflow, run: RunDir, tasks: list[Task], sources: Sources) -> str:
+def opening(job: Job, times: Timetable) -> str:
     """Return the line that opens a run: model, device, rows, tokens, stages, directory, time."""
-    sizes = forecast(workflow, tasks, sources)
-    parts = [f"{workflow.model.id} on {sizes['device']} in {sizes['dtype']}"]
-    if workflow.finetune and "finetune" in sizes["memory_bytes"]:
-        examples = sources.examples(workflow)
-        tokens = sum(len(example.input_ids) for example in examples.encoded)
-        parts.append(f"{len(examples.rows):,} rows" + (f", {tokens:,} tokens per epoch" if tokens else ""))
-    count = sum(task.name == "eval" and task.action != "skip" for task in tasks)
+    sizes = forecast(job, times.tasks)
+    parts = [f"{job.workflow.model.id} on {sizes['device']} in {sizes['dtype']}"]
+    if job.workflow.finetune and "finetune" in sizes["memory_bytes"]:
+        tokens = sum(len(example.input_ids) for example in job.examples.encoded)
+        per_epoch = f", {tokens:,} tokens per epoch" if tokens else ""
+        parts.append(f"{len(job.examples.rows):,} rows{per_epoch}")
+    count = sum(task.name == "eval" for task in times.tasks)
     stages = [f"{name} ({sizes['steps'][name]} steps)" for name in sizes["steps"]]
     if count:
         stages.append(f"{count} measurements" if count > 1 else "1 measurement")
     parts.append(", ".join(stages or list(sizes["memory_bytes"])))
-    seconds = Timetable(workflow, run, tasks, sources).announced()
+    seconds = times.announced()
     time_ = "the time left is shown once three steps are done"
     if seconds is not None:
         time_ = f"about {duration(seconds)}, as measured here earlier"
-    return "; ".join([*filter(None, parts), time_, f"in {run.path}"])
+    return "; ".join([*filter(None, parts), time_, f"in {job.run.path}"])
 
 
-def _examples(workflow: Workflow, sources: Sources) -> int:
-    """Return the number of sequences, or without them of rows, that a fine-tune goes through per epoch."""
-    examples = sources.examples(workflow)
-    return len(examples.encoded or examples.rows)
-
-
-def _finetune_need(workflow: Workflow, sources: Sources, shape: _Shape, adapter: int) -> int:
-    config, examples = workflow.finetune, sources.examples(workflow)
-    assert config
+def _finetune_need(config: FinetuneConfig, examples: Examples, shape: _Shape, adapter: int) -> int:
     if examples.encoded:
         lengths = [len(example.input_ids) for example in examples.encoded]
         learned = max(sum(example.completion_mask) for example in examples.encoded)
@@ -168,7 +153,7 @@ def _finetune_need(workflow: Workflow, sources: Sources, shape: _Shape, adapter:
         lengths += [max(map(len, examples.replay)) + answer] * replayed
     batch = int(config.batch_size)
     # Logits of the answers, their probabilities and the gradient, in fp32.
-    logits = batch * learned * shape.vocabulary * 4 * 3
+    logits = batch * learned * shape.of.vocabulary * 4 * 3
     memory = adapter * 16 + batch * max(lengths) * shape.activations + logits
     return memory + (adapter * 4 + shape.merged if config.method == "self-distill" else 0)
 
@@ -194,42 +179,35 @@ def _recovery_need(config: RecoverConfig, rows: dict[Any, list[Row]], shape: _Sh
     return need + (max(parts) if shape.device.startswith("cuda") else sum(parts))
 
 
-def _eval_need(task: Task, workflow: Workflow, sources: Sources, shape: _Shape) -> int:
-    """Return the bytes that measuring a state on a suite takes, all answers at their longest."""
-    config, name = workflow.eval, task.suite
-    assert config
-    if name == CLOSENESS:
-        return _closeness_need(sources.prompt_lengths(name, workflow), config.closeness_tokens, shape)
-    suite, prompts = sources.suite(name, config), sources.prompt_lengths(name, workflow)
-    if not suite.generative:
-        from opdcl.stages.evaluate import LOGIT_BYTES
+def _eval_need(task: Task, job: Job, shape: _Shape) -> int:
+    """Return the bytes that measuring a state on a suite takes, all answers at their longest.
 
-        return shape.merged + LOGIT_BYTES
-    if config.server:
-        return 0
-    new_tokens = min(suite.max_tokens, config.max_new_tokens or suite.max_tokens) + config.thought_tokens
-    batch = min(int(config.batch_size), len(prompts))
-    cache = shape.cache(batch * (max(prompts) + new_tokens))
-    return shape.merged + cache + batch * shape.vocabulary * shape.width
-
-
-def _closeness_need(prompts: list[int], new_tokens: int, shape: _Shape) -> int:
-    """Return the bytes that a state's answers take, and both models' hidden states of them and of base's."""
+    For closeness they are those of a state's answers, and both models' hidden states of them and of base's.
+    """
     from opdcl.stages.closeness import CHUNK
+    from opdcl.stages.evaluate import LOGIT_BYTES
 
-    batch = min(CHUNK, len(prompts))
-    states = 4 * batch * new_tokens * shape.hidden * shape.width
-    return shape.merged + shape.cache(batch * (max(prompts) + new_tokens)) + states
+    config, asked = job.workflow.eval, job.measurement(task.suite)
+    if not asked.encoded:
+        return shape.merged + LOGIT_BYTES
+    if task.suite != CLOSENESS and config.server:
+        return 0
+    at_once = CHUNK if task.suite == CLOSENESS else int(config.batch_size)
+    batch = min(at_once, len(asked.lengths))
+    need = shape.merged + shape.cache(batch * (max(asked.lengths) + asked.longest))
+    if task.suite == CLOSENESS:
+        return need + 4 * batch * asked.longest * shape.hidden * shape.width
+    return need + batch * shape.of.vocabulary * shape.width
 
 
 def _shape(model: ModelConfig, device: str) -> _Shape:
     c = text_config(model)
-    shape, inner = architecture(c), getattr(c, "moe_intermediate_size", None) or c.intermediate_size
-    size = c.num_hidden_layers, c.hidden_size, inner, c.vocab_size, shape.key_width
-    kind = pick_dtype(model.dtype, device), device, model.quantization
-    return _Shape(*size, shape.experts, shape.active_experts, *kind)
+    inner = getattr(c, "moe_intermediate_size", None) or c.intermediate_size
+    dtype = pick_dtype(model.dtype, device)
+    return _Shape(architecture(c), c.hidden_size, inner, dtype, device, model.quantization)
 
 
 def _tokens(row: Row, *answer: str | None) -> int:
     """Guess a row's length without a tokenizer: three characters per token, plus the chat template."""
-    return sum(len(text or "") for text in (*(m["content"] for m in row.prompt), *answer)) // 3 + 32
+    texts = [message["content"] for message in row.prompt]
+    return sum(len(text or "") for text in (*texts, *answer)) // 3 + 32

@@ -33,6 +33,11 @@ class Task:
     inputs: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def unfinished(self) -> bool:
+        """Whether this run has to do it: it is neither done nor taken from elsewhere."""
+        return self.action not in ("skip", "take")
+
+    @property
     def label(self) -> str:
         return f"eval {self.suite} {self.state}" if self.name == "eval" else self.name
 

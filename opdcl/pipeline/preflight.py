@@ -15,8 +15,8 @@ from opdcl.config.workflow import Workflow
 from opdcl.data.formats import Row
 from opdcl.errors import UsageError
 from opdcl.pipeline.defaults import text_config
+from opdcl.pipeline.job import Job, read_records
 from opdcl.pipeline.plan import Task, stage_folder
-from opdcl.pipeline.sources import Sources, read_records
 from opdcl.pipeline.trackers import check_trackers
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
@@ -33,12 +33,10 @@ SHAPE = (
 )
 
 
-def checked_plan(
-    workflow: Workflow, run: RunDir, sources: Sources, origins: dict[str, str], force: bool = False
-) -> list[Task]:
+def checked_plan(job: Job, force: bool = False) -> list[Task]:
     """Check the run directory, the data and what the tasks need; return the tasks. Writes nothing.
 
-    `origins` says where settings come from. `force` permits stages that were made with other settings.
+    `force` permits stages that were made with other settings.
 
     Raises:
         UsageError: The run would refuse it later.
@@ -47,32 +45,33 @@ def checked_plan(
     from opdcl.model.load import check_exists, pick_device
     from opdcl.model.quantized import check_installed
 
+    workflow, run = job.workflow, job.run
     refuse_foreign(run)
-    sources.check(workflow)
-    tasks = sources.plan(workflow, run)
+    job.check_rows()
+    tasks = job.plan()
     if not force:
-        _refuse_stale(tasks, run, origins)
+        _refuse_stale(tasks, job)
     _refuse_other_dtype(workflow, run)
     for task in tasks:
         if task.action == "skip" and task.name != "eval":
             read_jsonl(stage_folder(run, task.name).metrics)  # the report, made last, needs them undamaged
-    todo = {task.name for task in tasks if task.action != "skip"}
+    todo = {task.name for task in tasks if task.unfinished}
     pick_device(workflow.model.device)
     for model in workflow.models():
         check_exists(model)
         check_installed(model)
     check_trackers(workflow.track)
     if tuned := tuned_model(workflow.start, workflow.model):
-        _check_tuned_model(workflow, tuned, sources)
+        _check_tuned_model(job, tuned)
     if workflow.finetune and "finetune" in todo:
-        _check_finetune(workflow, sources)
+        _check_finetune(job)
     if workflow.recover and "recover" in todo:
-        _check_recovery(workflow, run, sources)
+        _check_recovery(job)
     if workflow.eval:
         for suite in workflow.eval.suites():
-            sources.suite(suite, workflow.eval)
+            job.suite(suite)
         if "eval" in todo:
-            _check_suites(workflow, sources)
+            _check_suites(job)
     check_servers(workflow, todo)
     return tasks
 
@@ -93,29 +92,29 @@ def refuse_foreign(run: RunDir) -> None:
             raise UsageError(f"{link} is a symbolic link: what a run writes stays inside its directory", hint)
 
 
-def _refuse_stale(tasks: list[Task], run: RunDir, origins: dict[str, str]) -> None:
+def _refuse_stale(tasks: list[Task], job: Job) -> None:
     """Refuse a run whose finished or begun stages were made with other settings or data."""
     if not (stale := [task for task in tasks if task.action == "stale"]):
         return
     reasons = "; ".join(f"{t.name} {t.why}" for t in stale)
     ways = ["the old settings and files", "--force to redo these stages"]
-    if earlier := [option for task in stale for option in _earlier_values(task, run, origins)]:
+    if earlier := [option for task in stale for option in _earlier_values(task, job)]:
         ways = [f"what it was made with: {' '.join(dict.fromkeys(earlier))}"]
     if stale[0].name == "finetune":  # a later stage is added to its run and has no other directory
-        ways.insert(0, f"a new directory (-o {run.path}-2)")
+        ways.insert(0, f"a new directory (-o {job.run.path}-2)")
     hint = ", or ".join(ways)
-    raise UsageError(f"{run.path} does not hold what this command would make; {reasons}", hint)
+    raise UsageError(f"{job.run.path} does not hold what this command would make; {reasons}", hint)
 
 
-def _earlier_values(task: Task, run: RunDir, origins: dict[str, str]) -> list[str]:
+def _earlier_values(task: Task, job: Job) -> list[str]:
     """Return the options that give automatic settings the values with which a stage was made."""
-    before = stage_folder(run, task.name).state().get("inputs", {})
+    before = stage_folder(job.run, task.name).state().get("inputs", {})
     changed = {
         "model.dtype" if key == "dtype" else f"{task.name}.{key}": value
         for key, value in before.items()
         if task.inputs.get(key) != value
     }
-    return [f"--set {k}={v}" for k, v in changed.items() if origins.get(k, "").startswith("auto: ")]
+    return [f"--set {k}={v}" for k, v in changed.items() if job.origins.get(k, "").startswith("auto: ")]
 
 
 def _refuse_other_dtype(workflow: Workflow, run: RunDir) -> None:
@@ -126,49 +125,43 @@ def _refuse_other_dtype(workflow: Workflow, run: RunDir) -> None:
         raise UsageError(f"this run was begun in {earlier} and would go on in {dtype}", hint)
 
 
-def _check_finetune(workflow: Workflow, sources: Sources) -> None:
+def _check_finetune(job: Job) -> None:
     """Check the chat template, the adapter's target modules, and the length of every row."""
-    config = workflow.finetune
-    assert config
-    if not workflow.start:
-        check_targets(workflow.model, config.lora)
-    sources.tokenizer(workflow.model)
-    rows = sources.examples(workflow).rows
+    config, model = job.workflow.finetune, job.workflow.model
+    if not job.workflow.start:
+        check_targets(model, config.lora)
+    _ = job.tokenizer, job.examples
     if config.method == "self-distill":
-        from opdcl.distill.prompts import read_recovery_source
-        from opdcl.stages.finetune import as_distillation
-
-        recovery = as_distillation(config, len(rows))
-        _check_prompts(workflow.model, recovery, read_recovery_source(recovery, lambda *_: rows), sources)
+        _check_prompts(job, *job.self_distillation)
 
 
-def _check_recovery(workflow: Workflow, run: RunDir, sources: Sources) -> None:
+def _check_recovery(job: Job) -> None:
     """Check that there is an adapter to recover, that its teachers fit, and the length of every prompt."""
     from opdcl.data.chat import user_turn
     from opdcl.model.compatibility import check_same_tokenizer
 
-    assert workflow.recover
+    workflow, run = job.workflow, job.run
     if not (workflow.finetune or workflow.start or "tuned" in run.adapters()):
         hint = f"opdcl finetune --data ROWS -o {run.path}"
         raise UsageError(f"{run.path} has no fine-tuned adapter to recover", hint)
-    tokenizer = sources.tokenizer(workflow.model)
     if workflow.recover.general == "self":
-        user_turn(tokenizer)
+        user_turn(job.tokenizer)
     for teacher in workflow.models()[1:]:
-        check_same_tokenizer(tokenizer, sources.tokenizer(teacher), f"teacher {teacher.id}")
-    _check_prompts(workflow.model, workflow.recover, sources.recovery(workflow), sources)
+        check_same_tokenizer(job.tokenizer, job.sources.tokenizer(teacher), f"teacher {teacher.id}")
+    _check_prompts(job, workflow.recover, job.recovery)
 
 
-def _check_tuned_model(workflow: Workflow, tuned: ModelConfig, sources: Sources) -> None:
+def _check_tuned_model(job: Job, tuned: ModelConfig) -> None:
     """Refuse a tuned model whose base this is not, and settings that need every adapter to stand on base."""
     from opdcl.model.adapters import start_files
     from opdcl.model.compatibility import check_same_tokenizer
 
+    workflow = job.workflow
     base, recover, teachers = workflow.model, workflow.recover, workflow.teachers().values()
     hint = "--base names the model that it was fine-tuned from"
     if (Path(base.id).resolve(), base.revision) == (Path(tuned.id).resolve(), tuned.revision):
         raise UsageError(f"{tuned.id} is named as its own base", hint)
-    shapes = text_config(base), text_config(tuned)
+    shapes = job.shape, text_config(tuned)
     for key in SHAPE:
         ours, theirs = (getattr(shape, key, None) for shape in shapes)
         if ours != theirs:
@@ -178,7 +171,7 @@ def _check_tuned_model(workflow: Workflow, tuned: ModelConfig, sources: Sources)
             )
     # A merged model is often saved without the tokenizer, which is base's.
     if any(start_files(str(workflow.start))[0].parent.glob("tokenizer*")):
-        check_same_tokenizer(sources.tokenizer(base), sources.tokenizer(tuned), tuned.id, hint)
+        check_same_tokenizer(job.tokenizer, job.sources.tokenizer(tuned), tuned.id, hint)
     servers = [stage and stage.server for stage in (recover, workflow.eval)]
     mixed = [t for t in teachers if t.kind == "trust_region" and t.reference == "base"]
     refused = {
@@ -194,25 +187,17 @@ def _check_tuned_model(workflow: Workflow, tuned: ModelConfig, sources: Sources)
             raise UsageError(f"start is the whole model {tuned.id}, which excludes {what}: {reason}", remedy)
 
 
-def _check_prompts(
-    model: ModelConfig, config: RecoverConfig, source: RecoverySource, sources: Sources
-) -> None:
+def _check_prompts(job: Job, config: RecoverConfig, source: RecoverySource) -> None:
     from opdcl.distill.health import check_turn_end
-    from opdcl.distill.prompts import encode_stream
     from opdcl.distill.reward import count_short_of_room
-    from opdcl.distill.schedule import STREAMS
     from opdcl.model.compatibility import refuse_unsupported
     from opdcl.model.load import declared_eos_ids
 
-    tokenizer, shape = sources.tokenizer(model), text_config(model)
-    refuse_unsupported(shape)
-    check_turn_end(tokenizer, declared_eos_ids(model, tokenizer))
-    streams = [
-        encode_stream(config, source, stream, tokenizer, shape.max_position_embeddings) for stream in STREAMS
-    ]
-    if not any(prompts.train for prompts in streams):
+    refuse_unsupported(job.shape)
+    check_turn_end(job.tokenizer, declared_eos_ids(job.workflow.model, job.tokenizer))
+    if not any(prompts.train for prompts in job.encode(config, source).values()):
         raise UsageError("recovery has no prompts", "set recover.general")
-    count_short_of_room(config, source.rows["general"], tokenizer, shape.max_position_embeddings)
+    count_short_of_room(config, source.rows["general"], job.tokenizer, job.context)
 
 
 def check_targets(model: ModelConfig, lora: LoraSection) -> None:
@@ -237,21 +222,18 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
     raise UsageError(f"finetune.lora.target_modules: {named} matches no linear layer of {model.id}", hint)
 
 
-def _check_suites(workflow: Workflow, sources: Sources) -> None:
+def _check_suites(job: Job) -> None:
     """Check that each prompt and its longest answer fit into the context."""
     from opdcl.data.chat import encode_prompt
     from opdcl.stages.evaluate import max_answer_tokens
 
-    config = workflow.eval
-    assert config
-    context_length = text_config(workflow.model).max_position_embeddings
+    config = job.workflow.eval
     for name in config.suites():
-        suite = sources.suite(name, config)
         # As in lm-eval, texts whose likelihood is asked for lose their beginning.
-        for length in sources.prompt_lengths(name, workflow) if suite.generative else ():
-            max_answer_tokens(config, suite.max_tokens, length, context_length)
-    for row in sources.closeness(workflow):
-        encode_prompt(row, sources.tokenizer(workflow.model), context_length - config.closeness_tokens)
+        for ids in job.measurement(name).encoded:
+            max_answer_tokens(config, job.suite(name).max_tokens, len(ids), job.context)
+    for row in job.closeness:
+        encode_prompt(row, job.tokenizer, job.context - config.closeness_tokens)
 
 
 def check_servers(workflow: Workflow, unfinished: set[str]) -> None:
@@ -283,15 +265,16 @@ def planned_adapter(workflow: Workflow) -> LoraSection | Path | None:
     return LoraSection() if workflow.start else None
 
 
-def remarks(workflow: Workflow, tasks: list[Task], sources: Sources) -> list[str]:
+def remarks(job: Job, tasks: list[Task]) -> list[str]:
     """Return what a user should know before the training: rows left out, duplicates, an unguarded stream."""
     from opdcl.distill.reward import count_short_of_room
 
-    todo = {task.name for task in tasks if task.action not in ("skip", "take")}
+    todo = {task.name for task in tasks if task.unfinished}
+    workflow = job.workflow
     notes: list[str] = []
     if workflow.finetune and "finetune" in todo:
-        notes += sources.examples(workflow).notes
-        rows = sources.rows(workflow.finetune.data)
+        notes += job.examples.notes
+        rows = job.rows(workflow.finetune.data)
         if repeated := repeated_rows(rows):
             notes.append(
                 f"{len(repeated)} of {len(rows)} rows repeat an earlier one (first: {repeated[0].where})"
@@ -301,10 +284,8 @@ def remarks(workflow: Workflow, tasks: list[Task], sources: Sources) -> list[str
     if workflow.recover and "recover" in todo:
         if workflow.recover.teacher_of("general").begins_as_tuned:
             notes.append("warning: recover.general_teacher is tuned: a placebo, which wins nothing back")
-        prompts = sources.recovery(workflow).rows
-        room = text_config(workflow.model).max_position_embeddings
-        tokenizer = sources.tokenizer(workflow.model)
-        if short := count_short_of_room(workflow.recover, prompts["general"], tokenizer, room):
+        prompts = job.recovery.rows
+        if short := count_short_of_room(workflow.recover, prompts["general"], job.tokenizer, job.context):
             lost = "the teacher does not see a demonstration that does not fit"
             notes.append(f"{short} of {len(prompts['general'])} prompts may have too little room: {lost}")
         if workflow.recover.general == "self":
@@ -327,4 +308,5 @@ def repeated_rows(rows: list[Row]) -> list[Row]:
 
 def _questions_with_several_answers(rows: list[Row]) -> int:
     pairs = {(json.dumps([row.prompt, row.text]), row.answer) for row in rows}
-    return sum(count > 1 for count in Counter(question for question, _ in pairs).values())
+    answers = Counter(question for question, _ in pairs)
+    return sum(count > 1 for count in answers.values())

@@ -5,17 +5,17 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS
-from opdcl.config.workflow import Workflow
 from opdcl.console import Output, StageLine
 from opdcl.errors import OpdclError, UsageError
+from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.pipeline.reuse import take_start
-from opdcl.pipeline.sources import Sources
 from opdcl.pipeline.trackers import TrackedReport, Tracking
 from opdcl.rundir.environment import machine, versions
 from opdcl.rundir.files import now, read_json, read_jsonl, write_json
@@ -37,15 +37,15 @@ class OtherBase(UsageError):
 class Session:
     """One worker's part of a run, in the run directory or the worker's copy of it."""
 
-    def __init__(self, workflow: Workflow, run: RunDir, sources: Sources, output: Output, tracked: Tracking):
-        self.workflow, self.run, self.sources = workflow, run, sources
+    def __init__(self, job: Job, times: Timetable, output: Output, tracked: Tracking):
+        self.job, self.workflow, self.run = job, job.workflow, job.run
         self.output, self.tracked = output, tracked
-        self.manifest: dict[str, Any] = read_json(run.manifest) if run.manifest.exists() else {}
+        self.manifest: dict[str, Any] = read_json(self.run.manifest) if self.run.manifest.exists() else {}
         self._backbone: Backbone | None = None
         self._recorded = False
         self._measured_state = "base"
-        self._times: Timetable | None = None
-        self._started = 0.0
+        self._times = times
+        self._started = time.perf_counter()
 
     def do(self, tasks: list[Task]) -> None:
         """Do all tasks that the plan does not skip.
@@ -53,10 +53,6 @@ class Session:
         Raises:
             OpdclError: A task failed, or the base weights changed on the way.
         """
-        from opdcl.pipeline.timetable import Timetable
-
-        self._started = started = time.perf_counter()
-        self._times = times = Timetable(self.workflow, self.run, tasks, self.sources)
         try:
             for task in tasks:
                 if task.action == "skip":
@@ -74,9 +70,9 @@ class Session:
             # The fingerprint of a sharded base needs all workers; after an error some may have exited.
             if self._backbone and not (parallel.sharded() and sys.exc_info()[0]):
                 self.manifest["base"]["fingerprint_after"] = self._backbone.fingerprint()
-            times.save()
+            self._times.save()
             if self._recorded:
-                seconds = self.manifest.get("seconds", 0) + time.perf_counter() - started
+                seconds = self.manifest.get("seconds", 0) + time.perf_counter() - self._started
                 self.manifest["seconds"] = round(seconds, 1)
                 self._save_manifest()
         base = self.manifest.get("base", {})
@@ -101,7 +97,7 @@ class Session:
             "cost": cost,
         }
         if task.name == "finetune":
-            record["rows"] = len(self.sources.rows(self.workflow.finetune.data))
+            record["rows"] = len(self.job.rows(self.workflow.finetune.data))
         write_json(stage.record, record)
         reset_peak_memory()
         started = time.perf_counter()
@@ -137,8 +133,7 @@ class Session:
             report = TrackedReport(line, self.tracked, stage, offset)
             if name == "finetune":
                 start = find_adapter(workflow.start) if workflow.start else None
-                examples = self.sources.examples(workflow)
-                finetune(workflow.finetune, examples, self.backbone, start, stage, report)
+                finetune(workflow.finetune, self.job.examples, self.backbone, start, stage, report)
             else:
                 recover(workflow.recover, source, self.backbone, self.run.adapters()["tuned"], stage, report)
             self.tracked.follow(stage, offset)
@@ -152,14 +147,13 @@ class Session:
         """Return the data of the recovery; base writes its prompts now if it is to."""
         from opdcl.distill.own_prompts import own_prompts
 
-        config, source = self.workflow.recover, self.sources.recovery(self.workflow)
-
-        if config.general == "self":
-            tests, count = self.sources.tests(self.workflow), len(source.rows["general"])
-            with self.output.stage("prompts") as line:
-                written = own_prompts(config, count, self.backbone, tests, stage.prompts, line)
-            source.rows["general"] = written
-        return source
+        config, source = self.workflow.recover, self.job.recovery
+        if config.general != "self":
+            return source
+        count = len(source.rows["general"])
+        with self.output.stage("prompts") as line:
+            written = own_prompts(config, count, self.backbone, self.job.tests, stage.prompts, line)
+        return replace(source, rows={**source.rows, "general": written})
 
     def _measure(self, task: Task) -> None:
         from opdcl.stages.closeness import measure_closeness
@@ -176,12 +170,12 @@ class Session:
         measure: Any = evaluate
         asked: Any
         if task.suite == CLOSENESS:
-            measure, asked = measure_closeness, self.sources.closeness(self.workflow)
+            measure, asked = measure_closeness, self.job.closeness
         else:
-            asked = self.sources.suite(task.suite, config)
+            asked = self.job.suite(task.suite)
             if config.server and asked.generative:
                 model["decoded"] = "on a server"
-        count = len(self.sources.prompt_lengths(task.suite, self.workflow))
+        count = len(self.job.measurement(task.suite).lengths)
         with self._line(task) as line, backbone.costs.timed(f"score {task.suite}", count):
             result = measure(config, asked, backbone, task.state, self.run, record, line, adapter)
             metric = result["metric"]
@@ -189,8 +183,7 @@ class Session:
 
     def _line(self, task: Task) -> StageLine:
         """Return the progress line of a task, which knows how long the later ones will take."""
-        times = self._times
-        return self.output.stage(task.label, lambda: times.after(task) if times else None)
+        return self.output.stage(task.label, lambda: self._times.after(task))
 
     @property
     def backbone(self) -> Backbone:
@@ -210,9 +203,8 @@ class Session:
                     line.note(_cost_of_determinism(backbone.device.type))
             self._check_base(backbone)
             self._backbone = backbone
-            if self._times:
-                backbone.costs = self._times.costs
-                self._times.probe(backbone)
+            backbone.costs = self._times.costs
+            self._times.probe(backbone)
         return self._backbone
 
     def _check_base(self, backbone: Backbone) -> None:

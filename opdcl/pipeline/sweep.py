@@ -17,6 +17,7 @@ from opdcl.config.load import flatten, validate
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output
 from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError
+from opdcl.pipeline.job import Job
 from opdcl.pipeline.reuse import outcomes
 from opdcl.pipeline.sources import Sources
 from opdcl.rundir.layout import RunDir
@@ -82,18 +83,14 @@ def _other_runs(out: Path, runs: dict[str, Workflow]) -> list[RunDir]:
 
 
 def describe_all(
-    flow: Workflow,
-    out: Path,
-    origins: dict[str, str] | None = None,
-    force: bool = False,
-    sources: Sources | None = None,
+    flow: Workflow, origins: dict[str, str], out: Path, sources: Sources, force: bool = False
 ) -> tuple[list[list[str]], list[dict[str, Any]]]:
     """Return what each run would do, as table rows and as data. Writes nothing."""
     from opdcl.pipeline.dry_run import describe
     from opdcl.results.power import plan_rows
 
     rows, plans, sizes = [], [], []
-    runs, sources = expand(flow, out), sources or Sources()
+    runs = expand(flow, out)
     made_by = {f: donor.path.name for donor in _other_runs(out, runs) for f in outcomes(donor)}
     for name, workflow in runs.items():
         needs = _needs(workflow, out)
@@ -102,7 +99,7 @@ def describe_all(
             rows.append([name, "all stages", "run", why])
             plans.append({"run": name, "tasks": [], "why": why})
             continue
-        lines, plan = describe(workflow, RunDir(out / name), made_by, sources, origins, force)
+        lines, plan = describe(Job.of(workflow, RunDir(out / name), sources, origins), force, made_by)
         rows += [[name, *line] for line in lines if line[0] not in ("machine", "power")]
         plans.append({"run": name, **plan})
         sizes += [plan["power"]["prompts"]] if plan["power"] else []
@@ -112,12 +109,7 @@ def describe_all(
 
 
 def execute_all(
-    flow: Workflow,
-    origins: dict[str, str],
-    out: Path,
-    output: Output,
-    force: bool = False,
-    sources: Sources | None = None,
+    flow: Workflow, origins: dict[str, str], out: Path, sources: Sources, output: Output, force: bool = False
 ) -> dict[str, Any]:
     """Run every arm with every seed, then compare them; return the comparison.
 
@@ -134,7 +126,7 @@ def execute_all(
     from opdcl.results.compare import compare, refuse_folder, write
 
     parallel.on_first_worker(lambda: refuse_folder(out))
-    runs, sources = expand(flow, out), sources or Sources()
+    runs = expand(flow, out)
     finished: list[RunDir] = []
     others = _other_runs(out, runs)
     failed: set[str] = set()
@@ -145,7 +137,7 @@ def execute_all(
         try:
             if lost := next((p.name for p in _needs(workflow, out) if p.name in failed), None):
                 raise OpdclError(f"{name} needs {lost}, which failed")
-            execute(workflow, origins, run, output, force, [*finished, *others], sources)
+            execute(Job.of(workflow, run, sources, origins), output, force, [*finished, *others])
             finished.append(run)
         except (GateError, InconclusiveError) as fault:
             output.error(fault)

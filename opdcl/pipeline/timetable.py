@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -19,18 +17,14 @@ from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.finetune import REPLAYED_TOKENS
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.workflow import Workflow
-from opdcl.data.chat import encode_prompt
-from opdcl.distill.prompts import RecoverySource, encode_stream
-from opdcl.distill.schedule import STREAMS, Stream
+from opdcl.distill.prompts import RecoverySource
+from opdcl.distill.schedule import STREAMS
 from opdcl.distill.work import RecoveryWork, answer_name
 from opdcl.model.adapters import tuned_model
 from opdcl.model.costs import Costs, Work, decoding, total
-from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.earlier_times import machine_name, model_name, read_times, save_times
+from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task, stage_folder
-from opdcl.pipeline.sources import Sources
-from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Rollout
 
 if TYPE_CHECKING:
@@ -69,38 +63,27 @@ class _ProbeCosts(Costs):
             raise _ProbeIsOver
 
 
-@dataclass
 class Timetable:
     """The unfinished tasks of a run, in order."""
 
-    workflow: Workflow
-    run: RunDir
-    tasks: Sequence[Task]
-    sources: Sources
-
-    def __post_init__(self) -> None:
-        self.tasks = [task for task in self.tasks if task.action not in ("skip", "take")]
-        tuned = tuned_model(self.workflow.start, self.workflow.model)
-        self._names = machine_name(self.workflow.model), model_name(self.workflow.model, tuned)
-        known, self.date = read_times(*self._names)
+    def __init__(self, job: Job, tasks: Sequence[Task]) -> None:
+        self.job = job
+        self.tasks = [task for task in tasks if task.unfinished]
+        model = job.workflow.model
+        self.machine = machine_name(model)
+        self._model = model_name(model, tuned_model(job.workflow.start, model))
+        known, self.date = read_times(self.machine, self._model)
         self.costs = Costs(known)
         self._recoveries: dict[str, RecoveryWork] = {}
-        self._general: list[list[int]] = []
-
-    @property
-    def machine(self) -> str:
-        return self._names[0]
 
     def save(self) -> None:
         """Keep what this run has measured for later ones."""
         if parallel.rank() == 0:
-            save_times(*self._names, self.costs.measured())
+            save_times(self.machine, self._model, self.costs.measured())
 
     def announced(self) -> float | None:
         """Return the seconds of all tasks, from earlier runs alone; None if some of it was never measured."""
-        times = [self.seconds(task, guess=False) for task in self.tasks]
-        known = [seconds for seconds in times if seconds is not None]
-        return sum(known) if len(known) == len(times) else None
+        return self._sum(self.tasks, guess=False)
 
     def origin(self) -> str:
         """Say where the announced times come from, or why there are none."""
@@ -114,9 +97,11 @@ class Timetable:
     def after(self, task: Task) -> float | None:
         """Return the seconds of all tasks after one, as far as can be said now; None if it cannot."""
         later = self.tasks[[t.label for t in self.tasks].index(task.label) + 1 :]
-        times = [self.seconds(other) for other in later]
-        known = [seconds for seconds in times if seconds is not None]
-        return sum(known) if len(known) == len(times) else None
+        return self._sum(later)
+
+    def _sum(self, tasks: Sequence[Task], guess: bool = True) -> float | None:
+        times = [self.seconds(task, guess) for task in tasks]
+        return None if None in times else sum(times)
 
     def seconds(self, task: Task, guess: bool = True) -> float | None:
         """Return the seconds of a task; without `guess`, only from what was measured."""
@@ -125,25 +110,23 @@ class Timetable:
         elif task.name == "finetune":
             work = self._finetune(task)
         else:
-            assert self.workflow.recover
-            work = self._recovery(task, self.workflow.recover, lambda: self.sources.recovery(self.workflow))
+            work = self._recovery(task, self.job.workflow.recover, self.job.recovery)
         return None if work is None else self.costs.seconds(work, guess)
 
     def _reached(self, task: Task) -> int:
-        checkpoint = stage_folder(self.run, task.name).last_checkpoint() if task.action == "resume" else None
+        stage = stage_folder(self.job.run, task.name)
+        checkpoint = stage.last_checkpoint() if task.action == "resume" else None
         return int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else 0
 
     def _finetune(self, task: Task) -> Work | None:
-        from opdcl.stages.finetune import FinetuneWork, as_distillation, lay_out, planned_steps
+        from opdcl.stages.finetune import FinetuneWork, lay_out, planned_steps
 
-        config = self.workflow.finetune
+        config = self.job.workflow.finetune
         if config is None:  # an adapter made elsewhere
             return {}
-        examples = self.sources.examples(self.workflow)
+        examples = self.job.examples
         if config.method == "self-distill":
-            recovery = as_distillation(config, len(examples.rows))
-            rows: dict[Stream, list[Any]] = {"general": [], "domain": examples.rows}
-            return self._recovery(task, recovery, lambda: RecoverySource(rows, {}))
+            return self._recovery(task, *self.job.self_distillation)
         lengths = [len(example.input_ids) for example in examples.encoded]
         work: Work = {}
         if replayed := config.replay.count(len(lengths)):
@@ -152,22 +135,18 @@ class Timetable:
             if mean is None:
                 return None
             lengths += [round(fmean(prompts) + mean)] * replayed
-            if not stage_folder(self.run, task.name).replay.exists():
+            if not stage_folder(self.job.run, task.name).replay.exists():
                 work = decoding([round(fmean(prompts))] * replayed, mean, limit, 96)
         steps = planned_steps(config, len(examples.encoded))
         order = lay_out(lengths, int(config.batch_size), steps, config.seed)
         return total(work, FinetuneWork.of(lengths, order, int(config.batch_size)).left(self._reached(task)))
 
-    def _recovery(self, task: Task, config: RecoverConfig, read: Callable[[], RecoverySource]) -> Work | None:
+    def _recovery(self, task: Task, config: RecoverConfig, source: RecoverySource) -> Work | None:
         if task.name not in self._recoveries:
-            source = read()
-            tokenizer = self.sources.tokenizer(self.workflow.model)
-            room = text_config(self.workflow.model).max_position_embeddings
-            streams = {s: encode_stream(config, source, s, tokenizer, room) for s in STREAMS}
+            streams = self.job.encode(config, source)
             dynamic = [s for s in STREAMS if config.teacher_of(s).kind in DYNAMIC]
             work = RecoveryWork.of(config, self.costs, streams, dynamic)
             self._recoveries[task.name] = work
-            self._general = streams["general"].train
             if task.name == "recover" and self._learned and config.source("domain"):
                 name = f"answer {answer_name(config, 'domain')}"
                 self.costs.guesses[name] = min(self._learned, config.limit("domain"))
@@ -176,54 +155,37 @@ class Timetable:
     @cached_property
     def _learned(self) -> float:
         """The mean length of an answer that the fine-tune teaches; 0 without a fine-tune here."""
-        if not (self.workflow.finetune and self.workflow.finetune.method == "sft"):
+        finetune = self.job.workflow.finetune
+        if not (finetune and finetune.method == "sft"):
             return 0.0
-        examples = self.sources.examples(self.workflow).encoded
+        examples = self.job.examples.encoded
         return fmean(sum(example.completion_mask) for example in examples) if examples else 0.0
 
     def _evaluation(self, task: Task, guess: bool) -> Work | None:
-        config = self.workflow.eval
-        assert config
-        if task.suite == CLOSENESS:
-            return self._closeness(task, guess)
-        suite, prompts = self.sources.suite(task.suite, config), self._prompts(task.suite)
-        score = {f"score {task.suite}": float(len(prompts))}
-        if not suite.generative:
+        config, asked = self.job.workflow.eval, self.job.measurement(task.suite)
+        prompts, score = asked.lengths, {f"score {task.suite}": float(len(asked.lengths))}
+        if not asked.encoded:
             likelihood = f"likelihood {task.suite}"
             known = self.costs.unit(likelihood, guess=False) is not None or not guess
             return total(score, {likelihood: len(prompts)} if known else {"read": sum(prompts)})
         mean = self._answer_length(task, task.state, guess)
-        if mean is None or config.server:
+        if mean is None:
             return None
-        if suite.content and self.costs.unit(f"score {task.suite}", guess=False) is None:
+        if task.suite == CLOSENESS:
+            base = self._answer_length(task, "base", guess)
+            if base is None:
+                return None
+            # Both models read the answers, and this one reads base's; base reads its own three times.
+            read = {"measure": 3 * sum(prompts) + len(prompts) * (2 * mean + base)}
+            return total(score, read, decoding(prompts, mean, asked.longest, len(prompts)))
+        if config.server:
+            return None
+        if self.job.suite(task.suite).content and self.costs.unit(f"score {task.suite}", guess=False) is None:
             # Base reads an answer that passes after its own prompt and six others: half of base's answers
             # do, and few of tuned's.
             passed = len(prompts) * (task.state != "tuned") / 2
             score = {"read": 7 * passed * (fmean(prompts) + mean)}
-        return total(score, decoding(prompts, mean, self._limit(task.suite), int(config.batch_size)))
-
-    def _closeness(self, task: Task, guess: bool) -> Work | None:
-        """Return the work of answering, and of reading the answers."""
-        prompts, mean = self._prompts(CLOSENESS), self._answer_length(task, task.state, guess)
-        base = mean if task.state == "base" else self._answer_length(task, "base", guess)
-        if mean is None or base is None:
-            return None
-        # Both models read the answers, and this one reads base's; base reads its own three times.
-        tokens = 3 * sum(prompts) + len(prompts) * (2 * mean + base)
-        work = {"measure": tokens, f"score {CLOSENESS}": float(len(prompts))}
-        return total(work, decoding(prompts, mean, self._limit(CLOSENESS), len(prompts)))
-
-    def _prompts(self, suite: str) -> list[int]:
-        return self.sources.prompt_lengths(suite, self.workflow)
-
-    def _limit(self, name: str) -> int:
-        from opdcl.stages.evaluate import max_answer_tokens
-
-        config = self.workflow.eval
-        assert config
-        if name == CLOSENESS:
-            return config.closeness_tokens
-        return max_answer_tokens(config, self.sources.suite(name, config).max_tokens, 0, 2**31)
+        return total(score, decoding(prompts, mean, asked.longest, int(config.batch_size)))
 
     def _answer_length(self, task: Task, state: str, guess: bool) -> float | None:
         """Return the mean length of a state's answers to a suite.
@@ -231,7 +193,7 @@ class Timetable:
         Until it is measured, tuned is taken to write as it was taught, recovered to write like tuned about
         the domain and like base elsewhere.
         """
-        limit = self._limit(task.suite)
+        limit = self.job.measurement(task.suite).longest
         known = self.costs.unit(f"answer {task.suite} {state} {limit}", guess)
         if known is not None or not guess or state == "base":
             return known
@@ -267,39 +229,22 @@ class Timetable:
         for name, group in answers.items():
             self.costs.guesses[f"answer {name}"] = _mean_length(group, groups[name][1])
 
-    def _is_likelihood(self, task: Task) -> bool:
-        """Return whether a task compares the likelihoods of given answers, and so writes none."""
-        config = self.workflow.eval
-        if not config or task.suite in ("", CLOSENESS):
-            return False
-        return not self.sources.suite(task.suite, config).generative
-
-    def _encoded(self, suite: str) -> list[list[int]]:
-        config, tokenizer = self.workflow.eval, self.sources.tokenizer(self.workflow.model)
-        assert config
-        if suite == CLOSENESS:
-            return [
-                encode_prompt(row, tokenizer, sys.maxsize) for row in self.sources.closeness(self.workflow)
-            ]
-        return self.sources.suite(suite, config).encode(config.limit, tokenizer)
-
     def _unknown_answers(self) -> dict[str, tuple[list[list[int]], int]]:
         """Return prompts and longest answer of all texts of base whose length no earlier run has measured."""
-        config, recover = self.workflow.eval, self.workflow.recover
+        config, recover = self.job.workflow.eval, self.job.workflow.recover
         groups: dict[str, tuple[list[list[int]], int]] = {}
         for task in self.tasks:
-            if task.suite and config and not self._is_likelihood(task):
-                if task.suite == CLOSENESS or not config.server:
-                    limit = self._limit(task.suite)
-                    groups[f"{task.suite} base {limit}"] = self._encoded(task.suite), limit
+            if task.suite and config:
+                asked = self.job.measurement(task.suite)
+                if asked.encoded and (task.suite == CLOSENESS or not config.server):
+                    groups[f"{task.suite} base {asked.longest}"] = asked.encoded, asked.longest
             elif task.name == "recover" and recover:
-                self.seconds(task)
-                if self._general:
-                    groups[answer_name(recover, "general")] = self._general, recover.limit("general")
+                general = self.job.encode(recover, self.job.recovery)["general"].train
+                groups[answer_name(recover, "general")] = general, recover.limit("general")
         return {
             name: (prompts[:: max(1, len(prompts) // PROBED)][:PROBED], limit)
             for name, (prompts, limit) in groups.items()
-            if self.costs.unit(f"answer {name}", guess=False) is None
+            if prompts and self.costs.unit(f"answer {name}", guess=False) is None
         }
 
 

@@ -10,26 +10,13 @@ from typer.main import get_command
 
 from opdcl.cli import app
 from opdcl.cli.guidance import EXAMPLES
+from opdcl.rundir.files import write_json
 
 
 def test_help_names_every_command(opdcl):
     text = opdcl("--help")
-    for name in (
-        "run",
-        "finetune",
-        "recover",
-        "eval",
-        "report",
-        "compare",
-        "chat",
-        "export",
-        "push",
-        "fetch",
-        "workflows",
-        "config",
-        "doctor",
-    ):
-        assert f" {name} " in text
+    for name, command in get_command(app).commands.items():
+        assert (f" {name} " in text) != command.hidden
 
 
 def test_help_has_a_short_form(opdcl):
@@ -180,6 +167,19 @@ def test_a_dry_run_is_one_json_document_and_writes_nothing(opdcl, tmp_path):
     assert plan["memory_bytes"]["finetune"] > 135e6 * 2
     assert plan["disk_bytes"] > 0
     assert [*tmp_path.iterdir()] == []
+
+
+def test_pairs_and_lists_reach_the_settings(opdcl, refused, tiny_model, tmp_path):
+    write_json(
+        tmp_path / "run" / "config.json", {"workflow": {"model": {"id": str(tiny_model)}}, "origins": {}}
+    )
+    (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n' * 2)
+    words = ("eval", "run", "--retention", "instructions,neighbours", "--domain", "mine", "--limit", "2")
+    words += ("--data", "mine=rows.jsonl", "--max-drop", "neighbours=5", "--dry-run", "--json")
+    planned = json.loads(opdcl(*words))["tasks"]
+    assert [task["suite"] for task in planned] == ["instructions", "neighbours", "mine", "closeness"]
+    assert "gates.max_drop names other" in refused(*words, "--max-drop", "other=3")
+    assert "is not a number" in refused(*words, "--max-drop", "few")
 
 
 def test_a_dry_run_counts_the_longest_prompt(opdcl, tmp_path):

@@ -8,17 +8,11 @@ import pytest
 WRONG = {
     "run quikstart": ("no workflow 'quikstart'", "did you mean quickstart?"),
     "run missing.yaml -o out": ("missing.yaml",),
-    "workflows show quikstart": ("did you mean quickstart?",),
-    "config show quickstart --set recover.stepz=3": (
-        "unknown key recover.stepz",
-        "did you mean recover.steps?",
-    ),
     "run quickstart -o out --set recover.stepz=3": (
         "unknown key recover.stepz",
         "did you mean recover.steps?",
     ),
     "run quickstart -o out --set recover.steps=many": ("recover.steps", "integer", "'many'", "--set"),
-    "run quickstart -o out --set recover.steps": ("is not KEY=VALUE", "--set recover.steps=60"),
     "finetune --data missing.jsonl -o out": ("missing.jsonl' does not exist",),
     "finetune --data handbook -o out --epochs 0": ("finetune.epochs", "greater than 0", "argument"),
     "finetune --data handbook -o out --epochs few": ("--epochs", "number"),
@@ -72,10 +66,7 @@ def test_a_wrong_command_is_refused_with_a_helpful_message(refused, command):
             '{"question": "q", "answer": "a"}\n{"question": "q", "ans\n',
             "rows.jsonl:2 is not valid JSON",
         ),
-        ("rows.jsonl", '{"question": "q", "answer": "a"}\n{"answer": "a"}\n', "rows.jsonl:2 has only answer"),
         ("rows.jsonl", '{"question": "q", "answer": "a"}\n{"question": "q"}\n', "rows.jsonl:2)"),
-        ("rows.jsonl", '{"question": "q", "answer": 5}\n', "rows.jsonl:1: answer is a number, not text"),
-        ("rows.jsonl", "", "rows.jsonl has no rows"),
         ("rows.csv", "id,name\n1,x\n", "rows.csv:2 has only id, name"),
         ("rows.xlsx", "x", "cannot tell the format of .xlsx"),
     ],
@@ -92,12 +83,6 @@ def test_bad_rows_are_refused_before_anything_is_loaded_or_written(refused, tmp_
     ("content", "message"),
     [
         (b"recover:\n  stepz: 3\n", "unknown key recover.stepz, flow.yaml:2"),
-        (b"recover:\n  steps: many\n", "flow.yaml:2)"),
-        (b"recover:\n  steps: 1\n  steps: 2\n", "flow.yaml:3: found duplicate key"),
-        (b"recover: [\n", "flow.yaml:"),
-        (b"recover: &a {}\n", "flow.yaml:1 uses an anchor or alias"),
-        (b"name: \xff\n", "not UTF-8"),
-        (b"- a\n", "not a mapping"),
         (b"finetune: {data: missing.jsonl}\n", "missing.jsonl' does not exist"),
         (
             b"finetune: {data: handbook}\neval: {data: {ifeval: missing.jsonl}}\n",
@@ -143,11 +128,3 @@ def test_a_directory_that_is_not_a_run_is_refused_and_left_alone(refused, tmp_pa
 def test_a_file_as_run_directory_is_refused(refused, tmp_path):
     (tmp_path / "note").write_text("mine")
     assert "note is a file" in refused("finetune", "--data", "handbook", "-o", "note")
-
-
-def test_an_unknown_trainer_field_is_refused_with_a_suggestion(refused):
-    errors = refused(
-        "finetune", "--data", "handbook", "-o", "out", "--set", "finetune.trainer.weight_decai=0.1"
-    )
-    assert "weight_decai" in errors
-    assert "weight_decay" in errors

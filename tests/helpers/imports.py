@@ -29,6 +29,7 @@ ORDER = (
     ("pipeline",),
     ("deploy",),
     ("arguments", "outcomes"),
+    ("carry_out",),
     ("api", "doctor"),
     ("opdcl",),
     ("cli",),

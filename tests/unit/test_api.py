@@ -174,7 +174,7 @@ def test_files_of_the_same_name_are_suites_of_their_own(tmp_path, monkeypatch, f
     suites, data = question_suites(files, None)
     assert suites == names
     wanted = dict.fromkeys(str(tmp_path / file) for file in files)
-    assert data == {f"eval.data.{name}": file for name, file in zip(names, wanted, strict=True)}
+    assert data == {f"data.{name}": file for name, file in zip(names, wanted, strict=True)}
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,8 @@ def test_the_tables_agree_with_the_libraries():
     names = {c: {f.name for f in dataclasses.fields(c)} for c in (DistillationConfig, SFTConfig)}
     assert ALLOWED["recover"].keys() <= names[DistillationConfig]
     assert ALLOWED["finetune"].keys() <= names[SFTConfig]
-    former = {"group_by_length"}  # of earlier versions of transformers
     replaced = {name for fields in INSTEAD.values() for name in fields.split()}
-    assert replaced - former <= names[DistillationConfig] | names[SFTConfig]
+    assert replaced <= names[DistillationConfig] | names[SFTConfig]
     assert {*OPTIMIZERS} <= {name.value for name in OptimizerNames}
     assert {*SCHEDULES} <= {kind.value for kind in SchedulerType}
 

@@ -10,7 +10,8 @@ from opdcl.config.workflow import Workflow
 from opdcl.data.chat import encode_example, encode_prompt
 from opdcl.data.formats import check_row
 from opdcl.errors import UsageError
-from opdcl.pipeline.sources import Sources
+from opdcl.pipeline.job import Job
+from opdcl.rundir.layout import RunDir
 
 TOOLS = [
     {
@@ -105,7 +106,8 @@ def test_recovery_asks_for_each_call_and_for_the_answer_after_the_result(tmp_pat
     again = [*MESSAGES[:3], {**CALLS, "tool_calls": [CALL]}, *MESSAGES[2:]]
     (tmp_path / "rows.jsonl").write_text(json.dumps({**ROW, "messages": again}))
     path = str(tmp_path / "rows.jsonl")
-    recovery = Sources().recovery(Workflow.model_validate({"recover": {"general": path, "domain": path}}))
+    workflow = Workflow.model_validate({"recover": {"general": path, "domain": path}})
+    recovery = Job.of(workflow, RunDir(tmp_path)).recovery
     tokenizer = make_tokenizer(FAMILIES["qwen3"])
     endings = [QWEN_ASKED, QWEN_CALL + QWEN_RESULT, QWEN_CALL + QWEN_RESULT]
     for stream in ("general", "domain"):

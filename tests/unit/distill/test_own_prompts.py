@@ -23,6 +23,7 @@ from opdcl.distill import own_prompts as own
 from opdcl.errors import Interrupted, OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.pipeline.execute import execute
+from opdcl.pipeline.job import Job
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Rollout
 
@@ -212,10 +213,10 @@ def test_a_run_on_prompts_of_its_own(project, writer):
     assert "warning" not in planned.stdout + planned.stderr
     assert not (project / "run").exists()
 
-    workflow, origins = load(["tiny.yaml"], TINY)
+    workflow, _ = load(["tiny.yaml"], TINY)
     run = RunDir(project / "run")
     with pytest.raises(Interrupted):
-        execute(workflow, origins, run, Stopped("quiet"))
+        execute(Job.of(workflow, run), Stopped("quiet"))
     file = project / "run" / "stages" / "02-recover" / "prompts.jsonl"
     before = os.stat(file).st_mtime_ns
     prompts = {row.prompt[0]["content"] for row in load_rows(str(file))}

@@ -21,7 +21,7 @@ from opdcl.model import quantized
 from opdcl.model.backbone import Backbone
 from opdcl.model.forward import answer_states
 from opdcl.pipeline.forecast import forecast
-from opdcl.pipeline.sources import Sources
+from opdcl.pipeline.job import Job
 from opdcl.rundir.files import read_json, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.llama_step import is_llama
@@ -269,7 +269,6 @@ def test_the_forecast_counts_quantized_weights_and_no_merged_copy(tiny_model, tm
             "model": {"id": str(tiny_model), "quantization": kind},
             "eval": {"retention": ["instructions"], "batch_size": 4},
         }
-        workflow, sources = validate(tree), Sources()
-        tasks = sources.plan(workflow, RunDir(tmp_path / "run"))
-        needs.append(forecast(workflow, tasks, sources)["memory_bytes"]["eval"])
+        job = Job.of(validate(tree), RunDir(tmp_path / "run"))
+        needs.append(forecast(job, job.plan())["memory_bytes"]["eval"])
     assert needs[0] > needs[1] > needs[2]

@@ -8,8 +8,8 @@ from safetensors.numpy import save_file
 
 from opdcl.config.load import load_tree, validate
 from opdcl.pipeline.defaults import describe_automatic, resolve, resolve_for_machine, with_dtype
+from opdcl.pipeline.job import read_records
 from opdcl.pipeline.plan import make_plan
-from opdcl.pipeline.sources import read_records
 from opdcl.rundir.layout import RunDir
 
 AUTOMATIC = {

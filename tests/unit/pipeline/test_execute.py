@@ -16,9 +16,9 @@ from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.pipeline.defaults import resolve_for_machine, with_dtype
 from opdcl.pipeline.execute import execute
+from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import stage_folder
 from opdcl.pipeline.session import command_line
-from opdcl.pipeline.sources import Sources
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import RunDir
@@ -34,28 +34,28 @@ def begun(tmp_path, tiny_model):
     other = "float32" if here.model.dtype == "bfloat16" else "bfloat16"
     finetune = workflow.finetune.model_copy(update={"batch_size": 7})
     elsewhere, _ = with_dtype(workflow.model_copy(update={"finetune": finetune}), other, "cuda")
-    elsewhere, origins = resolve_for_machine(elsewhere)
-    (task,) = Sources().plan(elsewhere, run)
+    job = Job.of(elsewhere, run)
+    (task,) = job.plan()
     record = {"status": "running", "fingerprint": task.fingerprint, "inputs": task.inputs}
     stage = stage_folder(run, "finetune")
     write_json(stage.record, record)
     write_atomic(stage.trainer / "checkpoint-1" / "weights", "of step 1")
     seal(stage.trainer / "checkpoint-1")
-    write_json(run.config, {"workflow": elsewhere.model_dump(), "origins": origins})
-    write_atomic(run.workflow, dump(elsewhere))
+    write_json(run.config, {"workflow": job.workflow.model_dump(), "origins": job.automatic})
+    write_atomic(run.workflow, dump(job.workflow))
     return workflow, run, other
 
 
 def test_another_automatic_value_is_refused_with_the_option_that_keeps_the_first(begun):
     workflow, run, other = begun
     with pytest.raises(UsageError) as caught:
-        execute(workflow, {}, run, Output("quiet"))
+        execute(Job.of(workflow, run), Output("quiet"))
     assert "changed: batch_size, dtype" in caught.value.message
     assert f"--set model.dtype={other}" in caught.value.hint
     assert "--set finetune.batch_size=7" in caught.value.hint
     asked = {"model": {"id": workflow.model.id, "dtype": other}}
     asked["finetune"] = {"data": workflow.finetune.data, "batch_size": 7}
-    (task,) = Sources().plan(resolve_for_machine(validate(asked))[0], run)
+    (task,) = Job.of(validate(asked), run).plan()
     assert task.action == "resume"
 
 
@@ -105,7 +105,7 @@ def test_a_run_without_stages_keeps_its_precision_too(tmp_path, tiny_model):
     write_json(run.manifest, {"device": {"dtype": "float16"}})
     write_json(run.eval_result("base", "instructions"), {"fingerprint": "of another time"})
     with pytest.raises(UsageError, match="begun in float16") as caught:
-        execute(workflow, {}, run, Output("quiet"))
+        execute(Job.of(workflow, run), Output("quiet"))
     assert "--set model.dtype=float16" in caught.value.hint
 
 

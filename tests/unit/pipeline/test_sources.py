@@ -16,6 +16,7 @@ from opdcl.distill import prompts
 from opdcl.errors import UsageError
 from opdcl.pipeline.dry_run import describe
 from opdcl.pipeline.execute import execute
+from opdcl.pipeline.job import Job
 from opdcl.pipeline.sources import Sources
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
@@ -62,25 +63,6 @@ def count_suites(monkeypatch) -> Counter:
     return loaded
 
 
-def test_a_fine_tune_and_its_evaluation_parse_each_file_and_build_each_suite_once(
-    project, opened, monkeypatch
-):
-    loaded = count_suites(monkeypatch)
-    workflow, origins = load(["tiny.yaml"], ["recover=null"])
-    run = RunDir(project / "run")
-    execute(workflow, origins, run, Output("quiet"))
-    # Once for its hash, once for its rows, which are trained on and asked.
-    assert counts(opened, "rows.jsonl", "test.jsonl") == {"rows.jsonl": 2, "test.jsonl": 2}
-    assert loaded == {"instructions": 1, "questions": 1}
-    for suite in ("instructions", "questions"):
-        base, tuned = (read_json(run.eval_result(state, suite))["floor"] for state in ("base", "tuned"))
-        # All other floors are answers that no state wrote.
-        assert base.keys() == tuned.keys() > {"shuffled"}
-        assert [base[name] for name in base if name != "shuffled"] == [
-            tuned[name] for name in base if name != "shuffled"
-        ]
-
-
 def test_named_columns_are_read_told_and_part_of_the_run(project):
     (project / "rows.csv").write_text("Frage;Antwort;Thema\nWer?;Ada.;Leute\nWo?;London.;Orte\n")
     model = load(["tiny.yaml"])[0].model.id
@@ -105,12 +87,21 @@ def test_a_malformed_option_for_columns_is_refused(project, columns):
     assert "columns" in refused.stderr
 
 
-def test_a_whole_run_parses_each_file_and_builds_each_suite_once(project, opened, monkeypatch):
+def test_a_run_parses_each_file_and_builds_each_suite_once(project, opened, monkeypatch):
     loaded = count_suites(monkeypatch)
-    workflow, origins = load(["tiny.yaml"])
-    execute(workflow, origins, RunDir(project / "run"), Output("quiet"))
-    assert counts(opened, "rows.jsonl", "prompts.jsonl") == {"rows.jsonl": 2, "prompts.jsonl": 2}
+    run = RunDir(project / "run")
+    execute(Job.of(load(["tiny.yaml"])[0], run), Output("quiet"))
+    # Once for its hash, once for its rows, which are trained on and asked.
+    names = "rows.jsonl", "prompts.jsonl", "test.jsonl"
+    assert counts(opened, *names) == dict.fromkeys(names, 2)
     assert loaded == {"instructions": 1, "questions": 1}
+    for suite in ("instructions", "questions"):
+        base, tuned = (read_json(run.eval_result(state, suite))["floor"] for state in ("base", "tuned"))
+        # All other floors are answers that no state wrote.
+        assert base.keys() == tuned.keys() > {"shuffled"}
+        assert [base[name] for name in base if name != "shuffled"] == [
+            tuned[name] for name in base if name != "shuffled"
+        ]
 
 
 def test_the_arms_of_a_sweep_share_what_is_read(project, opened, monkeypatch):
@@ -119,7 +110,7 @@ def test_the_arms_of_a_sweep_share_what_is_read(project, opened, monkeypatch):
     loaded = count_suites(monkeypatch)
     (project / "arms.yaml").write_text("arms: {one: {}, two: {finetune: {epochs: 2}}}")
     workflow, _ = load(["tiny.yaml", "arms.yaml"], ["recover=null"])
-    _, plans = describe_all(workflow, project / "sweep")
+    _, plans = describe_all(workflow, {}, project / "sweep", Sources())
     assert [plan["run"] for plan in plans] == ["one", "two"]
     assert counts(opened, "rows.jsonl") == {"rows.jsonl": 2}
     assert loaded == {"instructions": 1, "questions": 1}
@@ -133,9 +124,9 @@ def test_rows_that_a_caller_changes_stay_as_they_were_read(project):
 
 def test_a_row_without_an_answer_is_refused_before_anything_is_written(project):
     (project / "rows.jsonl").write_text(json.dumps({"question": "What is the code?"}))
-    workflow, origins = load(["tiny.yaml"], ["eval=null"])
+    workflow, _ = load(["tiny.yaml"], ["eval=null"])
     with pytest.raises(UsageError, match=r"1 row has no answer to learn \(first: .*rows\.jsonl:1\)"):
-        execute(workflow, origins, RunDir(project / "run"), Output("quiet"))
+        execute(Job.of(workflow, RunDir(project / "run")), Output("quiet"))
     assert not (project / "run").exists()
 
 
@@ -151,15 +142,13 @@ def test_rows_that_the_fine_tune_leaves_out_are_no_domain_prompts(project):
             f"finetune.long_rows={long_rows}",
         ]
         workflow, _ = load(["tiny.yaml"], settings)
-        sources = Sources()
-        kept[long_rows] = len(sources.recovery(sources.inherit(workflow)).rows["domain"])
+        kept[long_rows] = len(Job.of(workflow, RunDir(project)).recovery.rows["domain"])
     assert kept == {"skip": 12, "cut": 13}
 
 
 def test_the_hash_of_a_suite_covers_its_data_and_each_field_has_its_own(project):
     workflow, _ = load(["tiny.yaml"])
-    sources = Sources()
-    hashes = sources.hashes(sources.inherit(workflow))
+    hashes = Job.of(workflow, RunDir(project)).hashes
     assert [*hashes] == [
         "finetune.data",
         "recover.general",
@@ -170,8 +159,7 @@ def test_the_hash_of_a_suite_covers_its_data_and_each_field_has_its_own(project)
     ]
     assert hashes["finetune.data"] == hashes["recover.domain"] != hashes["recover.general"]
     (project / "prompts.jsonl").write_text('{"prompt": "Another."}\n{"prompt": "Two."}\n')
-    fresh = Sources()
-    assert fresh.hashes(fresh.inherit(workflow))["recover.general"] != hashes["recover.general"]
+    assert Job.of(workflow, RunDir(project)).hashes["recover.general"] != hashes["recover.general"]
 
 
 def test_the_hash_of_a_group_covers_the_files_of_its_tasks(project):
@@ -183,7 +171,7 @@ def test_the_hash_of_a_group_covers_the_files_of_its_tasks(project):
             (project / f"{task}.jsonl").write_text(text)
         data = {task: str(project / f"{task}.jsonl") for task in rows}
         workflow = Workflow(name="group", eval=EvalConfig(retention=["mmlu_stem"], data=data))
-        return Sources().hashes(workflow).get("eval.suite.mmlu_stem")
+        return Job.of(workflow, RunDir(project)).hashes.get("eval.suite.mmlu_stem")
 
     one = of_group(mmlu_anatomy="{}", rows="{}")
     assert one == of_group(mmlu_anatomy="{}", rows='{"a": 1}')
@@ -197,14 +185,14 @@ def test_recovery_practises_every_answer_of_a_conversation_about_the_domain(proj
     rows = [conversation, {"question": "3?", "answer": "three"}]
     (project / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     workflow, _ = load(["tiny.yaml"], ["eval=null"])
-    sources = Sources()
-    domain = sources.recovery(sources.inherit(workflow)).rows["domain"]
+    job = Job.of(workflow, RunDir(project))
+    domain = job.recovery.rows["domain"]
     assert [(row.prompt, row.answer) for row in domain] == [
         (turns[:1], "one"),
         (turns, "two"),
         ([{"role": "user", "content": "3?"}], "three"),
     ]
-    assert len(sources.learned_rows(workflow)) == 2
+    assert len(job.learned_rows) == 2
 
 
 def test_prompts_to_replay_are_part_of_the_fine_tune(project):
@@ -216,14 +204,14 @@ def test_prompts_to_replay_are_part_of_the_fine_tune(project):
     for text in ('{"prompt": "Say something."}', '{"prompt": "Say more."}'):
         prompts.write_text(text)
         flow, _ = load(["tiny.yaml", "replay.yaml"])
-        sources = Sources()
-        assert len(sources.examples(flow).replay) == 1
-        hashes.append(sources.hashes(flow)["finetune.replay.prompts"])
+        job = Job.of(flow, RunDir(project))
+        assert len(job.examples.replay) == 1
+        hashes.append(job.hashes["finetune.replay.prompts"])
     assert hashes[0] != hashes[1]
     prompts.write_text('{"text": "A document."}')
     with pytest.raises(UsageError, match="plain text cannot be a prompt"):
-        Sources().examples(flow)
-    assert "finetune.replay.prompts" not in Sources().hashes(load(["tiny.yaml"])[0])
+        _ = Job.of(flow, RunDir(project)).examples
+    assert "finetune.replay.prompts" not in Job.of(load(["tiny.yaml"])[0], RunDir(project)).hashes
 
 
 def test_the_arms_of_a_sweep_encode_each_prompt_once_and_check_its_room_again(project, monkeypatch):
@@ -237,10 +225,10 @@ def test_the_arms_of_a_sweep_encode_each_prompt_once_and_check_its_room_again(pr
     sources = Sources()
     for length in (8, 9):
         flow, _ = load(["tiny.yaml"], [f"recover.max_new_tokens={length}"])
-        describe(flow, RunDir(project / "run"), sources=sources)
+        describe(Job.of(flow, RunDir(project / "run"), sources))
     assert encoded == dict.fromkeys(
         [*(f"prompts.jsonl:{i}" for i in range(1, 11)), *(f"rows.jsonl:{i}" for i in range(1, 13))], 1
     )
     flow, _ = load(["tiny.yaml"], ["recover.max_new_tokens=500"])
     with pytest.raises(UsageError, match=r"prompts.jsonl:1: .* the context leaves room for 12"):
-        describe(flow, RunDir(project / "run"), sources=sources)
+        describe(Job.of(flow, RunDir(project / "run"), sources))

@@ -11,8 +11,7 @@ from helpers.tiny import make_project
 from opdcl.config.load import load
 from opdcl.console import Output
 from opdcl.pipeline import earlier_times
-from opdcl.pipeline.defaults import resolve_for_machine
-from opdcl.pipeline.sources import Sources
+from opdcl.pipeline.job import Job
 from opdcl.pipeline.timetable import Timetable
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
@@ -127,9 +126,8 @@ def test_what_is_done_takes_no_time(first, folder, command):
 def timetable(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("OPDCL_CACHE", str(folder / "cache"))
-    sources, run = Sources(), RunDir(folder / "new")
-    workflow, _ = resolve_for_machine(sources.inherit(load(["tiny.yaml"], [])[0]))
-    return Timetable(workflow, run, sources.plan(workflow, run), sources)
+    job = Job.of(load(["tiny.yaml"])[0], RunDir(folder / "new"))
+    return Timetable(job, job.plan())
 
 
 def test_the_tasks_after_the_last_one_take_no_time_and_each_earlier_one_adds(first, folder, monkeypatch):

@@ -303,6 +303,7 @@ def test_the_key_comes_from_the_environment_and_stays_out_of_messages(backbone, 
 def test_a_dry_run_reports_a_server_that_refuses_access(backbone, elsewhere, tmp_path):
     from opdcl.config.workflow import Workflow
     from opdcl.pipeline.dry_run import describe
+    from opdcl.pipeline.job import Job
     from opdcl.rundir.layout import RunDir
 
     with serving(elsewhere) as server:
@@ -314,14 +315,13 @@ def test_a_dry_run_reports_a_server_that_refuses_access(backbone, elsewhere, tmp
                 "loss": {"kind": "policy_gradient"},
             },
         )
-        describe(workflow, RunDir(tmp_path / "run"))
+        job = Job.of(workflow, RunDir(tmp_path / "run"))
+        describe(job)
         server.faults = [401]
         with pytest.raises(UsageError, match="refuses: status 401") as caught:
-            describe(workflow, RunDir(tmp_path / "run"))
+            describe(job)
         assert KEY in caught.value.hint
-    describe(
-        workflow, RunDir(tmp_path / "run")
-    )  # unreachable is accepted: it may be started before it is needed
+    describe(job)  # unreachable is accepted: it may be started before it is needed
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host/v1", "http://user:word@host/v1", "http://"])

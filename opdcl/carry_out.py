@@ -1,0 +1,89 @@
+"""What `run`, `finetune`, `recover` and `evaluate` share: settle what to do, then do it or describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from opdcl import parallel
+from opdcl.arguments import PathLike, Settings, as_settings, strings, take_rows
+from opdcl.config.load import load, load_tree
+from opdcl.config.workflow import Workflow
+from opdcl.console import Output, quiet_libraries
+from opdcl.outcomes import Comparison, Plan, Result
+from opdcl.pipeline.begin import open_or_begin
+from opdcl.pipeline.execute import execute
+from opdcl.pipeline.job import Job
+from opdcl.pipeline.preflight import refuse_foreign
+from opdcl.pipeline.sources import Sources
+from opdcl.pipeline.sweep import describe_all, execute_all, expand
+from opdcl.results.summary import summarise
+from opdcl.results.tables import Table
+from opdcl.rundir.layout import RunDir, open_run
+
+
+def carry_out(
+    stage: str,
+    given: dict[str, Any],
+    settings: Settings = None,
+    dry_run: bool = False,
+    force: bool = False,
+    quiet: bool = False,
+) -> Result | Comparison | Plan:
+    """Run a `workflow` from its files; or the one of a run or an adapter, `path`, with one more stage.
+
+    `given` has the arguments of the verb: these two, `out`, and by their names those that are settings.
+    """
+    files, source, out = (given.pop(name, None) for name in ("workflow", "path", "out"))
+    overrides, flags = as_settings(settings, stage, given)
+    flow, origins, path, sources = _configure(stage, overrides, flags, out, strings(files or ()), source)
+    output, run = Output("quiet" if quiet else "human"), RunDir(path)
+    sweep = bool(files) and bool(flow.arms or flow.seeds)
+    if not sweep:  # found before the libraries are imported
+        refuse_foreign(run)
+        sources.read(flow)
+    if dry_run:
+        title = f"dry run: {path}"
+        with output.busy("checking model and data"), quiet_libraries():
+            from opdcl.pipeline.dry_run import data_table, describe
+
+            if sweep:
+                lines, plans = describe_all(flow, origins, path, sources, force)
+                return Plan(title, [Table(title, ["run", "stage", "action", "why"], lines, "")], plans)
+            lines, plan = describe(Job.of(flow, run, sources, origins), force)
+        tables = [Table(title, ["stage", "action", "why"], lines, ""), *data_table(plan)]
+        return Plan(title, tables, plan, [*plan["notes"], f"time: {plan['seconds_from']}"])
+    parallel.join()
+    if not sweep:
+        return Result(path, execute(Job.of(flow, run, sources, origins), output, force))
+    if comparison := execute_all(flow, origins, path, sources, output, force):
+        return Comparison(comparison, path)
+    # One arm with one seed has nothing to be compared with.
+    only = open_run(path / next(iter(expand(flow, path))))
+    return Result(only.path, summarise(only))
+
+
+def _configure(
+    stage: str,
+    overrides: list[str],
+    flags: dict[str, Any],
+    out: PathLike | None,
+    files: Sequence[str],
+    source: PathLike,
+) -> tuple[Workflow, dict[str, str], Path, Sources]:
+    """Return the workflow, the origins of its settings, its run directory and its data."""
+
+    def read() -> tuple[Workflow, dict[str, str], Path]:
+        if not source:
+            flow, origins = load([*files], overrides, flags)
+            return flow, origins, Path(out or Path("runs") / flow.name)
+        path, saved = open_or_begin(str(source), Path(out) if out else None, flags.get("model.id"))
+        return *load_tree(saved["workflow"], saved["origins"], overrides, flags, stage), path
+
+    texts = take_rows(flags)
+    flow, origins, path = read()
+    if texts:  # rows in memory become files of the run, whose directory is known only now
+        flags |= {key: str((path / "data" / flags[key]).resolve()) for key in texts}
+        flow, origins, path = read()
+    return flow, origins, path, Sources({flags[key]: text for key, text in texts.items()})

@@ -1,0 +1,289 @@
+"""A run, resolved once: its settings, its rows and suites, and what it measures. Nothing changes it later."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opdcl.config.evaluate import CLOSENESS, EvalConfig
+from opdcl.config.recover import RecoverConfig
+from opdcl.config.shipped import shipped_suites
+from opdcl.config.workflow import Workflow
+from opdcl.data import scoring
+from opdcl.data.chat import encode_prompt
+from opdcl.data.examples import Examples, read_examples, with_answers
+from opdcl.data.rows import Row, check_prompts
+from opdcl.data.stock_tasks import group_tasks
+from opdcl.errors import UsageError
+from opdcl.pipeline.defaults import named_after, resolve_for_machine, text_config
+from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_plan, stage_folder
+from opdcl.pipeline.sources import Sources
+from opdcl.rundir.files import read_json
+from opdcl.rundir.hashes import ADAPTER, file_hash, hash_value
+from opdcl.rundir.layout import RunDir
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from opdcl.data.suites import Suite
+    from opdcl.distill.prompts import Prompts, RecoverySource
+    from opdcl.distill.schedule import Stream
+
+
+# The settings of a fine-tune on which its encoded rows depend.
+ENCODING = {"data", "max_length", "long_rows", "empty_answers", "replay"}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a suite, or closeness, asks each state, in tokens.
+
+    `encoded` holds the ids of the prompts to answer, with at most `longest` tokens each; it is empty where
+    the likelihoods of given texts are compared.
+    """
+
+    lengths: list[int]
+    longest: int = 0
+    encoded: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What one run is to do. `automatic` has the origin of each setting that was left at `auto`."""
+
+    workflow: Workflow
+    run: RunDir
+    sources: Sources
+    origins: dict[str, str]
+    automatic: dict[str, str]
+
+    @classmethod
+    def of(
+        cls,
+        workflow: Workflow,
+        run: RunDir,
+        sources: Sources | None = None,
+        origins: dict[str, str] | None = None,
+    ) -> Job:
+        """Resolve a workflow: its recovery practises the fine-tune's rows if it names no domain, and numbers
+        take the place of `auto`.
+
+        Raises:
+            UsageError: A file of rows, the model, or the adapter to start from was not found.
+        """
+        sources = sources or Sources()
+        finetune, recover = workflow.finetune, workflow.recover
+        rows = sources.rows(finetune.data, columns=workflow.columns) if finetune else []
+        # Plain text has no question to sample on.
+        if finetune and recover and not recover.domain and all(row.prompt for row in rows):
+            domain = recover.model_copy(update={"domain": finetune.data})
+            workflow = workflow.model_copy(update={"recover": domain})
+        workflow, automatic = resolve_for_machine(named_after(workflow, run.path))
+        return cls(workflow, run, sources, {**(origins or {}), **automatic}, automatic)
+
+    def rows(self, source: str, split: str = "train") -> list[Row]:
+        """Return the checked rows of a source, read by the workflow's names of columns."""
+        return self.sources.rows(source, split, self.workflow.columns)
+
+    def suite(self, name: str) -> Suite:
+        """Return a loaded suite."""
+        from opdcl.data.suites import load_suite
+
+        config = self.workflow.eval or EvalConfig()
+        limit = config.max_new_tokens if name in config.data else None
+        # The data of a group are those of its tasks.
+        key = "suite", name, limit, *config.data.items(), *self.workflow.columns.items()
+        return self.sources.once(key, lambda: load_suite(name, config, self.rows))
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The base model's tokenizer."""
+        return self.sources.tokenizer(self.workflow.model)
+
+    @cached_property
+    def shape(self) -> Any:
+        """The base model's own configuration."""
+        return text_config(self.workflow.model)
+
+    @property
+    def context(self) -> int:
+        """The length of the base model's context, in tokens."""
+        return int(self.shape.max_position_embeddings)
+
+    @cached_property
+    def examples(self) -> Examples:
+        """The encoded rows of the fine-tune.
+
+        Raises:
+            UsageError: A row is refused.
+        """
+        config = self.workflow.finetune
+        rows = self.rows(config.data)
+        if config.method == "self-distill":  # which samples answers, and so has no sequences beforehand
+            return Examples(*with_answers(rows, config))
+
+        def encode() -> Examples:
+            replay = self.rows(config.replay.prompts) if config.replay.share else []
+            return read_examples(rows, config, self.tokenizer, replay)
+
+        model = self.workflow.model.model_dump_json()
+        return self.sources.once(("examples", config.model_dump_json(include=ENCODING), model), encode)
+
+    @property
+    def learned_rows(self) -> list[Row]:
+        """The rows that the fine-tune learns from, without those that it leaves out."""
+        config = self.workflow.finetune
+        if config.method == "sft" and config.long_rows != "refuse":
+            return self.examples.rows
+        return with_answers(self.rows(config.data), config)[0]
+
+    @cached_property
+    def recovery(self) -> RecoverySource:
+        """The checked prompts of the recovery, and the suite of its reward.
+
+        Of a domain that the fine-tune has learned, rows that it left out are no prompts either. Conversations
+        about the domain, and those with tools, give one prompt per answer or call. Prompts that base has yet
+        to write have placeholders.
+        """
+        from opdcl.distill.own_prompts import planned_prompts
+        from opdcl.distill.prompts import read_recovery_source
+
+        finetune, recover = self.workflow.finetune, self.workflow.recover
+
+        def read(source: str, split: str = "train") -> list[Row]:
+            learned = finetune and source == finetune.data and split == "train"
+            return self.learned_rows if learned else self.rows(source, split)
+
+        source = read_recovery_source(recover, read, lambda suite: self.suite(suite).task)
+        domain = [turn for row in source.rows["domain"] for turn in row.turns()]
+        turns = (row.turns() if row.tools else [row] for row in source.rows["general"])
+        general = [turn for of_row in turns for turn in of_row]
+        if recover.general == "self":
+            general = planned_prompts(recover, bool(domain))
+        encoded: dict[str, list[int]] = self.sources.once(
+            ("prompt ids", self.workflow.model.model_dump_json()), dict
+        )
+        return replace(source, rows={"general": general, "domain": domain}, encoded=encoded)
+
+    @cached_property
+    def self_distillation(self) -> tuple[RecoverConfig, RecoverySource]:
+        """A fine-tune by self-distillation as a recovery, with its checked rows."""
+        from opdcl.distill.prompts import read_recovery_source
+        from opdcl.stages.finetune import as_distillation
+
+        rows = self.examples.rows
+        config = as_distillation(self.workflow.finetune, len(rows))
+        return config, read_recovery_source(config, lambda *_: rows)
+
+    def encode(self, config: RecoverConfig, source: RecoverySource) -> dict[Stream, Prompts]:
+        """Return the prompts of a recovery as token ids, by stream.
+
+        Raises:
+            UsageError: A prompt leaves no room for an answer.
+        """
+        from opdcl.distill.prompts import encode_stream
+        from opdcl.distill.schedule import STREAMS
+
+        return {s: encode_stream(config, source, s, self.tokenizer, self.context) for s in STREAMS}
+
+    @cached_property
+    def closeness(self) -> list[Row]:
+        """The prompts on which closeness to base is measured."""
+        config = self.workflow.eval
+        if config is None or config.closeness is None:
+            return []
+        return check_prompts(self.rows(config.closeness))[: config.limit]
+
+    def measurement(self, name: str) -> Measurement:
+        """Return what a suite, or closeness, asks."""
+        suite = None if name == CLOSENESS else self.suite(name)
+        settings = self.workflow.model_dump_json(include={"model", "eval"})
+        return self.sources.once(("measurement", suite, settings), lambda: self._measurement(suite))
+
+    def _measurement(self, suite: Suite | None) -> Measurement:
+        from opdcl.stages.evaluate import max_answer_tokens
+
+        config = self.workflow.eval
+        if suite is None:
+            encoded = [encode_prompt(row, self.tokenizer, sys.maxsize) for row in self.closeness]
+            longest = config.closeness_tokens
+        elif suite.generative:
+            encoded = suite.encode(config.limit, self.tokenizer)
+            longest = max_answer_tokens(config, suite.max_tokens, 0, sys.maxsize)
+        else:
+            return Measurement(suite.lengths(config.limit, self.tokenizer))
+        return Measurement([*map(len, encoded)], longest, encoded)
+
+    @property
+    def tests(self) -> list[str]:
+        """All prompts of the run's suites."""
+        config = self.workflow.eval
+        suites = [self.suite(name) for name in config.suites()] if config else []
+        asked = ["\n".join(m["content"] for m in row.prompt) for row in self.closeness]
+        return [prompt for suite in suites for prompt in suite.prompts(None)] + asked
+
+    @cached_property
+    def hashes(self) -> dict[str, str]:
+        """The hash of each source's content, by the name of its field."""
+        from opdcl.model.adapters import start_files
+
+        workflow, recover, evaluation = self.workflow, self.workflow.recover, self.workflow.eval
+        fields = workflow.data_sources()
+        if evaluation:
+            fields |= {f"eval.data.{suite}": path for suite, path in evaluation.data.items()}
+        hashes = {key: self.sources.hash(source) for key, source in fields.items()}
+        if workflow.columns:  # they decide what is read
+            hashes = {key: hash_value([value, workflow.columns]) for key, value in hashes.items()}
+        for key, place in workflow.adapters().items():
+            hashes[key] = self.sources.hash_of(start_files(place, may_be_model=key == "start"))
+        suites = {f"eval.suite.{suite}": suite for suite in evaluation.suites()} if evaluation else {}
+        if recover and recover.reward:
+            suites["recover.reward.suite"] = recover.reward.suite
+        for key, suite in suites.items():
+            if shipped := shipped_suites().get(suite):
+                files = sorted(p for p in shipped.parent.iterdir() if p.is_file())
+                hashes[key] = self.sources.hash_of([*files, Path(scoring.__file__)])
+            elif evaluation and evaluation.data and suite not in evaluation.data:
+                members = [hashes.get(f"eval.data.{task}") for task in group_tasks(suite)]
+                if any(members):
+                    hashes[key] = hash_value(members)
+        return hashes
+
+    def check_rows(self) -> None:
+        """Check that every row can be used where the workflow uses it.
+
+        Raises:
+            UsageError: A source is missing or malformed, or a row lacks what its stage needs.
+        """
+        finetune, recover, evaluation = self.workflow.finetune, self.workflow.recover, self.workflow.eval
+        if finetune:
+            with_answers(self.rows(finetune.data), finetune)
+        if recover:
+            _ = self.recovery
+        for suite, path in (evaluation.data if evaluation else {}).items():
+            if path not in self.sources.given and not os.path.isfile(path):
+                raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
+        _ = self.closeness
+
+    def plan(self) -> list[Task]:
+        """Return what there is to do in the run directory, as it is now."""
+        return make_plan(self.workflow, self.hashes, read_records(self.run))
+
+
+def read_records(run: RunDir) -> Records:
+    """Read what a run directory holds: stage records with the hashes of their adapters, and results."""
+    stages = {}
+    for name in STAGE_NUMBERS:
+        stage = stage_folder(run, name)
+        weights = stage.adapter / ADAPTER
+        if stage.is_done():
+            stages[name] = StageRecord(stage.state(), file_hash(weights) if weights.is_file() else None)
+        elif state := stage.state():
+            checkpoint = stage.last_checkpoint()
+            stages[name] = StageRecord(state, checkpoint=checkpoint.name if checkpoint else None)
+    files = run.evals.glob("*/*.json")
+    return Records(stages, {(f.parent.name, f.stem): read_json(f).get("fingerprint") for f in files})
