@@ -16,6 +16,7 @@ from opdcl.distill.schedule import FULL_BATCH, STREAMS
 from opdcl.model.adapters import tuned_model
 from opdcl.model.architecture import Architecture, architecture
 from opdcl.model.load import pick_device, pick_dtype
+from opdcl.model.positions import CHUNK, CUDA_CHUNK
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
@@ -28,12 +29,14 @@ from opdcl.stages.finetune import planned_steps
 class _Shape:
     """The dimensions of a model, how its numbers are stored, and where it runs.
 
-    A layer has an inner width of `inner`, each expert of a mixture too.
+    A layer has an inner width of `inner`, each expert of a mixture too. `tied` models have one matrix of
+    embeddings.
     """
 
     of: Architecture
     hidden: int
     inner: int
+    tied: bool
     dtype: str
     device: str
     quantization: str | None
@@ -45,13 +48,22 @@ class _Shape:
 
     @property
     def parameters(self) -> int:
-        per_layer = 2 * self.hidden + 2 * self.of.key_width + 3 * self.inner * self.of.experts
-        return (self.of.layers * per_layer + self.of.vocabulary) * self.hidden
+        per_layer = 2 * self.query + 2 * self.of.key_width + 3 * self.inner * self.of.experts
+        return self.of.layers * per_layer * self.hidden + self.embeddings
+
+    @property
+    def query(self) -> int:
+        """How many numbers one token's queries take in one layer."""
+        return self.of.heads * self.of.head_dim or self.hidden
+
+    @property
+    def embeddings(self) -> int:
+        return self.of.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
     def weights(self) -> int:
         """Bytes. A quantized weight takes one, or half of one and its part of the scales."""
-        embedding = self.of.vocabulary * self.hidden
+        embedding = self.embeddings
         each = {None: self.width, "8bit": 1, "4bit": 0.516}[self.quantization]
         return round((self.parameters - embedding) * each) + embedding * self.width
 
@@ -60,14 +72,21 @@ class _Shape:
         """Bytes of the second copy of the weights while sampling; quantized weights are not merged."""
         return 0 if self.quantization else self.weights
 
-    @property
-    def activations(self) -> int:
-        """Bytes per token of a micro-batch, at about 17 values per layer and hidden unit.
+    def activations(self, rank: int) -> int:
+        """Return the bytes per token of a micro-batch that the gradient needs, with an adapter of this rank.
 
-        Korthikanti et al. (arXiv 2205.05198) count 34 bytes in 16 bits, with fused attention and without
-        tensor parallelism.
+        Counted on the Llama family: inputs and outputs of products in the model's precision, those of norms
+        in fp32.
         """
-        return self.of.layers * self.hidden * 17 * self.width
+        inside = 4 * self.inner * self.of.active_experts + 3 * self.hidden + 7 * rank
+        normed = 4 * self.hidden + self.query
+        return self.of.layers * (inside * self.width + 4 * normed)
+
+    @property
+    def chunk(self) -> int:
+        """Bytes of the loss on the positions that are projected onto the vocabulary at once, in fp32."""
+        positions = CUDA_CHUNK if self.device.startswith("cuda") else CHUNK
+        return 5 * 4 * positions * self.of.vocabulary
 
     def cache(self, tokens: int) -> int:
         """Return the bytes that the keys and values of `tokens` tokens take."""
@@ -82,14 +101,16 @@ class _Shape:
 def forecast(job: Job, tasks: Sequence[Task]) -> dict[str, Any]:
     """Return steps, memory and disk of the stages that will run.
 
-    Memory counts the weights, their merged copy while sampling, the adapter with its gradient and two Adam
-    moments in fp32, the activations of one micro-batch, and the key-value cache of rollouts or answers.
+    Memory counts the weights, their merged copy for sampling, the adapter with its gradient and two Adam
+    moments in fp32, the activations and the loss of one micro-batch, and the key-value cache of rollouts or
+    answers.
     """
     workflow = job.workflow
     shape = _shape(workflow.model, pick_device(workflow.model.device))
     on_cuda = shape.device.startswith("cuda")
     finetune, recover = workflow.finetune, workflow.recover
-    adapter = shape.adapter(finetune.lora.r if finetune else 32)
+    rank = finetune.lora.r if finetune else 32
+    adapter = shape.adapter(rank)
     unfinished = [task for task in tasks if task.unfinished]
     names = {task.name for task in unfinished}
     needs: dict[str, int] = {}
@@ -100,7 +121,7 @@ def forecast(job: Job, tasks: Sequence[Task]) -> dict[str, Any]:
     if recover and "recover" in names:
         if recover.method != "interpolate":  # which scales the adapter and trains nothing
             steps["recover"] = recover.steps
-        needs["recover"] = _recovery_need(recover, job.recovery.rows, shape, adapter)
+        needs["recover"] = _recovery_need(recover, job.recovery.rows, shape, rank)
     if measured := [task for task in unfinished if task.suite]:
         needs["eval"] = max(_eval_need(task, job, shape) for task in measured)
     memory: dict[str, int] = {}
@@ -141,24 +162,16 @@ def opening(job: Job, times: Timetable) -> str:
 
 
 def _finetune_need(config: FinetuneConfig, examples: Examples, shape: _Shape, adapter: int) -> int:
-    if examples.encoded:
-        lengths = [len(example.input_ids) for example in examples.encoded]
-        learned = max(sum(example.completion_mask) for example in examples.encoded)
-    else:
-        lengths = [_tokens(row, row.answer) for row in examples.rows]
-        learned = config.self_distill.max_new_tokens
-    replayed, answer = config.replay.count(len(lengths)), REPLAYED_TOKENS
-    if replayed:
-        learned = max(learned, answer)
-        lengths += [max(map(len, examples.replay)) + answer] * replayed
-    batch = int(config.batch_size)
-    # Logits of the answers, their probabilities and the gradient, in fp32.
-    logits = batch * learned * shape.of.vocabulary * 4 * 3
-    memory = adapter * 16 + batch * max(lengths) * shape.activations + logits
-    return memory + (adapter * 4 + shape.merged if config.method == "self-distill" else 0)
+    lengths = [len(example.input_ids) for example in examples.encoded]
+    lengths = lengths or [_tokens(row, row.answer) for row in examples.rows]
+    if replayed := config.replay.count(len(lengths)):
+        lengths += [max(map(len, examples.replay)) + REPLAYED_TOKENS] * replayed
+    step = int(config.batch_size) * max(lengths) * shape.activations(config.lora.r)
+    sampling = adapter * 4 + shape.merged if config.method == "self-distill" else 0
+    return adapter * 16 + step + shape.chunk + sampling
 
 
-def _recovery_need(config: RecoverConfig, rows: dict[Any, list[Row]], shape: _Shape, adapter: int) -> int:
+def _recovery_need(config: RecoverConfig, rows: dict[Any, list[Row]], shape: _Shape, rank: int) -> int:
     named = {row.teacher for row in rows["domain"]} - {""}
     teachers = [config.teacher_of(stream) for stream in STREAMS]
     teachers += [config.teacher_of("domain", name) for name in named]
@@ -171,12 +184,13 @@ def _recovery_need(config: RecoverConfig, rows: dict[Any, list[Row]], shape: _Sh
     rows_at_once = max(rollouts * config.sample_ahead, FULL_BATCH)
     cache = shape.cache(rows_at_once * (longest_answer + 128))
     longest = max(prompts, default=0) + longest_answer
-    # A micro-batch holds one sequence at least.
-    step = max(int(config.micro_batch_tokens), longest) * shape.activations
-    parts = shape.merged + cache, step
-    # On a GPU the sampler's memory is used again by the step.
-    need = other_models + adapter * (20 + 4 * copies)
-    return need + (max(parts) if shape.device.startswith("cuda") else sum(parts))
+    # A micro-batch holds one sequence at least, and no more than a step has.
+    most = longest * max(rollouts, int(config.domain_rollouts or rollouts))
+    tokens = max(min(int(config.micro_batch_tokens), most), longest)
+    step = tokens * shape.activations(rank) + shape.chunk
+    need = other_models + shape.adapter(rank) * (20 + 4 * copies) + shape.merged
+    # On a GPU the step uses the memory of the sampler's cache again.
+    return need + (max(cache, step) if shape.device.startswith("cuda") else cache + step)
 
 
 def _eval_need(task: Task, job: Job, shape: _Shape) -> int:
@@ -204,7 +218,8 @@ def _shape(model: ModelConfig, device: str) -> _Shape:
     c = text_config(model)
     inner = getattr(c, "moe_intermediate_size", None) or c.intermediate_size
     dtype = pick_dtype(model.dtype, device)
-    return _Shape(architecture(c), c.hidden_size, inner, dtype, device, model.quantization)
+    tied = getattr(c, "tie_word_embeddings", True)
+    return _Shape(architecture(c), c.hidden_size, inner, tied, dtype, device, model.quantization)
 
 
 def _tokens(row: Row, *answer: str | None) -> int:

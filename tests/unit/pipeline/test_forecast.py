@@ -1,0 +1,98 @@
+"""The forecast of memory beside what PyTorch counts on models of real sizes without storage."""
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, Qwen3Config
+
+from opdcl.config.finetune import LoraSection
+from opdcl.model.architecture import architecture
+from opdcl.model.backbone import Backbone
+from opdcl.pipeline.forecast import _Shape
+
+SHAPES = {
+    "135M": LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    ),
+    "1.7B": Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    ),
+    "8B": Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=False,
+    ),
+}
+TOKENS, RANK = 512, 32
+
+
+def shape_of(config, dtype, device):
+    tied = config.tie_word_embeddings
+    return _Shape(
+        architecture(config), config.hidden_size, config.intermediate_size, tied, dtype, device, None
+    )
+
+
+def counted(config, layers, dtype) -> int:
+    """Return the bytes that a pass over one row keeps for the gradient, without attention's scores."""
+    from transformers import AutoModelForCausalLM
+
+    small = type(config)(**config.to_dict() | {"num_hidden_layers": layers, "layer_types": None})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small, dtype=dtype)
+    backbone = Backbone.__new__(Backbone)
+    backbone.causal_lm, backbone.base_lm, backbone.peft, backbone.sums = model, None, None, None
+    backbone.new_adapter(LoraSection(r=RANK), 0)
+    weights = {p.untyped_storage()._cdata for p in backbone.causal_lm.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        # Fused attention keeps no scores, and copies of weights in another precision are no activations.
+        if storage._cdata not in weights and tensor.shape[-1] != TOKENS and TOKENS in tensor.shape:
+            kept[storage._cdata] = storage
+        return tensor
+
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        # With a cache, transformers does not look for packed rows, which needs values.
+        states = backbone.causal_lm.base_model(ids, past_key_values=DynamicCache(), use_cache=True)
+    assert states.last_hidden_state.shape[1] == TOKENS
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters_are_counted_to_a_hundredth(name):
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(SHAPES[name])
+    true = sum(p.numel() for p in model.parameters())
+    assert shape_of(SHAPES[name], "bfloat16", "cuda").parameters == pytest.approx(true, rel=0.01)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_activations_are_within_a_fifth_of_what_is_kept_for_the_gradient(monkeypatch, name, dtype):
+    monkeypatch.setattr("opdcl.model.fused_lora._is_plain", lambda layer, x: True)
+    config = SHAPES[name]
+    one, three = (counted(config, layers, getattr(torch, dtype)) for layers in (1, 3))
+    per_token = (three - one) / 2 / TOKENS * config.num_hidden_layers
+    assert shape_of(config, dtype, "cuda").activations(RANK) == pytest.approx(per_token, rel=0.2)
