@@ -29,11 +29,6 @@ from opdcl.pipeline.execute import execute
 from opdcl.pipeline.fetch import fetch as fetch_all
 from opdcl.pipeline.preflight import refuse_foreign
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
-from opdcl.results.compare import compare as compare_runs
-from opdcl.results.compare import refuse_folder, write
-from opdcl.results.gates import judge_again
-from opdcl.results.report import write as write_report
-from opdcl.results.summary import summarise
 from opdcl.results.tables import Table
 from opdcl.rundir.layout import RunDir, open_run
 from opdcl.rundir.verify import verify as verify_run
@@ -197,13 +192,17 @@ def report(path: PathLike, update: bool = False, quiet: bool = False, gates: Pat
     Raises: UsageError: the path is no run, or the file has no gates. OpdclError: a measured file changed.
     Example: opdcl.report("runs/mine").summary["status"]
     """
+    from opdcl.results import gates as judging
+    from opdcl.results import report as pages
+    from opdcl.results.summary import Results
+
     directory = open_run(Path(path))
     if gates:
-        return Result(directory.path, judge_again(directory, Path(gates)))
-    summary = summarise(directory)
-    for file in write_report(directory, summary) if update else ():
+        return Result(directory.path, judging.judge_again(directory, Path(gates)))
+    results = Results(directory)
+    for file in pages.write(results) if update else ():
         _output(quiet).note(f"wrote {file}")
-    return Result(directory.path, summary)
+    return Result(directory.path, results.summary)
 
 
 def compare(
@@ -218,10 +217,12 @@ def compare(
     Raises: UsageError: a path is no run, or the runs were measured on different prompts.
     Example: opdcl.compare(["runs/mine", "runs/other"], out="comparison").data["arms"]
     """
+    from opdcl.results import compare as comparisons
+
     if out:
-        refuse_folder(Path(out))
-    data = compare_runs([open_run(Path(path)) for path in strings(paths)])
-    for file in write(data, Path(out)) if out else ():
+        comparisons.refuse_folder(Path(out))
+    data = comparisons.compare([open_run(Path(path)) for path in strings(paths)])
+    for file in comparisons.write(data, Path(out)) if out else ():
         _output(quiet).note(f"wrote {file}")
     return Comparison(data, Path(out) if out else None)
 
