@@ -235,11 +235,9 @@ def _writing_notes(rows: list[dict]) -> list[str]:
 def _setting_notes(arms: list[Arm], differences: dict[str, dict]) -> list[str]:
     notes = []
     harmless = {f"eval.{option}" for option in (*HEADLINE_ROLES, "control", "limit")}
-    measured_differently = [
-        key for key in differences if key.startswith("eval.") and ".".join(key.split(".")[:2]) not in harmless
-    ]
-    if measured_differently:
-        notes.append(f"The arms were measured with different settings ({', '.join(measured_differently)}).")
+    options = {key: ".".join(key.split(".")[:2]) for key in differences if key.startswith("eval.")}
+    if measuring := [key for key, option in options.items() if option not in harmless]:
+        notes.append(f"The arms were measured with different settings ({', '.join(measuring)}).")
     settings = [as_key(arm.settings) for arm in arms]
     repeated = [arm.name for arm, key in zip(arms, settings, strict=True) if settings.count(key) > 1]
     if repeated:
@@ -261,19 +259,13 @@ def _unfinished_notes(arms: list[Arm]) -> list[str]:
 def _run_notes(members: list[Member], rows: list[dict]) -> list[str]:
     """Return the notes of the runs' own reports; shared notes, and what the runs could show, appear once."""
     runs_of: dict[str, list[str]] = {}
-    measured = [member for member in members if member.summary["non_inferiority"]]
-    suites = {member.run: member.headline["retention"] for member in measured}
-    shown = [power.of_the_arm(row) for row in rows if row["seeds"] > 1 and row["non_inferiority"]]
     for member in members:
-        notes = member.summary["notes"][len(member.summary["faults"]) :]
-        if suite := suites.get(member.run):
-            own = power.notes(suite.name, len(suite.prompts), member.summary)
-            notes = [note for note in notes if note not in own]
-        for note in notes:
+        for note in member.summary["notes"]:
             runs_of.setdefault(note, []).append(str(member.run.path))
-    if measured:
-        suite = suites[measured[0].run]
-        summaries = [member.summary for member in measured]
-        shown.insert(0, power.of_the_adapter(suite.name, len(suite.prompts), summaries))
-    alike = {note: len(runs) == len(members) for note, runs in runs_of.items()}
-    return [note if alike[note] else f"{', '.join(runs)}: {note}" for note, runs in runs_of.items()] + shown
+    notes = [
+        note if len(runs) == len(members) else f"{', '.join(runs)}: {note}" for note, runs in runs_of.items()
+    ]
+    if measured := [member for member in members if member.summary["non_inferiority"]]:
+        suite, summaries = measured[0].headline["retention"], [member.summary for member in measured]
+        notes.append(power.of_the_adapter(suite.name, len(suite.prompts), summaries))
+    return notes + [power.of_the_arm(row) for row in rows if row["seeds"] > 1 and row["non_inferiority"]]

@@ -47,7 +47,7 @@ def write(comparison: dict[str, Any], folder: Path) -> list[Path]:
     from opdcl.results import plots
 
     layout = view(comparison)
-    svg = getattr(plots, layout.figure.plot)(comparison)
+    svg = getattr(plots, layout.plot)(comparison)
     context = {"view": layout, "notes": comparison["notes"], "faults": comparison["faults"], "svg": svg}
     text, page, data = (folder / f"compare.{ending}" for ending in ("md", "html", "json"))
     write_atomic(text, render("compare.md", context))

@@ -1,4 +1,4 @@
-"""Lay out a run's report: the tables, the bars of the headline scores, and the facts at its top."""
+"""Lay out a run's results for terminal and report: tables, bars of the headline scores, facts at the top."""
 
 from __future__ import annotations
 

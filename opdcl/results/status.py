@@ -1,4 +1,4 @@
-"""The outcome of a run in fixed words, which scripts may rely on, and the margins that they stand for."""
+"""States, roles and outcomes in fixed words, which scripts may rely on, and the margins behind them."""
 
 from __future__ import annotations
 

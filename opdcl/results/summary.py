@@ -37,7 +37,12 @@ class Results:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """The results with the stable keys of `opdcl report RUN --json`."""
-        return summary_of(self, self.suites)
+        summary = summary_of(self, self.suites)
+        notes = [*summary["faults"], *summary["notes"]]
+        if summary["non_inferiority"]:
+            suite = self.headline["retention"]
+            notes += power.notes(suite.name, len(suite.prompts), summary)
+        return summary | {"notes": notes}
 
 
 def summarise(run: RunDir) -> dict[str, Any]:
@@ -46,7 +51,7 @@ def summarise(run: RunDir) -> dict[str, Any]:
 
 
 def summary_of(results: Results, suites: list[Suite]) -> dict[str, Any]:
-    """Return the summary of some of a run's suites."""
+    """Return the summary of some of a run's suites; its notes lack the faults and what the run can show."""
     run, near = results.run, results.near
     retention, domain = results.headline.get("retention"), results.headline.get("domain")
     estimates = {s.name: _summarise_suite(s) for s in suites}
@@ -69,11 +74,9 @@ def summary_of(results: Results, suites: list[Suite]) -> dict[str, Any]:
         "ceiling": _ceiling(suites, section(run, "recover")),
         "cost": _cost(run, [*suites, near]),
         "faults": faults,
-        "notes": [*faults, *_suite_notes(suites, estimates), *_recovery_notes(run)],
+        "notes": [*_suite_notes(suites, estimates), *_recovery_notes(run)],
     }
     conclude(summary, retention, domain, inert)
-    if retention and summary["non_inferiority"]:
-        summary["notes"] += power.notes(retention.name, len(retention.prompts), summary)
     return summary
 
 

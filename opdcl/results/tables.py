@@ -1,4 +1,4 @@
-"""Lay out a comparison as cells, tables and one figure, for the terminal, Markdown and HTML."""
+"""Lay out a comparison as cells and tables, for the terminal, Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -30,16 +30,6 @@ class Table(NamedTuple):
     caption: str = ""
 
 
-class Figure(NamedTuple):
-    """A figure; `plot` names the function of `opdcl.results.plots` that draws it."""
-
-    title: str
-    plot: str
-    caption: str
-    explanation: str
-    """How to read it, in more than a caption."""
-
-
 class View(NamedTuple):
     """A comparison laid out, without its notes."""
 
@@ -50,24 +40,8 @@ class View(NamedTuple):
     tables: list[Table]
     details: list[Table]
     """Further tables, for which a terminal has no room."""
-    figure: Figure
-
-
-FRONTIER = Figure(
-    "Retention against domain",
-    "frontier",
-    "Up and to the right is better. Bars are 95 % intervals. Arms that coincide lie inside one another.",
-    "Each mark is one arm. The arms with no other one both above and to the right of them form the frontier: "
-    "there, more retention costs domain score, and the other way round. An arm inside the frontier is beaten "
-    "on both.",
-)
-STEPS = Figure(
-    "From step to step",
-    "steps",
-    "A falling line means forgetting. Bars are 95 % intervals.",
-    "Each panel is one suite, each line one chain of steps, and all chains begin at base. A chain forgets a "
-    "suite if it ends below the best score that it had there before.",
-)
+    plot: str
+    """The function of `opdcl.results.plots` that draws it."""
 
 
 def view(comparison: dict[str, Any]) -> View:
@@ -78,7 +52,7 @@ def view(comparison: dict[str, Any]) -> View:
         names = ", ".join(step["name"] for step in comparison["steps"])
         lead = f"{names}: steps that build on one another, measured on {suites}."
         tables = [_steps_table(comparison), _chains_table(comparison), _kept_table(comparison["kept"])]
-        return View(finding.of_chains(comparison), lead, with_rows(tables), [], STEPS)
+        return View(finding.of_chains(comparison), lead, with_rows(tables), [], "steps")
     arms = comparison["arms"]
     lead = f"{', '.join(arm['name'] for arm in arms)}: compared on {suites}."
     tables = [
@@ -89,7 +63,7 @@ def view(comparison: dict[str, Any]) -> View:
         *map(_further_table, comparison["further"]),
         _settings_table(comparison),
     ]
-    return View(finding.of_arms(comparison), lead, with_rows(tables), [_runs_table(arms)], FRONTIER)
+    return View(finding.of_arms(comparison), lead, with_rows(tables), [_runs_table(arms)], "frontier")
 
 
 def with_rows(tables: list[Table]) -> list[Table]:

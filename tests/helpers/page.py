@@ -8,6 +8,7 @@ HOSTILE = (
     f"{PAYLOAD}\x1b[31mred\x1b[0m \u202egnp.exe\u202c \ud800 ```\n# not a heading | `tick` "
     '![x](https://evil.example/x.png) $x^2$ " 漢'
 )
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 class Page(HTMLParser):
@@ -36,6 +37,10 @@ def safe_page(html: str) -> Page:
         name for name, _ in page.attributes if name.startswith("on") or name in ("src", "action", "srcset")
     ]
     assert all(value.startswith("#") for name, value in page.attributes if "href" in name)
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    assert ("content", policy) in page.attributes
     assert "url(http" not in html
     assert "@import" not in html
     ids = re.findall(r'\bid="([^"]+)"', html)

@@ -12,9 +12,8 @@ from helpers.command import opdcl
 from helpers.page import HOSTILE, PAYLOAD, Page, safe_page
 from helpers.synthetic import METRIC, N, change, measure, write
 
-from opdcl.results import compare, plots, report
+from opdcl.results import compare, plots
 from opdcl.results.compare import write as write_page
-from opdcl.results.summary import Results
 from opdcl.results.tables import view
 from opdcl.rundir.layout import RunDir
 
@@ -58,18 +57,6 @@ def test_markdown_and_html_show_scores_distance_settings_and_runs(three, tmp_pat
         "ours minus each other arm",
     ):
         assert words in visible
-
-
-def test_the_page_has_the_style_and_the_content_policy_of_the_report(three, tmp_path):
-    page = write_page(compare.compare(three), tmp_path / "out")[1].read_text()
-    own = next(p for p in report.write(Results(three[0])) if p.suffix == ".html").read_text()
-    style = re.search(r"<style>.*?</style>", own, re.S)
-    policy = re.search(r"<meta http-equiv=.*?>", own)
-    assert style is not None
-    assert policy is not None
-    assert style.group() in page
-    assert policy.group() in page
-    assert "default-src 'none'" in policy.group()
 
 
 def test_the_plot_marks_base_tuned_and_every_arm(three):
