@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from opdcl.results.format import interval, percent, points, span
+from opdcl.results.format import CHANGE, SCORE, bounds, interval, percent, value
 from opdcl.results.intervals import TWO_SIDED, student
-from opdcl.results.scores import STATES
+from opdcl.results.status import STATES
 
 HERE = Path(__file__).parent
 STAGES = ("finetune", "recover", "eval")
@@ -40,7 +40,7 @@ def suite_words(name: str, metric: str | None, first: bool = False) -> str:
 
 
 def score(estimate: dict[str, float] | None) -> str:
-    return f"{percent(estimate['value'])} {span(estimate)}" if estimate else ""
+    return interval(estimate, SCORE) if estimate else ""
 
 
 def ratio(estimate: dict[str, float] | None) -> str:
@@ -142,7 +142,7 @@ def comparison(name: str) -> str:
         above = (arm["above_alpha_curve"] or {}).get("at_its_domain")
         cells = [score(arm["retention"]), score(arm["domain"]), ratio(arm["recovery"])]
         cells += [ratio(arm["domain_retention"]), ratio(further.get(arm["name"]))]
-        cells.append(f"{points(above['value'])} {span(above)}" if above else "")
+        cells.append(f"{value(above, CHANGE)} {bounds(above, SCORE)}" if above else "")
         rows.append([arm["name"].removesuffix("-1") if arm["seeds"] == 1 else arm["name"], *cells])
     name = found["headline"]["retention"]
     shown = suite_words(name, found["suites"][name]["metric"], "about" in found)

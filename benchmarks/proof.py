@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from opdcl.results import stats, writing
-from opdcl.results.arms import load_arms, pooled_states
-from opdcl.results.scores import STATES, Suite
+from opdcl.results.arms import load_arms
+from opdcl.results.scores import STATES, Suite, states_of
 from opdcl.rundir.files import read_json, write_json
 from opdcl.rundir.layout import RunDir
 
@@ -46,7 +46,7 @@ def measure(runs: list[RunDir]) -> dict[str, Any]:
     if len(arms) > 1 or len(arms[0].pooled) < len(runs):
         sys.exit("these runs are not one finished arm: they must differ in their seeds only")
     members = arms[0].members
-    by_name = [{s.name: s for s in (*m.suites.values(), *m.further.values())} for m in members]
+    by_name = [{s.name: s for s in (*m.headline.values(), *m.further.values())} for m in members]
     pooled = {name: [suites.get(name) for suites in by_name] for name in by_name[0]}
     manifests = [run.read_manifest() for run in runs]
     return {
@@ -78,7 +78,7 @@ def peak_memory(run: RunDir) -> float:
 
 def suite_record(suites: list[Suite]) -> dict[str, Any]:
     """Return the scores of one suite over the runs; R and how it writes for retention, D for a domain."""
-    first, states = suites[0], pooled_states(suites)
+    first, states = suites[0], states_of(suites)
     assert states
     floor = (
         max(suite.floor or 0.0 for suite in suites) if states.floor is None else float(states.floor.mean())
@@ -93,7 +93,7 @@ def suite_record(suites: list[Suite]) -> dict[str, Any]:
         record["groups"] = {}
         for group in first.groups:
             only = [suite.only(group) for suite in suites]
-            record["groups"][group] = {"n": len(only[0].prompts), **stats.outcome(pooled_states(only), None)}
+            record["groups"][group] = {"n": len(only[0].prompts), **stats.outcome(states_of(only), None)}
         record["writing"] = {name: written(suites, name) for name in STATES}
         record["writing_tests"] = tests
     elif first.role == "domain":

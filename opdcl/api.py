@@ -182,16 +182,16 @@ def report(path: PathLike, update: bool = False, quiet: bool = False, gates: Pat
     from opdcl.outcomes import Result
     from opdcl.results.gates import judge_again
     from opdcl.results.report import write
-    from opdcl.results.summary import summarise
+    from opdcl.results.summary import Results
     from opdcl.rundir.layout import open_run
 
     directory = open_run(Path(path))
     if gates:
         return Result(directory.path, judge_again(directory, Path(gates)))
-    summary = summarise(directory)
-    for file in write(directory, summary) if update else ():
+    results = Results(directory)
+    for file in write(results) if update else ():
         _output(quiet).note(f"wrote {file}")
-    return Result(directory.path, summary)
+    return Result(directory.path, results.summary)
 
 
 def compare(

@@ -18,7 +18,6 @@ from opdcl.pipeline.job import Job
 from opdcl.pipeline.preflight import refuse_foreign
 from opdcl.pipeline.sources import Sources
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
-from opdcl.results.summary import summarise
 from opdcl.results.tables import Table
 from opdcl.rundir.layout import RunDir, open_run
 
@@ -60,6 +59,8 @@ def carry_out(
     if comparison := execute_all(flow, origins, path, sources, output, force):
         return Comparison(comparison, path)
     # One arm with one seed has nothing to be compared with.
+    from opdcl.results.summary import summarise
+
     only = open_run(path / next(iter(expand(flow, path))))
     return Result(only.path, summarise(only))
 

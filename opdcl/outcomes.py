@@ -8,10 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from opdcl.results.gates import refuse
-from opdcl.results.report import pull_request
-from opdcl.results.scores import STATES
-from opdcl.results.summary import table_rows
+from opdcl.results.status import STATES
 from opdcl.results.tables import Table, view
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.verify import Finding
@@ -47,14 +44,18 @@ class Result(Outcome):
     """The results so far of the run in `path`; `summary` has the keys of `opdcl report RUN --json`."""
 
     def __init__(self, path: Path, summary: dict[str, Any]):
+        from opdcl.results.report_tables import terminal_rows
+
         self.path, self.summary = path, summary
-        rows = table_rows(summary)
+        rows = terminal_rows(summary)
         tables = [Table("", ["suite", "n", "floor", *STATES], rows, "")] if rows else []
         notes = [f"report: {self.report}", f"next: {self._next()}"]
         super().__init__(summary["verdict"], tables, summary, notes)
 
     def pull_request(self) -> str:
         """Return the results as Markdown of about twenty lines: verdict, gates, table, worst prompts."""
+        from opdcl.results.report import pull_request
+
         return pull_request(RunDir(self.path), self.summary)
 
     def refuse(self) -> None:
@@ -62,6 +63,8 @@ class Result(Outcome):
 
         Raises: GateError: one is missed. InconclusiveError: the scores do not decide one.
         """
+        from opdcl.results.gates import refuse
+
         refuse(self.summary.get("gates", []), f"opdcl report {self.path}")
 
     def _next(self) -> str:

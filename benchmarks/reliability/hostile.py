@@ -16,6 +16,7 @@ from attempts import attempt, command, row, run, wait
 from markupsafe import escape
 
 from opdcl.results.report import write
+from opdcl.results.summary import Results
 from opdcl.rundir.layout import RunDir
 from opdcl.sanitize import harmless
 
@@ -63,7 +64,7 @@ def poison(hosted: RunDir, payload: str) -> None:
     config = json.loads(hosted.config.read_text())
     config["workflow"]["description"] = payload
     hosted.config.write_text(json.dumps(config))
-    write(hosted)
+    write(Results(hosted))
 
 
 EFFECT = re.compile(

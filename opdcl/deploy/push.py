@@ -13,7 +13,6 @@ from opdcl.deploy.export import LICENSES, copy_adapter, pick_state, portable
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, reachable, to_user_error
 from opdcl.model.adapters import stands_on
-from opdcl.results.report import card
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
 
@@ -25,6 +24,8 @@ def push(run: RunDir, state: str | None, repository: str, private: bool, base: s
         UsageError: The adapter or the token is missing, the base is not on the Hub, or the Hub refuses.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
+
+    from opdcl.results.report import card
 
     target = parse("adapter", repository)
     if target is None or target.revision:

@@ -106,14 +106,13 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -
     """
     from opdcl.results import gates
     from opdcl.results.report import write
-    from opdcl.results.scores import load_suites
-    from opdcl.results.summary import summarise
+    from opdcl.results.summary import Results
 
-    suites = load_suites(run)
-    summary = summarise(run, suites)
-    verdicts = gates.judge(workflow.gates.model_dump(), summary, suites)
+    results = Results(run)
+    summary = results.summary
+    verdicts = gates.judge(workflow.gates.model_dump(), summary, results.suites)
     seal_run(run)
-    for file in write(run, summary=summary):
+    for file in write(results):
         output.note(f"wrote {file}")
     report = run.reports[0].read_text(encoding="utf-8")
     tracked.finish(steps_done(run), scores(summary), {"verdict": summary["verdict"], "report": report})

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl.errors import EnvironmentFault
-from opdcl.results.scores import STATES
+from opdcl.results.status import STATES
 from opdcl.rundir.files import read_json, read_new_rows, write_json
 from opdcl.rundir.layout import RunDir, StageDir
 

@@ -7,17 +7,9 @@ from typing import Any
 import numpy as np
 
 from opdcl.results import closeness, power, stats, writing
-from opdcl.results.arms import (
-    Arm,
-    Member,
-    as_key,
-    first_measured,
-    load_arms,
-    mismatch,
-    pooled_states,
-    seed_notes,
-)
-from opdcl.results.scores import HEADLINE_ROLES, STATES
+from opdcl.results.arms import Arm, Member, as_key, first_measured, load_arms, mismatch, seed_notes
+from opdcl.results.scores import Suite, states_of
+from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.verdict import writing_clauses
 from opdcl.rundir.layout import RunDir
 
@@ -33,17 +25,18 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     rows = [_arm_row(arm) for arm in arms]
     notes = _add_closeness(arms, rows)
     _add_curve_distances(arms, rows, tuned_ids)
-    suites = {
-        role: s for role in HEADLINE_ROLES if (s := first_measured(members, role).suites.get(role)) and s.rows
-    }
+    headline = [(role, first_measured(members, role).headline.get(role)) for role in HEADLINE_ROLES]
     differences = _differences(arms)
     faults = [f"{m.run.path}: {fault}" for m in members for fault in m.summary["faults"]]
     return {
-        "headline": {role: s.name if (s := members[0].suites.get(role)) else None for role in HEADLINE_ROLES},
-        "suites": {s.name: s.description for s in suites.values()},
+        "headline": {role: suite.name if suite else None for role, suite in headline},
+        "suites": {suite.name: suite.description for _, suite in headline if suite and suite.rows},
         "references": base + tuned,
         "arms": rows,
-        "against_first": _against_first(arms),
+        "against_first": [
+            {"name": rival.name, **{role: arms[0].minus(rival, role) for role in HEADLINE_ROLES}}
+            for rival in arms[1:]
+        ],
         "further": _further(arms),
         "alpha_curve": _alpha_curve(arms, tuned_ids),
         "differences": differences,
@@ -64,19 +57,13 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
 def _references(state: str, arms: list[Arm]) -> tuple[list[dict[str, Any]], ResultIds]:
     """Return one row per different result of base or tuned, and which results each arm has.
 
-    Runs share a result if every prompt has the same score. An arm over several fine-tunes has several.
+    An arm over several fine-tunes has several.
     """
     results: list[dict[str, np.ndarray]] = []
     ids: ResultIds = {}
     for arm in arms:
-        indices = set()
-        for scores in filter(None, (m.scores(state) for m in arm.pooled)):
-            equal = (i for i, result in enumerate(results) if _equal(result, scores))
-            if (index := next(equal, len(results))) == len(results):
-                results.append({})
-            results[index] |= scores
-            indices.add(index)
-        ids[arm.name] = tuple(sorted(indices))
+        measured = [scores for member in arm.pooled if (scores := member.scores(state))]
+        ids[arm.name] = tuple(sorted({_index(results, scores) for scores in measured}))
     groups = list(dict.fromkeys(filter(None, ids.values())))
     rows = []
     for group in groups:
@@ -88,33 +75,34 @@ def _references(state: str, arms: list[Arm]) -> tuple[list[dict[str, Any]], Resu
             "results": len(group),
         }
         for role in HEADLINE_ROLES:
-            measured = [results[i][role] for i in group if role in results[i]]
+            found = [results[i][role] for i in group if role in results[i]]
             clusters = next((c for arm in arms if (c := arm.clusters(role)) is not None), None)
-            row[role] = stats.mean(np.stack(measured), clusters).as_dict() if measured else {}
+            row[role] = stats.mean(np.stack(found), clusters).as_dict() if found else {}
         rows.append(row)
     return rows, ids
 
 
-def _equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
-    return all((a[role] == b[role]).all() for role in a.keys() & b.keys())
-
-
-def _estimate(arm: Arm, role: str) -> dict[str, float]:
-    scores = arm.scores(role)
-    return {} if scores is None else stats.mean(scores, arm.clusters(role)).as_dict()
+def _index(results: list[dict[str, np.ndarray]], scores: dict[str, np.ndarray]) -> int:
+    """Return the index of the result in which every prompt has the same score; without one, add it."""
+    for index, result in enumerate(results):
+        if all((result[role] == scores[role]).all() for role in result.keys() & scores.keys()):
+            result |= scores
+            return index
+    results.append(scores)
+    return len(results) - 1
 
 
 def _arm_row(arm: Arm) -> dict[str, Any]:
     """Return an arm's numbers; an estimate that is not measured is empty, a ratio without meaning is None."""
-    tests = writing.compared_with_base([m.suites["retention"] for m in arm.pooled if "retention" in m.suites])
-    states = arm.states("retention")
+    tests = writing.compared_with_base(arm.suites("retention"))
+    states = states_of(arm.suites("retention"))
     pair = states and (states.recovered, states.base, states.clusters)
     return {
         "name": arm.name,
         "method": arm.settings.get("recover.method"),
         "seeds": len(arm.pooled),
-        **{role: _estimate(arm, role) for role in HEADLINE_ROLES},
-        **stats.outcome(states, arm.states("domain"), writing.alike(tests)),
+        **{role: arm.estimate(role) for role in HEADLINE_ROLES},
+        **stats.outcome(states, states_of(arm.suites("domain")), writing.alike(tests)),
         "detectable_difference": stats.detectable_difference(*pair) if pair else None,
         "writing": tests,
         "above_alpha_curve": None,
@@ -124,7 +112,7 @@ def _arm_row(arm: Arm) -> dict[str, Any]:
 
 def _run_row(member: Member) -> dict[str, Any]:
     suites = member.summary["suites"]
-    scores = {role: suites[suite.name]["recovered"] for role, suite in member.suites.items()}
+    scores = {role: suites[suite.name]["recovered"] for role, suite in member.headline.items()}
     return {
         "path": str(member.run.path),
         "seeds": member.seeds,
@@ -134,50 +122,42 @@ def _run_row(member: Member) -> dict[str, Any]:
     }
 
 
-def _against_first(arms: list[Arm]) -> list[dict[str, Any]]:
-    """Return the first arm's paired differences to each other arm; empty where one is not measured."""
-    first, *rivals = arms
-    rows = []
-    for rival in rivals:
-        row: dict[str, Any] = {"name": rival.name}
-        for role in HEADLINE_ROLES:
-            a, b = first.scores(role), rival.scores(role)
-            measured = a is not None and b is not None
-            row[role] = stats.difference(a, b, first.clusters(role)).as_dict() if measured else {}
-        rows.append(row)
-    return rows
-
-
 def _further(arms: list[Arm]) -> list[dict[str, Any]]:
     """Return the arms' scores on each further suite that all finished runs answered on the same prompts."""
-    finished = [arm for arm in arms if not any(m.missing for m in arm.pooled)]
+    finished = [arm for arm in arms if not any(member.missing for member in arm.pooled)]
     members = [member for arm in finished for member in arm.pooled]
     tables = []
     for name, suite in members[0].further.items() if members else ():
-        others = [m.further.get(name) for m in members]
-        if not all(s and s.complete and not mismatch(suite.role, s, suite) for s in others):
-            continue
-        rows = []
-        for arm in finished:
-            states = pooled_states([m.further[name] for m in arm.pooled])
-            assert states
-            row = {s: stats.mean(getattr(states, s), states.clusters).as_dict() for s in STATES}
-            d = stats.domain_retention(states) if suite.role == "domain" else None
-            rows.append({"name": arm.name, **row, "domain_retention": d and d.as_dict()})
-        tables.append({"name": name, **suite.description, "arms": rows})
+        others = [member.further.get(name) for member in members]
+        if all(s and s.complete and not mismatch(suite.role, s, suite) for s in others):
+            rows = [_further_row(arm, name) for arm in finished]
+            tables.append({"name": name, **suite.description, "arms": rows})
     return tables
+
+
+def _further_row(arm: Arm, name: str) -> dict[str, Any]:
+    suites = [member.further[name] for member in arm.pooled]
+    states = states_of(suites)
+    assert states
+    row: dict[str, Any] = {"name": arm.name}
+    for state in STATES:
+        row[state] = stats.mean(getattr(states, state), states.clusters).as_dict()
+    kept = stats.domain_retention(states) if suites[0].role == "domain" else None
+    return row | {"domain_retention": kept and kept.as_dict()}
 
 
 def _add_closeness(arms: list[Arm], rows: list[dict[str, Any]]) -> list[str]:
     """Add closeness to base to each row, None if it is not measured; name arms with other prompts."""
-    measured = [m.near for arm in arms for m in arm.pooled if m.near.rows]
-    others = []
+    notes: list[str] = []
+    first: list[Suite] = []
     for arm, row in zip(arms, rows, strict=True):
-        suites = [m.near for m in arm.pooled if m.near.rows]
-        same = closeness.same_prompts([*measured[:1], *suites])
+        suites = [member.near for member in arm.pooled if member.near.rows]
+        first = first or suites[:1]
+        same = all(suite.prompts == first[0].prompts for suite in suites)
         row["closeness"] = closeness.summarise(suites) if same and len(suites) == len(arm.pooled) else None
-        others += [] if same else [arm.name]
-    return [f"{name}: its closeness to base was measured on other prompts." for name in others]
+        if not same:
+            notes.append(f"{arm.name}: its closeness to base was measured on other prompts.")
+    return notes
 
 
 def _add_curve_distances(arms: list[Arm], rows: list[dict], tuned_ids: ResultIds) -> None:
@@ -191,16 +171,14 @@ def _add_curve_distances(arms: list[Arm], rows: list[dict], tuned_ids: ResultIds
         rivals = rivals or (curve if len(curve) == 1 else [])
         if arm in curve or not rivals:
             continue
-        above: dict[str, Any] = {"arm": rivals[0].name, "retention": {}, "domain": {}, "at_its_domain": {}}
-        for role in HEADLINE_ROLES:
-            a, b = arm.scores(role), rivals[0].scores(role)
-            if a is not None and b is not None:
-                above[role] = stats.difference(a, b, arm.clusters(role)).as_dict()
-                row["above_alpha_curve"] = above
+        changes = {role: arm.minus(rivals[0], role) for role in HEADLINE_ROLES}
         points = [arm.point("base"), arm.point("tuned"), *(rival.point() for rival in rivals)]
         measured = [point for point in points if point]
+        height: dict[str, float] = {}
         if (own := arm.point()) and len(measured) == len(points):
-            above["at_its_domain"] = stats.above_mixtures(own, measured).as_dict()
+            height = stats.above_mixtures(own, measured).as_dict()
+        if any(changes.values()):
+            row["above_alpha_curve"] = {"arm": rivals[0].name, **changes, "at_its_domain": height}
 
 
 def _alpha_curve(arms: list[Arm], tuned_ids: ResultIds) -> list[dict[str, Any]]:
@@ -257,11 +235,9 @@ def _writing_notes(rows: list[dict]) -> list[str]:
 def _setting_notes(arms: list[Arm], differences: dict[str, dict]) -> list[str]:
     notes = []
     harmless = {f"eval.{option}" for option in (*HEADLINE_ROLES, "control", "limit")}
-    measured_differently = [
-        key for key in differences if key.startswith("eval.") and ".".join(key.split(".")[:2]) not in harmless
-    ]
-    if measured_differently:
-        notes.append(f"The arms were measured with different settings ({', '.join(measured_differently)}).")
+    options = {key: ".".join(key.split(".")[:2]) for key in differences if key.startswith("eval.")}
+    if measuring := [key for key, option in options.items() if option not in harmless]:
+        notes.append(f"The arms were measured with different settings ({', '.join(measuring)}).")
     settings = [as_key(arm.settings) for arm in arms]
     repeated = [arm.name for arm, key in zip(arms, settings, strict=True) if settings.count(key) > 1]
     if repeated:
@@ -283,19 +259,13 @@ def _unfinished_notes(arms: list[Arm]) -> list[str]:
 def _run_notes(members: list[Member], rows: list[dict]) -> list[str]:
     """Return the notes of the runs' own reports; shared notes, and what the runs could show, appear once."""
     runs_of: dict[str, list[str]] = {}
-    measured = [member for member in members if member.summary["non_inferiority"]]
-    suites = {member.run: member.suites["retention"] for member in measured}
-    shown = [power.of_the_arm(row) for row in rows if row["seeds"] > 1 and row["non_inferiority"]]
     for member in members:
-        notes = member.summary["notes"][len(member.summary["faults"]) :]
-        if suite := suites.get(member.run):
-            own = power.notes(suite.name, len(suite.prompts), member.summary)
-            notes = [note for note in notes if note not in own]
-        for note in notes:
+        for note in member.summary["notes"]:
             runs_of.setdefault(note, []).append(str(member.run.path))
-    if measured:
-        suite = suites[measured[0].run]
-        summaries = [member.summary for member in measured]
-        shown.insert(0, power.of_the_adapter(suite.name, len(suite.prompts), summaries))
-    alike = {note: len(runs) == len(members) for note, runs in runs_of.items()}
-    return [note if alike[note] else f"{', '.join(runs)}: {note}" for note, runs in runs_of.items()] + shown
+    notes = [
+        note if len(runs) == len(members) else f"{', '.join(runs)}: {note}" for note, runs in runs_of.items()
+    ]
+    if measured := [member for member in members if member.summary["non_inferiority"]]:
+        suite, summaries = measured[0].headline["retention"], [member.summary for member in measured]
+        notes.append(power.of_the_adapter(suite.name, len(suite.prompts), summaries))
+    return notes + [power.of_the_arm(row) for row in rows if row["seeds"] > 1 and row["non_inferiority"]]

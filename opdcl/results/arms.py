@@ -17,10 +17,10 @@ from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.load import flatten
 from opdcl.config.workflow import WITHOUT_MEANING
 from opdcl.errors import UsageError
-from opdcl.results import closeness
-from opdcl.results.scores import HEADLINE_ROLES, STATES, Suite, headline_of, load_suites, section
-from opdcl.results.stats import Clusters, Point, States
-from opdcl.results.summary import summarise
+from opdcl.results.scores import Suite, section, values_of
+from opdcl.results.stats import Clusters, Point, difference, mean
+from opdcl.results.status import HEADLINE_ROLES, STATES
+from opdcl.results.summary import Results, summary_of
 from opdcl.rundir.layout import RunDir
 
 SEEDS = {"seed", "data_seed"}
@@ -29,35 +29,45 @@ SEEDS = {"seed", "data_seed"}
 IGNORED = {"name", "description", "gates", "arms", "seeds"}
 
 
-@dataclass(frozen=True, eq=False)
-class Member:
-    """One run of an arm: its settings and its results."""
+class Member(Results):
+    """One run of an arm: its results, its settings and its seeds, both by flat keys.
 
-    run: RunDir
-    settings: dict[str, Any]
-    """Flat key -> value, without seeds and without settings that cannot change a score."""
-    seeds: dict[str, Any]
-    """The training seeds by their flat keys."""
-    suites: dict[str, Suite]
-    """Role -> headline suite, if the run has one."""
-    further: dict[str, Suite]
-    """Name -> every other suite."""
-    near: Suite
-    """Closeness to base; without rows if it was not measured."""
+    The settings lack those that cannot change a score.
+    """
+
+    def __init__(self, run: RunDir):
+        super().__init__(run)
+        if not any(suite.rows for suite in self.headline.values()):
+            raise UsageError(f"{run.path} has no results yet", f"opdcl eval {shlex.quote(str(run.path))}")
+        self.settings, self.seeds = split_seeds(run)
+        for name in ("finetune", "recover"):
+            # The same path may have held other rows when another run was made.
+            for key, value in (run.stage_record(name).get("inputs") or {}).items():
+                if key.startswith("content of ") and not key.endswith(".adapter"):
+                    self.settings[f"{name}.{key}"] = str(value)[:12]
+        for key, place in self.settings.items():
+            if place and (key == "start" or key.endswith(".adapter")):
+                self.settings[key] = _without_seed(place, self.seeds)
 
     @property
     def missing(self) -> list[str]:
         """Describe the headline results that are not measured yet."""
-        suites = self.suites.values()
+        suites = self.headline.values()
         return [f"{state} on {s.name}" for s in suites for state in STATES if state not in s.rows]
+
+    @property
+    def further(self) -> dict[str, Suite]:
+        """Every suite but the headline's, by name."""
+        return {s.name: s for s in self.suites if self.headline.get(s.role) is not s}
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        return summarise(self.run, list(self.suites.values()))
+        """The summary of the headline alone."""
+        return summary_of(self, list(self.headline.values()))
 
     def scores(self, state: str) -> dict[str, np.ndarray]:
         """Return role -> `(N,)` scores of a state, for the roles that are measured."""
-        return {role: suite.values(state) for role, suite in self.suites.items() if state in suite.rows}
+        return {role: suite.values(state) for role, suite in self.headline.items() if state in suite.rows}
 
 
 @dataclass(frozen=True)
@@ -81,15 +91,26 @@ class Arm:
         """The runs behind the arm's numbers: the finished ones, or all if none is finished."""
         return [m for m in self.members if not m.missing] or self.members
 
+    def suites(self, role: str) -> list[Suite]:
+        """Return a headline suite's results in the pooled runs; all of them answer the same prompts."""
+        return [member.headline[role] for member in self.pooled if role in member.headline]
+
     def clusters(self, role: str) -> Clusters:
-        """Return the clusters of a role's prompts; all runs answer the same ones."""
-        measured = [m.suites[role] for m in self.pooled if role in m.suites and m.suites[role].rows]
-        return measured[0].clusters if measured else None
+        return next((suite.clusters for suite in self.suites(role) if suite.rows), None)
 
     def scores(self, role: str, state: str = "recovered") -> np.ndarray | None:
-        """Return `(seeds, N)` scores, or None if no run is measured."""
-        measured = [scores[role] for m in self.pooled if role in (scores := m.scores(state))]
-        return np.stack(measured) if measured else None
+        """Return the scores of the measured runs, or None if there is none."""
+        return values_of([suite for suite in self.suites(role) if state in suite.rows], state)
+
+    def estimate(self, role: str) -> dict[str, float]:
+        """Return the estimated score of recovered; empty if it is not measured."""
+        scores = self.scores(role)
+        return {} if scores is None else mean(scores, self.clusters(role)).as_dict()
+
+    def minus(self, rival: Arm, role: str) -> dict[str, float]:
+        """Return the paired difference to another arm; empty if one of them is not measured."""
+        own, other = self.scores(role), rival.scores(role)
+        return {} if own is None or other is None else difference(own, other, self.clusters(role)).as_dict()
 
     def point(self, state: str = "recovered") -> Point | None:
         """Return the domain and the retention scores, or None unless both are measured."""
@@ -98,21 +119,6 @@ class Arm:
             return None
         return Point(domain, retention, self.clusters("domain"), self.clusters("retention"))
 
-    def states(self, role: str) -> States | None:
-        """Return the scores of base, tuned and recovered, or None unless all three are measured."""
-        suites = [m.suites[role] for m in self.pooled if role in m.suites]
-        return pooled_states(suites) if len(suites) == len(self.pooled) else None
-
-
-def pooled_states(suites: list[Suite]) -> States | None:
-    """Return the `(S, N)` scores of one suite in several runs, or None unless all states are measured."""
-    if not all(suite.complete for suite in suites):
-        return None
-    base, tuned, recovered = (np.stack([s.values(state) for s in suites]) for state in STATES)
-    floors = [floor for s in suites if (floor := s.floor_values()) is not None]
-    floor = np.stack(floors) if len(floors) == len(suites) else None
-    return States(base, tuned, recovered, floor, suites[0].clusters)
-
 
 def load_arms(runs: list[RunDir]) -> list[Arm]:
     """Load runs and pool those that differ only in their seeds.
@@ -120,29 +126,11 @@ def load_arms(runs: list[RunDir]) -> list[Arm]:
     Raises:
         UsageError: A run has no results, or was not measured like the others.
     """
-    members = [_load(run) for run in runs]
+    members = [Member(run) for run in runs]
     _check_comparable(members)
     groups = pool(runs, [as_key(m.settings) for m in members], [as_key(m.seeds) for m in members])
     member_of = {member.run: member for member in members}
     return [Arm(name, [member_of[run] for run in group]) for name, group in groups.items()]
-
-
-def _load(run: RunDir) -> Member:
-    settings, seeds = split_seeds(run)
-    for name in ("finetune", "recover"):
-        # The same path may have held other rows when another run was made.
-        for key, value in (run.stage_record(name).get("inputs") or {}).items():
-            if key.startswith("content of ") and not key.endswith(".adapter"):
-                settings[f"{name}.{key}"] = str(value)[:12]
-    for key, place in settings.items():
-        if place and (key == "start" or key.endswith(".adapter")):
-            settings[key] = _without_seed(place, seeds)
-    suites = load_suites(run)
-    headline = headline_of(suites)
-    if not any(suite.rows for suite in headline.values()):
-        raise UsageError(f"{run.path} has no results yet", f"opdcl eval {shlex.quote(str(run.path))}")
-    further = {suite.name: suite for suite in suites if headline.get(suite.role) is not suite}
-    return Member(run, settings, seeds, headline, further, closeness.load(run))
 
 
 def _without_seed(place: str, seeds: dict[str, Any]) -> str:
@@ -153,14 +141,14 @@ def _without_seed(place: str, seeds: dict[str, Any]) -> str:
 
 def first_measured(members: list[Member], role: str) -> Member:
     """Return the first run with results of a role, or the first run if there is none."""
-    return next((m for m in members if role in m.suites and m.suites[role].rows), members[0])
+    return next((m for m in members if role in m.headline and m.headline[role].rows), members[0])
 
 
 def _check_comparable(members: list[Member]) -> None:
     for role in HEADLINE_ROLES:
         model = first_measured(members, role)
         for other in members:
-            if reason := mismatch(role, other.suites.get(role), model.suites.get(role)):
+            if reason := mismatch(role, other.headline.get(role), model.headline.get(role)):
                 pair = f"{other.run.path} and {model.run.path}"
                 raise UsageError(f"{pair} cannot be compared: {reason}", _remedy(model, other))
 
@@ -183,7 +171,7 @@ def _remedy(model: Member, other: Member) -> str:
     """Return the command that measures one run as the other was measured."""
     evaluation = section(model.run, "eval")
     words = ["opdcl", "eval", str(other.run.path)]
-    for role, suite in model.suites.items():
+    for role, suite in model.headline.items():
         words += [f"--{role}", suite.name]
         if file := (evaluation.get("data") or {}).get(suite.name):
             words += ["--data", f"{suite.name}={file}"]

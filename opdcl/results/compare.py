@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.errors import UsageError
-from opdcl.results.scores import STATES
-from opdcl.results.tables import MISSING, view
+from opdcl.results import arm_scores, continual
+from opdcl.results.report import render
+from opdcl.results.tables import view
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.sanitize import harmless
@@ -22,8 +23,6 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     Raises:
         UsageError: A run is named twice, has no results, or was not measured like the others.
     """
-    from opdcl.results import arm_scores, continual
-
     if len(runs) < 2:
         hint = "opdcl compare RUN RUN; opdcl report RUN shows one"
         raise UsageError("a comparison needs at least two runs", hint)
@@ -46,12 +45,10 @@ def refuse_folder(folder: Path) -> None:
 def write(comparison: dict[str, Any], folder: Path) -> list[Path]:
     """Write `compare.md`, `compare.html` and `compare.json` into a folder; return their paths."""
     from opdcl.results import plots
-    from opdcl.results.report import render
 
     layout = view(comparison)
-    svg = getattr(plots, layout.figure.plot)(comparison)
-    context = {"view": layout, "notes": comparison["notes"], "faults": comparison["faults"]}
-    context |= {"missing": MISSING, "states": STATES, "svg": svg}
+    svg = getattr(plots, layout.plot)(comparison)
+    context = {"view": layout, "notes": comparison["notes"], "faults": comparison["faults"], "svg": svg}
     text, page, data = (folder / f"compare.{ending}" for ending in ("md", "html", "json"))
     write_atomic(text, render("compare.md", context))
     write_atomic(page, render("compare.html", context))

@@ -24,23 +24,23 @@ from opdcl.results.arms import as_key, pool, seed_notes, split_seeds
 from opdcl.results.scores import Suite, load_suites
 from opdcl.rundir.layout import RunDir
 
+# The name of the run that a run starts from, among those that it builds on; teachers have names of their own.
+START = ""
+
 
 def build_on_one_another(runs: list[RunDir]) -> bool:
     """Return whether one of the runs starts from another, or has it as a teacher."""
     paths = {run.path.resolve() for run in runs}
-    return any(paths & {_start(run), *_teachers(run).values()} for run in runs)
+    return any(paths & {*_parents(run).values()} for run in runs)
 
 
-def _start(run: RunDir) -> Path | None:
-    start = run.settings().get("start")
-    return Path(start).resolve() if start else None
-
-
-def _teachers(run: RunDir) -> dict[str, Path]:
-    """Return teacher name -> path, for the teachers that are adapters."""
-    recover = run.settings().get("recover") or {}
-    adapters = {name: teacher.get("adapter") for name, teacher in (recover.get("teachers") or {}).items()}
-    return {name: Path(adapter).resolve() for name, adapter in adapters.items() if adapter}
+def _parents(run: RunDir) -> dict[str, Path]:
+    """Return the runs that a run builds on: its start, and by their names the teachers that are adapters."""
+    settings = run.settings()
+    teachers = (settings.get("recover") or {}).get("teachers") or {}
+    places = {START: settings.get("start")}
+    places |= {name: teacher.get("adapter") for name, teacher in teachers.items()}
+    return {name: Path(place).resolve() for name, place in places.items() if place}
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,16 +64,21 @@ class Scores:
     def __init__(self, runs: list[RunDir]):
         self.suites: dict[str, Suite] = {}
         self.notes: list[str] = []
+        self.faults: list[str] = []
         self._suite_of: dict[tuple[RunDir, str], Suite] = {}
-        loaded = [(run, suite) for run in runs for suite in load_suites(run)]
-        self.faults = [f"{run.path}: {fault}." for run, suite in loaded for fault in suite.faults]
-        for run, suite in ((run, suite) for run, suite in loaded if suite.rows):
-            first = self.suites.setdefault(suite.name, suite)
-            if (suite.metric, suite.prompts) == (first.metric, first.prompts):
-                self._suite_of[run, suite.name] = suite
-            else:
-                reason = f"it has other prompts of {suite.name}, or another metric"
-                self.notes.append(f"{suite.name} is left out for {run.path}: {reason}.")
+        for run in runs:
+            for suite in load_suites(run):
+                self.faults += [f"{run.path}: {fault}." for fault in suite.faults]
+                if suite.rows:
+                    self._add(run, suite)
+
+    def _add(self, run: RunDir, suite: Suite) -> None:
+        first = self.suites.setdefault(suite.name, suite)
+        if (suite.metric, suite.prompts) == (first.metric, first.prompts):
+            self._suite_of[run, suite.name] = suite
+        else:
+            reason = f"it has other prompts of {suite.name}, or another metric"
+            self.notes.append(f"{suite.name} is left out for {run.path}: {reason}.")
 
     def of(self, runs: Sequence[RunDir], suite: str, base: bool = False) -> np.ndarray | None:
         """Return `(runs, N)` scores at the end of each run, or of base; None unless all are measured."""
@@ -91,9 +96,8 @@ class Scores:
 
     def average(self, changes: dict[str, np.ndarray]) -> dict[str, float]:
         """Estimate the mean over suites."""
-        return stats.mean_over(
-            list(changes.values()), [self.suites[name].clusters for name in changes]
-        ).as_dict()
+        clusters = [self.suites[name].clusters for name in changes]
+        return stats.mean_over(list(changes.values()), clusters).as_dict()
 
 
 class Chain(NamedTuple):
@@ -113,13 +117,9 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     scores, steps = Scores(runs), _steps(runs)
     chains = _chains(steps)
     members = [run for step in steps for run in step.runs]
-    base = {
-        name: [x for run in members if (x := scores.of([run], name, base=True)) is not None]
-        for name in scores.suites
-    }
     return {
         "suites": {name: suite.description for name, suite in scores.suites.items()},
-        "base": {name: scores.estimate(name, measured[0]) for name, measured in base.items() if measured},
+        "base": {name: found for name in scores.suites if (found := _base(name, members, scores))},
         "steps": [_step_row(step, scores) for step in steps],
         "chains": [_chain_row(chain, scores) for chain in chains],
         "differences": [d for a, b in itertools.combinations(chains, 2) if (d := _difference(a, b, scores))],
@@ -127,6 +127,13 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
         "faults": scores.faults,
         "notes": scores.faults + _notes(steps, chains, scores),
     }
+
+
+def _base(suite: str, runs: list[RunDir], scores: Scores) -> dict[str, float]:
+    """Return base's score by the first run that measured it; empty without one."""
+    measured = (scores.of([run], suite, base=True) for run in runs)
+    first = next((found for found in measured if found is not None), None)
+    return {} if first is None else scores.estimate(suite, first)
 
 
 def _step_row(step: Step, scores: Scores) -> dict[str, Any]:
@@ -163,8 +170,7 @@ def _steps(runs: list[RunDir]) -> list[Step]:
         own = {k: v for k, v in settings.items() if k != "start" and k.rsplit(".", 1)[-1] != "adapter"}
         parents = {
             name: key(by_path[parent], (*descendants, path)) if parent in by_path else str(parent)
-            for name, parent in {"start": _start(run), **_teachers(run)}.items()
-            if parent
+            for name, parent in _parents(run).items()
         }
         return as_key([own, parents])
 
@@ -176,14 +182,14 @@ def _chains(steps: list[Step]) -> list[Chain]:
     """Return every chain of at least two steps, from a first step to one that no other starts from."""
     step_of = {run.path.resolve(): step for step in steps for run in step.runs}
     by_path = {run.path.resolve(): run for step in steps for run in step.runs}
-    starts = {_start(run) for run in by_path.values()}
+    start_of = {path: _parents(run).get(START) for path, run in by_path.items()}
     chains: dict[tuple[int, ...], Chain] = {}
     for path, run in by_path.items():
-        if path in starts:
+        if path in start_of.values():
             continue
         line = [run]
-        while (start := _start(line[0])) in by_path:
-            line.insert(0, by_path[start])
+        while (path := start_of[path]) in by_path:
+            line.insert(0, by_path[path])
         chain = [step_of[r.path.resolve()] for r in line]
         if len(chain) > 1:
             chains.setdefault(tuple(map(id, chain)), Chain(chain, {})).lines[_seed_key(run)] = line
@@ -228,8 +234,8 @@ def _kept_rows(step: Step, steps: list[Step], scores: Scores) -> list[dict[str, 
     """Return a step's share of each teacher's gain over base; each seed has its own teacher."""
     owner = {run.path.resolve(): (other, run) for other in steps for run in other.runs}
     rows = []
-    for name in _teachers(step.runs[0]):
-        owners = [owner[path] for run in step.runs if (path := _teachers(run).get(name)) in owner]
+    for name in [name for name in _parents(step.runs[0]) if name != START]:
+        owners = [owner[path] for run in step.runs if (path := _parents(run).get(name)) in owner]
         suite = owners[0][0].learned if owners else None
         if suite is None or len(owners) < len(step.runs):
             continue

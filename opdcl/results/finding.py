@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from opdcl.results.format import interval, points
-from opdcl.results.scores import HEADLINE_ROLES
+from opdcl.results.status import HEADLINE_ROLES
 
 RATIOS = {"R": "recovery", "D": "domain_retention"}
 WHERE = {"retention": " in retention", "domain": " on the domain"}

@@ -3,39 +3,86 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from typing import NamedTuple
 
 from opdcl.sanitize import harmless
 
+# Metrics in words; files and JSON keep the keys.
+METRIC_WORDS = {
+    "passed": "answers about the prompt that meet every constraint",
+    "own_words": "answers in words of their own",
+    "prompt_level_strict_acc": "answers that meet every constraint",
+    "inst_level_strict_acc": "constraints met",
+    "prompt_level_loose_acc": "answers that meet every constraint, read loosely",
+    "inst_level_loose_acc": "constraints met, read loosely",
+    "exact_match": "exact answers",
+    "contains": "answers that contain the expected one",
+    "token_f1": "word overlap with the expected answer",
+    "acc": "correct answers",
+    "acc_norm": "correct answers, corrected for length",
+}
 
-def percent(value: float) -> str:
+
+class Unit(NamedTuple):
+    """How the numbers of an estimate are written."""
+
+    form: str
+    factor: int = 1
+    name: str = ""
+    """What follows the value, but not its bounds."""
+    least: float = -math.inf
+
+    def number(self, value: float) -> str:
+        return self.form.format(max(self.factor * value, self.least))
+
+
+RATIO = Unit("{:.2f}")
+SCORE = Unit("{:.1f}", 100, " %")
+SHARE = Unit("{:.0f}", 100, " %")
+CHANGE = Unit("{:+.1f}", 100)
+POINTS = CHANGE._replace(name=" points")
+LENGTH = Unit("{:.0f}")
+DISTANCE = Unit("{:.3f}", name=" nats per token")
+# A table names its unit elsewhere, and noise below zero is no distance.
+NATS = Unit("{:.3f}", least=0.0)
+
+
+def interval(estimate: dict, unit: Unit = RATIO, between: str = " ") -> str:
+    """Format an estimate with its interval, as `0.98 [0.84, 1.13]` or `47.3 % [42.1, 53.0]`."""
+    return f"{value(estimate, unit)}{between}{bounds(estimate, unit)}"
+
+
+def value(estimate: dict, unit: Unit = RATIO) -> str:
+    """Format an estimate without its interval, as `0.98`."""
+    return f"{unit.number(estimate['value'])}{unit.name}"
+
+
+def bounds(estimate: dict, unit: Unit = RATIO) -> str:
+    """Format the interval of an estimate, as `[0.84, 1.13]`."""
+    return f"[{unit.number(estimate['low'])}, {unit.number(estimate['high'])}]"
+
+
+def cell(estimate: dict | None, unit: Unit = RATIO) -> str:
+    """Format an estimate over its interval; empty without one."""
+    return interval(estimate, unit, "\n") if estimate and estimate["value"] is not None else ""
+
+
+def metric_words(metric: str) -> str:
+    """Return a metric's name as people read it."""
+    name = metric.split(",")[0]
+    return METRIC_WORDS.get(name, name.replace("_", " "))
+
+
+def percent(fraction: float) -> str:
     """Format a fraction as `47.3 %`."""
-    return f"{100 * value:.1f} %"
-
-
-def interval(estimate: dict) -> str:
-    """Format a ratio with its interval as `0.98 [0.84, 1.13]`."""
-    return f"{value(estimate)} {bounds(estimate)}"
-
-
-def value(ratio: dict) -> str:
-    """Format a ratio without its interval as `0.98`."""
-    return f"{ratio['value']:.2f}"
-
-
-def bounds(ratio: dict) -> str:
-    """Format the interval of a ratio as `[0.84, 1.13]`."""
-    return f"[{ratio['low']:.2f}, {ratio['high']:.2f}]"
-
-
-def span(estimate: dict) -> str:
-    """Format an interval of a fraction, in percent, as `[42.1, 53.0]`."""
-    return f"[{100 * estimate['low']:.1f}, {100 * estimate['high']:.1f}]"
+    return f"{SCORE.number(fraction)} %"
 
 
 def points(change: float) -> str:
     """Format a difference of fractions in percentage points, with its sign, as `+4.2`."""
-    return f"{100 * change:+.1f}"
+    return CHANGE.number(change)
 
 
 def unbroken(text: str) -> str:

@@ -9,41 +9,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.load import load
 from opdcl.errors import GateError, InconclusiveError, OpdclError, UsageError
-from opdcl.results.scores import Suite, headline_of, load_suites
+from opdcl.results import stats
+from opdcl.results.format import DISTANCE, POINTS, interval
+from opdcl.results.scores import Suite, headline_of
 from opdcl.results.status import FAULT
-from opdcl.results.summary import summarise
+from opdcl.results.summary import Results
 from opdcl.results.verdict import why_no_domain_retention, why_no_recovery
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.verify import verify
 
-Outcome = Literal["passed", "missed", "inconclusive"]
-
-# A verdict in the JSON of a report.
+# A verdict in the JSON of a report: the gate, its outcome, and a sentence for people. Outcomes are `passed`,
+# `missed` and `inconclusive`.
 Record = dict[str, str]
 
 RATIOS = {"recovery": "R", "domain_retention": "D", "closeness": "C"}
+VALUES = ("value", "low", "high")
 
 # The difference that is found four times in five, in halves of its interval.
 FOUND = (1.96 + 0.84) / 1.96
 
 # Beyond this number of prompts a suite that decides will not be written.
 MOST_PROMPTS = 100_000
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What one gate says, with the sentence for people."""
-
-    gate: str
-    outcome: Outcome
-    sentence: str
 
 
 def judge(gates: Mapping[str, Any], summary: dict[str, Any], suites: Sequence[Suite]) -> list[Record]:
@@ -53,17 +45,28 @@ def judge(gates: Mapping[str, Any], summary: dict[str, Any], suites: Sequence[Su
         UsageError: `max_drop` names a suite that the run does not have.
     """
     by_estimate = gates.get("bound") == "estimate"
-    domain = headline_of(list(suites)).get("domain")
     required = {key: gates[key] for key in RATIOS if gates.get(key) is not None}
-    found = [_ratio(key, least, summary, domain, by_estimate) for key, least in required.items()]
+    found = [_ratio(key, least, summary, suites, by_estimate) for key, least in required.items()]
     if gates.get("max_drop") is not None:
         found += _drops(gates["max_drop"], summary, suites, by_estimate)
     if summary["status"] == FAULT:
-        found = [
-            Verdict(verdict.gate, "inconclusive", f"{verdict.gate}: {summary['verdict']}")
-            for verdict in found
-        ]
-    return [asdict(verdict) for verdict in found]
+        found = [_undecided(record["gate"], f"{record['gate']}: {summary['verdict']}") for record in found]
+    return found
+
+
+def _undecided(gate: str, why: str) -> Record:
+    return {"gate": gate, "outcome": "inconclusive", "sentence": why}
+
+
+def _decided(gate: str, excess: Sequence[float], by_estimate: bool, sentence: str) -> Record:
+    """Judge by how far a requirement is exceeded: a value, and the two ends of its interval."""
+    decisive = excess[:1] if by_estimate else excess[1:]
+    outcome = "inconclusive"
+    if all(end >= 0 for end in decisive):
+        outcome = "passed"
+    elif all(end < 0 for end in decisive):
+        outcome = "missed"
+    return {"gate": gate, "outcome": outcome, "sentence": sentence}
 
 
 def refuse(verdicts: Sequence[Record], hint: str) -> None:
@@ -79,24 +82,23 @@ def refuse(verdicts: Sequence[Record], hint: str) -> None:
 
 
 def _ratio(
-    key: str, required: float, summary: dict[str, Any], domain: Suite | None, by_estimate: bool
-) -> Verdict:
+    key: str, required: float, summary: dict[str, Any], suites: Sequence[Suite], by_estimate: bool
+) -> Record:
     """Judge R, D or C, of which more is better."""
-    name, value = f"{key} ({RATIOS[key]})", summary[key]
-    if value is None or value["value"] is None:
-        if key == "recovery" and summary["retention_status"] == "no measurable forgetting":
-            return Verdict(key, "passed", f"{name}: there was no measurable forgetting to recover from")
-        return Verdict(key, "inconclusive", f"{name} is not known: {_why_unknown(key, summary, domain)}")
-    low, high = (value["value"],) * 2 if by_estimate else (value["low"], value["high"])
-    outcome = _outcome(low - required, high - required)
-    said = f"{value['value']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
-    return Verdict(key, outcome, f"{name} is {said}, required {required:g}")
-
-
-def _why_unknown(key: str, summary: dict[str, Any], domain: Suite | None) -> str:
+    name, ratio = f"{key} ({RATIOS[key]})", summary[key]
+    if ratio and ratio["value"] is not None:
+        sentence = f"{name} is {interval(ratio)}, required {required:g}"
+        return _decided(key, [ratio[k] - required for k in VALUES], by_estimate, sentence)
     if key == "closeness":
-        return (summary["closeness"] or {}).get("why") or "it is not measured"
-    return why_no_recovery(summary) if key == "recovery" else why_no_domain_retention(domain)
+        why = (ratio or {}).get("why") or "it is not measured"
+    elif key == "domain_retention":
+        why = why_no_domain_retention(headline_of(suites).get("domain"))
+    elif summary["retention_status"] == "no measurable forgetting":
+        sentence = f"{name}: there was no measurable forgetting to recover from"
+        return {"gate": key, "outcome": "passed", "sentence": sentence}
+    else:
+        why = why_no_recovery(summary)
+    return _undecided(key, f"{name} is not known: {why}")
 
 
 def _drops(
@@ -104,7 +106,7 @@ def _drops(
     summary: Mapping[str, Any],
     suites: Sequence[Suite],
     by_estimate: bool,
-) -> Iterator[Verdict]:
+) -> Iterator[Record]:
     """Judge how far the last measured state lies below base on each suite, and its distance to base."""
     retention = {suite.name: suite for suite in suites if suite.role == "retention"}
     if not isinstance(limits, Mapping):
@@ -120,46 +122,33 @@ def _drops(
         else:
             yield _drop(retention[name], limit, by_estimate)
     if not limits:
-        yield Verdict("max_drop", "inconclusive", "max_drop: no retention suite is measured")
+        yield _undecided("max_drop", "max_drop: no retention suite is measured")
 
 
-def _drop(suite: Suite, limit: float, by_estimate: bool) -> Verdict:
-    from opdcl.results import stats
-
-    gate = f"max_drop {suite.name}"
-    state = suite.latest
+def _drop(suite: Suite, limit: float, by_estimate: bool) -> Record:
+    gate, state = f"max_drop {suite.name}", suite.latest
     if "base" not in suite.rows or state is None:
         fault = suite.faults[0] if suite.faults else "base and tuned are not both measured"
-        return Verdict(gate, "inconclusive", f"{suite.name}: {fault}")
-    change = stats.difference(suite.values(state), suite.values("base"), suite.clusters)
-    value, low, high = (100 * x for x in (change.value, change.low, change.high))
-    outcome = _outcome(*((value + limit,) * 2 if by_estimate else (low + limit, high + limit)))
-    said = f"{suite.name}: {state} - base is {value:+.1f} points [{low:+.1f}, {high:+.1f}]"
-    said += f", n = {len(suite.prompts)}, allowed -{limit:g}"
-    if outcome == "inconclusive":
-        said += f"; {_prompts_that_decide(len(suite.prompts), (high - low) / 2, value + limit)}"
-    return Verdict(gate, outcome, said)
+        return _undecided(gate, f"{suite.name}: {fault}")
+    change = vars(stats.difference(suite.values(state), suite.values("base"), suite.clusters))
+    prompts = len(suite.prompts)
+    said = f"{suite.name}: {state} - base is {interval(change, POINTS)}, n = {prompts}, allowed -{limit:g}"
+    value, low, high = (100 * change[key] for key in VALUES)
+    record = _decided(gate, [value + limit, low + limit, high + limit], by_estimate, said)
+    if record["outcome"] == "inconclusive":
+        record["sentence"] += f"; {_prompts_that_decide(prompts, (high - low) / 2, value + limit)}"
+    return record
 
 
-def _distance(summary: Mapping[str, Any], limit: float, by_estimate: bool) -> Verdict:
+def _distance(summary: Mapping[str, Any], limit: float, by_estimate: bool) -> Record:
     """Judge the distance to base, in nats per token."""
     near, gate = summary["closeness"], "max_drop closeness"
     state = next((s for s in ("recovered", "tuned") if near and near[s].get("distance")), None)
     if state is None:
-        return Verdict(gate, "inconclusive", "closeness is not measured: eval.closeness names its prompts")
+        return _undecided(gate, "closeness is not measured: eval.closeness names its prompts")
     found = near[state]["distance"]
-    low, high = (found["value"],) * 2 if by_estimate else (found["low"], found["high"])
-    said = (
-        f"closeness: {state} is {found['value']:.3f} nats per token [{found['low']:.3f}, {found['high']:.3f}]"
-    )
-    return Verdict(gate, _outcome(limit - high, limit - low), f"{said} from base, allowed {limit:g}")
-
-
-def _outcome(low: float, high: float) -> Outcome:
-    """Judge the interval of how far a requirement is exceeded."""
-    if math.isnan(low) or math.isnan(high):
-        return "inconclusive"
-    return "passed" if low >= 0 else "missed" if high < 0 else "inconclusive"
+    said = f"closeness: {state} is {interval(found, DISTANCE)} from base, allowed {limit:g}"
+    return _decided(gate, [limit - found[k] for k in VALUES], by_estimate, said)
 
 
 def _prompts_that_decide(prompts: int, half_width: float, excess: float) -> str:
@@ -186,6 +175,5 @@ def judge_again(run: RunDir, file: Path) -> dict[str, Any]:
         raise OpdclError(
             message, f"opdcl verify {run.path}  # lists all; opdcl eval RUN --force measures again"
         )
-    suites = load_suites(run)
-    summary = summarise(run, suites)
-    return summary | {"gates": judge(required, summary, suites)}
+    results = Results(run)
+    return results.summary | {"gates": judge(required, results.summary, results.suites)}

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from markupsafe import Markup
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+import matplotlib as mpl
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 # Matplotlib needs real colours; CSS variables replace them in the finished SVG.
 VARIABLES = ("ink", "muted", "rule", "paper", "base", "tuned", "recovered", "general", "domain")
@@ -37,9 +39,6 @@ WIDE, TALL = 4.1, 3.1
 def _figure(
     rows: int = 1, height: float = HEIGHT, width: float = WIDTH
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     style = {
         "svg.fonttype": "none",
         "svg.hashsalt": "opdcl",
@@ -64,8 +63,6 @@ def _figure(
 
 def _svg(figure: Figure, name: str, description: str) -> Markup:
     """Render as an `<svg>` element for HTML: no metadata, no namespace URLs, ids that no other plot uses."""
-    from markupsafe import Markup
-
     out = io.StringIO()
     with warnings.catch_warnings():
         # Matplotlib only measures the text; the browser draws it, in a font that has the glyph.
@@ -85,8 +82,6 @@ def _svg(figure: Figure, name: str, description: str) -> Markup:
 
 def _label_steps(axes: Axes, title: str) -> None:
     """Title the axes, and mark whole optimizer steps."""
-    from matplotlib.ticker import MaxNLocator
-
     axes.set_title(title)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(4))
@@ -101,7 +96,7 @@ def finetune_loss(rows: list[dict]) -> Markup | None:
     with _figure(height=PANELS) as (figure, (axes,)):
         axes.plot(steps, losses, color=PAINT["tuned"])
         axes.plot(steps[-1], losses[-1], "o", color=PAINT["tuned"], markersize=4)
-        _label(axes, f"{losses[-1]:.2f}", (steps[-1], losses[-1]), (6, 0), ha="left", va="center")
+        _label(axes, f"{losses[-1]:.2f}", points[-1], (6, 0), ha="left", va="center")
         axes.set_ylim(bottom=0)
         axes.set_xlabel("optimizer step")
         _label_steps(axes, "Loss in nats per answer token")
@@ -115,33 +110,39 @@ def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> Markup | None:
 
     `teachers` maps each stream to the name of its teacher.
     """
-    training = [r for r in rows if r.get("stream") and r.get("kl") is not None]
-    held_out = [r for r in rows if r.get("validation")]
-    if not training and not held_out:
+    if not any(row.get("validation") or (row.get("stream") and row.get("kl") is not None) for row in rows):
         return None
-    best = max((r["step"] for r in held_out if r["validation"].get("best")), default=None)
     with _figure(rows=2, height=PANELS) as (figure, panels):
         for axes, (stream, teacher) in zip(panels, teachers.items(), strict=True):
-            colour = PAINT[stream]
-            trained = [(r["step"], r["kl"]) for r in training if r["stream"] == stream]
-            key = f"{stream}_kl"
-            validated = [(r["step"], kl) for r in held_out if (kl := r["validation"].get(key)) is not None]
-            axes.plot(*_columns(trained), color=colour, alpha=0.35, linewidth=1.1, marker=".", markersize=4)
-            axes.plot(*_columns(validated), color=colour, marker="o", markersize=4)
-            own = [(r["step"], r["validation"]["own_kl"]) for r in held_out if "own_kl" in r["validation"]]
-            own = own if stream == "general" else []
-            axes.plot(*_columns(own), color=colour, linestyle=":")
-            for step, value in validated:
-                if step == best:
-                    axes.plot(step, value, "o", markersize=10, markerfacecolor="none", color=PAINT["ink"])
-            if validated:
-                text = f"held-out {validated[-1][1]:.2f}"
-                _label(axes, text, validated[-1], (0, 9), ha="right", va="bottom", color=colour)
-            top = max((v for _, v in trained + validated + own), default=0.0) or 1.0
-            axes.set_ylim(-0.04 * top, 1.12 * top)
+            _plot_stream(axes, stream, rows)
             _label_steps(axes, f"{stream.capitalize()} prompts: KL to teacher {teacher} (nats)")
         panels[-1].set_xlabel("optimizer step")
         return _svg(figure, "kl", "KL to the teacher per stream over the steps of recovery")
+
+
+def _plot_stream(axes: Axes, stream: str, rows: list[dict]) -> None:
+    colour, held_out = PAINT[stream], [row for row in rows if row.get("validation")]
+    best = max((row["step"] for row in held_out if row["validation"].get("best")), default=None)
+
+    def measured(key: str) -> list[tuple[float, float]]:
+        found = ((row["step"], row["validation"].get(key)) for row in held_out)
+        return [point for point in found if point[1] is not None]
+
+    trained = [
+        (row["step"], row["kl"]) for row in rows if row.get("stream") == stream and row.get("kl") is not None
+    ]
+    validated, own = measured(f"{stream}_kl"), measured("own_kl") if stream == "general" else []
+    axes.plot(*_columns(trained), color=colour, alpha=0.35, linewidth=1.1, marker=".", markersize=4)
+    axes.plot(*_columns(validated), color=colour, marker="o", markersize=4)
+    axes.plot(*_columns(own), color=colour, linestyle=":")
+    for step, value in validated:
+        if step == best:
+            axes.plot(step, value, "o", markersize=10, markerfacecolor="none", color=PAINT["ink"])
+    if validated:
+        text = f"held-out {validated[-1][1]:.2f}"
+        _label(axes, text, validated[-1], (0, 9), ha="right", va="bottom", color=colour)
+    top = max((value for _, value in trained + validated + own), default=0.0) or 1.0
+    axes.set_ylim(-0.04 * top, 1.12 * top)
 
 
 def tradeoff(summary: dict[str, Any]) -> Markup | None:
@@ -173,40 +174,44 @@ def tradeoff(summary: dict[str, Any]) -> Markup | None:
             side, ha = (-7, "right") if x > left + 0.6 * (right - left) else (7, "left")
             above, va = (-6, "top") if state == lowest else (6, "bottom")
             _label(axes, state, (x, y), (side, above), ha=ha, va=va, color=PAINT[state])
-        axes.set_xlabel(f"domain: {_plain(names[0])} (%)")
-        axes.set_title(f"Retention: {_plain(names[1])} (%)")
-        text = "; ".join(f"{s} {y:.0f} % at {x:.0f} % domain" for s, (x, y) in centres.items())
-        return _svg(figure, "tradeoff", f"Retention against domain: {text}")
+        return _svg(figure, "tradeoff", _name_axes(axes, names, list(centres.items())))
+
+
+def _name_axes(axes: Axes, names: list[str], marks: list[tuple[str, tuple[float, float]]]) -> str:
+    """Name the axes by their suites; return the description of a figure with these marks."""
+    axes.set_xlabel(f"domain: {_plain(names[0])} (%)")
+    axes.set_title(f"Retention: {_plain(names[1])} (%)")
+    text = "; ".join(f"{name} {y:.0f} % at {x:.0f} % domain" for name, (x, y) in marks)
+    return f"Retention against domain: {text}"
 
 
 def writing(summary: dict[str, Any]) -> Markup | None:
     """Plot how each state's headline answers are written, one panel per measure; None without a measure."""
     suite = summary["suites"].get(summary["headline"]["retention"], {"writing": {}})
-    titles = {"ended": "Answers that end (%)", "repetition": "Repeated 4-grams (%)"}
-    estimates = {
-        measure: {s: e[measure] for s, e in suite["writing"].items() if measure in e} for measure in titles
-    }
-    estimates = {measure: states for measure, states in estimates.items() if states}
-    if not estimates:
+    measured = {}
+    for measure, title in (("ended", "Answers that end (%)"), ("repetition", "Repeated 4-grams (%)")):
+        states = {state: found[measure] for state, found in suite["writing"].items() if measure in found}
+        if states:
+            measured[title] = states
+    if not measured:
         return None
-    with _figure(rows=len(estimates), height=PANELS) as (figure, panels):
-        for axes, (measure, states) in zip(panels, estimates.items(), strict=True):
+    descriptions = []
+    with _figure(rows=len(measured), height=PANELS) as (figure, panels):
+        for axes, (title, states) in zip(panels, measured.items(), strict=True):
+            shown = []
             for state, estimate in states.items():
                 (value,), bars = _bars([estimate])
                 style: dict[str, Any] = {"fmt": SHAPES[state], "color": PAINT[state], "markersize": 7}
                 axes.errorbar([state], [value], yerr=bars, linewidth=1.2, **style)
-                _label(
-                    axes, f"{value:.0f}", (state, value), (8, 0), ha="left", va="center", color=PAINT[state]
-                )
-            axes.set_title(titles[measure])
+                shown.append(f"{state} {value:.0f}")
+                offset, colour = (8, 0), PAINT[state]
+                _label(axes, f"{value:.0f}", (state, value), offset, ha="left", va="center", color=colour)
+            descriptions.append(f"{title}: {', '.join(shown)}")
+            axes.set_title(title)
             axes.margins(x=0.2)
-            top = 100 * max(0.01, *(e["high"] for e in states.values()))
+            top = 100 * max(0.01, *(estimate["high"] for estimate in states.values()))
             axes.set_ylim(-0.06 * top, 1.2 * top)
-        text = "; ".join(
-            f"{titles[measure]}: " + ", ".join(f"{s} {100 * e['value']:.0f}" for s, e in states.items())
-            for measure, states in estimates.items()
-        )
-        return _svg(figure, "writing", text)
+        return _svg(figure, "writing", "; ".join(descriptions))
 
 
 def frontier(comparison: dict[str, Any]) -> Markup | None:
@@ -220,12 +225,13 @@ def frontier(comparison: dict[str, Any]) -> Markup | None:
     columns = 2 if max(map(len, labels)) <= 20 else 1
     styles = _arm_styles()
     curve = comparison["alpha_curve"]
-    edge = [point for point in curve if point["edge"]]
-    lines = {"alpha-curve": ("-", curve), "its mixtures": ("--", edge)} if curve else {}
-    with _figure(height=TALL + 0.2 * -(-(len(rows) + len(lines)) // columns), width=WIDE) as (
-        figure,
-        (axes,),
-    ):
+    lines = (
+        {"alpha-curve": ("-", curve), "its mixtures": ("--", [p for p in curve if p["edge"]])}
+        if curve
+        else {}
+    )
+    height = TALL + 0.2 * math.ceil((len(rows) + len(lines)) / columns)
+    with _figure(height=height, width=WIDE) as (figure, (axes,)):
         axes.grid(True, axis="both")
         for name, (line, points) in lines.items():
             centres = [(100 * point["domain"], 100 * point["retention"]) for point in points]
@@ -239,21 +245,20 @@ def frontier(comparison: dict[str, Any]) -> Markup | None:
             _cross(axes, row["domain"], row["retention"], **style)
             drawn.append(row)
         axes.margins(0.08)
-        axes.set_xlabel(f"domain: {_plain(names[0])} (%)")
-        axes.set_title(f"Retention: {_plain(names[1])} (%)")
         figure.legend(loc="outside lower left", ncols=columns, frameon=False)
-        text = "; ".join(
-            f"{label} {100 * row['retention']['value']:.0f} % at {100 * row['domain']['value']:.0f} % domain"
-            for row, label in zip(rows, labels, strict=True)
-        )
-        return _svg(figure, "frontier", escape(f"Retention against domain: {text}"))
+        marks = list(zip(labels, map(_centre, rows), strict=True))
+        return _svg(figure, "frontier", escape(_name_axes(axes, names, marks)))
+
+
+def _centre(row: dict[str, Any]) -> tuple[float, float]:
+    """Return domain and retention in percent."""
+    return 100 * row["domain"]["value"], 100 * row["retention"]["value"]
 
 
 def _coinciding(row: dict[str, Any], drawn: list[dict[str, Any]]) -> int:
     """Count the drawn marks at the place of a row: its own must be larger, or it would hide them."""
-    return sum(
-        all(abs(row[k]["value"] - r[k]["value"]) < 0.01 for k in ("domain", "retention")) for r in drawn
-    )
+    x, y = _centre(row)
+    return sum(abs(x - left) < 1 and abs(y - height) < 1 for left, height in map(_centre, drawn))
 
 
 def steps(comparison: dict[str, Any]) -> Markup | None:

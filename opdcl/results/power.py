@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from opdcl.results import intervals, stats
 from opdcl.results.status import NON_INFERIORITY_MARGIN
 
 # What a plan assumes: the share of prompts on which recovered and base differ, if they are equally good; the
@@ -37,8 +38,6 @@ class Power(NamedTuple):
 
 def planned(prompts: int, seeds: int = 1) -> Power:
     """Return what to expect of so many prompts, and of so many training seeds if there are several."""
-    from opdcl.results import intervals, stats
-
     parts = [(DISAGREEMENT / prompts, max(prompts - 1, 1))]
     if seeds > 1:
         parts.append((SEED_SD**2 / seeds, seeds - 1))
@@ -65,8 +64,6 @@ def _shown(power: Power) -> str:
 
 
 def _from_seeds(seeds: int) -> str:
-    from opdcl.results import intervals
-
     return f"{100 * intervals.half_width([(SEED_SD**2 / seeds, seeds - 1)]):.1f} points"
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jinja2
+from huggingface_hub import EvalResult, ModelCardData
+from markupsafe import Markup
+
 from opdcl.hub import HUB_IDS
 from opdcl.results import format, report_tables
 from opdcl.results.samples import RULE, pick_examples, pick_samples, worst_samples
-from opdcl.results.scores import STATES, Suite, headline_of, load_suites, section
-from opdcl.results.summary import further_teachers, summarise
+from opdcl.results.scores import Suite, section
+from opdcl.results.status import STATES
+from opdcl.results.summary import Results, further_teachers
 from opdcl.results.tables import MISSING, different_raw
 from opdcl.results.verdict import split, tone, why_no_domain_retention, why_no_recovery
 from opdcl.rundir.files import read_jsonl, write_atomic
@@ -29,38 +34,35 @@ QUANTIZED = (
 )
 
 
-def write(run: RunDir, summary: dict[str, Any] | None = None) -> list[Path]:
+def write(results: Results) -> list[Path]:
     """Write `report.md`, `report.html` and the model card `README.md` into the run; return their paths.
 
     The same run gives the same bytes: nothing depends on the time or place of writing.
     """
     from opdcl.results import plots
 
-    suites = load_suites(run)
-    context = _context(run, summary or summarise(run, suites), suites)
+    context = _context(results)
     figures = {
-        "loss": plots.finetune_loss(_metrics(run, "finetune")),
-        "kl": plots.recovery_kl(_metrics(run, "recover"), _teachers(run)),
-        "tradeoff": plots.tradeoff(context["summary"]),
-        "writing": plots.writing(context["summary"]),
+        "loss": plots.finetune_loss(context["metrics"]["finetune"]),
+        "kl": plots.recovery_kl(context["metrics"]["recover"], _teachers(results.run)),
+        "tradeoff": plots.tradeoff(results.summary),
+        "writing": plots.writing(results.summary),
     }
     texts = [
         render("report.md", context),
         render("report.html", context | {"figures": figures}),
         _render_card(context, context["base_model"], context["base"]["license"], []),
     ]
-    for file, text in zip(run.reports, texts, strict=True):
+    for file, text in zip(results.run.reports, texts, strict=True):
         write_atomic(file, text)
-    return list(run.reports)
+    return list(results.run.reports)
 
 
 def pull_request(run: RunDir, summary: dict[str, Any]) -> str:
     """Return the results as Markdown of about twenty lines, with the worst three prompts."""
-    suites = load_suites(run)
-    context = _context(run, summary, suites)
-    retention = headline_of(suites).get("retention")
+    retention = Results(run).headline.get("retention")
     worst = worst_samples(retention, WORST_PROMPTS) if retention else {}
-    page = context | {"gates": summary.get("gates", []), "worst": [], **worst}
+    page = {"summary": summary, "tables": report_tables.main_tables(summary), "worst": [], **worst}
     return render("pull_request.md", page).strip() + "\n"
 
 
@@ -69,8 +71,7 @@ def card(run: RunDir, state: str, base: str, place: str, license: str | None, da
 
     `base`, `place` and `datasets` are the Hub ids of base, adapter and training data.
     """
-    suites = load_suites(run)
-    context = _context(run, summarise(run, suites), suites)
+    context = _context(Results(run))
     # The command and the paths may name private files, so a public card leaves them out.
     private = ("base", "adapter tuned", "adapter recovered")
     facts = {
@@ -84,8 +85,6 @@ def card(run: RunDir, state: str, base: str, place: str, license: str | None, da
 
 def _render_card(context: dict[str, Any], base: str, license: str | None, datasets: list[str]) -> str:
     """Render the model card; its metadata holds the scores of the state that it describes."""
-    from huggingface_hub import EvalResult, ModelCardData
-
     state = context["card_state"]
     scores = [
         EvalResult(
@@ -114,9 +113,6 @@ def _render_card(context: dict[str, Any], base: str, license: str | None, datase
 
 def render(page: str, context: dict[str, Any]) -> str:
     """Render the template of an `md` or `html` page; strings are escaped unless they are `Markup`."""
-    import jinja2
-    from markupsafe import Markup
-
     kind = page.rsplit(".", 1)[1]
     escape = harmless if kind == "html" else format.markdown
     environment = jinja2.Environment(
@@ -127,42 +123,43 @@ def render(page: str, context: dict[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = [format.percent, format.interval, format.span, format.value, format.bounds]
+    filters = [format.percent, format.interval, format.value, format.bounds]
     if kind == "md":
         filters += [format.code, format.fence, format.quoted, format.nats]
     environment.filters |= {f.__name__: lambda v, f=f: Markup(f(v)) for f in filters}
     environment.filters["unbroken"] = format.unbroken
+    environment.globals |= {"states": STATES, "missing": MISSING, "sample_rule": RULE}
     return environment.get_template(f"{page}.j2").render(context)
 
 
-def _context(run: RunDir, summary: dict, suites: list[Suite]) -> dict[str, Any]:
+def _context(results: Results) -> dict[str, Any]:
     """Return what the three templates print."""
+    run, summary, headline = results.run, results.summary, results.headline
     manifest = {"created": None, "device": None, "opdcl": None} | run.read_manifest()
     base = dict.fromkeys(("id", "revision", "license", "quantization")) | section(run, "model")
     base |= manifest.get("base") or {}
     name = str(base["id"] or "unknown")
     base_model, tuned = _public(name), run.stage_record("finetune").get("tuned_model")
     adapters = manifest.get("adapters") or {}
-    losses = [row["loss"] for row in _metrics(run, "finetune") if row.get("loss") is not None]
-    validations = [row for row in _metrics(run, "recover") if row.get("validation")]
-    states = {state for suite in suites for state in suite.rows}
-    samples = {s.name: groups for s in headline_of(suites).values() if (groups := pick_samples(s))}
+    metrics = {stage: _metrics(run, stage) for stage in ("finetune", "recover")}
+    losses = [row["loss"] for row in metrics["finetune"] if row.get("loss") is not None]
+    validations = [row for row in metrics["recover"] if row.get("validation")]
+    states = {state for suite in results.suites for state in suite.rows}
+    samples = {suite.name: groups for suite in headline.values() if (groups := pick_samples(suite))}
     heading, sentence = split(summary["verdict"])
     return {
         "summary": summary,
         "heading": heading,
         "sentence": sentence,
         "tone": tone(summary),
-        "states": STATES,
-        "missing": MISSING,
         "made": report_tables.made(run, manifest, base_model),
         "bars": report_tables.bars(summary),
-        "ratios": _ratios(summary, headline_of(suites).get("domain")),
+        "ratios": _ratios(summary, headline.get("domain")),
         "tables": report_tables.main_tables(summary),
         "details": report_tables.detail_tables(summary),
         "examples": pick_examples(samples),
         "samples": samples,
-        "sample_rule": RULE,
+        "metrics": metrics,
         "loss_ends": losses[:1] + losses[-1:],
         "validations": validations,
         "best_step": max((r["step"] for r in validations if r["validation"].get("best")), default=None),
@@ -186,71 +183,70 @@ def _public(model: str) -> str:
 
 def _ratios(summary: dict, domain: Suite | None) -> list[dict[str, Any]]:
     """Return R, D and C with what they mean, or why there is none."""
-    lost = "Share of the lost score that came back, counted from tuned or the floor, whichever is higher"
+    recovered = "Share of the lost score that came back, counted from tuned or the floor, whichever is higher"
     kept = "Share of the domain gain that was kept, counted from base or the floor, whichever is higher"
-    rows = [
-        ("Recovery R", "recovery", lost, "tuned", why_no_recovery(summary)),
-        ("Domain retention D", "domain_retention", kept, "base", why_no_domain_retention(domain)),
-    ]
-    ratios = []
-    for name, key, meaning, start, why in rows:
-        raw = different_raw(summary, key)
+    gone = (
+        "Share of the distance to base that is gone, token by token, counted from tuned or from base's "
+        "answers to other prompts, whichever is nearer"
+    )
+    near = summary["closeness"]
+
+    def ratio(name: str, key: str, meaning: str, why: str, start: str = "") -> dict[str, Any]:
+        estimate = summary[key] if summary[key] and summary[key]["value"] is not None else None
+        raw = different_raw(summary, key) if start else ""
         meaning += f"; from {start} alone, {raw}." if raw else "."
-        ratios.append({"name": name, "meaning": meaning, "estimate": summary[key], "why": why})
-    if near := summary["closeness"]:
-        meaning = (
-            "Share of the distance to base that is gone, token by token, counted from tuned or from base's "
-            "answers to other prompts, whichever is nearer."
-        )
-        estimate = None if near["value"] is None else near
-        ratios.append({"name": "Closeness C", "meaning": meaning, "estimate": estimate, "why": near["why"]})
-    return ratios
+        return {"name": name, "meaning": meaning, "estimate": estimate, "why": why}
+
+    return [
+        ratio("Recovery R", "recovery", recovered, why_no_recovery(summary), "tuned"),
+        ratio("Domain retention D", "domain_retention", kept, why_no_domain_retention(domain), "base"),
+        *([ratio("Closeness C", "closeness", gone, near["why"])] if near else []),
+    ]
 
 
 def _facts(run: RunDir, manifest: dict, base: dict, adapters: dict) -> dict[str, str]:
     """Return what a reader needs to repeat the run and to check that the result is the same."""
     versions = {"opdcl": manifest["opdcl"], **(manifest.get("versions") or {})}
-    before, after = base.get("fingerprint_before"), base.get("fingerprint_after")
-    check = f"CHANGED to {after}" if after else "not checked after"
     seeds = {stage: section(run, stage).get("seed") for stage in ("finetune", "recover")}
     device = manifest["device"] or {}
     cores, size = device.get("cores"), device.get("memory_bytes")
     cpu_and_memory = [cores and f"{cores} cores", size and format.memory(size)]
     hardware = [device.get("name"), device.get("dtype"), *cpu_and_memory]
+    weights = " at ".join(str(base[key]) for key in ("id", "revision") if base[key])
+    before, after = base.get("fingerprint_before"), base.get("fingerprint_after")
+    check = f"CHANGED to {after}" if after else "not checked after"
     facts = {
         **_commands(manifest),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         "device": ", ".join(filter(None, hardware)),
         "seeds": ", ".join(f"{stage} {seed}" for stage, seed in seeds.items() if seed is not None),
-        "base": " at ".join(str(base[k]) for k in ("id", "revision") if base[k])
-        + (f", quantized ({base['quantization']})" if base["quantization"] else ""),
+        "base": weights + (f", quantized ({base['quantization']})" if base["quantization"] else ""),
         "base fingerprint": before
         and f"{before}, {'identical before and after' if before == after else check}",
-        **{
-            f"adapter {state}": f"{a.get('path', '')} sha256 {a.get('sha256', 'unknown')}"
-            for state, a in adapters.items()
-        },
-        "whole run, min:s": manifest.get("seconds") and format.clock(manifest["seconds"]),
     }
+    for state, adapter in adapters.items():
+        facts[f"adapter {state}"] = f"{adapter.get('path', '')} sha256 {adapter.get('sha256', 'unknown')}"
+    facts["whole run, min:s"] = manifest.get("seconds") and format.clock(manifest["seconds"])
     return {name: value for name, value in facts.items() if value}
 
 
 def _commands(manifest: dict) -> dict[str, str]:
     """Return the commands that made the run, in order: one for each verb."""
     commands = manifest.get("commands") or [manifest.get("command", "")]
-    names = [f"command {number}" for number in range(1, len(commands) + 1)] if commands[1:] else ["command"]
-    return dict(zip(names, commands, strict=True))
+    if len(commands) == 1:
+        return {"command": commands[0]}
+    return {f"command {number}": command for number, command in enumerate(commands, 1)}
 
 
 def _teachers(run: RunDir) -> dict[str, str]:
     """Return the names of each stream's teachers: base and tuned unless configured otherwise."""
     config = run.stage_record("recover").get("config", {})
-    names = {"general": "base", "domain": "tuned"}
-    for stream, default in names.items():
-        names[stream] = config.get(f"{stream}_teacher", default)
-    if further := further_teachers(config):
-        names["domain"] = " and ".join([names["domain"], *further] if config.get("domain") else further)
-    return names
+    further = further_teachers(config)
+    own = [config.get("domain_teacher", "tuned")] if config.get("domain") or not further else []
+    return {
+        "general": config.get("general_teacher", "base"),
+        "domain": " and ".join(map(str, [*own, *further])),
+    }
 
 
 def _metrics(run: RunDir, stage: str) -> list[dict]:

@@ -1,4 +1,4 @@
-"""Lay out a run's report: the tables, the bars of the headline scores, and the facts at its top."""
+"""Lay out a run's results for terminal and report: tables, bars of the headline scores, facts at the top."""
 
 from __future__ import annotations
 
@@ -8,20 +8,15 @@ from typing import Any
 from opdcl.config.shipped import SHIPPED_DATA
 from opdcl.results import format
 from opdcl.results.closeness import MEASURES
-from opdcl.results.scores import HEADLINE_ROLES, STATES, metric_words, section
-from opdcl.results.status import NON_INFERIORITY_MARGIN
-from opdcl.results.tables import (
-    WRITING,
-    Table,
-    different_raw,
-    distance_cell,
-    ratio_cell,
-    score_cell,
-    writing_rows,
-)
+from opdcl.results.format import Unit, cell, metric_words
+from opdcl.results.scores import section
+from opdcl.results.status import HEADLINE_ROLES, NON_INFERIORITY_MARGIN, STATES
+from opdcl.results.tables import WRITING, Table, by_state, different_raw, distances, with_rows, writing_rows
 from opdcl.results.writing import MARGINS
 from opdcl.rundir.layout import RunDir
 
+RELATIVE = Unit("{:+.0f}", 100, " %")
+MARGIN = f"{100 * NON_INFERIORITY_MARGIN:g}"
 GROUP_NOTE = "Seen: types of constraints that also occur in the recovery prompts. Unseen: types that do not."
 # Where the axis of a pair of bars may end.
 AXES = (0.05, 0.1, 0.25, 0.5, 1.0)
@@ -51,6 +46,26 @@ def _at(score: float, axis: float) -> str:
     return f"{100 * min(max(score / axis, 0), 1):.1f}"
 
 
+def terminal_rows(summary: dict[str, Any]) -> list[list[str]]:
+    """Return the score table for a terminal: suite and metric, n, floor, and each state with its interval."""
+    rows = []
+    for name, suite in summary["suites"].items():
+        if suite["n"]:
+            floor = "" if suite["floor"] is None else format.percent(suite["floor"])
+            rows.append([f"{name}\n{suite['metric']}", str(suite["n"]), floor, *by_state(suite)])
+            if suite["role"] == "retention":
+                rows += [[label, "", "", *cells] for label, *cells in writing_rows(suite["writing"])]
+    ratios = {}
+    if near := summary["closeness"]:
+        floor = "" if near["floor"] is None else f"{near['floor']:.3f}"
+        rows.append(["distance to base\nnats per token", str(near["n"]), floor, *distances(near)])
+        ratios["C"] = near
+    for label, key, start in (("R", "recovery", "tuned"), ("D", "domain_retention", "base")):
+        ratios[label] = summary[key]
+        ratios[f"{label} from {start}"] = summary[f"{key}_raw"] if different_raw(summary, key) else None
+    return rows + [[label, "", "", "", "", text] for label, ratio in ratios.items() if (text := cell(ratio))]
+
+
 def main_tables(summary: dict[str, Any]) -> list[Table]:
     """Return the scores, those of each group of prompts, and closeness to base."""
     near = [closeness_table(summary["closeness"])] if summary["closeness"] else []
@@ -58,25 +73,27 @@ def main_tables(summary: dict[str, Any]) -> list[Table]:
         return near
     rows = []
     for name, suite in summary["suites"].items():
-        rows.append([f"{name}\n{_description(suite)}", *(score_cell(suite[state]) for state in STATES)])
+        metric = f": {metric_words(suite['metric'])}, {_size(suite)}" if suite["n"] else ""
+        rows.append([f"{name}\n{suite['role']}{metric}", *by_state(suite)])
         if suite["role"] == "retention":
-            rows += [[f"{label}\n{name}", *cells] for label, *cells in writing_rows(suite["writing"])]
+            rows += _writing_rows(name, suite)
     caption = (
         "Brackets are 95 % intervals over prompts, for one training seed. The floor is the score of the best "
         "content-free answer, such as a copy of the prompt; in multiple choice, of a guess. Answers that do "
         "not end were cut at the token limit. A repeated 4-gram is four words in a row that occurred earlier "
         "in the same answer."
     )
-    tables = [Table("Scores", ["suite", *STATES], rows, caption)]
-    if groups := summary["groups"]:
-        rows = [
-            [f"{name}\n{_size(group)}", *(score_cell(group[state]) for state in STATES), _ratio(group)]
-            for name, group in groups.items()
-        ]
-        note = GROUP_NOTE if {*groups} == {"seen", "unseen"} else ""
-        columns = [summary["headline"]["retention"], *STATES, "R"]
-        tables.append(Table("Scores by group of prompts", columns, rows, note))
-    return tables + near
+    return [Table("Scores", ["suite", *STATES], rows, caption), *with_rows([_groups_table(summary)]), *near]
+
+
+def _groups_table(summary: dict[str, Any]) -> Table:
+    rows = []
+    for name, group in summary["groups"].items():
+        raw, ratio = different_raw(group), cell(group["recovery"])
+        ratio += f"; from tuned {raw}" if raw else ""
+        rows.append([f"{name}\n{_size(group)}", *by_state(group), ratio])
+    note = GROUP_NOTE if {*summary["groups"]} == {"seen", "unseen"} else ""
+    return Table("Scores by group of prompts", [summary["headline"]["retention"], *STATES, "R"], rows, note)
 
 
 def closeness_table(near: dict[str, Any]) -> Table:
@@ -86,9 +103,8 @@ def closeness_table(near: dict[str, Any]) -> Table:
         "forward": "forward KL\non base's answers",
         "reverse": "reverse KL\non the state's own answers",
     }
-    rows = [[label, *(distance_cell(near[s].get(name)) for s in STATES)] for name, label in labels.items()]
-    renamed = {s: {MEASURES[k]: v for k, v in near[s].items() if k in MEASURES} for s in STATES}
-    rows += writing_rows(renamed)
+    rows = [[label, *distances(near, name)] for name, label in labels.items()]
+    rows += writing_rows({s: {MEASURES[k]: v for k, v in near[s].items() if k in MEASURES} for s in STATES})
     caption = (
         f"{near['n']} prompts that no stage has learned from, answered at temperature 1. "
         "Both models give their distributions at every token of base's answers and of the state's own. The "
@@ -97,71 +113,81 @@ def closeness_table(near: dict[str, Any]) -> Table:
     return Table("Closeness to base", ["", *STATES], rows, caption)
 
 
-def _description(suite: dict[str, Any]) -> str:
-    return (
-        f"{suite['role']}: {metric_words(suite['metric'])}, {_size(suite)}" if suite["n"] else suite["role"]
-    )
-
-
 def _size(scores: dict[str, Any]) -> str:
     floor = "" if scores["floor"] is None else f", floor {format.percent(scores['floor'])}"
     return f"{scores['n']} prompts{floor}"
 
 
-def _ratio(group: dict[str, Any]) -> str:
-    raw, ratio = different_raw(group), ratio_cell(group["recovery"])
-    return f"{ratio}; from tuned {raw}" if raw else ratio
+def _writing_rows(name: str, suite: dict[str, Any]) -> list[list[str]]:
+    return [[f"{label}\n{name}", *cells] for label, *cells in writing_rows(suite["writing"])]
 
 
 def detail_tables(summary: dict[str, Any]) -> list[Table]:
     """Return what few readers look up: differences, teacher ceiling, all metrics, and cost."""
-    margin = f"{100 * NON_INFERIORITY_MARGIN:g}"
-    tables = []
-    if rows := _difference_rows(summary["tests"]):
-        caption = (
-            f"“Recovered” means that the interval of recovered - base lies above -{margin} points, and that "
-            "its answers are shown to be like base's: in the share that ends and in repetition, within "
-            f"{100 * MARGINS['ended']:g} points, and in length, within {MARGINS['tokens']:.0%}. A large "
-            "p-value alone never counts."
-        )
-        if test := summary["non_inferiority"]:
-            caption += (
-                " A model that scores exactly like base is shown not to be worse in "
-                f"{100 * test['power']:.0f} % of repetitions with prompts like these."
-            )
-        columns = [summary["headline"]["retention"], "points", "95 % interval", "McNemar p"]
-        tables.append(Table("Differences on the same prompts", columns, rows, caption))
-    if gaps := summary["ceiling"]:
-        rows = [[name, gap["teacher"], *_in_points(gap), _place(gap)] for name, gap in gaps.items()]
-        caption = (
-            f"Level means shown to be at most {margin} points worse. Level or above: the student has learned "
-            "all that this teacher can give; only another teacher or a reward can improve it. Below: more "
-            "can be recovered."
-        )
-        columns = ["suite", "teacher", "points\nstudent - teacher", "95 % interval", "the student is"]
-        tables.append(Table("Teacher ceiling", columns, rows, caption))
-    rows = [row for name, suite in summary["suites"].items() for row in _metric_rows(name, suite)]
-    if rows:
-        caption = "The names in small print are those of the JSON."
-        tables.append(Table("All metrics", ["metric", *STATES], rows, caption))
+    rows = []
+    for name, suite in summary["suites"].items():
+        rows += _metric_rows(name, suite)
+    caption = "The names in small print are those of the JSON."
+    metrics = Table("All metrics", ["metric", *STATES], rows, caption)
     rows = [[stage, *_cost_cells(spent)] for stage, spent in summary["cost"].items()]
-    return [*tables, Table("Cost", ["stage", "time, min:s", "tokens", "peak memory"], rows, "")]
+    cost = Table("Cost", ["stage", "time, min:s", "tokens", "peak memory"], rows)
+    return with_rows([_differences_table(summary), _ceiling_table(summary["ceiling"]), metrics, cost])
+
+
+def _differences_table(summary: dict[str, Any]) -> Table:
+    """Return the paired differences on the retention suite, in points."""
+    tests, rows = summary["tests"], []
+    for pair, p in tests["mcnemar"].items():
+        if change := tests[pair]:
+            p_value = "n/a" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+            rows.append([pair.replace("_minus_", " - "), *_in_points(change), p_value])
+    for measure, change in tests["writing"].items():
+        if change:
+            unit = RELATIVE if measure == "tokens" else format.CHANGE
+            rows.append([f"{WRITING[measure][0]}, recovered - base", *_in_points(change, unit), "n/a"])
+    caption = (
+        f"“Recovered” means that the interval of recovered - base lies above -{MARGIN} points, and that "
+        "its answers are shown to be like base's: in the share that ends and in repetition, within "
+        f"{100 * MARGINS['ended']:g} points, and in length, within {MARGINS['tokens']:.0%}. A large "
+        "p-value alone never counts."
+    )
+    if test := summary["non_inferiority"]:
+        caption += (
+            " A model that scores exactly like base is shown not to be worse in "
+            f"{100 * test['power']:.0f} % of repetitions with prompts like these."
+        )
+    columns = [summary["headline"]["retention"], "points", "95 % interval", "McNemar p"]
+    return Table("Differences on the same prompts", columns, rows, caption)
+
+
+def _ceiling_table(ceiling: dict[str, dict]) -> Table:
+    rows = []
+    for name, gap in ceiling.items():
+        place = gap["place"]
+        if place == "not shown":
+            # To find no difference does not make the student level.
+            seen = f"{gap['n']} prompts can show {100 * gap['detectable']:.1f} points"
+            place = f"not shown to differ: {seen}"
+        rows.append([name, gap["teacher"], *_in_points(gap), place])
+    caption = (
+        f"Level means shown to be at most {MARGIN} points worse. Level or above: the student has learned "
+        "all that this teacher can give; only another teacher or a reward can improve it. Below: more "
+        "can be recovered."
+    )
+    columns = ["suite", "teacher", "points\nstudent - teacher", "95 % interval", "the student is"]
+    return Table("Teacher ceiling", columns, rows, caption)
 
 
 def _metric_rows(name: str, suite: dict[str, Any]) -> list[list[str]]:
     headline = {state: suite[state]["value"] for state in STATES if suite[state]}
-    rows = [
-        [f"{metric_words(metric)}\n{name}: {metric}", *(_metric(values.get(state)) for state in STATES)]
-        for metric, values in ({suite["metric"]: headline} | suite["metrics"]).items()
-        if values
-    ]
+    rows = []
+    for metric, values in ({suite["metric"]: headline} | suite["metrics"]).items():
+        if values:
+            found = map(values.get, STATES)
+            scores = ["" if value is None else format.score(value) for value in found]
+            rows.append([f"{metric_words(metric)}\n{name}: {metric}", *scores])
     # The table of scores has these lines for the retention suites.
-    writing = [] if suite["role"] == "retention" else writing_rows(suite["writing"])
-    return rows + [[f"{label}\n{name}", *cells] for label, *cells in writing]
-
-
-def _metric(value: float | None) -> str:
-    return "" if value is None else format.score(value)
+    return rows if suite["role"] == "retention" else rows + _writing_rows(name, suite)
 
 
 def _cost_cells(spent: dict[str, Any]) -> list[str]:
@@ -171,32 +197,9 @@ def _cost_cells(spent: dict[str, Any]) -> list[str]:
     return [format.clock(spent["seconds"]), tokens, format.memory(spent["peak_memory_bytes"])]
 
 
-def _difference_rows(tests: dict[str, Any]) -> list[list[str]]:
-    """Return the paired differences on the retention suite, in points."""
-    rows = []
-    for pair, p in tests["mcnemar"].items():
-        if change := tests[pair]:
-            p_value = "n/a" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
-            rows.append([pair.replace("_minus_", " - "), *_in_points(change), p_value])
-    for measure, change in tests["writing"].items():
-        if change and measure == "tokens":
-            value, low, high = (f"{100 * change[key]:+.0f} %" for key in ("value", "low", "high"))
-            rows.append([f"{WRITING[measure]}, recovered - base", value, f"{low} to {high}", "n/a"])
-        elif change:
-            rows.append([f"{WRITING[measure]}, recovered - base", *_in_points(change), "n/a"])
-    return rows
-
-
-def _place(gap: dict[str, Any]) -> str:
-    """Say where the student is; to find no difference does not make it level."""
-    if gap["place"] != "not shown":
-        return str(gap["place"])
-    return f"not shown to differ: {gap['n']} prompts can show {100 * gap['detectable']:.1f} points"
-
-
-def _in_points(change: dict[str, float]) -> list[str]:
-    low, high = format.points(change["low"]), format.points(change["high"])
-    return [format.points(change["value"]), f"{low} to {high}"]
+def _in_points(change: dict[str, float], unit: Unit = format.CHANGE) -> list[str]:
+    value, low, high = (f"{unit.number(change[key])}{unit.name}" for key in ("value", "low", "high"))
+    return [value, f"{low} to {high}"]
 
 
 def made(run: RunDir, manifest: dict[str, Any], base_model: str) -> dict[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from opdcl.results import format, writing
 from opdcl.results.scores import Suite
 
@@ -81,19 +83,15 @@ def _line(text: Any, longest: int) -> str:
 
 def _readability(suite: Suite) -> list[tuple[bool, bool, int, int]]:
     """Return a sort key per prompt, by `RULE`."""
-    measures = [writing.values(suite, state) for state in suite.rows]
-
-    def unclean(i: int) -> bool:
-        """Return whether an answer of any state was truncated or repeats itself; False where not recorded."""
-        return any(
-            ("ended" in measure and measure["ended"][i] < 1)
-            or ("repetition" in measure and measure["repetition"][i] > 0)
-            for measure in measures
-        )
-
     answers = [str(row.get("response") or "") for row in suite.rows["base"]]
+    # Whether an answer of any state was truncated or repeats itself, where that is recorded.
+    unclean = np.zeros(len(answers), bool)
+    for state in suite.rows:
+        written = writing.values(suite, state)
+        unclean |= (written.get("ended", np.ones(1)) < 1) | (written.get("repetition", np.zeros(1)) > 0)
     return [
-        (unclean(i), len(answer.split()) < FEWEST_WORDS, len(answer), i) for i, answer in enumerate(answers)
+        (bool(unclean[i]), len(answer.split()) < FEWEST_WORDS, len(answer), i)
+        for i, answer in enumerate(answers)
     ]
 
 

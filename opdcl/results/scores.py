@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.errors import UsageError
+from opdcl.results.stats import States
+from opdcl.results.status import HEADLINE_ROLES, ROLES, STATES
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from opdcl.results.stats import States
-
-
-STATES = ("base", "tuned", "recovered")
-ROLES = ("retention", "domain", "control")
-HEADLINE_ROLES = ("retention", "domain")
-
 # What a suite measures, if its name does not read well in a sentence.
 PLAIN_WORDS = dict.fromkeys(("instructions", "instructions_quick", "ifeval"), "instruction following")
-
-# Metrics in words; files and JSON keep the keys.
-METRIC_WORDS = {
-    "passed": "answers about the prompt that meet every constraint",
-    "own_words": "answers in words of their own",
-    "prompt_level_strict_acc": "answers that meet every constraint",
-    "inst_level_strict_acc": "constraints met",
-    "prompt_level_loose_acc": "answers that meet every constraint, read loosely",
-    "inst_level_loose_acc": "constraints met, read loosely",
-    "exact_match": "exact answers",
-    "contains": "answers that contain the expected one",
-    "token_f1": "word overlap with the expected answer",
-    "acc": "correct answers",
-    "acc_norm": "correct answers, corrected for length",
-}
-
-
-def metric_words(metric: str) -> str:
-    """Return a metric's name as people read it."""
-    name = metric.split(",")[0]
-    return METRIC_WORDS.get(name, name.replace("_", " "))
 
 
 @dataclass(frozen=True)
@@ -85,9 +58,14 @@ class Suite:
         return "a guess" if by_chance else "a content-free answer"
 
     @property
+    def measured(self) -> list[dict]:
+        """The rows of the first measured state, which tell of the prompts."""
+        return next(iter(self.rows.values()), [])
+
+    @property
     def prompts(self) -> list[tuple]:
         """The number and text of each prompt, in the order of the rows."""
-        return [(row["doc_id"], row["prompt"]) for row in next(iter(self.rows.values()))]
+        return [(row["doc_id"], row["prompt"]) for row in self.measured]
 
     @property
     def description(self) -> dict[str, Any]:
@@ -114,17 +92,16 @@ class Suite:
         The same prompt twice is one cluster: it has the same answer. The same answer to two prompts is none:
         many questions about different things are answered by yes, or by two.
         """
-        import numpy as np
-
-        rows = next(iter(self.rows.values()), [])
-        names = [f"cluster {row['cluster']}" if row.get("cluster") else row["prompt"] for row in rows]
+        names = [
+            f"cluster {row['cluster']}" if row.get("cluster") else row["prompt"] for row in self.measured
+        ]
         ids = {name: i for i, name in enumerate(dict.fromkeys(names))}
         return np.array([ids[name] for name in names]) if len(ids) < len(names) else None
 
     @property
     def groups(self) -> list[str]:
         """The groups of prompts that are told apart, such as `seen` and `unseen`."""
-        return sorted({row["group"] for row in next(iter(self.rows.values()), []) if row.get("group")})
+        return sorted({row["group"] for row in self.measured if row.get("group")})
 
     def only(self, group: str) -> Suite:
         """Return the suite on the prompts of one group."""
@@ -139,12 +116,33 @@ class Suite:
 
     def states(self) -> States | None:
         """Return the scores of base, tuned and recovered, or None unless all three are measured."""
-        from opdcl.results.stats import States
+        return states_of([self])
 
-        if not self.complete:
-            return None
-        base, tuned, recovered = (self.values(state) for state in STATES)
-        return States(base, tuned, recovered, self.floor_values(), self.clusters)
+
+def stacked(columns: Sequence[Any]) -> np.ndarray:
+    """Return the numbers of one run as `(N,)`, of several as `(S, N)`."""
+    array = np.array(columns, float)
+    return array[0] if len(array) == 1 else array
+
+
+def values_of(suites: Sequence[Suite], state: str) -> np.ndarray | None:
+    """Return a state's scores on one suite in one or several runs, or None unless all are measured."""
+    measured = [suite.values(state) for suite in suites if state in suite.rows]
+    return stacked(measured) if measured and len(measured) == len(suites) else None
+
+
+def floors_of(suites: Sequence[Suite]) -> np.ndarray | None:
+    """Return the scores of the best content-free answer in one or several runs, or None if one has none."""
+    stored = [floor for suite in suites if (floor := suite.floor_values()) is not None]
+    return stacked(stored) if stored and len(stored) == len(suites) else None
+
+
+def states_of(suites: Sequence[Suite]) -> States | None:
+    """Return the scores of one suite in one or several runs, or None unless all three states are measured."""
+    base, tuned, recovered = (values_of(suites, state) for state in STATES)
+    if base is None or tuned is None or recovered is None:
+        return None
+    return States(base, tuned, recovered, floors_of(suites), suites[0].clusters)
 
 
 def _parts(scores: Iterable[Any]) -> list[list[float]]:
@@ -152,8 +150,6 @@ def _parts(scores: Iterable[Any]) -> list[list[float]]:
 
 
 def _weighted(parts: list[list[float]]) -> np.ndarray:
-    import numpy as np
-
     return np.array([sum(p) for p in parts]) * len(parts) / sum(len(p) for p in parts)
 
 
@@ -167,7 +163,7 @@ def load_suites(run: RunDir) -> list[Suite]:
     return [load_suite(run, name, role) for name, role in roles.items()]
 
 
-def headline_of(suites: list[Suite]) -> dict[str, Suite]:
+def headline_of(suites: Sequence[Suite]) -> dict[str, Suite]:
     """Return the first retention suite and the first domain suite, by role; the verdict depends on them."""
     first = {suite.role: suite for suite in reversed(suites)}
     return {role: first[role] for role in HEADLINE_ROLES if role in first}

@@ -1,8 +1,12 @@
-"""The outcome of a run in fixed words, which scripts may rely on, and the margins that they stand for."""
+"""States, roles and outcomes in fixed words, which scripts may rely on, and the margins behind them."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
+
+STATES = ("base", "tuned", "recovered")
+ROLES = ("retention", "domain", "control")
+HEADLINE_ROLES = ("retention", "domain")
 
 # Below this drop a ratio of differences is mostly noise, so R is not computed. A suite that finds a drop of
 # this size four times in five, and finds none, shows that nothing measurable was forgotten.

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
-from opdcl.results import closeness, power, writing
+import numpy as np
+
+from opdcl.results import closeness, power, stats, writing
 from opdcl.results.format import percent
-from opdcl.results.scores import STATES, Suite, headline_of, load_suites, section
-from opdcl.results.tables import (
-    closeness_cell,
-    different_raw,
-    distance_cell,
-    ratio_cell,
-    score_cell,
-    writing_rows,
-)
+from opdcl.results.scores import Suite, headline_of, load_suites, section
+from opdcl.results.stats import Clusters
+from opdcl.results.status import STATES
 from opdcl.results.verdict import conclude
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
-
-if TYPE_CHECKING:
-    import numpy as np
 
 # A quickstart whose answers ran on lacked 0.57 to 0.65 of base's probability to end; one whose did not, 0.26.
 MISSED_ENDS = 0.4
@@ -31,20 +24,37 @@ MISSED_ENDS = 0.4
 TEACHER_OF = {"retention": "base", "domain": "tuned", "control": "base"}
 
 PAIRS = (("tuned", "base"), ("recovered", "tuned"), ("recovered", "base"))
+DETECTABLE = {"recovered_minus_base": "detectable_difference", "tuned_minus_base": "detectable_drop"}
 
 
-def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
-    """Return the results of a finished or unfinished run, with the stable keys of `opdcl report RUN --json`.
+class Results:
+    """The results that a run left on disk, read once."""
 
-    `suites` are those to summarise, by default all.
-    """
-    from opdcl.results import stats
+    def __init__(self, run: RunDir):
+        self.run, self.suites, self.near = run, load_suites(run), closeness.load(run)
+        self.headline = headline_of(self.suites)
 
-    suites = load_suites(run) if suites is None else suites
-    headline = headline_of(suites)
-    retention, domain = headline.get("retention"), headline.get("domain")
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """The results with the stable keys of `opdcl report RUN --json`."""
+        summary = summary_of(self, self.suites)
+        notes = [*summary["faults"], *summary["notes"]]
+        if summary["non_inferiority"]:
+            suite = self.headline["retention"]
+            notes += power.notes(suite.name, len(suite.prompts), summary)
+        return summary | {"notes": notes}
+
+
+def summarise(run: RunDir) -> dict[str, Any]:
+    """Return the summary of a finished or unfinished run."""
+    return Results(run).summary
+
+
+def summary_of(results: Results, suites: list[Suite]) -> dict[str, Any]:
+    """Return the summary of some of a run's suites; its notes lack the faults and what the run can show."""
+    run, near = results.run, results.near
+    retention, domain = results.headline.get("retention"), results.headline.get("domain")
     estimates = {s.name: _summarise_suite(s) for s in suites}
-    near = closeness.load(run)
     inert = _inert(suites)
     faults = [*inert, *_faults(run, [*suites, near])]
     tests = _tests(retention, domain)
@@ -64,37 +74,10 @@ def summarise(run: RunDir, suites: list[Suite] | None = None) -> dict[str, Any]:
         "ceiling": _ceiling(suites, section(run, "recover")),
         "cost": _cost(run, [*suites, near]),
         "faults": faults,
-        "notes": [*faults, *_suite_notes(suites, estimates), *_recovery_notes(run)],
+        "notes": [*_suite_notes(suites, estimates), *_recovery_notes(run)],
     }
     conclude(summary, retention, domain, inert)
-    if retention and summary["non_inferiority"]:
-        summary["notes"] += power.notes(retention.name, len(retention.prompts), summary)
     return summary
-
-
-def table_rows(summary: dict[str, Any]) -> list[list[str]]:
-    """Return the score table for a terminal: suite and metric, n, floor, and each state with its interval."""
-    rows = []
-    for name, suite in summary["suites"].items():
-        if suite["n"]:
-            floor = "" if suite["floor"] is None else percent(suite["floor"])
-            scores = [score_cell(suite[state]) for state in STATES]
-            rows.append([f"{name}\n{suite['metric']}", str(suite["n"]), floor, *scores])
-            if suite["role"] == "retention":
-                rows += [[label, "", "", *cells] for label, *cells in writing_rows(suite["writing"])]
-    near = summary["closeness"]
-    if near:
-        distances = [distance_cell(near[state].get("distance")) for state in STATES]
-        floor = "" if near["floor"] is None else f"{near['floor']:.3f}"
-        rows.append(["distance to base\nnats per token", str(near["n"]), floor, *distances])
-        if c := closeness_cell(near):
-            rows.append(["C", "", "", "", "", c])
-    for label, key, start in (("R", "recovery", "tuned"), ("D", "domain_retention", "base")):
-        if summary[key]:
-            rows.append([label, "", "", "", "", ratio_cell(summary[key])])
-        if different_raw(summary, key):
-            rows.append([f"{label} from {start}", "", "", "", "", ratio_cell(summary[f"{key}_raw"])])
-    return rows
 
 
 def _summarise_suite(suite: Suite) -> dict[str, Any]:
@@ -103,37 +86,29 @@ def _summarise_suite(suite: Suite) -> dict[str, Any]:
         for metric, value in result["metrics"].items():
             if metric != suite.metric:
                 metrics.setdefault(metric, {})[state] = value
-    return {
-        "role": suite.role,
-        "metric": suite.metric,
-        **_scores(suite),
-        "metrics": metrics,
-        "writing": writing.estimates(suite),
-    }
+    names = {"role": suite.role, "metric": suite.metric}
+    return {**names, **_scores(suite), "metrics": metrics, "writing": writing.estimates(suite)}
 
 
 def _scores(suite: Suite) -> dict[str, Any]:
     """Return the number of prompts, the floor, and the estimated score of each state; empty without one."""
-    from opdcl.results import stats
-
-    def estimate(state: str) -> dict[str, float]:
-        parts = suite.parts(state)
-        if any(len(p) != 1 for p in parts):
-            return stats.clustered_mean(parts, suite.clusters).as_dict()
-        return stats.mean(suite.values(state), suite.clusters).as_dict()
-
     floor = suite.floor_values()
     return {
-        "n": len(next(iter(suite.rows.values()), [])),
+        "n": len(suite.measured),
         "floor": suite.floor if floor is None else float(floor.mean()),
-        **{state: estimate(state) if state in suite.rows else {} for state in STATES},
+        **{state: _estimate(suite, state) if state in suite.rows else {} for state in STATES},
     }
+
+
+def _estimate(suite: Suite, state: str) -> dict[str, float]:
+    parts = suite.parts(state)
+    if any(len(p) != 1 for p in parts):
+        return stats.clustered_mean(parts, suite.clusters).as_dict()
+    return stats.mean(suite.values(state), suite.clusters).as_dict()
 
 
 def _groups(retention: Suite | None) -> dict[str, Any]:
     """Return the headline's scores and R for each group of prompts; empty unless there are several groups."""
-    from opdcl.results import stats
-
     groups: dict[str, Any] = {}
     for name in retention.groups if retention and len(retention.groups) > 1 else ():
         suite = retention.only(name)
@@ -145,31 +120,31 @@ def _groups(retention: Suite | None) -> dict[str, Any]:
 
 def _tests(retention: Suite | None, domain: Suite | None) -> dict[str, Any]:
     """Return the paired tests of the headline suites; None for pairs that are not measured."""
-    from opdcl.results import stats
-
-    def pairwise(suite: Suite | None, test: Callable) -> dict[str, Any]:
-        return {
-            f"{later}_minus_{earlier}": test(suite.values(later), suite.values(earlier), suite.clusters)
-            if suite and {later, earlier} <= suite.rows.keys()
-            else None
-            for later, earlier in PAIRS
-        }
-
-    def difference(a: np.ndarray, b: np.ndarray, clusters: stats.Clusters) -> dict[str, float]:
-        return stats.difference(a, b, clusters).as_dict()
-
-    def mcnemar(a: np.ndarray, b: np.ndarray, clusters: stats.Clusters) -> float | None:
-        return stats.mcnemar(a, b, clusters) if {*a, *b} <= {0.0, 1.0} else None
-
-    detectable = pairwise(retention, stats.detectable_difference)
-    return {
-        "detectable_difference": detectable["recovered_minus_base"],
-        "detectable_drop": detectable["tuned_minus_base"],
+    found: dict[str, Any] = {
+        "detectable_difference": None,
+        "detectable_drop": None,
         "writing": writing.compared_with_base([retention] if retention else []),
-        "mcnemar": pairwise(retention, mcnemar),
-        **pairwise(retention, difference),
-        **{f"domain_{pair}": change for pair, change in pairwise(domain, difference).items()},
+        "mcnemar": {},
     }
+    for later, earlier in PAIRS:
+        pair = _pair(retention, later, earlier)
+        name = f"{later}_minus_{earlier}"
+        found[name] = pair and stats.difference(*pair).as_dict()
+        binary = pair and {*pair[0], *pair[1]} <= {0.0, 1.0}
+        found["mcnemar"][name] = stats.mcnemar(*pair) if pair and binary else None
+        if pair and name in DETECTABLE:
+            found[DETECTABLE[name]] = stats.detectable_difference(*pair)
+    for later, earlier in PAIRS:
+        pair = _pair(domain, later, earlier)
+        found[f"domain_{later}_minus_{earlier}"] = pair and stats.difference(*pair).as_dict()
+    return found
+
+
+def _pair(suite: Suite | None, later: str, earlier: str) -> tuple[np.ndarray, np.ndarray, Clusters] | None:
+    """Return the scores of two states and the clusters of their prompts, or None if one is not measured."""
+    if suite is None or not {later, earlier} <= suite.rows.keys():
+        return None
+    return suite.values(later), suite.values(earlier), suite.clusters
 
 
 def further_teachers(recover: dict[str, Any]) -> list[str]:
@@ -184,8 +159,6 @@ def _ceiling(suites: list[Suite], recover: dict[str, Any]) -> dict[str, dict]:
 
     A suite is left out unless its teacher is base (general) or tuned (domain): others are not measured.
     """
-    from opdcl.results import stats
-
     ceiling = {}
     for suite in suites:
         teacher = TEACHER_OF[suite.role]
@@ -193,8 +166,7 @@ def _ceiling(suites: list[Suite], recover: dict[str, Any]) -> dict[str, dict]:
         own = recover.get(f"{stream}_teacher", teacher)
         if own != teacher or (stream == "domain" and further_teachers(recover)):
             continue
-        if {teacher, "recovered"} <= set(suite.rows):
-            pair = suite.values("recovered"), suite.values(teacher), suite.clusters
+        if pair := _pair(suite, "recovered", teacher):
             gap = stats.difference(*pair).as_dict()
             place = {"place": stats.place(*pair), "detectable": stats.detectable_difference(*pair)}
             ceiling[suite.name] = {"teacher": teacher, "n": len(suite.prompts), **gap, **place}
@@ -203,29 +175,33 @@ def _ceiling(suites: list[Suite], recover: dict[str, Any]) -> dict[str, dict]:
 
 def _cost(run: RunDir, suites: list[Suite]) -> dict[str, dict]:
     """Return seconds, tokens and peak memory per stage; empty if a stage is not finished."""
-    keys = ("seconds", "tokens", "peak_memory_bytes")
-    cost: dict[str, dict] = {}
-    for name in ("finetune", "recover"):
-        spent = run.stage_record(name).get("cost")
-        cost[name] = {k: spent[k] for k in keys} if spent else {}
-    evals = [result["cost"] for s in suites for result in s.results.values() if result.get("cost")]
-    totals: list[Callable] = [sum, sum, max]
-    cost["eval"] = {k: of(c[k] for c in evals) for k, of in zip(keys, totals, strict=True) if evals}
-    return cost
+    evals = [cost for suite in suites for result in suite.results.values() if (cost := result.get("cost"))]
+    spent = {name: run.stage_record(name).get("cost") for name in ("finetune", "recover")}
+    costs = {name: [cost] if cost else [] for name, cost in spent.items()} | {"eval": evals}
+    return {name: _total(parts) if parts else {} for name, parts in costs.items()}
+
+
+def _total(costs: list[dict]) -> dict[str, float]:
+    return {
+        "seconds": sum(cost["seconds"] for cost in costs),
+        "tokens": sum(cost["tokens"] for cost in costs),
+        "peak_memory_bytes": max(cost["peak_memory_bytes"] for cost in costs),
+    }
 
 
 def _inert(suites: list[Suite]) -> list[str]:
     """Return a fault if tuned answers every prompt of every suite as base does."""
-    measured = [suite for suite in suites if {"base", "tuned"} <= suite.rows.keys()]
-    answers = {
-        state: [[row.get("response") for row in suite.rows[state]] for suite in measured]
-        for state in ("base", "tuned")
-    }
-    count = sum(map(len, answers["base"]))
-    # A suite of likelihoods has no answers.
-    if not count or answers["base"] != answers["tuned"] or any(None in texts for texts in answers["base"]):
-        return []
-    return [f"base and tuned give the same answer to all {count} prompts, as if tuned had no adapter"]
+    count = 0
+    for suite in suites:
+        base, tuned = (suite.rows.get(state) for state in ("base", "tuned"))
+        if base and tuned:
+            count += len(base)
+            for row, other in zip(base, tuned, strict=True):
+                # A suite of likelihoods has no answers.
+                if row.get("response") is None or row["response"] != other.get("response"):
+                    return []
+    what = f"base and tuned give the same answer to all {count} prompts, as if tuned had no adapter"
+    return [what] if count else []
 
 
 def _faults(run: RunDir, suites: list[Suite]) -> list[str]:
@@ -253,8 +229,6 @@ def _faults(run: RunDir, suites: list[Suite]) -> list[str]:
 
 def _suite_notes(suites: list[Suite], estimates: dict[str, dict]) -> list[str]:
     """Return the caveats about missing answers and floors."""
-    from opdcl.results import stats
-
     notes = []
     for suite in suites:
         if suite.unpaired:
@@ -308,12 +282,12 @@ def _validation_notes(rows: list[dict]) -> list[str]:
     notes = []
     validations = {row["step"]: row["validation"] for row in rows if "validation" in row}
     best = max((step for step, validation in validations.items() if validation.get("best")), default=None)
-    for key in sorted({key for validation in validations.values() for key in validation if "_kl/" in key}):
+    for key in sorted(set().union(*validations.values())):
         stream, _, teacher = key.partition("_kl/")
-        start, end = validations[min(validations)][key], validations[best][key]
-        notes.append(
-            f"Held-out KL to {teacher} on its {stream} prompts: from {start:.3f} to {end:.3f} nats per token."
-        )
+        if teacher:
+            start, end = validations[min(validations)][key], validations[best][key]
+            kl = f"from {start:.3f} to {end:.3f} nats per token"
+            notes.append(f"Held-out KL to {teacher} on its {stream} prompts: {kl}.")
     missed = validations.get(best, {}).get("missed_ends", 0)
     if missed > MISSED_ENDS:
         notes.append(

@@ -1,33 +1,24 @@
-"""Lay out a comparison as cells, tables and one figure, for the terminal, Markdown and HTML."""
+"""Lay out a comparison as cells and tables, for the terminal, Markdown and HTML."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from opdcl.results import finding
-from opdcl.results.format import interval, percent, points, span
-from opdcl.results.scores import HEADLINE_ROLES, STATES, metric_words
+from opdcl.results.format import CHANGE, LENGTH, NATS, SCORE, Unit, cell, interval, metric_words
+from opdcl.results.status import HEADLINE_ROLES, STATES
 
 MISSING = "\N{EN DASH}"
 
-FRONTIER = (
-    "Each mark is one arm. The arms with no other one both above and to the right of them form the frontier: "
-    "there, more retention costs domain score, and the other way round. An arm inside the frontier is beaten "
-    "on both."
-)
-
-# What is told of how answers are written, and its label.
+# What is told of how answers are written: its label and unit.
 WRITING = {
-    "ended": "answers that end",
-    "tokens": "tokens per answer",
-    "repetition": "repeated 4-grams",
-    "script": "in the prompt's script",
+    "ended": ("answers that end", SCORE),
+    "tokens": ("tokens per answer", LENGTH),
+    "repetition": ("repeated 4-grams", SCORE),
+    "script": ("in the prompt's script", SCORE),
 }
-CHAINS = (
-    "Each panel is one suite, each line one chain of steps, and all chains begin at base. A chain forgets a "
-    "suite if it ends below the best score that it had there before."
-)
 
 
 class Table(NamedTuple):
@@ -36,17 +27,7 @@ class Table(NamedTuple):
     title: str
     columns: list[str]
     rows: list[list[str]]
-    caption: str
-
-
-class Figure(NamedTuple):
-    """A figure; `plot` names the function of `opdcl.results.plots` that draws it."""
-
-    title: str
-    plot: str
-    caption: str
-    explanation: str = ""
-    """How to read it, in more than a caption."""
+    caption: str = ""
 
 
 class View(NamedTuple):
@@ -59,30 +40,44 @@ class View(NamedTuple):
     tables: list[Table]
     details: list[Table]
     """Further tables, for which a terminal has no room."""
-    figure: Figure
+    plot: str
+    """The function of `opdcl.results.plots` that draws it."""
 
 
 def view(comparison: dict[str, Any]) -> View:
     """Lay out a comparison: arms side by side, or steps that build on one another."""
-    chains = "chains" in comparison
-    names = ", ".join(row["name"] for row in comparison["steps" if chains else "arms"])
-    if chains:
-        caption = "A falling line means forgetting. Bars are 95 % intervals."
-        lead = f"{names}: steps that build on one another, measured on {_suite_names(comparison)}."
-        figure = Figure("From step to step", "steps", caption, CHAINS)
-        return View(finding.of_chains(comparison), lead, _chain_tables(comparison), [], figure)
-    caption = (
-        "Up and to the right is better. Bars are 95 % intervals. Arms that coincide lie inside one another."
-    )
-    lead = f"{names}: compared on {_suite_names(comparison)}."
-    figure = Figure("Retention against domain", "frontier", caption, FRONTIER)
-    tables, details = _arm_tables(comparison)
-    return View(finding.of_arms(comparison), lead, tables, details, figure)
+    *rest, last = [f"{name} ({suite['n']} prompts)" for name, suite in comparison["suites"].items()] or [""]
+    suites = f"{', '.join(rest)} and {last}" if rest else last
+    if "chains" in comparison:
+        names = ", ".join(step["name"] for step in comparison["steps"])
+        lead = f"{names}: steps that build on one another, measured on {suites}."
+        tables = [_steps_table(comparison), _chains_table(comparison), _kept_table(comparison["kept"])]
+        return View(finding.of_chains(comparison), lead, with_rows(tables), [], "steps")
+    arms = comparison["arms"]
+    lead = f"{', '.join(arm['name'] for arm in arms)}: compared on {suites}."
+    tables = [
+        _scores_table(comparison),
+        _closeness_table(arms),
+        _rivals_table(comparison),
+        _curve_table(arms),
+        *map(_further_table, comparison["further"]),
+        _settings_table(comparison),
+    ]
+    return View(finding.of_arms(comparison), lead, with_rows(tables), [_runs_table(arms)], "frontier")
 
 
-def score_cell(estimate: dict | None) -> str:
-    """Format a score in percent over its interval; empty without an estimate."""
-    return f"{percent(estimate['value'])}\n{span(estimate)}" if estimate else ""
+def with_rows(tables: list[Table]) -> list[Table]:
+    return [table for table in tables if table.rows]
+
+
+def by_state(estimates: Mapping[str, dict | None], unit: Unit = SCORE) -> list[str]:
+    """Return one cell for base, tuned and recovered each."""
+    return [cell(estimates.get(state), unit) for state in STATES]
+
+
+def distances(near: dict[str, Any], name: str = "distance") -> list[str]:
+    """Return each state's distance to base, or one direction of it, in nats."""
+    return by_state({state: near[state].get(name) for state in STATES}, NATS)
 
 
 def writing_rows(writing: dict[str, dict]) -> list[list[str]]:
@@ -91,37 +86,11 @@ def writing_rows(writing: dict[str, dict]) -> list[list[str]]:
     The script is left out where all answers keep to it.
     """
     rows = []
-    for measure, label in WRITING.items():
-        found = [writing.get(state, {}).get(measure) for state in STATES]
-        if any(found) and not (measure == "script" and all(e["value"] == 1 for e in found if e)):
-            rows.append([label, *(length_cell(e) if measure == "tokens" else score_cell(e) for e in found)])
+    for measure, (label, unit) in WRITING.items():
+        found = {state: written[measure] for state, written in writing.items() if measure in written}
+        if found and not (measure == "script" and all(e["value"] == 1 for e in found.values())):
+            rows.append([label, *by_state(found, unit)])
     return rows
-
-
-def length_cell(estimate: dict | None) -> str:
-    """Format a mean length over its interval; empty without an estimate."""
-    if not estimate:
-        return ""
-    value, low, high = (f"{estimate[key]:.0f}" for key in ("value", "low", "high"))
-    return f"{value}\n[{low}, {high}]"
-
-
-def distance_cell(estimate: dict | None) -> str:
-    """Format a distance in nats over its interval; empty without an estimate."""
-    if not estimate:
-        return ""
-    value, low, high = (f"{max(estimate[key], 0.0):.3f}" for key in ("value", "low", "high"))
-    return f"{value}\n[{low}, {high}]"
-
-
-def ratio_cell(estimate: dict | None) -> str:
-    """Format R or D over its interval; empty without an estimate."""
-    return interval(estimate).replace(" [", "\n[", 1) if estimate else ""
-
-
-def closeness_cell(near: dict) -> str:
-    """Format C over its interval; empty if there is none."""
-    return "" if near["value"] is None else ratio_cell(near)
 
 
 def different_raw(outcome: dict[str, Any], key: str = "recovery") -> str:
@@ -130,109 +99,67 @@ def different_raw(outcome: dict[str, Any], key: str = "recovery") -> str:
     return ratios[1] if all(ratios) and ratios[0] != ratios[1] else ""
 
 
-def _points_cell(estimate: dict | None) -> str:
-    if not estimate:
-        return ""
-    return f"{points(estimate['value'])}\n[{points(estimate['low'])}, {points(estimate['high'])}]"
+def _by_role(row: dict[str, Any], unit: Unit = SCORE) -> list[str]:
+    return [cell(row[role], unit) for role in HEADLINE_ROLES]
 
 
-def _setting_cell(value: Any) -> str:
+def _outcome(row: dict[str, Any]) -> list[str]:
+    """Return the scores of an arm or a run, its ratios and its status."""
+    return [*_by_role(row), cell(row["recovery"]), cell(row["domain_retention"]), row["status"]]
+
+
+def _setting(value: Any) -> str:
     if isinstance(value, str):
         return value
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _seed_count(row: dict[str, Any]) -> str:
+def _with_seeds(row: dict[str, Any]) -> str:
     return f"{row['name']}\n{row['seeds']} seed{'s' * (row['seeds'] > 1)}"
 
 
-def _suite_names(comparison: dict[str, Any]) -> str:
-    """List the suites with their sizes."""
-    *rest, last = [f"{name} ({suite['n']} prompts)" for name, suite in comparison["suites"].items()] or [""]
-    return f"{', '.join(rest)} and {last}" if rest else last
-
-
-def _arm_tables(comparison: dict[str, Any]) -> tuple[list[Table], list[Table]]:
-    """Return the main tables, and those for which a terminal has no room."""
-    tables = [_scores_table(comparison)]
-    if any(row["closeness"] for row in comparison["arms"]):
-        tables.append(_closeness_table(comparison["arms"]))
-    if rivals := [row for row in comparison["against_first"] if row["retention"] or row["domain"]]:
-        first = comparison["arms"][0]["name"]
-        rows = [[row["name"], *(_points_cell(row[role]) for role in HEADLINE_ROLES)] for row in rivals]
-        caption = (
-            "Differences on the same prompts, in points. If an interval contains zero, the difference may be "
-            "chance. Each interval stands for itself: of twenty, one may exclude zero by chance."
-        )
-        tables.append(Table(f"{first} minus each other arm", ["arm", *HEADLINE_ROLES], rows, caption))
-    if any(row["above_alpha_curve"] for row in comparison["arms"]):
-        tables.append(_curve_table(comparison))
-    for suite in comparison["further"]:
-        ratio = ["D"] if suite["role"] == "domain" else []
-        rows = [
-            [
-                arm["name"],
-                *(score_cell(arm[s]) for s in STATES),
-                *(ratio_cell(arm["domain_retention"]) for _ in ratio),
-            ]
-            for arm in suite["arms"]
-        ]
-        words = metric_words(suite["metric"])
-        caption = f"Score: {words}, on {suite['n']} prompts. This suite does not affect the status."
-        tables.append(Table(f"{suite['name']}, {suite['role']}", ["arm", *STATES, *ratio], rows, caption))
-    if comparison["differences"]:
-        names = [row["name"] for row in comparison["arms"]]
-        rows = [
-            [key, *(_setting_cell(values[name]) if name in values else MISSING for name in names)]
-            for key, values in comparison["differences"].items()
-        ]
-        caption = "Seeds, names and gates are left out."
-        tables.append(Table("Settings that differ", ["setting", *names], rows, caption))
-    return tables, [_runs_table(comparison)]
-
-
-def _closeness_table(rows: list[dict[str, Any]]) -> Table:
-    cells = [
-        [_seed_count(row), *(distance_cell(near[s].get("distance")) for s in STATES), closeness_cell(near)]
-        for row in rows
-        if (near := row["closeness"])
-    ]
-    caption = (
-        "The distance of each state from base, in nats per token, on answers at temperature 1; base's own is "
-        "noise. C is the share of the distance that is gone, counted from tuned or from base's answers to "
-        "other prompts, whichever is nearer."
-    )
-    return Table("Closeness to base", ["arm", *STATES, "C"], cells, caption)
-
-
 def _scores_table(comparison: dict[str, Any]) -> Table:
-    headline = comparison["headline"]
-    columns = ["arm", *(f"{role}\n{headline[role] or 'no suite'}" for role in HEADLINE_ROLES)]
+    names = [f"{role}\n{comparison['headline'][role] or 'no suite'}" for role in HEADLINE_ROLES]
     rows = []
     for row in comparison["references"]:
         name = row["name"] + (f"\nmean of {row['results']}" if row["results"] > 1 else "")
-        rows.append([name, *(score_cell(row[role]) for role in HEADLINE_ROLES), "", "", ""])
-    rows += [[_seed_count(row), *_headline_cells(row)] for row in comparison["arms"]]
+        rows.append([name, *_by_role(row), "", "", ""])
+    rows += [[_with_seeds(arm), *_outcome(arm)] for arm in comparison["arms"]]
     caption = (
         "Brackets are 95 % intervals over prompts, and over seeds if an arm has several. R is "
         "the share of the lost score that came back, D the share of the domain gain that was kept. A "
         "missing R or D is not measured, or the loss or gain in its denominator is too small. Both count "
         "from the floor, where that is higher than the start."
     )
-    return Table("Scores", [*columns, "R", "D", "status"], rows, caption)
+    return Table("Scores", ["arm", *names, "R", "D", "status"], rows, caption)
 
 
-def _headline_cells(row: dict[str, Any]) -> list[str]:
-    ratios = [ratio_cell(row[key]) for key in ("recovery", "domain_retention")]
-    return [*(score_cell(row[role]) for role in HEADLINE_ROLES), *ratios, row["status"]]
+def _closeness_table(arms: list[dict[str, Any]]) -> Table:
+    rows = [[_with_seeds(arm), *distances(near), cell(near)] for arm in arms if (near := arm["closeness"])]
+    caption = (
+        "The distance of each state from base, in nats per token, on answers at temperature 1; base's own is "
+        "noise. C is the share of the distance that is gone, counted from tuned or from base's answers to "
+        "other prompts, whichever is nearer."
+    )
+    return Table("Closeness to base", ["arm", *STATES, "C"], rows, caption)
 
 
-def _curve_table(comparison: dict[str, Any]) -> Table:
-    keys = ("at_its_domain", "retention", "domain")
+def _rivals_table(comparison: dict[str, Any]) -> Table:
+    rivals = [row for row in comparison["against_first"] if row["retention"] or row["domain"]]
+    rows = [[row["name"], *_by_role(row, CHANGE)] for row in rivals]
+    caption = (
+        "Differences on the same prompts, in points. If an interval contains zero, the difference may be "
+        "chance. Each interval stands for itself: of twenty, one may exclude zero by chance."
+    )
+    title = f"{comparison['arms'][0]['name']} minus each other arm"
+    return Table(title, ["arm", *HEADLINE_ROLES], rows, caption)
+
+
+def _curve_table(arms: list[dict[str, Any]]) -> Table:
     rows = [
-        [row["name"], *(_points_cell(above[key]) for key in keys), above["arm"]]
-        for row in comparison["arms"]
-        if (above := row["above_alpha_curve"])
+        [arm["name"], cell(above["at_its_domain"], CHANGE), *_by_role(above, CHANGE), above["arm"]]
+        for arm in arms
+        if (above := arm["above_alpha_curve"])
     ]
     caption = (
         "The alpha-curve consists of straight lines from base, over the tuned adapter scaled without "
@@ -245,51 +172,65 @@ def _curve_table(comparison: dict[str, Any]) -> Table:
     return Table("Above the alpha-curve, in points", columns, rows, caption)
 
 
-def _runs_table(comparison: dict[str, Any]) -> Table:
+def _further_table(suite: dict[str, Any]) -> Table:
+    columns, rows = ["arm", *STATES], [[arm["name"], *by_state(arm)] for arm in suite["arms"]]
+    if suite["role"] == "domain":
+        columns.append("D")
+        rows = [[*row, cell(arm["domain_retention"])] for row, arm in zip(rows, suite["arms"], strict=True)]
+    words = metric_words(suite["metric"])
+    caption = f"Score: {words}, on {suite['n']} prompts. This suite does not affect the status."
+    return Table(f"{suite['name']}, {suite['role']}", columns, rows, caption)
+
+
+def _settings_table(comparison: dict[str, Any]) -> Table:
+    names = [arm["name"] for arm in comparison["arms"]]
     rows = []
-    for row in comparison["arms"]:
-        for run in row["runs"]:
-            seeds = ", ".join(f"{key} {_setting_cell(value)}" for key, value in run["seeds"].items())
-            rows.append([f"{run['path']}\n{seeds}", row["name"], *_headline_cells(run)])
-    columns = ["run", "arm", "retention", "domain", "R", "D", "status"]
+    for key, values in comparison["differences"].items():
+        rows.append([key, *(_setting(values[name]) if name in values else MISSING for name in names)])
+    return Table("Settings that differ", ["setting", *names], rows, "Seeds, names and gates are left out.")
+
+
+def _runs_table(arms: list[dict[str, Any]]) -> Table:
+    rows = []
+    for arm in arms:
+        for run in arm["runs"]:
+            seeds = ", ".join(f"{key} {_setting(value)}" for key, value in run["seeds"].items())
+            rows.append([f"{run['path']}\n{seeds}", arm["name"], *_outcome(run)])
+    columns = ["run", "arm", *HEADLINE_ROLES, "R", "D", "status"]
     return Table("Runs", columns, rows, "Each run by itself, with the numbers of its own report.")
 
 
-def _chain_tables(comparison: dict[str, Any]) -> list[Table]:
-    """Return the matrix of scores, the chains with their differences, and what is kept from each teacher."""
-    suites, base = comparison["suites"], comparison["base"]
-    rows = [["base", *(score_cell(base.get(name)) for name in suites)]]
+def _steps_table(comparison: dict[str, Any]) -> Table:
+    suites = comparison["suites"]
+    rows = [["base", *(cell(comparison["base"].get(name), SCORE) for name in suites)]]
     for step in comparison["steps"]:
-        rows.append([_seed_count(step), *(score_cell(step["scores"].get(name)) for name in suites)])
+        rows.append([_with_seeds(step), *(cell(step["scores"].get(name), SCORE) for name in suites)])
     caption = (
         "The model's scores after each step. Brackets are 95 % intervals over prompts, and "
         "over seeds if there are several."
     )
     columns = ["step", *(f"{name}\n{suite['role']}" for name, suite in suites.items())]
-    tables = [Table("After each step", columns, rows, caption)]
-    if comparison["chains"]:
-        tables.append(_chains_table(comparison))
-    if comparison["kept"]:
-        keys = ("step", "teacher", "suite")
-        rows = [[*(row[key] for key in keys), ratio_cell(row["kept"])] for row in comparison["kept"]]
-        caption = (
-            "The step's share of the teacher's gain over base, or over a higher floor, on the suite that the "
-            "teacher learned."
-        )
-        tables.append(Table("Kept from each teacher", ["step", "teacher", "suite", "kept"], rows, caption))
-    return tables
+    return Table("After each step", columns, rows, caption)
 
 
 def _chains_table(comparison: dict[str, Any]) -> Table:
     figures = ("average", "forgetting", "backward_transfer")
-    rows = [[chain["name"], *(score_cell(chain[key]) for key in figures)] for chain in comparison["chains"]]
-    rows += [
-        [f"{d['of']}\nminus {d['against']}", _points_cell(d["average"]), _points_cell(d["forgetting"]), ""]
-        for d in comparison["differences"]
-    ]
+    rows = [[chain["name"], *(cell(chain[k], SCORE) for k in figures)] for chain in comparison["chains"]]
+    for change in comparison["differences"]:
+        name = f"{change['of']}\nminus {change['against']}"
+        rows.append([name, *(cell(change[k], CHANGE) for k in figures[:2]), ""])
     caption = (
         "Average: the mean of all suites at the end. Forgetting: how far they lie below their best score "
         "before the last step, including base's retention. Backward transfer: how far earlier domains have "
         "moved since they were learned. Differences are in points, paired by prompt and seed."
     )
     return Table("Chains", ["chain", "average", "forgetting", "backward transfer"], rows, caption)
+
+
+def _kept_table(kept: list[dict[str, Any]]) -> Table:
+    rows = [[row["step"], row["teacher"], row["suite"], cell(row["kept"])] for row in kept]
+    caption = (
+        "The step's share of the teacher's gain over base, or over a higher floor, on the suite that the "
+        "teacher learned."
+    )
+    return Table("Kept from each teacher", ["step", "teacher", "suite", "kept"], rows, caption)

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from opdcl.results import writing
-from opdcl.results.format import interval, percent, points
-from opdcl.results.scores import STATES, Suite
+from opdcl.results.format import POINTS, SHARE, interval, percent, points
+from opdcl.results.scores import Suite
 from opdcl.results.status import (
     FAULT,
     FLOOR_REASONS,
     MOST_OF_THE_GAIN,
     SMALLEST_DROP,
+    STATES,
     both_halves,
     by_closeness,
 )
@@ -136,10 +137,9 @@ def _deciding_closeness(summary: dict[str, Any]) -> dict[str, Any] | None:
 def _cost_of_the_fine_tune(summary: dict, retention: Suite, scores: dict[str, str]) -> str:
     """Say how base and tuned differ, where nothing is recovered yet."""
     change = summary["tests"]["tuned_minus_base"]
-    value, low, high = (points(change[key]) for key in ("value", "low", "high"))
     head = "Not recovered yet" if change["high"] < 0 else "No forgetting measured, nothing recovered yet"
     return (
-        f"{head}: the fine-tune changed {retention.plain} by {value} points [{low}, {high}], "
+        f"{head}: the fine-tune changed {retention.plain} by {interval(change, POINTS)}, "
         f"from {scores['base']} to {scores['tuned']}."
     )
 
@@ -149,8 +149,8 @@ def _retention_clause(summary: dict, retention: Suite, scores: dict[str, str]) -
     levels = f"{name} is {scores['base']} for base, {scores['tuned']} for tuned and "
     levels += f"{scores['recovered']} for recovered"
     if closeness := _deciding_closeness(summary):
-        value, low, high = (f"{100 * closeness[key]:.0f}" for key in ("value", "low", "high"))
-        gone = f"{value} % [{low}, {high}] of tuned's distance to base is gone, on {closeness['n']} prompts"
+        share = interval(closeness, SHARE)
+        gone = f"{share} of tuned's distance to base is gone, on {closeness['n']} prompts"
         return f"{gone} ({levels}: no measure here, see the note)"
     if status == "no headroom":
         floor = percent(summary["suites"][retention.name]["floor"])
@@ -223,9 +223,8 @@ def _domain_clause(estimate: dict | None, domain: Suite | None) -> str:
         return "the share of the domain gain that was kept is not measured"
     if estimate is None:
         return f"the fine-tune's gain on {domain.plain} is not measurable, so no D is computed"
-    value, low, high = (f"{100 * estimate[k]:.0f}" for k in ("value", "low", "high"))
     only = "only " if estimate["value"] < MOST_OF_THE_GAIN else ""
-    return f"{only}{value} % [{low}, {high}] of the domain gain is kept"
+    return f"{only}{interval(estimate, SHARE)} of the domain gain is kept"
 
 
 def why_no_recovery(summary: dict) -> str:

@@ -10,15 +10,14 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from opdcl.repetition import repetition
-from opdcl.results.scores import Suite
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from opdcl.results.stats import Clusters
+from opdcl.results import stats
+from opdcl.results.scores import Suite, stacked
+from opdcl.results.stats import Clusters
 
 # How far the recovered model's share of answers that end, and of repeated 4-grams, may lie from base's, and
 # its mean length, as a share of base's.
@@ -39,8 +38,6 @@ def values(suite: Suite, state: str) -> dict[str, np.ndarray]:
     or of base's answer; languages that share a script are not told apart, for which answers are too short.
     The first two include a thought before the answer, the others do not.
     """
-    import numpy as np
-
     rows = suite.rows.get(state, [])
     columns: dict[str, list[Any]] = {
         "ended": [row.get("ended") for row in rows],
@@ -60,10 +57,15 @@ def values(suite: Suite, state: str) -> dict[str, np.ndarray]:
     }
 
 
+def measures(suites: Sequence[Suite], state: str) -> dict[str, np.ndarray]:
+    """Return the `values` of one suite in one or several runs, for the measures that all runs have."""
+    columns = [values(suite, state) for suite in suites]
+    shared = [name for name in columns[0] if all(name in column for column in columns)] if columns else []
+    return {name: stacked([column[name] for column in columns]) for name in shared}
+
+
 def estimates(suite: Suite) -> dict[str, dict[str, dict[str, float]]]:
     """Return state -> measure -> estimate of its mean over prompts."""
-    from opdcl.results import stats
-
     return {
         state: {name: stats.mean(x, suite.clusters).as_dict() for name, x in values(suite, state).items()}
         for state in suite.rows
@@ -72,38 +74,26 @@ def estimates(suite: Suite) -> dict[str, dict[str, dict[str, float]]]:
 
 def compared_with_base(suites: Sequence[Suite]) -> dict[str, dict[str, Any] | None]:
     """Return `equivalences` of recovered and base on one suite, or on the same one of several seeds."""
-    columns = {state: [values(suite, state) for suite in suites] for state in ("base", "recovered")}
-    clusters = suites[0].clusters if suites else None
-    return equivalences(columns["base"], columns["recovered"], clusters)
+    base, recovered = (measures(suites, state) for state in ("base", "recovered"))
+    return equivalences(base, recovered, suites[0].clusters if suites else None)
 
 
 def equivalences(
-    base: Sequence[dict[str, np.ndarray]],
-    recovered: Sequence[dict[str, np.ndarray]],
-    clusters: Clusters = None,
+    base: dict[str, np.ndarray], recovered: dict[str, np.ndarray], clusters: Clusters = None
 ) -> dict[str, dict[str, Any] | None]:
     """Test whether recovered writes as base does: two one-sided tests per measure; None if not measured.
 
     `value` with its interval is the difference to base; for the length it is relative to base's. `shown`:
     the whole interval lies within the margin, so the two are shown to be alike. `different`: it excludes
     zero. If both hold, they differ by less than matters.
-
-    Args:
-        base: Per training seed, measure -> one number per prompt, as `values` returns them.
-        recovered: The same for recovered, on the same prompts.
     """
-    import numpy as np
-
-    from opdcl.results import stats
-
     tests: dict[str, dict[str, Any] | None] = dict.fromkeys(MARGINS)
-    for name, margin in MARGINS.items():
-        if not base or not all(name in columns for columns in (*base, *recovered)):
-            continue
-        ours, theirs = (np.stack([columns[name] for columns in state]) for state in (recovered, base))
-        relative = name == "tokens"
-        part = ours - theirs
-        change = stats.ratio(part, theirs, clusters) if relative else stats.difference(ours, theirs, clusters)
+    for name in MARGINS.keys() & base.keys() & recovered.keys():
+        ours, theirs, margin = recovered[name], base[name], MARGINS[name]
+        if name == "tokens":
+            change = stats.ratio(ours - theirs, theirs, clusters)
+        else:
+            change = stats.difference(ours, theirs, clusters)
         if change:
             levels = {"base": float(theirs.mean()), "recovered": float(ours.mean()), "margin": margin}
             shown = -margin < change.low and change.high < margin

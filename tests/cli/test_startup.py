@@ -33,11 +33,7 @@ HEAVY_MODULES = (
     "pipeline.dry_run",
     "pipeline.forecast",
     "pipeline.timetable",
-    "results.arm_scores",
-    "results.arms",
-    "results.continual",
-    "results.intervals",
-    "results.stats",
+    "results",
     "deploy.chat",
     "__main__",
 )

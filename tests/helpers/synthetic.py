@@ -4,11 +4,15 @@ import json
 from pathlib import Path
 
 from opdcl.results import report
+from opdcl.results.status import STATES
+from opdcl.results.summary import Results
 from opdcl.rundir.layout import RunDir
 
 N = 40
 METRIC = "accuracy"
 STRICT = "prompt_level_strict_acc"
+
+ROLES = {"handbook": "domain", "manual": "domain", "neighbours": "control"}
 
 # The prompts that base and tuned pass in the compared runs.
 BASE = {"instructions": range(32), "handbook": range(4)}
@@ -27,7 +31,7 @@ def measure(
 ) -> None:
     """Write the evaluations of a state; `passes` is suite name -> numbers of the passed prompts."""
     for suite, passed in passes.items():
-        role = "domain" if suite in ("handbook", "manual") else "retention"
+        role = ROLES.get(suite, "retention")
         rows = [
             {"doc_id": i, "prompt": f"{prompt} {i}", "scores": {metric: i in set(passed)}} for i in range(n)
         ]
@@ -54,20 +58,35 @@ def workflow(**recover) -> dict:
     }
 
 
+def alter(file: Path, **values) -> None:
+    """Change values of a JSON file; those of a section that it has are added to it."""
+    content = json.loads(file.read_text())
+    for key, value in values.items():
+        whole = isinstance(value, dict) and isinstance(content.get(key), dict)
+        content[key] = content[key] | value if whole else value
+    write(file, content)
+
+
 def change(run: RunDir, section: str, **values) -> None:
     """Change settings in one section of the run's workflow."""
-    config = json.loads(run.config.read_text())
-    config["workflow"][section] = config["workflow"][section] | values
-    write(run.config, config)
+    workflow = json.loads(run.config.read_text())["workflow"]
+    alter(run.config, workflow={section: (workflow.get(section) or {}) | values})
 
 
-def measure_fully(
-    run: RunDir, state: str, suite: str, role: str, passes: set[int], n: int = N, **more
-) -> None:
+def measure_states(run: RunDir, suite: str, passed: tuple, n: int = N, **more) -> None:
+    """Write the evaluations of base, tuned and recovered, as far as `passed` goes: see `measure_fully`."""
+    for state, passes in zip(STATES, passed, strict=False):
+        measure_fully(run, state, suite, passes, n, **more)
+
+
+def measure_fully(run: RunDir, state: str, suite: str, passes: int | set[int], n: int = N, **more) -> None:
     """Write one evaluation with answers, metrics, floors and cost; `passes` numbers the passed prompts.
 
-    `fields` returns further fields of the row of a prompt, such as `ended`, `group` and `floor`.
+    A number stands for the first ones. `fields` returns further fields of the row of a prompt, such as
+    `ended`, `group` and `floor`.
     """
+    passes = passes if isinstance(passes, set) else set(range(passes))
+    role = ROLES.get(suite, "retention")
     rows = [
         {
             "doc_id": i,
@@ -103,4 +122,4 @@ def measure_fully(
 
 def pages(run: RunDir) -> dict[str, str]:
     """Write the report; return file name -> text."""
-    return {path.name: path.read_text(encoding="utf-8") for path in report.write(run)}
+    return {path.name: path.read_text(encoding="utf-8") for path in report.write(Results(run))}

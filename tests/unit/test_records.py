@@ -153,8 +153,8 @@ def runs(tmp_path) -> list[RunDir]:
         passes = {"base": (range(32), range(4)), "tuned": (range(8), range(36))}
         passes["recovered"] = (range(passed), range(34))
         for state, (retention, domain) in passes.items():
-            measure_fully(run, state, "instructions", "retention", set(retention))
-            measure_fully(run, state, "handbook", "domain", set(domain))
+            measure_fully(run, state, "instructions", set(retention))
+            measure_fully(run, state, "handbook", set(domain))
             samples = run.eval_samples(state, "instructions")
             rows = [json.loads(line) for line in samples.read_text().splitlines()]
             for i, row in enumerate(rows):

@@ -1,7 +1,7 @@
 """Synthetic runs whose every number is known beforehand."""
 
 import pytest
-from helpers.synthetic import BASE, TUNED, measure, measure_fully, workflow, write
+from helpers.synthetic import BASE, TUNED, measure, measure_states, workflow, write
 
 from opdcl.rundir.layout import RunDir
 
@@ -50,12 +50,8 @@ def empty(tmp_path) -> RunDir:
 @pytest.fixture
 def run(empty) -> RunDir:
     """A whole run: retention 32, 8 and 28 of 40; domain 4, 36 and 32 of 40."""
-    measure_fully(empty, "base", "instructions", "retention", set(range(32)))
-    measure_fully(empty, "tuned", "instructions", "retention", set(range(8)))
-    measure_fully(empty, "recovered", "instructions", "retention", set(range(28)))
-    measure_fully(empty, "base", "handbook", "domain", set(range(4)))
-    measure_fully(empty, "tuned", "handbook", "domain", set(range(36)))
-    measure_fully(empty, "recovered", "handbook", "domain", set(range(32)))
+    measure_states(empty, "instructions", (32, 8, 28))
+    measure_states(empty, "handbook", (4, 36, 32))
     cost = {"seconds": 451.0, "tokens": 123456, "peak_memory_bytes": 3 * 2**30, "steps": 3}
     for index, stage in enumerate(("finetune", "recover"), 1):
         write(empty.stage(index, stage).record, {"stage": stage, "status": "done", "cost": cost})

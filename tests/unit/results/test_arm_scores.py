@@ -1,10 +1,8 @@
 """The comparison of small synthetic runs whose every number is known beforehand."""
 
-import json
-
 import numpy as np
 import pytest
-from helpers.synthetic import BASE, TUNED, N, change, measure, write
+from helpers.synthetic import BASE, TUNED, N, alter, change, measure
 
 from opdcl.results import compare, stats
 from opdcl.results.summary import summarise
@@ -152,9 +150,7 @@ def test_only_settings_that_differ_have_a_row(three):
 
 def test_missing_settings_and_missing_sections_are_differences(three):
     change(three[0], "recover", trainer={"weight_decay": 0.1})
-    config = json.loads(three[2].config.read_text())
-    config["workflow"]["recover"] = None
-    write(three[2].config, config)
+    alter(three[2].config, workflow={"recover": None})
     comparison = compare.compare(three)
     assert comparison["differences"] == {
         "recover.method": {"ours": "alternating", "general": "general"},

@@ -1,11 +1,10 @@
 """Pooling runs into arms, and refusing runs that cannot be compared."""
 
-import json
 import re
 import shutil
 
 import pytest
-from helpers.synthetic import change, measure, write
+from helpers.synthetic import alter, change, measure, write
 
 from opdcl.errors import UsageError
 from opdcl.results import compare, plots
@@ -15,9 +14,7 @@ from opdcl.rundir.layout import RunDir
 
 def test_names_gates_and_checkpoints_do_not_make_another_arm(make):
     runs = [make("a-s0", 28, 32), make("a-s1", 28, 32, seed=1, save_steps=2)]
-    config = json.loads(runs[1].config.read_text())
-    config["workflow"] |= {"name": "b", "description": "c", "gates": {"recovery": 0.5}}
-    write(runs[1].config, config)
+    alter(runs[1].config, workflow={"name": "b", "description": "c", "gates": {"recovery": 0.5}})
     assert [row["seeds"] for row in compare.compare(runs)["arms"]] == [2]
 
 

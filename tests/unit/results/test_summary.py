@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from helpers.synthetic import STRICT, N, measure_fully, pages, write
+from helpers.synthetic import STRICT, N, change, measure_fully, measure_states, pages, write
 
 from opdcl.errors import UsageError
 from opdcl.results.scores import STATES
@@ -55,7 +55,7 @@ def test_the_summary_is_json_and_keeps_its_keys_on_an_empty_run(run, empty, tmp_
 
 
 def test_without_a_domain_gain_there_is_no_d_and_the_reason_is_given(run):
-    measure_fully(run, "tuned", "handbook", "domain", set(range(5)))
+    measure_fully(run, "tuned", "handbook", 5)
     assert summarise(run)["domain_retention"] is None
     assert "score on the domain is not measurably above base" in pages(run)["report.html"]
 
@@ -82,7 +82,7 @@ def test_a_fractional_score_is_averaged_and_has_no_mcnemar_test(run):
 
 
 def test_only_prompts_that_every_state_answered_are_compared(run):
-    measure_fully(run, "tuned", "instructions", "retention", set(range(8)), n=30)
+    measure_fully(run, "tuned", "instructions", 8, n=30)
     summary = summarise(run)
     assert summary["suites"]["instructions"]["n"] == 30
     assert summary["suites"]["instructions"]["base"]["value"] == 1.0
@@ -90,7 +90,7 @@ def test_only_prompts_that_every_state_answered_are_compared(run):
 
 
 def test_states_measured_on_different_prompts_are_refused(run):
-    measure_fully(run, "tuned", "instructions", "retention", set(), prompt="something else")
+    measure_fully(run, "tuned", "instructions", set(), prompt="something else")
     with pytest.raises(UsageError, match="no prompt in common"):
         summarise(run)
 
@@ -107,12 +107,9 @@ def test_tasks_of_a_group_that_all_count_from_zero_are_kept_apart(run):
 
 
 def test_the_first_retention_suite_of_the_config_is_the_headline(run):
-    config = json.loads(run.config.read_text())
-    config["workflow"]["eval"]["retention"] = ["instructions", "arithmetic"]
-    write(run.config, config)
-    for state in ("base", "tuned", "recovered"):
-        measure_fully(run, state, "arithmetic", "retention", set(range(20)))
-        measure_fully(run, state, "neighbours", "control", set(range(20)))
+    change(run, "eval", retention=["instructions", "arithmetic"])
+    measure_states(run, "arithmetic", (20, 20, 20))
+    measure_states(run, "neighbours", (20, 20, 20))
     summary = summarise(run)
     assert list(summary["suites"]) == ["instructions", "arithmetic", "handbook", "neighbours"]
     assert summary["headline"] == {"retention": "instructions", "domain": "handbook"}
@@ -120,7 +117,7 @@ def test_the_first_retention_suite_of_the_config_is_the_headline(run):
 
 
 def test_a_base_at_the_floor_gets_a_note(run):
-    measure_fully(run, "base", "instructions", "retention", {0, 1})
+    measure_fully(run, "base", "instructions", {0, 1})
     reason = "base is not measurably above the floor of 5.0 %, the score of"
     assert any(f"{reason} a content-free answer, so" in note for note in summarise(run)["notes"])
     for state in STATES:
@@ -210,15 +207,13 @@ def test_a_recovery_without_trouble_has_no_notes(run):
     [(40, 40, "above"), (32, 40, "not shown"), (320, 400, "level"), (10, 40, "below")],
 )
 def test_the_ceiling_is_level_only_where_that_is_shown(run, passed, n, place):
-    for state, passes in (("base", 32 * n // 40), ("tuned", 0), ("recovered", passed)):
-        measure_fully(run, state, "instructions", "retention", set(range(passes)), n=n)
+    measure_states(run, "instructions", (32 * n // 40, 0, passed), n)
     gap = summarise(run)["ceiling"]["instructions"]
     assert (gap["teacher"], gap["place"], gap["n"]) == ("base", place, n)
     assert gap["value"] == pytest.approx((passed - 0.8 * n) / n)
 
 
 def test_the_teacher_of_a_control_suite_is_base(run):
-    for state, passed in (("base", 30), ("tuned", 10), ("recovered", 20)):
-        measure_fully(run, state, "neighbours", "control", set(range(passed)))
+    measure_states(run, "neighbours", (30, 10, 20))
     gap = summarise(run)["ceiling"]["neighbours"]
     assert (gap["teacher"], gap["value"]) == ("base", pytest.approx((20 - 30) / N))

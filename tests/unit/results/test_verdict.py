@@ -8,7 +8,9 @@ from helpers.page import Page
 from helpers.synthetic import measure_fully, pages
 
 from opdcl.results import plots
-from opdcl.results.summary import summarise, table_rows
+from opdcl.results.report_tables import terminal_rows
+from opdcl.results.status import STATES
+from opdcl.results.summary import summarise
 
 
 @pytest.fixture
@@ -20,10 +22,8 @@ def measured(run):
     """
 
     def measure(*passed, n=400, **fields):
-        for state, passes in zip(("base", "tuned", "recovered"), passed, strict=True):
-            chosen = passes if isinstance(passes, set) else set(range(passes))
-            more = {"fields": fields.get(state, lambda i: {})}
-            measure_fully(run, state, "instructions", "retention", chosen, n=n, **more)
+        for state, passes in zip(STATES, passed, strict=True):
+            measure_fully(run, state, "instructions", passes, n, fields=fields.get(state, lambda i: {}))
         return summarise(run)
 
     return measure
@@ -58,9 +58,9 @@ def test_a_score_above_base_is_called_that(measured):
 
 
 def test_most_of_the_domain_gain_is_kept_without_only(run, measured):
-    measure_fully(run, "recovered", "handbook", "domain", set(range(36)))
+    measure_fully(run, "recovered", "handbook", 36)
     assert "; 100 % [" in measured(320, 80, 320)["verdict"]
-    measure_fully(run, "recovered", "handbook", "domain", set(range(4)))
+    measure_fully(run, "recovered", "handbook", 4)
     assert "; only 0 % [" in measured(320, 80, 320)["verdict"]
 
 
@@ -81,14 +81,6 @@ def test_a_significant_drop_below_ten_points_is_forgetting_without_a_ratio(measu
     assert verdict.startswith(f"{word}, at least 72 % of the domain kept: instruction following")
     assert "no R, because a drop from base to tuned of 7.5 points [4." in verdict
     assert "is too small for a ratio, which needs 10; " in verdict
-
-
-def test_a_drop_of_seven_points_on_541_prompts_is_forgetting(measured):
-    base, tuned = set(range(97)), set(range(56))
-    summary = measured(base, tuned, set(range(84)), n=541)
-    assert summary["tests"]["tuned_minus_base"]["value"] == pytest.approx(-0.0758, abs=1e-4)
-    assert summary["retention_status"] == "partly recovered"
-    assert "No measurable forgetting" not in summary["verdict"]
 
 
 def test_six_prompts_are_too_few_to_tell(measured):
@@ -153,18 +145,6 @@ def test_a_base_above_the_floor_on_too_few_prompts_is_not_called_near_it(run, me
     assert "well above" not in pages(run)["report.md"]
 
 
-def test_r_starts_at_the_floor_and_the_raw_ratio_stays_beside_it(run, measured):
-    def floor(i):
-        return {"floor": i < 120}
-
-    summary = measured(320, 40, 270, base=floor, tuned=floor, recovered=floor)
-    assert summary["recovery"]["value"] == pytest.approx((270 - 120) / (320 - 120))
-    assert summary["recovery_raw"]["value"] == pytest.approx((270 - 40) / (320 - 40))
-    assert "R = 0.75 [" in summary["verdict"]
-    for page in ("report.md", "report.html"):
-        assert "0.82 [" in pages(run)[page]
-
-
 def test_without_room_above_the_floor_there_is_no_ratio(measured):
     def floor(i):
         return {"floor": i < 28}
@@ -174,26 +154,12 @@ def test_without_room_above_the_floor_there_is_no_ratio(measured):
     assert "no R, because base is less than 10 points above the floor" in summary["verdict"]
 
 
-def test_answers_that_do_not_end_are_not_recovered(measured):
-    summary = measured(320, 80, 320, base=ending(0.48), tuned=ending(1), recovered=ending(0.18))
-    assert summary["retention_status"] == "partly recovered"
-    assert (
-        "R = 1.00 [0.99, 1.01], but 18.0 % of its answers end before the token limit (base 48.0 %); "
-    ) in summary["verdict"]
-
-
-def test_answers_that_repeat_themselves_are_not_recovered(measured):
-    loops = {"recovered": lambda i: {"response": "and so we met again " * 4, "ended": True}}
+def test_answers_that_do_not_end_and_repeat_themselves_are_not_recovered(measured):
+    loops = {"recovered": lambda i: {"response": "and so we met again " * 4, "ended": False}}
     summary = measured(320, 80, 320, base=ending(1), tuned=ending(1), **loops)
     assert summary["retention_status"] == "partly recovered"
-    assert "but 70.6 % of its 4-grams are repetitions (base 0.0 %); " in summary["verdict"]
-
-
-def test_both_faults_are_told(measured):
-    loops = {"recovered": lambda i: {"response": "and so we met again " * 4, "ended": False}}
-    verdict = measured(320, 80, 320, base=ending(1), tuned=ending(1), **loops)["verdict"]
     ended = "but 0.0 % of its answers end before the token limit (base 100.0 %)"
-    assert f"{ended} and 70.6 % of its 4-grams are repetitions (base 0.0 %); " in verdict
+    assert f"{ended} and 70.6 % of its 4-grams are repetitions (base 0.0 %); " in summary["verdict"]
 
 
 def test_too_few_answers_to_show_that_they_end_as_often_do_not_count_as_recovered(measured):
@@ -221,7 +187,7 @@ def grouped(i):
 
 
 def test_seen_and_unseen_constraint_types_have_an_r_each(run, measured):
-    everyone = dict.fromkeys(("base", "tuned", "recovered"), grouped)
+    everyone = dict.fromkeys(STATES, grouped)
     # Recovered passes all of the seen ones that base passes, and half of the unseen ones.
     recovered = {i for i in range(320) if i % 2 or i < 160}
     summary = measured(320, 0, recovered, **everyone)
@@ -238,7 +204,7 @@ def test_seen_and_unseen_constraint_types_have_an_r_each(run, measured):
 
 
 def test_one_group_alone_is_not_told_apart(measured):
-    everyone = dict.fromkeys(("base", "tuned", "recovered"), lambda i: {"group": "seen"})
+    everyone = dict.fromkeys(STATES, lambda i: {"group": "seen"})
     assert measured(320, 0, 320, **everyone)["groups"] == {}
 
 
@@ -246,7 +212,7 @@ def test_each_group_has_its_own_floor(measured):
     def fields(i):
         return grouped(i) | {"floor": i % 2 == 1 and i < 100}
 
-    groups = measured(320, 0, 320, **dict.fromkeys(("base", "tuned", "recovered"), fields))["groups"]
+    groups = measured(320, 0, 320, **dict.fromkeys(STATES, fields))["groups"]
     assert (groups["seen"]["floor"], groups["unseen"]["floor"]) == (0.25, 0)
 
 
@@ -265,7 +231,7 @@ def test_the_page_shows_how_answers_are_written(run, measured):
     html = Page(pages(run)["report.html"])
     assert "answers that end" in html.text
     assert any(value.startswith("Answers that end (%): base 48") for _, value in html.attributes)
-    rows = table_rows(summarise(run))
+    rows = terminal_rows(summarise(run))
     (cells,) = [row for row in rows if row[0] == "answers that end"]
     assert [cell.split("\n")[0] for cell in cells[3:]] == ["48.0 %", "100.0 %", "18.0 %"]
     assert [row[0] for row in rows].count("answers that end") == 1
@@ -273,9 +239,11 @@ def test_the_page_shows_how_answers_are_written(run, measured):
 
 @pytest.mark.parametrize(("floor", "labels"), [(0, ["R", "D"]), (100, ["R", "R from tuned", "D"])])
 def test_r_from_tuned_is_told_only_where_it_differs_from_r(run, measured, floor, labels):
-    states = dict.fromkeys(("base", "tuned", "recovered"), lambda i: {"floor": i < floor})
+    states = dict.fromkeys(STATES, lambda i: {"floor": i < floor})
     summary = measured(320, 40, 280, **states)
-    assert [row[0] for row in table_rows(summary) if row[0] in ("R", "R from tuned", "D")] == labels
+    assert summary["recovery"]["value"] == pytest.approx((280 - max(floor, 40)) / (320 - max(floor, 40)))
+    assert summary["recovery_raw"]["value"] == pytest.approx((280 - 40) / (320 - 40))
+    assert [row[0] for row in terminal_rows(summary) if row[0] in ("R", "R from tuned", "D")] == labels
     assert ("; from tuned alone, " in pages(run)["report.md"]) == ("R from tuned" in labels)
 
 
@@ -300,6 +268,6 @@ def test_a_ceiling_that_is_not_shown_says_what_would_be_seen(run, measured):
 
 
 def test_the_plot_shows_the_floor(run, measured):
-    floor = dict.fromkeys(("base", "tuned", "recovered"), lambda i: {"floor": i < 40})
+    floor = dict.fromkeys(STATES, lambda i: {"floor": i < 40})
     svg = plots.tradeoff(measured(320, 80, 320, **floor))
     assert ">floor<" in svg

@@ -150,7 +150,7 @@ def lengths(factor, n=600, noise=0.0):
 )
 def test_a_length_is_compared_as_a_share_of_base_s(factor, noise, shown, different):
     base, recovered = lengths(factor, noise=noise)
-    test = writing.equivalences([base], [recovered])["tokens"]
+    test = writing.equivalences(base, recovered)["tokens"]
     assert (test["shown"], test["different"]) == (shown, different)
     assert test["value"] == pytest.approx(recovered["tokens"].mean() / base["tokens"].mean() - 1, abs=1e-6)
     # Two one-sided tests by their definition: both ends of the margin are rejected at 2.5 %.
@@ -167,7 +167,7 @@ def test_answers_of_two_models_are_alike_no_more_often_than_one_in_forty_at_the_
     for _ in range(1000):
         base = rng.gamma(2, 40, 400)
         recovered = base * 0.9 * np.exp(rng.normal(0, 0.3, 400) - 0.045)
-        found += writing.equivalences([{"tokens": base}], [{"tokens": recovered}])["tokens"]["shown"]
+        found += writing.equivalences({"tokens": base}, {"tokens": recovered})["tokens"]["shown"]
     assert found / 1000 < 0.045
 
 
