@@ -217,10 +217,12 @@ class AnswerTrainer(SFTTrainer):
         if return_outputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         causal_lm = model.get_base_model()
+        # Whole tensors: on a GPU every copy to the host waits for the device.
         lengths = inputs["attention_mask"].sum(1).tolist()
+        rows, learned = inputs["input_ids"].tolist(), (inputs["labels"] != -100).tolist()
         sequences = [
-            (ids[:length].tolist(), (labels[:length] != -100).tolist())
-            for ids, labels, length in zip(inputs["input_ids"], inputs["labels"], lengths, strict=True)
+            (ids[:length], answer[:length])
+            for ids, answer, length in zip(rows, learned, lengths, strict=True)
         ]
         targets_N = answer_ids(sequences, causal_lm.device)
         rules, base_NH = self.answer_loss, None

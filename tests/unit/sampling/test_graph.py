@@ -1,5 +1,6 @@
 """Decoding on graphs: every family's numbers, the buckets, and a step that never waits for the device."""
 
+import contextlib
 import copy
 import weakref
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from opdcl.model.architecture import architecture
 from opdcl.sampling import graph
 from opdcl.sampling.decode import draw
 from opdcl.sampling.graph import COLUMNS, STEPS, GraphDecoder, bucket
+from opdcl.sampling.layout import Layout
 from opdcl.sampling.sample import default_rows, graphs_agree, pick_engine, sample
 
 # What each family adds to the plain decoder: windows, norms of queries and keys, soft caps, biases, sinks.
@@ -136,6 +138,49 @@ def test_kept_sums_stay_where_a_graph_expects_them(backbone):
         assert ids(kept) == ids(fresh)
     assert places[0] is places[1] is places[2]
     assert backbone.fingerprint() == fingerprint
+
+
+class RecordedGraph:
+    """What a CUDA graph does, on a CPU: capturing changes no value, replaying repeats the step in place."""
+
+    def __init__(self, decoder: GraphDecoder, model):
+        self.decoder, self.model = decoder, model
+
+    @contextlib.contextmanager
+    def capture(self, *args, **options):
+        kept = [(tensor, tensor.clone()) for tensor in self.tensors()]
+        yield
+        for tensor, value in kept:
+            tensor.copy_(value)
+
+    def replay(self) -> None:
+        before = [tensor.data_ptr() for tensor in self.tensors()]
+        self.decoder.step(self.model, 4, COLUMNS)
+        assert [tensor.data_ptr() for tensor in self.tensors()] == before
+
+    def tensors(self) -> list[torch.Tensor]:
+        slabs = [slab for layer in self.decoder.cache.layers for slab in (layer.keys, layer.values)]
+        return [value for value in vars(self.decoder).values() if isinstance(value, torch.Tensor)] + slabs
+
+
+@torch.no_grad()
+def test_a_captured_step_repeats_itself_at_the_addresses_that_it_was_captured_with(backbone, monkeypatch):
+    model, layout = backbone.causal_lm, Layout([], PROMPTS[:3])
+    uniform = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
+    plain, captured = (GraphDecoder(model, 4, COLUMNS, 0.9) for _ in range(2))
+    for decoder in (plain, captured):
+        decoder.start(model, layout, uniform)
+    plain.run(model, 5, 4, COLUMNS)
+    graph, stream = RecordedGraph(captured, model), SimpleNamespace(wait_stream=lambda other: None)
+    for name, double in {
+        **{"device": contextlib.nullcontext, "stream": contextlib.nullcontext, "graph": graph.capture},
+        **{"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": lambda: graph},
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, double)
+    captured._capture(model, 4, COLUMNS)
+    for _ in range(5):
+        captured.graphs[4, COLUMNS].replay()
+    assert captured.tokens_RT[:3, :6].tolist() == plain.tokens_RT[:3, :6].tolist()
 
 
 def test_a_broken_batch_leaves_nothing_to_the_next(backbone):
