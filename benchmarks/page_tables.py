@@ -162,9 +162,12 @@ METHODS = {
 }
 
 
-def rivals() -> str:
-    """Return scores, R, C and D of the method and its rivals: means over seeds on the same prompts."""
-    found = read("methods")
+def rivals(record: str = "methods", writing: bool = False) -> str:
+    """Return scores, R, C and D of the method and its rivals: means over seeds on the same prompts.
+
+    With `writing`, also the length and the ends of its own answers, in percent of base's.
+    """
+    found = read(record)
     if not found:
         return NOT_MEASURED
     retention, domain = (found["suites"][role] for role in ("retention", "domain"))
@@ -187,8 +190,16 @@ def rivals() -> str:
                 values = [estimate["value"] for estimate in found_in]
                 cells.append(of_seeds(values, 2, apart) if values else "")
             table.append([METHODS[arm], *cells])
+            if writing:
+                ours = [row["closeness"]["written"] for row in rows]
+                for key, scale in (("length", 1), ("ended", 100)):
+                    base = of_seeds([scale * one["base"][key] for one in ours], 0, False)
+                    cells.append(f"{of_seeds([scale * one[state][key] for one in ours], 0)}, base {base}")
+                table[-1] = [METHODS[arm], *cells]
     number = max(len(rows) for rows in arms.values())
     columns = [f"method, {seeds_of(number)}", f"`{retention}`, %", f"`{domain}`, %", "R", "C", "D"]
+    columns += ["tokens", "answers that end, %"] if writing else []
+    table = [row + [""] * (len(columns) - len(row)) for row in table]
     return rows_of(columns, unbroken(table, 1))
 
 
@@ -358,6 +369,7 @@ TABLES = {
     "proof-writing": proof_writing,
     "proof-conditions": proof_conditions,
     "rivals": rivals,
+    "phases": lambda: rivals("phases", writing=True),
     "cheats": cheats,
     "closeness": closeness,
     "quotes": quotes,

@@ -27,14 +27,16 @@ def main() -> None:
     parser.add_argument("record", type=Path)
     parser.add_argument("runs", nargs="+", type=Path)
     options = parser.parse_args()
-    kept = read_json(options.record)["rows"] if options.record.exists() else []
-    rows = {(row["arm"], row["seed"]): row for row in kept}
+    record = read_json(options.record) if options.record.exists() else {"rows": []}
+    rows = {(row["arm"], row["seed"]): row for row in record["rows"]}
     for run in options.runs:
         if (run / "report.html").exists():
             row = piece(run)
             rows[row["arm"], row["seed"]] = row
-    ordered = [rows[key] for key in sorted(rows)]
-    options.record.write_text(json.dumps({"rows": ordered}, indent=1) + "\n", encoding="utf-8")
+            suites = summarise(RunDir(run))["suites"].items()
+            record["suites"] = {suite["role"]: name for name, suite in suites}
+    ordered = record["rows"] = [rows[key] for key in sorted(rows)]
+    options.record.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"{options.record}: {len(ordered)} rows")
 
 
