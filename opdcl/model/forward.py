@@ -38,7 +38,8 @@ def answer_states(causal_lm, sequences: Sequences) -> torch.Tensor:
     """
     share_prefix = _shares_prefix(causal_lm)
     states = partial(_states, causal_lm, share_prefix=share_prefix)
-    with short_attention(causal_lm) if share_prefix else contextlib.nullcontext():
+    plain = architecture(causal_lm.config).full_attention
+    with short_attention(causal_lm) if plain else contextlib.nullcontext():
         count = _part_count(causal_lm, sequences) if share_prefix else 1
         if count == 1:
             return states(sequences)
@@ -133,10 +134,11 @@ def _states(causal_lm, sequences: Sequences, share_prefix: bool) -> torch.Tensor
         ids_BT[row, : len(ids) - prefix] = torch.tensor(ids[prefix:])
         predicts_BT[row, : len(ids) - prefix - 1] = torch.tensor(answer[prefix + 1 :], dtype=torch.bool)
     # Padding is on the right, where causality hides it from every graded position.
-    if share_prefix:
+    plain = architecture(causal_lm.config).full_attention
+    if plain and device.type == "cpu":
         mask = torch.ones(width, prefix + width, dtype=torch.bool, device=device).tril(prefix)[None, None]
         mask = for_attention(causal_lm, mask.expand(len(sequences), -1, -1, -1))
-    elif architecture(causal_lm.config).full_attention:
+    elif plain:
         mask = None  # then attention may use the kernel that never stores its scores
     else:
         mask = torch.tensor([[i < len(ids) for i in range(width)] for ids, _ in sequences], device=device)
