@@ -241,7 +241,9 @@ def run_line(line: str, folder: Path) -> None:
     if words[0] == "opdcl":
         dry = any(line.startswith(start) for start in DRY)
         if dry or (words[1] == "run" and "--dry-run" not in words):
-            run_here([*words[:2], "--dry-run", *words[2:]])  # as the page says it, with its own sizes
+            said = [*words[:2], "--dry-run", *words[2:]]
+            # With the page's own sizes, but the tiny model's context is too short for long answers.
+            run_here(small(said) if words[1] == "recover" else said)
         if not dry:
             run_here(small(words))
     else:
