@@ -98,7 +98,7 @@ def figures(kind: str, shape: str = "", *sizes: str) -> dict[str, Any]:
 
 
 def decode(shape: str, rows: int) -> dict[str, Any]:
-    """Time a decoding step of so many rows."""
+    """Time one decoding step of a batch of `rows` sequences."""
     model, tokenizer = load_model(None if shape == EMBEDDED else shape)
     ids = prompt_ids(rows, tokenizer)
     seconds = {}

@@ -33,8 +33,7 @@ def main() -> None:
         if (run / "report.html").exists():
             row = piece(run)
             rows[row["arm"], row["seed"]] = row
-            suites = summarise(RunDir(run))["suites"].items()
-            record["suites"] = {suite["role"]: name for name, suite in suites}
+            record["suites"] = {suite["role"]: name for name, suite in row["suites"].items()}
     ordered = record["rows"] = [rows[key] for key in sorted(rows)]
     options.record.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"{options.record}: {len(ordered)} rows")
@@ -47,7 +46,12 @@ def piece(run: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"arm": arm, "seed": int(seed), "machine": manifest["device"]["name"]}
     row |= {key: manifest.get(key) for key in ("created", "opdcl", "seconds")}
     row["suites"] = {
-        name: {"n": suite["n"], "floor": suite["floor"], **{s: suite[s]["value"] for s in states(suite)}}
+        name: {
+            "role": suite["role"],
+            "n": suite["n"],
+            "floor": suite["floor"],
+            **{s: suite[s]["value"] for s in states(suite)},
+        }
         for name, suite in summary["suites"].items()
     }
     row |= {key: summary[key] for key in RATIOS}

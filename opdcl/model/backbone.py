@@ -238,9 +238,9 @@ class Backbone:
             with self.state(name) as model:
                 yield model
             return
-        # With permanent sums, base is copied into them too: graphs read the same addresses in every state.
-        adapted = name != "base"
-        layers = self.adapted_layers(name if adapted else None) if adapted or self.sums is not None else []
+        # Permanent sums hold every layer that any adapter changes, so graphs read the same addresses in every
+        # state, base included.
+        layers = self.adapted_layers(None if self.sums is not None else name)
         saved = []
         with parallel.unsharded(self.causal_lm):
             places = self._places(layers)
@@ -249,7 +249,7 @@ class Backbone:
                     weight = base_weight(layer)
                     saved.append((weight, weight.data))
                     with torch.no_grad():
-                        merged = merged_weight(layer, name) if adapted else weight.data
+                        merged = merged_weight(layer, name) if name in layer.lora_A else weight.data
                         weight.data = merged if places is None else places[len(saved) - 1].copy_(merged)
                 with self.state("bare") as model:
                     yield model
@@ -259,7 +259,7 @@ class Backbone:
 
     def _places(self, layers: list[BaseTunerLayer]) -> list[torch.Tensor] | None:
         """Return where the layers' sums are kept: one behind the other, so that some can be read as one."""
-        if self.sums == [] and layers:
+        if self.sums is not None and len(self.sums) != len(layers):
             weights = [base_weight(layer).data for layer in layers]
             whole = weights[0].new_empty(sum(weight.numel() for weight in weights))
             parts = whole.split([weight.numel() for weight in weights])

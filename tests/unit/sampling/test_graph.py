@@ -18,6 +18,7 @@ from opdcl.sampling.decode import draw
 from opdcl.sampling.graph import COLUMNS, STEPS, GraphDecoder, bucket
 from opdcl.sampling.layout import Layout
 from opdcl.sampling.sample import default_rows, graphs_agree, pick_engine, sample
+from opdcl.training import save_adapter
 
 # What each family adds to the plain decoder: windows, norms of queries and keys, soft caps, biases, sinks.
 FAMILIES = {
@@ -138,6 +139,25 @@ def test_kept_sums_stay_where_a_graph_expects_them(backbone):
         assert ids(kept) == ids(fresh)
     assert places[0] is places[1] is places[2]
     assert backbone.fingerprint() == fingerprint
+
+
+def test_kept_sums_serve_adapters_of_different_layers(backbone, tmp_path):
+    narrow = LoraSection(r=2, target_modules=["v_proj", "up_proj"])
+    for layers, folder in ((narrow, tmp_path / "narrow"), (LoraSection(r=2), tmp_path / "wide")):
+        backbone.drop_adapters()
+        backbone.new_adapter(layers, seed=0)
+        for layer in backbone.adapted_layers("student"):
+            layer.lora_B["student"].weight.data.normal_()
+        save_adapter(backbone, folder)
+    backbone.load_adapter(tmp_path / "narrow", "teacher")
+    ids_1T, found = torch.tensor([PROMPTS[5]]), {}
+    for backbone.sums in (None, []):
+        for state in ("student", "teacher", "base"):
+            with backbone.merged(state) as model, torch.no_grad():
+                found.setdefault(state, []).append(model(ids_1T).logits)
+    for fresh, kept in found.values():
+        assert torch.equal(fresh, kept)
+    assert not torch.equal(found["student"][0], found["teacher"][0])
 
 
 class RecordedGraph:
