@@ -96,11 +96,9 @@ def non_inferiority(
     reference: np.ndarray,
     clusters: Clusters = None,
     margin: float = NON_INFERIORITY_MARGIN,
-    higher_is_better: bool = True,
 ) -> NonInferiority:
     """Test whether a model is less than `margin` worse than its reference, with 95 % confidence."""
-    gap = difference(model, reference, clusters)
-    at_most = -gap.low if higher_is_better else gap.high
+    at_most = -difference(model, reference, clusters).low
     parts = difference_sources(model, reference, clusters)
     return NonInferiority(margin, at_most < margin, at_most, power_at_equality(parts, margin))
 

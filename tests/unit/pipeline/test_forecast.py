@@ -9,36 +9,17 @@ from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone
 from opdcl.pipeline.forecast import _Shape
 
+
+def of_shape(kind, vocabulary, hidden, inner, layers, heads, keys, tied=True):
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": hidden // heads}
+    return kind(vocab_size=vocabulary, tie_word_embeddings=tied, **sizes)
+
+
 SHAPES = {
-    "135M": LlamaConfig(
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-    ),
-    "1.7B": Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
-    ),
-    "8B": Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=4096,
-        intermediate_size=12_288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=False,
-    ),
+    "135M": of_shape(LlamaConfig, 49_152, 576, 1536, 30, 9, 3),
+    "1.7B": of_shape(Qwen3Config, 151_936, 2048, 6144, 28, 16, 8),
+    "8B": of_shape(Qwen3Config, 151_936, 4096, 12_288, 36, 32, 8, tied=False),
 }
 TOKENS, RANK = 512, 32
 
