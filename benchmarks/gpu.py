@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 from common import head
-from speed import floor, load_model, machine_rates, measure, prompt_ids
+from speed import floor, load_model, machine_rates, measure, prompt_ids, start_adapter
 
+from opdcl.config.finetune import LoraSection
+from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_json
 from opdcl.sampling.sample import sample
 
@@ -64,8 +66,9 @@ def main() -> None:
 def run_arms(arms: list[str], end: float, out: Path) -> list[dict[str, Any]]:
     """Run the arms one after the other until the time `end`; store each result at once."""
     rows = []
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     for arm in arms:
-        row: dict[str, Any] = {"arm": arm, **head()}
+        row: dict[str, Any] = {"arm": arm, **head(), "device": device, "torch": torch.__version__}
         left = end - time.monotonic()
         if left <= 0:
             row["failed"] = "no time was left"
@@ -99,13 +102,16 @@ def figures(kind: str, shape: str = "", *sizes: str) -> dict[str, Any]:
 
 def decode(shape: str, rows: int) -> dict[str, Any]:
     """Time one decoding step of a batch of `rows` sequences."""
-    model, tokenizer = load_model(None if shape == EMBEDDED else shape)
-    ids = prompt_ids(rows, tokenizer)
+    backbone = Backbone(*load_model(None if shape == EMBEDDED else shape))
+    backbone.sums = [] if backbone.device.type == "cuda" else None
+    start_adapter(backbone.new_adapter(LoraSection(), 0))
+    ids = prompt_ids(rows, backbone.tokenizer)
     seconds = {}
-    for count in (FEW, FEW, MANY):  # the first call captures and allocates
-        started = time.perf_counter()
-        sample(model, ids, max_new_tokens=count, eos_ids=(), seed=1, batch_size=rows)
-        seconds[count] = time.perf_counter() - started
+    with backbone.merged("student") as model:
+        for count in (FEW, FEW, MANY):  # the first call captures and allocates
+            started = time.perf_counter()
+            sample(model, ids, max_new_tokens=count, eos_ids=(), seed=1, batch_size=rows)
+            seconds[count] = time.perf_counter() - started
     step = (seconds[MANY] - seconds[FEW]) / (MANY - FEW)
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     return {"step": step, "tokens_per_s": rows / step, "first_tokens": seconds[FEW], "peak_bytes": peak}

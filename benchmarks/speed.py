@@ -48,6 +48,7 @@ from opdcl.distill.teachers import Teacher
 from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone
+from opdcl.model.llama_pass import attends_within_rows
 from opdcl.model.load import EMBEDDED, load_base, model_source, pick_device, pick_dtype
 from opdcl.sampling.sample import sample
 from opdcl.training import peak_memory, reset_peak_memory
@@ -284,6 +285,7 @@ def measure(arm: str, options: argparse.Namespace) -> dict[str, Any]:
         if arm == "opdcl":  # a shared prefix is counted in every row, as other arms do
             batches = micro_batches(dict(enumerate(whole)), trainer.grader.micro_batch_tokens)
             padded = sum(len(batch) * max(whole[i] for i in batch) for batch in batches)
+            padded = sum(whole) if attends_within_rows(trainer.grader.backbone.causal_lm) else padded
         counts = {"completions": len(completion), "completion_tokens": sum(completion)}
         counts |= {"padding": 1 - sum(whole) / padded, "prompt_tokens": sum(prompt_lengths)}
         ordered = sorted(completion)

@@ -21,6 +21,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.model.compatibility import refuse_unsupported
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, join
 from opdcl.model.forward import answer_ids, answer_states
+from opdcl.model.llama_pass import packs
 from opdcl.model.memory import is_out_of_memory, release
 from opdcl.sampling.rollout import MISMATCH_RATIO, Rollout
 
@@ -173,13 +174,14 @@ class Grader:
 
     def _micro_batches(self, rollouts: list[Rollout], teacher: AnyTeacher) -> Iterator[MicroBatch]:
         """Yield this worker's micro-batches; if the base is sharded, then fillers up to the busiest's."""
+        padded = self.backbone.device.type == "cpu" or not packs(self.backbone.causal_lm, 0)
         for route, single, positions in teacher.split([r.prompt_ids for r in rollouts]):
             # Dealt out longest first, so that all shares cost about the same.
             ordered = sorted(positions, key=lambda i: rollouts[i].length, reverse=True)
             shares = []
             for worker in range(parallel.worker_count()):
                 lengths = {i: rollouts[i].length for i in parallel.my_share(ordered, worker)}
-                shares.append(micro_batches(lengths, self.micro_batch_tokens))
+                shares.append(micro_batches(lengths, self.micro_batch_tokens, padded))
             own = shares[parallel.rank()]
             for batch in own:
                 yield MicroBatch(route, single, batch, [rollouts[i] for i in batch])
@@ -216,18 +218,20 @@ def kl_by_route(sums: Sums) -> dict[str, float]:
     return {key: sums[key] / sums[f"tokens/{key[3:]}"] for key in sums if key.startswith("kl/")}
 
 
-def micro_batches(lengths: Mapping[int, int], tokens: int) -> list[list[int]]:
+def micro_batches(lengths: Mapping[int, int], tokens: int, padded: bool = True) -> list[list[int]]:
     """Split sequences, given as position -> length, into batches of at most `tokens` ids, padding included.
 
-    Sequences of similar length share a batch, of which none is more than half padding.
+    If they are padded, those of similar length share a batch, of which none is more than half padding.
     """
     batches: list[list[int]] = []
-    width = 0
+    width = held = 0
     for i in sorted(lengths, key=lengths.__getitem__, reverse=True):
-        if not batches or (len(batches[-1]) + 1) * width > tokens or 2 * lengths[i] < width:
+        full = held + (width if padded else lengths[i]) > tokens
+        if not batches or full or (padded and 2 * lengths[i] < width):
             batches.append([])
-            width = lengths[i]
+            width, held = lengths[i], 0
         batches[-1].append(i)
+        held += width if padded else lengths[i]
     return batches
 
 

@@ -122,10 +122,16 @@ def _cut(sequences: Sequences, count: int) -> list[list[int]]:
 def _states(causal_lm, sequences: Sequences, share_prefix: bool) -> torch.Tensor:
     device = causal_lm.device
     prefix = _shared_length(sequences) if share_prefix else 0
-    if share_prefix and packs(causal_lm, max(len(ids) for ids, _ in sequences)):
-        tails = packed_states(causal_lm, sequences[0][0][:prefix], [ids[prefix:] for ids, _ in sequences])
-        predicts = [torch.tensor([*answer[prefix + 1 :], False]) for _, answer in sequences]
-        return torch.cat([states[at] for states, at in zip(tails, predicts, strict=True)])
+    if packs(causal_lm, max(len(ids) for ids, _ in sequences)):
+        tails = [ids[prefix:] for ids, _ in sequences]
+        states_MH, starts = packed_states(causal_lm, sequences[0][0][:prefix], tails)
+        predicts = [
+            starts[row] + i
+            for row, (_, answer) in enumerate(sequences)
+            for i, is_answer in enumerate(answer[prefix + 1 :])
+            if is_answer
+        ]
+        return states_MH.index_select(0, torch.tensor(predicts, dtype=torch.long, device=device))
     cache = _prefix_cache(causal_lm, sequences[0][0][:prefix], len(sequences)) if prefix else None
     width = max(len(ids) for ids, _ in sequences) - prefix
     ids_BT = torch.zeros(len(sequences), width, dtype=torch.long)

@@ -1,7 +1,8 @@
-"""The training pass of the Llama family on a CPU: only real tokens, in few operations.
+"""The training pass of the Llama family: only real tokens, in few operations.
 
-Rows lie one behind the other, so no product sees padding; those of one length attend together. Layers with
-the same input are one node, and so are a norm and a rotation: those of transformers are a dozen passes each.
+Rows lie one behind the other, so no product sees padding. On a CPU, rows of one length attend together; on a
+GPU, one kernel attends within all rows. Layers with the same input are one node, and so are a norm and a
+rotation: those of transformers are a dozen passes each.
 
 Source: Touvron et al., arXiv 2302.13971, section 2.2 (RMSNorm, SwiGLU, rotary positions); Qwen2 adds biases
 to queries, keys and values, Qwen3 an RMSNorm to each head of queries and keys.
@@ -9,18 +10,39 @@ to queries, keys and values, Qwen3 an RMSNorm to each head of queries and keys.
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
 
+try:
+    from torch.nn.attention import varlen
+
+    varlen_attn: Any = varlen.varlen_attn
+except ImportError:  # PyTorch before 2.10
+    varlen_attn = None
+
+from opdcl import parallel
 from opdcl.model.architecture import architecture
 from opdcl.model.fused_lora import linears
 from opdcl.model.short_attention import LONG, NAME, ShortAttention
 
 FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+# Width from which a GPU computes a layer again for the gradient instead of keeping what is inside. A
+# micro-batch of 8,192 tokens of an 8B model then keeps 4 GB, not 45. Small micro-batches would fit too, but
+# take longer to launch than to compute.
+WIDE = 2048
+
+# Queries, keys and values of all tokens `(M, N, D)`, and the scale -> what they attend to, `(M, N * D)`.
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,52 +62,100 @@ class Run:
 
 def packs(causal_lm, width: int) -> bool:
     """Return whether `packed_states` computes what a model does, and rows of this width fit the attention."""
-    config = causal_lm.config
+    config, shape = causal_lm.config, architecture(causal_lm.config)
+    fits = attends_within_rows(causal_lm) or (
+        causal_lm.device.type == "cpu" and shape.heads * width**2 <= LONG
+    )
     return (
-        type(causal_lm).__name__ in FAMILY
-        and causal_lm.device.type == "cpu"
+        fits
+        and type(causal_lm).__name__ in FAMILY
+        and shape.full_attention
+        and not parallel.sharded()  # a shard's layers must be called as a whole
         and config._attn_implementation in ("sdpa", NAME)
         and config.hidden_act == "silu"
         and not causal_lm.base_model.embed_tokens._forward_hooks  # NEFTune expects rows
         and not getattr(config, "pretraining_tp", 1) > 1
         and not (causal_lm.training and config.attention_dropout)
-        and architecture(config).heads * width**2 <= LONG
     )
 
 
-def packed_states(causal_lm, prefix: list[int], tails: Sequence[list[int]]) -> list[torch.Tensor]:
-    """Return each tail's last hidden states, `(T, H)`, given the prefix that all of them follow."""
-    body, shape = causal_lm.base_model, architecture(causal_lm.config)
+def attends_within_rows(causal_lm) -> bool:
+    """Return whether PyTorch has a kernel that attends within packed rows: on a GPU, in 16 bits."""
+    known = varlen_attn is not None and "window_size" in inspect.signature(varlen_attn).parameters
+    return known and causal_lm.device.type == "cuda" and causal_lm.dtype.itemsize == 2
+
+
+def recomputes(causal_lm) -> bool:
+    """Return whether the layers of packed rows are computed again for the gradient."""
+    return attends_within_rows(causal_lm) and causal_lm.config.hidden_size >= WIDE
+
+
+def packed_states(
+    causal_lm, prefix: list[int], tails: Sequence[list[int]]
+) -> tuple[torch.Tensor, dict[int, int]]:
+    """Return the last hidden states of a prefix and of the tails that follow it, `(M, H)`.
+
+    They lie one behind the other; the second result is where each tail begins. A GPU takes no prefix.
+    """
+    body, shape, device = causal_lm.base_model, architecture(causal_lm.config), causal_lm.device
     order = sorted(range(len(tails)), key=lambda row: len(tails[row]))
-    ids, runs = list(prefix), [Run(0, 1, len(prefix), 0)] if prefix else []
-    for width, rows in itertools.groupby(order, key=lambda row: len(tails[row])):
-        group = [tails[row] for row in rows]
-        runs.append(Run(len(ids), len(group), width, len(prefix)))
-        ids += itertools.chain.from_iterable(group)
-    position = [i + run.prefix for run in runs for _ in range(run.rows) for i in range(run.width)]
-    h_MH = body.embed_tokens(torch.tensor(ids))
+    ids, position, starts = list(prefix), list(range(len(prefix))), {}
+    for row in order:
+        starts[row] = len(ids)
+        ids += tails[row]
+        position += range(len(prefix), len(prefix) + len(tails[row]))
+    h_MH = body.embed_tokens(torch.tensor(ids, device=device))
     # Both halves of a head rotate by the same angles.
-    angles = body.rotary_emb(h_MH, torch.tensor([position]))
+    angles = body.rotary_emb(h_MH, torch.tensor([position], device=device))
     cos_M1D, sin_M1D = (x[0, :, None, : shape.head_dim // 2] for x in angles)
-    biases = [run.bias(h_MH) for run in runs]
+    lengths = [len(tails[row]) for row in order]
+    attend = _of_rows(lengths, device) if attends_within_rows(causal_lm) else _of_runs(prefix, lengths, h_MH)
+    run = partial(_layer, shape.head_dim, cos_M1D, sin_M1D, attend)
+    recompute = torch.is_grad_enabled() and recomputes(causal_lm)
     for layer in body.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        x_MH = rms_norm(h_MH, layer.input_layernorm)
-        heads = linears(x_MH, attention.q_proj, attention.k_proj, attention.v_proj)
-        query, key, value = (x.unflatten(-1, (-1, shape.head_dim)) for x in heads)
-        if hasattr(attention, "q_norm"):
-            query, key = rms_norm(query, attention.q_norm), rms_norm(key, attention.k_norm)
-        query, key = (_Rotation.apply(x, cos_M1D, sin_M1D) for x in (query, key))
-        parts = [
-            _attend(query, key, value, run, bias, attention.scaling)
-            for run, bias in zip(runs, biases, strict=True)
-        ]
-        h_MH = h_MH + linears(torch.cat(parts), attention.o_proj)[0]
-        gate, up = linears(rms_norm(h_MH, layer.post_attention_layernorm), mlp.gate_proj, mlp.up_proj)
-        h_MH = h_MH + linears(silu(gate) * up, mlp.down_proj)[0]
-    packed = rms_norm(h_MH, body.norm)[len(prefix) :].split([len(tails[row]) for row in order])
-    states = dict(zip(order, packed, strict=True))
-    return [states[row] for row in range(len(tails))]
+        h_MH = checkpoint(run, layer, h_MH, use_reentrant=False) if recompute else run(layer, h_MH)
+    return rms_norm(h_MH, body.norm), starts
+
+
+def _layer(head_dim: int, cos_M1D, sin_M1D, attend: Attend, layer, h_MH: torch.Tensor) -> torch.Tensor:
+    attention, mlp = layer.self_attn, layer.mlp
+    x_MH = rms_norm(h_MH, layer.input_layernorm)
+    heads = linears(x_MH, attention.q_proj, attention.k_proj, attention.v_proj)
+    query, key, value = (x.unflatten(-1, (-1, head_dim)) for x in heads)
+    if hasattr(attention, "q_norm"):
+        query, key = rms_norm(query, attention.q_norm), rms_norm(key, attention.k_norm)
+    query, key = (_Rotation.apply(x, cos_M1D, sin_M1D) for x in (query, key))
+    h_MH = h_MH + linears(attend(query, key, value, attention.scaling), attention.o_proj)[0]
+    gate, up = linears(rms_norm(h_MH, layer.post_attention_layernorm), mlp.gate_proj, mlp.up_proj)
+    return h_MH + linears(silu(gate) * up, mlp.down_proj)[0]
+
+
+def _of_rows(lengths: list[int], device: torch.device) -> Attend:
+    """Return attention to the earlier tokens of a row, in one kernel for all rows."""
+    start_B = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    rows = start_B, start_B, max(lengths), max(lengths)
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    earlier = partial(varlen_attn, window_size=(-1, 0), **grouped)
+
+    def attend(query, key, value, scale: float) -> torch.Tensor:
+        out_MND: torch.Tensor = earlier(query, key, value, *rows, scale=scale)
+        return out_MND.flatten(1)
+
+    return attend
+
+
+def _of_runs(prefix: list[int], lengths: list[int], like: torch.Tensor) -> Attend:
+    """Return attention to the prefix and the earlier tokens of a row; rows of one length attend together."""
+    runs, start = [Run(0, 1, len(prefix), 0)] if prefix else [], len(prefix)
+    for width, group in itertools.groupby(lengths):
+        runs.append(Run(start, len(list(group)), width, len(prefix)))
+        start += runs[-1].rows * width
+    parts = [(run, run.bias(like)) for run in runs]
+
+    def attend(query, key, value, scale: float) -> torch.Tensor:
+        return torch.cat([_attend(query, key, value, run, bias, scale) for run, bias in parts])
+
+    return attend
 
 
 def _attend(query, key, value, run: Run, bias_TS: torch.Tensor, scale: float) -> torch.Tensor:
@@ -102,8 +172,11 @@ def _attend(query, key, value, run: Run, bias_TS: torch.Tensor, scale: float) ->
     return out_BHTD.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def rms_norm(x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, norm: Any) -> torch.Tensor:
     """Return RMSNorm over the last dimension, in fp32 as transformers does; the weight is frozen."""
+    if x.device.type != "cpu":  # one kernel; autocast would make its result fp32
+        with torch.autocast(x.device.type, enabled=False):
+            return functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
     out: torch.Tensor = _RmsNorm.apply(x, norm.weight, norm.variance_epsilon)
     return out
 

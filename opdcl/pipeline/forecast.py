@@ -15,6 +15,7 @@ from opdcl.data.rows import Row
 from opdcl.distill.schedule import FULL_BATCH, STREAMS
 from opdcl.model.adapters import tuned_model
 from opdcl.model.architecture import Architecture, architecture
+from opdcl.model.llama_pass import WIDE
 from opdcl.model.load import pick_device, pick_dtype
 from opdcl.model.positions import CHUNK, CUDA_CHUNK
 from opdcl.pipeline.defaults import text_config
@@ -23,6 +24,9 @@ from opdcl.pipeline.plan import Task
 from opdcl.pipeline.timetable import Timetable
 from opdcl.results.format import duration
 from opdcl.stages.finetune import planned_steps
+
+# The families of `opdcl.model.llama_pass`.
+PACKED = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class _Shape:
     dtype: str
     device: str
     quantization: str | None
+    packed: bool
+    """Whether a GPU trains on packed rows, with less kept for the gradient."""
 
     @property
     def width(self) -> int:
@@ -76,8 +82,14 @@ class _Shape:
         """Return the bytes per token of a micro-batch that the gradient needs, with an adapter of this rank.
 
         Counted on the Llama family: inputs and outputs of products in the model's precision, those of norms
-        in fp32.
+        in fp32, or of packed rows in the model's too.
         """
+        if self.packed:
+            products = 4 * self.inner + 4 * self.hidden + 2 * (self.query + self.of.key_width) + 7 * rank
+            # Of wide layers only the input is kept, and while one is computed again, what is inside.
+            wide = self.hidden >= WIDE
+            kept = self.of.layers * self.hidden + products if wide else self.of.layers * products
+            return kept * self.width
         inside = 4 * self.inner * self.of.active_experts + 3 * self.hidden + 7 * rank
         normed = 4 * self.hidden + self.query
         return self.of.layers * (inside * self.width + 4 * normed)
@@ -219,7 +231,8 @@ def _shape(model: ModelConfig, device: str) -> _Shape:
     inner = getattr(c, "moe_intermediate_size", None) or c.intermediate_size
     dtype = pick_dtype(model.dtype, device)
     tied = getattr(c, "tie_word_embeddings", True)
-    return _Shape(architecture(c), c.hidden_size, inner, tied, dtype, device, model.quantization)
+    packed = device.startswith("cuda") and dtype != "float32" and c.model_type in PACKED
+    return _Shape(architecture(c), c.hidden_size, inner, tied, dtype, device, model.quantization, packed)
 
 
 def _tokens(row: Row, *answer: str | None) -> int:

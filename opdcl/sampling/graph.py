@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from opdcl.model.architecture import architecture
 from opdcl.sampling.decode import WORTH_LEAVING, SlabLayer, append, decode_batches, draw, prefill
 from opdcl.sampling.layout import PADDING, Layout
-from opdcl.sampling.llama_step import decoding_step
+from opdcl.sampling.llama_step import LlamaStep, is_llama, plain_step
 
 if TYPE_CHECKING:
     from opdcl.sampling.rollout import Request, Rollout
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 STEPS = 8
 
 # Columns are rounded up to a multiple of this: fewer graphs, at the price of reading some unused columns.
-COLUMNS = 256
+COLUMNS = 128
 
 # Prompts that run through the model together: a GPU needs more than a CPU to be busy.
 PREFILL_ROWS = 128
@@ -89,6 +89,8 @@ class GraphDecoder:
         self.logprobs_RT = torch.zeros(rows, capacity, device=device)
         layers = architecture(model.config).layers
         self.cache = Cache(layers=[StaticLayer(rows, capacity, self.column_1) for _ in range(layers)])
+        # Without a reference to the model itself, whose end is also the buffers'.
+        self.llama_step = LlamaStep(model) if is_llama(model) else None
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.stream: torch.cuda.Stream | None = None
         self.addresses: tuple[int, ...] = ()
@@ -140,7 +142,8 @@ class GraphDecoder:
         for layer in self.cache.layers:
             layer.rows, layer.columns = rows, columns
         key_RS = self.key_RC[:rows, :columns]
-        logits_RV = decoding_step(model)(self.token_R[:rows], self.position_R[:rows], key_RS, self.cache)
+        run = self.llama_step or partial(plain_step, model)
+        logits_RV = run(self.token_R[:rows], self.position_R[:rows], key_RS, self.cache)
         self._store(logits_RV, rows)
         self.column_1 += 1
 

@@ -66,13 +66,22 @@ def plain_step(model, token_B, position_B, key_BS, cache) -> torch.Tensor:
 
 
 class LlamaStep:
-    """The decoding step of one model; it refers to the model's weights without copying them."""
+    """The decoding step of one model; it refers to the model's parts, without copying or owning them."""
 
     def __init__(self, model):
-        self.model, self.shape = model, architecture(model.config)
+        self.body, self.head, self.shape = model.model, model.lm_head, architecture(model.config)
+        # Queries and keys are normed together.
+        self.head_weights = [self._head_weight(layer.self_attn) for layer in model.model.layers]
+
+    def _head_weight(self, attention) -> torch.Tensor | None:
+        """Return the norms' weights of each query and key head, `(N, D)`; None without such norms."""
+        if not hasattr(attention, "q_norm"):
+            return None
+        norms = (attention.q_norm, self.shape.heads), (attention.k_norm, self.shape.kv_heads)
+        return torch.cat([norm.weight.detach().expand(heads, -1) for norm, heads in norms])
 
     def __call__(self, token_B, position_B, key_BS, cache) -> torch.Tensor:
-        body = self.model.model
+        body = self.body
         h_HB = body.embed_tokens(token_B).T
         if not _rows_first(h_HB):
             h_HB = h_HB.contiguous()
@@ -82,23 +91,21 @@ class LlamaStep:
         bias_BS = torch.zeros_like(key_BS, dtype=h_HB.dtype)
         bias_BS.masked_fill_(key_BS > position_B[:, None], -torch.inf)
         bias_B11S = bias_BS[:, None, None]
-        for layer, slots in zip(body.layers, cache.layers, strict=True):
+        for layer, weight_ND, slots in zip(body.layers, self.head_weights, cache.layers, strict=True):
             x_HB = _normed(h_HB, layer.input_layernorm)
-            self._attend(layer.self_attn, x_HB, h_HB, rotation, bias_B11S, slots)
+            self._attend(layer.self_attn, weight_ND, x_HB, h_HB, rotation, bias_B11S, slots)
             mlp, x_HB = layer.mlp, _normed(h_HB, layer.post_attention_layernorm)
             parts = _products(x_HB, mlp.gate_proj, mlp.up_proj)
             gate_IB, up_IB = parts if len(parts) > 1 else parts[0].chunk(2)
             _add_times(mlp.down_proj, silu(gate_IB, inplace=True).mul_(up_IB), h_HB)
-        return _products(_normed(h_HB, body.norm), self.model.lm_head)[0].T
+        return _products(_normed(h_HB, body.norm), self.head)[0].T
 
-    def _attend(self, attention, x_HB, h_HB, rotation, bias_B11S, slots) -> None:
+    def _attend(self, attention, weight_ND, x_HB, h_HB, rotation, bias_B11S, slots) -> None:
         rows, shape = x_HB.shape[1], self.shape
         heads = _products(x_HB, attention.q_proj, attention.k_proj, attention.v_proj)
         heads_NDB = (heads[0] if len(heads) == 1 else torch.cat(heads)).unflatten(0, (-1, shape.head_dim))
         turning_NDB, value = heads_NDB[: -shape.kv_heads], heads_NDB[-shape.kv_heads :]
-        if hasattr(attention, "q_norm"):
-            of_queries = attention.q_norm.weight.expand(shape.heads, -1)
-            weight_ND = torch.cat([of_queries, attention.k_norm.weight.expand(shape.kv_heads, -1)])
+        if weight_ND is not None:
             turning_NDB = _normed(turning_NDB, attention.q_norm, weight_ND)
         query, key = _rotated(turning_NDB, *rotation).split([shape.heads, shape.kv_heads])
         key, value = (x.permute(2, 0, 1)[:, :, None] for x in (key, value))

@@ -100,6 +100,13 @@ def test_micro_batches_by_hand(lengths, tokens, batches):
     assert micro_batches(dict(enumerate(lengths)), tokens) == batches
 
 
+def test_packed_micro_batches_hold_as_many_tokens_as_they_may():
+    lengths = {0: 4, 1: 10, 2: 5, 3: 1}
+    assert micro_batches(lengths, 15, padded=False) == [[1, 2], [0, 3]]
+    assert micro_batches(lengths, 100, padded=False) == [[1, 2, 0, 3]]
+    assert micro_batches(lengths, 3, padded=False) == [[1], [2], [0], [3]]
+
+
 def test_measured_sums_equal_a_plain_computation(trainer):
     ours = trainer()
     ours.grader.backbone.eos_ids = [2, 9, 17]  # some models end a turn in several ways

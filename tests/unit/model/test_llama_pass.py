@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from opdcl.model import forward
+from opdcl.model import forward, llama_pass
 from opdcl.model.forward import answer_states
 from opdcl.model.fused_lora import fuse
 from opdcl.model.llama_pass import packs, rms_norm
@@ -110,6 +113,39 @@ def test_dropout_draws_for_each_pass(monkeypatch):
     peft = model_of("llama", lora_dropout=0.5).train()
     states = [answer_states(peft.get_base_model(), ROWS).detach() for _ in range(2)]
     assert (states[0] - states[1]).abs().max() > 0.01
+
+
+def each_row_alone(query, key, value, start, start_k, longest, longest_k, scale, window_size, enable_gqa):
+    """What `varlen_attn` computes, which PyTorch has on a GPU only."""
+    assert (window_size, start.dtype, len(query)) == ((-1, 0), torch.int32, start[-1])
+    assert start.equal(start_k)
+    assert longest == longest_k == int(start.diff().max())
+    out = torch.empty_like(query)
+    for begin, end in itertools.pairwise(start.tolist()):
+        q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+        k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
+        scores = scale * (q @ k.mT) + torch.full((end - begin,) * 2, -torch.inf).triu(1)
+        out[begin:end] = (scores.softmax(-1) @ v).transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("wide", [32, 64])  # computed again for the gradient, or kept
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_attend_in_one_kernel(family, wide, monkeypatch):
+    monkeypatch.setattr(llama_pass, "WIDE", wide)
+    monkeypatch.setattr(llama_pass, "attends_within_rows", lambda model: True)
+    monkeypatch.setattr(llama_pass, "varlen_attn", each_row_alone)
+    monkeypatch.setattr(forward, "_shares_prefix", lambda model: False)
+    assert assert_same(model_of(family), monkeypatch)
+
+
+def test_the_kernel_within_rows_is_for_a_gpu_in_16_bits():
+    model = model_of("llama").get_base_model()
+    assert not llama_pass.attends_within_rows(model.bfloat16())
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert llama_pass.attends_within_rows(on_gpu)
+    on_gpu.dtype = torch.float32
+    assert not llama_pass.attends_within_rows(on_gpu)
 
 
 @pytest.mark.parametrize("rows", [ROWS[:1], [(ids[4:], answer[4:]) for ids, answer in ROWS[:1]] * 2])

@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, Qwen3Config
 
 from opdcl.config.finetune import LoraSection
+from opdcl.model import llama_pass
 from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone
 from opdcl.pipeline.forecast import _Shape
@@ -24,14 +25,24 @@ SHAPES = {
 TOKENS, RANK = 512, 32
 
 
-def shape_of(config, dtype, device):
+def shape_of(config, dtype, device, packed=False):
     tied = config.tie_word_embeddings
     return _Shape(
-        architecture(config), config.hidden_size, config.intermediate_size, tied, dtype, device, None
+        architecture(config), config.hidden_size, config.intermediate_size, tied, dtype, device, None, packed
     )
 
 
-def counted(config, layers, dtype) -> int:
+class Kernel(torch.autograd.Function):
+    """Keeps what a GPU's kernel keeps: its inputs, and of attention its result."""
+
+    @staticmethod
+    def forward(ctx, keep_result, *inputs):
+        result = torch.empty_like(inputs[0])
+        ctx.save_for_backward(*inputs, *[result] * keep_result)
+        return result
+
+
+def counted(config, layers, dtype, packed=False) -> int:
     """Return the bytes that a pass over one row keeps for the gradient, without attention's scores."""
     from transformers import AutoModelForCausalLM
 
@@ -53,6 +64,10 @@ def counted(config, layers, dtype) -> int:
 
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        if packed:
+            states, _ = llama_pass.packed_states(backbone.causal_lm, [], [[0] * TOKENS])
+            assert len(states) == TOKENS
+            return sum(storage.nbytes() for storage in kept.values())
         # With a cache, transformers does not look for packed rows, which needs values.
         states = backbone.causal_lm.base_model(ids, past_key_values=DynamicCache(), use_cache=True)
     assert states.last_hidden_state.shape[1] == TOKENS
@@ -77,3 +92,33 @@ def test_activations_are_within_a_fifth_of_what_is_kept_for_the_gradient(monkeyp
     one, three = (counted(config, layers, getattr(torch, dtype)) for layers in (1, 3))
     per_token = (three - one) / 2 / TOKENS * config.num_hidden_layers
     assert shape_of(config, dtype, "cuda").activations(RANK) == pytest.approx(per_token, rel=0.2)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    def attention(query, key, value, *rows, scale, window_size, enable_gqa):
+        return Kernel.apply(True, query, key, value)
+
+    monkeypatch.setattr("opdcl.model.fused_lora._is_plain", lambda layer, x: True)
+    monkeypatch.setattr(llama_pass, "attends_within_rows", lambda model: True)
+    monkeypatch.setattr(llama_pass, "rms_norm", lambda x, norm: Kernel.apply(False, x))
+    monkeypatch.setattr(llama_pass, "varlen_attn", attention)
+
+
+def of_a_layer(config) -> float:
+    """Return the bytes per token that a packed layer keeps."""
+    one, three = (counted(config, layers, torch.bfloat16, packed=True) for layers in (1, 3))
+    return (three - one) / 2 / TOKENS
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_packed_rows_keep_what_the_forecast_says_for_a_gpu(monkeypatch, as_on_a_gpu, name):
+    config = SHAPES[name]
+    wide, layers = config.hidden_size >= llama_pass.WIDE, config.num_hidden_layers
+    kept = of_a_layer(config)
+    monkeypatch.setattr(llama_pass, "WIDE", 10_000)
+    inside = of_a_layer(config)
+    # A wide layer keeps its input, and while it is computed again, what is inside.
+    assert kept == (2 * config.hidden_size if wide else inside)
+    ours = shape_of(config, "bfloat16", "cuda", packed=True).activations(RANK)
+    assert ours == pytest.approx(kept * layers + inside * wide, rel=0.2)
