@@ -155,6 +155,7 @@ def comparison(name: str) -> str:
 # The README's methods by the names of their arms in benchmarks/methods.yaml.
 METHODS = {
     "ours": "**opdcl**: the teachers write, then the student; every token is graded",
+    "third": "the same with `lmbda: 0.33`: the student writes a third of the steps",
     "off-policy": "off-policy, `lmbda: 0`: the teachers write, every token is graded",
     "on-policy": "on-policy, `lmbda: 1`: the student writes",
     "replay": "replay, `method: replay`: imitate the texts that base and tuned wrote",
@@ -162,51 +163,47 @@ METHODS = {
 }
 
 
-def rivals(record: str = "methods", writing: bool = False) -> str:
+def rivals(writing: bool = False) -> str:
     """Return scores, R, C and D of the method and its rivals: means over seeds on the same prompts.
 
     With `writing`, also the length and the ends of its own answers, in percent of base's.
     """
-    found = read(record)
+    found = read("methods")
     if not found:
         return NOT_MEASURED
     retention, domain = (found["suites"][role] for role in ("retention", "domain"))
     arms = {arm: [row for row in found["rows"] if row["arm"] == arm] for arm in METHODS}
-    first = next(row for row in found["rows"] if "tuned" in row["suites"][retention] and row["recovery"])
     table = [
-        [state, *(percent(first["suites"][suite][state]) for suite in (retention, domain)), "", "", ""]
+        [state, *(of_seeds(scores(arms["ours"], suite, state), 1) for suite in (retention, domain))]
         for state in ("base", "tuned")
     ]
-    for arm, rows in arms.items():
-        if rows:
-            # An arm without a recovery is what its fine-tune made.
-            state = "recovered" if rows[0]["recovery"] else "tuned"
-            apart = not any("of_seeds" in row for row in rows)
-            scores = [[100 * row["suites"][suite][state] for row in rows] for suite in (retention, domain)]
-            cells = [of_seeds(values, 1, apart) for values in scores]
-            for key in ("recovery", "closeness", "domain_retention"):
-                found_in = [row[key] for row in rows if row[key] and row[key]["value"] is not None]
-                apart = not any("of_seeds" in estimate for estimate in found_in)
-                values = [estimate["value"] for estimate in found_in]
-                cells.append(of_seeds(values, 2, apart) if values else "")
-            table.append([METHODS[arm], *cells])
-            if writing:
-                ours = [row["closeness"]["written"] for row in rows]
-                for key, scale in (("length", 1), ("ended", 100)):
-                    base = of_seeds([scale * one["base"][key] for one in ours], 0, False)
-                    cells.append(f"{of_seeds([scale * one[state][key] for one in ours], 0)}, base {base}")
-                table[-1] = [METHODS[arm], *cells]
-    number = max(len(rows) for rows in arms.values())
-    columns = [f"method, {seeds_of(number)}", f"`{retention}`, %", f"`{domain}`, %", "R", "C", "D"]
+    for arm, rows in ((arm, rows) for arm, rows in arms.items() if rows):
+        # An arm without a recovery is what its fine-tune made.
+        state = "recovered" if rows[0]["recovery"] else "tuned"
+        cells = [of_seeds(scores(rows, suite, state), 1) for suite in (retention, domain)]
+        for key in ("recovery", "closeness", "domain_retention"):
+            values = [row[key]["value"] for row in rows if row[key] and row[key]["value"] is not None]
+            cells.append(of_seeds(values, 2) if values else "")
+        if writing:
+            texts = [row["closeness"]["written"] for row in rows]
+            for key, scale in (("length", 1), ("ended", 100)):
+                base = fmean(scale * one["base"][key] for one in texts)
+                cells.append(f"{of_seeds([scale * one[state][key] for one in texts], 0)}, base {base:.0f}")
+        table.append([METHODS[arm], *cells])
+    columns = [f"method, {seeds_of(len(arms['ours']))}", f"`{retention}`, %", f"`{domain}`, %", "R", "C", "D"]
     columns += ["tokens", "answers that end, %"] if writing else []
     table = [row + [""] * (len(columns) - len(row)) for row in table]
     return rows_of(columns, unbroken(table, 1))
 
 
-def of_seeds(values: list[float], digits: int, apart: bool = True) -> str:
-    """Return the mean of one value per seed, and its 95 % interval by Student's t if they were kept apart."""
+def scores(rows: list[dict[str, Any]], suite: str, state: str) -> list[float]:
+    return [100 * row["suites"][suite][state] for row in rows]
+
+
+def of_seeds(values: list[float], digits: int) -> str:
+    """Return the mean of one value per seed, and its 95 % interval by Student's t."""
     centre = fmean(values)
-    if len(values) == 1 or not apart:
+    if len(set(values)) == 1:
         return f"{centre:.{digits}f}"
     half = student(TWO_SIDED, len(values) - 1) * stdev(values) / len(values) ** 0.5
     return f"{centre:.{digits}f} [{centre - half:.{digits}f}, {centre + half:.{digits}f}]"
@@ -262,11 +259,48 @@ def sizes() -> str:
     peak = f"{min(proof['peak_memory_gib'])} GiB" if proof else ""  # later runs of a process inherit peaks
     place, time = quickstart_time()
     rows = [["SmolLM2-135M, embedded", place, peak, time, "measured"]]
-    for name, machine in {"Qwen3-1.7B": "one GPU, 24 GB", "Qwen3-8B": "one GPU, 80 GB"}.items():
-        row = next(row for row in read("sizes")["rows"] if (row["student"], row["gpus"]) == (name, 1))
-        memory, time = f"{row['gib_per_gpu']:.0f} GiB", f"{row['seconds_per_step']:.1f} s a step on an H100"
-        rows.append([name, machine, memory, time, "**untested**"])
+    (quick,), (step,) = on_a_gpu("quickstart"), on_a_gpu("step qwen3-8b opdcl 64")
+    device = step["device"].removeprefix("NVIDIA ")
+    rows.append(["the same", f"one {device}", "", f"{quick['step']:.0f} s, the whole command", "measured"])
+    row = next(row for row in read("sizes")["rows"] if (row["student"], row["gpus"]) == ("Qwen3-1.7B", 1))
+    memory, time = f"{row['gib_per_gpu']:.0f} GiB", f"{row['seconds_per_step']:.1f} s a step on an H100"
+    rows.append(["Qwen3-1.7B", "one GPU, 24 GB", memory, time, "**untested**"])
+    memory, time = f"{step['peak_bytes'] / 2**30:.0f} GiB", f"{step['step']:.1f} s a step on an {device}"
+    rows.append(["Qwen3-8B's shape", "one GPU, 80 GB", memory, time, "steps measured, no whole run"])
     return rows_of(["model", "machine", "peak memory", "time", ""], rows, 5)
+
+
+# What the arms of benchmarks/gpu.py measure, and beside it what others publish or TRL takes.
+ON_A_GPU = {
+    "decode qwen3-0.6b 64": ("decoding, Qwen3-0.6B, 64 answers", ""),
+    "decode qwen3-8b 64": ("decoding, Qwen3-8B, 64 answers", "vLLM on an H100: 4,315 tokens/s"),
+    "decode qwen3-8b 256": ("decoding, Qwen3-8B, 256 answers", "vLLM on an H100: 7,719 tokens/s"),
+    "step qwen3-0.6b opdcl 64": ("a recovery step, Qwen3-0.6B", ""),
+    "step qwen3-0.6b stock 64": ("the same by TRL's DistillationTrainer", "{:.1f} times the step above"),
+    "step qwen3-8b opdcl 64": ("a recovery step, Qwen3-8B", ""),
+    "quickstart": ("`opdcl run quickstart`, the whole command", ""),
+}
+
+
+def gpu() -> str:
+    """Return what `benchmarks/gpu.py` measured, in the order of `ON_A_GPU`."""
+    rows = []
+    for arm, (words, beside) in ON_A_GPU.items():
+        for row in on_a_gpu(arm):
+            speed = f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else ""
+            memory = f"{row['peak_bytes'] / 1e9:.1f}" if "peak_bytes" in row else ""
+            above = f"{row['over_floor']:.1f}" if "over_floor" in row else ""
+            time = f"{row['step'] * 1e3:.1f} ms" if row["step"] < 1 else f"{row['step']:.3g} s"
+            # TRL's step and the opdcl step before it ran one after the other.
+            beside = beside.format(row["step"] / on_a_gpu("step qwen3-0.6b opdcl 64")[-1]["step"])
+            rows.append([words, time, speed, memory, above, beside])
+    columns = ["what", "time", "tokens/s", "GB", "over the floor", "beside"]
+    return rows_of(columns, unbroken(rows, 1))
+
+
+def on_a_gpu(arm: str) -> list[dict[str, Any]]:
+    lines = (HERE / "gpu.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row for row in map(json.loads, lines) if row["arm"] == arm]
 
 
 def quickstart_time() -> tuple[str, str]:
@@ -369,7 +403,8 @@ TABLES = {
     "proof-writing": proof_writing,
     "proof-conditions": proof_conditions,
     "rivals": rivals,
-    "phases": lambda: rivals("phases", writing=True),
+    "rivals-writing": lambda: rivals(writing=True),
+    "gpu": gpu,
     "cheats": cheats,
     "closeness": closeness,
     "quotes": quotes,

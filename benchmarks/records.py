@@ -106,7 +106,8 @@ def record_numbers(rest: str, folder: Path = ROOT) -> tuple[list[float], set[str
     file, _, paths = rest.partition(" ")
     parts = [part.strip() for part in paths.split(";") if part.strip()]
     given = {number for part in parts if part.startswith("given ") for number in part.split()[1:]}
-    record, known = json.loads((folder / file).read_text(encoding="utf-8")), []
+    text, known = (folder / file).read_text(encoding="utf-8"), []
+    record = list(map(json.loads, text.splitlines())) if file.endswith(".jsonl") else json.loads(text)
     for path in [part for part in parts if not part.startswith("given ")] or [""]:
         value = record
         for key in filter(None, path.split("/")):

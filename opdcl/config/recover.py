@@ -115,7 +115,7 @@ class RecoverConfig(Section):
     """Completions per domain step; domain answers are often short. Default: `rollouts`."""
     general_per_domain: Count = 1
     """General steps before each domain step; no step mixes the two. 0: domain steps only."""
-    lmbda: Share = 0.33
+    lmbda: Share = 0.15
     """Share of steps, the last ones, in which the student writes the answers. In the steps before them, the
     warm-up, the teachers write. 1 is on-policy from the first step, 0 is off-policy."""
     on_policy: OnPolicySection = OnPolicySection()

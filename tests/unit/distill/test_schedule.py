@@ -60,7 +60,7 @@ def test_the_student_can_leave_the_domain_to_its_teacher():
 
 
 def test_imitation_has_no_on_policy_phase():
-    assert not any(step.on_policy for step in schedule(steps=8, method="replay", lmbda=0.33))
+    assert not any(step.on_policy for step in schedule(steps=8, method="replay", lmbda=0.15))
 
 
 def test_whole_groups_of_rewarded_completions_are_drawn_in_excess():
