@@ -206,9 +206,9 @@ def _recovery_need(config: RecoverConfig, rows: dict[Any, list[Row]], shape: _Sh
 
 
 def _eval_need(task: Task, job: Job, shape: _Shape) -> int:
-    """Return the bytes that measuring a state on a suite takes, all answers at their longest.
+    """Return the bytes that measuring a state on a suite takes if all answers are as long as they may be.
 
-    For closeness they are those of a state's answers, and both models' hidden states of them and of base's.
+    Closeness also keeps the hidden states of two models, on the state's answers and on base's.
     """
     from opdcl.stages.closeness import CHUNK
     from opdcl.stages.evaluate import LOGIT_BYTES

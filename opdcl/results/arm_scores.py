@@ -182,9 +182,10 @@ def _add_curve_distances(arms: list[Arm], rows: list[dict], tuned_ids: ResultIds
 
 
 def _alpha_curve(arms: list[Arm], tuned_ids: ResultIds) -> list[dict[str, Any]]:
-    """Return base, scaled adapters and tuned by ascending domain score; empty with several tuned models.
+    """Return base, the scaled adapters and tuned in the order of their domain scores, lowest first.
 
-    `edge` marks the upper edge of their mixtures.
+    `edge` marks the points that no mixture of the others surpasses. With several tuned models there is no
+    such curve, and the list is empty.
     """
     curve = [arm for arm in arms if arm.scales_only]
     if not curve or len(set(filter(None, tuned_ids.values()))) > 1:
