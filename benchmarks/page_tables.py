@@ -181,9 +181,14 @@ def rivals(writing: bool = False) -> str:
         # An arm without a recovery is what its fine-tune made.
         state = "recovered" if rows[0]["recovery"] else "tuned"
         cells = [of_seeds(scores(rows, suite, state), 1) for suite in (retention, domain)]
-        for key in ("recovery", "closeness", "domain_retention"):
-            values = [row[key]["value"] for row in rows if row[key] and row[key]["value"] is not None]
-            cells.append(of_seeds(values, 2) if values else "")
+        if state == "recovered":
+            keys = "recovery", "closeness", "domain_retention"
+            estimates = [[row[key]["value"] for row in rows] for key in keys]
+        else:
+            cured = {row["seed"]: row for row in arms["ours"]}
+            beside = [prevented(row, cured[row["seed"]], retention, domain) for row in rows]
+            estimates = [[found[i] for found in beside] for i in range(3)]
+        cells += [of_seeds(values, 2) for values in estimates]
         if writing:
             texts = [row["closeness"]["written"] for row in rows]
             for key, scale in (("length", 1), ("ended", 100)):
@@ -194,6 +199,22 @@ def rivals(writing: bool = False) -> str:
     columns += ["tokens", "answers that end, %"] if writing else []
     table = [row + [""] * (len(columns) - len(row)) for row in table]
     return rows_of(columns, unbroken(table, 1))
+
+
+def prevented(
+    row: dict[str, Any], cured: dict[str, Any], retention: str, domain: str
+) -> tuple[float, float, float]:
+    """Return R, C and D of a fine-tune that prevents, beside the plain fine-tune of the same seed."""
+    (skill, plain_skill), (learned, plain) = (
+        (row["suites"][name], cured["suites"][name]) for name in (retention, domain)
+    )
+    lost, begun = max(plain_skill["tuned"], skill["floor"]), max(learned["base"], learned["floor"])
+    near, far = (one["closeness"]["distance"]["tuned"]["value"] for one in (row, cured))
+    return (
+        (skill["tuned"] - lost) / (skill["base"] - lost),
+        1 - near / min(far, row["closeness"]["floor"]),
+        (learned["tuned"] - begun) / (plain["tuned"] - begun),
+    )
 
 
 def scores(rows: list[dict[str, Any]], suite: str, state: str) -> list[float]:

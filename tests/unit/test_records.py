@@ -281,10 +281,15 @@ def test_rivals_are_means_over_the_seeds_of_one_comparison(tables, tmp_path, mon
     monkeypatch.setattr(tables, "HERE", tmp_path)
 
     def row(arm, seed, score, **more):
-        suite = {"base": 0.5, "tuned": 0.1 if more.get("R") is not None else score, "recovered": score}
+        cured = "R" in more
+        suite = {"floor": 0.05, "base": 0.5, "tuned": 0.1 if cured else score, "recovered": score}
         ratios = ("recovery", "R"), ("closeness", "C"), ("domain_retention", "R")
-        found = {key: None if more.get(name) is None else {"value": more[name]} for key, name in ratios}
-        found["closeness"] = found["closeness"] or {"value": None}
+        found = {key: {"value": more[name]} if cured else None for key, name in ratios}
+        found["closeness"] = {
+            "floor": 0.8,
+            "distance": {"tuned": 4.0 if cured else 0.6},
+            **(found["closeness"] or {}),
+        }
         return {"arm": arm, "seed": seed, "suites": {"instructions": suite, "handbook": suite}, **found}
 
     rows = [
@@ -304,7 +309,8 @@ def test_rivals_are_means_over_the_seeds_of_one_comparison(tables, tmp_path, mon
     assert ours.startswith("| **opdcl**")
     assert "| 0.30 |" in replay  # the same with every seed
     assert mixing.startswith("| no recovery; half")
-    assert mixing.endswith("|  |  |  |")
+    # (0.25 - 0.1) / (0.5 - 0.1); 1 - 0.6 / 0.8; (0.25 - 0.5) / (0.1 - 0.5).
+    assert mixing.endswith("| 0.38 | 0.25 | 0.62 |")
 
 
 def test_a_quoted_answer_cannot_break_the_table(tables, tmp_path, monkeypatch):
