@@ -285,11 +285,8 @@ def test_rivals_are_means_over_the_seeds_of_one_comparison(tables, tmp_path, mon
         suite = {"floor": 0.05, "base": 0.5, "tuned": 0.1 if cured else score, "recovered": score}
         ratios = ("recovery", "R"), ("closeness", "C"), ("domain_retention", "R")
         found = {key: {"value": more[name]} if cured else None for key, name in ratios}
-        found["closeness"] = {
-            "floor": 0.8,
-            "distance": {"tuned": 4.0 if cured else 0.6},
-            **(found["closeness"] or {}),
-        }
+        distance = {"tuned": {"value": 4.0 if cured else 0.6}}
+        found["closeness"] = {"floor": 0.8, "distance": distance, **(found["closeness"] or {})}
         return {"arm": arm, "seed": seed, "suites": {"instructions": suite, "handbook": suite}, **found}
 
     rows = [
