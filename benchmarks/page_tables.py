@@ -163,12 +163,12 @@ METHODS = {
 }
 
 
-def rivals(writing: bool = False) -> str:
+def rivals(record: str = "methods", writing: bool = False) -> str:
     """Return scores, R, C and D of the method and its rivals: means over seeds on the same prompts.
 
     With `writing`, also the length and the ends of its own answers, in percent of base's.
     """
-    found = read("methods")
+    found = read(record)
     if not found:
         return NOT_MEASURED
     retention, domain = (found["suites"][role] for role in ("retention", "domain"))
@@ -425,6 +425,7 @@ TABLES = {
     "proof-conditions": proof_conditions,
     "rivals": rivals,
     "rivals-writing": lambda: rivals(writing=True),
+    "rivals-people": lambda: rivals("reword", writing=True),
     "gpu": gpu,
     "cheats": cheats,
     "closeness": closeness,

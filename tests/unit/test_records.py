@@ -31,6 +31,7 @@ MADE_FROM = {
     "verdict-errors": "coverage",
     "rivals": "methods",
     "rivals-writing": "methods",
+    "rivals-people": "reword",
     "cheats": "instructions",
     "sizes": "times",
 }
