@@ -17,6 +17,7 @@ from opdcl.sampling import graph
 from opdcl.sampling.decode import draw
 from opdcl.sampling.graph import COLUMNS, STEPS, GraphDecoder, bucket
 from opdcl.sampling.layout import Layout
+from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import default_rows, graphs_agree, pick_engine, sample
 from opdcl.training import save_adapter
 
@@ -34,7 +35,7 @@ FAMILIES = {
     "Granite": {},
     "GptOss": {"sliding_window": 9, "head_dim": 16, "num_local_experts": 4},
 }
-PROMPTS = [[1, 2, 3, 4 + i, *range(5, 5 + i * 5 % 23)] for i in range(9)]
+PROMPTS = [Prompt([1, 2, 3, 4 + i, *range(5, 5 + i * 5 % 23)]) for i in range(9)]
 
 
 def build(family: str, dtype: torch.dtype = torch.float64, **settings):
@@ -84,7 +85,8 @@ def test_the_same_numbers_draw_the_same_tokens_as_in_the_loop_without_graphs(fam
 
 def test_rows_leave_columns_grow_and_long_prompts_stay_exact():
     model = build("Qwen2")
-    prompts = [[1, 2, 3, *(5 + (7 * i + j) % 590 for j in range(3 + 37 * i))] for i in range(14)]
+    tails = [[5 + (7 * i + j) % 590 for j in range(3 + 37 * i)] for i in range(14)]
+    prompts = [Prompt([1, 2, 3, *tail]) for tail in tails]
     free = sample(model, prompts, max_new_tokens=40, eos_ids=[], seed=3, engine="slab")
     # Ids that end about half of the sequences, at different steps.
     ends = [free[i].completion_ids[3 + 5 * i] for i in range(7)]
