@@ -152,7 +152,7 @@ def test_kept_sums_serve_adapters_of_different_layers(backbone, tmp_path):
             layer.lora_B["student"].weight.data.normal_()
         save_adapter(backbone, folder)
     backbone.load_adapter(tmp_path / "narrow", "teacher")
-    ids_1T, found = torch.tensor([PROMPTS[5]]), {}
+    ids_1T, found = torch.tensor([PROMPTS[5].ids]), {}
     for backbone.sums in (None, []):
         for state in ("student", "teacher", "base"):
             with backbone.merged(state) as model, torch.no_grad():
@@ -187,7 +187,7 @@ class RecordedGraph:
 
 @torch.no_grad()
 def test_a_captured_step_repeats_itself_at_the_addresses_that_it_was_captured_with(backbone, monkeypatch):
-    model, layout = backbone.causal_lm, Layout([], PROMPTS[:3])
+    model, layout = backbone.causal_lm, Layout([], [prompt.ids for prompt in PROMPTS[:3]])
     uniform = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
     plain, captured = (GraphDecoder(model, 4, COLUMNS, 0.9) for _ in range(2))
     for decoder in (plain, captured):
