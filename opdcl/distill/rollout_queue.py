@@ -157,7 +157,7 @@ class RolloutQueue:
         unfinished: Sequence[Rollout] = (),
         max_unfinished: int = 0,
     ) -> list[Rollout]:
-        """Sample one completion per prompt from the student, or from `author`, which sees its contexts.
+        """Sample one completion per prompt from the student, or from `author`, which sees the contexts.
 
         `recover.on_policy` says how the student writes; an author writes at temperature 1. The student alone
         can resume completions: those in `unfinished` come first in the result.
@@ -171,7 +171,7 @@ class RolloutQueue:
             return self._noted(stream, self.student.complete(prompts, *how, temperature, **partial))
         by_position: dict[int, Rollout] = {}
         writer, seen = author or self.student, prompts
-        if writer is not self.student:
+        if writer is not self.student:  # which sees no context as an author either
             seen = [replace(p, ids=p.shown, context=None) for p in prompts]
         for _, single, positions in writer.split(prompts):
             rollouts = single.complete([seen[i] for i in positions], *how, temperature)
