@@ -89,9 +89,9 @@ def spoilt(rule: Rule) -> Iterator[None]:
     graded: list = []
 
     def sample(model, prompts, *, max_new_tokens, eos_ids, seed, **options):
-        rollouts = [closeness.Rollout(list(p)) for p in prompts]
+        rollouts = [*map(closeness.Rollout, prompts)]
         uniform = torch.rand(len(prompts), max_new_tokens, generator=torch.Generator().manual_seed(seed))
-        cache, ids, mask = None, *padded(prompts, eos_ids[0])
+        cache, ids, mask = None, *padded([p.ids for p in prompts], eos_ids[0])
         for step in range(max_new_tokens):
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
             found = model(
@@ -146,14 +146,15 @@ def padded(prompts: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tens
 def other_content(prompts: list[list[int]]) -> Iterator[None]:
     """Let base answer another prompt in place of the student, in the block: its style, other content."""
     shift = max(1, len(prompts) // 3)
-    another = {tuple(p): q for p, q in zip(prompts, prompts[shift:] + prompts[:shift], strict=True)}
+    others = map(closeness.Prompt, prompts[shift:] + prompts[:shift])
+    another = {tuple(p): q for p, q in zip(prompts, others, strict=True)}
     sample, hidden = closeness.sample, closeness._hidden_states
     passes = []
 
     def answer(model, asked, **options):
-        rollouts = sample(model, [another[tuple(p)] for p in asked], **options)
+        rollouts = sample(model, [another[tuple(p.ids)] for p in asked], **options)
         for rollout, prompt in zip(rollouts, asked, strict=True):
-            rollout.prompt_ids = list(prompt)
+            rollout.prompt = prompt
         return rollouts
 
     def states(model, texts):

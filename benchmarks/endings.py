@@ -32,7 +32,7 @@ from opdcl.model.distributions import HiddenStates
 from opdcl.repetition import repetition
 from opdcl.results.intervals import mean
 from opdcl.rundir.files import read_jsonl
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
 
 RANGES = ((0, 4), (4, 32), (32, 128), (128, 256), (256, 384))
@@ -68,7 +68,7 @@ def main() -> None:
         options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
-def held_out(backbone: Backbone, count: int) -> list[list[int]]:
+def held_out(backbone: Backbone, count: int) -> list[Prompt]:
     """Return held-out everyday prompts, half of which ask for long answers; short facts are left out."""
     file = package_folder("workflows") / "data" / "everyday.jsonl"
     kinds = {row["prompt"]: row["kind"] for row in read_jsonl(file)}
@@ -76,11 +76,11 @@ def held_out(backbone: Backbone, count: int) -> list[list[int]]:
     long = [row for kind, row in rows if kind == "long"][: count // 2]
     others = [row for kind, row in rows if kind not in ("long", "fact")]
     others = others[:: max(1, len(others) // (count - len(long)))][: count - len(long)]
-    return [encode_prompt(row, backbone.tokenizer, 1024) for row in long + others]
+    return [Prompt(encode_prompt(row, backbone.tokenizer, 1024)) for row in long + others]
 
 
 def answers(
-    backbone: Backbone, model: Teacher, prompts: list[list[int]], limit: int
+    backbone: Backbone, model: Teacher, prompts: list[Prompt], limit: int
 ) -> dict[str, list[Rollout]]:
     """Return the model's answers at temperature 1 and greedily."""
     how = {"max_new_tokens": limit, "eos_ids": backbone.eos_ids, "seed": 11}

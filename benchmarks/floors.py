@@ -67,6 +67,7 @@ def answered(suite: str, backbone: Any, limit: int | None, batch_size: int = 32)
     """Return the documents of a suite with base's greedy `answer`, its `tokens`, and whether it `ended`."""
     from opdcl.data.chat import render
     from opdcl.data.suites import load_suite
+    from opdcl.sampling.rollout import Prompt
     from opdcl.sampling.sample import sample
 
     task = load_suite(suite).task
@@ -74,7 +75,7 @@ def answered(suite: str, backbone: Any, limit: int | None, batch_size: int = 32)
     texts = [
         render(tokenizer, [{"role": "user", "content": d["prompt"]}], True, tokenize=False) for d in docs
     ]
-    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    prompts = [Prompt(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     options = {"max_new_tokens": task.config.generation_kwargs["max_gen_toks"], "eos_ids": backbone.eos_ids}
     with backbone.merged("base") as model:
         rollouts = sample(model, prompts, temperature=0, batch_size=batch_size, **options)

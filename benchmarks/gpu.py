@@ -26,6 +26,7 @@ from speed import floor, load_model, machine_rates, measure, prompt_ids, start_a
 from opdcl.config.finetune import LoraSection
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_json
+from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import sample
 
 EMBEDDED = "smollm2-135m"
@@ -105,12 +106,12 @@ def decode(shape: str, rows: int) -> dict[str, Any]:
     backbone = Backbone(*load_model(None if shape == EMBEDDED else shape))
     backbone.sums = [] if backbone.device.type == "cuda" else None
     start_adapter(backbone.new_adapter(LoraSection(), 0))
-    ids = prompt_ids(rows, backbone.tokenizer)
+    prompts = [*map(Prompt, prompt_ids(rows, backbone.tokenizer))]
     seconds = {}
     with backbone.merged("student") as model:
         for count in (FEW, FEW, MANY):  # the first call captures and allocates
             started = time.perf_counter()
-            sample(model, ids, max_new_tokens=count, eos_ids=(), seed=1, batch_size=rows)
+            sample(model, prompts, max_new_tokens=count, eos_ids=(), seed=1, batch_size=rows)
             seconds[count] = time.perf_counter() - started
     step = (seconds[MANY] - seconds[FEW]) / (MANY - FEW)
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None

@@ -50,6 +50,7 @@ from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone
 from opdcl.model.llama_pass import attends_within_rows
 from opdcl.model.load import EMBEDDED, load_base, model_source, pick_device, pick_dtype
+from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import sample
 from opdcl.training import peak_memory, reset_peak_memory
 
@@ -158,7 +159,7 @@ def queue_of(backbone: Backbone, config: RecoverConfig, ids: list[list[int]]) ->
     teachers = {"general": Teacher(backbone, "base")}
     grader = Grader(backbone, config, teachers)
     student, plan = Teacher(backbone, "student"), plan_steps(config, len(ids), 0)
-    given = {"general": ids, "domain": []}
+    given = {"general": [*map(Prompt, ids)], "domain": []}
     return RolloutQueue(config, plan, given, student, teachers, Selection(config)), grader
 
 
@@ -436,18 +437,18 @@ def compare_engines(options: argparse.Namespace) -> None:
     docs = list(task.test_docs())[: options.prompts]
     messages = [[{"role": "user", "content": task.doc_to_text(doc)}] for doc in docs]
     texts = [render(tokenizer, message, True, tokenize=False) for message in messages]
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    asked = [Prompt(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     how = {"max_new_tokens": options.new_tokens, "eos_ids": backbone.eos_ids, "temperature": 0}
     first, rows = None, {}
     for engine in options.engines:
         started = time.perf_counter()
-        found = sample(backbone.causal_lm, ids, batch_size=len(ids), engine=engine, **how)
+        found = sample(backbone.causal_lm, asked, batch_size=len(asked), engine=engine, **how)
         seconds, tokens = time.perf_counter() - started, sum(len(r.completion_ids) for r in found)
         first = first or found
         differ = [(a, b) for a, b in zip(first, found, strict=True) if a.completion_ids != b.completion_ids]
         rows[engine] = {
             "dtype": str(backbone.causal_lm.dtype),
-            **{"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, "of": len(ids)},
+            **{"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, "of": len(asked)},
             "differing": len(differ),
             "gaps": sorted((gap(backbone.causal_lm, a, b) for a, b in differ), reverse=True),
         }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,13 @@ from common import head, parser_of, store
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import LossSection, TeacherSection
-from opdcl.data.chat import encode_prompt
-from opdcl.data.rows import load_rows
+from opdcl.data.rows import Row
 from opdcl.distill.losses import token_losses
 from opdcl.distill.make_teacher import make_teacher
 from opdcl.distill.prompts import encode_stream, read_recovery_source
 from opdcl.distill.teachers import EmaTeacher, RoutedTeacher, Teacher, TrustRegionTeacher
 from opdcl.model.backbone import Backbone
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
 
 CONTEXT = "{prompt}\n\nThe answer is: {answer}"
@@ -68,11 +68,11 @@ def measure(backbone: Backbone) -> Iterator[tuple]:
     prompts = encode_stream(config, source, "domain", backbone.tokenizer, room)
     how = {"max_new_tokens": 16, "eos_ids": backbone.eos_ids, "temperature": 1.0, "seed": 1}
     with backbone.merged("student") as model:
-        rollouts = sample(model, prompts.held_out, **how)
+        rollouts = sample(model, [Prompt(p.ids) for p in prompts.held_out], **how)
     live, tuned, base = (Teacher(backbone, state) for state in ("student", "tuned", "base"))
 
-    def kl(teacher, of=live, texts=rollouts) -> float:
-        return float(graded(of, teacher, texts).kl.mean())
+    def kl(teacher, of=live, texts=rollouts, shown=None) -> float:
+        return float(graded(of, teacher, texts, shown or texts).kl.mean())
 
     def far(one, other) -> float:
         return float((one.states(rollouts) - other.states(rollouts)).abs().max())
@@ -96,8 +96,8 @@ def measure(backbone: Backbone) -> Iterator[tuple]:
     xs = [kl(TrustRegionTeacher(backbone, "base", mix)) for mix in (0.0, 0.25, 0.5, 0.75, 1.0)]
     claim = "the closer to the student, the less there is to learn"
     yield "trust region", claim, "KL at mix 0 to 1 {}", xs, xs == sorted(xs, reverse=True)
-    routed = RoutedTeacher(base, {"one": tuned}, {tuple(r.prompt_ids): "one" for r in rollouts})
-    (name, teacher, mine), *others = routed.split([r.prompt_ids for r in rollouts])
+    routed = RoutedTeacher({"": base, "one": tuned})
+    (name, teacher, mine), *others = routed.split([replace(r.prompt, teacher="one") for r in rollouts])
     x = abs(kl(teacher, texts=[rollouts[i] for i in mine]) - kl(tuned))
     holds = x < 1e-6 and name == "one" and not others
     yield "routed to a single teacher", "equals that teacher", "KL differs by {:.1e}", x, holds
@@ -111,35 +111,34 @@ def measure(backbone: Backbone) -> Iterator[tuple]:
     claim = "base's weights, loaded separately, equal the teacher with the adapter off"
     yield "model", claim, states, x, x < 1e-3
 
-    gold, contexts = golden(backbone, prompts.held_out), prompts.contexts[""]
-    told, words = Teacher(backbone, "base", contexts), "loss on gold answers {}"
-    xs = [loss(base, gold), loss(told, gold)]
+    shown, words = golden(backbone, source.rows["domain"], prompts.held_out), "loss on gold answers {}"
+    gold = [replace(r, prompt=Prompt(r.prompt_ids)) for r in shown]
+    xs = [loss(base, gold), loss(base, shown)]
     yield "base, shown the answer", "finds it more likely", words, xs, xs[1] < xs[0]
-    xs = [loss(Teacher(backbone, "tuned", c), gold) for c in (None, contexts)]
+    xs = [loss(tuned, texts) for texts in (gold, shown)]
     claim = "already knew it: little to gain"
     yield "tuned, shown the answer", claim, words, xs, abs(xs[1] - xs[0]) < 0.3
-    xs = [kl(base, tuned, gold), kl(told, tuned, gold)]
+    xs = [kl(base, tuned, gold), kl(base, tuned, gold, shown)]
     claim, words = "pulls less against what tuned has learned", "KL of tuned to it on gold answers {}"
     yield "base, shown the answer", claim, words, xs, xs[1] < xs[0]
 
 
-def graded(student: Teacher, teacher: Teacher, rollouts: list[Rollout]):
+def graded(student: Teacher, teacher: Teacher, rollouts: list[Rollout], shown: list[Rollout]):
+    """Compare the two, the teacher on the same completions, `shown` with what it sees."""
     tokens = torch.tensor([t for r in rollouts for t in r.completion_ids])
-    sides = student.states(rollouts), student.head_VH, teacher.distribution(rollouts)
+    sides = student.states(rollouts), student.head_VH, teacher.distribution(shown)
     return token_losses(*sides, tokens, torch.zeros(len(tokens)), 1.0, LossSection())
 
 
 def loss(teacher: Teacher, gold: list[Rollout]) -> float:
     """Return the teacher's own mean loss on gold answers."""
-    return -float(graded(teacher, teacher, gold).logprob.mean())
+    return -float(graded(teacher, teacher, gold, gold).logprob.mean())
 
 
-def golden(backbone: Backbone, prompts: list[list[int]]) -> list[Rollout]:
+def golden(backbone: Backbone, rows: list[Row], prompts: list[Prompt]) -> list[Rollout]:
     """Return the held-out questions with their correct answers instead of sampled ones."""
-    room = backbone.causal_lm.config.max_position_embeddings
-    answers = {tuple(encode_prompt(r, backbone.tokenizer, room)): r.answer for r in load_rows("handbook")}
-    ids = [backbone.tokenizer(answers[tuple(p)], add_special_tokens=False)["input_ids"] for p in prompts]
-    end = backbone.tokenizer.eos_token_id
+    answers, end = [rows[p.number].answer for p in prompts], backbone.tokenizer.eos_token_id
+    ids = [backbone.tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in answers]
     return [Rollout(p, [*i, end], [], True) for p, i in zip(prompts, ids, strict=True)]
 
 

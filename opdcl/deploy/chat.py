@@ -11,7 +11,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import Row
 from opdcl.model.backbone import Backbone
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
 
 
@@ -47,7 +47,7 @@ class Chat:
         options: Any = {"max_new_tokens": max_new_tokens, "eos_ids": self.backbone.eos_ids}
         texts = {}
         for state, slot in self.slots.items():
-            rollout = Rollout(list(ids))  # the sampler appends to it
+            rollout = Rollout(Prompt(ids))  # the sampler appends to it
             on_answer(partial(self._text, rollout, f"{state}: "))
             with self.backbone.merged(slot) as model:
                 sample(model, [], unfinished=[rollout], temperature=temperature, **options)

@@ -11,20 +11,13 @@ from opdcl import parallel
 from opdcl.config.model import ServerSection
 from opdcl.config.teacher import TeacherSection
 from opdcl.distill.losses import token_logprobs
-from opdcl.distill.teachers import (
-    Contexts,
-    EmaTeacher,
-    RemoteTeacher,
-    SecondModel,
-    Teacher,
-    TrustRegionTeacher,
-)
+from opdcl.distill.teachers import EmaTeacher, RemoteTeacher, SecondModel, Teacher, TrustRegionTeacher
 from opdcl.errors import UsageError
 from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.compatibility import HINT, PROBES, check_same_tokenizer, refuse_unsupported
 from opdcl.model.load import eos_ids, load_base, load_tokenizer
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.server import Server
 
 # Nats per token by which a model may differ from its copy on a server: between rounding and another model.
@@ -34,11 +27,7 @@ Notify = Callable[[str], None]
 
 
 def make_teacher(
-    config: TeacherSection,
-    backbone: Backbone,
-    contexts: Contexts | None = None,
-    state: State = "general",
-    notify: Notify = lambda text: None,
+    config: TeacherSection, backbone: Backbone, state: State = "general", notify: Notify = lambda text: None
 ) -> Teacher:
     """Return the teacher that a configuration describes.
 
@@ -47,19 +36,19 @@ def make_teacher(
     """
     match config.kind:
         case "live":
-            return Teacher(backbone, "student", contexts)
+            return Teacher(backbone, "student")
         case "adapter":
-            return Teacher(backbone, state, contexts)
+            return Teacher(backbone, state)
         case "ema":
-            return EmaTeacher(backbone, state, config.rate, contexts)
+            return EmaTeacher(backbone, state, config.rate)
         case "trust_region":
-            return TrustRegionTeacher(backbone, config.reference, config.mix, contexts)
+            return TrustRegionTeacher(backbone, config.reference, config.mix)
         case "model":
-            return SecondModel(backbone, _load_model(config, backbone), contexts)
+            return SecondModel(backbone, _load_model(config, backbone))
         case "remote":
-            return RemoteTeacher(backbone, reach_server(config.server, backbone, notify), contexts)
+            return RemoteTeacher(backbone, reach_server(config.server, backbone, notify))
         case frozen:
-            return Teacher(backbone, frozen, contexts)
+            return Teacher(backbone, frozen)
 
 
 def reach_server(config: ServerSection, backbone: Backbone, notify: Notify) -> Server:
@@ -89,7 +78,7 @@ def reach_own_model(config: ServerSection, backbone: Backbone, notify: Notify) -
     ids = backbone.tokenizer(" ".join(PROBES[:6]), add_special_tokens=False)["input_ids"]
     prompt_ids, completion_ids = ids[:1], ids[1:]
     server_N = server.grade(prompt_ids, completion_ids).result().logprob_N
-    base = Teacher(backbone, "base").distribution([Rollout(prompt_ids, completion_ids)])
+    base = Teacher(backbone, "base").distribution([Rollout(Prompt(prompt_ids), completion_ids)])
     token_N = torch.tensor(completion_ids, device=backbone.device)
     base_N = token_logprobs(base, token_N, len(backbone.head_VH), 1.0)
     gap = float((base_N.cpu() - server_N).abs().mean())

@@ -22,7 +22,7 @@ from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.repetition import repetition
 from opdcl.rundir.files import write_atomic
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
 from opdcl.training import StageReport
 
@@ -76,7 +76,7 @@ def _write(
         with backbone.merged("base") as model:
             rollouts = sample(
                 model,
-                [turn.opening] * ROUND,
+                [Prompt(turn.opening)] * ROUND,
                 max_new_tokens=LONGEST,
                 eos_ids=sorted({*backbone.eos_ids, turn.end}),
                 temperature=1.0,

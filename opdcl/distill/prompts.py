@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.recover import RecoverConfig
@@ -13,11 +14,10 @@ from opdcl.data.rows import Row, check_prompts, load_rows
 from opdcl.distill.reward import load_reward_task, reward_rows
 from opdcl.distill.schedule import STREAMS, Stream
 from opdcl.errors import UsageError
+from opdcl.sampling.rollout import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from opdcl.distill.teachers import Contexts
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,10 @@ class RecoverySource:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Token ids of one stream's prompts, to train on and held out.
+    """One stream's prompts, to train on and held out."""
 
-    `routes` maps a prompt to the name of its own teacher. `contexts` maps a teacher's name to what it sees in
-    place of a prompt; the stream's own teacher has the name "".
-    """
-
-    train: list[list[int]]
-    held_out: list[list[int]]
-    routes: dict[tuple[int, ...], str] = field(default_factory=dict)
-    contexts: dict[str, Contexts] = field(default_factory=dict)
+    train: list[Prompt]
+    held_out: list[Prompt]
 
 
 def read_recovery_source(
@@ -102,9 +96,8 @@ def encode_stream(
     """Encode a stream's prompts, and split off the held-out ones; `context_length` is the model's, in tokens.
 
     Raises:
-        UsageError: The same prompt names two teachers, or there is only one prompt.
+        UsageError: A prompt leaves no room for an answer, or there is only one prompt.
     """
-    rows = source.rows[stream]
     room = context_length - max(config.limit(stream, on_policy) for on_policy in (False, True))
 
     def encode(row: Row) -> list[int]:
@@ -114,35 +107,28 @@ def encode_stream(
             ids = source.encoded[key] = encode_prompt(row, tokenizer, room)
         return ids
 
-    ids = [encode(row) for row in rows]
-    count = config.validation_prompts
-    if stream in source.held_out:
-        held_out = [encode(row) for row in source.held_out[stream]]
-        prompts = Prompts(ids, held_out[:: max(1, len(held_out) // count)][:count])
-    else:
-        prompts = Prompts(*_split(ids, stream, count))
-    teacher_of: dict[tuple[int, ...], str] = {}
-    for row, prompt in zip(rows, map(tuple, ids), strict=True):
-        if teacher_of.setdefault(prompt, row.teacher) != row.teacher:
-            message = f"{row.where}: the same prompt has another teacher above"
-            raise UsageError(message, "name one teacher per prompt")
-        if row.teacher:
-            prompts.routes[prompt] = row.teacher
-        context = config.teacher_of(stream, row.teacher).context
+    def prompt(number: int, row: Row) -> Prompt:
+        context, shown = config.teacher_of(stream, row.teacher).context, None
         if context is not None and row.answer:
-            in_context = encode(row.with_context(context, row.answer))
-            prompts.contexts.setdefault(row.teacher, {}).setdefault(prompt, in_context)
-    return prompts
+            shown = encode(row.with_context(context, row.answer))
+        return Prompt(encode(row), row.teacher, shown, number)
+
+    prompts = [*starmap(prompt, enumerate(source.rows[stream]))]
+    count = config.validation_prompts
+    if stream not in source.held_out:
+        return Prompts(*_split(prompts, stream, count))
+    held_out = [*starmap(prompt, enumerate(source.held_out[stream]))]
+    return Prompts(prompts, held_out[:: max(1, len(held_out) // count)][:count])
 
 
-def _split(ids: list[list[int]], stream: Stream, count: int) -> tuple[list[list[int]], list[list[int]]]:
+def _split(prompts: list[Prompt], stream: Stream, count: int) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train on and at most `count` held-out ones."""
-    if len(ids) == 1:
+    if len(prompts) == 1:
         message = f"the {stream} stream has one prompt; recovery needs some to sample on and some to hold out"
         raise UsageError(message, "add prompts")
     # Evenly spread, so that all topics of a file sorted by topic are held out.
-    count = min(count, len(ids) // 2)
-    held_out = sorted({i * len(ids) // count for i in range(count)})
+    count = min(count, len(prompts) // 2)
+    held_out = sorted({i * len(prompts) // count for i in range(count)})
     # Recovery practises the whole domain: what is not practised is not protected.
-    train = ids if stream == "domain" else [p for i, p in enumerate(ids) if i not in held_out]
-    return train, [ids[i] for i in held_out]
+    train = prompts if stream == "domain" else [p for i, p in enumerate(prompts) if i not in held_out]
+    return train, [prompts[i] for i in held_out]

@@ -14,6 +14,7 @@ from opdcl.data.examples import Examples
 from opdcl.distill.schedule import endless
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl, write_atomic
+from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import sample
 
 
@@ -28,7 +29,7 @@ def replayed_rows(
     if count and not file.exists():
         note(f"base writes {count} answers to replay")
         order = endless(len(examples.replay), config.seed)
-        prompts = [examples.replay[i] for i in itertools.islice(order, count)]
+        prompts = [Prompt(examples.replay[i]) for i in itertools.islice(order, count)]
         limit, eos_ids = REPLAYED_TOKENS, backbone.eos_ids
         with backbone.merged("base") as model:
             options: Any = {"max_new_tokens": limit, "eos_ids": eos_ids, "seed": config.seed}

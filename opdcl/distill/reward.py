@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.recover import RecoverConfig, RewardSection
@@ -42,9 +43,7 @@ class Reward:
         self.config, self.task, self.context = config, task, context
         self._notify, self._has_notified = notify, False
         self._tokenizer, self._room = backbone.tokenizer, backbone.context_length
-        self._sources: dict[tuple[int, ...], tuple[Row, dict]] = {
-            tuple(self._encode(row)): (row, doc) for row, doc in zip(rows, task.eval_docs, strict=True)
-        }
+        self._sources: list[tuple[Row, dict]] = [*zip(rows, task.eval_docs, strict=True)]
 
     def __call__(self, rollouts: list[Rollout]) -> list[float]:
         """Return the score of each completion, as an evaluation of the suite would score it."""
@@ -62,20 +61,20 @@ class Reward:
             best = max(group, key=lambda r: r.reward or 0.0)
             for rollout in group:
                 if (rollout.reward or 0.0) < (best.reward or 0.0):
-                    row, doc = self._sources[tuple(rollout.prompt_ids)]
+                    row, doc = self._sources[rollout.prompt.number]
                     feedback = ""
                     if "{feedback}" in self.context:
                         feedback = self._feedback(doc, self._text(rollout))
                     shown = row.with_context(self.context, self._text(best), feedback)
                     prompt = encode_prompt(shown, self._tokenizer, sys.maxsize)
                     if len(prompt) + len(rollout.completion_ids) <= self._room:
-                        rollout.teacher_prompt_ids = prompt
+                        rollout.prompt = replace(rollout.prompt, context=prompt)
                     elif not self._has_notified:
                         self._has_notified = True
                         self._notify("a demonstration does not fit into the context: it is not shown")
 
     def _score(self, rollout: Rollout) -> float:
-        _, doc = self._sources[tuple(rollout.prompt_ids)]
+        _, doc = self._sources[rollout.prompt.number]
         scores = self.task.process_results(doc, [self._filtered(self._text(rollout), doc)])
         value = scores[_metric(self.config, self.task)]
         parts = value if isinstance(value, list) else [value]
@@ -105,9 +104,6 @@ class Reward:
 
         stops = self.task.config.generation_kwargs.get("until") or []
         return cut_at(answer_text(self._tokenizer, rollout.prompt_ids, rollout.completion_ids), stops)
-
-    def _encode(self, row: Row) -> list[int]:
-        return encode_prompt(row, self._tokenizer, self._room)
 
 
 def load_reward_task(suite: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import pvariance
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +17,7 @@ from opdcl.distill.teachers import AnyTeacher, Teacher
 from opdcl.distill.work import answer_name
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 
 if TYPE_CHECKING:
     from opdcl.distill.reward import Reward
@@ -81,7 +81,7 @@ class RolloutQueue:
         self,
         config: RecoverConfig,
         steps: list[Step],
-        prompts: dict[Stream, list[list[int]]],
+        prompts: dict[Stream, list[Prompt]],
         student: Teacher,
         teachers: dict[Stream, AnyTeacher],
         selection: Selection,
@@ -149,7 +149,7 @@ class RolloutQueue:
 
     def sample(
         self,
-        prompts: list[list[int]],
+        prompts: list[Prompt],
         stream: Stream,
         seed: int,
         author: AnyTeacher | None = None,
@@ -157,7 +157,7 @@ class RolloutQueue:
         unfinished: Sequence[Rollout] = (),
         max_unfinished: int = 0,
     ) -> list[Rollout]:
-        """Sample one completion per prompt from the student, or from `author` with its own contexts.
+        """Sample one completion per prompt from the student, or from `author`, which sees the contexts.
 
         `recover.on_policy` says how the student writes; an author writes at temperature 1. The student alone
         can resume completions: those in `unfinished` come first in the result.
@@ -170,11 +170,13 @@ class RolloutQueue:
             partial: dict[str, Any] = {"unfinished": unfinished, "max_unfinished": max_unfinished}
             return self._noted(stream, self.student.complete(prompts, *how, temperature, **partial))
         by_position: dict[int, Rollout] = {}
-        for _, single, positions in (author or self.student).split(prompts):
-            own = [prompts[i] for i in positions]
-            rollouts = single.complete(own, *how, temperature)
+        writer, seen = author or self.student, prompts
+        if writer is not self.student:  # which sees no context as an author either
+            seen = [replace(p, ids=p.shown, context=None) for p in prompts]
+        for _, single, positions in writer.split(prompts):
+            rollouts = single.complete([seen[i] for i in positions], *how, temperature)
             for i, rollout in zip(positions, rollouts, strict=True):
-                rollout.prompt_ids = prompts[i]  # without the teacher's context
+                rollout.prompt = prompts[i]
                 by_position[i] = rollout
         return self._noted(stream, [by_position[i] for i in range(len(prompts))])
 
@@ -197,11 +199,16 @@ class RolloutQueue:
             UsageError: Another version of opdcl wrote it, in another format.
         """
         content = json.loads((folder / "rollouts.json").read_text())
-        if set(content) != {"ahead", "unfinished"}:
+        try:
+            self._ahead = {int(i): [*map(_rollout, rows)] for i, rows in content["ahead"].items()}
+            self._unfinished = {s: [*map(_rollout, rows)] for s, rows in content["unfinished"].items()}
+        except (KeyError, TypeError) as fault:
             hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
-            raise UsageError(f"another version of opdcl wrote {folder}", hint)
-        self._ahead = {int(i): [Rollout(**r) for r in rows] for i, rows in content["ahead"].items()}
-        self._unfinished = {s: [Rollout(**r) for r in rows] for s, rows in content["unfinished"].items()}
+            raise UsageError(f"another version of opdcl wrote {folder}", hint) from fault
+
+
+def _rollout(row: dict[str, Any]) -> Rollout:
+    return Rollout(**row | {"prompt": Prompt(**row["prompt"])})
 
 
 def _is_done(rollout: Rollout, limit: int) -> bool:

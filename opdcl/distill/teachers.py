@@ -35,25 +35,22 @@ from opdcl.model.costs import Costs
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, TopTokens, join
 from opdcl.model.forward import answer_states
 from opdcl.model.lora import parts
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
 from opdcl.sampling.server import Server
 from opdcl.training import save_adapter
-
-# The student's prompt -> the prompt that the teacher sees instead.
-Contexts = dict[tuple[int, ...], list[int]]
 
 
 class Teacher:
     """An adapter state of the backbone: frozen for `base` and `tuned`, the current weights for `student`.
 
-    It sees the prompts in `contexts` in place of the student's, and all others unchanged.
+    It grades a completion after the prompt's `context`, where there is one.
     """
 
-    def __init__(self, backbone: Backbone, state: State, contexts: Contexts | None = None):
-        self.backbone, self.state, self.contexts = backbone, state, contexts or {}
+    def __init__(self, backbone: Backbone, state: State):
+        self.backbone, self.state = backbone, state
 
-    def split(self, prompts: Sequence[Sequence[int]]) -> list[tuple[str, Teacher, list[int]]]:
+    def split(self, prompts: Sequence[Prompt]) -> list[tuple[str, Teacher, list[int]]]:
         """Return name, teacher and prompt indices for each teacher in charge; a single one is named ""."""
         return [("", self, list(range(len(prompts))))]
 
@@ -91,33 +88,26 @@ class Teacher:
 
     def frozen_copy(self, frozen: State) -> Teacher:
         """Return the teacher that measures progress: this one, or if it is dynamic, state `frozen`."""
-        return Teacher(self.backbone, frozen, self.contexts) if self.is_dynamic else self
-
-    def teacher_prompt(self, prompt_ids: list[int]) -> list[int]:
-        """Return the prompt that the teacher sees in place of the student's."""
-        return self.contexts.get(tuple(prompt_ids), prompt_ids)
-
-    def _prompt_of(self, rollout: Rollout) -> list[int]:
-        return rollout.teacher_prompt_ids or self.teacher_prompt(rollout.prompt_ids)
+        return Teacher(self.backbone, frozen) if self.is_dynamic else self
 
     def _sequences(self, rollouts: Sequence[Rollout]) -> list[tuple[list[int], list[bool]]]:
-        return [sequence(self._prompt_of(r), r.completion_ids) for r in rollouts]
+        return [sequence(r.prompt.shown, r.completion_ids) for r in rollouts]
 
     def complete(
         self,
-        prompts: list[list[int]],
+        prompts: list[Prompt],
         max_new_tokens: int,
         seed: int,
         on_finished: Callable[[list[Rollout]], None] | None = None,
         temperature: float = 1.0,
         **partial: Any,
     ) -> list[Rollout]:
-        """Complete each prompt in its context; `partial` is `unfinished` and `max_unfinished` of `sample`."""
+        """Complete the `ids` of each prompt; `partial` is `unfinished` and `max_unfinished` of `sample`."""
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_ids": self.backbone.eos_ids}
         options |= {"temperature": temperature, "seed": seed, "on_finished": on_finished}
-        return self._sample([self.teacher_prompt(p) for p in prompts], options | partial)
+        return self._sample(prompts, options | partial)
 
-    def _sample(self, prompts: list[list[int]], options: dict[str, Any]) -> list[Rollout]:
+    def _sample(self, prompts: list[Prompt], options: dict[str, Any]) -> list[Rollout]:
         with self.as_sampler() as model:
             return sample(model, prompts, costs=self.costs, **options)
 
@@ -139,8 +129,8 @@ class EmaTeacher(Teacher):
     it is one of the model's adapters.
     """
 
-    def __init__(self, backbone: Backbone, state: State, rate: float, contexts: Contexts | None = None):
-        super().__init__(backbone, state, contexts)
+    def __init__(self, backbone: Backbone, state: State, rate: float):
+        super().__init__(backbone, state)
         self.rate = rate
 
     @property
@@ -164,17 +154,17 @@ class TrustRegionTeacher(Teacher):
     reference.
     """
 
-    def __init__(self, backbone: Backbone, reference: State, mix: float, contexts: Contexts | None = None):
-        super().__init__(backbone, reference, contexts)
+    def __init__(self, backbone: Backbone, reference: State, mix: float):
+        super().__init__(backbone, reference)
         self.mix = mix
-        self._student = Teacher(backbone, "student", contexts)
+        self._student = Teacher(backbone, "student")
 
     @property
     def is_dynamic(self) -> bool:
         return self.mix > 0
 
     def frozen_copy(self, frozen: State) -> Teacher:
-        return Teacher(self.backbone, self.state, self.contexts)
+        return Teacher(self.backbone, self.state)
 
     def states(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
         return torch.lerp(super().states(rollouts), self._student.states(rollouts), self.mix)
@@ -183,8 +173,8 @@ class TrustRegionTeacher(Teacher):
 class SecondModel(Teacher):
     """Another model with the same tokenizer."""
 
-    def __init__(self, backbone: Backbone, model: PreTrainedModel, contexts: Contexts | None = None):
-        super().__init__(backbone, "base", contexts)
+    def __init__(self, backbone: Backbone, model: PreTrainedModel):
+        super().__init__(backbone, "base")
         self.model = model
 
     @property
@@ -208,15 +198,15 @@ class SecondModel(Teacher):
 class _ServerSampled(Teacher):
     """A teacher whose completions are sampled on a server."""
 
-    def __init__(self, backbone: Backbone, state: State, server: Server, contexts: Contexts | None = None):
-        super().__init__(backbone, state, contexts)
+    def __init__(self, backbone: Backbone, state: State, server: Server):
+        super().__init__(backbone, state)
         self.server = server
 
     def _served_name(self) -> contextlib.AbstractContextManager[str | None]:
         """Return a context that yields the name to sample under; None is the server's own model."""
         return contextlib.nullcontext()
 
-    def _sample(self, prompts: list[list[int]], options: dict[str, Any]) -> list[Rollout]:
+    def _sample(self, prompts: list[Prompt], options: dict[str, Any]) -> list[Rollout]:
         def request() -> list[Rollout]:
             with self._served_name() as name:
                 return self.server.complete(prompts, model=name, **options)
@@ -230,8 +220,8 @@ class _ServerSampled(Teacher):
 class RemoteTeacher(_ServerSampled):
     """A model on a server, which is asked for its distribution as soon as a completion is whole."""
 
-    def __init__(self, backbone: Backbone, server: Server, contexts: Contexts | None = None):
-        super().__init__(backbone, "base", server, contexts)
+    def __init__(self, backbone: Backbone, server: Server):
+        super().__init__(backbone, "base", server)
 
     def distribution(self, rollouts: Sequence[Rollout]) -> TeacherDistribution:
         return join([future.result() for future in self._requests(rollouts)]).to(self.backbone.device)
@@ -240,7 +230,7 @@ class RemoteTeacher(_ServerSampled):
         self._requests(rollouts)
 
     def _requests(self, rollouts: Sequence[Rollout]) -> list[Future[TopTokens]]:
-        return [self.server.grade(self._prompt_of(r), r.completion_ids) for r in rollouts]
+        return [self.server.grade(r.prompt.shown, r.completion_ids) for r in rollouts]
 
 
 class ServedStudent(_ServerSampled):
@@ -258,34 +248,33 @@ class ServedStudent(_ServerSampled):
 
 
 class RoutedTeacher:
-    """Several teachers: `routes` maps a prompt to one of the `named`; `default` takes all other prompts.
+    """Several teachers by name: each prompt says which one is its own, and "" is the stream's.
 
     Use it through `split`: its teachers may be models of different widths, so their states cannot be joined.
     """
 
-    def __init__(self, default: Teacher, named: dict[str, Teacher], routes: dict[tuple[int, ...], str]):
-        self.default, self.named, self.routes = default, named, routes
+    def __init__(self, named: dict[str, Teacher]):
+        self.named = named
 
-    def split(self, prompts: Sequence[Sequence[int]]) -> list[tuple[str, Teacher, list[int]]]:
+    def split(self, prompts: Sequence[Prompt]) -> list[tuple[str, Teacher, list[int]]]:
         indices: dict[str, list[int]] = {}
         for i, prompt in enumerate(prompts):
-            indices.setdefault(self.routes.get(tuple(prompt), ""), []).append(i)
-        return [(name, self.named[name] if name else self.default, indices[name]) for name in sorted(indices)]
+            indices.setdefault(prompt.teacher, []).append(i)
+        return [(name, self.named[name], indices[name]) for name in sorted(indices)]
 
     @property
     def members(self) -> list[Teacher]:
-        return [self.default, *self.named.values()]
+        return [*self.named.values()]
 
     @property
     def is_dynamic(self) -> bool:
         return any(teacher.is_dynamic for teacher in self.members)
 
     def frozen_copy(self, frozen: State) -> RoutedTeacher:
-        named = {name: teacher.frozen_copy(frozen) for name, teacher in self.named.items()}
-        return RoutedTeacher(self.default.frozen_copy(frozen), named, self.routes)
+        return RoutedTeacher({name: teacher.frozen_copy(frozen) for name, teacher in self.named.items()})
 
     def prefetch(self, rollouts: Sequence[Rollout]) -> None:
-        for _, teacher, indices in self.split([r.prompt_ids for r in rollouts]):
+        for _, teacher, indices in self.split([r.prompt for r in rollouts]):
             teacher.prefetch([rollouts[i] for i in indices])
 
 

@@ -33,7 +33,7 @@ from opdcl.model.backbone import State
 from opdcl.model.distributions import TeacherDistribution
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json
 from opdcl.rundir.layout import StageDir
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.training import StageCallback, save_adapter
 
 SAMPLES_PER_MEASUREMENT = 8
@@ -83,7 +83,7 @@ class Validation(TrainerCallback):
     Each stream's teacher completes its held-out `prompts` once, so all measurements are on the same tokens.
     The student answers the general ones anew each time, at temperature 1 and with the same seed. The KL is to
     that teacher: by default base for the general stream and tuned for the domain. If the teacher is dynamic,
-    it is to base or tuned with the teacher's contexts.
+    it is to base or tuned in the teacher's context.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Validation(TrainerCallback):
         config: RecoverConfig,
         grader: Grader,
         queue: RolloutQueue,
-        prompts: dict[Stream, list[list[int]]],
+        prompts: dict[Stream, list[Prompt]],
         out: StageDir,
         callback: StageCallback,
         health: Health,

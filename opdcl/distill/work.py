@@ -48,10 +48,10 @@ class RecoveryWork:
         dynamic: Collection[Stream],
     ) -> RecoveryWork:
         """Return the work of a recovery on these prompts."""
-        train: dict[Stream, list[int]] = {s: [*map(len, p.train)] for s, p in streams.items()}
+        train: dict[Stream, list[int]] = {s: [len(x.ids) for x in p.train] for s, p in streams.items()}
         if config.method == "general":
             train["domain"] = []
-        held_out: dict[Stream, list[int]] = {s: [*map(len, p.held_out)] for s, p in streams.items()}
+        held_out: dict[Stream, list[int]] = {s: [len(x.ids) for x in p.held_out] for s, p in streams.items()}
         trains = config.method != "interpolate"
         steps = plan_steps(config, len(train["general"]), len(train["domain"])) if trains else []
         return cls(config, costs, steps, train, held_out, dynamic)

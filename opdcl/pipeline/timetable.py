@@ -25,7 +25,7 @@ from opdcl.model.costs import Costs, Work, decoding, total
 from opdcl.pipeline.earlier_times import machine_name, model_name, read_times, save_times
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task, stage_folder
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 
 if TYPE_CHECKING:
     from opdcl.model.backbone import Backbone
@@ -213,14 +213,14 @@ class Timetable:
         if parallel.worker_count() > 1 or pick_engine(backbone.causal_lm) != "slab" or not groups:
             return
         costs = _ProbeCosts()
-        answers = {name: [Rollout(ids) for ids in prompts] for name, (prompts, _) in groups.items()}
+        answers = {name: [Rollout(Prompt(ids)) for ids in prompts] for name, (prompts, _) in groups.items()}
         batch = [rollout for group in answers.values() for rollout in group]
         options: Any = {"eos_ids": backbone.eos_ids, "temperature": 0, "engine": "slab", "costs": costs}
         with backbone.merged("base") as model:
             # Many rows and few rows, to tell what a step costs from what a row costs.
-            few = [Rollout(r.prompt_ids) for r in batch[:2]]
+            few = [Rollout(r.prompt) for r in batch[:2]]
             # The first pass warms up.
-            sample(model, [batch[0].prompt_ids], max_new_tokens=1, **options | {"costs": None})
+            sample(model, [batch[0].prompt], max_new_tokens=1, **options | {"costs": None})
             for rows, tokens, seconds in zip((batch, few), (PROBE_TOKENS, 12), PROBE_SECONDS, strict=True):
                 costs.seconds_left, costs.steps = seconds, 0
                 with contextlib.suppress(_ProbeIsOver):
@@ -239,8 +239,8 @@ class Timetable:
                 if asked.encoded and (task.suite == CLOSENESS or not config.server):
                     groups[f"{task.suite} base {asked.longest}"] = asked.encoded, asked.longest
             elif task.name == "recover" and recover:
-                general = self.job.encode(recover, self.job.recovery)["general"].train
-                groups[answer_name(recover, "general")] = general, recover.limit("general")
+                train = self.job.encode(recover, self.job.recovery)["general"].train
+                groups[answer_name(recover, "general")] = [p.ids for p in train], recover.limit("general")
         return {
             name: (prompts[:: max(1, len(prompts) // PROBED)][:PROBED], limit)
             for name, (prompts, limit) in groups.items()

@@ -1,4 +1,4 @@
-"""One sampled completion, the request that an engine fulfils, and how a request is cut into batches."""
+"""A prompt, its completion, the request that an engine fulfils, and how a request is cut into batches."""
 
 from __future__ import annotations
 
@@ -15,6 +15,26 @@ Engine = Literal["slab", "graph", "generate"]
 MISMATCH_RATIO = 2
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is asked, and in a recovery all that is known about it.
+
+    `ids` are the token ids that the student sees. `teacher` is the name of the prompt's own teacher, or ""
+    for the stream's. `context` is what that teacher sees in place of `ids`, if it differs. `number` is the
+    position of its row in the stream, by which a reward finds the document.
+    """
+
+    ids: list[int]
+    teacher: str = ""
+    context: list[int] | None = None
+    number: int = 0
+
+    @property
+    def shown(self) -> list[int]:
+        """The token ids that the teacher sees."""
+        return self.context or self.ids
+
+
 @dataclass
 class Rollout:
     """A prompt and its sampled completion.
@@ -23,17 +43,19 @@ class Rollout:
     log-probability (nats, at the sampling temperature) of each of its tokens and is empty under greedy
     decoding. `reward` is the suite scorer's, `advantage` its distance from the group's mean in standard
     deviations, `step_reward` the mean over all completions sampled for the step, including discarded ones.
-    `teacher_prompt_ids` is the prompt that the teacher sees, where it is specific to this completion.
     """
 
-    prompt_ids: list[int]
+    prompt: Prompt
     completion_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finished: bool = False
     reward: float | None = None
     advantage: float = 0.0
     step_reward: float = 0.0
-    teacher_prompt_ids: list[int] | None = None
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.prompt.ids
 
     @property
     def length(self) -> int:

@@ -25,7 +25,7 @@ from opdcl.model.costs import Costs
 from opdcl.model.quantized import is_quantized
 from opdcl.sampling.decode import decode
 from opdcl.sampling.graph import decode_with_graphs
-from opdcl.sampling.rollout import MISMATCH_RATIO, Engine, Request, Rollout
+from opdcl.sampling.rollout import MISMATCH_RATIO, Engine, Prompt, Request, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def weights_in_tokens(model) -> float:
 
 def sample(
     model,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Prompt],
     *,
     max_new_tokens: int,
     eos_ids: Sequence[int],
@@ -72,7 +72,7 @@ def sample(
 
     Args:
         model: A causal language model.
-        prompts: Token ids of each prompt, at least one id each.
+        prompts: What to complete, at least one id each.
         max_new_tokens: Longest completion, in tokens.
         eos_ids: Every id that ends a completion.
         temperature: Softmax temperature; 0 is greedy decoding.
@@ -84,7 +84,7 @@ def sample(
         max_unfinished: Maximum completions per call that may be returned unfinished (`slab` and `graph`).
         costs: Takes what decoding costs (`slab` and `graph`).
     """
-    rollouts = [*unfinished, *(Rollout(list(p)) for p in prompts)]
+    rollouts = [*unfinished, *map(Rollout, prompts)]
     own_rollouts = list(parallel.my_share(rollouts))
     if batch_size is None:
         batch_size = default_rows(model, max((r.length for r in rollouts), default=0) + max_new_tokens)
@@ -94,7 +94,7 @@ def sample(
     if own_rollouts:
         if engine == "auto":
             engine = pick_engine(model)
-            if engine == "graph" and not graphs_agree(model, prompts or [r.prompt_ids for r in unfinished]):
+            if engine == "graph" and not graphs_agree(model, prompts or [r.prompt for r in unfinished]):
                 engine = "slab"
         run[engine](model, own_rollouts, request)
     return parallel.gather_shares(own_rollouts)
@@ -123,13 +123,13 @@ def default_rows(model, width: int) -> int:
 
 
 @torch.no_grad()
-def graphs_agree(model, prompts: Sequence[list[int]]) -> bool:
+def graphs_agree(model, prompts: Sequence[Prompt]) -> bool:
     """Return whether a model's CUDA graphs do what its forward pass does; checked once, on two prompts.
 
     Each token's log-probability must be that of the forward pass, up to the rounding that a recovery allows.
     """
     if model not in _GRAPHS_AGREE:
-        rollouts = [Rollout(list(prompt)) for prompt in prompts[:2]]
+        rollouts = [*map(Rollout, prompts[:2])]
         request = Request(CHECKED_TOKENS, (), 1.0, 0, 2, None, len(rollouts), weights_in_tokens(model), 0)
         reason = ""
         try:

@@ -26,7 +26,7 @@ import torch
 from opdcl.config.model import SERVED_TOKENS, ServerSection
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.distributions import TopTokens
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 
 KEY = "OPDCL_SERVER_KEY"
 
@@ -123,7 +123,7 @@ class Server:
 
     def complete(
         self,
-        prompts: Sequence[Ids],
+        prompts: Sequence[Prompt],
         max_new_tokens: int,
         eos_ids: Ids,
         temperature: float,
@@ -149,12 +149,11 @@ class Server:
         }
 
         def complete_one(index: int) -> Rollout:
-            prompt_ids = list(prompts[index])
-            body = options | {"prompt": prompt_ids, "seed": (seed * 1_000_003 + index) % 2**31}
+            body = options | {"prompt": prompts[index].ids, "seed": (seed * 1_000_003 + index) % 2**31}
             return self._request(
                 "v1/completions",
                 body,
-                lambda answer: self._rollout(answer, prompt_ids, eos_ids, max_new_tokens),
+                lambda answer: self._rollout(answer, prompts[index], eos_ids, max_new_tokens),
             )
 
         futures = [self._submit(complete_one, index) for index in range(len(prompts))]
@@ -230,7 +229,7 @@ class Server:
             top_logprobs.append([logprobs[name] for name in top])
         return TopTokens(*map(torch.tensor, (list(completion_ids), token_logprobs, top_ids, top_logprobs)))
 
-    def _rollout(self, answer: Json, prompt_ids: list[int], eos_ids: Ids, max_new_tokens: int) -> Rollout:
+    def _rollout(self, answer: Json, prompt: Prompt, eos_ids: Ids, max_new_tokens: int) -> Rollout:
         """Return the completion in an answer, after checking that it is complete."""
         (choice,) = answer["choices"]
         ids = [int(token) for token in choice["token_ids"]]
@@ -242,7 +241,7 @@ class Server:
         finished = ids[-1] in eos_ids
         if not finished and len(ids) < max_new_tokens:
             raise _InvalidAnswer(f"a completion broke off after {len(ids)} of {max_new_tokens} tokens")
-        return Rollout(prompt_ids, ids, logprobs, finished)
+        return Rollout(prompt, ids, logprobs, finished)
 
     def _check(self, ids: Iterable[int], logprobs: Iterable[float]) -> None:
         if (token := next((i for i in ids if not 0 <= i < self.vocabulary), None)) is not None:

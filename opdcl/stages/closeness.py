@@ -38,7 +38,7 @@ from opdcl.model.forward import answer_states
 from opdcl.rundir.files import RESTORE, read_jsonl, write_atomic, write_json
 from opdcl.rundir.hashes import adapter_hash, hash_value
 from opdcl.rundir.layout import RunDir
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
 from opdcl.stages.pace import Pace
 from opdcl.training import StageReport, peak_memory, reset_peak_memory
@@ -92,15 +92,18 @@ class _Measurement:
         for start in range(0, len(keys), CHUNK):
             chunk = keys[start : start + CHUNK]
             if not all(key in found for key in chunk):
-                found |= zip(chunk, self._chunk(start, self.prompts[start : start + CHUNK]), strict=True)
+                prompts = [*map(Prompt, self.prompts[start : start + CHUNK])]
+                found |= zip(chunk, self._chunk(start, prompts), strict=True)
                 write_atomic(partial, _lines({"key": key} | row for key, row in found.items()))
         return [found[key] for key in keys]
 
-    def _chunk(self, start: int, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    def _chunk(self, start: int, prompts: list[Prompt]) -> list[dict[str, Any]]:
         """Answer and grade the prompts from number `start` on."""
         backbone, config, limit = self.backbone, self.config, self.config.closeness_tokens
         costs, later = backbone.costs, [*map(len, self.prompts[start + len(prompts) :])]
-        pace = Pace(costs, f"{CLOSENESS} {self.name}", (limit, [*map(len, prompts)]), [(limit, later)])
+        pace = Pace(
+            costs, f"{CLOSENESS} {self.name}", (limit, [len(p.ids) for p in prompts]), [(limit, later)]
+        )
         answered = start
 
         def count(finished: list[Rollout]) -> None:
@@ -134,7 +137,7 @@ class _Measurement:
         with backbone.merged("base") as model, contextlib.nullcontext() if ids else _jitter(model):
             base_states = _hidden_states(model, own if known else own + given)
         if not ids and parallel.worker_count() == 1:  # later states are compared on these texts
-            BASE_READ[backbone][start] = [Rollout(r.prompt_ids, r.completion_ids) for r in own], states
+            BASE_READ[backbone][start] = [Rollout(r.prompt, r.completion_ids) for r in own], states
         base_states = {**base_states, **{len(own) + i: state for i, state in known.items()}}
         divergences = self._divergences(states, base_states)
         of_own, of_base = divergences[: len(own)], divergences[len(own) :] or divergences
@@ -149,7 +152,7 @@ class _Measurement:
         """Return base's answers, each after the prompt of another one."""
         numbers = [other(i, len(self.prompts)) for i in range(start, start + len(own))]
         pairs = zip(numbers, own, strict=True)
-        return [Rollout(self.prompts[i], rollout.completion_ids) for i, rollout in pairs]
+        return [Rollout(Prompt(self.prompts[i]), rollout.completion_ids) for i, rollout in pairs]
 
     def _divergences(
         self, states: dict[int, torch.Tensor], base_states: dict[int, torch.Tensor]

@@ -27,7 +27,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json
 from opdcl.rundir.hashes import adapter_hash, hash_value
 from opdcl.rundir.layout import RunDir
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
 from opdcl.stages import content
 from opdcl.stages.pace import Pace
@@ -37,7 +37,7 @@ from opdcl.training import StageReport, peak_memory, reset_peak_memory
 LOGIT_BYTES = 2**30
 
 # Prompts, maximum tokens of each completion, callback for finished completions -> completions.
-Decode = Callable[[list[list[int]], int, Callable[[list[Rollout]], None]], list[Rollout]]
+Decode = Callable[[list[Prompt], int, Callable[[list[Rollout]], None]], list[Rollout]]
 
 
 class BackboneLM(LM):
@@ -97,7 +97,7 @@ class BackboneLM(LM):
                 now, *later = [(limits[b[0]], [len(prompts[i]) for i in b]) for b in batches[number:]]
                 pace = Pace(costs, self.name, now, later)
                 progress = _progress(self.report, len(answers), len(requests), pace)
-                rollouts = decode([prompts[i] for i in batch], limits[batch[0]], progress)
+                rollouts = decode([Prompt(prompts[i]) for i in batch], limits[batch[0]], progress)
                 costs.answered(f"{self.name} {now[0]}", [len(r.completion_ids) for r in rollouts])
                 texts = [answer_text(tokenizer, r.prompt_ids, r.completion_ids) for r in rollouts]
                 rows: list[dict[str, Any]] = [

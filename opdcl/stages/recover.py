@@ -29,6 +29,7 @@ from opdcl.model.adapters import find_adapter
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import folder_appears_whole
 from opdcl.rundir.layout import StageDir
+from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import pick_engine
 from opdcl.training import StageCallback, StageReport, trainer_arguments
 
@@ -87,7 +88,7 @@ def _train(
     config: RecoverConfig,
     grader: Grader,
     queue: RolloutQueue,
-    held_out: dict[Stream, list[list[int]]],
+    held_out: dict[Stream, list[Prompt]],
     work: RecoveryWork,
     out: StageDir,
     report: StageReport,
@@ -141,7 +142,8 @@ def _teacher(
         section, state = config.teacher_of(stream, name), f"{stream}_{name}" if name else stream
         if section.kind in ("ema", "adapter"):
             backbone.load_adapter(find_adapter(section.adapter) if section.adapter else tuned, state)
-        return make_teacher(section, backbone, prompts.contexts.get(name), state, report.note)
+        return make_teacher(section, backbone, state, report.note)
 
-    own, named = single(""), {name: single(name) for name in dict.fromkeys(prompts.routes.values())}
-    return RoutedTeacher(own, named, prompts.routes) if named else own
+    names = dict.fromkeys(["", *(prompt.teacher for prompt in prompts.train + prompts.held_out)])
+    teachers = {name: single(name) for name in names}
+    return RoutedTeacher(teachers) if len(teachers) > 1 else teachers[""]

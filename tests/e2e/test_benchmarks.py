@@ -212,10 +212,10 @@ def server(loaded):
 
 
 def test_remote_grades_on_a_server_as_in_the_process(script, server, backbone, finished):
-    from opdcl.sampling.rollout import Rollout
+    from opdcl.sampling.rollout import Prompt, Rollout
 
     remote = script("remote")
-    texts = [Rollout([1, 520, 9690, 198, i], [i + 30, 40, 2], [], True) for i in range(3)]
+    texts = [Rollout(Prompt([1, 520, 9690, 198, i]), [i + 30, 40, 2], [], True) for i in range(3)]
     assert remote.agreement(backbone, server.url, texts) < 1e-3
     assert remote.throughput(backbone, server.url, texts, 2)["tokens"] == 24
     adapter = finished / "stages" / "02-recover" / "adapter"

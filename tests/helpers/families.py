@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from opdcl.model.backbone import Backbone
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
 
 
@@ -136,5 +136,5 @@ def save(family: Family, folder: Path) -> Path:
 def written(backbone: Backbone, prompt: list[int], limit: int = 60) -> Rollout:
     """Return what a scripted model writes after a prompt, greedily."""
     options = {"eos_ids": backbone.eos_ids, "temperature": 0, "engine": "generate"}
-    (rollout,) = sample(backbone.causal_lm, [prompt], max_new_tokens=limit, **options)
+    (rollout,) = sample(backbone.causal_lm, [Prompt(prompt)], max_new_tokens=limit, **options)
     return rollout

@@ -12,6 +12,7 @@ from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
+from opdcl.sampling.rollout import Prompt
 from opdcl.stages.recover import recover
 
 PROMPT = [1, 520, 9690, 198]
@@ -114,7 +115,7 @@ def make_trainer(backbone, folder, **settings):
         train_sampling_strategy="sequential",
         disable_tqdm=True,
     )
-    prompts = {"general": [[*PROMPT, 9]] * 3, "domain": [[*PROMPT, 8]] * 3}
+    prompts = {"general": [Prompt([*PROMPT, 9])] * 3, "domain": [Prompt([*PROMPT, 8])] * 3}
     teachers = {"general": Teacher(backbone, "base"), "domain": Teacher(backbone, "tuned")}
     grader = Grader(backbone, config, teachers)
     steps, student = plan_steps(config, 3, 3), Teacher(backbone, "student")

@@ -6,9 +6,11 @@ import torch
 
 from helpers.recovering import PROMPT, make_trainer
 from opdcl.distill.prompts import encode_stream, read_recovery_source
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 
-ROLLOUTS = [Rollout([*PROMPT, 7 * i + 3], list(range(50 + i, 53 + 3 * i)), [], True) for i in range(4)]
+ROLLOUTS = [
+    Rollout(Prompt([*PROMPT, 7 * i + 3]), list(range(50 + i, 53 + 3 * i)), [], True) for i in range(4)
+]
 SHOWN = {"context": "{prompt} (The answer is: {answer})"}
 
 
@@ -23,16 +25,16 @@ def taught(teacher, stream="domain"):
     return {f"{stream}_teacher": "own", "teachers": {"own": teacher}}
 
 
-def states(teacher):
-    return teacher.states(ROLLOUTS)
+def states(teacher, rollouts=ROLLOUTS):
+    return teacher.states(rollouts)
 
 
-def graded(backbone, folder, teacher):
-    """Grade and learn from all rollouts; return the sums and the gradient."""
+def graded(backbone, folder, teacher, rollouts=ROLLOUTS):
+    """Grade and learn from the rollouts; return the sums and the gradient."""
     trainer = make_trainer(backbone, folder, weighting="tokens")
     trainer.grader.teachers["domain"] = teacher
     trainer.model.zero_grad()
-    sums = trainer.grader.learn(ROLLOUTS, "domain", fresh=False)
+    sums = trainer.grader.learn(rollouts, "domain", fresh=False)
     return sums, torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
 
 

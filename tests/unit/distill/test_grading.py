@@ -1,6 +1,7 @@
 """What a step logs, how completions are cut into micro-batches, and which weight each token has."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from opdcl.distill.grading import kl_by_route, micro_batches, token_weights
 from opdcl.distill.rollout_queue import StepRollouts
 from opdcl.distill.teachers import RoutedTeacher, Teacher
 from opdcl.distill.trainer import step_metrics
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.training import save_adapter
 
-ROLLOUTS = [Rollout([*PROMPT, 7 * i + 3], list(range(50 + i, 53 + 3 * i)), [], i != 1) for i in range(3)]
+ROLLOUTS = [
+    Rollout(Prompt([*PROMPT, 7 * i + 3]), list(range(50 + i, 53 + 3 * i)), [], i != 1) for i in range(3)
+]
 TOKENS = 3 + 5 + 7
 
 
@@ -55,9 +58,9 @@ def log_distributions(trainer, state):
 
 def test_a_step_logs_means_per_token_and_per_completion():
     rollouts = [
-        Rollout([1], [7, 7, 7, 7, 7, 7], [], False, reward=0.5, advantage=0.0, step_reward=0.75),
-        Rollout([1], [5, 6], [], True, reward=1.0, advantage=1.0, step_reward=0.75),
-        Rollout([1], [8], [], True, reward=0.7, advantage=-1.0, step_reward=0.75),
+        Rollout(Prompt([1]), [7, 7, 7, 7, 7, 7], [], False, reward=0.5, advantage=0.0, step_reward=0.75),
+        Rollout(Prompt([1]), [5, 6], [], True, reward=1.0, advantage=1.0, step_reward=0.75),
+        Rollout(Prompt([1]), [8], [], True, reward=0.7, advantage=-1.0, step_reward=0.75),
     ]
     sums = {"kl": 4.5, "student_entropy": 18.0, "teacher_entropy": 2.25, "mismatched": 1, "tokens": 9}
     sums |= {"kl/a": 3.0, "tokens/a": 6}
@@ -130,10 +133,14 @@ def test_measured_sums_equal_a_plain_computation(trainer):
 
 def test_the_kl_to_a_named_teacher_is_that_of_its_own_completions(trainer):
     grader = trainer().grader
-    alone = grader.measure(ROLLOUTS[1:2], "general")["kl"]
+    one, named, other = ROLLOUTS
+    alone = grader.measure([named], "general")["kl"]
     base, tuned = (Teacher(grader.backbone, state) for state in ("base", "tuned"))
-    grader.teachers["general"] = RoutedTeacher(tuned, {"a": base}, {tuple(ROLLOUTS[1].prompt_ids): "a"})
-    assert kl_by_route(grader.measure(ROLLOUTS, "general")) == {"kl/a": pytest.approx(alone / 5, rel=1e-4)}
+    grader.teachers["general"] = RoutedTeacher({"": tuned, "a": base})
+    named = replace(named, prompt=Prompt(named.prompt_ids, "a"))
+    assert kl_by_route(grader.measure([one, named, other], "general")) == {
+        "kl/a": pytest.approx(alone / 5, rel=1e-4)
+    }
 
 
 def reference_weights(weighting):

@@ -14,7 +14,7 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.repetition import repetition
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 
 NORM = 10.0
 BASE = Writing(length=40.0, ended=0.8, repetition=0.02)
@@ -74,7 +74,7 @@ def test_what_a_teacher_repeats_is_no_fault_of_the_student():
 
 
 def test_writing_is_counted_by_hand():
-    answers = [Rollout([1], [5, 6], [], True), Rollout([1], [5, 5, 5, 5, 5, 5], [], False)]
+    answers = [Rollout(Prompt([1]), [5, 6], [], True), Rollout(Prompt([1]), [5, 5, 5, 5, 5, 5], [], False)]
     assert Writing.of(answers) == Writing(length=4.0, ended=0.5, repetition=pytest.approx(2 / 3))
 
 

@@ -25,7 +25,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.job import Job
 from opdcl.rundir.layout import RunDir
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 
 WORDS = {word.strip() for slot in range(1, 6) for word in SLOTS[slot]}
 
@@ -149,8 +149,8 @@ def test_a_base_that_writes_no_prompts_is_given_up(loaded, tmp_path, monkeypatch
 def test_what_is_no_prompt_has_a_reason(text, reason, written):
     ids = written.tokenizer(text, add_special_tokens=False)["input_ids"]
     markup = user_turn(written.tokenizer).markup
-    assert own.fault(text, Rollout([1], [*ids, 2], finished=True), markup) == reason
-    assert own.fault(text, Rollout([1], ids), markup) == "cut off"
+    assert own.fault(text, Rollout(Prompt([1]), [*ids, 2], finished=True), markup) == reason
+    assert own.fault(text, Rollout(Prompt([1]), ids), markup) == "cut off"
 
 
 @pytest.mark.parametrize(

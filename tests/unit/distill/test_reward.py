@@ -15,6 +15,7 @@ from opdcl.config.evaluate import EvalConfig
 from opdcl.config.recover import RecoverConfig, RewardSection
 from opdcl.config.teacher import LossSection
 from opdcl.config.workflow import Workflow
+from opdcl.data.chat import encode_prompt
 from opdcl.distill.losses import clipped_gradient, group_advantages, token_losses
 from opdcl.distill.prompts import read_recovery_source
 from opdcl.distill.reward import Reward, count_short_of_room, load_reward_task, reward_rows
@@ -23,7 +24,7 @@ from opdcl.distill.teachers import Teacher
 from opdcl.errors import UsageError
 from opdcl.model.distributions import HiddenStates
 from opdcl.rundir.files import read_jsonl
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.stages.evaluate import BackboneLM
 
 GROUP = 4
@@ -72,9 +73,9 @@ def test_answers_pass_the_suites_filters_before_they_are_scored(backbone):
     from lm_eval.filters import build_filter_ensemble
 
     reward = make_reward(backbone, metric="prompt_level_strict_acc")
-    prompt = next(ids for ids, (_, doc) in reward._sources.items() if "title" in doc["prompt"])
+    number = next(i for i, (_, doc) in enumerate(reward._sources) if "title" in doc["prompt"])
     written = backbone.tokenizer("No title here.", add_special_tokens=False)["input_ids"]
-    assert reward([Rollout(list(prompt), written, [], True)]) == [0.0]
+    assert reward([Rollout(Prompt([1], number=number), written, [], True)]) == [0.0]
     reward.task._filters = [
         build_filter_ensemble(
             "none", [["regex", {"regex_pattern": "(title)", "fallback": "?"}], ["take_first", None]]
@@ -91,7 +92,7 @@ def rollouts():
         length = 3 + i % 4
         found.append(
             Rollout(
-                [1, 520, 9690, 198, 40 + i // GROUP],
+                Prompt([1, 520, 9690, 198, 40 + i // GROUP]),
                 torch.randint(3, 400, (length,), generator=generator).tolist(),
                 [],
                 False,
@@ -217,7 +218,8 @@ def test_a_completion_is_scored_as_the_evaluation_scores_it(backbone, tmp_path):
     assert len(rows) == len(list(task.eval_docs))
     scores = set()
     for instance in task.instances:
-        prompt = backbone.tokenizer(instance.args[0], add_special_tokens=False)["input_ids"]
+        ids = backbone.tokenizer(instance.args[0], add_special_tokens=False)["input_ids"]
+        prompt = Prompt(ids, number=instance.doc_id)
         constraints = json.loads(instance.doc["constraints"])
         asked = " ".join(word for c in constraints for word in c.get("words", []))
         for answer in (f"<<Title>>\n\n{asked}.", "no", "One. Two. Three.\n\nP.S. More."):
@@ -238,7 +240,7 @@ def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
     trainer = rewarded_trainer(backbone, tuned, max_new_tokens=2, teacher=0.0)
     selection = trainer.queue.selection
     selection.reward = make_reward(backbone, kind=LikesCommonTokens)
-    prompts = [[1, 520, 9690, 198, 60 + i // GROUP] for i in range(48)]
+    prompts = [Prompt([1, 520, 9690, 198, 60 + i // GROUP]) for i in range(48)]
     optimizer = torch.optim.AdamW(
         [p for p in trainer.model.parameters() if p.requires_grad], lr=5e-2, weight_decay=0
     )
@@ -285,28 +287,26 @@ def test_the_teacher_of_a_worse_completion_sees_the_best_of_the_group_and_the_fe
     """SDPO's contexts: only the teacher sees the successful sibling and the environment's feedback."""
     reward = make_reward(backbone, CONTEXT)
     decode = backbone.tokenizer.decode
-    prompt, (row, _) = next(
-        (ids, source) for ids, source in reward._sources.items() if "title" in source[0].prompt[-1]["content"]
-    )
+    rows = [row for row, _ in reward._sources]
+    number = next(i for i, row in enumerate(rows) if "title" in row.prompt[-1]["content"])
+    row, prompt = rows[number], Prompt(encode_prompt(rows[number], backbone.tokenizer, 512), number=number)
     answers = ["<<Bread>>\n\nIt rose.", "no", "nothing", "<<Bread>>\n\nIt fell."]
     group = [
-        Rollout(
-            list(prompt), backbone.tokenizer(a, add_special_tokens=False)["input_ids"], [], True, reward=r
-        )
+        Rollout(prompt, backbone.tokenizer(a, add_special_tokens=False)["input_ids"], [], True, reward=r)
         for a, r in zip(answers, (1.0, 0.0, 0.0, 1.0), strict=True)
     ]
     reward.demonstrate(group)
-    assert [r.teacher_prompt_ids is not None for r in group] == [False, True, True, False]
-    teacher_prompt = decode(group[1].teacher_prompt_ids)
+    assert [r.prompt.context is not None for r in group] == [False, True, True, False]
+    teacher_prompt = decode(group[1].prompt.context)
     assert row.prompt[-1]["content"] in teacher_prompt
     assert "This answer did well: <<Bread>>\n\nIt rose." in teacher_prompt
     assert "Not kept:" in teacher_prompt
     assert "<<" in teacher_prompt.split("checker says:")[1]  # the checker's own words name the constraint
     assert "did well" not in decode(group[1].prompt_ids)
 
-    equal = [Rollout(list(prompt), [5], [], True, reward=0.5) for _ in range(GROUP)]
+    equal = [Rollout(prompt, [5], [], True, reward=0.5) for _ in range(GROUP)]
     reward.demonstrate(equal)
-    assert all(r.teacher_prompt_ids is None for r in equal)
+    assert all(r.prompt is prompt for r in equal)
 
 
 def test_a_demonstration_that_does_not_fit_is_not_shown_and_said_once(backbone):
@@ -316,11 +316,11 @@ def test_a_demonstration_that_does_not_fit_is_not_shown_and_said_once(backbone):
 
     def demonstrate(prompt, longest):
         answers = [word * longest, [5, 6], [7]]
-        group = [Rollout(list(prompt), a, [], True, reward=float(a is answers[0])) for a in answers]
-        reward.demonstrate([*group, Rollout(list(prompt), [8], [], True, reward=0.0)])
-        return [r.teacher_prompt_ids is not None for r in group]
+        group = [Rollout(prompt, a, [], True, reward=float(a is answers[0])) for a in answers]
+        reward.demonstrate([*group, Rollout(prompt, [8], [], True, reward=0.0)])
+        return [r.prompt.context is not None for r in group]
 
-    prompts = [*reward._sources][:2]
+    prompts = [Prompt([1], number=i) for i in range(2)]
     assert demonstrate(prompts[0], 100) == [False, True, True]
     assert notes == []
     for prompt in prompts:  # the model's context has 512 tokens
@@ -344,12 +344,12 @@ def test_room_for_demonstrations_is_counted_beforehand(backbone, room, short):
 def test_a_live_teacher_changes_only_completions_with_a_context(backbone, tuned):
     trainer = rewarded_trainer(backbone, tuned, weight=0.0, teacher=1.0)
     trainer.grader.teachers["general"] = Teacher(backbone, "student")
+    prompt = Prompt([1, 520, 9690, 198, 40])
     rollouts = with_logprobs(
-        trainer,
-        [Rollout([1, 520, 9690, 198, 40], [7, 9, 11], [], False, reward=float(i == 0)) for i in range(GROUP)],
+        trainer, [Rollout(prompt, [7, 9, 11], [], False, reward=float(i == 0)) for i in range(GROUP)]
     )
     same_loss, same_gradient = gradient(trainer, rollouts)
-    rollouts[1].teacher_prompt_ids = [1, 520, 9690, 7, 9, 11, 198, 40]
+    rollouts[1].prompt = Prompt(prompt.ids, context=[1, 520, 9690, 7, 9, 11, 198, 40])
     loss, slope = gradient(trainer, rollouts)
     assert loss > 1e-3
     assert abs(same_loss) < ROUNDING * loss
@@ -357,7 +357,7 @@ def test_a_live_teacher_changes_only_completions_with_a_context(backbone, tuned)
     with torch.no_grad():
         mine, seen = (
             trainer.model(torch.tensor([[*prompt, 7, 9, 11]])).logits[0, -4:-1].log_softmax(-1)
-            for prompt in (rollouts[1].prompt_ids, rollouts[1].teacher_prompt_ids)
+            for prompt in (rollouts[1].prompt.ids, rollouts[1].prompt.context)
         )
     expected = float((seen.exp() * (seen - mine)).sum())
     assert loss * GROUP * 3 == pytest.approx(expected, rel=1e-3)
@@ -410,7 +410,7 @@ def test_of_more_groups_than_a_step_keeps_the_divided_ones_are_kept(backbone, tu
     selection = trainer.queue.selection
     fixed = type("Fixed", (Reward,), {"__call__": lambda self, rollouts: [float(x) for x in rewards]})
     selection.reward = make_reward(backbone, kind=fixed)
-    rollouts = [Rollout([1, 520, 9690, 198, 60 + i // GROUP], [5], [-1.0]) for i in range(4 * GROUP)]
+    rollouts = [Rollout(Prompt([1, 520, 9690, 198, 60 + i // GROUP]), [5], [-1.0]) for i in range(4 * GROUP)]
     selected = selection._most_divided(rollouts, 2 * GROUP)
     assert selected == rollouts[GROUP : 2 * GROUP] + rollouts[3 * GROUP :]
     assert {r.step_reward for r in selected} == {sum(rewards) / len(rewards)}  # the logged mean is over all
@@ -430,6 +430,6 @@ def test_the_group_stands_together_in_the_schedule():
 
 def test_the_metric_by_default_is_the_suites_first(backbone):
     reward = make_reward(backbone, metric=None)
-    prompt, (row, _) = next(iter(reward._sources.items()))
+    row, _ = reward._sources[0]
     assert row.prompt[-1]["role"] == "user"
-    assert reward([Rollout(list(prompt), [2], [], True)]) in ([0.0], [1.0])
+    assert reward([Rollout(Prompt([1]), [2], [], True)]) in ([0.0], [1.0])

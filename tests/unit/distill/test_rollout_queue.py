@@ -4,8 +4,9 @@ import pytest
 from helpers.recovering import PROMPT, make_trainer
 
 from opdcl.config.finetune import LoraSection
-from opdcl.distill.teachers import Teacher
+from opdcl.distill.teachers import RoutedTeacher, Teacher
 from opdcl.sampling import decode
+from opdcl.sampling.rollout import Prompt
 from opdcl.training import save_adapter
 
 
@@ -42,14 +43,45 @@ def test_the_seed_and_the_step_decide_what_is_sampled(queue):
 
 
 def test_what_a_teacher_writes_in_its_context_belongs_to_the_plain_prompt(queue, backbone):
-    steps, prompt, shown = queue(), [*PROMPT, 9], [*PROMPT, 9, 33, 34]
-    author = Teacher(backbone, "base", {tuple(prompt): shown})
-    (rollout,) = steps.sample([prompt], "general", 1, author)
-    assert rollout.prompt_ids == prompt
-    assert (
-        rollout.completion_ids
-        == steps.sample([shown], "general", 1, Teacher(backbone, "base"))[0].completion_ids
-    )
+    steps, plain, shown = queue(), [*PROMPT, 9], [*PROMPT, 9, 33, 34]
+    base, prompt = Teacher(backbone, "base"), Prompt(plain, context=shown)
+    (rollout,) = steps.sample([prompt], "general", 1, base)
+    assert rollout.prompt == prompt
+    (same,) = steps.sample([Prompt(shown)], "general", 1, base)
+    assert rollout.completion_ids == same.completion_ids
+
+
+def test_the_student_does_not_see_its_teachers_context(queue):
+    steps, plain = queue(), [*PROMPT, 9]
+    for author in (None, steps.student):
+        with_context, without = (
+            steps.sample([prompt], "general", 1, author)[0]
+            for prompt in (Prompt(plain, context=[*PROMPT, 9, 33, 34]), Prompt(plain))
+        )
+        assert with_context.completion_ids == without.completion_ids
+        assert with_context.prompt.context
+
+
+def test_what_is_graded_ahead_is_graded_by_its_own_teacher_in_its_context(queue, backbone):
+    """Also while a teacher still writes, in its context, what is only then put after the plain prompt."""
+    steps, asked = queue(), []
+    base, other = Teacher(backbone, "base"), Teacher(backbone, "base")
+    other.prefetch = lambda rollouts: asked.extend(r.prompt.shown for r in rollouts)
+    routed, prompt = RoutedTeacher({"": base, "a": other}), Prompt([*PROMPT, 9], "a", [*PROMPT, 9, 33])
+    for author in (None, routed):
+        steps.sample([prompt], "general", 1, author, on_finished=routed.prefetch)
+    assert asked == [prompt.context] * 2
+
+
+def test_a_checkpoint_keeps_teacher_context_and_document_of_completions(queue, tmp_path):
+    prompts = [Prompt([*PROMPT, i], "a", [*PROMPT, 33, i], i) for i in range(3)]
+    steps = queue()
+    steps._ahead, steps._unfinished = {4: steps.sample(prompts[:2], "general", 1)}, {}
+    steps._unfinished["general"] = steps.sample(prompts[2:], "general", 2)
+    steps.save(tmp_path)
+    resumed = queue()
+    resumed.restore(tmp_path)
+    assert (resumed._ahead, resumed._unfinished) == (steps._ahead, steps._unfinished)
 
 
 def test_only_what_the_current_weights_sampled_is_fresh(queue):

@@ -1,6 +1,7 @@
 """Several teachers of one student: each prompt has a route to the teacher that grades it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,17 +21,22 @@ from opdcl.stages.recover import recover
 from opdcl.training import save_adapter
 
 
-def routes(*indices):
-    return {tuple(ROLLOUTS[i].prompt_ids): "a" for i in indices}
+def routed(*indices):
+    """Return the completions, of which these have teacher `a`."""
+    return [
+        replace(r, prompt=replace(r.prompt, teacher="a")) if i in indices else r
+        for i, r in enumerate(ROLLOUTS)
+    ]
 
 
 def test_a_route_to_one_teacher_is_that_teacher(adapted, tmp_path):
     alone, gradient = graded(adapted, tmp_path, Teacher(adapted, "tuned"))
-    for routed in (
-        RoutedTeacher(Teacher(adapted, "tuned"), {}, {}),
-        RoutedTeacher(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(0, 1, 2, 3)),
+    teacher = RoutedTeacher({"": Teacher(adapted, "base"), "a": Teacher(adapted, "tuned")})
+    for single, rollouts in (
+        (RoutedTeacher({"": Teacher(adapted, "tuned")}), ROLLOUTS),
+        (teacher, routed(0, 1, 2, 3)),
     ):
-        sums, same = graded(adapted, tmp_path, routed)
+        sums, same = graded(adapted, tmp_path, single, rollouts)
         assert {k: v for k, v in sums.items() if "/" not in k} == alone
         assert torch.equal(same, gradient)
 
@@ -40,9 +46,8 @@ def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model)
     other = make_teacher(
         TeacherSection(kind="model", model={"id": str(tiny_model), "dtype": "float32"}), adapted
     )
-    sums, gradient = graded(
-        adapted, tmp_path, RoutedTeacher(Teacher(adapted, "tuned"), {"a": other}, routes(1, 3))
-    )
+    teacher = RoutedTeacher({"": Teacher(adapted, "tuned"), "a": other})
+    sums, gradient = graded(adapted, tmp_path, teacher, routed(1, 3))
     parts = {"a": (other, [1, 3]), "": (Teacher(adapted, "tuned"), [0, 2])}
     expected, slope, tokens = {}, 0, sum(len(r.completion_ids) for r in ROLLOUTS)
     for name, (teacher, indices) in parts.items():
@@ -64,25 +69,21 @@ def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model)
 
 def test_each_teacher_completes_its_own_prompts(adapted, tmp_path):
     trainer = make_trainer(adapted, tmp_path)
-    prompts = [r.prompt_ids for r in ROLLOUTS]
+    prompts = [r.prompt for r in routed(1, 3)]
     own = {"base": [prompts[0], prompts[2]], "tuned": [prompts[1], prompts[3]]}
     by = {
         state: [r.completion_ids for r in trainer.queue.sample(asked, "domain", 1, Teacher(adapted, state))]
         for state, asked in own.items()
     }
-    routed = trainer.queue.sample(
-        prompts,
-        "domain",
-        1,
-        RoutedTeacher(Teacher(adapted, "base"), {"a": Teacher(adapted, "tuned")}, routes(1, 3)),
-    )
-    assert [r.completion_ids for r in routed] == [
+    teacher = RoutedTeacher({"": Teacher(adapted, "base"), "a": Teacher(adapted, "tuned")})
+    written = trainer.queue.sample(prompts, "domain", 1, teacher)
+    assert [r.completion_ids for r in written] == [
         by["base"][0],
         by["tuned"][0],
         by["base"][1],
         by["tuned"][1],
     ]
-    assert [r.prompt_ids for r in routed] == prompts
+    assert [r.prompt for r in written] == prompts
 
 
 def test_rows_name_teachers_and_teachers_add_prompts(backbone, answered):
@@ -98,13 +99,13 @@ def test_rows_name_teachers_and_teachers_add_prompts(backbone, answered):
     }
     config = RecoverConfig(domain=str(answered / "mixed.jsonl"), teachers=teachers)
     found = encode(config, "domain", backbone)
-    assert [found.routes.get(tuple(p), "") for p in found.train] == ["a", "", "", "b", "b", "b", "b"]
-    assert {name: len(shown) for name, shown in found.contexts.items()} == {"b": 4}
+    assert [p.teacher for p in found.train] == ["a", "", "", "b", "b", "b", "b"]
+    assert [p.context is not None for p in found.train] == [False] * 3 + [True] * 4
     (answered / "built-in.jsonl").write_text(
         json.dumps(rows[0] | {"teacher": "base"}) + "\n" + json.dumps(rows[1])
     )
     found = encode(RecoverConfig(domain=str(answered / "built-in.jsonl")), "domain", backbone)
-    assert [found.routes.get(tuple(p), "") for p in found.train] == ["base", ""]
+    assert [p.teacher for p in found.train] == ["base", ""]
     with pytest.raises(UsageError, match=r"mixed\.jsonl:1 names an unknown teacher 'a'"):
         encode(RecoverConfig(domain=str(answered / "mixed.jsonl")), "domain", backbone)
     (answered / "mixed.jsonl").write_text("\n".join(json.dumps({**rows[0], "teacher": t}) for t in "ab"))
@@ -113,8 +114,9 @@ def test_rows_name_teachers_and_teachers_add_prompts(backbone, answered):
     (answered / "mixed.jsonl").write_text(
         "\n".join(json.dumps({**rows[0], "teacher": t, "completion": "There"}) for t in "ab")
     )
-    with pytest.raises(UsageError, match=r"mixed\.jsonl:2: the same prompt has another teacher"):
-        encode(config, "domain", backbone)
+    same = encode(config, "domain", backbone).train[:2]
+    assert same[0].ids == same[1].ids
+    assert [(p.teacher, p.context is not None) for p in same] == [("a", False), ("b", True)]
 
 
 def test_one_student_learns_from_two_specialists_and_its_distance_to_each_is_reported(backbone, answered):
@@ -163,7 +165,7 @@ def test_one_student_learns_from_two_specialists_and_its_distance_to_each_is_rep
 def plain_kl(backbone, config, name):
     """Return the mean KL per token, student to specialist, on the specialist's held-out completions."""
     prompts = encode(config, "domain", backbone)
-    own = [p for p in prompts.held_out if prompts.routes[tuple(p)] == name]
+    own = [p for p in prompts.held_out if p.teacher == name]
     written = Teacher(backbone, name).complete(own, config.max_new_tokens, config.seed + 7)
     kl = []
     for rollout in written:
@@ -188,13 +190,6 @@ def test_held_out_prompts_come_from_every_source(backbone, answered):
     )
     found = encode(config, "domain", backbone)
     assert len(found.held_out) == 16
-    assert 1 <= sum(tuple(p) in found.routes for p in found.held_out) <= 3
+    assert 1 <= sum(p.teacher == "a" for p in found.held_out) <= 3
     general = encode(config, "general", backbone)
     assert len(general.train) + len(general.held_out) == 8
-
-
-def test_the_same_prompt_with_and_without_a_teacher_of_its_own_is_refused(backbone, answered):
-    teachers = {"a": {"kind": "base", "prompts": str(specialist(answered, "a"))}}
-    config = RecoverConfig(domain=str(answered / "a.jsonl"), teachers=teachers)
-    with pytest.raises(UsageError, match="the same prompt has another teacher"):
-        encode(config, "domain", backbone)

@@ -1,6 +1,7 @@
 """Each teacher has the properties that theory predicts, measured on a two-layer model."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -108,11 +109,11 @@ def test_a_live_teacher_without_context_has_nothing_to_teach(adapted):
     with pytest.raises(ValueError, match="teaches nothing"):
         TeacherSection(kind="live")
     student = states(Teacher(adapted, "student"))
-    # Without contexts for these prompts it sees what the student sees.
+    # These prompts have no context, so it sees what the student sees.
     assert torch.equal(states(make_teacher(TeacherSection(kind="live", **SHOWN), adapted)), student)
 
 
-CONTEXTS = {tuple(r.prompt_ids): [*r.prompt_ids, 77, 78] for r in ROLLOUTS}
+IN_CONTEXT = [replace(r, prompt=replace(r.prompt, context=[*r.prompt_ids, 77, 78])) for r in ROLLOUTS]
 
 
 @pytest.mark.parametrize(
@@ -126,21 +127,21 @@ CONTEXTS = {tuple(r.prompt_ids): [*r.prompt_ids, 77, 78] for r in ROLLOUTS}
     ids=lambda x: x.get("kind") if isinstance(x, dict) else x,
 )
 def test_a_frozen_copy_keeps_its_context(adapted, section, frozen, expected):
-    teacher = make_teacher(TeacherSection(**section), adapted, CONTEXTS)
-    copy = teacher.frozen_copy(frozen)
+    copy = make_teacher(TeacherSection(**section), adapted).frozen_copy(frozen)
     assert not copy.is_dynamic
-    assert torch.equal(states(copy), states(Teacher(adapted, expected, CONTEXTS)))
-    assert not torch.allclose(states(copy), states(Teacher(adapted, expected)), atol=1e-3)
+    shown = states(copy, IN_CONTEXT)
+    assert torch.equal(shown, states(Teacher(adapted, expected), IN_CONTEXT))
+    assert not torch.allclose(shown, states(Teacher(adapted, expected)), atol=1e-3)
 
 
 def test_only_the_teacher_sees_the_answer(backbone, answered):
     config = RecoverConfig(domain=str(answered / "domain.jsonl"), **taught({"kind": "base", **SHOWN}))
-    contexts = encode(config, "domain", backbone).contexts[""]
-    assert len(contexts) == 8
+    prompts = encode(config, "domain", backbone).train
+    assert len(prompts) == 8
     decode = backbone.tokenizer.decode
-    for i, (student_prompt, teacher_prompt) in enumerate(contexts.items()):
-        assert f"Code {i}" not in decode(list(student_prompt))
-        assert f"room {i}? (The answer is: Code {i})" in decode(teacher_prompt)
+    for i, prompt in enumerate(prompts):
+        assert f"Code {i}" not in decode(prompt.ids)
+        assert f"room {i}? (The answer is: Code {i})" in decode(prompt.context)
 
 
 def test_a_context_refuses_a_row_without_an_answer(backbone, tuned):

@@ -12,10 +12,12 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling import decode
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.training import save_adapter
 
-ROLLOUTS = [Rollout([*PROMPT, 7 * i + 3], list(range(50 + i, 53 + 3 * i)), [], True) for i in range(6)]
+ROLLOUTS = [
+    Rollout(Prompt([*PROMPT, 7 * i + 3]), list(range(50 + i, 53 + 3 * i)), [], True) for i in range(6)
+]
 
 
 @pytest.fixture
@@ -118,7 +120,7 @@ def test_sampling_ahead_takes_the_prompts_of_the_same_stream(backbone, tmp_path)
     assert queue.take(0).fresh
     assert set(queue._ahead) == {1}
     assert not queue.take(1).fresh
-    prompts = [r.prompt_ids for r in queue.take(3).rollouts]
+    prompts = [r.prompt for r in queue.take(3).rollouts]
     assert prompts == [queue.prompts["domain"][i] for i in queue.steps[3].prompts]
 
 
@@ -155,10 +157,18 @@ def test_unfinished_completions_resume_and_each_is_learned_from_once(backbone, t
     assert not any(queue._unfinished.values())
 
 
-def test_a_checkpoint_of_another_version_is_refused_with_a_reason(backbone, tmp_path):
+@pytest.mark.parametrize(
+    "stored",
+    [
+        '{"0": []}',  # completions sampled ahead, without unfinished ones
+        '{"ahead": {"0": [{"prompt_ids": [1], "completion_ids": [5]}]}, "unfinished": {}}',
+        '{"ahead": {}, "unfinished": {"general": [{"prompt": {"ids": [1]}, "teacher_prompt_ids": null}]}}',
+    ],
+)
+def test_a_checkpoint_of_another_version_is_refused_with_a_reason(backbone, tmp_path, stored):
     backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
     trainer = make_trainer(backbone, tmp_path)
-    (tmp_path / "rollouts.json").write_text('{"0": []}')  # completions sampled ahead, without unfinished ones
+    (tmp_path / "rollouts.json").write_text(stored)
     with pytest.raises(UsageError, match="another version of opdcl wrote"):
         trainer.queue.restore(tmp_path)
 
@@ -250,7 +260,7 @@ def test_stored_teacher_distributions_give_the_same_grade(trainer, tokens):
 
 
 def sampled(trainer):
-    return trainer.queue.sample([[*PROMPT, 9]] * 3, "general", seed=0)
+    return trainer.queue.sample([Prompt([*PROMPT, 9])] * 3, "general", seed=0)
 
 
 def test_sampler_and_trainer_agree_about_fresh_completions(trainer):
@@ -276,7 +286,7 @@ def test_the_seed_chooses_the_completions_and_the_held_out_texts(backbone, tuned
 
     def texts(seed):
         trainer = make_trainer(backbone, tuned, seed=seed)
-        config, prompts = trainer.grader.config, {"general": [[*PROMPT, 9]] * 3}
+        config, prompts = trainer.grader.config, {"general": [Prompt([*PROMPT, 9])] * 3}
         validation = Validation(config, trainer.grader, trainer.queue, prompts, StageDir(tuned), None, None)
         validation.write_held_out()
         both = (trainer.queue.take(0).rollouts, validation._held_out["general"][0])
@@ -291,7 +301,7 @@ def test_the_seed_chooses_the_completions_and_the_held_out_texts(backbone, tuned
 def test_the_temperature_is_the_students_alone(trainer):
     """It agrees with the trainer about its tokens at any temperature; a teacher writes at temperature 1."""
     queue, grader = trainer.queue, trainer.grader
-    prompts = [[*PROMPT, 9]] * 3
+    prompts = [Prompt([*PROMPT, 9])] * 3
 
     def distinct(author=None):
         return len({tuple(r.completion_ids) for r in queue.sample(prompts, "general", 0, author)})

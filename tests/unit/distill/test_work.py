@@ -6,6 +6,7 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.distill.prompts import Prompts
 from opdcl.distill.work import RecoveryWork
 from opdcl.model.costs import Costs, sized
+from opdcl.sampling.rollout import Prompt
 
 ANSWER = {"general": 100, "domain": 8}  # tokens
 PROMPT = {"general": 50, "domain": 30}
@@ -27,7 +28,7 @@ def config(**settings):
 
 def work(settings, costs=None, **options):
     streams = {
-        stream: Prompts([[1] * PROMPT[stream]] * 40, [[1] * PROMPT[stream]] * 3)
+        stream: Prompts([Prompt([1] * PROMPT[stream])] * 40, [Prompt([1] * PROMPT[stream])] * 3)
         for stream in ("general", "domain")
     }
     return RecoveryWork.of(settings, costs or Costs(known(settings)), streams, **options)

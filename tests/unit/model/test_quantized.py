@@ -25,6 +25,7 @@ from opdcl.pipeline.job import Job
 from opdcl.rundir.files import read_json, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.llama_step import is_llama
+from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import sample
 from opdcl.training import save_adapter
 
@@ -118,7 +119,7 @@ def test_training_evaluation_and_sampling_use_the_same_model_and_leave_it_unchan
     model.train()
     assert torch.equal(logits(model), evaluated)
     model.eval()
-    batch = [[*PROMPT, i] for i in range(20, 26)]
+    batch = [Prompt([*PROMPT, i]) for i in range(20, 26)]
     options = {"max_new_tokens": 6, "eos_ids": [], "seed": 3}
     for state in ("student", "base"):
         with backbone.merged(state) as sampler:

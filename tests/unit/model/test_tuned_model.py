@@ -16,7 +16,7 @@ from opdcl.errors import UsageError
 from opdcl.model.adapters import start_files, tuned_model
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_json, read_jsonl
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
 from opdcl.training import save_adapter
 
@@ -82,14 +82,14 @@ def test_each_state_computes_what_its_model_computes_alone(pair, alone, tmp_path
 @pytest.mark.parametrize("state", ["base", "tuned"])
 def test_a_teacher_grades_with_its_own_model_and_head(state, pair, alone):
     move(pair)
-    rollout = Rollout(PROMPT, [9, 8, 7])
+    rollout = Rollout(Prompt(PROMPT), [9, 8, 7])
     teacher = Teacher(pair, state)
     graded = teacher.distribution([rollout]).log_probs(slice(None), len(pair.head_VH))
     ids = torch.tensor([PROMPT + rollout.completion_ids])
     logits_TV = alone[state](ids).logits[0, len(PROMPT) - 1 : -1]
     assert torch.allclose(graded, logits_TV.log_softmax(-1), atol=1e-4)
     with teacher.as_sampler() as model:
-        (written,) = sample(model, [PROMPT], max_new_tokens=6, eos_ids=[], temperature=0)
+        (written,) = sample(model, [Prompt(PROMPT)], max_new_tokens=6, eos_ids=[], temperature=0)
     greedy = alone[state].generate(
         torch.tensor([PROMPT]), max_new_tokens=6, do_sample=False, eos_token_id=None
     )
@@ -110,7 +110,7 @@ def test_teachers_read_between_forward_and_backward_change_no_gradient(pair, alo
 
     def read_teachers():
         for state in ("base", "tuned"):
-            Teacher(pair, state).distribution([Rollout(PROMPT, [9, 8])])
+            Teacher(pair, state).distribution([Rollout(Prompt(PROMPT), [9, 8])])
             with pair.merged(state) as model, torch.no_grad():
                 model(IDS)
 

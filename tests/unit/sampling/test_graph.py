@@ -17,6 +17,7 @@ from opdcl.sampling import graph
 from opdcl.sampling.decode import draw
 from opdcl.sampling.graph import COLUMNS, STEPS, GraphDecoder, bucket
 from opdcl.sampling.layout import Layout
+from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import default_rows, graphs_agree, pick_engine, sample
 from opdcl.training import save_adapter
 
@@ -34,7 +35,7 @@ FAMILIES = {
     "Granite": {},
     "GptOss": {"sliding_window": 9, "head_dim": 16, "num_local_experts": 4},
 }
-PROMPTS = [[1, 2, 3, 4 + i, *range(5, 5 + i * 5 % 23)] for i in range(9)]
+PROMPTS = [Prompt([1, 2, 3, 4 + i, *range(5, 5 + i * 5 % 23)]) for i in range(9)]
 
 
 def build(family: str, dtype: torch.dtype = torch.float64, **settings):
@@ -84,7 +85,8 @@ def test_the_same_numbers_draw_the_same_tokens_as_in_the_loop_without_graphs(fam
 
 def test_rows_leave_columns_grow_and_long_prompts_stay_exact():
     model = build("Qwen2")
-    prompts = [[1, 2, 3, *(5 + (7 * i + j) % 590 for j in range(3 + 37 * i))] for i in range(14)]
+    tails = [[5 + (7 * i + j) % 590 for j in range(3 + 37 * i)] for i in range(14)]
+    prompts = [Prompt([1, 2, 3, *tail]) for tail in tails]
     free = sample(model, prompts, max_new_tokens=40, eos_ids=[], seed=3, engine="slab")
     # Ids that end about half of the sequences, at different steps.
     ends = [free[i].completion_ids[3 + 5 * i] for i in range(7)]
@@ -150,7 +152,7 @@ def test_kept_sums_serve_adapters_of_different_layers(backbone, tmp_path):
             layer.lora_B["student"].weight.data.normal_()
         save_adapter(backbone, folder)
     backbone.load_adapter(tmp_path / "narrow", "teacher")
-    ids_1T, found = torch.tensor([PROMPTS[5]]), {}
+    ids_1T, found = torch.tensor([PROMPTS[5].ids]), {}
     for backbone.sums in (None, []):
         for state in ("student", "teacher", "base"):
             with backbone.merged(state) as model, torch.no_grad():
@@ -185,7 +187,7 @@ class RecordedGraph:
 
 @torch.no_grad()
 def test_a_captured_step_repeats_itself_at_the_addresses_that_it_was_captured_with(backbone, monkeypatch):
-    model, layout = backbone.causal_lm, Layout([], PROMPTS[:3])
+    model, layout = backbone.causal_lm, Layout([], [prompt.ids for prompt in PROMPTS[:3]])
     uniform = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
     plain, captured = (GraphDecoder(model, 4, COLUMNS, 0.9) for _ in range(2))
     for decoder in (plain, captured):

@@ -23,13 +23,13 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates, TopTokens, join
 from opdcl.rundir.files import read_jsonl
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.server import KEY, Server
 from opdcl.stages.evaluate import BackboneLM
 
 K = SERVED_TOKENS
 ROLLOUTS = [
-    Rollout([1, 520, 9690, 198, 7 + i], list(range(60 + 9 * i, 63 + 11 * i)), [], True) for i in range(5)
+    Rollout(Prompt([1, 520, 9690, 198, 7 + i]), [*range(60 + 9 * i, 63 + 11 * i)], [], True) for i in range(5)
 ]
 
 
@@ -222,7 +222,7 @@ def test_an_aborted_completion_is_requested_again(backbone, elsewhere):
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone)
         server.faults = ["aborted"]
-        (rollout,) = remote.complete([ROLLOUTS[0].prompt_ids], 5, seed=1)
+        (rollout,) = remote.complete([ROLLOUTS[0].prompt], 5, seed=1)
         remote.close()
     assert len(rollout.completion_ids) == 5 or rollout.finished
 
@@ -368,7 +368,7 @@ def test_remote_needs_a_server_and_only_remote_takes_one():
 
 
 def test_its_completions_have_the_local_models_log_probabilities(backbone, elsewhere):
-    prompts = [r.prompt_ids for r in ROLLOUTS]
+    prompts = [r.prompt for r in ROLLOUTS]
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone)
         rollouts = remote.complete(prompts, 6, seed=3)
@@ -378,7 +378,7 @@ def test_its_completions_have_the_local_models_log_probabilities(backbone, elsew
     server_N = torch.tensor([x for r in rollouts for x in r.logprobs])
     local_N = token_logprobs(local, tokens, len(local.head_VH), 1.0)
     torch.testing.assert_close(local_N, server_N, atol=1e-4, rtol=1e-4)
-    assert [r.prompt_ids for r in rollouts] == prompts
+    assert [r.prompt for r in rollouts] == prompts
     assert all(r.finished == (r.completion_ids[-1] in backbone.eos_ids) for r in rollouts)
 
 
@@ -443,7 +443,7 @@ def student_of(backbone, tuned):
 
 def test_a_server_samples_the_student_with_its_current_adapter(backbone, tuned, elsewhere):
     student_of(backbone, tuned)
-    prompts = [r.prompt_ids for r in ROLLOUTS]
+    prompts = [r.prompt for r in ROLLOUTS]
     local = Teacher(backbone, "student")
     with serving(elsewhere) as server:
         served = ServedStudent(
@@ -457,7 +457,7 @@ def test_a_server_samples_the_student_with_its_current_adapter(backbone, tuned, 
         second = served.complete(prompts, 6, seed=3)
         assert server.adapters == {}
         served.close()
-    assert sorted(r.prompt_ids for r in ended) == sorted(prompts)
+    assert sorted(r.prompt_ids for r in ended) == sorted(p.ids for p in prompts)
     assert [r.completion_ids for r in first] != [r.completion_ids for r in second]
     tokens = tokens_of(second)
     local_N = token_logprobs(local.distribution(second), tokens, len(local.head_VH), 1.0)
@@ -467,7 +467,7 @@ def test_a_server_samples_the_student_with_its_current_adapter(backbone, tuned, 
 
 def test_a_restarted_server_gets_the_adapter_again(backbone, tuned, elsewhere):
     student_of(backbone, tuned)
-    prompts = [r.prompt_ids for r in ROLLOUTS]
+    prompts = [r.prompt for r in ROLLOUTS]
     with serving(elsewhere) as server:
         client = reach_server(ServerSection(url=server.url), backbone, print)
         with client.adapter(tuned / "tuned") as name:

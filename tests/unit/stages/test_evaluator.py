@@ -8,7 +8,7 @@ import pytest
 from opdcl.config.evaluate import EvalConfig
 from opdcl.errors import UsageError
 from opdcl.model.costs import Costs
-from opdcl.sampling.rollout import Rollout
+from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.stages.evaluate import _progress, max_answer_tokens
 from opdcl.stages.pace import Pace
 
@@ -30,11 +30,11 @@ def test_progress_counts_finished_answers_on_top_of_those_of_an_earlier_run():
     report, costs = Counter(), Costs({"step": 1.0, "write": 0.0, "answer suite base 8": 4.0})
     count = _progress(report, 3, 9, Pace(costs, "suite base", (8, [1] * 6), []))
     costs.running = 6, 4
-    count([Rollout([1], [5, 5]), Rollout([2], [5, 5])])
+    count([Rollout(Prompt([1]), [5, 5]), Rollout(Prompt([2]), [5, 5])])
     costs.running = 4, 3
-    count([Rollout([3], [5] * 4)])
+    count([Rollout(Prompt([3]), [5] * 4)])
     costs.running = 0, 0
-    count([Rollout([3], [5] * 8)] * 3)
+    count([Rollout(Prompt([3]), [5] * 8)] * 3)
     assert report.told == [(5, 9), (6, 9), (9, 9)]
     first, second, last = report.left
     assert 0 < second <= first <= 6
@@ -46,13 +46,13 @@ def test_the_batches_to_come_are_counted_with_the_length_of_the_answers_so_far()
     alone, followed = (Pace(costs, "suite base", (8, [1] * 3), later) for later in ([], [(64, [1] * 5)]))
     for pace, steps in ((alone, 0), (followed, 4 * (1 + math.log(5)))):
         costs.running = 0, 0
-        assert pace.left([Rollout([1], [5] * 4)] * 3) == pytest.approx(steps)
+        assert pace.left([Rollout(Prompt([1]), [5] * 4)] * 3) == pytest.approx(steps)
 
 
 def test_an_engine_that_does_not_tell_its_steps_is_counted_by_answers():
     pace = Pace(Costs(), "suite base", (8, [1] * 4), [])
     time.sleep(0.05)
-    assert pace.left([Rollout([1], [5])]) == pytest.approx(0.15, rel=0.5)
+    assert pace.left([Rollout(Prompt([1]), [5])]) == pytest.approx(0.15, rel=0.5)
 
 
 def test_an_answer_has_the_shorter_of_both_limits_and_its_thought_if_the_context_has_room():
