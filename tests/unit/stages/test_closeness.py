@@ -189,6 +189,8 @@ def test_rows_of_another_model_or_limit_are_not_reused(backbone, run, monkeypatc
 
 
 def test_states_draw_the_same_numbers_and_the_batch_size_does_not_matter(backbone, run, tmp_path):
+    # The tiny model's words are almost equally likely, so fp32's rounding moves one draw in a hundred.
+    backbone.causal_lm.double()
     _, one = measure(backbone, run)
     _, other = measure(backbone, RunDir(tmp_path / "o"), config=EvalConfig(max_new_tokens=10, batch_size=1))
     assert [row["response"] for row in one] == [row["response"] for row in other]
