@@ -246,6 +246,36 @@ def cheats() -> str:
     return rows_of(columns, unbroken(rows, 1))
 
 
+def endings() -> str:
+    """Return length, ends and repetition of long answers, sampled and greedy."""
+    rows = []
+    for name, row in read("endings")["rows"].items():
+        cells = []
+        for how in ("sampled", "greedy"):
+            length, ends, again = (row[how][key] for key in ("tokens", "ended", "repetition"))
+            cells += [f"{length['value']:.0f} [{length['low']:.0f}, {length['high']:.0f}]"]
+            cells += [interval(ends, SCORE), percent(again["value"])]
+        rows.append([name, *cells])
+    columns = [
+        "model",
+        *(f"{how}: {what}" for how in ("T = 1", "greedy") for what in ("tokens", "end", "repeated")),
+    ]
+    return rows_of(columns, unbroken(rows, 1))
+
+
+def ends_by_position() -> str:
+    """Return KL and ends by position, on the recovered models' own sampled answers, summed over models."""
+    models = [
+        row["on its own text"] for name, row in read("endings")["rows"].items() if name.startswith("ours")
+    ]
+    rows = []
+    for span in models[0]:
+        far = [fmean(one[span][key] for one in models) for key in ("KL(base, model)", "KL(model, base)")]
+        ends = [sum(one[span][key] for one in models) for key in ("ends expected", "ends given")]
+        rows.append([span, *(f"{kl:.2f}" for kl in far), *(f"{count:.0f}" for count in ends)])
+    return rows_of(["tokens", "KL(base, model)", "KL(model, base)", "ends expected", "ends given"], rows)
+
+
 def closeness() -> str:
     """Return how far base, its adapters and models that cheat or are spoilt are from base."""
     found = read("closeness")
@@ -426,6 +456,8 @@ TABLES = {
     "rivals": rivals,
     "rivals-writing": lambda: rivals(writing=True),
     "rivals-people": lambda: rivals("reword", writing=True),
+    "endings": endings,
+    "ends-by-position": ends_by_position,
     "gpu": gpu,
     "cheats": cheats,
     "closeness": closeness,
