@@ -80,9 +80,13 @@ def packs(causal_lm, width: int) -> bool:
 
 
 def attends_within_rows(causal_lm) -> bool:
-    """Return whether PyTorch has a kernel that attends within packed rows: on a GPU, in 16 bits."""
-    known = varlen_attn is not None and "window_size" in inspect.signature(varlen_attn).parameters
-    return known and causal_lm.device.type == "cuda" and causal_lm.dtype.itemsize == 2
+    """Return whether a kernel attends within packed rows: from Ampere on, in 16 bits, for usual heads."""
+    if causal_lm.device.type != "cuda" or causal_lm.dtype.itemsize != 2 or varlen_attn is None:
+        return False
+    width, capability = architecture(causal_lm.config).head_dim, torch.cuda.get_device_capability
+    # Before PyTorch 2.11 it could not look at earlier tokens only.
+    known = "window_size" in inspect.signature(varlen_attn).parameters
+    return known and width % 8 == 0 and width <= 256 and capability(causal_lm.device) >= (8, 0)
 
 
 def recomputes(causal_lm) -> bool:

@@ -139,13 +139,25 @@ def test_rows_that_attend_in_one_kernel(family, wide, monkeypatch):
     assert assert_same(model_of(family), monkeypatch)
 
 
-def test_the_kernel_within_rows_is_for_a_gpu_in_16_bits():
-    model = model_of("llama").get_base_model()
-    assert not llama_pass.attends_within_rows(model.bfloat16())
-    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    assert llama_pass.attends_within_rows(on_gpu)
-    on_gpu.dtype = torch.float32
-    assert not llama_pass.attends_within_rows(on_gpu)
+@pytest.mark.parametrize(
+    ("expected", "change"),
+    [
+        (True, {}),
+        (False, {"device": torch.device("cpu")}),
+        (False, {"dtype": torch.float32}),
+        (False, {"head_dim": 12}),
+        (False, {"head_dim": 512}),
+        (False, {"capability": (7, 5)}),  # Turing
+    ],
+)
+def test_the_kernel_within_rows_is_for_gpus_that_have_it(monkeypatch, expected, change):
+    given = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64, "capability": (8, 0)}
+    given |= change
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: given["capability"])
+    config = model_of("qwen3").get_base_model().config
+    config.head_dim = given["head_dim"]
+    model = SimpleNamespace(device=given["device"], dtype=given["dtype"], config=config)
+    assert llama_pass.attends_within_rows(model) == expected
 
 
 @pytest.mark.parametrize("rows", [ROWS[:1], [(ids[4:], answer[4:]) for ids, answer in ROWS[:1]] * 2])
