@@ -15,13 +15,13 @@ from opdcl.stages.finetune import as_distillation
 # Recipe, arm -> general steps of the teacher and of the student, domain steps of the teacher and of the
 # student.
 WRITTEN = {
-    "quickstart": (11, 5, 10, 6),
-    "handbook": (38, 18, 37, 19),
-    "own-data": (32, 16, 32, 16),
-    "repair": (32, 16, 32, 16),
-    "recover-thinking": (32, 16, 32, 16),
-    "qwen3-1.7b-24gb": (60, 30, 20, 10),
-    "qwen3-8b-80gb": (60, 30, 20, 10),
+    "quickstart": (14, 2, 13, 3),
+    "handbook": (48, 8, 47, 9),
+    "own-data": (41, 7, 41, 7),
+    "repair": (41, 7, 41, 7),
+    "recover-thinking": (41, 7, 41, 7),
+    "qwen3-1.7b-24gb": (77, 13, 25, 5),
+    "qwen3-8b-80gb": (77, 13, 25, 5),
     "strong-to-weak": (14, 76, 4, 26),
     "specialists-into-one one": (56, 24, 56, 24),
     "continual-two-domains staff": (6, 18, 6, 18),
