@@ -286,7 +286,8 @@ def measure(arm: str, options: argparse.Namespace) -> dict[str, Any]:
         if arm == "opdcl":  # a shared prefix is counted in every row, as other arms do
             batches = micro_batches(dict(enumerate(whole)), trainer.grader.micro_batch_tokens)
             padded = sum(len(batch) * max(whole[i] for i in batch) for batch in batches)
-            padded = sum(whole) if attends_within_rows(trainer.grader.backbone.causal_lm) else padded
+            model = trainer.grader.backbone.causal_lm
+            padded = sum(whole) if attends_within_rows(model.config, model.device, model.dtype) else padded
         counts = {"completions": len(completion), "completion_tokens": sum(completion)}
         counts |= {"padding": 1 - sum(whole) / padded, "prompt_tokens": sum(prompt_lengths)}
         ordered = sorted(completion)

@@ -174,6 +174,7 @@ class Grader:
 
     def _micro_batches(self, rollouts: list[Rollout], teacher: AnyTeacher) -> Iterator[MicroBatch]:
         """Yield this worker's micro-batches; if the base is sharded, then fillers up to the busiest's."""
+        # A CPU's batches are cut as if rows were padded: so they attend with rows of their own length.
         padded = self.backbone.device.type == "cpu" or not packs(self.backbone.causal_lm, 0)
         for route, single, positions in teacher.split([r.prompt for r in rollouts]):
             # Dealt out longest first, so that all shares cost about the same.

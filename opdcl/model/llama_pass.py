@@ -34,7 +34,13 @@ from opdcl.model.architecture import architecture
 from opdcl.model.fused_lora import linears
 from opdcl.model.short_attention import LONG, NAME, ShortAttention
 
-FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+# Type of a config -> the class that computes what this module does.
+FAMILY = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 
 # Width from which a GPU computes a layer again for the gradient instead of keeping what is inside. A
 # micro-batch of 8,192 tokens of an 8B model then keeps 4 GB, not 45. Small micro-batches would fit too, but
@@ -63,12 +69,10 @@ class Run:
 def packs(causal_lm, width: int) -> bool:
     """Return whether `packed_states` computes what a model does, and rows of this width fit the attention."""
     config, shape = causal_lm.config, architecture(causal_lm.config)
-    fits = attends_within_rows(causal_lm) or (
-        causal_lm.device.type == "cpu" and shape.heads * width**2 <= LONG
-    )
+    short = causal_lm.device.type == "cpu" and shape.heads * width**2 <= LONG
     return (
-        fits
-        and type(causal_lm).__name__ in FAMILY
+        (short or attends_within_rows(config, causal_lm.device, causal_lm.dtype))
+        and FAMILY.get(config.model_type) == type(causal_lm).__name__
         and shape.full_attention
         and not parallel.sharded()  # a shard's layers must be called as a whole
         and config._attn_implementation in ("sdpa", NAME)
@@ -79,19 +83,14 @@ def packs(causal_lm, width: int) -> bool:
     )
 
 
-def attends_within_rows(causal_lm) -> bool:
+def attends_within_rows(config, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a kernel attends within packed rows: from Ampere on, in 16 bits, for usual heads."""
-    if causal_lm.device.type != "cuda" or causal_lm.dtype.itemsize != 2 or varlen_attn is None:
+    if device.type != "cuda" or dtype.itemsize != 2 or varlen_attn is None:
         return False
-    width, capability = architecture(causal_lm.config).head_dim, torch.cuda.get_device_capability
+    width = architecture(config).head_dim
     # Before PyTorch 2.11 it could not look at earlier tokens only.
     known = "window_size" in inspect.signature(varlen_attn).parameters
-    return known and width % 8 == 0 and width <= 256 and capability(causal_lm.device) >= (8, 0)
-
-
-def recomputes(causal_lm) -> bool:
-    """Return whether the layers of packed rows are computed again for the gradient."""
-    return attends_within_rows(causal_lm) and causal_lm.config.hidden_size >= WIDE
+    return known and width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def packed_states(
@@ -113,9 +112,10 @@ def packed_states(
     angles = body.rotary_emb(h_MH, torch.tensor([position], device=device))
     cos_M1D, sin_M1D = (x[0, :, None, : shape.head_dim // 2] for x in angles)
     lengths = [len(tails[row]) for row in order]
-    attend = _of_rows(lengths, device) if attends_within_rows(causal_lm) else _of_runs(prefix, lengths, h_MH)
+    within_rows = attends_within_rows(causal_lm.config, device, causal_lm.dtype)
+    attend = _of_rows(lengths, device) if within_rows else _of_runs(prefix, lengths, h_MH)
     run = partial(_layer, shape.head_dim, cos_M1D, sin_M1D, attend)
-    recompute = torch.is_grad_enabled() and recomputes(causal_lm)
+    recompute = within_rows and torch.is_grad_enabled() and h_MH.shape[1] >= WIDE
     for layer in body.layers:
         h_MH = checkpoint(run, layer, h_MH, use_reentrant=False) if recompute else run(layer, h_MH)
     return rms_norm(h_MH, body.norm), starts

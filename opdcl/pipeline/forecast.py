@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
 from opdcl.config.model import ModelConfig
@@ -15,7 +17,7 @@ from opdcl.data.rows import Row
 from opdcl.distill.schedule import FULL_BATCH, STREAMS
 from opdcl.model.adapters import tuned_model
 from opdcl.model.architecture import Architecture, architecture
-from opdcl.model.llama_pass import WIDE
+from opdcl.model.llama_pass import FAMILY, WIDE, attends_within_rows
 from opdcl.model.load import pick_device, pick_dtype
 from opdcl.model.positions import CHUNK, CUDA_CHUNK
 from opdcl.pipeline.defaults import text_config
@@ -24,9 +26,6 @@ from opdcl.pipeline.plan import Task
 from opdcl.pipeline.timetable import Timetable
 from opdcl.results.format import duration
 from opdcl.stages.finetune import planned_steps
-
-# The families of `opdcl.model.llama_pass`.
-PACKED = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,8 @@ def _shape(model: ModelConfig, device: str) -> _Shape:
     inner = getattr(c, "moe_intermediate_size", None) or c.intermediate_size
     dtype = pick_dtype(model.dtype, device)
     tied = getattr(c, "tie_word_embeddings", True)
-    packed = device.startswith("cuda") and dtype != "float32" and c.model_type in PACKED
+    within_rows = attends_within_rows(c, torch.device(device), getattr(torch, dtype))
+    packed = within_rows and c.model_type in FAMILY
     return _Shape(architecture(c), c.hidden_size, inner, tied, dtype, device, model.quantization, packed)
 
 

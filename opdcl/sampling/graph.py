@@ -98,7 +98,8 @@ class GraphDecoder:
     def fits(self, model, rows: int, capacity: int, temperature: float) -> bool:
         """Return whether the buffers and graphs serve a batch; graphs need the weights where they were."""
         enough = rows <= self.rows and capacity <= self.capacity and temperature == self.temperature
-        return enough and self.addresses == _addresses(model)
+        same_step = is_llama(model) == (self.llama_step is not None)  # with an adapter it is another one
+        return enough and same_step and self.addresses == _addresses(model)
 
     @property
     def size(self) -> int:

@@ -46,7 +46,7 @@ def decoding_step(model) -> Step:
 def is_llama(model) -> bool:
     """Return whether `LlamaStep` computes what a model does: a known class, not quantized, no adapters."""
     return (
-        type(model).__name__ in FAMILY
+        FAMILY.get(model.config.model_type) == type(model).__name__
         and not is_quantized(model)
         and model.config.hidden_act == "silu"
         and architecture(model.config).full_attention
@@ -66,7 +66,7 @@ def plain_step(model, token_B, position_B, key_BS, cache) -> torch.Tensor:
 
 
 class LlamaStep:
-    """The decoding step of one model; it refers to the model's parts, without copying or owning them."""
+    """The decoding step of one model; it refers to the model's parts, and copies only the norms of heads."""
 
     def __init__(self, model):
         self.body, self.head, self.shape = model.model, model.lm_head, architecture(model.config)

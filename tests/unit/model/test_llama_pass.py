@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,7 +132,7 @@ def each_row_alone(query, key, value, start, start_k, longest, longest_k, scale,
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_that_attend_in_one_kernel(family, wide, monkeypatch):
     monkeypatch.setattr(llama_pass, "WIDE", wide)
-    monkeypatch.setattr(llama_pass, "attends_within_rows", lambda model: True)
+    monkeypatch.setattr(llama_pass, "attends_within_rows", lambda *given: True)
     monkeypatch.setattr(llama_pass, "varlen_attn", each_row_alone)
     monkeypatch.setattr(forward, "_shares_prefix", lambda model: False)
     assert assert_same(model_of(family), monkeypatch)
@@ -156,8 +155,7 @@ def test_the_kernel_within_rows_is_for_gpus_that_have_it(monkeypatch, expected, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: given["capability"])
     config = model_of("qwen3").get_base_model().config
     config.head_dim = given["head_dim"]
-    model = SimpleNamespace(device=given["device"], dtype=given["dtype"], config=config)
-    assert llama_pass.attends_within_rows(model) == expected
+    assert llama_pass.attends_within_rows(config, given["device"], given["dtype"]) == expected
 
 
 @pytest.mark.parametrize("rows", [ROWS[:1], [(ids[4:], answer[4:]) for ids, answer in ROWS[:1]] * 2])

@@ -100,7 +100,7 @@ def as_on_a_gpu(monkeypatch):
         return Kernel.apply(True, query, key, value)
 
     monkeypatch.setattr("opdcl.model.fused_lora._is_plain", lambda layer, x: True)
-    monkeypatch.setattr(llama_pass, "attends_within_rows", lambda model: True)
+    monkeypatch.setattr(llama_pass, "attends_within_rows", lambda *given: True)
     monkeypatch.setattr(llama_pass, "rms_norm", lambda x, norm: Kernel.apply(False, x))
     monkeypatch.setattr(llama_pass, "varlen_attn", attention)
 

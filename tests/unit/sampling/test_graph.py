@@ -124,6 +124,17 @@ def test_buffers_serve_later_calls_until_the_weights_move(backbone):
         assert graph._DECODERS[model] is not first
 
 
+def test_an_adapter_that_is_switched_on_is_not_left_out(backbone):
+    backbone.new_adapter(LoraSection(r=2), seed=0)
+    for layer in backbone.adapted_layers("student"):
+        layer.lora_B["student"].weight.data.normal_()
+    options = {"max_new_tokens": 6, "eos_ids": [2], "temperature": 0}
+    with backbone.state("bare") as model:
+        bare = ids(sample(model, PROMPTS, engine="graph", **options))
+    adapted = ids(sample(backbone.causal_lm, PROMPTS, engine="graph", **options))
+    assert adapted == ids(sample(backbone.causal_lm, PROMPTS, engine="slab", **options)) != bare
+
+
 def test_kept_sums_stay_where_a_graph_expects_them(backbone):
     backbone.new_adapter(LoraSection(r=2), seed=0)
     backbone.sums = []
