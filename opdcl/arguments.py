@@ -49,7 +49,8 @@ def take_rows(flags: dict[str, Any]) -> dict[str, str]:
     """Return the rows in memory as the text of JSONL files, by setting; a file name takes their place."""
     texts = {}
     for key, value in flags.items():
-        if DATA.fullmatch(key) and not isinstance(value, str | None):
+        names = isinstance(value, list) and value and all(isinstance(item, str) for item in value)
+        if DATA.fullmatch(key) and not (names or isinstance(value, str | None)):
             texts[key] = "".join(f"{line}\n" for line in _json_lines(value, key))
             if not texts[key]:
                 raise UsageError(f"{key} has no rows", ROWS)

@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import io
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from opdcl.config.recover import split_share
 from opdcl.config.reference import error_key, explain
 from opdcl.config.shipped import SHIPPED_DATA, find_workflow
 from opdcl.config.workflow import Workflow
@@ -219,8 +220,8 @@ def _merge(tree: dict, origins: dict, new: Any, file: Path, prefix: str = "") ->
                 value = _plain(value)
             except ValueError as fault:
                 raise UsageError(f"{file}:{line}: {name}: {fault}", QUOTE) from fault
-            if isinstance(value, str) and _may_be_path(name):
-                value = _from_folder(value, file.parent)
+            if _may_be_path(name):
+                value = _resolved(value, lambda path: _from_folder(path, file.parent))
             tree[str(key)] = value
             origins[name] = f"{file}:{line}"
 
@@ -235,8 +236,20 @@ def _from_here(value: Any, key: str) -> Any:
     """Resolve what a setting names in the current folder; what is not there stays as it was typed."""
     if isinstance(value, dict):
         return {name: _from_here(part, f"{key}.{name}") for name, part in value.items()}
-    if not (isinstance(value, str) and _may_be_path(key)):
+    return _resolved(value, _existing) if _may_be_path(key) else value
+
+
+def _resolved(value: Any, resolve: Callable[[str], str]) -> Any:
+    """Resolve a path, or each path of a list, whose items may end with a share."""
+    if isinstance(value, str):
+        return resolve(value)
+    if not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
         return value
+    parts = [(item, *split_share(item)) for item in value]
+    return [resolve(source) + item.removeprefix(source) for item, source, _ in parts]
+
+
+def _existing(value: str) -> str:
     resolved = _from_folder(value, Path())
     return resolved if os.path.exists(resolved) else value
 

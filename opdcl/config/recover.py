@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -67,6 +68,14 @@ UNUSED_BY = {
 }
 
 
+def split_share(item: str) -> tuple[str, float | None]:
+    """Split `SOURCE=SHARE`; without a number at its end, all of it is the source."""
+    source, separator, share = item.rpartition("=")
+    if separator and source and re.fullmatch(r"\d*\.?\d+", share):
+        return source, float(share)
+    return item, None
+
+
 def _needs_no_loss(recover: RecoverConfig) -> bool:
     # With a teacher on a server, the loss still says which log-probabilities to request.
     served = any(teacher.server for teacher in recover.teachers.values())
@@ -91,9 +100,10 @@ class RecoverConfig(Section):
     without training."""
     alpha: Annotated[float, Field(gt=0, le=1)] | None = None
     """`interpolate`: use this scale instead of the one with the lowest held-out KL."""
-    general: Annotated[str, Field(min_length=1)] | None = "everyday"
-    """Prompts on which base is the teacher: `everyday` (shipped), a file, or `self`: base writes them. None:
-    domain steps only."""
+    general: Annotated[str | list[str], Field(min_length=1)] | None = "everyday"
+    """Prompts on which base is the teacher: `everyday` (shipped), a file, or `self`: base writes them. Kinds
+    of prompt that a file lacks are added from the shipped ones. A list is taken as it is, in equal parts or
+    as SOURCE=SHARE: `[everyday=0.3, prompts.jsonl=0.7]`. None: domain steps only."""
     domain: str | None = None
     """Prompts on which tuned is the teacher. Default: the questions of the fine-tune's data."""
     general_teacher: TeacherName = "base"
@@ -171,7 +181,7 @@ class RecoverConfig(Section):
         general = self.teacher_of("general")
         if general.begins_as_tuned and general.kind != "tuned":
             raise ValueError("general_teacher equals the student at the start: use base, or set context")
-        if self.general == "self" and general.context is not None:
+        if "self" in self.general_sources() and general.context is not None:
             reason = "has a context, which shows answers; prompts that base writes have none"
             raise ValueError(f"general_teacher {reason}")
         if self.general is None and not self.reward and (self.general_per_domain or self.method == "general"):
@@ -224,10 +234,21 @@ class RecoverConfig(Section):
         if self.keep != "last":
             raise ValueError("reward needs keep last: held-out KL does not say which adapter is best")
 
-    def source(self, stream: Literal["general", "domain"]) -> str | None:
-        """Return the data source of a stream's prompts; None if it has none, or base writes the prompts."""
-        general = None if self.reward or self.general == "self" else self.general
-        return self.domain if stream == "domain" else general
+    def general_sources(self) -> dict[str, float]:
+        """Return the sources of the general prompts with their shares; none if a reward's suite has them.
+
+        Raises:
+            ValueError: The shares are not those of a whole.
+        """
+        if self.reward or self.general is None:
+            return {}
+        items = [self.general] if isinstance(self.general, str) else self.general
+        named = dict(map(split_share, items)) if isinstance(self.general, list) else {self.general: None}
+        rest = 1 - sum(filter(None, named.values()))
+        open_ones = sum(share is None for share in named.values())
+        if len(named) < len(items) or 0 in named.values() or (rest < 0.01 if open_ones else abs(rest) > 0.01):
+            raise ValueError("general: the shares of different sources must be above 0 and add up to 1")
+        return {source: rest / open_ones if share is None else share for source, share in named.items()}
 
     def limit(self, stream: Literal["general", "domain"], on_policy: bool = False) -> int:
         """Return the maximum length of a stream's completions, in tokens."""

@@ -109,7 +109,7 @@ class Workflow(Section):
             replayed = finetune.replay.prompts if finetune.replay.share else None
             sources = {"finetune.data": finetune.data, "finetune.replay.prompts": replayed}
         if recover := self.recover:
-            sources |= {"recover.general": recover.source("general"), "recover.domain": recover.domain}
+            sources |= _general_sources(recover) | {"recover.domain": recover.domain}
             sources |= {f"recover.teachers.{k}.prompts": t.prompts for k, t in recover.teachers.items()}
         if self.eval:
             sources["eval.closeness"] = self.eval.closeness
@@ -121,6 +121,17 @@ class Workflow(Section):
             f"recover.teachers.{name}.adapter": teacher.adapter for name, teacher in self.teachers().items()
         }
         return {key: place for key, place in {"start": self.start, **places}.items() if place}
+
+
+def _general_sources(recover: RecoverConfig) -> dict[str, str]:
+    """Return the sources of general prompts that have rows by now, and what a file is topped up from."""
+    sources = [source for source in recover.general_sources() if source != "self"]
+    if not isinstance(recover.general, str):
+        return {f"recover.general.{number}": source for number, source in enumerate(sources)}
+    if not sources:
+        return {}
+    added = {} if sources == ["everyday"] else {"recover.general.added": "everyday"}
+    return {"recover.general": sources[0], **added}
 
 
 def meaningful_settings(config: dict[str, Any], ignored: set[str] = WITHOUT_MEANING) -> dict[str, Any]:

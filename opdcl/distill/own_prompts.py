@@ -17,7 +17,7 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.data.chat import user_turn
 from opdcl.data.rows import Row, load_rows
 from opdcl.data.similarity import nearest, similarity
-from opdcl.distill.schedule import plan_steps
+from opdcl.distill.mixture import LONGEST
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.repetition import repetition
@@ -26,8 +26,8 @@ from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
 from opdcl.training import StageReport
 
-# The longest prompt in tokens, the shortest in characters, and the most prompts: later epochs repeat them.
-LONGEST, SHORTEST, MOST = 128, 10, 1024
+# The length of the shortest prompt, in characters.
+SHORTEST = 10
 
 # Turns that are written at once, and in all for each prompt wanted.
 ROUND, TRIES = 128, 4
@@ -37,15 +37,6 @@ ENOUGH, MOST_REPETITION = 0.25, 0.3
 
 # Cosines of wording above which a prompt repeats another one, or is near to a test.
 REPEATED, NEAR = 0.8, 0.6
-
-PLACEHOLDER = Row([{"role": "user", "content": " ".join(["word"] * LONGEST)}], None, None, "a prompt of base")
-
-
-def planned_prompts(config: RecoverConfig, has_domain: bool) -> list[Row]:
-    """Return a placeholder of the greatest length for each prompt that base will write."""
-    steps = plan_steps(config, 1, int(has_domain and config.method != "general"))
-    drawn = sum(len(step.prompts) for step in steps if step.stream == "general")
-    return [PLACEHOLDER] * (min(drawn, MOST) + config.validation_prompts)
 
 
 def own_prompts(

@@ -11,6 +11,7 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import BUILT_IN
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import Row, check_prompts, load_rows
+from opdcl.distill.mixture import read_mixture
 from opdcl.distill.reward import load_reward_task, reward_rows
 from opdcl.distill.schedule import STREAMS, Stream
 from opdcl.errors import UsageError
@@ -26,12 +27,14 @@ class RecoverySource:
 
     `held_out` holds the rows of streams whose data has a validation split of its own. `encoded` maps what the
     chat template is given to token ids, so that checks, stages and the arms of a sweep encode a prompt once.
+    `added` names the kinds of general prompt that shipped prompts were added for.
     """
 
     rows: dict[Stream, list[Row]]
     held_out: dict[Stream, list[Row]]
     reward_task: Any | None = None
     encoded: dict[str, list[int]] = field(default_factory=dict)
+    added: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,22 +59,23 @@ def read_recovery_source(
     """
     rows: dict[Stream, list[Row]] = {stream: [] for stream in STREAMS}
     held_out: dict[Stream, list[Row]] = {}
-    for stream in STREAMS:
-        if source := config.source(stream):
-            rows[stream] = check_prompts(read_rows(source))
-            if source == "everyday":
-                held_out[stream] = check_prompts(read_rows(source, "validation"))
+    if config.domain:
+        rows["domain"] = check_prompts(read_rows(config.domain))
     for name, teacher in config.teachers.items():
         if teacher.prompts:
             own = check_prompts(read_rows(teacher.prompts))
             rows["domain"] = rows["domain"] + [replace(row, teacher=name) for row in own]
+    mixture = read_mixture(config, read_rows, bool(rows["domain"]))
+    rows["general"] = mixture.train
+    if mixture.held_out is not None:
+        held_out["general"] = mixture.held_out
     for stream in STREAMS:
         for row in rows[stream]:
             _check_teacher(config, stream, row)
     task = load_suite(config.reward.suite) if config.reward else None
     if config.reward:
         rows["general"] = reward_rows(config.reward, task)
-    return RecoverySource(rows, held_out, task)
+    return RecoverySource(rows, held_out, task, added=mixture.added)
 
 
 def _check_teacher(config: RecoverConfig, stream: Stream, row: Row) -> None:

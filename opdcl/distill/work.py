@@ -20,7 +20,8 @@ SCALES = [i / 20 for i in range(20, 0, -1)]
 
 def answer_name(config: RecoverConfig, stream: Stream) -> str:
     """Return the name under which the lengths of a stream's completions are kept."""
-    return f"{config.source(stream) or 'own'} {config.limit(stream)}"
+    general = " ".join(config.general_sources()).replace("self", "own") or "own"
+    return f"{general if stream == 'general' else config.domain or 'own'} {config.limit(stream)}"
 
 
 @dataclass

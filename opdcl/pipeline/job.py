@@ -149,7 +149,6 @@ class Job:
         about the domain, and those with tools, give one prompt per answer or call. Prompts that base has yet
         to write have placeholders.
         """
-        from opdcl.distill.own_prompts import planned_prompts
         from opdcl.distill.prompts import read_recovery_source
 
         finetune, recover = self.workflow.finetune, self.workflow.recover
@@ -162,8 +161,6 @@ class Job:
         domain = [turn for row in source.rows["domain"] for turn in row.turns()]
         turns = (row.turns() if row.tools else [row] for row in source.rows["general"])
         general = [turn for of_row in turns for turn in of_row]
-        if recover.general == "self":
-            general = planned_prompts(recover, bool(domain))
         encoded: dict[str, list[int]] = self.sources.once(
             ("prompt ids", self.workflow.model.model_dump_json()), dict
         )

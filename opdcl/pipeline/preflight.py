@@ -144,7 +144,7 @@ def _check_recovery(job: Job) -> None:
     if not (workflow.finetune or workflow.start or "tuned" in run.adapters()):
         hint = f"opdcl finetune --data ROWS -o {run.path}"
         raise UsageError(f"{run.path} has no fine-tuned adapter to recover", hint)
-    if workflow.recover.general == "self":
+    if "self" in workflow.recover.general_sources():
         user_turn(job.tokenizer)
     for teacher in workflow.models()[1:]:
         check_same_tokenizer(job.tokenizer, job.sources.tokenizer(teacher), f"teacher {teacher.id}")
@@ -267,6 +267,7 @@ def planned_adapter(workflow: Workflow) -> LoraSection | Path | None:
 
 def remarks(job: Job, tasks: list[Task]) -> list[str]:
     """Return what a user should know before the training: rows left out, duplicates, an unguarded stream."""
+    from opdcl.distill.mixture import PLACEHOLDER, described
     from opdcl.distill.reward import count_short_of_room
 
     todo = {task.name for task in tasks if task.unfinished}
@@ -288,8 +289,9 @@ def remarks(job: Job, tasks: list[Task]) -> list[str]:
         if short := count_short_of_room(workflow.recover, prompts["general"], job.tokenizer, job.context):
             lost = "the teacher does not see a demonstration that does not fit"
             notes.append(f"{short} of {len(prompts['general'])} prompts may have too little room: {lost}")
-        if workflow.recover.general == "self":
-            notes.append(f"general prompts: base writes {len(prompts['general'])} of its own")
+        if own := sum(row is PLACEHOLDER for row in prompts["general"]):
+            notes.append(f"general prompts: base writes {own} of its own")
+        notes += described(prompts["general"], job.recovery.added)
         if not prompts["domain"]:
             lost = "so the recovery may undo what was learned; name some with --domain"
             notes.append(f"warning: no prompts guard the domain, {lost}")

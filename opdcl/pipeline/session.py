@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.console import Output, StageLine
+from opdcl.data.prompt_kinds import count_kinds
 from opdcl.errors import OpdclError, UsageError
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task, stage_folder
@@ -102,7 +102,7 @@ class Session:
         reset_peak_memory()
         started = time.perf_counter()
         try:
-            record["announced"] = self._run_stage(task, stage)
+            record["announced"] = self._run_stage(task, stage, record)
         finally:
             steps = [row for row in read_jsonl(stage.metrics) if "tokens" in row]
             record["cost"] = {
@@ -116,8 +116,10 @@ class Session:
         write_json(stage.record, record)
         self._save_manifest()
 
-    def _run_stage(self, task: Task, stage: StageDir) -> dict[str, float | None]:
+    def _run_stage(self, task: Task, stage: StageDir, record: dict[str, Any]) -> dict[str, float | None]:
         """Train one stage, showing its progress on the console and in the trackers.
+
+        The record of a recovery gets the kinds of its general prompts.
 
         Returns: The first time left that was shown: `at` seconds after the command began, so many for the
             `stage` and for `all` stages, and what the stage `took` from there.
@@ -129,6 +131,9 @@ class Session:
         workflow, name = self.workflow, task.name
         offset = steps_done(self.run, before=stage)
         source = self._recovery(stage) if name == "recover" else None
+        if source:
+            kinds = count_kinds(source.rows["general"])
+            record["kinds"] = {"drawn": dict(kinds), "added": [*source.added]}
         with self._line(task) as line:
             report = TrackedReport(line, self.tracked, stage, offset)
             if name == "finetune":
@@ -145,15 +150,21 @@ class Session:
 
     def _recovery(self, stage: StageDir) -> RecoverySource:
         """Return the data of the recovery; base writes its prompts now if it is to."""
+        from opdcl.distill.mixture import PLACEHOLDER, described, with_written
         from opdcl.distill.own_prompts import own_prompts
 
         config, source = self.workflow.recover, self.job.recovery
-        if config.general != "self":
-            return source
-        count = len(source.rows["general"])
-        with self.output.stage("prompts") as line:
-            written = own_prompts(config, count, self.backbone, self.job.tests, stage.prompts, line)
-        return replace(source, rows={**source.rows, "general": written})
+        planned = source.rows["general"], source.held_out.get("general", [])
+        if count := sum(row is PLACEHOLDER for rows in planned for row in rows):
+            with self.output.stage("prompts") as line:
+                written = own_prompts(config, count, self.backbone, self.job.tests, stage.prompts, line)
+            general, held_out = with_written(planned, written)
+            source.rows["general"] = general
+            if held_out:
+                source.held_out["general"] = held_out
+            for note in described(general, source.added):
+                self.output.note(note)
+        return source
 
     def _measure(self, task: Task) -> None:
         from opdcl.stages.closeness import measure_closeness

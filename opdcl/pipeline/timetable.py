@@ -147,7 +147,7 @@ class Timetable:
             dynamic = [s for s in STREAMS if config.teacher_of(s).kind in DYNAMIC]
             work = RecoveryWork.of(config, self.costs, streams, dynamic)
             self._recoveries[task.name] = work
-            if task.name == "recover" and self._learned and config.source("domain"):
+            if task.name == "recover" and self._learned and config.domain:
                 name = f"answer {answer_name(config, 'domain')}"
                 self.costs.guesses[name] = min(self._learned, config.limit("domain"))
         return self._recoveries[task.name].whole(self._reached(task))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from opdcl.results import closeness, power, stats, writing
+from opdcl.results import closeness, kinds, power, stats, writing
 from opdcl.results.format import percent
 from opdcl.results.scores import Suite, headline_of, load_suites, section
 from opdcl.results.stats import Clusters
@@ -69,6 +69,7 @@ def summary_of(results: Results, suites: list[Suite]) -> dict[str, Any]:
             writing.alike(tests["writing"]),
         ),
         "closeness": closeness.summarise([near]),
+        "kinds": kinds.summarise(run, near),
         "groups": _groups(retention),
         "tests": tests,
         "ceiling": _ceiling(suites, section(run, "recover")),

@@ -27,6 +27,7 @@ import torch
 from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS, EvalConfig
 from opdcl.data.chat import answer_text, encode_prompt
+from opdcl.data.prompt_kinds import prompt_kind
 from opdcl.data.rows import Row
 from opdcl.distill.grading import micro_batches
 from opdcl.distill.losses import both_divergences
@@ -234,7 +235,7 @@ def _sample(number: int, asked: Row, row: dict[str, Any], state: str) -> dict[st
         texts = [f"{message['role']}: {message['content']}" for message in asked.prompt]
     kinds = {key: getattr(asked, key) for key in ("cluster", "group") if getattr(asked, key)}
     kept = {key: value for key, value in row.items() if state == "base" or key != "completion_ids"}
-    return {"doc_id": number, "prompt": "\n\n".join(texts), **kept, **kinds}
+    return {"doc_id": number, "prompt": "\n\n".join(texts), "kind": prompt_kind(asked), **kept, **kinds}
 
 
 def other(number: int, total: int) -> int:

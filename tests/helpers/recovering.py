@@ -36,7 +36,7 @@ class Silent:
 
 def short_recovery(folder, **settings):
     """Return the settings of a few small steps on the prompts in `folder`."""
-    streams = {stream: str(folder / f"{stream}.jsonl") for stream in ("general", "domain")}
+    streams = {"general": [str(folder / "general.jsonl")], "domain": str(folder / "domain.jsonl")}
     short = dict(SHORT)
     if settings.get("method") == "interpolate":
         del short["steps"]  # it has none

@@ -13,7 +13,7 @@ model: {{id: {model}, dtype: float32}}
 finetune:
   {{data: rows.jsonl, epochs: 4, batch_size: 4, learning_rate: 1e-2, save_steps: 3, lora: {{r: 4, alpha: 8}}}}
 recover:
-  general: prompts.jsonl
+  general: [prompts.jsonl]
   steps: 8
   rollouts: 4
   sample_ahead: 2

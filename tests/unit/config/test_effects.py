@@ -16,8 +16,7 @@ PACKAGE = Path(__file__).parents[3] / "opdcl"
 READ_BY_A_METHOD = {
     **dict.fromkeys(("eval.retention", "eval.domain", "eval.control"), "suites"),
     "recover.lmbda": "warm_up",
-    "recover.general": "source",
-    "recover.domain": "source",
+    "recover.general": "general_sources",
     **dict.fromkeys(("recover.general_teacher", "recover.domain_teacher"), "teacher_of"),
 }
 # Settings that are read by their dumped name.

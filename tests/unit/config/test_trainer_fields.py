@@ -47,7 +47,7 @@ def result(folder, stage, backbone, model, trainer) -> tuple[bytes, int]:
     """Return the adapter's bytes and the number of checkpoints of a run of four steps."""
     out = StageDir(folder / f"{stage}-{len([*folder.iterdir()])}")
     if stage == "recover":
-        data = {"general": str(folder / "general.jsonl"), "domain": str(folder / "domain.jsonl")}
+        data = {"general": [str(folder / "general.jsonl")], "domain": str(folder / "domain.jsonl")}
         sizes = {"steps": 4, "rollouts": 2, "max_new_tokens": 4, "validation_prompts": 1}
         rest = {"learning_rate": 5e-3, "micro_batch_tokens": 2048, "keep": "last", "save_steps": 2}
         config = RecoverConfig(**data, **sizes, **rest, trainer=trainer)

@@ -176,16 +176,6 @@ def test_a_context_on_prompts_of_its_own_is_refused():
         validate({"recover": {"general": "self", **taught(shown, "general")}})
 
 
-def test_the_number_of_prompts_follows_from_steps_and_rollouts():
-    def count(has_domain=True, **settings):
-        return len(own.planned_prompts(RecoverConfig(rollouts=8, **settings), has_domain))
-
-    assert count() == 48 * 8 + 16
-    assert count(general_per_domain=3, validation_prompts=4) == 72 * 8 + 4
-    assert count(has_domain=False) == count(method="general") == 96 * 8 + 16
-    assert count(steps=10_000) == own.MOST + 16
-
-
 class Stopped(Output):
     """Interrupt where the recovery would begin, after the prompts were written."""
 

@@ -184,7 +184,7 @@ def test_held_out_prompts_come_from_every_source(backbone, answered):
     teachers = {"a": {"kind": "base", "prompts": str(specialist(answered, "a"))}}
     config = RecoverConfig(
         domain=str(answered / "many.jsonl"),
-        general=str(answered / "general.jsonl"),
+        general=[str(answered / "general.jsonl")],
         teachers=teachers,
         validation_prompts=16,
     )

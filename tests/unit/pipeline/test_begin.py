@@ -126,7 +126,9 @@ def test_the_two_verbs_and_the_workflow_key_start_the_same_run(adapter, tiny_mod
 def test_the_recipe_continues_what_the_verbs_have_measured(adapter, tiny_model, project):
     assert opdcl("eval", "mine", *MEASURE, "-o", "run").returncode == 0
     assert opdcl("workflows", "cp", "repair", "repair.yaml").returncode == 0
-    own = f"start=mine model.id={tiny_model} recover.general=prompts.jsonl recover.domain=rows.jsonl {SMALL}"
+    own = (
+        f"start=mine model.id={tiny_model} recover.general=[prompts.jsonl] recover.domain=rows.jsonl {SMALL}"
+    )
     own += " eval.retention=[instructions] eval.limit=4 eval.max_new_tokens=6 eval.data.mine=rows.jsonl"
     made = opdcl("run", "repair.yaml", "-o", "run", *settings(own))
     assert made.returncode == 0, made.stderr

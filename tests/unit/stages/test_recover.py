@@ -156,7 +156,7 @@ def test_the_data_of_a_recovery_is_read_once_per_source_and_split(tuned):
         return load_rows(source, split)
 
     source = read_recovery_source(config, read_rows)
-    assert reads == [("everyday", "train"), ("everyday", "validation"), (config.domain, "train")]
+    assert reads == [(config.domain, "train"), ("everyday", "train"), ("everyday", "validation")]
     assert len(source.rows["domain"]) == 8
     assert set(source.held_out) == {"general"}
 

@@ -1,0 +1,150 @@
+"""The general prompts of a recovery: from one source or several, with shipped ones of the kinds they lack.
+
+A list of sources is taken as it is. A file that is named alone is topped up: kinds of prompt that hardly
+occur in it come from the shipped prompts, since a recovery brings back what its prompts ask for.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+from opdcl.config.recover import RecoverConfig
+from opdcl.data.prompt_kinds import FOREIGN, KINDS, count_kinds, lacking, prompt_kind
+from opdcl.data.rows import Row, check_prompts
+from opdcl.distill.schedule import plan_steps
+from opdcl.errors import UsageError
+
+# The share of the prompts that each lacking kind gets.
+TOP_UP = 0.04
+
+SHIPPED, SELF = "everyday", "self"
+
+# Base writes prompts of at most so many tokens, and so many of them: later epochs repeat them.
+LONGEST, MOST = 128, 1024
+
+# Stands for a prompt that base has yet to write, at its greatest length.
+PLACEHOLDER = Row([{"role": "user", "content": " ".join(["word"] * LONGEST)}], None, None, "a prompt of base")
+
+Read = Callable[..., list[Row]]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """General prompts to train on, those held out if they are chosen already, and the kinds added to them."""
+
+    train: list[Row]
+    held_out: list[Row] | None = None
+    added: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a mixture: the rows that it is drawn from. Without `held_out`, some of `train` are."""
+
+    share: float
+    train: list[Row]
+    held_out: list[Row] | None = None
+
+    def drawn(self, count: int, held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
+        """Return so many rows to train on and so many others; rows come again where there are too few."""
+        if self.train[0] is PLACEHOLDER:
+            return [PLACEHOLDER] * count, [PLACEHOLDER] * held_out
+        train, others = [*self.train], [*(self.held_out or [])]
+        random.Random(seed).shuffle(train)
+        if self.held_out is None:
+            held_out = min(held_out, len(train) // 2)
+            train, others = train[held_out:], train[:held_out]
+        return [*islice(cycle(train), count)], [*islice(others, held_out)]
+
+
+def read_mixture(config: RecoverConfig, read_rows: Read, has_domain: bool) -> Mixture:
+    """Read the general prompts of a recovery; those that base will write are placeholders.
+
+    Raises:
+        UsageError: A row is malformed, or a source has too few prompts to hold some out.
+    """
+    sources = config.general_sources()
+    if not sources:
+        return Mixture([])
+    if len(sources) > 1:
+        parts = [_part(share, source, read_rows) for source, share in sources.items()]
+        return Mixture(*_mixed(parts, config, drawn_prompts(config, has_domain)))
+    (source,) = sources
+    if source == SELF:
+        count = min(drawn_prompts(config, has_domain), MOST) + config.validation_prompts
+        return Mixture([PLACEHOLDER] * count)
+    own = _part(1.0, source, read_rows)
+    missing = lacking(count_kinds(own.train)) if source != SHIPPED and isinstance(config.general, str) else []
+    if not missing:
+        return Mixture(own.train, own.held_out)
+    shipped = _part(1.0, SHIPPED, read_rows)
+    added = {kind: part for kind in missing if (part := _of_kind(shipped, kind)).train}
+    rest = _Part(1 - TOP_UP * len(added), own.train)
+    rows = _mixed([rest, *added.values()], config, drawn_prompts(config, has_domain))
+    return Mixture(*rows, tuple(added))
+
+
+def drawn_prompts(config: RecoverConfig, has_domain: bool) -> int:
+    """Return how many general prompts the steps of a recovery draw."""
+    steps = plan_steps(config, 1, int(has_domain and config.method != "general"))
+    return sum(len(step.prompts) for step in steps if step.stream == "general")
+
+
+def described(rows: Sequence[Row], added: Sequence[str]) -> list[str]:
+    """Describe for the user of which kinds the general prompts are, what was added and what is missing."""
+    if not (rows := [row for row in rows if row is not PLACEHOLDER]):
+        return []
+    counts = count_kinds(rows)
+    shares = [f"{counts[kind] / len(rows):.0%} {name}" for kind, name in KINDS.items() if counts[kind]]
+    notes = [f"kinds of general prompts: {', '.join(shares) or 'none that is known'}"]
+    if counts[FOREIGN]:
+        notes[0] += f"; {counts[FOREIGN] / len(rows):.0%} are not in English, whose kinds are not told apart"
+    if added:
+        notes.append(
+            f"your prompts lack {_names(added)}: shipped ones are {TOP_UP:.0%} of the prompts for each; "
+            "to leave them out, make recover.general a list, as in [FILE]"
+        )
+    if missing := [kind for kind in lacking(counts) if kind not in added]:
+        notes.append(f"warning: the general prompts lack {_names(missing)}: there, less may come back")
+    return notes
+
+
+def with_written(lists: Sequence[Sequence[Row]], written: Sequence[Row]) -> list[list[Row]]:
+    """Return lists of rows with those that base has written in place of the placeholders, in order."""
+    following = cycle(written)
+    return [[next(following) if row is PLACEHOLDER else row for row in rows] for rows in lists]
+
+
+def _part(share: float, source: str, read_rows: Read) -> _Part:
+    if source == SELF:
+        return _Part(share, [PLACEHOLDER])
+    rows = check_prompts(read_rows(source))
+    held_out = check_prompts(read_rows(source, "validation")) if source == SHIPPED else None
+    return _Part(share, rows, held_out)
+
+
+def _of_kind(part: _Part, kind: str) -> _Part:
+    both = part.train, part.held_out or []
+    return _Part(TOP_UP, *([row for row in rows if prompt_kind(row) == kind] for rows in both))
+
+
+def _mixed(parts: Sequence[_Part], config: RecoverConfig, drawn: int) -> tuple[list[Row], list[Row]]:
+    """Return the prompts to train on, as many as are drawn, and the held-out ones, in the parts' shares."""
+    train: list[Row] = []
+    held_out: list[Row] = []
+    for number, part in enumerate(parts):
+        if len(part.train) == 1 and part.train[0] is not PLACEHOLDER:
+            raise UsageError(f"{part.train[0].where} is the only prompt of its source", "add prompts")
+        # At least one each, so that a small part is trained and measured.
+        count, aside = (max(1, round(part.share * n)) for n in (drawn, config.validation_prompts))
+        ours, others = part.drawn(count, aside, config.seed + number)
+        train += ours
+        held_out += others
+    return train, held_out
+
+
+def _names(kinds: Sequence[str]) -> str:
+    return ", ".join(KINDS[kind] for kind in kinds)

@@ -1,0 +1,74 @@
+"""The kinds of prompt that a recovery practised, and the distance from base on each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from opdcl.data.prompt_kinds import FOREIGN, KINDS, lacking
+from opdcl.results.format import cell
+from opdcl.results.intervals import mean, ratio
+from opdcl.results.scores import Suite
+from opdcl.results.status import STATES
+from opdcl.results.tables import Table
+from opdcl.rundir.layout import RunDir
+
+NAMES = KINDS | {FOREIGN: "not in English"}
+
+
+def summarise(run: RunDir, near: Suite) -> dict[str, dict[str, Any]]:
+    """Return each kind's share of the recovery's general prompts, and the states' distances from base on it.
+
+    It is empty where the recovery recorded no kinds. `c` is the share of tuned's distance that is gone.
+    """
+    recorded = run.stage_record("recover").get("kinds")
+    if not recorded:
+        return {}
+    drawn, added = recorded["drawn"], recorded["added"]
+    missing, total = lacking(drawn), sum(drawn.values())
+    kinds = [kind for kind in NAMES if kind in KINDS or drawn.get(kind)]
+    return {
+        kind: {
+            "name": NAMES[kind],
+            "share": round(drawn.get(kind, 0) / total, 4) if total else 0.0,
+            "added": kind in added,
+            "lacking": kind in missing,
+            **_distances(near, kind),
+        }
+        for kind in kinds
+    }
+
+
+def _distances(near: Suite, kind: str) -> dict[str, Any]:
+    chosen = {state: [row for row in rows if row.get("kind") == kind] for state, rows in near.rows.items()}
+    values = {
+        state: np.array([row["scores"]["distance"] for row in rows])
+        for state, rows in chosen.items()
+        if len(rows) > 1
+    }
+    found: dict[str, Any] = {"n": len(next(iter(values.values()), []))}
+    found |= {state: mean(values[state]).as_dict() if state in values else {} for state in STATES}
+    if len(values) < len(STATES):
+        return found | {"c": None}
+    tuned, recovered = values["tuned"], values["recovered"]
+    gone = ratio(tuned - recovered, tuned)
+    return found | {"c": gone.as_dict() if gone else None}
+
+
+def table(found: dict[str, dict[str, Any]]) -> Table:
+    """Return the kinds as a table with one row per kind."""
+    rows = []
+    for kind in found.values():
+        share = f"{kind['share']:.0%}" + (", shipped" if kind["added"] else "")
+        near = [f"{kind[state]['value']:.2f}" if kind[state] else "" for state in ("tuned", "recovered")]
+        practised = "none" if kind["lacking"] else share
+        rows.append([kind["name"], practised, str(kind["n"] or ""), *near, cell(kind["c"])])
+    caption = (
+        "The kinds of general prompt that the recovery practised, and on other prompts of each kind "
+        "the distance from base in nats per token, and the share of tuned's that is gone."
+    )
+    if missing := [kind["name"] for kind in found.values() if kind["lacking"]]:
+        caption += f" Hardly any recovery prompts: {', '.join(missing)}. There, less may have come back."
+    columns = ["kind of prompt", "recovery prompts", "measured on", "tuned", "recovered", "gone"]
+    return Table("What the recovery practised", columns, rows, caption)
