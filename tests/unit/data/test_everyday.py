@@ -155,7 +155,8 @@ def test_groups_and_splits_keep_their_sizes():
         "text": 92,
         "long": 126,
         "list": 110,
+        "code": 60,
     }
     assert held_out.keys() == rows.keys()
     assert min(held_out.values()) >= 10, "the held-out part must have every group"
-    assert sum(held_out.values()) == 226
+    assert sum(held_out.values()) == 236
