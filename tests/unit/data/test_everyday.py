@@ -156,7 +156,17 @@ def test_groups_and_splits_keep_their_sizes():
         "long": 126,
         "list": 110,
         "code": 60,
+        "conversation": 60,
     }
     assert held_out.keys() == rows.keys()
     assert min(held_out.values()) >= 10, "the held-out part must have every group"
-    assert sum(held_out.values()) == 236
+    assert sum(held_out.values()) == 246
+
+
+def test_conversations_end_with_a_user_who_was_answered_before():
+    talks = [row["messages"] for row in ROWS if row["group"] == "conversation"]
+    assert len(talks) == sum("messages" in row for row in ROWS)
+    for messages in talks:
+        roles = ["user", "assistant"] * (len(messages) // 2) + ["user"]
+        assert [message["role"] for message in messages] == roles
+        assert 3 <= len(messages) <= 7
