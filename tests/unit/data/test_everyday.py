@@ -157,10 +157,11 @@ def test_groups_and_splits_keep_their_sizes():
         "list": 110,
         "code": 60,
         "conversation": 60,
+        "doubtful": 60,
     }
     assert held_out.keys() == rows.keys()
     assert min(held_out.values()) >= 10, "the held-out part must have every group"
-    assert sum(held_out.values()) == 246
+    assert sum(held_out.values()) == 256
 
 
 def test_conversations_end_with_a_user_who_was_answered_before():
