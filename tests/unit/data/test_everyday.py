@@ -152,7 +152,7 @@ def test_groups_and_splits_keep_their_sizes():
         "fact": 1028,
         "open": 350,
         "constraints": 294,
-        "text": 92,
+        "text": 152,
         "long": 126,
         "list": 110,
         "code": 60,
@@ -161,7 +161,7 @@ def test_groups_and_splits_keep_their_sizes():
     }
     assert held_out.keys() == rows.keys()
     assert min(held_out.values()) >= 10, "the held-out part must have every group"
-    assert sum(held_out.values()) == 256
+    assert sum(held_out.values()) == 266
 
 
 def test_conversations_end_with_a_user_who_was_answered_before():
