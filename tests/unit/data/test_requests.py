@@ -28,17 +28,17 @@ def near_to(others, requests):
     return {p: float(n) for p, n in zip(prompts, nearest(prompts, others), strict=True) if n > NEAR}
 
 
-def test_there_are_300_in_10_groups_all_different(requests):
-    assert len(requests) == len({text_of(row) for row in requests}) == 300
+def test_there_are_360_in_13_groups_all_different(requests):
+    assert len(requests) == len({text_of(row) for row in requests}) == 360
     groups = Counter(row.group for row in requests)
-    assert len(groups) == 10
+    assert len(groups) == 13
     assert min(groups.values()) >= 20
 
 
 def test_each_beginning_of_the_file_has_all_groups(requests):
-    for limit in (50, 100, 200):
+    for limit in (40, 50, 100, 200):
         groups = Counter(row.group for row in requests[:limit])
-        assert len(groups) == 10
+        assert len(groups) == 13
         assert min(groups.values()) >= 2
         assert max(groups.values()) - min(groups.values()) <= limit // 20
 
