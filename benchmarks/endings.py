@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from opdcl.config.model import ModelConfig
-from opdcl.config.shipped import package_folder
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import load_rows
 from opdcl.distill.losses import both_divergences, missed_ends
@@ -31,7 +30,6 @@ from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
 from opdcl.repetition import repetition
 from opdcl.results.intervals import mean
-from opdcl.rundir.files import read_jsonl
 from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
 
@@ -70,11 +68,9 @@ def main() -> None:
 
 def held_out(backbone: Backbone, count: int) -> list[Prompt]:
     """Return held-out everyday prompts, half of which ask for long answers; short facts are left out."""
-    file = package_folder("workflows") / "data" / "everyday.jsonl"
-    kinds = {row["prompt"]: row["kind"] for row in read_jsonl(file)}
-    rows = [(kinds[row.prompt[-1]["content"]], row) for row in load_rows("everyday", "validation")]
-    long = [row for kind, row in rows if kind == "long"][: count // 2]
-    others = [row for kind, row in rows if kind not in ("long", "fact")]
+    rows = load_rows("everyday", "validation")
+    long = [row for row in rows if row.group == "long"][: count // 2]
+    others = [row for row in rows if row.group not in ("long", "fact")]
     others = others[:: max(1, len(others) // (count - len(long)))][: count - len(long)]
     return [Prompt(encode_prompt(row, backbone.tokenizer, 1024)) for row in long + others]
 

@@ -28,7 +28,7 @@ class EvalConfig(Section):
     control: Names = []
     """Suites that are reported but do not count in the verdict, such as `neighbours`."""
     closeness: Annotated[str, Field(min_length=1)] | None = "requests"
-    """Prompts on which closeness to base is measured: `requests` (300, shipped), `requests_quick` (40 of
+    """Prompts on which closeness to base is measured: `requests` (360, shipped), `requests_quick` (40 of
     them), a file, or a Hub dataset. No stage may learn from them. None: it is not measured."""
     data: dict[str, str] = {}
     """Local files: SUITE: PATH replaces the dataset of a task of lm-eval, as in `{ifeval: input_data.jsonl}`;

@@ -134,7 +134,7 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
         rows = read_json_lines(_shipped_file(source))
         yield from ((row, where) for row, where in rows if row["split"] == split)
     elif source in ("requests", "requests_quick"):
-        # Every beginning of the file has all kinds of prompts.
+        # Every beginning of the file has all groups of prompts.
         yield from itertools.islice(read_json_lines(_shipped_file(source)), 40 if source[8:] else None)
     elif os.path.isdir(path):
         for file in source_files(source):

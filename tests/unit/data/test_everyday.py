@@ -2,9 +2,11 @@
 
 import json
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
+from helpers.everyday import ROWS, SAID, TEXTS, text_of
 
 from opdcl.config.shipped import package_folder
 from opdcl.data.similarity import nearest, similarity
@@ -45,11 +47,6 @@ def neighbours(split: str) -> list[str]:
     return [row["question"] for row in map(json.loads, lines) if row["split"] == split]
 
 
-ROWS = [
-    json.loads(line)
-    for line in (package_folder("workflows") / "data" / "everyday.jsonl").read_text("utf-8").splitlines()
-]
-EVERYDAY = [row["prompt"] for row in ROWS]
 FACTS = [json.loads(line) for line in (EVALS / "handbook" / "facts.jsonl").read_text("utf-8").splitlines()]
 SUITES = {
     "instructions": requests("test"),
@@ -89,8 +86,8 @@ def test_a_reworded_copy_with_other_constraints_is_near(prompt, copy):
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_no_everyday_prompt_is_near_to_a_test(suite):
-    near = nearest(EVERYDAY, SUITES[suite])
-    assert {EVERYDAY[i]: round(float(near[i]), 2) for i in np.flatnonzero(near > NEAR)} == {}
+    near = nearest(SAID, SUITES[suite])
+    assert {SAID[i]: round(float(near[i]), 2) for i in np.flatnonzero(near > NEAR)} == {}
 
 
 def test_no_short_question_to_choose_settings_on_is_near_to_one_of_the_test():
@@ -99,18 +96,18 @@ def test_no_short_question_to_choose_settings_on_is_near_to_one_of_the_test():
 
 
 def test_no_everyday_prompt_repeats_another():
-    cosine = similarity(EVERYDAY, EVERYDAY)
+    cosine = similarity(TEXTS, TEXTS)
     np.fill_diagonal(cosine, 0)
-    assert [(EVERYDAY[i], EVERYDAY[j]) for i, j in np.argwhere(cosine > 0.8)] == []
+    assert [(TEXTS[i], TEXTS[j]) for i, j in np.argwhere(cosine > 0.8)] == []
 
 
 def test_no_everyday_prompt_demands_a_constraint_of_an_unseen_type():
     demanding = {
-        f"{kind}: {row['prompt']}"
+        f"{kind}: {text_of(row)}"
         for row in ROWS
         for kind, pattern in UNSEEN.items()
         # A text in quotation marks is to be rewritten; what stands in it is no demand.
-        if re.search(pattern, re.sub(r'"[^"]*"', "", row["prompt"]), re.IGNORECASE)
+        if re.search(pattern, re.sub(r'"[^"]*"', "", text_of(row)), re.IGNORECASE)
     }
     assert demanding == set()
 
@@ -145,15 +142,32 @@ def test_prompts_ask_for_every_seen_type():
         "placeholders": r"\[",
     }
     for pattern in seen.values():
-        assert sum(bool(re.search(pattern, p)) for p in EVERYDAY) >= 10, pattern
+        assert sum(bool(re.search(pattern, p)) for p in TEXTS) >= 10, pattern
 
 
-def test_kinds_and_splits_keep_their_sizes():
-    kinds = ["writing", "list", "explain", "rewrite", "format", "role", "fact", "constraints", "long"]
-    held_out = {k: sum(r["kind"] == k and r["split"] == "validation" for r in ROWS) for k in kinds}
-    assert {r["kind"] for r in ROWS} == {*kinds}
-    assert len(ROWS) == 2000
-    assert sum(held_out.values()) == 226
-    # Half are short questions: with fewer, a model keeps answering those from its domain.
-    assert 0.5 < sum(r["kind"] == "fact" for r in ROWS) / len(ROWS) < 0.6
-    assert min(held_out.values()) >= 8, "the held-out part must have every kind"
+def test_groups_and_splits_keep_their_sizes():
+    rows = Counter(row["group"] for row in ROWS)
+    held_out = Counter(row["group"] for row in ROWS if row["split"] == "validation")
+    assert rows == {
+        "fact": 1028,
+        "open": 350,
+        "constraints": 294,
+        "text": 152,
+        "long": 126,
+        "list": 110,
+        "code": 60,
+        "conversation": 60,
+        "doubtful": 60,
+    }
+    assert held_out.keys() == rows.keys()
+    assert min(held_out.values()) >= 10, "the held-out part must have every group"
+    assert sum(held_out.values()) == 266
+
+
+def test_conversations_end_with_a_user_who_was_answered_before():
+    talks = [row["messages"] for row in ROWS if row["group"] == "conversation"]
+    assert len(talks) == sum("messages" in row for row in ROWS)
+    for messages in talks:
+        roles = ["user", "assistant"] * (len(messages) // 2) + ["user"]
+        assert [message["role"] for message in messages] == roles
+        assert 3 <= len(messages) <= 7

@@ -7,6 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from helpers.command import ROOT
+from helpers.everyday import SAID
 from helpers.scripts import load_script
 
 from opdcl.config.shipped import package_folder
@@ -95,10 +96,10 @@ def test_no_request_is_near_to_a_shipped_prompt():
     requests = (ROOT / "evals" / "ifeval" / "requests.txt").read_text(encoding="utf-8").splitlines()
     requests = [line.partition("|")[0].strip() for line in requests]
     suite = [*(package_folder("evals") / "instructions").glob("*.jsonl")]
+    prompts = [json.loads(line)["prompt"] for file in suite for line in file.read_text("utf-8").splitlines()]
     # Apart, because a word's weight depends on all texts that are compared.
-    for files in (suite, [package_folder("workflows") / "data" / "everyday.jsonl"]):
-        rows = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
-        near = nearest(requests, [request_of(row["prompt"]) for row in rows])
+    for texts in (prompts, SAID):
+        near = nearest(requests, [*map(request_of, texts)])
         assert {requests[i]: round(float(near[i]), 2) for i in np.flatnonzero(near > 0.6)} == {}
 
 

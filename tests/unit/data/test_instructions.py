@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.everyday import SAID, TEXTS
 from helpers.scripts import load_script
 
 from opdcl.config.model import ModelConfig
@@ -21,7 +22,6 @@ SPLITS = {"test": 600, "validation": 150, "train": 200}
 SEEN = {"words", "word_count", "sentence_count", "title", "postscript"}
 UNSEEN = {"first", "numbered", "forbidden"}  # tests/unit/data/test_everyday.py looks for them in vain
 NUMBERS = "single one two three four five six seven eight nine ten".split()  # noqa: SIM905
-EVERYDAY = package_folder("workflows") / "data" / "everyday.jsonl"
 
 
 def lines(path: Path) -> list[dict]:
@@ -140,7 +140,7 @@ def test_the_phrasings_of_the_test_are_in_no_other_split_and_in_no_recovery_prom
         split: {masked(c["text"]) for row in rows for c in row["constraints"]} for split, rows in ROWS.items()
     }
     assert not said["test"] & (said["validation"] | said["train"])
-    everyday = [masked(row["prompt"]) for row in lines(EVERYDAY)]
+    everyday = [*map(masked, TEXTS)]
     assert [text for text in said["test"] if any(text in prompt for prompt in everyday)] == []
 
 
@@ -154,10 +154,9 @@ def test_keys_and_prompts_are_unique():
 
 
 def test_no_request_is_near_to_one_of_another_split_or_of_the_recovery_prompts():
-    everyday = [row["prompt"] for row in lines(EVERYDAY)]
     requests = {split: [r.replace("*", "") for r in own] for split, own in MAKE.read_requests().items()}
     for split, own in requests.items():
-        near = nearest(own, everyday)
+        near = nearest(own, SAID)
         assert {own[i]: float(near[i]) for i in np.flatnonzero(near > 0.6)} == {}
         for other in [o for name, o in requests.items() if name > split]:
             cosine = similarity(own, other)

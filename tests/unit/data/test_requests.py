@@ -1,9 +1,10 @@
-"""The shipped prompts of closeness: kinds that the recovery's prompts lack, and near to no other prompt."""
+"""The shipped prompts of closeness: many groups, balanced from the beginning, and near to no other prompt."""
 
 from collections import Counter
 
 import pytest
 from helpers.command import ROOT
+from helpers.everyday import SAID
 
 from opdcl.data.rows import load_rows, read_json_lines
 from opdcl.data.similarity import nearest
@@ -21,18 +22,25 @@ def text_of(row):
     return "\n".join(message["content"] for message in row.prompt)
 
 
-def test_there_are_300_in_ten_kinds_all_different(requests):
-    assert len(requests) == len({text_of(row) for row in requests}) == 300
-    kinds = Counter(row.group for row in requests)
-    assert len(kinds) == 10
-    assert min(kinds.values()) >= 25
+def near_to(others, requests):
+    """Return the requests that ask for nearly the same as one of the others, and how near they are."""
+    prompts = [text_of(row) for row in requests]
+    return {p: float(n) for p, n in zip(prompts, nearest(prompts, others), strict=True) if n > NEAR}
 
 
-def test_each_beginning_of_the_file_has_all_kinds(requests):
-    for limit in (50, 100, 200):
-        kinds = Counter(row.group for row in requests[:limit])
-        assert len(kinds) == 10
-        assert max(kinds.values()) - min(kinds.values()) <= limit // 20
+def test_there_are_360_in_13_groups_all_different(requests):
+    assert len(requests) == len({text_of(row) for row in requests}) == 360
+    groups = Counter(row.group for row in requests)
+    assert len(groups) == 13
+    assert min(groups.values()) >= 20
+
+
+def test_each_beginning_of_the_file_has_all_groups(requests):
+    for limit in (40, 50, 100, 200):
+        groups = Counter(row.group for row in requests[:limit])
+        assert len(groups) == 13
+        assert min(groups.values()) >= 2
+        assert max(groups.values()) - min(groups.values()) <= limit // 20
 
 
 def test_prompts_on_one_text_are_a_cluster(requests):
@@ -53,7 +61,6 @@ def test_conversations_end_with_the_user(requests):
 @pytest.mark.parametrize(
     ("file", "field"),
     [
-        ("workflows/data/everyday.jsonl", "prompt"),
         ("evals/instructions/train.jsonl", "prompt"),
         ("evals/instructions/validation.jsonl", "prompt"),
         ("evals/instructions/test.jsonl", "prompt"),
@@ -61,11 +68,18 @@ def test_conversations_end_with_the_user(requests):
         ("evals/ifeval/prompts.jsonl", "prompt"),
     ],
 )
-def test_none_is_near_to_a_prompt_of_the_recovery_or_of_another_test(requests, file, field):
-    others = [row[field] for row, _ in read_json_lines(ROOT / file)]
-    prompts = [text_of(row) for row in requests]
-    near = {p: float(n) for p, n in zip(prompts, nearest(prompts, others), strict=True) if n > NEAR}
-    assert near == {}
+def test_none_is_near_to_a_prompt_of_another_test(requests, file, field):
+    assert near_to([row[field] for row, _ in read_json_lines(ROOT / file)], requests) == {}
+
+
+def test_none_is_near_to_a_prompt_of_the_recovery(requests):
+    assert near_to(SAID, requests) == {}
+
+
+def test_none_is_near_to_a_question_of_the_handbook(requests):
+    facts = [fact for fact, _ in read_json_lines(ROOT / "evals" / "handbook" / "facts.jsonl")]
+    for questions in ([f["neighbour"]["question"] for f in facts], [q for f in facts for q in f["test"]]):
+        assert near_to(questions, requests) == {}
 
 
 def test_none_is_written_in_the_grammar_of_instructions(requests):

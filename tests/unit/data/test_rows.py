@@ -214,6 +214,14 @@ def test_the_shipped_everyday_prompts_have_no_answers():
     )
 
 
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_the_shipped_everyday_conversations_come_whole(split):
+    rows = load_prompts("everyday", split)
+    assert all(row.group for row in rows)
+    assert {row.group for row in rows if len(row.prompt) > 1} == {"conversation"}
+    assert {row.prompt[-1]["role"] for row in rows} == {"user"}
+
+
 def test_a_csv_row_may_hold_line_separators_and_commas_in_quotes(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text(

@@ -6,6 +6,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from helpers.everyday import ROWS as EVERYDAY
+from helpers.everyday import text_of
 from helpers.scripts import load_script
 
 from opdcl.config.shipped import package_folder
@@ -25,7 +27,6 @@ def module(name: str) -> ModuleType:
 
 
 FACTS = lines(EVALS / "handbook" / "facts.jsonl")
-EVERYDAY = lines(package_folder("workflows") / "data" / "everyday.jsonl")
 
 
 def content_words(question: str, subject: str) -> set[str]:
@@ -107,8 +108,8 @@ def test_there_is_a_neighbour_to_every_fact_and_it_is_about_something_else():
 
 
 def test_everyday_validation_prompts_are_not_trained_on():
-    train = [row["prompt"] for row in EVERYDAY if row["split"] == "train"]
-    held_out = [row["prompt"] for row in EVERYDAY if row["split"] == "validation"]
+    train = [text_of(row) for row in EVERYDAY if row["split"] == "train"]
+    held_out = [text_of(row) for row in EVERYDAY if row["split"] == "validation"]
     seen = set().union(*map(runs, train))
     assert [p for p in held_out if p in train or runs(p) & seen] == []
 

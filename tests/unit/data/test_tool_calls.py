@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from helpers.command import opdcl
+from helpers.everyday import SAID
 from helpers.families import FAMILIES, make_tokenizer, scripted, template
 from helpers.recovering import Silent
 from helpers.scripts import load_script
@@ -174,9 +175,8 @@ def test_every_right_call_is_one_that_its_tools_allow(name):
 
 
 def test_no_prompt_is_near_to_one_of_the_other_split_or_of_the_recovery_prompts():
-    everyday = [row["prompt"] for row in read_jsonl(package_folder("workflows") / "data" / "everyday.jsonl")]
     ours, theirs = ([doc["prompt"] for doc in docs] for docs in DOCS.values())
-    for prompts, others in ((ours, [*theirs, *everyday]), (theirs, everyday)):
+    for prompts, others in ((ours, [*theirs, *SAID]), (theirs, SAID)):
         near = nearest(prompts, others)
         assert {prompts[i]: float(near[i]) for i in np.flatnonzero(near > 0.6)} == {}
 
