@@ -122,7 +122,12 @@ def encode_stream(
     if stream not in source.held_out:
         return Prompts(*_split(prompts, stream, count))
     held_out = [*starmap(prompt, enumerate(source.held_out[stream]))]
-    return Prompts(prompts, held_out[:: max(1, len(held_out) // count)][:count])
+    return Prompts(prompts, [held_out[i] for i in _spread(len(held_out), count)])
+
+
+def _spread(size: int, count: int) -> list[int]:
+    """Return `count` indices below `size` at equal distances, or all of them."""
+    return sorted({i * size // count for i in range(count)})
 
 
 def _split(prompts: list[Prompt], stream: Stream, count: int) -> tuple[list[Prompt], list[Prompt]]:
@@ -132,7 +137,7 @@ def _split(prompts: list[Prompt], stream: Stream, count: int) -> tuple[list[Prom
         raise UsageError(message, "add prompts")
     # Evenly spread, so that all topics of a file sorted by topic are held out.
     count = min(count, len(prompts) // 2)
-    held_out = sorted({i * len(prompts) // count for i in range(count)})
+    held_out = _spread(len(prompts), count)
     # Recovery practises the whole domain: what is not practised is not protected.
     train = prompts if stream == "domain" else [p for i, p in enumerate(prompts) if i not in held_out]
     return train, [prompts[i] for i in held_out]
