@@ -160,60 +160,69 @@ METHODS = {
     "on-policy": "on-policy, `lmbda: 1`: the student writes",
     "replay": "replay, `method: replay`: imitate the texts that base and tuned wrote",
     "mixing": "no recovery; half of the fine-tune's rows are general, `finetune.replay`",
+    "public": "the same with 5,000 public requests, topped up",
+    "none": "the plain fine-tune",
+    "rate-third": "at a third of the rate",
+    "replay-10": "a tenth of the rows are general",
+    "replay-30": "three tenths of the rows are general",
+    "replay-30-kl": "the same, and KL to base as a part of the loss",
+    "replay-as-cure": "cure by replay: imitate the texts that base and tuned wrote",
+    "placebo": "placebo: tuned grades its own answers",
+    "placebo-texts": "placebo: imitate tuned's own texts",
+    "replay-30-then-ours": "three tenths general, then opdcl",
 }
 
 
 def rivals(record: str = "methods", writing: bool = False) -> str:
     """Return scores, R, C and D of the method and its rivals: means over seeds on the same prompts.
 
-    With `writing`, also the length and the ends of its own answers, in percent of base's.
+    All arms of a seed count from its plain fine-tune, which `ours` cures. With `writing`, also the length and
+    the ends of its own answers, in percent of base's.
     """
     found = read(record)
     if not found:
         return NOT_MEASURED
     retention, domain = (found["suites"][role] for role in ("retention", "domain"))
+    control = found["suites"].get("control")
+    suites = [retention, domain, *([control] if control else [])]
     arms = {arm: [row for row in found["rows"] if row["arm"] == arm] for arm in METHODS}
+    cured = {row["seed"]: row for row in arms["ours"]}
     table = [
-        [state, *(of_seeds(scores(arms["ours"], suite, state), 1) for suite in (retention, domain))]
+        [state, *(of_seeds(scores(arms["ours"], suite, state), 1) for suite in suites)]
         for state in ("base", "tuned")
     ]
     for arm, rows in ((arm, rows) for arm, rows in arms.items() if rows):
         # An arm without a recovery is what its fine-tune made.
-        state = "recovered" if rows[0]["recovery"] else "tuned"
-        cells = [of_seeds(scores(rows, suite, state), 1) for suite in (retention, domain)]
-        if state == "recovered":
-            keys = "recovery", "closeness", "domain_retention"
-            estimates = [[row[key]["value"] for row in rows] for key in keys]
-        else:
-            cured = {row["seed"]: row for row in arms["ours"]}
-            beside = [prevented(row, cured[row["seed"]], retention, domain) for row in rows]
-            estimates = [[found[i] for found in beside] for i in range(3)]
-        cells += [of_seeds(values, 2) for values in estimates]
+        state = "recovered" if "recovered" in rows[0]["suites"][retention] else "tuned"
+        cells = [of_seeds(scores(rows, suite, state), 1) for suite in suites]
+        shares = [shares_of(row, state, cured[row["seed"]], retention, domain) for row in rows]
+        cells += [of_seeds([found[i] for found in shares], 2) for i in range(3)]
         if writing:
             texts = [row["closeness"]["written"] for row in rows]
             for key, scale in (("length", 1), ("ended", 100)):
                 base = fmean(scale * one["base"][key] for one in texts)
                 cells.append(f"{of_seeds([scale * one[state][key] for one in texts], 0)}, base {base:.0f}")
         table.append([METHODS[arm], *cells])
-    columns = [f"method, {seeds_of(len(arms['ours']))}", f"`{retention}`, %", f"`{domain}`, %", "R", "C", "D"]
+    columns = [f"method, {seeds_of(len(cured))}", *(f"`{suite}`, %" for suite in suites), "R", "C", "D"]
     columns += ["tokens", "answers that end, %"] if writing else []
     table = [row + [""] * (len(columns) - len(row)) for row in table]
     return rows_of(columns, unbroken(table, 1))
 
 
-def prevented(
-    row: dict[str, Any], cured: dict[str, Any], retention: str, domain: str
+def shares_of(
+    row: dict[str, Any], state: str, cured: dict[str, Any], retention: str, domain: str
 ) -> tuple[float, float, float]:
-    """Return R, C and D of a fine-tune that prevents, beside the plain fine-tune of the same seed."""
+    """Return R, C and D of a state, counted from the plain fine-tune of the same seed."""
     (skill, plain_skill), (learned, plain) = (
         (row["suites"][name], cured["suites"][name]) for name in (retention, domain)
     )
     lost, begun = max(plain_skill["tuned"], skill["floor"]), max(learned["base"], learned["floor"])
-    near, far = (one["closeness"]["distance"]["tuned"]["value"] for one in (row, cured))
+    near = row["closeness"]["distance"][state]["value"]
+    far = cured["closeness"]["distance"]["tuned"]["value"]
     return (
-        (skill["tuned"] - lost) / (skill["base"] - lost),
+        (skill[state] - lost) / (skill["base"] - lost),
         1 - near / min(far, row["closeness"]["floor"]),
-        (learned["tuned"] - begun) / (plain["tuned"] - begun),
+        (learned[state] - begun) / (plain["tuned"] - begun),
     )
 
 
@@ -224,7 +233,7 @@ def scores(rows: list[dict[str, Any]], suite: str, state: str) -> list[float]:
 def of_seeds(values: list[float], digits: int) -> str:
     """Return the mean of one value per seed, and its 95 % interval by Student's t."""
     centre = fmean(values)
-    if len(set(values)) == 1:
+    if len({*values}) == 1:
         return f"{centre:.{digits}f}"
     half = student(TWO_SIDED, len(values) - 1) * stdev(values) / len(values) ** 0.5
     return f"{centre:.{digits}f} [{centre - half:.{digits}f}, {centre + half:.{digits}f}]"
@@ -456,6 +465,7 @@ TABLES = {
     "rivals": rivals,
     "rivals-writing": lambda: rivals(writing=True),
     "rivals-people": lambda: rivals("reword", writing=True),
+    "forgetting": lambda: rivals("forgetting", writing=True),
     "endings": endings,
     "ends-by-position": ends_by_position,
     "gpu": gpu,

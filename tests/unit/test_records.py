@@ -282,31 +282,31 @@ def test_finished_runs_become_rows_that_a_later_measurement_replaces(runs, tmp_p
 def test_rivals_are_means_over_the_seeds_of_one_comparison(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "HERE", tmp_path)
 
-    def row(arm, seed, score, **more):
-        cured = "R" in more
-        suite = {"floor": 0.05, "base": 0.5, "tuned": 0.1 if cured else score, "recovered": score}
-        ratios = ("recovery", "R"), ("closeness", "C"), ("domain_retention", "R")
-        found = {key: {"value": more[name]} if cured else None for key, name in ratios}
-        distance = {"tuned": {"value": 4.0 if cured else 0.6}}
-        found["closeness"] = {"floor": 0.8, "distance": distance, **(found["closeness"] or {})}
-        return {"arm": arm, "seed": seed, "suites": {"instructions": suite, "handbook": suite}, **found}
+    def row(arm, seed, score, near):
+        suite, distance = {"floor": 0.05, "base": 0.5, "tuned": score}, {"tuned": {"value": near}}
+        if arm != "mixing":
+            suite |= {"tuned": 0.1, "recovered": score}
+            distance = {"tuned": {"value": 4.0}, "recovered": {"value": near}}
+        suites = {"instructions": suite, "handbook": suite}
+        return {
+            **{"arm": arm, "seed": seed, "suites": suites},
+            "closeness": {"floor": 0.8, "distance": distance},
+        }
 
-    rows = [
-        row("ours", seed, score, R=r, C=r) for seed, score, r in ((0, 0.3, 0.6), (1, 0.4, 0.8), (2, 0.5, 1.0))
-    ]
-    rows += [row("replay", seed, 0.2, R=0.4, C=0.3) for seed in range(3)]
-    rows += [row("mixing", seed, 0.26) for seed in range(3)]
+    rows = [row("ours", seed, score, 0.4) for seed, score in ((0, 0.3), (1, 0.4), (2, 0.5))]
+    rows += [row("replay", seed, 0.2, 0.56) for seed in range(3)]
+    rows += [row("mixing", seed, 0.26, 0.6) for seed in range(3)]
     suites = {"retention": "instructions", "domain": "handbook"}
     write(tmp_path / "methods.json", {"suites": suites, "rows": rows})
     columns, _, base, tuned, ours, replay, mixing = tables.rivals().splitlines()
     assert columns == "| method, 3 seeds | `instructions`, % | `handbook`, % | R | C | D |"
     assert base.startswith("| base | 50.0")
     assert tuned.startswith("| tuned | 10.0")
-    # The mean of 0.6, 0.8 and 1.0; t of two degrees of freedom is 4.303, and 0.2 / sqrt(3) the standard
-    # error.
-    assert "0.80 [0.30, 1.30]" in ours.replace("\u00a0", " ")
+    # R counts from tuned, 0.1: the mean of 0.5, 0.75 and 1; t of two degrees of freedom is 4.303, and
+    # 0.25 / sqrt(3) the standard error.
+    assert "0.75 [0.13, 1.37]" in ours.replace("\u00a0", " ")
     assert ours.startswith("| **opdcl**")
-    assert "| 0.30 |" in replay  # the same with every seed
+    assert "| 0.25 | 0.30 |" in replay  # the same with every seed; 1 - 0.56 / 0.8
     assert mixing.startswith("| no recovery; half")
     # (0.26 - 0.1) / (0.5 - 0.1); 1 - 0.6 / 0.8; (0.26 - 0.5) / (0.1 - 0.5).
     assert mixing.endswith("| 0.40 | 0.25 | 0.60 |")
