@@ -170,8 +170,9 @@ class Suite:
                 raise UsageError(f"{message}, which is not supported", hint) from fault
 
     def means(self, scores: list[dict[str, Any]]) -> dict[str, float]:
-        """Return the mean of each metric."""
-        return {m: mean_score([s[m] for s in scores]) for m in self.metrics}
+        """Return the mean of each metric; one without a score, which is an empty list, is left out."""
+        columns = {m: [s[m] for s in scores] for m in self.metrics}
+        return {m: mean_score(column) for m, column in columns.items() if any(v != [] for v in column)}
 
 
 class LikelihoodSuite(Suite):
