@@ -178,8 +178,8 @@ class Suite:
 class LikelihoodSuite(Suite):
     """A suite that compares log-likelihoods of given texts: multiple choice, or how a text goes on.
 
-    Its metrics are means over documents: `acc_norm` first, because `acc` favours short choices, and last those
-    that are good when low. Its floor is chance. Prompts have no chat template, as by default in lm-eval.
+    Its metrics are means over documents: first `acc_norm`, since `acc` favours short choices, last those that
+    are good when low. Its floor is chance. Prompts have no chat template, as by default in lm-eval.
 
     Raises:
         UsageError: No score is a mean over documents.
