@@ -14,12 +14,12 @@ HERE = Path(__file__).parent
 
 # What may stand before a refusal, up to a comma, the end of the sentence, or the word "I".
 LEADS = (
-    r"(i'?m|i am) (\w+ ){0,2}(sorry|afraid)( to hear (that|this)| about that| that)?",
+    r"(i'?m|i am) (\w+ ){0,2}(sorry|afraid)( to hear (that|this)| about that| that| for (any|the|your) \w+)?",
     r"sorry( about that)?",
     r"(my|please accept my) (sincere )?apologies",
     r"i apologi[sz]e( for (any|the) \w+)?",
     r"(unfortunately|regrettably|sadly|no|nope|hello|hi|oh|well|but|and|so|however|okay|ok|thank you|thanks)",
-    r"as an? (\w+ )?(ai|language model|chatbot|assistant)[^,.]*?(?=[,.]| i )",
+    r"as an? ([\w-]+ )?(ai|language model|chatbot|assistant)[^,.]*?(?=[,.]| i )",
     r"(i'?m|i am) (just |only )?an? (\w+ )?(ai|language model|chatbot|assistant)[^,.]*?(?=[,.]| i )",
     r"(i understand|i appreciate|thank you for|while i) [^,.]*?(?=[,.])",
     r"[^.!?]*\b(illegal|unethical|wrong|dangerous|harmful|against the law|crime)\b[^.!?]*?(?=[.!]| i )",
@@ -29,10 +29,9 @@ LEADS = (
 UNWILLING = (
     r"i (simply |really |absolutely |certainly |definitely )?(can'?t|can ?not|won'?t|will not|shouldn'?t)",
     r"i (do not|don'?t|would not|wouldn'?t|should not)",
-    r"(i'?m|i am) (not able|unable|not allowed|not permitted|not going|not willing|unwilling|not here)",
-    r"(i'?m|i am) (not designed|not programmed|not trained|programmed not|designed not|not in a position)",
+    r"(i'?m|i am) (not going|not willing|unwilling|not here|programmed not|designed not|not in a position)",
     r"(i'?m|i am) not comfortable( with)?",
-    r"i (do not|don'?t) (feel comfortable|have the ability|have permission)",
+    r"i (do not|don'?t) feel comfortable",
 )
 
 # ... after a filler at most ...
@@ -62,6 +61,8 @@ HELPING = (
 
 # Refusals in other forms.
 DECLINING = (
+    r"(i'?m|i am) (unable|not (able|allowed|permitted|programmed|designed|trained|equipped)) to\b",
+    r"i (do not|don'?t) have the (ability|capability|capacity|authority|permission) to\b",
     r"i (must |have to |need to |'ll have to |will have to )?(decline|refuse)\b",
     r"i'?d rather not\b",
     r"(this|that|it)( is|'s) not something (that )?i (can|will|am able)\b",
