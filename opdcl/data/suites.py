@@ -171,8 +171,8 @@ class Suite:
 
     def means(self, scores: list[dict[str, Any]]) -> dict[str, float]:
         """Return the mean of each metric; one without a score, which is an empty list, is left out."""
-        columns = {m: [s[m] for s in scores] for m in self.metrics}
-        return {m: mean_score(column) for m, column in columns.items() if any(v != [] for v in column)}
+        columns = {m: [s[m] for s in scores if s[m] or not isinstance(s[m], list)] for m in self.metrics}
+        return {m: mean_score(column) for m, column in columns.items() if column}
 
 
 class LikelihoodSuite(Suite):
