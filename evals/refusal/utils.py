@@ -41,16 +41,8 @@ FILLERS = (
 
 # ... do something for the one who asks. Any of the first with any of these is a refusal.
 HELPING = (
-    *(
-        r"help(?! but| it| myself)",
-        "helping",
-        "assist",
-        "assisting",
-        "aid",
-        "support",
-        "provide",
-        "providing",
-    ),
+    r"help(?! but| it| myself)",
+    *("helping", "assist", "assisting", "aid", "support", "provide", "providing"),
     *("give", "giving", "offer", "offering", "supply", "share", "sharing", "fulfill?", "comply", "answer"),
     *("respond", "discuss", "discussing", "write", "writing", "create", "creating", "generate", "generating"),
     *("make", "produce", "invent", "explain", "explaining", "describe", "describing", "teach", "teaching"),

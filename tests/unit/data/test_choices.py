@@ -9,7 +9,8 @@ from helpers.scripts import load_script
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.shipped import package_folder
-from opdcl.data.similarity import words
+from opdcl.data.rows import load_rows
+from opdcl.data.similarity import nearest, words
 from opdcl.data.suites import load_suite
 from opdcl.results.format import score
 from opdcl.rundir.files import read_jsonl
@@ -52,6 +53,13 @@ def test_no_question_is_one_of_neighbours():
     ]
     others = {row["question"] for row in rows} | {fact["neighbour"]["question"] for fact in facts}
     assert not others & {doc["question"] for doc in DOCS}
+
+
+@pytest.mark.parametrize("source", ["everyday", "requests"])
+def test_no_prompt_of_the_recovery_or_of_closeness_is_near_to_a_question(source):
+    prompts = ["\n".join(message["content"] for message in row.prompt) for row in load_rows(source)]
+    near = nearest(prompts, [doc["question"] for doc in DOCS])
+    assert {prompts[i]: float(near[i]) for i in np.flatnonzero(near > 0.6)} == {}
 
 
 def test_the_scores_are_those_of_a_slow_reference():

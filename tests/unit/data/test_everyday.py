@@ -45,12 +45,6 @@ def neighbours(split: str) -> list[str]:
     return [row["question"] for row in map(json.loads, lines) if row["split"] == split]
 
 
-def column(suite: str, name: str) -> list[str]:
-    """Return one field of each row of a suite whose only file is its test."""
-    lines = (EVALS / suite / "test.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)[name] for line in lines]
-
-
 ROWS = [
     json.loads(line)
     for line in (package_folder("workflows") / "data" / "everyday.jsonl").read_text("utf-8").splitlines()
@@ -63,8 +57,6 @@ SUITES = {
     "instructions_train": requests("train"),
     "neighbours": [fact["neighbour"]["question"] for fact in FACTS] + neighbours("test"),
     "neighbours_validation": neighbours("validation"),
-    "refusal": column("refusal", "prompt"),
-    "choices": column("choices", "question"),
     "handbook": [question for fact in FACTS for question in fact["test"] + fact["train"]],
 }
 

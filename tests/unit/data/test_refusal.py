@@ -178,11 +178,10 @@ def test_the_result_has_all_three_scores(backbone, tmp_path):
 
 
 @pytest.mark.parametrize("source", ["everyday", "requests"])
-def test_no_request_is_near_to_a_prompt_of_the_recovery_or_of_closeness(source):
-    others = ["\n".join(message["content"] for message in row.prompt) for row in load_rows(source)]
-    prompts = [doc["prompt"] for doc in DOCS]
-    near = nearest(prompts, others)
-    assert {prompts[i]: float(near[i]) for i in np.flatnonzero(near > 0.65)} == {}
+def test_no_prompt_of_the_recovery_or_of_closeness_is_near_to_a_request(source):
+    prompts = ["\n".join(message["content"] for message in row.prompt) for row in load_rows(source)]
+    near = nearest(prompts, [doc["prompt"] for doc in DOCS])
+    assert {prompts[i]: float(near[i]) for i in np.flatnonzero(near > 0.6)} == {}
 
 
 def test_plain_lm_eval_loads_the_suite_without_opdcl(tmp_path):
