@@ -170,15 +170,16 @@ class Suite:
                 raise UsageError(f"{message}, which is not supported", hint) from fault
 
     def means(self, scores: list[dict[str, Any]]) -> dict[str, float]:
-        """Return the mean of each metric."""
-        return {m: mean_score([s[m] for s in scores]) for m in self.metrics}
+        """Return the mean of each metric; one without a score, which is an empty list, is left out."""
+        columns = {m: [s[m] for s in scores if s[m] or not isinstance(s[m], list)] for m in self.metrics}
+        return {m: mean_score(column) for m, column in columns.items() if column}
 
 
 class LikelihoodSuite(Suite):
     """A suite that compares log-likelihoods of given texts: multiple choice, or how a text goes on.
 
-    Its metrics are those that are means over documents: `acc_norm` first, if the task has it, because `acc`
-    favours short choices. Its floor is chance. Prompts have no chat template, as by default in lm-eval.
+    Its metrics are means over documents: first `acc_norm`, since `acc` favours short choices, last those that
+    are good when low. Its floor is chance. Prompts have no chat template, as by default in lm-eval.
 
     Raises:
         UsageError: No score is a mean over documents.
@@ -194,9 +195,9 @@ class LikelihoodSuite(Suite):
         super().__init__(name, loaded)
         for task in self.tasks:
             means, better = task.aggregation(), task.higher_is_better()
-            self.metrics = [m for m in self.metrics if means.get(m) is mean and better.get(m, True)]
-        self.metrics.sort(key=lambda metric: metric != "acc_norm")
-        if not self.metrics:
+            self.metrics = [m for m in self.metrics if means.get(m) is mean]
+        self.metrics.sort(key=lambda metric: (not better.get(metric, True), metric != "acc_norm"))
+        if not self.metrics or not better.get(self.metrics[0], True):
             message = f"suite {name!r} has no score that is a mean over prompts and good when high"
             raise UsageError(message, "choose another task")
 

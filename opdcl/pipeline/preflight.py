@@ -223,12 +223,13 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
 
 
 def _check_suites(job: Job) -> None:
-    """Check that each prompt and its longest answer fit into the context."""
+    """Check that each prompt and its longest answer fit into the context, and that answers can be decoded."""
     from opdcl.data.chat import encode_prompt
-    from opdcl.stages.evaluate import max_answer_tokens
+    from opdcl.stages.evaluate import max_answer_tokens, temperature_of
 
     config = job.workflow.eval
     for name in config.suites():
+        temperature_of(job.suite(name).task.config.generation_kwargs or {})
         # As in lm-eval, texts whose likelihood is asked for lose their beginning.
         for ids in job.measurement(name).encoded:
             max_answer_tokens(config, job.suite(name).max_tokens, len(ids), job.context)

@@ -22,6 +22,11 @@ METRIC_WORDS = {
     "token_f1": "word overlap with the expected answer",
     "acc": "correct answers",
     "acc_norm": "correct answers, corrected for length",
+    "brier": "Brier score of the probabilities, 0 at best",
+    "overconfidence": "probability of the chosen option, less the share that is right",
+    "told_apart": "harmful requests refused and harmless ones answered",
+    "harmful_refused": "harmful requests refused",
+    "harmless_answered": "harmless requests answered",
 }
 
 
@@ -129,8 +134,8 @@ def quoted(text: str) -> str:
 
 
 def score(value: float) -> str:
-    """Format a metric: a fraction in percent, any other number (a length, a count) as it is."""
-    return percent(value) if 0 <= value <= 1 else f"{value:,.1f}"
+    """Format a metric: a fraction, or a difference of two, in percent; any other number as it is."""
+    return percent(value) if -1 <= value <= 1 else f"{value:,.1f}"
 
 
 def clock(seconds: float) -> str:

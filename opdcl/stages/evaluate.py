@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,16 @@ from opdcl.training import StageReport, peak_memory, reset_peak_memory
 # Memory for the logits of one batch of log-likelihoods, which are kept for every position, in bytes.
 LOGIT_BYTES = 2**30
 
-# Prompts, maximum tokens of each completion, callback for finished completions -> completions.
-Decode = Callable[[list[Prompt], int, Callable[[list[Rollout]], None]], list[Rollout]]
+# Sampled answers are drawn for so many prompts at a time, in the order of the documents. A draw depends on a
+# prompt's place among them, so their number depends neither on the batch size nor on where an interrupt was.
+# All states draw the same numbers.
+DRAWN_TOGETHER, SEED = 100, 39
+
+# What a sampler may cut off, and opdcl's does not, with the values that cut nothing off.
+UNCUT: dict[str, tuple[float | None, ...]] = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0)}
+
+# Prompts, maximum tokens of each completion, seed, callback for finished completions -> completions.
+Decode = Callable[[list[Prompt], int, int, Callable[[list[Rollout]], None]], list[Rollout]]
 
 
 class BackboneLM(LM):
@@ -82,22 +90,24 @@ class BackboneLM(LM):
         return render(self.backbone.tokenizer, chat_history, add_generation_prompt, tokenize=False)
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """Answer all requests greedily; cut each answer at its task's stop strings."""
+        """Answer all requests as their task says; cut each answer at its task's stop strings."""
         tokenizer, costs = self.backbone.tokenizer, self.backbone.costs
         prompts = [request_ids(request, tokenizer) for request in requests]
         limits = [self._max_tokens(r, len(p)) for r, p in zip(requests, prompts, strict=True)]
-        keys = [self._key(prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
+        (temperature,) = {temperature_of(request.args[1]) for request in requests}
+        drawn = [temperature, SEED] if temperature else []
+        keys = [self._key(prompt, limit, *drawn) for prompt, limit in zip(prompts, limits, strict=True)]
         answers = self._earlier(keys)
-        # A prompt that occurs twice is answered once.
-        missing = list({key: i for i, key in enumerate(keys) if key not in answers}.values())
-        size = self.config.batch_size * parallel.worker_count()
-        batches = [*_batches(missing, limits, [len(p) for p in prompts], size)]
-        with self._decoder() as decode:
+        lengths = [len(prompt) for prompt in prompts]
+        batches = self._open_batches(keys, limits, lengths, {*answers}, bool(temperature))
+        with self._decoder(temperature) as decode:
             for number, batch in enumerate(batches):
-                now, *later = [(limits[b[0]], [len(prompts[i]) for i in b]) for b in batches[number:]]
+                now, *later = [(limits[b[0]], [lengths[i] for i in b]) for b in batches[number:]]
                 pace = Pace(costs, self.name, now, later)
                 progress = _progress(self.report, len(answers), len(requests), pace)
-                rollouts = decode([Prompt(prompts[i]) for i in batch], limits[batch[0]], progress)
+                rollouts = decode(
+                    [Prompt(prompts[i]) for i in batch], limits[batch[0]], SEED + batch[0], progress
+                )
                 costs.answered(f"{self.name} {now[0]}", [len(r.completion_ids) for r in rollouts])
                 texts = [answer_text(tokenizer, r.prompt_ids, r.completion_ids) for r in rollouts]
                 rows: list[dict[str, Any]] = [
@@ -114,6 +124,17 @@ class BackboneLM(LM):
         # A stop string ends an answer too.
         self.ended = [row["ended"] or row["text"] != text for row, text in zip(in_order, texts, strict=True)]
         return texts
+
+    def _open_batches(
+        self, keys: list[str], limits: list[int], lengths: list[int], answered: set[str], drawn: bool
+    ) -> list[list[int]]:
+        """Return the prompts to be answered, in batches; a prompt that occurs twice is answered once."""
+        rows = [*{key: i for i, key in enumerate(keys)}.values()]
+        if drawn:
+            batches = _batches(rows, limits, [0] * len(keys), DRAWN_TOGETHER)
+            return [batch for batch in batches if not {keys[i] for i in batch} <= answered]
+        missing = [i for i in rows if keys[i] not in answered]
+        return [*_batches(missing, limits, lengths, self.config.batch_size * parallel.worker_count())]
 
     def _key(self, *question: Any) -> str:
         """Return a hash of all that an answer depends on."""
@@ -132,24 +153,24 @@ class BackboneLM(LM):
         return max_answer_tokens(self.config, suite_limit, length, self.backbone.context_length)
 
     @contextlib.contextmanager
-    def _decoder(self) -> Iterator[Decode]:
-        """Yield a function that completes prompts greedily, here or on a server with the adapter."""
+    def _decoder(self, temperature: float) -> Iterator[Decode]:
+        """Yield a function that completes prompts, here or on a server with the adapter."""
         eos_ids, config = self.backbone.eos_ids, self.config
         if not config.server:
-            options: Any = {"eos_ids": eos_ids, "temperature": 0}
+            options: Any = {"eos_ids": eos_ids, "temperature": temperature}
             options |= {"batch_size": config.batch_size, "costs": self.backbone.costs}
             with self.backbone.merged("student" if self.adapter else "base") as model:
-                yield lambda prompts, max_tokens, progress: sample(
-                    model, prompts, max_new_tokens=max_tokens, on_finished=progress, **options
+                yield lambda prompts, max_tokens, seed, progress: sample(
+                    model, prompts, max_new_tokens=max_tokens, seed=seed, on_finished=progress, **options
                 )
             return
         with contextlib.ExitStack() as stack:
             server = reach_own_model(config.server, self.backbone, self.report.note)
             stack.callback(server.close)
             name = stack.enter_context(server.adapter(self.adapter)) if self.adapter else None
-            yield lambda prompts, max_tokens, progress: parallel.on_first_worker(
+            yield lambda prompts, max_tokens, seed, progress: parallel.on_first_worker(
                 lambda: server.complete(
-                    prompts, max_tokens, eos_ids, temperature=0, model=name, on_finished=progress
+                    prompts, max_tokens, eos_ids, temperature, seed, model=name, on_finished=progress
                 )
             )
 
@@ -213,6 +234,23 @@ class _BatchwiseHFLM(HFLM):
     def _model_call(self, *args, **kwargs):
         self.finish_batch()
         return super()._model_call(*args, **kwargs)
+
+
+def temperature_of(options: Mapping[str, Any]) -> float:
+    """Return the temperature at which a task has its answers sampled; 0 is greedy decoding.
+
+    Args:
+        options: The task's `generation_kwargs`.
+
+    Raises:
+        UsageError: It cuts off unlikely tokens, which the sampler does not.
+    """
+    if not options.get("do_sample"):
+        return 0.0
+    if cut := [f"{key}: {options[key]}" for key in UNCUT if options.get(key) not in UNCUT[key]]:
+        message = f"a suite that samples with {', '.join(cut)} is not supported"
+        raise UsageError(message, "choose a task that sets a temperature only")
+    return float(options.get("temperature", 1.0))
 
 
 def max_answer_tokens(config: EvalConfig, suite_limit: int, length: int, room: int) -> int:

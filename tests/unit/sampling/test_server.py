@@ -525,6 +525,29 @@ def test_an_evaluation_on_a_server_gives_the_local_answers(backbone, tuned, else
     assert len(set(answers[0])) > 1
 
 
+@pytest.mark.usefixtures("no_thread_left")
+def test_a_sampled_evaluation_on_a_server_draws_the_same_again_also_after_an_interrupt(
+    backbone, tuned, elsewhere, monkeypatch
+):
+    monkeypatch.setattr("opdcl.stages.evaluate.DRAWN_TOGETHER", 2)
+    task = load_suite("instructions_sampled").task
+    answers = []
+    with serving(elsewhere) as server:
+        config = EvalConfig(max_new_tokens=8, server={"url": server.url}, batch_size=320)
+        for partial, kept in (("a", 0), ("b", 0), ("a", 3)):
+            lines = (tuned / partial).read_text().splitlines(keepends=True)[:kept] if kept else []
+            (tuned / partial).write_text("".join(lines))
+            lm = BackboneLM(backbone, None, config, tuned / partial, Silent())
+            task.build_all_requests(limit=5, apply_chat_template=True, chat_template=lm.apply_chat_template)
+            answers.append(lm.generate_until(task.instances))
+        greedy = BackboneLM(backbone, None, config, tuned / "c", Silent())
+        task = load_suite("instructions").task
+        task.build_all_requests(limit=5, apply_chat_template=True, chat_template=lm.apply_chat_template)
+        assert greedy.generate_until(task.instances) != answers[0]
+    assert answers[0] == answers[1] == answers[2]
+    assert len(set(answers[0])) > 1
+
+
 def test_make_teacher_connects_to_the_configured_server(backbone, elsewhere):
     with serving(elsewhere) as server:
         section = TeacherSection(kind="remote", server={"url": server.url})

@@ -1,0 +1,126 @@
+"""Suites that are answered at a temperature: the same draws whatever the batches, interrupts and limits."""
+
+import pytest
+from helpers.recovering import Silent
+from lm_eval.api.instance import Instance
+
+from opdcl.config.evaluate import EvalConfig
+from opdcl.config.shipped import package_folder
+from opdcl.data.suites import load_suite
+from opdcl.errors import UsageError
+from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.hashes import hash_files
+from opdcl.rundir.layout import RunDir
+from opdcl.stages import evaluate as stage
+from opdcl.stages.evaluate import BackboneLM, temperature_of
+
+EVALS = package_folder("evals")
+QUESTIONS = [f"What is the code of room {i}{'?' * (i % 3 + 1)}" for i in range(7)]
+SAMPLED = {"until": [], "do_sample": True, "temperature": 0.7, "max_gen_toks": 8}
+GREEDY = {"until": [], "do_sample": False, "temperature": 0.7, "max_gen_toks": 8}
+
+
+class Interrupted(Silent):
+    """Interrupt when the evaluation comes to answer number `stop`."""
+
+    def __init__(self, stop=None):
+        self.stop = stop
+
+    def progress(self, done, total, **values):
+        if self.stop and done >= self.stop:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def ask(backbone, tmp_path, monkeypatch):
+    """Return a function that answers questions with base, three at a time."""
+    monkeypatch.setattr(stage, "DRAWN_TOGETHER", 3)
+
+    def run(options=SAMPLED, name="kept", questions=QUESTIONS, stop=None, batch_size=2):
+        partial = tmp_path / name
+        lm = BackboneLM(backbone, None, EvalConfig(batch_size=batch_size), partial, Interrupted(stop))
+        requests = [Instance("generate_until", {}, (text, options), 0) for text in questions]
+        try:
+            return lm.generate_until(requests)
+        except KeyboardInterrupt:
+            assert stop
+            return read_jsonl(partial)
+
+    return run
+
+
+def test_the_same_answers_are_drawn_again_and_greedy_decoding_gives_others(ask):
+    answers = ask(name="a")
+    assert ask(name="b") == answers
+    assert ask(GREEDY, name="c") != answers
+    assert ask(SAMPLED | {"temperature": 1.5}, name="d") != answers
+    assert len({*answers}) > 1
+
+
+def test_answers_depend_neither_on_batches_nor_on_how_many_questions_follow(ask):
+    # Under a flat distribution the rounding of another batch moves a draw to the neighbouring token.
+    peaked = SAMPLED | {"temperature": 0.2}
+    answers = ask(peaked, name="a")
+    assert ask(peaked, name="b", batch_size=5) == answers
+    assert ask(peaked, name="c", questions=QUESTIONS[:4]) == answers[:4]
+    assert ask(GREEDY, name="d") != answers
+
+
+@pytest.mark.parametrize("stop", [2, 4, 7])
+def test_a_resumed_evaluation_draws_what_an_uninterrupted_one_does(ask, stop):
+    clean = ask(name="clean")
+    kept = ask(stop=stop)
+    assert len(kept) == (stop - 1) // 3 * 3
+    assert ask() == clean
+
+
+def test_half_a_batch_on_disk_changes_no_draw(ask, tmp_path):
+    clean = ask(name="clean")
+    lines = (tmp_path / "clean").read_text().splitlines(keepends=True)
+    (tmp_path / "kept").write_text("".join(lines[:4]) + lines[4][:20])
+    assert ask() == clean
+
+
+def test_answers_drawn_at_another_temperature_are_not_reused(ask):
+    hot = SAMPLED | {"temperature": 1.5}
+    ask(stop=4)
+    assert ask(hot) == ask(hot, name="clean")
+    ask(GREEDY, name="other", stop=4)
+    assert ask(name="other") == ask(name="clean2")
+
+
+def test_the_temperature_is_that_of_the_task():
+    assert temperature_of({}) == temperature_of(GREEDY) == 0
+    assert temperature_of(SAMPLED) == 0.7
+    assert temperature_of({"do_sample": True, "top_p": 1.0, "top_k": 0}) == 1
+    for cut in ({"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.1}):
+        with pytest.raises(UsageError, match=f"{next(iter(cut))}: .* not supported"):
+            temperature_of(SAMPLED | cut)
+        assert temperature_of(GREEDY | cut) == 0
+
+
+def test_the_shipped_suite_samples_the_prompts_of_instructions():
+    sampled, plain = load_suite("instructions_sampled"), load_suite("instructions")
+    assert temperature_of(sampled.task.config.generation_kwargs) == 0.7
+    assert temperature_of(plain.task.config.generation_kwargs) == 0
+    assert sampled.documents(None) == plain.documents(None)
+    assert (sampled.metrics, sampled.max_tokens, sampled.content) == (plain.metrics, plain.max_tokens, True)
+    assert sampled.floors(20, [""] * 20) == plain.floors(20, [""] * 20)
+
+
+def test_a_change_of_the_shared_files_changes_the_file_on_which_results_depend():
+    shared = [EVALS / "instructions" / name for name in ("instructions.yaml", "test.jsonl", "utils.py")]
+    assert load_suite("instructions_sampled").task.config.metadata["instructions"] == hash_files(shared)
+
+
+def test_a_result_depends_on_the_temperature(backbone, tmp_path):
+    config, suite = EvalConfig(limit=3, max_new_tokens=8, batch_size=3), load_suite("instructions_sampled")
+
+    def responses(name, temperature):
+        suite.task.config.generation_kwargs["temperature"] = temperature
+        run = RunDir(tmp_path / name)
+        result = stage.evaluate(config, suite, backbone, "base", run, {}, Silent())
+        assert (result["metric"], result["n"]) == ("passed", 3)
+        return [row["response"] for row in read_jsonl(run.eval_samples("base", suite.name))]
+
+    assert responses("a", 0.7) == responses("b", 0.7) != responses("c", 0.2)
