@@ -40,7 +40,9 @@ ENGLISH = set(
 # From this many words on, a prompt with a smaller share of such words is in another language.
 TELLING_WORDS, ENGLISH_SHARE = 4, 0.1
 
-NUMBER = r"(?:1?\d{1,2}|two|three|four|five|six|seven|eight|nine|ten|twelve|fifteen|twenty|thirty|forty|fifty)"
+NUMBER = (
+    r"(?:1?\d{1,2}|two|three|four|five|six|seven|eight|nine|ten|twelve|fifteen|twenty|thirty|forty|fifty)"
+)
 SIZE = r"(?:words?|sentences?|paragraphs?|lines?|stanzas?|verses?|bullets?|characters)"
 EDIT = (
     "(?:rewrite|rephrase|paraphrase|translate|summari[sz]e|proofread|correct|shorten|improve|simplify|remove)"

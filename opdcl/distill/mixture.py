@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
+from typing import Any
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.data.prompt_kinds import FOREIGN, KINDS, count_kinds, lacking, prompt_kind
@@ -110,6 +111,21 @@ def described(rows: Sequence[Row], added: Sequence[str]) -> list[str]:
     if missing := [kind for kind in lacking(counts) if kind not in added]:
         notes.append(f"warning: the general prompts lack {_names(missing)}: there, less may come back")
     return notes
+
+
+def recorded(rows: Sequence[Row], added: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return what a run keeps of each kind: name, share of the prompts, whether it was added, or lacks."""
+    counts = count_kinds(rows)
+    names = KINDS | ({FOREIGN: "not in English"} if counts[FOREIGN] else {})
+    return {
+        kind: {
+            "name": name,
+            "share": round(counts[kind] / len(rows), 4) if rows else 0.0,
+            "added": kind in added,
+            "lacking": kind in lacking(counts),
+        }
+        for kind, name in names.items()
+    }
 
 
 def with_written(lists: Sequence[Sequence[Row]], written: Sequence[Row]) -> list[list[Row]]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.console import Output, StageLine
-from opdcl.data.prompt_kinds import count_kinds
 from opdcl.errors import OpdclError, UsageError
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task, stage_folder
@@ -124,6 +123,7 @@ class Session:
         Returns: The first time left that was shown: `at` seconds after the command began, so many for the
             `stage` and for `all` stages, and what the stage `took` from there.
         """
+        from opdcl.distill.mixture import recorded
         from opdcl.model.adapters import find_adapter
         from opdcl.stages.finetune import finetune
         from opdcl.stages.recover import recover
@@ -132,8 +132,7 @@ class Session:
         offset = steps_done(self.run, before=stage)
         source = self._recovery(stage) if name == "recover" else None
         if source:
-            kinds = count_kinds(source.rows["general"])
-            record["kinds"] = {"drawn": dict(kinds), "added": [*source.added]}
+            record["kinds"] = recorded(source.rows["general"], source.added)
         with self._line(task) as line:
             report = TrackedReport(line, self.tracked, stage, offset)
             if name == "finetune":

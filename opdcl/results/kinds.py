@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from opdcl.data.prompt_kinds import FOREIGN, KINDS, lacking
 from opdcl.results.format import cell
 from opdcl.results.intervals import mean, ratio
 from opdcl.results.scores import Suite
@@ -14,30 +13,14 @@ from opdcl.results.status import STATES
 from opdcl.results.tables import Table
 from opdcl.rundir.layout import RunDir
 
-NAMES = KINDS | {FOREIGN: "not in English"}
-
 
 def summarise(run: RunDir, near: Suite) -> dict[str, dict[str, Any]]:
-    """Return each kind's share of the recovery's general prompts, and the states' distances from base on it.
+    """Return what the recovery recorded of each kind, and the states' distances from base on its prompts.
 
-    It is empty where the recovery recorded no kinds. `c` is the share of tuned's distance that is gone.
+    `c` is the share of tuned's distance that is gone.
     """
-    recorded = run.stage_record("recover").get("kinds")
-    if not recorded:
-        return {}
-    drawn, added = recorded["drawn"], recorded["added"]
-    missing, total = lacking(drawn), sum(drawn.values())
-    kinds = [kind for kind in NAMES if kind in KINDS or drawn.get(kind)]
-    return {
-        kind: {
-            "name": NAMES[kind],
-            "share": round(drawn.get(kind, 0) / total, 4) if total else 0.0,
-            "added": kind in added,
-            "lacking": kind in missing,
-            **_distances(near, kind),
-        }
-        for kind in kinds
-    }
+    recorded = run.stage_record("recover").get("kinds") or {}
+    return {kind: {**entry, **_distances(near, kind)} for kind, entry in recorded.items()}
 
 
 def _distances(near: Suite, kind: str) -> dict[str, Any]:

@@ -153,6 +153,17 @@ def test_what_the_user_declined_is_missing_and_the_user_is_told():
     assert "code" not in warning
 
 
+def test_a_run_keeps_the_share_of_each_kind():
+    found = mixture.recorded(mixed("code").train, mixed("code").added)
+    assert [*found] == [*KINDS]
+    share = round(TOP_UP * DRAWN) / len(mixed("code").train)
+    assert found["fact"] == {"name": "short facts", "share": round(share, 4), "added": True, "lacking": False}
+    assert sum(entry["share"] for entry in found.values()) == pytest.approx(1, abs=1e-3)
+    alone = mixture.recorded(FILES["code"], ())
+    assert [kind for kind, entry in alone.items() if not entry["lacking"]] == ["code"]
+    assert mixture.recorded(prompts("f", 3, "Où est-ce que {} habite {} ?"), ())["foreign"]["share"] == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "count"),
     [
