@@ -224,6 +224,19 @@ def test_a_run_on_prompts_of_its_own(project, writer):
     assert f"{file.relative_to(project / 'run')}" in (project / "run" / "seal.json").read_text()
 
 
+def test_base_writes_its_part_of_a_mixture(project, writer):
+    mixed = ["--set", "recover.general=[self=0.25, prompts.jsonl=0.75]", *SELF[2:]]
+    done = opdcl("run", "tiny.yaml", *mixed, "-o", "run")
+    assert done.returncode == 0, done.stderr
+    stage = project / "run" / "stages" / "02-recover"
+    own = {row.prompt[0]["content"] for row in load_rows(str(stage / "prompts.jsonl"))}
+    assert len(own) == 5  # a quarter of 16, and one to hold out
+    assert "base writes 4 of its own" in done.stderr
+    kinds = json.loads((stage / "stage.json").read_text())["kinds"]
+    assert sum(kind["share"] for kind in kinds.values()) == pytest.approx(1, abs=1e-3)
+    assert "What the recovery practised" in (project / "run" / "report.md").read_text()
+
+
 def test_an_adapter_is_recovered_on_prompts_of_its_base(project, writer):
     model = AutoModelForCausalLM.from_pretrained(writer)
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False)
