@@ -173,11 +173,25 @@ METHODS = {
 }
 
 
-def rivals(record: str = "methods", writing: bool = False) -> str:
+SOURCES = {
+    "shipped": "the everyday prompts of 23 November, half of them short questions",
+    "shipped-few": "a quarter as many of them, four times each",
+    "everyday-new": "the present everyday prompts",
+    "even": "the same, as many of each kind",
+    "public": "public requests",
+    "topped": "the same, topped up with the kinds that they lack",
+    "public-facts": "two thirds public, one third short questions",
+    "own": "that base wrote",
+    "everyday-own": "half everyday, half that base wrote",
+    "thirds": "a third each of shipped, public and own",
+}
+
+
+def rivals(record: str = "methods", writing: bool = False, names: dict[str, str] = METHODS) -> str:
     """Return scores, R, C and D of the method and its rivals: means over seeds on the same prompts.
 
-    All arms of a seed count from its plain fine-tune, which `ours` cures. With `writing`, also the length and
-    the ends of its own answers, in percent of base's.
+    `names` describes the arms. All arms of a seed count from its plain fine-tune, which the first one cures.
+    With `writing`, also the length and the ends of its own answers, in percent of base's.
     """
     found = read(record)
     if not found:
@@ -185,10 +199,11 @@ def rivals(record: str = "methods", writing: bool = False) -> str:
     retention, domain = (found["suites"][role] for role in ("retention", "domain"))
     control = found["suites"].get("control")
     suites = [retention, domain, *([control] if control else [])]
-    arms = {arm: [row for row in found["rows"] if row["arm"] == arm] for arm in METHODS}
-    cured = {row["seed"]: row for row in arms["ours"]}
+    arms = {arm: [row for row in found["rows"] if row["arm"] == arm] for arm in names}
+    plain = next(iter(arms.values()))
+    cured = {row["seed"]: row for row in plain}
     table = [
-        [state, *(of_seeds(scores(arms["ours"], suite, state), 1) for suite in suites)]
+        [state, *(of_seeds(scores(plain, suite, state), 1) for suite in suites)]
         for state in ("base", "tuned")
     ]
     for arm, rows in ((arm, rows) for arm, rows in arms.items() if rows):
@@ -202,8 +217,9 @@ def rivals(record: str = "methods", writing: bool = False) -> str:
             for key, scale in (("length", 1), ("ended", 100)):
                 base = fmean(scale * one["base"][key] for one in texts)
                 cells.append(f"{of_seeds([scale * one[state][key] for one in texts], 0)}, base {base:.0f}")
-        table.append([METHODS[arm], *cells])
-    columns = [f"method, {seeds_of(len(cured))}", *(f"`{suite}`, %" for suite in suites), "R", "C", "D"]
+        table.append([names[arm], *cells])
+    kind = "method" if names is METHODS else "general prompts"
+    columns = [f"{kind}, {seeds_of(len(cured))}", *(f"`{suite}`, %" for suite in suites), "R", "C", "D"]
     columns += ["tokens", "answers that end, %"] if writing else []
     table = [row + [""] * (len(columns) - len(row)) for row in table]
     return rows_of(columns, unbroken(table, 1))
@@ -466,6 +482,7 @@ TABLES = {
     "rivals-writing": lambda: rivals(writing=True),
     "rivals-people": lambda: rivals("reword", writing=True),
     "forgetting": lambda: rivals("forgetting", writing=True),
+    "breadth": lambda: rivals("breadth", writing=True, names=SOURCES),
     "endings": endings,
     "ends-by-position": ends_by_position,
     "gpu": gpu,
