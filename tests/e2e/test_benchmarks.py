@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers.command import ROOT
 from helpers.tiny import make_project
+from helpers.tiny_gemma import make_gguf
 
 SCRIPTS = ROOT / "benchmarks"
 
@@ -273,6 +274,77 @@ def test_reword_writes_a_workflow_that_is_valid(script, call, tmp_path):
     written = (tmp_path / "out" / "test.jsonl").read_text().splitlines()
     assert len(written) == 8
     assert "currently live" not in "".join(written)
+
+
+@pytest.fixture
+def tune_gemma(script, tmp_path, monkeypatch):
+    """Return the script `gemma`, and a function that runs it on a tiny GGUF file and 12 rows."""
+    gemma, file = script("gemma"), make_gguf(tmp_path / "tiny.gguf")
+    rows = [{"instruction": f"Say {n}", "input": "", "output": "x" * (n + 1)} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(gemma, "STEP", 160)
+
+    def run(out: str):
+        argv = ["gemma.py", tmp_path / "rows.jsonl", tmp_path / out, "--gguf", file]
+        monkeypatch.setattr(sys, "argv", [*map(str, argv)])
+        gemma.main()
+        return tmp_path / out
+
+    return gemma, run
+
+
+def test_gemma_becomes_an_instruct_model(tune_gemma, tmp_path, capsys):
+    from opdcl.config.model import ModelConfig
+    from opdcl.data.chat import encode_prompt
+    from opdcl.data.rows import check_lines
+    from opdcl.model.load import eos_ids, load_base
+
+    gemma, run = tune_gemma
+    tuned, tokenizer = load_base(ModelConfig(id=str(run("out")), dtype="bfloat16"))
+    before, _ = gemma.pretrained(tmp_path / "tiny.gguf")
+    changed = {
+        name
+        for (name, weight), old in zip(tuned.named_parameters(), before.parameters(), strict=True)
+        if not torch.equal(weight, old.bfloat16())
+    }
+    assert changed
+    assert not any("embed" in name for name in changed)
+    assert eos_ids(tuned, tokenizer) == [tokenizer.convert_tokens_to_ids("<end_of_turn>")]
+    messages = [{"role": "system", "content": "A"}, {"role": "user", "content": "b c"}]
+    (row,) = check_lines(json.dumps({"messages": messages}), "rows")
+    text = tokenizer.decode(encode_prompt(row, tokenizer, 100))
+    assert text == "<bos><start_of_turn>user\nA\n\nb c<end_of_turn>\n<start_of_turn>model\n"
+    # The end of a turn is a word of its own, not one of the unused.
+    weight_VH = before.get_input_embeddings().weight
+    ends = tokenizer.convert_tokens_to_ids(["<eos>", "<end_of_turn>"])
+    assert torch.cosine_similarity(*weight_VH[ends].float(), dim=0) > 0.5
+    assert "step 1/" in capsys.readouterr().out
+
+
+def test_gemma_learns_answers_alone_and_goes_on_after_a_crash(tune_gemma, tmp_path, monkeypatch):
+    from safetensors.torch import load_file
+
+    gemma, run = tune_gemma
+    whole = load_file(run("whole") / "model.safetensors")
+    step, learned = gemma.mean_loss, []
+
+    def interrupted(model, batch, pad):
+        learned.append(sum(sum(example.completion_mask) for example in batch))
+        loss, tokens = step(model, batch, pad)
+        assert tokens == learned[-1]
+        if len(learned) == 3:
+            raise KeyboardInterrupt
+        return loss, tokens
+
+    monkeypatch.setattr(gemma, "BETWEEN_CHECKPOINTS", -1)
+    monkeypatch.setattr(gemma, "mean_loss", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run("again")
+    assert (tmp_path / "again.part").exists()
+    again = load_file(run("again") / "model.safetensors")
+    assert sum(learned) - learned[2] == sum(n + 2 for n in range(12))  # each with its end; one step twice
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+    assert not (tmp_path / "again.part").exists()
 
 
 def test_container_reads_the_layers_of_an_image(script, tmp_path):
