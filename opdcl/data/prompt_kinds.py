@@ -27,8 +27,9 @@ KINDS = {
 }
 FOREIGN = "foreign"
 
-# A kind with a smaller share of the prompts is lacking.
-LACKING = 0.02
+# The share of the prompts that each kind should have. A kind with less than half of it is lacking. Short
+# facts have most: a fine-tune on questions and answers damages them most, and they come back last.
+SHARES = dict.fromkeys(KINDS, 0.04) | {"fact": 0.3}
 
 # Words that hardly an English sentence lacks, and no other language has as often.
 ENGLISH = set(
@@ -143,5 +144,6 @@ def count_kinds(rows: Sequence[Row]) -> Counter[str]:
 
 
 def lacking(counts: Mapping[str, int]) -> list[str]:
-    """Return the kinds that hardly occur among prompts of which there are so many each."""
-    return [kind for kind in KINDS if counts.get(kind, 0) < LACKING * sum(counts.values())]
+    """Return the kinds of which prompts have too few, given how many there are of each."""
+    total = sum(counts.values())
+    return [kind for kind, share in SHARES.items() if counts.get(kind, 0) < share / 2 * total]

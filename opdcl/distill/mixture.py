@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
 from opdcl.config.recover import RecoverConfig
-from opdcl.data.prompt_kinds import FOREIGN, KINDS, count_kinds, lacking, prompt_kind
+from opdcl.data.prompt_kinds import FOREIGN, KINDS, SHARES, count_kinds, lacking, prompt_kind
 from opdcl.data.rows import Row, check_prompts
 from opdcl.distill.schedule import plan_steps
 from opdcl.errors import UsageError
 
-# The share of the prompts that each lacking kind gets.
-TOP_UP = 0.04
-
 SHIPPED, SELF = "everyday", "self"
+
+# The smallest share of a file's own prompts once it is topped up.
+OWN_SHARE = 0.5
 
 # Base writes prompts of at most so many tokens, and so many of them: later epochs repeat them.
 LONGEST, MOST = 128, 1024
@@ -78,13 +78,20 @@ def read_mixture(config: RecoverConfig, read_rows: Read, has_domain: bool) -> Mi
         count = min(drawn_prompts(config, has_domain), MOST) + config.validation_prompts
         return Mixture([PLACEHOLDER] * count)
     own = _part(1.0, source, read_rows)
-    missing = lacking(count_kinds(own.train)) if source != SHIPPED and isinstance(config.general, str) else []
+    counts = count_kinds(own.train)
+    missing = lacking(counts) if source != SHIPPED and isinstance(config.general, str) else []
     if not missing:
         return Mixture(own.train, own.held_out)
     shipped = _part(1.0, SHIPPED, read_rows)
     added = {kind: part for kind in missing if (part := _of_kind(shipped, kind)).train}
-    rest = _Part(1 - TOP_UP * len(added), own.train)
-    rows = _mixed([rest, *added.values()], config, drawn_prompts(config, has_domain))
+    # With its own prompts of that kind, each gets the share that it should have.
+    of_own = {kind: counts[kind] / len(own.train) for kind in added}
+    rest = (1 - sum(SHARES[kind] for kind in added)) / (1 - sum(of_own.values()))
+    rest = max(rest, OWN_SHARE)
+    parts = [replace(part, share=SHARES[kind] - rest * of_own[kind]) for kind, part in added.items()]
+    whole = sum(part.share for part in parts) / (1 - rest)
+    parts = [replace(part, share=part.share / whole) for part in parts]
+    rows = _mixed([replace(own, share=rest), *parts], config, drawn_prompts(config, has_domain))
     return Mixture(*rows, tuple(added))
 
 
@@ -105,11 +112,13 @@ def described(rows: Sequence[Row], added: Sequence[str]) -> list[str]:
         notes[0] += f"; {counts[FOREIGN] / len(rows):.0%} are not in English, whose kinds are not told apart"
     if added:
         notes.append(
-            f"your prompts lack {_names(added)}: shipped ones are {TOP_UP:.0%} of the prompts for each; "
+            f"your prompts have too few of some kinds, and shipped ones were added: {_names(added)}; "
             "to leave them out, make recover.general a list, as in [FILE]"
         )
     if missing := [kind for kind in lacking(counts) if kind not in added]:
-        notes.append(f"warning: the general prompts lack {_names(missing)}: there, less may come back")
+        notes.append(
+            f"warning: too few of the general prompts are {_names(missing)}: there, less may come back"
+        )
     return notes
 
 
@@ -144,7 +153,7 @@ def _part(share: float, source: str, read_rows: Read) -> _Part:
 
 def _of_kind(part: _Part, kind: str) -> _Part:
     both = part.train, part.held_out or []
-    return _Part(TOP_UP, *([row for row in rows if prompt_kind(row) == kind] for rows in both))
+    return _Part(0, *([row for row in rows if prompt_kind(row) == kind] for rows in both))
 
 
 def _mixed(parts: Sequence[_Part], config: RecoverConfig, drawn: int) -> tuple[list[Row], list[Row]]:
