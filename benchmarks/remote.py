@@ -154,7 +154,7 @@ def told_by(teacher: Teacher, rollouts: list[Rollout]) -> torch.Tensor:
 def compare_teachers(served: Served, options: argparse.Namespace, folder: Path) -> tuple[dict, str | None]:
     """Return the record, and what is wrong with it."""
     backbone = Backbone.load(ModelConfig())
-    prompts = encoded(RecoverConfig(validation_prompts=options.prompts), backbone)
+    prompts = encoded(RecoverConfig(validation_prompts=options.prompts, rollouts=8), backbone)
     with backbone.merged("base") as model:
         how = {"max_new_tokens": 64, "eos_ids": backbone.eos_ids, "temperature": 1.0}
         texts = sample(model, prompts.held_out, seed=5, **how)
@@ -304,7 +304,7 @@ def sampling(run: RunDir, backbone: Backbone, place: ServerSection, count: int, 
     """Let the server sample from the run's last adapter, and grade the completions with the local weights."""
     backbone.drop_adapters()
     backbone.load_adapter([*run.adapters().values()][-1], "student", trainable=True)
-    prompts = encoded(RecoverConfig(validation_prompts=count), backbone).held_out
+    prompts = encoded(RecoverConfig(validation_prompts=count, rollouts=8), backbone).held_out
     student = ServedStudent(backbone, reach_server(place, backbone, print), folder / "served")
     began = time.monotonic()
     rollouts = student.complete(prompts, 64, seed=1)

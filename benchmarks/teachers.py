@@ -63,7 +63,7 @@ def measure(backbone: Backbone) -> Iterator[tuple]:
     """Yield each claim: teacher, claim, words for the value, the value, and whether the claim holds."""
     section = {"kind": "base", "context": CONTEXT}
     teachers = {"domain_teacher": "shown", "teachers": {"shown": section}}
-    config = RecoverConfig(domain="handbook", validation_prompts=PROMPTS, **teachers)
+    config = RecoverConfig(domain="handbook", rollouts=8, validation_prompts=PROMPTS, **teachers)
     source, room = read_recovery_source(config), backbone.context_length
     prompts = encode_stream(config, source, "domain", backbone.tokenizer, room)
     how = {"max_new_tokens": 16, "eos_ids": backbone.eos_ids, "temperature": 1.0, "seed": 1}

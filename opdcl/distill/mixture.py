@@ -1,7 +1,8 @@
 """The general prompts of a recovery: from one source or several, with shipped ones of the kinds they lack.
 
-A list of sources is taken as it is. A file that is named alone is topped up: kinds of prompt that hardly
-occur in it come from the shipped prompts, since a recovery brings back what its prompts ask for.
+A recovery brings back what its prompts ask for. So the shipped prompts are drawn kind by kind, and a file
+that is named alone is topped up with shipped ones of the kinds that it has too few of. A list of sources is
+taken as it is.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class _Part:
     share: float
     train: list[Row]
     held_out: list[Row] | None = None
+    kind: str = ""
 
     def drawn(self, count: int, held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
         """Return so many rows to train on and so many others; rows come again where there are too few."""
@@ -70,29 +72,52 @@ def read_mixture(config: RecoverConfig, read_rows: Read, has_domain: bool) -> Mi
     sources = config.general_sources()
     if not sources:
         return Mixture([])
-    if len(sources) > 1:
-        parts = [_part(share, source, read_rows) for source, share in sources.items()]
-        return Mixture(*_mixed(parts, config, drawn_prompts(config, has_domain)))
-    (source,) = sources
-    if source == SELF:
+    if [*sources] == [SELF]:
         count = min(drawn_prompts(config, has_domain), MOST) + config.validation_prompts
         return Mixture([PLACEHOLDER] * count)
-    own = _part(1.0, source, read_rows)
+    parts = [part for source, share in sources.items() for part in _parts(share, source, read_rows)]
+    added: list[_Part] = []
+    if isinstance(config.general, str) and config.general != SHIPPED:
+        shipped = _parts(1, SHIPPED, read_rows)
+        parts, added = _topped_up(parts[0], shipped)
+    if len(parts) + len(added) == 1:
+        return Mixture(parts[0].train)
+    rows = _mixed([*parts, *added], config, drawn_prompts(config, has_domain))
+    return Mixture(*rows, tuple(part.kind for part in added))
+
+
+def _parts(share: float, source: str, read_rows: Read) -> list[_Part]:
+    """Return what is drawn from a source: the shipped prompts kind by kind, another source as a whole."""
+    if source == SELF:
+        return [_Part(share, [PLACEHOLDER])]
+    rows = check_prompts(read_rows(source))
+    if source != SHIPPED:
+        return [_Part(share, rows)]
+    held_out, parts = check_prompts(read_rows(source, "validation")), []
+    evenly = (1 - sum(SHARES.values())) / len(SHARES)
+    for kind, least in SHARES.items():
+        train, others = ([row for row in part if prompt_kind(row) == kind] for part in (rows, held_out))
+        parts.append(_Part(share * (least + evenly), train, others, kind))
+    return [part for part in parts if part.train]
+
+
+def _topped_up(own: _Part, shipped: Sequence[_Part]) -> tuple[list[_Part], list[_Part]]:
+    """Return a file's prompts with a smaller share, and shipped ones of the kinds that they lack.
+
+    With the file's own of that kind, a kind gets the share that it should have, unless that leaves the file
+    less than `OWN_SHARE`.
+    """
     counts = count_kinds(own.train)
-    missing = lacking(counts) if source != SHIPPED and isinstance(config.general, str) else []
+    missing = lacking(counts)
     if not missing:
-        return Mixture(own.train, own.held_out)
-    shipped = _part(1.0, SHIPPED, read_rows)
-    added = {kind: part for kind in missing if (part := _of_kind(shipped, kind)).train}
-    # With its own prompts of that kind, each gets the share that it should have.
-    of_own = {kind: counts[kind] / len(own.train) for kind in added}
-    rest = (1 - sum(SHARES[kind] for kind in added)) / (1 - sum(of_own.values()))
+        return [own], []
+    of_own = {kind: counts[kind] / len(own.train) for kind in missing}
+    rest = (1 - sum(SHARES[kind] for kind in missing)) / (1 - sum(of_own.values()))
     rest = max(rest, OWN_SHARE)
-    parts = [replace(part, share=SHARES[kind] - rest * of_own[kind]) for kind, part in added.items()]
-    whole = sum(part.share for part in parts) / (1 - rest)
-    parts = [replace(part, share=part.share / whole) for part in parts]
-    rows = _mixed([replace(own, share=rest), *parts], config, drawn_prompts(config, has_domain))
-    return Mixture(*rows, tuple(added))
+    wanted = {kind: SHARES[kind] - rest * of_own[kind] for kind in missing}
+    scale = (1 - rest) / sum(wanted.values())
+    added = [replace(part, share=scale * wanted[part.kind]) for part in shipped if part.kind in missing]
+    return [replace(own, share=rest)], added
 
 
 def drawn_prompts(config: RecoverConfig, has_domain: bool) -> int:
@@ -141,19 +166,6 @@ def with_written(lists: Sequence[Sequence[Row]], written: Sequence[Row]) -> list
     """Return lists of rows with those that base has written in place of the placeholders, in order."""
     following = cycle(written)
     return [[next(following) if row is PLACEHOLDER else row for row in rows] for rows in lists]
-
-
-def _part(share: float, source: str, read_rows: Read) -> _Part:
-    if source == SELF:
-        return _Part(share, [PLACEHOLDER])
-    rows = check_prompts(read_rows(source))
-    held_out = check_prompts(read_rows(source, "validation")) if source == SHIPPED else None
-    return _Part(share, rows, held_out)
-
-
-def _of_kind(part: _Part, kind: str) -> _Part:
-    both = part.train, part.held_out or []
-    return _Part(0, *([row for row in rows if prompt_kind(row) == kind] for rows in both))
 
 
 def _mixed(parts: Sequence[_Part], config: RecoverConfig, drawn: int) -> tuple[list[Row], list[Row]]:

@@ -7,9 +7,9 @@ import pytest
 from opdcl.config.load import load, validate
 from opdcl.config.recover import RecoverConfig, split_share
 from opdcl.data.formats import Row
-from opdcl.data.prompt_kinds import KINDS, prompt_kind
+from opdcl.data.prompt_kinds import KINDS, SHARES, prompt_kind
 from opdcl.distill import mixture
-from opdcl.distill.mixture import PLACEHOLDER, TOP_UP, described, read_mixture, with_written
+from opdcl.distill.mixture import OWN_SHARE, PLACEHOLDER, described, read_mixture, with_written
 from opdcl.errors import UsageError
 
 # 12 general steps with 8 prompts each.
@@ -106,8 +106,9 @@ def test_the_same_seed_draws_the_same_prompts_and_another_seed_others():
 def test_a_shipped_part_holds_out_its_own_validation_prompts():
     found = mixed(["everyday", "a"])
     shipped = [text for text in texts(found.held_out) if text.startswith("A prompt of kind")]
-    assert len(shipped) == 4
+    assert len(shipped) == len(KINDS)  # one each at least
     assert {*shipped} <= {*texts(SHIPPED[72:])}
+    assert sum(text.startswith("A prompt") for text in texts(found.train)) == pytest.approx(DRAWN / 2, abs=4)
 
 
 def test_a_list_of_one_source_is_taken_as_it_is():
@@ -121,18 +122,41 @@ def test_a_file_alone_gets_shipped_prompts_of_the_kinds_that_it_lacks():
     lacking = [kind for kind in KINDS if kind != "code"]
     assert list(found.added) == lacking
     kinds = Counter(map(prompt_kind, found.train))
-    assert {kinds[kind] for kind in lacking} == {round(TOP_UP * DRAWN)}
-    assert kinds["code"] == round((1 - TOP_UP * len(lacking)) * DRAWN)
+    # Half stays the file's own; the other half is shared in proportion.
+    assert kinds["code"] == OWN_SHARE * DRAWN
+    added = {kind: OWN_SHARE * SHARES[kind] / sum(map(SHARES.get, lacking)) for kind in lacking}
+    assert {kind: kinds[kind] for kind in lacking} == {k: round(share * DRAWN) for k, share in added.items()}
     # Each part is also measured.
     assert {*map(prompt_kind, found.held_out)} == {*KINDS}
     assert not {*texts(found.train)} & {*texts(found.held_out)}
 
 
+def test_a_lacking_kind_gets_the_share_that_it_should_have_with_those_of_the_file(monkeypatch):
+    rows = [row for row in SHIPPED if row.group != "fact"] * 4 + SHIPPED[:20:9]
+    monkeypatch.setitem(FILES, "few facts", rows)
+    found = mixed("few facts")
+    assert found.added == ("fact",)
+    kinds = Counter(map(prompt_kind, found.train))
+    assert kinds["fact"] == pytest.approx(SHARES["fact"] * DRAWN, abs=2)
+    # The other kinds keep their proportions.
+    assert max(kinds[kind] for kind in KINDS if kind != "fact") < 0.15 * DRAWN
+
+
 def test_a_file_that_lacks_nothing_stays_as_it_is(monkeypatch):
-    monkeypatch.setitem(FILES, "whole", SHIPPED)
-    assert texts(mixed("whole").train) == texts(SHIPPED)
-    assert mixed("everyday").added == ()
-    assert texts(mixed("everyday").held_out) == texts(SHIPPED[72:])
+    whole = SHIPPED + SHIPPED[::9] * 2
+    monkeypatch.setitem(FILES, "whole", whole)
+    assert texts(mixed("whole").train) == texts(whole)
+
+
+def test_the_shipped_prompts_are_drawn_kind_by_kind():
+    found = mixed("everyday")
+    kinds = Counter(map(prompt_kind, found.train))
+    rest = (1 - sum(SHARES.values())) / len(KINDS)
+    assert kinds == {kind: round((share + rest) * DRAWN) for kind, share in SHARES.items()}
+    assert max(kinds, key=kinds.get) == "fact"
+    assert {*map(prompt_kind, found.held_out)} == {*KINDS}
+    assert {*texts(found.held_out)} <= {*texts(SHIPPED[72:])}
+    assert found.added == ()
 
 
 def test_prompts_in_another_language_lack_all_kinds_and_the_user_is_told():
@@ -142,22 +166,22 @@ def test_prompts_in_another_language_lack_all_kinds_and_the_user_is_told():
         found = mixed("french")
     assert list(found.added) == list(KINDS)
     kinds, added = described(found.train, found.added)
-    assert "63% are not in English" in kinds
-    assert added.startswith("your prompts lack short facts, requests with constraints, ")
+    assert "are not in English" in kinds
+    assert sum(prompt_kind(row) == "foreign" for row in found.train) == OWN_SHARE * DRAWN
+    assert "shipped ones were added: short facts, requests with constraints, " in added
 
 
 def test_what_the_user_declined_is_missing_and_the_user_is_told():
     kinds, warning = described(mixed(["code"]).train, ())
     assert kinds == "kinds of general prompts: 100% code"
-    assert warning.startswith("warning: the general prompts lack short facts, ")
+    assert warning.startswith("warning: too few of the general prompts are short facts, ")
     assert "code" not in warning
 
 
 def test_a_run_keeps_the_share_of_each_kind():
     found = mixture.recorded(mixed("code").train, mixed("code").added)
     assert [*found] == [*KINDS]
-    share = round(TOP_UP * DRAWN) / len(mixed("code").train)
-    assert found["fact"] == {"name": "short facts", "share": round(share, 4), "added": True, "lacking": False}
+    assert found["fact"].items() > {"name": "short facts", "added": True, "lacking": False}.items()
     assert sum(entry["share"] for entry in found.values()) == pytest.approx(1, abs=1e-3)
     alone = mixture.recorded(FILES["code"], ())
     assert [kind for kind, entry in alone.items() if not entry["lacking"]] == ["code"]

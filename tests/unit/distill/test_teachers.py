@@ -135,7 +135,9 @@ def test_a_frozen_copy_keeps_its_context(adapted, section, frozen, expected):
 
 
 def test_only_the_teacher_sees_the_answer(backbone, answered):
-    config = RecoverConfig(domain=str(answered / "domain.jsonl"), **taught({"kind": "base", **SHOWN}))
+    config = RecoverConfig(
+        rollouts=8, domain=str(answered / "domain.jsonl"), **taught({"kind": "base", **SHOWN})
+    )
     prompts = encode(config, "domain", backbone).train
     assert len(prompts) == 8
     decode = backbone.tokenizer.decode
@@ -145,7 +147,9 @@ def test_only_the_teacher_sees_the_answer(backbone, answered):
 
 
 def test_a_context_refuses_a_row_without_an_answer(backbone, tuned):
-    config = RecoverConfig(domain=str(tuned / "domain.jsonl"), **taught({"kind": "base", **SHOWN}))
+    config = RecoverConfig(
+        rollouts=8, domain=str(tuned / "domain.jsonl"), **taught({"kind": "base", **SHOWN})
+    )
     with pytest.raises(UsageError, match=r"domain\.jsonl:1 has no answer"):
         encode(config, "domain", backbone)
 

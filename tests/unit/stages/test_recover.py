@@ -148,7 +148,7 @@ def test_a_recovery_that_stopped_early_does_not_resume(backbone, tuned):
 
 
 def test_the_data_of_a_recovery_is_read_once_per_source_and_split(tuned):
-    config = RecoverConfig(domain=str(tuned / "domain.jsonl"))
+    config = RecoverConfig(domain=str(tuned / "domain.jsonl"), rollouts=8)
     reads = []
 
     def read_rows(source, split="train"):
