@@ -77,7 +77,9 @@ def read_mixture(config: RecoverConfig, read_rows: Read, has_domain: bool) -> Mi
         return Mixture([PLACEHOLDER] * count)
     parts = [part for source, share in sources.items() for part in _parts(share, source, read_rows)]
     added: list[_Part] = []
-    if isinstance(config.general, str) and config.general != SHIPPED:
+    # A teacher with a context is shown each prompt's answer, and shipped prompts have none.
+    is_shown = config.teacher_of("general").context is not None
+    if isinstance(config.general, str) and config.general != SHIPPED and not is_shown:
         shipped = _parts(1, SHIPPED, read_rows)
         parts, added = _topped_up(parts[0], shipped)
     if len(parts) + len(added) == 1:
@@ -174,7 +176,10 @@ def _mixed(parts: Sequence[_Part], config: RecoverConfig, drawn: int) -> tuple[l
     held_out: list[Row] = []
     for number, part in enumerate(parts):
         if len(part.train) == 1 and part.train[0] is not PLACEHOLDER:
-            raise UsageError(f"{part.train[0].where} is the only prompt of its source", "add prompts")
+            message = f"the general stream has one prompt of its source, {part.train[0].where}"
+            raise UsageError(
+                f"{message}; recovery needs some to sample on and some to hold out", "add prompts"
+            )
         # At least one each, so that a small part is trained and measured.
         count, aside = (max(1, round(part.share * n)) for n in (drawn, config.validation_prompts))
         ours, others = part.drawn(count, aside, config.seed + number)

@@ -218,7 +218,7 @@ def test_base_writes_its_share_of_a_mixture():
 
 
 def test_a_part_of_a_mixture_needs_prompts_to_hold_out():
-    with pytest.raises(UsageError, match="one row 0 is the only prompt of its source"):
+    with pytest.raises(UsageError, match="the general stream has one prompt of its source, one row 0"):
         mixed(["a", "one"])
 
 

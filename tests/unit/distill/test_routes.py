@@ -97,17 +97,17 @@ def test_rows_name_teachers_and_teachers_add_prompts(backbone, answered):
         "a": {"kind": "base"},
         "b": {"kind": "base", **SHOWN, "prompts": str(specialist(answered, "b"))},
     }
-    config = RecoverConfig(domain=str(answered / "mixed.jsonl"), teachers=teachers)
+    config = RecoverConfig(rollouts=8, domain=str(answered / "mixed.jsonl"), teachers=teachers)
     found = encode(config, "domain", backbone)
     assert [p.teacher for p in found.train] == ["a", "", "", "b", "b", "b", "b"]
     assert [p.context is not None for p in found.train] == [False] * 3 + [True] * 4
     (answered / "built-in.jsonl").write_text(
         json.dumps(rows[0] | {"teacher": "base"}) + "\n" + json.dumps(rows[1])
     )
-    found = encode(RecoverConfig(domain=str(answered / "built-in.jsonl")), "domain", backbone)
+    found = encode(RecoverConfig(rollouts=8, domain=str(answered / "built-in.jsonl")), "domain", backbone)
     assert [p.teacher for p in found.train] == ["base", ""]
     with pytest.raises(UsageError, match=r"mixed\.jsonl:1 names an unknown teacher 'a'"):
-        encode(RecoverConfig(domain=str(answered / "mixed.jsonl")), "domain", backbone)
+        encode(RecoverConfig(rollouts=8, domain=str(answered / "mixed.jsonl")), "domain", backbone)
     (answered / "mixed.jsonl").write_text("\n".join(json.dumps({**rows[0], "teacher": t}) for t in "ab"))
     with pytest.raises(UsageError, match=r"mixed\.jsonl:2 has no answer"):
         encode(config, "domain", backbone)

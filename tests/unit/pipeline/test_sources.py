@@ -151,15 +151,15 @@ def test_the_hash_of_a_suite_covers_its_data_and_each_field_has_its_own(project)
     hashes = Job.of(workflow, RunDir(project)).hashes
     assert [*hashes] == [
         "finetune.data",
-        "recover.general",
+        "recover.general.0",
         "recover.domain",
         "eval.closeness",
         "eval.data.questions",
         "eval.suite.instructions",
     ]
-    assert hashes["finetune.data"] == hashes["recover.domain"] != hashes["recover.general"]
+    assert hashes["finetune.data"] == hashes["recover.domain"] != hashes["recover.general.0"]
     (project / "prompts.jsonl").write_text('{"prompt": "Another."}\n{"prompt": "Two."}\n')
-    assert Job.of(workflow, RunDir(project)).hashes["recover.general"] != hashes["recover.general"]
+    assert Job.of(workflow, RunDir(project)).hashes["recover.general.0"] != hashes["recover.general.0"]
 
 
 def test_the_hash_of_a_group_covers_the_files_of_its_tasks(project):
