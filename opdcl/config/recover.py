@@ -165,7 +165,8 @@ class RecoverConfig(Section):
     validation_prompts: Positive = 16
     """Prompts per stream for held-out KL. General ones are set aside; domain ones are also trained on."""
     keep: Literal["best", "last"] = "best"
-    """Adapter that the stage returns: the best by held-out KL, or the last one measured."""
+    """Adapter that the stage returns: the last one whose held-out KL is at most 1.25 times the lowest, or the
+    last one measured."""
     save_steps: Positive = 12
     """Optimizer steps between checkpoints."""
     seed: int = 0

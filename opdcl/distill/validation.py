@@ -44,6 +44,10 @@ SHARES = {"general_kl": "general_recovered", "domain_kl": "domain_kept"}
 # Share of the domain that has to be kept where `until.retention` stops the run: 1 is tuned, 0 is base.
 DOMAIN_FLOOR = 0.95
 
+# A score at most so many times the lowest one is no worse. The student samples its answers anew each time, on
+# a dozen prompts, so scores waver; among equals the later adapter has learned longer, at a lower rate.
+NO_WORSE = 1.25
+
 # Nats per token below which a KL is noise and a share of it says nothing.
 KL_NOISE = 1e-3
 
@@ -57,8 +61,8 @@ class Measurements:
 
     tuned: KL = field(default_factory=dict)
     base: KL = field(default_factory=dict)
-    best_score: float = math.inf
-    since_best: int = 0
+    lowest_score: float = math.inf
+    since_lowest: int = 0
 
     @classmethod
     def restore(cls, rows: list[dict], score: Callable[[KL], float]) -> Measurements:
@@ -67,18 +71,18 @@ class Measurements:
         for row in rows:
             if row["step"] == 0 and "base" in row:
                 restored.tuned, restored.base = row["validation"], row["base"]
-                restored.best_score = score(restored.tuned)
+                restored.lowest_score = score(restored.tuned)
             elif "validation" in row:
-                restored.add(score(row["validation"]), row["validation"]["best"])
+                restored.add(score(row["validation"]))
         return restored
 
-    def add(self, score: float, best: bool) -> None:
-        self.best_score = min(self.best_score, score)
-        self.since_best = 0 if best else self.since_best + 1
+    def add(self, score: float) -> None:
+        self.since_lowest = 0 if score < self.lowest_score else self.since_lowest + 1
+        self.lowest_score = min(self.lowest_score, score)
 
 
 class Validation(TrainerCallback):
-    """Measure held-out KL every `validate_every` steps, and keep the adapter with the lowest score.
+    """Measure held-out KL every `validate_every` steps, and keep the last adapter with a good score.
 
     Each stream's teacher completes its held-out `prompts` once, so all measurements are on the same tokens.
     The student answers the general ones anew each time, at temperature 1 and with the same seed. The KL is to
@@ -188,22 +192,22 @@ class Validation(TrainerCallback):
         if general := self._held_out.get("general"):
             base |= _own(general[0])
         tuned = self.held_out_kl(agreement=True) | self.own_answers()
-        self._keep_if_best(0, self._score(tuned))
+        self._keep_if_good(0, self._score(tuned))
         self.callback.write({"step": 0, "validation": {**tuned, "best": True}, "base": base})
         self.callback.report.note(f"step 0: held-out {describe_kl(tuned)}{describe_own(tuned, base)}")
 
     def _measure(self, step: int, lr_scheduler: Any) -> KL:
-        """Measure, log, keep the adapter if it is the best, and return the shares.
+        """Measure, log, keep the adapter if it is good, and return the shares.
 
         Raises:
             OpdclError: The KL has drifted, or the student writes badly for the second time.
         """
         kl, first = self.held_out_kl(agreement=True) | self.own_answers(), self.measurements
-        best = self._keep_if_best(step, self._score(kl))
+        best = self._keep_if_good(step, self._score(kl))
         whole = {"general_kl": first.tuned, "domain_kl": first.base}
         shares = {SHARES[k]: 1 - kl[k] / whole[k][k] for k in stream_kl(kl) if whole[k][k] > KL_NOISE}
         self.callback.write({"step": step, "validation": {**kl, **shares, "best": best}})
-        suffix = " (best so far)" if best else ""
+        suffix = " (kept)" if best else ""
         ends = f", {kl['missed_ends']:.0%} of endings missed" if "missed_ends" in kl else ""
         own = describe_own(kl, first.base)
         self.callback.report.note(f"step {step}: held-out {describe_kl(kl | shares)}{ends}{own}{suffix}")
@@ -222,15 +226,15 @@ class Validation(TrainerCallback):
         general, domain = shares.get("general_recovered", 0.0), shares.get("domain_kept", 1.0)
         if until.retention and general >= until.retention and domain >= DOMAIN_FLOOR:
             return f"{general:.0%} of the general KL is recovered, and {domain:.0%} of the domain is kept"
-        since = self.measurements.since_best
+        since = self.measurements.since_lowest
         if until.patience and since >= until.patience:
             return f"no better adapter in {since} validations"
         return ""
 
-    def _keep_if_best(self, step: int, score: float) -> bool:
-        """Save the adapter if no earlier one scored as low, or with `keep: last`; return whether it did."""
-        best = self.config.keep == "last" or score < self.measurements.best_score
-        self.measurements.add(score, best)
+    def _keep_if_good(self, step: int, score: float) -> bool:
+        """Save the adapter if no earlier one is better, or with `keep: last`; return whether it did."""
+        best = self.config.keep == "last" or score <= NO_WORSE * self.measurements.lowest_score
+        self.measurements.add(score)
         if best:
             save_adapter(self.grader.backbone, self.best_adapter)
             write_json(self.best_adapter / "validation.json", {"step": step, "score": score})
