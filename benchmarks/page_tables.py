@@ -175,13 +175,16 @@ METHODS = {
 
 SOURCES = {
     "shipped": "the everyday prompts of 23 November, half of them short questions",
+    "shipped-last": "the same; the adapter of the last step",
     "shipped-few": "a quarter as many of them, four times each",
     "everyday-new": "the present everyday prompts",
     "even": "the same, as many of each kind",
     "even-facts": "of the present everyday prompts, three tenths short questions, as many of each other kind",
+    "even-facts-last": "the same; the adapter of the last step",
     "public": "public requests",
     "topped": "the same, topped up with the kinds that they lack",
     "topped-facts": "the same, with three tenths short questions",
+    "topped-facts-last": "the same; the adapter of the last step",
     "public-facts": "two thirds public, one third short questions",
     "own": "that base wrote",
     "everyday-own": "half everyday, half that base wrote",
@@ -225,6 +228,29 @@ def rivals(record: str = "methods", writing: bool = False, names: dict[str, str]
     columns += ["tokens", "answers that end, %"] if writing else []
     table = [row + [""] * (len(columns) - len(row)) for row in table]
     return rows_of(columns, unbroken(table, 1))
+
+
+def families() -> str:
+    """Return what the second model scored on each data set, with the time and memory of its whole run."""
+    found = read("gemma")
+    table = []
+    for row in found["rows"] if found else ():
+        suites = {suite["role"]: (name, suite) for name, suite in row["suites"].items()}
+        cells = []
+        for role in ("retention", "control", "domain"):
+            name, suite = suites[role]
+            scores = " / ".join(f"{100 * suite[s]:.1f}" for s in ("base", "tuned", "recovered"))
+            cells.append(f"`{name}`, n = {suite['n']}<br>{scores}")
+        ratios = [row[key] for key in ("recovery", "closeness", "domain_retention")]
+        cells += ["none" if not one or one["value"] is None else ratio(one) for one in ratios]
+        written = row["closeness"]["written"]
+        cells.append(" / ".join(f"{written[s]['length']:.0f}" for s in ("base", "tuned", "recovered")))
+        cells.append(" / ".join(f"{100 * written[s]['ended']:.0f}" for s in ("base", "tuned", "recovered")))
+        cells.append(f"{row['seconds'] / 60:.0f} min, {row['peak_memory_bytes'] / 2**30:.1f} GiB")
+        table.append([row["arm"], *cells])
+    columns = ["data, 1 seed", "retention, %", "control, %", "domain, %", "R", "C", "D"]
+    columns += ["tokens", "answers that end, %", "whole run"]
+    return rows_of(columns, table) if table else NOT_MEASURED
 
 
 def shares_of(
@@ -484,6 +510,7 @@ TABLES = {
     "rivals-writing": lambda: rivals(writing=True),
     "rivals-people": lambda: rivals("reword", writing=True),
     "forgetting": lambda: rivals("forgetting", writing=True),
+    "gemma": families,
     "breadth": lambda: rivals("breadth", writing=True, names=SOURCES),
     "endings": endings,
     "ends-by-position": ends_by_position,

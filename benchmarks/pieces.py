@@ -55,6 +55,8 @@ def piece(run: Path) -> dict[str, Any]:
         for name, suite in summary["suites"].items()
     }
     row |= {key: summary[key] for key in RATIOS}
+    row["peak_memory_bytes"] = max(spent.get("peak_memory_bytes", 0) for spent in summary["cost"].values())
+    row["verdict"] = summary["verdict"]
     if near := summary["closeness"]:
         row["closeness"] = {key: near[key] for key in ("n", "value", "low", "high", "floor", "writing")}
         row["closeness"]["distance"] = {s: near[s]["distance"] for s in states(near)}

@@ -274,6 +274,8 @@ def test_finished_runs_become_rows_that_a_later_measurement_replaces(runs, tmp_p
     # From the floor of 12 of 40: (26 - 12) / (32 - 12).
     assert first["recovery"]["value"] == pytest.approx(0.7)
     assert first["written_by"] == {"warm-up general teacher": 3}
+    assert first["verdict"].startswith("Partly recovered")
+    assert first["peak_memory_bytes"] >= 0
 
 
 # -- the README's tables
@@ -310,6 +312,23 @@ def test_rivals_are_means_over_the_seeds_of_one_comparison(tables, tmp_path, mon
     assert mixing.startswith("| no recovery; half")
     # (0.26 - 0.1) / (0.5 - 0.1); 1 - 0.6 / 0.8; (0.26 - 0.5) / (0.1 - 0.5).
     assert mixing.endswith("| 0.40 | 0.25 | 0.60 |")
+
+
+def test_the_second_model_has_a_row_for_each_data_set(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "HERE", tmp_path)
+    assert tables.families() == tables.NOT_MEASURED
+    suite = {"n": 200, "base": 0.25, "tuned": 0.05, "recovered": 0.2}
+    suites = {f"{role} suite": suite | {"role": role} for role in ("retention", "control", "domain")}
+    written = {"length": 60.4, "ended": 0.5}
+    estimate = {"value": 0.75, "low": 0.5, "high": 1.0}
+    row = {"arm": "handbook", "suites": suites, "recovery": estimate, "domain_retention": None}
+    row |= {"closeness": estimate | {"written": dict.fromkeys(tables.STATES, written)}}
+    row |= {"seconds": 1230.0, "peak_memory_bytes": 3 * 2**30}
+    write(tmp_path / "gemma.json", {"rows": [row]})
+    found = tables.families().splitlines()[-1].replace("\u00a0", " ")
+    assert found.startswith("| handbook | `retention suite`, n = 200<br>25.0 / 5.0 / 20.0 |")
+    assert "| 0.75 [0.50, 1.00] | 0.75 [0.50, 1.00] | none | 60 / 60 / 60 | 50 / 50 / 50 |" in found
+    assert found.endswith("| 20 min, 3.0 GiB |")
 
 
 def test_a_quoted_answer_cannot_break_the_table(tables, tmp_path, monkeypatch):
