@@ -149,12 +149,13 @@ class Session:
 
     def _recovery(self, stage: StageDir) -> RecoverySource:
         """Return the data of the recovery; base writes its prompts now if it is to."""
-        from opdcl.distill.mixture import PLACEHOLDER, described, with_written
+        from opdcl.distill.mixture import MOST, PLACEHOLDER, described, with_written
         from opdcl.distill.own_prompts import own_prompts
 
         config, source = self.workflow.recover, self.job.recovery
         planned = source.rows["general"], source.held_out.get("general", [])
         if count := sum(row is PLACEHOLDER for rows in planned for row in rows):
+            count = min(count, MOST + config.validation_prompts)
             with self.output.stage("prompts") as line:
                 written = own_prompts(config, count, self.backbone, self.job.tests, stage.prompts, line)
             general, held_out = with_written(planned, written)
