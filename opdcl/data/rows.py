@@ -118,6 +118,11 @@ def _shipped_file(name: str) -> Path:
     return package_folder("workflows") / "data" / f"{name}.jsonl"
 
 
+def is_shipped(row: Row) -> bool:
+    """Return whether a row is one of the shipped everyday prompts."""
+    return row.where.startswith(f"{_shipped_file('everyday')}:")
+
+
 def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
     path, repository = Path(source), on_hub(source)
     if source not in SHIPPED_DATA and not os.path.exists(source) and repository is None:

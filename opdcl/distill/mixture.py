@@ -17,7 +17,6 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.data.prompt_kinds import FOREIGN, KINDS, SHARES, count_kinds, lacking, prompt_kind
 from opdcl.data.rows import Row, check_prompts
 from opdcl.distill.schedule import plan_steps
-from opdcl.errors import UsageError
 
 SHIPPED, SELF = "everyday", "self"
 
@@ -67,7 +66,7 @@ def read_mixture(config: RecoverConfig, read_rows: Read, has_domain: bool) -> Mi
     """Read the general prompts of a recovery; those that base will write are placeholders.
 
     Raises:
-        UsageError: A row is malformed, or a source has too few prompts to hold some out.
+        UsageError: A row is malformed.
     """
     sources = config.general_sources()
     if not sources:
@@ -143,9 +142,7 @@ def described(rows: Sequence[Row], added: Sequence[str]) -> list[str]:
             "to leave them out, make recover.general a list, as in [FILE]"
         )
     if missing := [kind for kind in lacking(counts) if kind not in added]:
-        notes.append(
-            f"warning: too few of the general prompts are {_names(missing)}: there, less may come back"
-        )
+        notes.append(f"too few of the general prompts are {_names(missing)}: there, less may come back")
     return notes
 
 
@@ -175,11 +172,6 @@ def _mixed(parts: Sequence[_Part], config: RecoverConfig, drawn: int) -> tuple[l
     train: list[Row] = []
     held_out: list[Row] = []
     for number, part in enumerate(parts):
-        if len(part.train) == 1 and part.train[0] is not PLACEHOLDER:
-            message = f"the general stream has one prompt of its source, {part.train[0].where}"
-            raise UsageError(
-                f"{message}; recovery needs some to sample on and some to hold out", "add prompts"
-            )
         # At least one each, so that a small part is trained and measured.
         count, aside = (max(1, round(part.share * n)) for n in (drawn, config.validation_prompts))
         ours, others = part.drawn(count, aside, config.seed + number)

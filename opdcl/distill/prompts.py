@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import starmap
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import BUILT_IN
 from opdcl.data.chat import encode_prompt
-from opdcl.data.rows import Row, check_prompts, load_rows
+from opdcl.data.rows import Row, check_prompts, is_shipped, load_rows
 from opdcl.distill.mixture import read_mixture
 from opdcl.distill.reward import load_reward_task, reward_rows
 from opdcl.distill.schedule import STREAMS, Stream
@@ -108,8 +109,13 @@ def encode_stream(
         key = repr([row.prompt, row.tools, row.variables])
         ids = source.encoded.get(key)
         if ids is None or len(ids) > room:  # a prompt without room is refused
-            ids = source.encoded[key] = encode_prompt(row, tokenizer, room)
+            limit = sys.maxsize if is_shipped(row) else room
+            ids = source.encoded[key] = encode_prompt(row, tokenizer, limit)
         return ids
+
+    def with_room(rows: list[Row]) -> list[Row]:
+        # Shipped prompts are left out instead: a user cannot shorten them.
+        return [row for row in rows if not is_shipped(row) or len(encode(row)) <= room]
 
     def prompt(number: int, row: Row) -> Prompt:
         context, shown = config.teacher_of(stream, row.teacher).context, None
@@ -117,11 +123,11 @@ def encode_stream(
             shown = encode(row.with_context(context, row.answer))
         return Prompt(encode(row), row.teacher, shown, number)
 
-    prompts = [*starmap(prompt, enumerate(source.rows[stream]))]
+    prompts = [*starmap(prompt, enumerate(with_room(source.rows[stream])))]
     count = config.validation_prompts
     if stream not in source.held_out:
         return Prompts(*_split(prompts, stream, count))
-    held_out = [*starmap(prompt, enumerate(source.held_out[stream]))]
+    held_out = [*starmap(prompt, enumerate(with_room(source.held_out[stream])))]
     return Prompts(prompts, [held_out[i] for i in _spread(len(held_out), count)])
 
 

@@ -172,10 +172,10 @@ def test_prompts_in_another_language_lack_all_kinds_and_the_user_is_told():
 
 
 def test_what_the_user_declined_is_missing_and_the_user_is_told():
-    kinds, warning = described(mixed(["code"]).train, ())
+    kinds, missing = described(mixed(["code"]).train, ())
     assert kinds == "kinds of general prompts: 100% code"
-    assert warning.startswith("warning: too few of the general prompts are short facts, ")
-    assert "code" not in warning
+    assert missing.startswith("too few of the general prompts are short facts, ")
+    assert "code" not in missing
 
 
 def test_a_run_keeps_the_share_of_each_kind():
@@ -217,9 +217,10 @@ def test_base_writes_its_share_of_a_mixture():
     assert described([PLACEHOLDER], ()) == []
 
 
-def test_a_part_of_a_mixture_needs_prompts_to_hold_out():
-    with pytest.raises(UsageError, match="the general stream has one prompt of its source, one row 0"):
-        mixed(["a", "one"])
+def test_the_only_prompt_of_a_source_is_practised_and_not_held_out():
+    found = mixed(["a", "one"])
+    assert sources(found.train) == {"a": DRAWN / 2, "one": DRAWN / 2}
+    assert sources(found.held_out) == {"a": 4}
 
 
 def test_files_in_a_list_are_found_beside_the_workflow(tmp_path):

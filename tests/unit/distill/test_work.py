@@ -37,10 +37,10 @@ def work(settings, costs=None, **options):
 def known(settings):
     """Return what the simulated machine would have measured."""
     units = {"step": STEP, "write": WRITE, "read": READ, "measure": MEASURE}
-    for stream, keep in (("general", 8), ("domain", 16)):
+    for stream, keep, source in (("general", 8, "everyday"), ("domain", 16, settings.domain)):
         tokens = keep * (PROMPT[stream] + ANSWER[stream])
         units[sized(f"learn {stream}", tokens)] = LEARN[stream]
-        units[f"answer {settings.source(stream)} {LIMIT[stream]}"] = ANSWER[stream]
+        units[f"answer {source} {LIMIT[stream]}"] = ANSWER[stream]
     return units
 
 

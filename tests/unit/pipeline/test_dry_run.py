@@ -87,7 +87,9 @@ def test_the_opening_names_model_rows_device_stages_directory_and_time(plan, tmp
         assert words in line
     for words in ("recover (8 steps)", "9 measurements", "three steps", str(job.run.path)):
         assert words in line
-    assert remarks(job, tasks) == []
+    kinds, missing = remarks(job, tasks)
+    assert kinds.startswith("kinds of general prompts: ")
+    assert missing.startswith("too few of the general prompts are ")
 
 
 def test_the_share_of_the_weights_that_the_adapter_changes_is_said(plan, loaded):

@@ -45,7 +45,7 @@ REFUSED = {
         "'nosuch' matches no linear",
     ),
     "long prompts": (["recover.max_new_tokens=500"], "", "and the context leaves room for 12"),
-    "one prompt": (["recover.general=one.jsonl"], "", "the general stream has one prompt"),
+    "one prompt": (["recover.general=[one.jsonl]"], "", "the general stream has one prompt"),
     "long answers": (["eval.max_new_tokens=2000"], "", "exceed the context of 512"),
     # A question alone has 43 tokens; with the five examples before it, it has 368.
     "long examples": (
