@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help=f"the pretrained model; default: that of {PACKAGE}")
     parser.add_argument("--max-length", type=int, default=256, help="longer rows, in tokens, are left out")
     parser.add_argument("--learning-rate", type=float, default=5e-5)
-    parser.add_argument("--steps", type=int, help="stop after so many; default: one epoch")
+    parser.add_argument("--steps", type=int, help="number of steps; default: one epoch")
     options = parser.parse_args()
     model, tokenizer = pretrained(options.gguf or importlib.import_module(PACKAGE).assemble())
     config = FinetuneConfig(data=str(options.rows), max_length=options.max_length, long_rows="skip")

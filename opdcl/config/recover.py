@@ -243,13 +243,15 @@ class RecoverConfig(Section):
         """
         if self.reward or self.general is None:
             return {}
-        items = [self.general] if isinstance(self.general, str) else self.general
-        named = dict(map(split_share, items)) if isinstance(self.general, list) else {self.general: None}
-        rest = 1 - sum(filter(None, named.values()))
-        open_ones = sum(share is None for share in named.values())
-        if len(named) < len(items) or 0 in named.values() or (rest < 0.01 if open_ones else abs(rest) > 0.01):
+        if isinstance(self.general, str):
+            return {self.general: 1.0}
+        named = dict(map(split_share, self.general))
+        given = [share for share in named.values() if share is not None]
+        rest, equal_parts = 1 - sum(given), len(named) - len(given)
+        is_whole = rest > 0.01 if equal_parts else abs(rest) < 0.01
+        if len(named) < len(self.general) or 0 in given or not is_whole:
             raise ValueError("general: the shares of different sources must be above 0 and add up to 1")
-        return {source: rest / open_ones if share is None else share for source, share in named.items()}
+        return {source: rest / equal_parts if share is None else share for source, share in named.items()}
 
     def limit(self, stream: Literal["general", "domain"], on_policy: bool = False) -> int:
         """Return the maximum length of a stream's completions, in tokens."""

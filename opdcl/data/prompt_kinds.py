@@ -31,7 +31,7 @@ FOREIGN = "foreign"
 # facts have most: a fine-tune on questions and answers damages them most, and they come back last.
 SHARES = dict.fromkeys(KINDS, 0.04) | {"fact": 0.3}
 
-# Words that hardly an English sentence lacks, and no other language has as often.
+# Words that nearly every English sentence has, and sentences in other languages rarely.
 ENGLISH = set(
     """a an and are as at be between by can could describe did do does explain for from give had has have he
     her his how i if in into is it its list make me my name not of on or our please she should tell than that
@@ -51,7 +51,7 @@ EDIT = (
 
 
 def words(*alternatives: str) -> str:
-    """Return a pattern for whole words; each argument lists some, of which those with a space stand alone."""
+    """Return a pattern that matches any of some words or phrases; `|` separates those of one argument."""
     return rf"\b(?:{'|'.join(alternatives)})\b"
 
 

@@ -7,6 +7,7 @@ any of the formats of `opdcl.data.formats`.
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import itertools
 import json
@@ -110,6 +111,7 @@ def on_hub(source: str) -> Repository | None:
     return parse("dataset", source)
 
 
+@functools.cache
 def _shipped_file(name: str) -> Path:
     if name.startswith("handbook"):
         return package_folder("evals") / "handbook" / "facts.jsonl"

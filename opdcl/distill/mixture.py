@@ -23,7 +23,7 @@ SHIPPED, SELF = "everyday", "self"
 # The smallest share of a file's own prompts once it is topped up.
 OWN_SHARE = 0.5
 
-# Base writes prompts of at most so many tokens, and so many of them: later epochs repeat them.
+# The maximum length, in tokens, and number of the prompts that base writes: later epochs repeat them.
 LONGEST, MOST = 128, 1024
 
 # Stands for a prompt that base has yet to write, at its greatest length.
@@ -51,7 +51,7 @@ class _Part:
     kind: str = ""
 
     def drawn(self, count: int, held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
-        """Return so many rows to train on and so many others; rows come again where there are too few."""
+        """Return `count` rows to train on, repeated if there are fewer, and up to `held_out` others."""
         if self.train[0] is PLACEHOLDER:
             return [PLACEHOLDER] * count, [PLACEHOLDER] * held_out
         train, others = [*self.train], [*(self.held_out or [])]
@@ -147,15 +147,16 @@ def described(rows: Sequence[Row], added: Sequence[str]) -> list[str]:
 
 
 def recorded(rows: Sequence[Row], added: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return what a run keeps of each kind: name, share of the prompts, whether it was added, or lacks."""
+    """Return each kind's name and share of the prompts, whether it was added, and whether it is lacking."""
     counts = count_kinds(rows)
+    missing = lacking(counts)
     names = KINDS | ({FOREIGN: "not in English"} if counts[FOREIGN] else {})
     return {
         kind: {
             "name": name,
             "share": round(counts[kind] / len(rows), 4) if rows else 0.0,
             "added": kind in added,
-            "lacking": kind in lacking(counts),
+            "lacking": kind in missing,
         }
         for kind, name in names.items()
     }

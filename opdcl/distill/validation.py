@@ -44,8 +44,8 @@ SHARES = {"general_kl": "general_recovered", "domain_kl": "domain_kept"}
 # Share of the domain that has to be kept where `until.retention` stops the run: 1 is tuned, 0 is base.
 DOMAIN_FLOOR = 0.95
 
-# A score at most so many times the lowest one is no worse. The student samples its answers anew each time, on
-# a dozen prompts, so scores waver; among equals the later adapter has learned longer, at a lower rate.
+# The largest ratio to the lowest score at which an adapter still counts as no worse. The student samples new
+# answers to a dozen prompts each time, so scores are noisy; of two equals, the later one has trained longer.
 NO_WORSE = 1.25
 
 # Nats per token below which a KL is noise and a share of it says nothing.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,8 +121,8 @@ class Session:
 
         The record of a recovery gets the kinds of its general prompts.
 
-        Returns: The first time left that was shown: `at` seconds after the command began, so many for the
-            `stage` and for `all` stages, and what the stage `took` from there.
+        Returns: The first time left that was shown: `at` seconds after the command began, the seconds left of
+            the `stage` and of `all` stages, and what the stage `took` from there.
         """
         from opdcl.distill.mixture import recorded
         from opdcl.model.adapters import find_adapter
@@ -158,12 +159,13 @@ class Session:
             count = min(count, MOST + config.validation_prompts)
             with self.output.stage("prompts") as line:
                 written = own_prompts(config, count, self.backbone, self.job.tests, stage.prompts, line)
-            general, held_out = with_written(planned, written)
-            source.rows["general"] = general
-            if held_out:
-                source.held_out["general"] = held_out
-            for note in described(general, source.added):
+            rows, held_out = ({**of_stream} for of_stream in (source.rows, source.held_out))
+            rows["general"], others = with_written(planned, written)
+            if others:
+                held_out["general"] = others
+            for note in described(rows["general"], source.added):
                 self.output.note(note)
+            source = replace(source, rows=rows, held_out=held_out)
         return source
 
     def _measure(self, task: Task) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
+from opdcl.results import closeness
 from opdcl.results.format import cell
 from opdcl.results.intervals import mean, ratio
 from opdcl.results.scores import Suite
@@ -24,19 +23,17 @@ def summarise(run: RunDir, near: Suite) -> dict[str, dict[str, Any]]:
 
 
 def _distances(near: Suite, kind: str) -> dict[str, Any]:
-    chosen = {state: [row for row in rows if row.get("kind") == kind] for state, rows in near.rows.items()}
-    values = {
-        state: np.array([row["scores"]["distance"] for row in rows])
-        for state, rows in chosen.items()
-        if len(rows) > 1
-    }
-    found: dict[str, Any] = {"n": len(next(iter(values.values()), []))}
-    found |= {state: mean(values[state]).as_dict() if state in values else {} for state in STATES}
-    if len(values) < len(STATES):
-        return found | {"c": None}
-    tuned, recovered = values["tuned"], values["recovered"]
-    gone = ratio(tuned - recovered, tuned)
-    return found | {"c": gone.as_dict() if gone else None}
+    part = near.only(kind, "kind")
+    count, clusters = len(part.measured), part.clusters
+    found: dict[str, Any] = {"n": count, **{state: {} for state in STATES}, "c": None}
+    if count < 2:  # no interval
+        return found
+    values = {state: closeness.values([part], state) for state in part.rows}
+    found |= {state: mean(distances, clusters).as_dict() for state, distances in values.items()}
+    if part.complete:
+        gone = ratio(values["tuned"] - values["recovered"], values["tuned"], clusters)
+        found["c"] = gone.as_dict() if gone else None
+    return found
 
 
 def table(found: dict[str, dict[str, Any]]) -> Table:

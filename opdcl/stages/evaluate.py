@@ -36,9 +36,9 @@ from opdcl.training import StageReport, peak_memory, reset_peak_memory
 # Memory for the logits of one batch of log-likelihoods, which are kept for every position, in bytes.
 LOGIT_BYTES = 2**30
 
-# Sampled answers are drawn for so many prompts at a time, in the order of the documents. A draw depends on a
-# prompt's place among them, so their number depends neither on the batch size nor on where an interrupt was.
-# All states draw the same numbers.
+# The number of prompts whose answers are sampled together, in the order of the documents. A sample depends
+# on a prompt's place among them, so the number is fixed: batch size and interrupts change nothing. All states
+# use the same random numbers.
 DRAWN_TOGETHER, SEED = 100, 39
 
 # What a sampler may cut off, and opdcl's does not, with the values that cut nothing off.
