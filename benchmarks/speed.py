@@ -534,7 +534,7 @@ class Step:
                     self.backbone.peft.zero_grad()
             times.append((time.perf_counter() - started) / steps)
         assert sorted(found) == sorted(lengths * steps * (repeats + 1))
-        seconds = round(statistics.median(times[1:]), 2)
+        seconds = round(statistics.median(times[1:]), 6)
         return {"tokens": sum(lengths), "seconds": seconds, "peak_bytes": peak_memory()}
 
     @contextlib.contextmanager
