@@ -230,6 +230,34 @@ def rivals(record: str = "methods", writing: bool = False, names: dict[str, str]
     return rows_of(columns, unbroken(table, 1))
 
 
+# The report-only suites' columns: suite, one of its further scores or "" for the score, scale and digits.
+CONTROLS = {
+    "told apart, %": ("refusal", "", 100, 1),
+    "harmful refused, %": ("refusal", "harmful_refused", 100, 1),
+    "harmless answered, %": ("refusal", "harmless_answered", 100, 1),
+    "`choices`, %": ("choices", "", 100, 1),
+    "Brier": ("choices", "brier", 1, 2),
+    "overconfidence, points": ("choices", "overconfidence", 100, 1),
+    "`instructions_sampled`, %": ("instructions_sampled", "", 100, 1),
+}
+
+
+def controls() -> str:
+    """Return the report-only suites, means over seeds: refusals, how sure the model is, sampled answers."""
+    rows = read("controls").get("rows", [])
+    if not rows:
+        return NOT_MEASURED
+    table = []
+    for state in STATES:
+        cells = []
+        for suite, further, scale, digits in CONTROLS.values():
+            found = [row["suites"][suite] for row in rows]
+            values = [(one["metrics"][further] if further else one)[state] for one in found]
+            cells.append(of_seeds([scale * value for value in values], digits))
+        table.append([state, *cells])
+    return rows_of([f"model, {seeds_of(len(rows))}", *CONTROLS], unbroken(table, 1))
+
+
 def families() -> str:
     """Return what the second model scored on each data set, with the time and memory of its whole run."""
     found = read("gemma")
@@ -510,6 +538,7 @@ TABLES = {
     "rivals-writing": lambda: rivals(writing=True),
     "rivals-people": lambda: rivals("reword", writing=True),
     "forgetting": lambda: rivals("forgetting", writing=True),
+    "controls": controls,
     "gemma": families,
     "breadth": lambda: rivals("breadth", writing=True, names=SOURCES),
     "endings": endings,

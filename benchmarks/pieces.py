@@ -51,6 +51,7 @@ def piece(run: Path) -> dict[str, Any]:
             "n": suite["n"],
             "floor": suite["floor"],
             **{s: suite[s]["value"] for s in states(suite)},
+            **({"metrics": suite["metrics"]} if suite["role"] == "control" else {}),
         }
         for name, suite in summary["suites"].items()
     }

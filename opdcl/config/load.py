@@ -75,6 +75,10 @@ def _override(
         key, separator, text = override.partition("=")
         if not separator or not key.strip():
             raise UsageError(f"--set {override!r} is not KEY=VALUE", "--set recover.steps=60")
+        if not text.strip():
+            raise UsageError(
+                f"--set {key.strip()}= has no value", f"--set {key.strip()}=null takes a setting away"
+            )
         values.append((key.strip(), _parse_value(text, key), "--set"))
     values += [(key, value, "argument") for key, value in flags.items() if value is not None]
     for key, value, origin in values:
@@ -187,7 +191,7 @@ def _refuse_magic(text: str, where: str) -> None:
 
 def _parse_value(text: str, key: str) -> Any:
     try:
-        return _plain(_parse(text, f"--set {key}")) if text.strip() else text
+        return _plain(_parse(text, f"--set {key}"))
     except ValueError as fault:
         raise UsageError(f"--set {key}: {fault}", QUOTE) from fault
 

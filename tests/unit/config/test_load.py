@@ -310,6 +310,13 @@ def test_set_without_key_or_value_is_refused(override):
     assert fault.hint == "--set recover.steps=60"
 
 
+@pytest.mark.parametrize("override", ["eval.closeness=", "recover.general= "])
+def test_set_without_a_value_is_refused_and_names_no_folder(override):
+    fault = complaint(["quickstart"], [override])
+    assert fault.message == f"--set {override.strip()} has no value"
+    assert "=null takes a setting away" in fault.hint
+
+
 def test_set_below_a_plain_value_is_refused():
     assert "recover.steps.x" in complaint(["quickstart"], ["recover.steps.x=3"]).message
 
