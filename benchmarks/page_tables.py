@@ -238,6 +238,7 @@ CONTROLS = {
     "`choices`, %": ("choices", "", 100, 1),
     "Brier": ("choices", "brier", 1, 2),
     "overconfidence, points": ("choices", "overconfidence", 100, 1),
+    "`coherence`, %": ("coherence", "", 100, 1),
     "`instructions_sampled`, %": ("instructions_sampled", "", 100, 1),
 }
 

@@ -8,7 +8,7 @@ from helpers.command import opdcl
 from opdcl.results.summary import summarise
 from opdcl.rundir.layout import RunDir
 
-CONTROLS = ["refusal", "choices", "instructions_sampled"]
+CONTROLS = ["refusal", "choices", "coherence", "instructions_sampled"]
 OPTIONS = ["--set", f"eval.control=[{','.join(CONTROLS)}]", "--limit", "4", "--set", "eval.closeness=null"]
 OPTIONS += ["--set", "eval.domain=[]", "--set", "eval.max_new_tokens=6"]
 
@@ -25,7 +25,7 @@ def measured(finished, tmp_path_factory) -> RunDir:
 def test_each_state_is_measured_and_the_verdict_is_about_other_suites(measured):
     summary = summarise(measured)
     assert summary["headline"]["retention"] not in CONTROLS
-    for name, headline in zip(CONTROLS, ("told_apart", "acc", "passed"), strict=True):
+    for name, headline in zip(CONTROLS, ("told_apart", "acc", "acc", "passed"), strict=True):
         suite = summary["suites"][name]
         assert (suite["role"], suite["metric"], suite["n"]) == ("control", headline, 4)
         assert all(suite[state] for state in ("base", "tuned", "recovered"))
