@@ -10,7 +10,7 @@ from opdcl.results import closeness, power, stats, writing
 from opdcl.results.arms import Arm, Member, as_key, first_measured, load_arms, mismatch, seed_notes
 from opdcl.results.scores import Suite, states_of
 from opdcl.results.status import HEADLINE_ROLES, STATES
-from opdcl.results.verdict import writing_clauses
+from opdcl.results.verdict import writing_sentences
 from opdcl.rundir.layout import RunDir
 
 # Arm name -> indices of the different results of a state that its runs have.
@@ -229,8 +229,8 @@ def _reference_notes(rows: list[dict], base: list[dict], tuned: list[dict]) -> l
 
 def _writing_notes(rows: list[dict]) -> list[str]:
     """Say of each arm what keeps it from writing as well as base."""
-    clauses = {row["name"]: writing_clauses(row["writing"], row["retention_status"]) for row in rows}
-    return [f"{name}: {' and '.join(found)}." for name, found in clauses.items() if found]
+    found = {row["name"]: writing_sentences(row["writing"], row["retention_status"]) for row in rows}
+    return [f"{name}: {' '.join(sentences)}" for name, sentences in found.items() if sentences]
 
 
 def _setting_notes(arms: list[Arm], differences: dict[str, dict]) -> list[str]:

@@ -40,10 +40,10 @@ DOMAIN = {
     "not measured": "domain not measured",
 }
 
-# How far from base's an answer's writing is, in words; `{}` is recovered's share, then base's.
+# How far from base's the answers are, in words; `{}` is recovered's share, then base's.
 FAULTS = {
-    "ended": "{} of its answers end before the token limit (base {})",
-    "repetition": "{} of its 4-grams are repetitions (base {})",
+    "ended": "{} end before the token limit (base {})",
+    "repetition": "{} of their 4-grams are repetitions (base {})",
 }
 MEASURES = {"ended": "endings", "repetition": "repetition", "tokens": "length"}
 
@@ -75,7 +75,7 @@ def all_writing_tests(summary: dict[str, Any]) -> dict[str, dict | None]:
 
 
 def verdict(summary: dict, retention: Suite | None, domain: Suite | None) -> str:
-    """Return the first words, the outcome in one sentence, and in a second one R by group of prompts."""
+    """Return the first words with the outcome, then how recovered writes, and R by group of prompts."""
     if retention is None or not retention.rows:
         missing = f"suite {retention.name} has no results" if retention else "there is no retention suite"
         return f"Not measured yet: {missing}."
@@ -86,13 +86,14 @@ def verdict(summary: dict, retention: Suite | None, domain: Suite | None) -> str
         missing = " and ".join(s for s in STATES if s not in scores)
         known = ", ".join(f"{s} {score}" for s, score in scores.items())
         return f"Not measured yet: {retention.plain} has no result for {missing} (so far: {known})."
-    parts = [
-        _retention_clause(summary, retention, scores),
-        *writing_clauses(all_writing_tests(summary), summary["retention_status"]),
-    ]
-    first = ", but ".join([parts[0], " and ".join(parts[1:])] if parts[1:] else parts)
+    outcome = _retention_clause(summary, retention, scores)
     domain_clause = _domain_clause(summary["domain_retention"], domain)
-    return " ".join([f"{_heading(summary)}: {first}; {domain_clause}.", *_group_sentence(summary)])
+    sentences = [
+        f"{_heading(summary)}: {outcome}; {domain_clause}.",
+        *writing_sentences(all_writing_tests(summary), summary["retention_status"]),
+        *_group_sentence(summary),
+    ]
+    return " ".join(sentences)
 
 
 def _fault(faults: list[str]) -> str:
@@ -184,28 +185,29 @@ def _beside_the_start(summary: dict, retention: Suite) -> str:
     return f"not measurably above {start}"
 
 
-def writing_clauses(tests: dict[str, dict | None], status: str) -> list[str]:
+def writing_sentences(tests: dict[str, dict | None], status: str) -> list[str]:
     """Say how recovered writes unlike base, and of a partly recovered one, what is not shown to be alike."""
-    clauses, unknown = [], []
+    faults, unknown = [], []
     for key, test in tests.items():
         if not test or test["shown"]:
             continue
         name, _, where = key.partition(" ")
         if test["different"]:
-            clauses.append(f"{_writing_fault(name, test)}{f' {where}' if where else ''}")
+            faults.append(f"{where}, {_writing_fault(name, test)}".removeprefix(", "))
         else:
             unit = "%" if name == "tokens" else "points"
             low, high = (f"{100 * test[end]:+.0f}" for end in ("low", "high"))
             unknown.append(f"{MEASURES[name]}{f' {where}' if where else ''} ({low} to {high} {unit})")
+    found = [f"Recovered's answers are unlike base's: {'; '.join(faults)}."] if faults else []
     if unknown and status == "partly recovered":
-        clauses.append(f"it is not shown to write like base in {' and '.join(unknown)}")
-    return clauses
+        subject = "They" if faults else "Answers of recovered"
+        found.append(f"{subject} are not shown to be like base's in {' and '.join(unknown)}.")
+    return found
 
 
 def _writing_fault(name: str, test: dict[str, Any]) -> str:
     if name == "tokens":
-        size, word = 100 * abs(test["value"]), "shorter" if test["value"] < 0 else "longer"
-        return f"its answers are {size:.0f} % {word} than base's"
+        return f"they are {100 * abs(test['value']):.0f} % {'shorter' if test['value'] < 0 else 'longer'}"
     return FAULTS[name].format(percent(test["recovered"]), percent(test["base"]))
 
 

@@ -171,7 +171,10 @@ def test_sampled_answers_that_are_shorter_are_told_as_such(run, told):
     near = closeness(0.99, left=0.005) | {"writing": {"tokens": test}}
     summary = concluded(run, summary | {"closeness": near})
     assert summary["retention_status"] == "partly recovered"
-    assert ", but its answers are 24 % shorter than base's at temperature 1; " in summary["verdict"]
+    assert (
+        "Recovered's answers are unlike base's: at temperature 1, they are 24 % shorter."
+        in summary["verdict"]
+    )
 
 
 def test_a_tuned_model_above_base_has_forgotten_nothing(told):
@@ -206,7 +209,7 @@ def test_a_recovered_model_that_answers_a_quarter_shorter_is_told(told):
     summary = told((340, 5, 340), base=long, recovered=lambda i: {"tokens": round(0.76 * (60 + i % 41))})
     heading, sentence = split(summary["verdict"])
     assert heading == "Partly recovered (the score is back, the writing is not), domain kept"
-    assert "but its answers are 24 % shorter than base's; " in sentence
+    assert "Recovered's answers are unlike base's: they are 24 % shorter." in sentence
 
 
 def test_d_counts_from_the_floor_and_the_raw_ratio_stays_beside_it(run, told):

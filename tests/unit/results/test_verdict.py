@@ -158,8 +158,8 @@ def test_answers_that_do_not_end_and_repeat_themselves_are_not_recovered(measure
     loops = {"recovered": lambda i: {"response": "and so we met again " * 4, "ended": False}}
     summary = measured(320, 80, 320, base=ending(1), tuned=ending(1), **loops)
     assert summary["retention_status"] == "partly recovered"
-    ended = "but 0.0 % of its answers end before the token limit (base 100.0 %)"
-    assert f"{ended} and 70.6 % of its 4-grams are repetitions (base 0.0 %); " in summary["verdict"]
+    ended = "Recovered's answers are unlike base's: 0.0 % end before the token limit (base 100.0 %)"
+    assert f"{ended}; 70.6 % of their 4-grams are repetitions (base 0.0 %)." in summary["verdict"]
 
 
 def test_too_few_answers_to_show_that_they_end_as_often_do_not_count_as_recovered(measured):
@@ -171,15 +171,14 @@ def test_too_few_answers_to_show_that_they_end_as_often_do_not_count_as_recovere
     assert summary["retention_status"] == "partly recovered"
     assert "(the score is back, the writing is not shown to be)" in summary["verdict"]
     low, high = (f"{100 * test[end]:+.0f}" for end in ("low", "high"))
-    assert (
-        f"but it is not shown to write like base in endings ({low} to {high} points); " in summary["verdict"]
-    )
+    unknown = f"Answers of recovered are not shown to be like base's in endings ({low} to {high} points)."
+    assert unknown in summary["verdict"]
 
 
 def test_bad_writing_is_told_without_a_recovery_too(measured):
     verdict = measured(320, 318, 320, base=ending(0.9), tuned=ending(1), recovered=ending(0.3))["verdict"]
     assert verdict.startswith("No measurable forgetting")
-    assert "but 30.0 % of its answers end before the token limit (base 90.0 %)" in verdict
+    assert "unlike base's: 30.0 % end before the token limit (base 90.0 %)" in verdict
 
 
 def grouped(i):
