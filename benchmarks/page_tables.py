@@ -160,16 +160,28 @@ METHODS = {
     "on-policy": "on-policy, `lmbda: 1`: the student writes",
     "replay": "replay, `method: replay`: imitate the texts that base and tuned wrote",
     "mixing": "no recovery; half of the fine-tune's rows are general, `finetune.replay`",
-    "public": "the same with 5,000 public requests, topped up",
-    "none": "the plain fine-tune",
+    "public": "the same with public requests, topped up",
+    "replay-as-cure": "replay as the cure, `method: replay`",
+    "none": "no recovery: the plain fine-tune",
     "rate-third": "at a third of the rate",
-    "replay-10": "a tenth of the rows are general",
-    "replay-30": "three tenths of the rows are general",
-    "replay-30-kl": "the same, and KL to base as a part of the loss",
-    "replay-as-cure": "cure by replay: imitate the texts that base and tuned wrote",
-    "placebo": "placebo: tuned grades its own answers",
-    "placebo-texts": "placebo: imitate tuned's own texts",
-    "replay-30-then-ours": "three tenths general, then opdcl",
+    "tmkl": "with KL to base among the other tokens, `anchor: non_target_kl`",
+    "kl": "with KL to base, `anchor: kl`",
+    "replay-10": "a tenth of its rows general",
+    "replay-30": "three tenths of its rows general, `finetune.replay`",
+    "replay-30-kl": "the same with KL to base",
+    "replay-30-then-ours": "three tenths of its rows general, then opdcl",
+    "placebo": "placebo: tuned in base's place",
+    "placebo-texts": "placebo: the same as replay",
+}
+
+
+LOSSES = {
+    "none": "cross entropy",
+    "talr": "the same, weighted by the student's probability of each token, to the power of a third",
+    "eaft": "weighted by the entropy of the student's distribution",
+    "base-probability": "weighted by base's probability of each token",
+    "kl": "cross entropy, and KL to base",
+    "tmkl": "cross entropy, and KL to base among the other tokens",
 }
 
 
@@ -241,6 +253,19 @@ CONTROLS = {
     "`coherence`, %": ("coherence", "", 100, 1),
     "`instructions_sampled`, %": ("instructions_sampled", "", 100, 1),
 }
+
+
+def prevention() -> str:
+    """Return what fine-tunes with other losses keep and learn, at two rates."""
+    rows = {row["arm"]: row["suites"] for row in read("prevention").get("rows", [])}
+    if not rows:
+        return NOT_MEASURED
+    suites = [*rows["none"]]
+    table = [["base", "", *(percent(rows["none"][suite]["base"]) for suite in suites)]]
+    for loss, words in LOSSES.items():
+        for rate, arm in (("1e-3", loss), ("3.3e-4", "rate-third" if loss == "none" else f"{loss}-third")):
+            table.append([words, rate, *(percent(rows[arm][suite]["tuned"]) for suite in suites)])
+    return rows_of(["loss", "rate", *(f"`{suite}`" for suite in suites)], unbroken(table, 1))
 
 
 def controls() -> str:
@@ -538,6 +563,7 @@ TABLES = {
     "rivals": rivals,
     "rivals-writing": lambda: rivals(writing=True),
     "rivals-people": lambda: rivals("reword", writing=True),
+    "prevention": prevention,
     "forgetting": lambda: rivals("forgetting", writing=True),
     "controls": controls,
     "gemma": families,
