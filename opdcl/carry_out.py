@@ -11,6 +11,7 @@ from opdcl.arguments import PathLike, Settings, as_settings, strings, take_rows
 from opdcl.config.load import load, load_tree
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
+from opdcl.errors import UsageError
 from opdcl.outcomes import Comparison, Plan, Result
 from opdcl.pipeline.begin import open_or_begin
 from opdcl.pipeline.execute import execute
@@ -18,6 +19,7 @@ from opdcl.pipeline.job import Job
 from opdcl.pipeline.preflight import refuse_foreign
 from opdcl.pipeline.sources import Sources
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
+from opdcl.results.status import STATES
 from opdcl.results.tables import Table
 from opdcl.rundir.layout import RunDir, open_run
 
@@ -36,7 +38,9 @@ def carry_out(
     """
     files, source, out = (given.pop(name, None) for name in ("workflow", "path", "out"))
     overrides, flags = as_settings(settings, stage, given)
-    flow, origins, path, sources = _configure(stage, overrides, flags, out, strings(files or ()), source)
+    flow, origins, path, sources = _configure(
+        stage, overrides, flags, out, strings(files or ()), source, force
+    )
     output, run = Output("quiet" if quiet else "human"), RunDir(path)
     sweep = bool(files) and bool(flow.arms or flow.seeds)
     if not sweep:  # found before the libraries are imported
@@ -72,6 +76,7 @@ def _configure(
     out: PathLike | None,
     files: Sequence[str],
     source: PathLike,
+    force: bool,
 ) -> tuple[Workflow, dict[str, str], Path, Sources]:
     """Return the workflow, the origins of its settings, its run directory and its data."""
 
@@ -80,6 +85,8 @@ def _configure(
             flow, origins = load([*files], overrides, flags)
             return flow, origins, Path(out or Path("runs") / flow.name)
         path, saved = open_or_begin(str(source), Path(out) if out else None, flags.get("model.id"))
+        if not force:
+            _refuse_another_file(RunDir(path), saved["workflow"], flags)
         return *load_tree(saved["workflow"], saved["origins"], overrides, flags, stage), path
 
     texts = take_rows(flags)
@@ -88,3 +95,12 @@ def _configure(
         flags |= {key: str((path / "data" / flags[key]).resolve()) for key in texts}
         flow, origins, path = read()
     return flow, origins, path, Sources({flags[key]: text for key, text in texts.items()})
+
+
+def _refuse_another_file(run: RunDir, settings: dict[str, Any], flags: dict[str, Any]) -> None:
+    """Refuse a file with the name of a suite that was measured on another: its results would be lost."""
+    for name, known in ((settings.get("eval") or {}).get("data") or {}).items():
+        place = flags.get(f"eval.data.{name}", known)
+        if place != known and any(run.eval_result(state, name).exists() for state in STATES):
+            hint = f"--domain NAME --data NAME={place} gives it another name; --force replaces the results"
+            raise UsageError(f"this run has measured the suite {name!r} on {known}, not on {place}", hint)

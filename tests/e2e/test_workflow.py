@@ -223,6 +223,18 @@ def test_two_files_of_the_same_name_are_both_measured(finished, tmp_path):
         assert json.loads(samples)["prompt"] == f"What is the {subject} code?"
 
 
+def test_a_file_with_the_name_of_a_measured_suite_does_not_replace_its_results(finished, tmp_path):
+    (tmp_path / "questions.jsonl").write_text('{"question": "Who?", "answer": "Nobody"}\n')
+    before = (finished / "evals" / "recovered" / "questions.json").read_bytes()
+    again = ("eval", finished, "--domain", "questions.jsonl", "--dry-run")
+    done = opdcl(*again, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "this run has measured the suite 'questions' on" in done.stderr
+    assert f"--data NAME={tmp_path / 'questions.jsonl'}" in done.stderr
+    assert opdcl(*again, "--force", cwd=tmp_path).returncode == 0
+    assert (finished / "evals" / "recovered" / "questions.json").read_bytes() == before
+
+
 def test_an_exported_model_loads_and_equals_the_adapter(finished, project):
     import torch
     from transformers import AutoModelForCausalLM
