@@ -56,7 +56,8 @@ def describe(
     plan = [
         {"stage": t.name, "state": t.state, "suite": t.suite, "action": t.action, "why": t.why} for t in tasks
     ]
-    data = {"data": _data(job), "notes": remarks(job, tasks)}
+    learns = any(task.name == "finetune" and task.unfinished for task in tasks)
+    data = {"data": _data(job) if learns else {}, "notes": remarks(job, tasks)}
     time_ = {"seconds": None if seconds is None else round(seconds), "seconds_from": times.origin()}
     return rows, {"tasks": plan, **sizes, **time_, "adapted_share": share, "power": power, **data}
 
@@ -82,7 +83,7 @@ def _size(task: Task, sizes: dict[str, Any], times: Timetable) -> str:
 
 
 def data_table(plan: dict[str, Any]) -> list[Table]:
-    """Return a table of the fine-tune's rows with one as the model sees it; nothing without a fine-tune."""
+    """Return a table of the rows to be learned with one as the model sees it; nothing without a fine-tune."""
     data = plan["data"]
     if not data:
         return []
