@@ -21,7 +21,7 @@ from opdcl.pipeline.defaults import describe_automatic
 from opdcl.pipeline.job import Job, read_records
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.pipeline.preflight import checked_plan, remarks
-from opdcl.pipeline.reuse import copy_finished
+from opdcl.pipeline.reuse import copy_finished, copy_manifest
 from opdcl.pipeline.session import OtherBase, Session, command_line, steps_done
 from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.rundir.files import write_atomic, write_json
@@ -94,7 +94,10 @@ def _prepare(
     job.sources.save()
     for task, donor in copy_finished(job.plan(), run, donors):
         output.note(f"{task.label}: taken from {donor.path.name}")
-    return job.plan()
+    tasks = job.plan()
+    if not run.manifest.exists() and not any(task.unfinished for task in tasks):
+        copy_manifest(run, donors, command_line(run))
+    return tasks
 
 
 def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -> dict[str, Any]:

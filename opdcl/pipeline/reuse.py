@@ -13,7 +13,7 @@ from opdcl.config.finetune import LoraSection
 from opdcl.config.workflow import Workflow
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.rundir.files import folder_appears_whole, now, read_json, write_atomic, write_json
-from opdcl.rundir.layout import STAGE_OF, RunDir
+from opdcl.rundir.layout import STAGE_OF, RunDir, StageDir
 
 if TYPE_CHECKING:
     from opdcl.model.backbone import Backbone
@@ -38,6 +38,19 @@ def copy_finished(tasks: Sequence[Task], run: RunDir, donors: Sequence[RunDir]) 
                 shutil.copytree(stage.path, temporary, dirs_exist_ok=True, ignore=without)
         copied.append((task, donor))
     return copied
+
+
+def copy_manifest(run: RunDir, donors: Sequence[RunDir], command: str) -> None:
+    """Give a run of which everything was copied the manifest of the donor that has its adapters too."""
+    folders = run.adapters()
+    hashes = {state: StageDir(folder.parent).state()["adapter_sha256"] for state, folder in folders.items()}
+    for manifest in (donor.read_manifest() for donor in donors):
+        adapters = manifest.get("adapters", {})
+        if hashes == {state: adapters[state]["sha256"] for state in hashes if state in adapters}:
+            manifest["adapters"] = {state: adapters[state] for state in hashes}
+            manifest.pop("seconds", None)
+            write_json(run.manifest, manifest | {"created": now(), "commands": [command]})
+            return
 
 
 def outcomes(donor: RunDir) -> set[str]:

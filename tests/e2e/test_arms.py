@@ -78,6 +78,13 @@ def test_a_recipe_reuses_stages_of_another_one_in_the_same_folder(family):
     assert len(planned_copies) == done.stderr.count(": taken from ")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("recover: taken from ours-1") == 1
+    # Nothing was left to do for `imitation`, and its manifest tells how its parts were made.
+    manifests = [
+        json.loads((family / "all" / name / "manifest.json").read_text()) for name in ("imitation", "ours-1")
+    ]
+    assert manifests[0]["base"]["fingerprint_before"] == manifests[1]["base"]["fingerprint_before"]
+    assert manifests[0]["adapters"] == manifests[1]["adapters"]
+    assert manifests[0]["created"] >= manifests[1]["created"]
     assert done.stderr.count("finetune: taken from") == 2
     assert [arm["name"] for arm in json.loads((family / "all" / "compare.json").read_text())["arms"]] == [
         "imitation",
