@@ -478,15 +478,14 @@ def times() -> str:
     rows = []
     for row in read("times").get("rows", []):
         pairs = [stage["all"] for stage in row["after_three_steps"].values()]
-        pairs.append({"announced": row["dry_run"], "took": row["seconds"]})
         ratios = [f"{p['announced'] / p['took']:.2f}" if p["announced"] else "silent" for p in pairs]
-        if len(ratios) == 2:  # nothing is fine-tuned
+        if len(ratios) == 1:  # nothing is fine-tuned
             ratios.insert(0, "")
         stages = [f"{row['stages'][name]:.0f}" if row["stages"].get(name) else "" for name in STAGES]
         recipe = Path(row["recipe"]).stem + "".join(f", `{pair}`" for pair in row["settings"])
-        place = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
+        place = f"{row['threads']} thread{'s' * (row['threads'] > 1)}, {row['dtype']}"
         rows.append([recipe, place, *stages, f"{row['seconds'] / 60:.0f} min", *ratios])
-    header = ["recipe", "runs on", *STAGES, "all", "announced in the fine-tune", "in recovery", "before"]
+    header = ["recipe", "runs on", *STAGES, "all", "announced in the fine-tune", "in recovery"]
     return rows_of(header, rows)
 
 
