@@ -155,12 +155,18 @@ def comparison(name: str) -> str:
 # The README's methods by the names of their arms in benchmarks/methods.yaml.
 METHODS = {
     "ours": "**opdcl**: the teachers write, then the student; every token is graded",
+    "replay-30-then-ours": "**both**: three tenths of the fine-tune's rows general, then opdcl",
     "third": "the same with `lmbda: 0.33`: the student writes a third of the steps",
     "off-policy": "off-policy, `lmbda: 0`: the teachers write, every token is graded",
     "on-policy": "on-policy, `lmbda: 1`: the student writes",
     "replay": "replay, `method: replay`: imitate the texts that base and tuned wrote",
     "mixing": "no recovery; half of the fine-tune's rows are general, `finetune.replay`",
     "public": "the same with public requests, topped up",
+    "public-half": "the same with half public, half shipped ones",
+    "public-both": "both with public requests",
+    "longer": "opdcl with half as many steps more, as long as both take",
+    "replay-10-then-ours": "both, with a tenth general",
+    "replay-30-then-half": "both, with half of the recovery's steps",
     "replay-as-cure": "replay as the cure, `method: replay`",
     "none": "no recovery: the plain fine-tune",
     "rate-third": "at a third of the rate",
@@ -169,7 +175,6 @@ METHODS = {
     "replay-10": "a tenth of its rows general",
     "replay-30": "three tenths of its rows general, `finetune.replay`",
     "replay-30-kl": "the same with KL to base",
-    "replay-30-then-ours": "three tenths of its rows general, then opdcl",
     "placebo": "placebo: tuned in base's place",
     "placebo-texts": "placebo: the same as replay",
 }
@@ -183,6 +188,10 @@ LOSSES = {
     "kl": "cross entropy, and KL to base",
     "tmkl": "cross entropy, and KL to base among the other tokens",
 }
+
+
+# The rows of the sceptic's table that the README shows.
+SHOWN = ("ours", "replay-30-then-ours", "replay-as-cure", "replay-30", "replay-30-kl", "tmkl", "rate-third")
 
 
 SOURCES = {
@@ -234,8 +243,9 @@ def rivals(record: str = "methods", writing: bool = False, names: dict[str, str]
             for key, scale in (("length", 1), ("ended", 100)):
                 base = fmean(scale * one["base"][key] for one in texts)
                 cells.append(f"{of_seeds([scale * one[state][key] for one in texts], 0)}, base {base:.0f}")
-        table.append([names[arm], *cells])
-    kind = "method" if names is METHODS else "general prompts"
+        fewer = f" ({seeds_of(len(rows))})" if len(rows) < len(cured) else ""
+        table.append([names[arm] + fewer, *cells])
+    kind = "general prompts" if names is SOURCES else "method"
     columns = [f"{kind}, {seeds_of(len(cured))}", *(f"`{suite}`, %" for suite in suites), "R", "C", "D"]
     columns += ["tokens", "answers that end, %"] if writing else []
     table = [row + [""] * (len(columns) - len(row)) for row in table]
@@ -562,6 +572,7 @@ TABLES = {
     "rivals": rivals,
     "rivals-writing": lambda: rivals(writing=True),
     "rivals-people": lambda: rivals("reword", writing=True),
+    "sceptic": lambda: rivals("forgetting", names={arm: METHODS[arm] for arm in SHOWN}),
     "prevention": prevention,
     "forgetting": lambda: rivals("forgetting", writing=True),
     "controls": controls,

@@ -32,6 +32,7 @@ MADE_FROM = {
     "rivals": "methods",
     "rivals-writing": "methods",
     "rivals-people": "reword",
+    "sceptic": "forgetting",
     "ends-by-position": "endings",
     "cheats": "instructions",
     "sizes": "times",
