@@ -298,7 +298,7 @@ def test_rivals_are_means_over_the_seeds_of_one_comparison(tables, tmp_path, mon
 
     rows = [row("ours", seed, score, 0.4) for seed, score in ((0, 0.3), (1, 0.4), (2, 0.5))]
     rows += [row("replay", seed, 0.2, 0.56) for seed in range(3)]
-    rows += [row("mixing", seed, 0.26, 0.6) for seed in range(3)]
+    rows += [row("mixing", seed, 0.26, 0.6) for seed in range(2)]
     suites = {"retention": "instructions", "domain": "handbook"}
     write(tmp_path / "methods.json", {"suites": suites, "rows": rows})
     columns, _, base, tuned, ours, replay, mixing = tables.rivals().splitlines()
@@ -310,9 +310,29 @@ def test_rivals_are_means_over_the_seeds_of_one_comparison(tables, tmp_path, mon
     assert "0.75 [0.13, 1.37]" in ours.replace("\u00a0", " ")
     assert ours.startswith("| **opdcl**")
     assert "| 0.25 | 0.30 |" in replay  # the same with every seed; 1 - 0.56 / 0.8
-    assert mixing.startswith("| no recovery; half")
+    assert mixing.startswith(
+        "| no recovery; half of the fine-tune's rows are general, `finetune.replay` (2 seeds) |"
+    )
     # (0.26 - 0.1) / (0.5 - 0.1); 1 - 0.6 / 0.8; (0.26 - 0.5) / (0.1 - 0.5).
     assert mixing.endswith("| 0.40 | 0.25 | 0.60 |")
+
+
+def test_report_only_suites_are_means_over_the_seeds_of_each_state(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "HERE", tmp_path)
+    assert tables.controls() == tables.NOT_MEASURED
+    further = {"harmful_refused": 0.5, "harmless_answered": 1.0, "brier": 0.25, "overconfidence": -0.05}
+    rows = []
+    for score in (0.2, 0.4):
+        suite = dict.fromkeys(tables.STATES, score)
+        suite["metrics"] = {name: dict.fromkeys(tables.STATES, value) for name, value in further.items()}
+        rows.append({"suites": {suite_of[0]: suite for suite_of in tables.CONTROLS.values()}})
+    write(tmp_path / "controls.json", {"rows": rows})
+    header, _, base, *others = tables.controls().splitlines()
+    assert header.startswith("| model, 2 seeds | told apart, %")
+    assert len(others) == 2
+    # The mean of 20 and 40; t of one degree of freedom is 12.706, and the standard error 10.
+    assert "| 30.0 [-97.1, 157.1] | 50.0 | 100.0 |" in base.replace("\u00a0", " ")
+    assert "| 0.25 | -5.0 |" in base
 
 
 def test_the_second_model_has_a_row_for_each_data_set(tables, tmp_path, monkeypatch):
