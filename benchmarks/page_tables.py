@@ -155,28 +155,34 @@ def comparison(name: str) -> str:
 # The README's methods by the names of their arms in benchmarks/methods.yaml.
 METHODS = {
     "ours": "**opdcl**: the teachers write, then the student; every token is graded",
-    "replay-30-then-ours": "**both**: three tenths of the fine-tune's rows general, then opdcl",
     "third": "the same with `lmbda: 0.33`: the student writes a third of the steps",
     "off-policy": "off-policy, `lmbda: 0`: the teachers write, every token is graded",
     "on-policy": "on-policy, `lmbda: 1`: the student writes",
     "replay": "replay, `method: replay`: imitate the texts that base and tuned wrote",
     "mixing": "no recovery; half of the fine-tune's rows are general, `finetune.replay`",
-    "public": "the same with public requests, topped up",
-    "public-half": "the same with half public, half shipped ones",
-    "public-both": "both with public requests",
-    "longer": "opdcl with half as many steps more, as long as both take",
-    "replay-10-then-ours": "both, with a tenth general",
-    "replay-30-then-half": "both, with half of the recovery's steps",
-    "replay-as-cure": "replay as the cure, `method: replay`",
-    "none": "no recovery: the plain fine-tune",
-    "rate-third": "at a third of the rate",
-    "tmkl": "with KL to base among the other tokens, `anchor: non_target_kl`",
-    "kl": "with KL to base, `anchor: kl`",
-    "replay-10": "a tenth of its rows general",
-    "replay-30": "three tenths of its rows general, `finetune.replay`",
-    "replay-30-kl": "the same with KL to base",
-    "placebo": "placebo: tuned in base's place",
-    "placebo-texts": "placebo: the same as replay",
+}
+
+
+# Those of benchmarks/forgetting.yaml.
+FORGETTING = {
+    "ours": "**recovery** of a plain fine-tune",
+    "replay-30-then-ours": "**mixing, then recovery**: three tenths of the fine-tune's rows are general",
+    "replay-10-then-ours": "mixing a tenth, then recovery",
+    "replay-30-then-half": "mixing three tenths, then half of the recovery",
+    "longer": "recovery with half as many steps more",
+    "public": "recovery with public requests, topped up",
+    "public-half": "recovery with half public requests, half shipped prompts",
+    "public-both": "mixing, then recovery, both with public requests",
+    "replay-as-cure": "replay in place of the recovery",
+    "replay-30": "mixing alone, three tenths",
+    "replay-10": "mixing alone, a tenth",
+    "replay-30-kl": "mixing three tenths, with KL to base in the loss",
+    "tmkl": "KL to base among the other tokens in the fine-tune's loss",
+    "kl": "KL to base in the fine-tune's loss",
+    "rate-third": "a third of the learning rate",
+    "none": "the plain fine-tune",
+    "placebo": "placebo: the recovery with tuned in base's place",
+    "placebo-texts": "placebo: the same with replay",
 }
 
 
@@ -191,7 +197,7 @@ LOSSES = {
 
 
 # The rows of the sceptic's table that the README shows.
-SHOWN = ("ours", "replay-30-then-ours", "replay-as-cure", "replay-30", "replay-30-kl", "tmkl", "rate-third")
+SHOWN = ("ours", "replay-30-then-ours", "replay-30", "rate-third")
 
 
 SOURCES = {
@@ -263,6 +269,25 @@ CONTROLS = {
     "`coherence`, %": ("coherence", "", 100, 1),
     "`instructions_sampled`, %": ("instructions_sampled", "", 100, 1),
 }
+
+
+def each_seed(record: str = "forgetting", names: dict[str, str] = FORGETTING) -> str:
+    """Return R, C and D of every run of a comparison, and the minutes of its stages."""
+    found = read(record)
+    retention, domain = (found["suites"][role] for role in ("retention", "domain"))
+    runs = {
+        arm: sorted((r for r in found["rows"] if r["arm"] == arm), key=lambda r: r["seed"]) for arm in names
+    }
+    cured = {row["seed"]: row for row in next(iter(runs.values()))}
+    table = []
+    for arm, rows in runs.items():
+        for row in rows:
+            state = "recovered" if "recovered" in row["suites"][retention] else "tuned"
+            shares = shares_of(row, state, cured[row["seed"]], retention, domain)
+            minutes = [f"{row['stages'][s] / 60:.0f}" if row["stages"].get(s) else "" for s in STAGES[:2]]
+            table.append([names[arm], str(row["seed"]), *(f"{share:.2f}" for share in shares), *minutes])
+    columns = ["method", "seed", "R", "C", "D", "fine-tune, minutes", "recovery, minutes"]
+    return rows_of(columns, table)
 
 
 def prevention() -> str:
@@ -569,12 +594,12 @@ TABLES = {
     "proof-recovery": proof_recovery,
     "proof-writing": proof_writing,
     "proof-conditions": proof_conditions,
-    "rivals": rivals,
     "rivals-writing": lambda: rivals(writing=True),
     "rivals-people": lambda: rivals("reword", writing=True),
-    "sceptic": lambda: rivals("forgetting", names={arm: METHODS[arm] for arm in SHOWN}),
+    "sceptic": lambda: rivals("forgetting", names={arm: FORGETTING[arm] for arm in SHOWN}),
+    "forgetting-seeds": each_seed,
     "prevention": prevention,
-    "forgetting": lambda: rivals("forgetting", writing=True),
+    "forgetting": lambda: rivals("forgetting", writing=True, names=FORGETTING),
     "controls": controls,
     "gemma": families,
     "breadth": lambda: rivals("breadth", writing=True, names=SOURCES),

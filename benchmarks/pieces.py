@@ -57,6 +57,9 @@ def piece(run: Path) -> dict[str, Any]:
     }
     row |= {key: summary[key] for key in RATIOS}
     row["peak_memory_bytes"] = max(spent.get("peak_memory_bytes", 0) for spent in summary["cost"].values())
+    row["stages"] = {
+        stage: spent["seconds"] for stage, spent in summary["cost"].items() if "seconds" in spent
+    }
     row["verdict"] = summary["verdict"]
     if near := summary["closeness"]:
         row["closeness"] = {key: near[key] for key in ("n", "value", "low", "high", "floor", "writing")}
