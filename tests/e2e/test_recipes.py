@@ -287,8 +287,9 @@ def test_prevention_and_cure_side_by_side(folder, tmp_path):
     recipe = ROOT / "benchmarks" / "forgetting.yaml"
     runs = expand(load(["quickstart", str(recipe)])[0], tmp_path)
     assert len(runs) >= 3 * 10
-    trained = [run.recover for run in runs.values() if run.recover and run.recover.method != "interpolate"]
-    assert len({recover.steps for recover in trained}) == 1
+    steps = {name.rpartition("-")[0]: run.recover.steps for name, run in runs.items() if run.recover}
+    others = {"longer": 96, "replay-30-then-half": 32}  # what is asked there is how many steps are needed
+    assert steps == dict.fromkeys(steps, 64) | others
 
     tree = YAML(typ="safe").load(recipe.read_text())
     tree["arms"] = {name: tree["arms"][name] for name in FORGETTING}
