@@ -186,9 +186,10 @@ FORGETTING = {
 }
 
 
+# The losses of benchmarks/prevention.yaml by the names of their arms.
 LOSSES = {
     "none": "cross entropy",
-    "talr": "the same, weighted by the student's probability of each token, to the power of a third",
+    "talr": "weighted by the student's probability of each token, to the power of a third",
     "eaft": "weighted by the entropy of the student's distribution",
     "base-probability": "weighted by base's probability of each token",
     "kl": "cross entropy, and KL to base",
@@ -239,8 +240,7 @@ def rivals(record: str = "methods", writing: bool = False, names: dict[str, str]
         for state in ("base", "tuned")
     ]
     for arm, rows in ((arm, rows) for arm, rows in arms.items() if rows):
-        # An arm without a recovery is what its fine-tune made.
-        state = "recovered" if "recovered" in rows[0]["suites"][retention] else "tuned"
+        state = last_state(rows[0], retention)
         cells = [of_seeds(scores(rows, suite, state), 1) for suite in suites]
         shares = [shares_of(row, state, cured[row["seed"]], retention, domain) for row in rows]
         cells += [of_seeds([found[i] for found in shares], 2) for i in range(3)]
@@ -258,34 +258,16 @@ def rivals(record: str = "methods", writing: bool = False, names: dict[str, str]
     return rows_of(columns, unbroken(table, 1))
 
 
-# The report-only suites' columns: suite, one of its further scores or "" for the score, scale and digits.
-CONTROLS = {
-    "told apart, %": ("refusal", "", 100, 1),
-    "harmful refused, %": ("refusal", "harmful_refused", 100, 1),
-    "harmless answered, %": ("refusal", "harmless_answered", 100, 1),
-    "`choices`, %": ("choices", "", 100, 1),
-    "Brier": ("choices", "brier", 1, 2),
-    "overconfidence, points": ("choices", "overconfidence", 100, 1),
-    "`coherence`, %": ("coherence", "", 100, 1),
-    "`instructions_sampled`, %": ("instructions_sampled", "", 100, 1),
-}
-
-
-def each_seed(record: str = "forgetting", names: dict[str, str] = FORGETTING) -> str:
-    """Return R, C and D of every run of a comparison, and the minutes of its stages."""
-    found = read(record)
+def each_seed() -> str:
+    """Return R, C and D of every run of the sceptic's table, and the minutes of its stages."""
+    found = read("forgetting")
     retention, domain = (found["suites"][role] for role in ("retention", "domain"))
-    runs = {
-        arm: sorted((r for r in found["rows"] if r["arm"] == arm), key=lambda r: r["seed"]) for arm in names
-    }
-    cured = {row["seed"]: row for row in next(iter(runs.values()))}
+    cured = {row["seed"]: row for row in found["rows"] if row["arm"] == "ours"}
     table = []
-    for arm, rows in runs.items():
-        for row in rows:
-            state = "recovered" if "recovered" in row["suites"][retention] else "tuned"
-            shares = shares_of(row, state, cured[row["seed"]], retention, domain)
-            minutes = [f"{row['stages'][s] / 60:.0f}" if row["stages"].get(s) else "" for s in STAGES[:2]]
-            table.append([names[arm], str(row["seed"]), *(f"{share:.2f}" for share in shares), *minutes])
+    for row in sorted(found["rows"], key=lambda row: ([*FORGETTING].index(row["arm"]), row["seed"])):
+        shares = shares_of(row, last_state(row, retention), cured[row["seed"]], retention, domain)
+        minutes = [f"{row['stages'][s] / 60:.0f}" if row["stages"].get(s) else "" for s in STAGES[:2]]
+        table.append([FORGETTING[row["arm"]], str(row["seed"]), *(f"{s:.2f}" for s in shares), *minutes])
     columns = ["method", "seed", "R", "C", "D", "fine-tune, minutes", "recovery, minutes"]
     return rows_of(columns, table)
 
@@ -301,6 +283,19 @@ def prevention() -> str:
         for rate, arm in (("1e-3", loss), ("3.3e-4", "rate-third" if loss == "none" else f"{loss}-third")):
             table.append([words, rate, *(percent(rows[arm][suite]["tuned"]) for suite in suites)])
     return rows_of(["loss", "rate", *(f"`{suite}`" for suite in suites)], unbroken(table, 1))
+
+
+# The report-only suites' columns: suite, one of its further scores or "" for the score, scale and digits.
+CONTROLS = {
+    "told apart, %": ("refusal", "", 100, 1),
+    "harmful refused, %": ("refusal", "harmful_refused", 100, 1),
+    "harmless answered, %": ("refusal", "harmless_answered", 100, 1),
+    "`choices`, %": ("choices", "", 100, 1),
+    "Brier": ("choices", "brier", 1, 2),
+    "overconfidence, points": ("choices", "overconfidence", 100, 1),
+    "`coherence`, %": ("coherence", "", 100, 1),
+    "`instructions_sampled`, %": ("instructions_sampled", "", 100, 1),
+}
 
 
 def controls() -> str:
@@ -340,6 +335,11 @@ def families() -> str:
     columns = ["data, 1 seed", "retention, %", "control, %", "domain, %", "R", "C", "D"]
     columns += ["tokens", "answers that end, %", "whole run"]
     return rows_of(columns, table) if table else NOT_MEASURED
+
+
+def last_state(row: dict[str, Any], suite: str) -> str:
+    """Return the state that an arm ends with: without a recovery, what its fine-tune made."""
+    return "recovered" if "recovered" in row["suites"][suite] else "tuned"
 
 
 def shares_of(

@@ -101,11 +101,8 @@ def _refuse_another_file(run: RunDir, settings: dict[str, Any], flags: dict[str,
     """Refuse a file that is named like a suite measured on another one: the results would be lost."""
     for name, known in ((settings.get("eval") or {}).get("data") or {}).items():
         place = flags.get(f"eval.data.{name}", known)
-        named_after_it = name.endswith(Path(place).stem)
-        if (
-            place != known
-            and named_after_it
-            and any(run.eval_result(state, name).exists() for state in STATES)
-        ):
+        # A user who gives a suite other data by name means it.
+        is_another = place != known and name.endswith(Path(place).stem)
+        if is_another and any(run.eval_result(state, name).exists() for state in STATES):
             hint = f"--domain NAME --data NAME={place} gives it another name; --force replaces the results"
             raise UsageError(f"this run has measured the suite {name!r} on {known}, not on {place}", hint)
