@@ -56,13 +56,18 @@ class Backbone:
         """`merged` keeps its sums here, at the same addresses, if this is not None: CUDA graphs need it."""
 
     @classmethod
-    def load(cls, config: ModelConfig, tuned: ModelConfig | None = None) -> Backbone:
+    def load(
+        cls,
+        config: ModelConfig,
+        tuned: ModelConfig | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> Backbone:
         """Load the base model without an adapter, and beside it the model that was tuned as a whole."""
         # cuBLAS reads this when it is first used.
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.deterministic)
-        base, tokenizer = load_base(config)
+        base, tokenizer = load_base(config, tokenizer)
         return (
             cls(load_model(tuned), tokenizer, base.requires_grad_(False)) if tuned else cls(base, tokenizer)
         )

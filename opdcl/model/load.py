@@ -30,13 +30,17 @@ HINT = (
 )
 
 
-def load_base(config: ModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_base(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the base model, as `load_model`, and its tokenizer, which has a token for padding.
+
+    A `tokenizer` that has been loaded already is not read again, which takes a third of a second.
 
     Raises:
         UsageError: The model has no chat template.
     """
-    model, tokenizer = load_model(config), load_tokenizer(config)
+    model, tokenizer = load_model(config), tokenizer or load_tokenizer(config)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer

@@ -208,7 +208,7 @@ class Session:
             tuned = tuned_model(self.workflow.start, self.workflow.model)
             with self.output.stage("load") as line:
                 line.note(f"{tuned.id} beside {self.workflow.model.id}" if tuned else self.workflow.model.id)
-                backbone = Backbone.load(self.workflow.model, tuned)
+                backbone = Backbone.load(self.workflow.model, tuned, self.job.tokenizer)
                 if parallel.worker_count() > 1:
                     part = "a part of the" if parallel.sharded() else "the whole"
                     line.note(f"{parallel.worker_count()} processes, each with {part} base")
