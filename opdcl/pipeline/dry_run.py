@@ -97,6 +97,8 @@ def data_table(plan: dict[str, Any]) -> list[Table]:
         learned = f"{data['tokens']:,} per epoch, of which {data['learned_tokens']:,} are learned"
         rows += [["tokens", learned], ["longest row", f"{longest['tokens']:,} tokens, {longest['where']}"]]
     rows.append(["duplicated rows", f"{data['duplicates']:,}"])
+    if replayed := data["replayed"]:
+        rows.append(["replayed rows", f"{replayed['rows']:,} more: base's answers to {replayed['prompts']}"])
     if shown:
         rows.append([f"{data['example']['where']}\nlearned: ⟦...⟧", shown])
     return [Table("rows of the fine-tune", ["", ""], rows, "")]
@@ -116,8 +118,11 @@ def _data(job: Job) -> dict[str, Any]:
         "learned_tokens": sum(sum(example.completion_mask) for example in examples.encoded),
         "longest": {"tokens": size, "where": where},
         "duplicates": len(repeated_rows(rows)),
+        "replayed": None,
         "example": {"where": "", "parts": []},
     }
+    if count := finetune.replay.count(len(examples.encoded)):
+        figures["replayed"] = {"rows": count, "prompts": finetune.replay.prompts}
     if examples.encoded:
         first = examples.encoded[0]
         pairs = zip(first.input_ids, first.completion_mask, strict=True)

@@ -111,7 +111,9 @@ def scratch(folder: Path) -> Path:
     return place
 
 
-def test_an_interrupt_stops_all_processes_and_accelerate_resumes_them_to_the_result_of_one(alone, project, tmp_path):
+def test_an_interrupt_stops_all_processes_and_accelerate_resumes_them_to_the_same_result(
+    alone, project, tmp_path
+):
     config = Path(__file__).parents[2] / "workflows" / "accelerate" / "data-parallel.yaml"
     words = ["run", "tiny.yaml", "-o", str(tmp_path / "run"), *SETTINGS]
     environment = ENV | {"TMPDIR": str(scratch(tmp_path))}
