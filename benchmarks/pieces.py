@@ -4,7 +4,7 @@
 
 A row says what its run was (arm, seed, version, machine), what its report says, and who wrote the steps. A
 run that is measured again takes the place of its row. Means over the rows of an arm are made by
-`page_tables.py`.
+`arm_tables.py`.
 """
 
 from __future__ import annotations

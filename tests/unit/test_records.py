@@ -1,4 +1,4 @@
-"""Every measured number in the pages comes from a record: benchmarks/{records,page_tables,proof}.py."""
+"""Every measured number in the pages comes from a record: benchmarks/{records,*_tables,proof}.py."""
 
 import json
 import re
@@ -193,7 +193,7 @@ def test_the_proof_pools_the_seeds(runs, tmp_path, monkeypatch, tables):
     kept = cell["suites"]["handbook"]["domain_retention"]
     assert kept["value"] == pytest.approx((34 - 4) / (36 - 4), abs=1e-6)
 
-    monkeypatch.setattr(tables, "HERE", tmp_path)
+    monkeypatch.setattr("page_cells.HERE", tmp_path)
     scores, recovery, writing = (
         table().replace("\u00a0", " ")
         for table in (tables.proof_scores, tables.proof_recovery, tables.proof_writing)
@@ -215,7 +215,7 @@ def test_the_proof_keeps_other_methods_and_shows_the_last(runs, tmp_path, monkey
         sys, "argv", ["proof.py", "quickstart", "cured", str(runs[0].path), "--out", str(out)]
     )
     proof.main()
-    monkeypatch.setattr(tables, "HERE", tmp_path)
+    monkeypatch.setattr("page_cells.HERE", tmp_path)
     assert list(json.loads(out.read_text())["quickstart"]) == ["present", "cured"]
     assert "quickstart, present" not in tables.proof_scores()
     assert "quickstart, present" in tables.proof_scores(slice(None))
@@ -230,7 +230,7 @@ def test_runs_that_are_not_one_arm_are_refused(runs):
 
 
 def test_the_raw_ratio_has_no_column_where_it_is_R(runs, tmp_path, monkeypatch, tables):
-    monkeypatch.setattr(tables, "HERE", tmp_path)
+    monkeypatch.setattr("page_cells.HERE", tmp_path)
     cell = script("proof").measure(runs)
     for suite in cell["suites"].values():
         suite["recovery_raw"] = suite.get("recovery")
@@ -251,7 +251,7 @@ def test_a_method_without_R_says_why(tables):
 
 
 def test_without_runs_the_page_says_so(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "HERE", tmp_path)
+    monkeypatch.setattr("page_cells.HERE", tmp_path)
     found = {tables.proof_scores(), tables.proof_recovery(), tables.proof_conditions()}
     found |= {tables.rivals(), tables.quotes(), tables.comparison("cure")}
     assert found == {tables.NOT_MEASURED}
@@ -283,7 +283,7 @@ def test_finished_runs_become_rows_that_a_later_measurement_replaces(runs, tmp_p
 
 
 def test_rivals_are_means_over_the_seeds_of_one_comparison(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "HERE", tmp_path)
+    monkeypatch.setattr("page_cells.HERE", tmp_path)
 
     def row(arm, seed, score, near):
         suite, distance = {"floor": 0.05, "base": 0.5, "tuned": score}, {"tuned": {"value": near}}
@@ -318,14 +318,14 @@ def test_rivals_are_means_over_the_seeds_of_one_comparison(tables, tmp_path, mon
 
 
 def test_report_only_suites_are_means_over_the_seeds_of_each_state(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "HERE", tmp_path)
+    monkeypatch.setattr("page_cells.HERE", tmp_path)
     assert tables.controls() == tables.NOT_MEASURED
     further = {"harmful_refused": 0.5, "harmless_answered": 1.0, "brier": 0.25, "overconfidence": -0.05}
     rows = []
     for score in (0.2, 0.4):
         suite = dict.fromkeys(tables.STATES, score)
         suite["metrics"] = {name: dict.fromkeys(tables.STATES, value) for name, value in further.items()}
-        rows.append({"suites": {suite_of[0]: suite for suite_of in tables.CONTROLS.values()}})
+        rows.append({"suites": {suite_of[0]: suite for suite_of in script("arm_tables").CONTROLS.values()}})
     write(tmp_path / "controls.json", {"rows": rows})
     header, _, base, *others = tables.controls().splitlines()
     assert header.startswith("| model, 2 seeds | told apart, %")
@@ -336,7 +336,7 @@ def test_report_only_suites_are_means_over_the_seeds_of_each_state(tables, tmp_p
 
 
 def test_the_second_model_has_a_row_for_each_data_set(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "HERE", tmp_path)
+    monkeypatch.setattr("page_cells.HERE", tmp_path)
     assert tables.families() == tables.NOT_MEASURED
     suite = {"n": 200, "base": 0.25, "tuned": 0.05, "recovered": 0.2}
     suites = {f"{role} suite": suite | {"role": role} for role in ("retention", "control", "domain")}
@@ -355,7 +355,7 @@ def test_the_second_model_has_a_row_for_each_data_set(tables, tmp_path, monkeypa
 def test_a_quoted_answer_cannot_break_the_table(tables, tmp_path, monkeypatch):
     answers = {state: {"text": "a|b <c>", "ended": state != "tuned"} for state in tables.STATES}
     write(tmp_path / "quote.json", {"quotes": [{"prompt": "p", **answers}]})
-    monkeypatch.setattr(tables, "HERE", tmp_path)
+    monkeypatch.setattr("page_cells.HERE", tmp_path)
     assert "| p | a\\|b &lt;c> | a\\|b &lt;c> … | a\\|b &lt;c> |" in tables.quotes()
 
 
@@ -367,7 +367,7 @@ def test_the_sizes_are_those_of_the_arithmetic_and_say_so(tables):
 
 
 def test_the_time_of_the_quickstart_is_the_recorded_one_of_the_plain_recipe(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "HERE", tmp_path)
+    monkeypatch.setattr("page_cells.HERE", tmp_path)
     assert tables.quickstart_time() == ("2 CPU cores, 8 GB", "not recorded")
     row = {"recipe": "quickstart", "settings": [], "threads": 2, "machine": "A CPU", "dtype": "float32"}
     rows = [row | {"seconds": 900.0}, row | {"seconds": 620.0}]

@@ -1,0 +1,223 @@
+"""The tables of arms that `pieces.py` has kept: means over seeds of scores, R, C and D."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any
+
+from page_cells import NOT_MEASURED, of_seeds, ratio, read, rows_of, seeds_of, unbroken
+
+from opdcl.results.format import percent
+from opdcl.results.status import STATES
+
+STAGES = ("finetune", "recover")
+
+# The README's methods by the names of their arms in benchmarks/methods.yaml.
+METHODS = {
+    "ours": "**opdcl**: the teachers write, then the student; every token is graded",
+    "third": "the same with `lmbda: 0.33`: the student writes a third of the steps",
+    "off-policy": "off-policy, `lmbda: 0`: the teachers write, every token is graded",
+    "on-policy": "on-policy, `lmbda: 1`: the student writes",
+    "replay": "replay, `method: replay`: imitate the texts that base and tuned wrote",
+    "mixing": "no recovery; half of the fine-tune's rows are general, `finetune.replay`",
+}
+
+
+# Those of benchmarks/forgetting.yaml.
+FORGETTING = {
+    "ours": "**recovery** of a plain fine-tune",
+    "replay-30-then-ours": "**mixing, then recovery**: three tenths of the fine-tune's rows are general",
+    "replay-10-then-ours": "mixing a tenth, then recovery",
+    "replay-30-then-half": "mixing three tenths, then half of the recovery",
+    "longer": "recovery with half as many steps more",
+    "public": "recovery with public requests, topped up",
+    "public-half": "recovery with half public requests, half shipped prompts",
+    "public-both": "mixing, then recovery, both with public requests",
+    "replay-as-cure": "replay in place of the recovery",
+    "replay-30": "mixing alone, three tenths",
+    "replay-10": "mixing alone, a tenth",
+    "replay-30-kl": "mixing three tenths, with KL to base in the loss",
+    "tmkl": "KL to base among the other tokens in the fine-tune's loss",
+    "kl": "KL to base in the fine-tune's loss",
+    "rate-third": "a third of the learning rate",
+    "none": "the plain fine-tune",
+    "placebo": "placebo: the recovery with tuned in base's place",
+    "placebo-texts": "placebo: the same with replay",
+}
+
+
+# The losses of benchmarks/prevention.yaml by the names of their arms.
+LOSSES = {
+    "none": "cross entropy",
+    "talr": "weighted by the student's probability of each token, to the power of a third",
+    "eaft": "weighted by the entropy of the student's distribution",
+    "base-probability": "weighted by base's probability of each token",
+    "kl": "cross entropy, and KL to base",
+    "tmkl": "cross entropy, and KL to base among the other tokens",
+}
+
+
+# The rows of the sceptic's table that the README shows.
+SHOWN = ("ours", "replay-30-then-ours", "replay-30", "rate-third")
+
+
+SOURCES = {
+    "shipped": "the everyday prompts of 23 November, half of them short questions",
+    "shipped-last": "the same; the adapter of the last step",
+    "shipped-few": "a quarter as many of them, four times each",
+    "everyday-new": "the present everyday prompts",
+    "even": "of the present everyday prompts, as many of each kind",
+    "even-facts": "the same, but three tenths short questions",
+    "even-facts-last": "the same; the adapter of the last step",
+    "public": "public requests",
+    "topped": "the same, topped up with the kinds that they lack",
+    "topped-facts": "the same, with three tenths short questions",
+    "topped-facts-last": "the same; the adapter of the last step",
+    "public-facts": "two thirds public, one third short questions",
+    "own": "that base wrote",
+    "everyday-own": "half everyday, half that base wrote",
+    "thirds": "a third each of shipped, public and own",
+}
+
+
+def rivals(record: str = "methods", writing: bool = False, names: dict[str, str] = METHODS) -> str:
+    """Return scores, R, C and D of the method and its rivals: means over seeds on the same prompts.
+
+    `names` describes the arms. All arms of a seed count from its plain fine-tune, which the first one cures.
+    With `writing`, also the length and the ends of its own answers, in percent of base's.
+    """
+    found = read(record)
+    if not found:
+        return NOT_MEASURED
+    retention, domain = (found["suites"][role] for role in ("retention", "domain"))
+    control = found["suites"].get("control")
+    suites = [retention, domain, *([control] if control else [])]
+    arms = {arm: [row for row in found["rows"] if row["arm"] == arm] for arm in names}
+    plain = next(iter(arms.values()))
+    cured = {row["seed"]: row for row in plain}
+    table = [
+        [state, *(of_seeds(scores(plain, suite, state), 1) for suite in suites)]
+        for state in ("base", "tuned")
+    ]
+    for arm, rows in ((arm, rows) for arm, rows in arms.items() if rows):
+        state = last_state(rows[0], retention)
+        cells = [of_seeds(scores(rows, suite, state), 1) for suite in suites]
+        shares = [shares_of(row, state, cured[row["seed"]], retention, domain) for row in rows]
+        cells += [of_seeds([found[i] for found in shares], 2) for i in range(3)]
+        if writing:
+            texts = [row["closeness"]["written"] for row in rows]
+            for key, scale in (("length", 1), ("ended", 100)):
+                base = fmean(scale * one["base"][key] for one in texts)
+                cells.append(f"{of_seeds([scale * one[state][key] for one in texts], 0)}, base {base:.0f}")
+        fewer = f" ({seeds_of(len(rows))})" if len(rows) < len(cured) else ""
+        table.append([names[arm] + fewer, *cells])
+    kind = "general prompts" if names is SOURCES else "method"
+    columns = [f"{kind}, {seeds_of(len(cured))}", *(f"`{suite}`, %" for suite in suites), "R", "C", "D"]
+    columns += ["tokens", "answers that end, %"] if writing else []
+    table = [row + [""] * (len(columns) - len(row)) for row in table]
+    return rows_of(columns, unbroken(table, 1))
+
+
+def each_seed() -> str:
+    """Return R, C and D of every run of the sceptic's table, and the minutes of its stages."""
+    found = read("forgetting")
+    retention, domain = (found["suites"][role] for role in ("retention", "domain"))
+    cured = {row["seed"]: row for row in found["rows"] if row["arm"] == "ours"}
+    table = []
+    for row in sorted(found["rows"], key=lambda row: ([*FORGETTING].index(row["arm"]), row["seed"])):
+        shares = shares_of(row, last_state(row, retention), cured[row["seed"]], retention, domain)
+        minutes = [f"{row['stages'][s] / 60:.0f}" if row["stages"].get(s) else "" for s in STAGES]
+        table.append([FORGETTING[row["arm"]], str(row["seed"]), *(f"{s:.2f}" for s in shares), *minutes])
+    columns = ["method", "seed", "R", "C", "D", "fine-tune, minutes", "recovery, minutes"]
+    return rows_of(columns, table)
+
+
+def prevention() -> str:
+    """Return what fine-tunes with other losses keep and learn, at two rates."""
+    rows = {row["arm"]: row["suites"] for row in read("prevention").get("rows", [])}
+    if not rows:
+        return NOT_MEASURED
+    suites = [*rows["none"]]
+    table = [["base", "", *(percent(rows["none"][suite]["base"]) for suite in suites)]]
+    for loss, words in LOSSES.items():
+        for rate, arm in (("1e-3", loss), ("3.3e-4", "rate-third" if loss == "none" else f"{loss}-third")):
+            table.append([words, rate, *(percent(rows[arm][suite]["tuned"]) for suite in suites)])
+    return rows_of(["loss", "rate", *(f"`{suite}`" for suite in suites)], unbroken(table, 1))
+
+
+# The report-only suites' columns: suite, one of its further scores or "" for the score, scale and digits.
+CONTROLS = {
+    "told apart, %": ("refusal", "", 100, 1),
+    "harmful refused, %": ("refusal", "harmful_refused", 100, 1),
+    "harmless answered, %": ("refusal", "harmless_answered", 100, 1),
+    "`choices`, %": ("choices", "", 100, 1),
+    "Brier": ("choices", "brier", 1, 2),
+    "overconfidence, points": ("choices", "overconfidence", 100, 1),
+    "`coherence`, %": ("coherence", "", 100, 1),
+    "`instructions_sampled`, %": ("instructions_sampled", "", 100, 1),
+}
+
+
+def controls() -> str:
+    """Return the report-only suites, means over seeds: refusals, how sure the model is, sampled answers."""
+    rows = read("controls").get("rows", [])
+    if not rows:
+        return NOT_MEASURED
+    table = []
+    for state in STATES:
+        cells = []
+        for suite, further, scale, digits in CONTROLS.values():
+            found = [row["suites"][suite] for row in rows]
+            values = [(one["metrics"][further] if further else one)[state] for one in found]
+            cells.append(of_seeds([scale * value for value in values], digits))
+        table.append([state, *cells])
+    return rows_of([f"model, {seeds_of(len(rows))}", *CONTROLS], unbroken(table, 1))
+
+
+def families() -> str:
+    """Return what the second model scored on each data set, with the time and memory of its whole run."""
+    found = read("gemma")
+    table = []
+    for row in found["rows"] if found else ():
+        suites = {suite["role"]: (name, suite) for name, suite in row["suites"].items()}
+        cells = []
+        for role in ("retention", "control", "domain"):
+            name, suite = suites[role]
+            scores = " / ".join(f"{100 * suite[s]:.1f}" for s in ("base", "tuned", "recovered"))
+            cells.append(f"`{name}`, n = {suite['n']}<br>{scores}")
+        ratios = [row[key] for key in ("recovery", "closeness", "domain_retention")]
+        cells += ["none" if not one or one["value"] is None else ratio(one) for one in ratios]
+        written = row["closeness"]["written"]
+        cells.append(" / ".join(f"{written[s]['length']:.0f}" for s in ("base", "tuned", "recovered")))
+        cells.append(" / ".join(f"{100 * written[s]['ended']:.0f}" for s in ("base", "tuned", "recovered")))
+        cells.append(f"{row['seconds'] / 60:.0f} min, {row['peak_memory_bytes'] / 2**30:.1f} GiB")
+        table.append([row["arm"], *cells])
+    columns = ["data, 1 seed", "retention, %", "control, %", "domain, %", "R", "C", "D"]
+    columns += ["tokens", "answers that end, %", "whole run"]
+    return rows_of(columns, table) if table else NOT_MEASURED
+
+
+def last_state(row: dict[str, Any], suite: str) -> str:
+    """Return the state that an arm ends with: without a recovery, what its fine-tune made."""
+    return "recovered" if "recovered" in row["suites"][suite] else "tuned"
+
+
+def shares_of(
+    row: dict[str, Any], state: str, cured: dict[str, Any], retention: str, domain: str
+) -> tuple[float, float, float]:
+    """Return R, C and D of a state, counted from the plain fine-tune of the same seed."""
+    (skill, plain_skill), (learned, plain) = (
+        (row["suites"][name], cured["suites"][name]) for name in (retention, domain)
+    )
+    lost, begun = max(plain_skill["tuned"], skill["floor"]), max(learned["base"], learned["floor"])
+    near = row["closeness"]["distance"][state]["value"]
+    far = cured["closeness"]["distance"]["tuned"]["value"]
+    return (
+        (skill[state] - lost) / (skill["base"] - lost),
+        1 - near / min(far, row["closeness"]["floor"]),
+        (learned[state] - begun) / (plain["tuned"] - begun),
+    )
+
+
+def scores(rows: list[dict[str, Any]], suite: str, state: str) -> list[float]:
+    return [100 * row["suites"][suite][state] for row in rows]

@@ -1,0 +1,66 @@
+"""What the tables of the pages are made of: records, rows, and cells with their intervals."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from opdcl.results.format import SCORE, interval
+from opdcl.results.intervals import TWO_SIDED, student
+
+HERE = Path(__file__).parent
+
+
+def read(name: str) -> dict[str, Any]:
+    file = HERE / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def rows_of(columns: list[str], rows: list[list[str]], left: int = 1) -> str:
+    """Return a Markdown table; all columns but the first `left` are numbers."""
+    rule = ["---" if i < left else "---:" for i in range(len(columns))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, rule, *rows))
+
+
+def suite_words(name: str, metric: str | None, first: bool = False) -> str:
+    """Return a suite as tables name it, with its version if `instructions` has been rebuilt since.
+
+    The first version rewarded long answers, and its records say so. The second counted the constraints only,
+    by `prompt_level_strict_acc`. The present one is `passed` by content too.
+    """
+    if first:
+        return f"former `{name}`"
+    return f"`{name}`" + ", version 2" * (name.startswith("instructions") and metric != "passed")
+
+
+def score(estimate: dict[str, float] | None) -> str:
+    return interval(estimate, SCORE) if estimate else ""
+
+
+def ratio(estimate: dict[str, float] | None) -> str:
+    return interval(estimate) if estimate else ""
+
+
+def unbroken(rows: list[list[str]], left: int) -> list[list[str]]:
+    """Return the rows with cells that break before a bracket, but within no number or interval."""
+    number = re.compile(r" (?=%|[-+]?\d|→)|(?<=→) ")
+    return [[*row[:left], *(number.sub("\u00a0", cell) for cell in row[left:])] for row in rows]
+
+
+def of_seeds(values: list[float], digits: int) -> str:
+    """Return the mean of one value per seed, and its 95 % interval by Student's t."""
+    centre = fmean(values)
+    if len({*values}) == 1:
+        return f"{centre:.{digits}f}"
+    half = student(TWO_SIDED, len(values) - 1) * stdev(values) / len(values) ** 0.5
+    return f"{centre:.{digits}f} [{centre - half:.{digits}f}, {centre + half:.{digits}f}]"
+
+
+def seeds_of(number: int) -> str:
+    return f"{number} seed{'s' * (number > 1)}"
+
+
+NOT_MEASURED = "*Not measured yet on the present suites.*"
