@@ -99,8 +99,9 @@ def _load_model(config: TeacherSection, backbone: Backbone) -> PreTrainedModel:
     own = backbone.tokenizer.chat_template
     template = own if isinstance(own, str) else None
     model_config = config.model.resident(device=str(backbone.device), shard=shard, chat_template=template)
-    check_same_tokenizer(backbone.tokenizer, load_tokenizer(model_config), f"teacher {model_config.id}")
-    model, tokenizer = load_base(model_config)
+    tokenizer = load_tokenizer(model_config)
+    check_same_tokenizer(backbone.tokenizer, tokenizer, f"teacher {model_config.id}")
+    model, _ = load_base(model_config, tokenizer)
     refuse_unsupported(model.config)
     if (ids := eos_ids(model, tokenizer)) != backbone.eos_ids:
         message = (
