@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 
 from opdcl.config.recover import split_share
 from opdcl.config.reference import error_key, explain
@@ -22,6 +23,7 @@ from opdcl.errors import UsageError
 from opdcl.sanitize import redact
 
 MAX_BYTES = 1_000_000
+DEEPEST = 50  # levels; a real workflow has six
 QUOTE = "put it in quotes to make it text"
 
 # Names of shipped models and data, and of prompts that base writes, which are not file names.
@@ -171,14 +173,22 @@ def _parse(text: str, where: str) -> Any:
         line = f":{mark.line + 1}" if mark else ""
         message = f"{where}{line}: {fault.problem or fault.context}"
         raise UsageError(message, "fix the YAML at that line") from fault
-    except (YAMLError, ValueError, RecursionError) as fault:
+    except (YAMLError, ValueError) as fault:
         first = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
         raise UsageError(f"{where}: {first}", "fix the YAML") from fault
 
 
 def _refuse_magic(text: str, where: str) -> None:
-    """Refuse anchors, which let a small file expand without bound, and tags and directives."""
+    """Refuse anchors, which let a small file expand without bound, and tags and directives.
+
+    Deep nesting is refused as soon as it is seen: the parser's time grows with the square of the depth.
+    """
+    depth = 0
     for event in YAML(typ="safe", pure=True).parse(io.StringIO(text)):
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > DEEPEST:
+            message = f"{where}:{event.start_mark.line + 1} nests more than {DEEPEST} levels"
+            raise UsageError(message, "is it the right file?")
         features = {
             "an anchor or alias": getattr(event, "anchor", None),
             "a tag": getattr(event, "tag", None),

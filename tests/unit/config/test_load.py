@@ -259,8 +259,9 @@ def test_broken_yaml_is_refused_with_its_line(write):
     assert f"{file}:3:" in complaint([file]).message
 
 
-def test_very_deep_nesting_is_refused(write):
-    assert complaint([write("[" * 5000)])
+@pytest.mark.parametrize("text", ["[" * 100_000, "\n".join(" " * i + "a:" for i in range(200))])
+def test_very_deep_nesting_is_refused_as_soon_as_it_is_seen(write, text):
+    assert "nests more than 50 levels" in complaint([write(text)]).message
 
 
 def test_an_empty_file_is_all_defaults(write):
