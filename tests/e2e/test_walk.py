@@ -1,11 +1,11 @@
-"""Random sequences of commands: 10 of them here, all 300 with `make walk`."""
+"""Random sequences of commands: 4 of them here, 300 with `make walk`."""
 
 import os
 
 import pytest
 from helpers.walk import Walk, make_world
 
-SEQUENCES = int(os.environ.get("OPDCL_WALK", "6"))
+SEQUENCES = int(os.environ.get("OPDCL_WALK", "4"))
 
 
 @pytest.fixture(scope="module")

@@ -47,14 +47,13 @@ def adapter(loaded, project) -> Path:
     return made
 
 
+# Further shapes are recovered in tests/unit/model/test_adapters.py.
 OTHERS = {
     "of TRL's trainer": (made_by_trl, {"r": 8, "lora_alpha": 16}),
     "rank 16 on all linear layers in bf16": (
         made_by_peft,
         {"r": 16, "lora_alpha": 8, "target_modules": "all-linear", "dtype": torch.bfloat16},
     ),
-    "rsLoRA": (made_by_peft, {"r": 9, "lora_alpha": 3, "use_rslora": True}),
-    "one layer": (made_by_peft, {"r": 2, "lora_alpha": 16, "layers_to_transform": [1]}),
 }
 
 
