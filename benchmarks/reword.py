@@ -4,7 +4,7 @@
     opdcl run out/workflow.yaml -o out/runs
 
 Writes out/learned.jsonl, out/validation.jsonl, out/test.jsonl, out/trained.jsonl with the test's questions in
-their trained wording, and a workflow that measures the recovery over three seeds. About a third of the people
+their trained wording, and a workflow that measures the recovery. About a third of the people
 are for choosing settings, the rest for the result. The model learns all of them, because nobody can guess a
 stranger's address; the split separates the questions used to choose settings from those used to judge them.
 Questions are reworded by rule: synonyms for what they ask about, and another form of asking. A question in
