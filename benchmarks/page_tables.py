@@ -339,6 +339,7 @@ TABLES = {
     "forgetting-seeds": each_seed,
     "prevention": prevention,
     "forgetting": lambda: rivals("forgetting", writing=True, names=FORGETTING),
+    "forgetting-people": lambda: rivals("forgetting_people", writing=True, names=FORGETTING),
     "controls": controls,
     "gemma": families,
     "breadth": lambda: rivals("breadth", writing=True, names=SOURCES),

@@ -33,6 +33,7 @@ MADE_FROM = {
     "rivals-people": "reword",
     "sceptic": "forgetting",
     "forgetting-seeds": "forgetting",
+    "forgetting-people": "forgetting_people",
     "ends-by-position": "endings",
     "cheats": "instructions",
     "sizes": "times",
