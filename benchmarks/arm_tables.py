@@ -27,8 +27,6 @@ METHODS = {
 FORGETTING = {
     "ours": "**recovery** of a plain fine-tune",
     "replay-30-then-ours": "**mixing, then recovery**: three tenths of the fine-tune's rows are general",
-    "replay-10-then-ours": "mixing a tenth, then recovery",
-    "replay-30-then-half": "mixing three tenths, then half of the recovery",
     "longer": "recovery with half as many steps more",
     "public": "recovery with public requests, topped up",
     "public-half": "recovery with half public requests, half shipped prompts",
