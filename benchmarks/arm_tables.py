@@ -62,8 +62,6 @@ SHOWN = ("ours", "longer", "replay-30-then-ours", "replay-30", "rate-third")
 SOURCES = {
     "shipped": "the everyday prompts of 23 November, half of them short questions",
     "shipped-last": "the same; the adapter of the last step",
-    "shipped-few": "a quarter as many of them, four times each",
-    "everyday-new": "the present everyday prompts",
     "even": "of the present everyday prompts, as many of each kind",
     "even-facts": "the same, but three tenths short questions",
     "even-facts-last": "the same; the adapter of the last step",
@@ -71,10 +69,7 @@ SOURCES = {
     "topped": "the same, topped up with the kinds that they lack",
     "topped-facts": "the same, with three tenths short questions",
     "topped-facts-last": "the same; the adapter of the last step",
-    "public-facts": "two thirds public, one third short questions",
-    "own": "that base wrote",
     "everyday-own": "half everyday, half that base wrote",
-    "thirds": "a third each of shipped, public and own",
 }
 
 
