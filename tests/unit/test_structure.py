@@ -6,7 +6,7 @@ import pytest
 from helpers import imports
 from helpers.command import ROOT
 
-FILE_LIMIT, FUNCTION_LIMIT = 400, 50
+FILE_LIMIT, FUNCTION_LIMIT = 500, 60
 
 
 @pytest.fixture
