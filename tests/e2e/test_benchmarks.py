@@ -216,7 +216,7 @@ def test_remote_grades_on_a_server_as_in_the_process(script, server, backbone, f
     from opdcl.sampling.rollout import Prompt, Rollout
 
     remote = script("remote")
-    texts = [Rollout(Prompt([1, 520, 9690, 198, i]), [i + 30, 40, 2], [], True) for i in range(3)]
+    texts = [Rollout(Prompt([1, 520, 3690, 198, i]), [i + 30, 40, 2], [], True) for i in range(3)]
     assert remote.agreement(backbone, server.url, texts) < 1e-3
     assert remote.throughput(backbone, server.url, texts, 2)["tokens"] == 24
     adapter = finished / "stages" / "02-recover" / "adapter"
@@ -241,7 +241,7 @@ def test_a_student_on_a_server_answers_as_in_the_process(script, server, backbon
 
 def test_exported_compares_answers_and_log_probabilities(script, loaded):
     exported = script("exported")
-    prompt = [1, 520, 9690, 198]
+    prompt = [1, 520, 3690, 198]
     text = exported.answer(loaded.causal_lm, prompt, 4)
     told = [exported.log_probabilities(loaded.causal_lm, text)]
     known = {"texts": [text], "told": told, "margins": [exported.margins(loaded.causal_lm, text)]}

@@ -15,7 +15,7 @@ from opdcl.rundir.layout import StageDir
 from opdcl.sampling.rollout import Prompt
 from opdcl.stages.recover import recover
 
-PROMPT = [1, 520, 9690, 198]
+PROMPT = [1, 520, 3690, 198]
 
 SHORT = {
     "steps": 6,

@@ -78,7 +78,7 @@ def test_a_gguf_file_is_the_merged_model(tuned, converter):
     assert written["gap"]["same_ids"]
     assert written["gap"]["mean"] < 1e-4
     export(str(tuned / "tuned"), None, tuned / "merged", "merged", "f16", None, True, report)
-    ids = torch.tensor([[1, 520, 9690, 198, 28]])
+    ids = torch.tensor([[1, 520, 3690, 198, 28]])
     with torch.no_grad():
         merged, loaded = (
             load_model(ModelConfig(id=str(tuned / place), dtype="float32"))(ids).logits

@@ -8,7 +8,7 @@ from opdcl.model.forward import answer_ids, answer_states
 
 
 def test_the_prefix_of_all_rows_runs_once_up_to_the_first_graded_position(loaded):
-    shared = [1, 520, 9690, *range(300, 330)]
+    shared = [1, 520, 3690, *range(300, 330)]
     rows = [([*shared, 40 + i, 41, *range(60, 62 + i)], [False] * 35 + [True] * (2 + i)) for i in range(3)]
     shapes = []
     embedding = loaded.causal_lm.get_input_embeddings()
@@ -23,7 +23,7 @@ def test_the_prefix_of_all_rows_runs_once_up_to_the_first_graded_position(loaded
 
 
 def test_eager_attention_hides_the_same_tokens(loaded):
-    rows = [([1, 520, 9690, *range(40, 50 + i)], [False] * 6 + [True] * (7 + i)) for i in range(3)]
+    rows = [([1, 520, 3690, *range(40, 50 + i)], [False] * 6 + [True] * (7 + i)) for i in range(3)]
     config = loaded.causal_lm.config
     with torch.no_grad():
         expected = answer_states(loaded.causal_lm, rows)

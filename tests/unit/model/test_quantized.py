@@ -71,7 +71,7 @@ def add_adapter(backbone: Backbone) -> None:
             weight.data = torch.randn(weight.shape, generator=generator) * 0.3
 
 
-def logits(model, ids=(1, 520, 9690, 198, 28, 30)) -> torch.Tensor:
+def logits(model, ids=(1, 520, 3690, 198, 28, 30)) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=torch.tensor([ids])).logits[0]
 
@@ -146,7 +146,7 @@ def test_the_gradient_is_that_of_the_dequantized_weights(kind, original, loaded_
     gradients = []
     for each in (plain, backbone):
         add_adapter(each)
-        ids = torch.tensor([[1, 520, 9690, 198, 28, 30]])
+        ids = torch.tensor([[1, 520, 3690, 198, 28, 30]])
         each.causal_lm(input_ids=ids, labels=ids).loss.backward()
         named = dict(each.peft.named_parameters()).items()
         gradients.append({name: weight.grad for name, weight in named if weight.requires_grad})
@@ -181,7 +181,7 @@ def test_a_recovery_trains_the_adapter_and_not_the_base(kind, loaded_quantized, 
     for name, text in (("general", "Write a line about {}."), ("domain", "What is the code of room {}?")):
         rows = [json.dumps({"prompt": text.format(i)}) for i in range(8)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    settings = {"steps": 8, "validate_every": 4, "learning_rate": 1e-2, "method": "general"}
+    settings = {"steps": 8, "validate_every": 4, "learning_rate": 3e-3, "method": "general"}
     rows = run(backbone, tmp_path, health=False, **settings)
     start, *later = (row["validation"] for row in rows if "validation" in row)
     assert min(measured["general_kl"] for measured in later) < start["general_kl"]

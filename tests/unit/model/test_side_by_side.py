@@ -9,7 +9,7 @@ from opdcl.model import forward
 from opdcl.model.forward import answer_states
 from opdcl.model.side_by_side import side_by_side
 
-PREFIX = [1, 520, 9690, 198, 60]
+PREFIX = [1, 520, 3690, 198, 60]
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def cores():
 def rows(lengths=(9, 3, 12, 5, 7, 3, 4)):
     """Return rows of these many tokens after the prefix; answers begin at the fourth-last."""
     tokens = torch.Generator().manual_seed(3)
-    draws = [torch.randint(300, 9000, (n,), generator=tokens).tolist() for n in lengths]
+    draws = [torch.randint(300, 4000, (n,), generator=tokens).tolist() for n in lengths]
     return [
         (PREFIX + ids, [False] * (len(PREFIX) + len(ids) - 3) + [True] * min(3, len(ids))) for ids in draws
     ]

@@ -15,7 +15,7 @@ from opdcl.sampling.rollout import Prompt, cut
 from opdcl.sampling.sample import pick_engine, sample
 
 TAILS = [[198], [198, 88, 99, 77], [33], [5, 6]]
-PROMPTS = [Prompt([1, 520, 9690, *tail]) for tail in TAILS]
+PROMPTS = [Prompt([1, 520, 3690, *tail]) for tail in TAILS]
 
 
 def test_greedy_equals_generate(backbone):
@@ -30,7 +30,7 @@ def test_greedy_equals_generate(backbone):
 def test_prompts_of_many_lengths_in_several_prefill_batches(backbone):
     model = backbone.causal_lm.double()
     tails = [range(300, 300 + 1 + (7 * i) % 23) for i in range(PREFILL_ROWS + 9)]
-    prompts = [Prompt([1, 520, 9690, 198, *tail]) for tail in tails]
+    prompts = [Prompt([1, 520, 3690, 198, *tail]) for tail in tails]
     for rollout in sample(model, prompts, max_new_tokens=3, eos_ids=[2], temperature=0):
         expected = model.generate(torch.tensor([rollout.prompt_ids]), max_new_tokens=3, do_sample=False)
         assert rollout.completion_ids == expected[0, len(rollout.prompt_ids) :].tolist()
@@ -146,7 +146,7 @@ def ids_seen(backbone):
 
 
 def test_finished_sequences_leave_the_batch(backbone, ids_seen):
-    prompts = [Prompt([1, 520, 9690, 198, 40 + i]) for i in range(24)]
+    prompts = [Prompt([1, 520, 3690, 198, 40 + i]) for i in range(24)]
     ends = list(range(0, backbone.causal_lm.config.vocab_size, 8))
     rollouts = sample(backbone.causal_lm, prompts, max_new_tokens=40, eos_ids=ends, seed=3)
     steps = [shape[0] for shape in ids_seen if len(shape) == 1]
@@ -156,7 +156,7 @@ def test_finished_sequences_leave_the_batch(backbone, ids_seen):
 
 
 def test_the_prefix_of_all_prompts_runs_through_the_model_once(backbone, ids_seen):
-    shared = [1, 520, 9690, *range(300, 330)]
+    shared = [1, 520, 3690, *range(300, 330)]
     prompts = [Prompt([*shared, 40 + i, *range(50, 50 + i)]) for i in range(4)]
     sample(backbone.causal_lm, prompts, max_new_tokens=1, eos_ids=[2], temperature=0)
     assert sum(math.prod(shape) for shape in ids_seen) == len(shared) + 4 * 4
@@ -204,7 +204,7 @@ def test_rounding_never_draws_a_token_without_probability():
 def test_unfinished_completions_are_resumed_and_the_others_are_unchanged(backbone, monkeypatch):
     monkeypatch.setattr(decode, "WORTH_LEAVING", 4)
     model = backbone.causal_lm.double()
-    prompts = [Prompt([1, 520, 9690, 198, 40 + i]) for i in range(12)]
+    prompts = [Prompt([1, 520, 3690, 198, 40 + i]) for i in range(12)]
     # One token in twelve ends a completion, so that lengths differ.
     options = {"max_new_tokens": 30, "eos_ids": list(range(0, model.config.vocab_size, 12))}
     whole = sample(model, prompts, seed=3, **options)
@@ -231,7 +231,7 @@ def test_unfinished_completions_are_resumed_and_the_others_are_unchanged(backbon
 @pytest.mark.parametrize("batch_size", [4, 12])
 def test_max_unfinished_limits_all_batches_together(backbone, monkeypatch, batch_size):
     monkeypatch.setattr(decode, "WORTH_LEAVING", 4)
-    prompts = [Prompt([1, 520, 9690, 198, 40 + i]) for i in range(12)]
+    prompts = [Prompt([1, 520, 3690, 198, 40 + i]) for i in range(12)]
     rollouts = sample(
         backbone.causal_lm, prompts, max_new_tokens=30, eos_ids=[], batch_size=batch_size, max_unfinished=5
     )

@@ -29,7 +29,7 @@ from opdcl.stages.evaluate import BackboneLM
 
 K = SERVED_TOKENS
 ROLLOUTS = [
-    Rollout(Prompt([1, 520, 9690, 198, 7 + i]), [*range(60 + 9 * i, 63 + 11 * i)], [], True) for i in range(5)
+    Rollout(Prompt([1, 520, 3690, 198, 7 + i]), [*range(60 + 9 * i, 63 + 11 * i)], [], True) for i in range(5)
 ]
 
 
