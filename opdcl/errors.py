@@ -8,6 +8,9 @@ import re
 from collections.abc import Iterable
 
 
+LONGEST_NAME = 100
+
+
 class OpdclError(Exception):
     """A failure with a hint for the user. `exit_code` is the exit code of the command line."""
 
@@ -51,7 +54,17 @@ class Interrupted(OpdclError):
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the known name that is most similar to this one, for a hint; "" if none is similar."""
+    if len(name) > LONGEST_NAME:  # comparing takes time that grows with the square of the length
+        return ""
     return next(iter(difflib.get_close_matches(name, [*known], 1, cutoff)), "")
+
+
+def listed(names: Iterable[object], most: int = 10) -> str:
+    """Return names as text for a message: at most `most` of them, each cut to a readable length."""
+    texts = [str(name) for name in names]
+    shown = [text if len(text) <= LONGEST_NAME else f"{text[:LONGEST_NAME]}..." for text in texts[:most]]
+    more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
+    return ", ".join(shown) + more
 
 
 def translate(fault: Exception, workers: int = 1) -> OpdclError:

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from opdcl.errors import UsageError, nearest
+from opdcl.errors import UsageError, listed, nearest
 
 MAX_ROW_CHARS = 200_000
+# Columns of a row whose names are compared with ours to find a misspelt one.
+MOST_COMPARED = 50
 
 FIELDS_HINT = (
     "a row has messages, prompt (and completion), question (and answer), instruction (and output), "
@@ -111,7 +113,7 @@ def check_row(row: Any, where: str) -> Row:
         raise UsageError(f"{where} is {kind_of(row)}, not an object", FIELDS_HINT)
     checked = _conversation(row, where) or _pair(row, where) or _text(row, where)
     if checked is None:
-        content = f"has only {', '.join(map(str, row))}" if row else "is empty"
+        content = f"has only {listed(row)}" if row else "is empty"
         raise UsageError(f"{where} {content}", did_you_mean(row) + FIELDS_HINT)
     # An empty cell of a CSV or Parquet file names no teacher.
     fields = ("teacher", "cluster", "group")
@@ -127,8 +129,9 @@ def check_row(row: Any, where: str) -> Row:
 
 def did_you_mean(columns: Collection[str]) -> str:
     """Return a hint on the first column whose name looks like a misspelling of ours, or ""."""
-    unknown = [str(column) for column in columns if column not in COLUMNS]
-    meant = {column: nearest(column.lower(), COLUMNS - {*columns}, 0.8) for column in unknown}
+    unknown = [str(column) for column in columns if column not in COLUMNS][:MOST_COMPARED]
+    free = COLUMNS - {*columns}
+    meant = {column: nearest(column.lower(), free, 0.8) for column in unknown}
     return next((f"did you mean {near} instead of {column}? " for column, near in meant.items() if near), "")
 
 

@@ -1,39 +1,57 @@
 """Load rows and check them one by one; every error names the file and line.
 
-They come from a shipped set, a JSON, JSONL, CSV or Parquet file, a folder of documents, or a Hub dataset, in
-any of the formats of `opdcl.data.formats`.
+They come from a shipped set, a file, a folder of files of one kind, or a Hub dataset, in any of the formats of
+`opdcl.data.formats`. `opdcl.data.files` reads the files.
 """
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 import itertools
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from opdcl.config.shipped import SHIPPED_DATA, package_folder
-from opdcl.data.formats import FIELDS_HINT, MAX_ROW_CHARS, Row, check_row, kind_of
-from opdcl.errors import UsageError
+from opdcl.data.files import read_file, read_text
+from opdcl.data.folders import list_folder
+from opdcl.data.formats import FIELDS_HINT, Row, check_row, kind_of
+from opdcl.errors import UsageError, listed
 from opdcl.hub import Repository, parse, snapshot
 
-ONE_PER_LINE = "one JSON object per line, or one list of objects"
 
-
-def load_rows(source: str, split: str = "train", columns: Mapping[str, str] | None = None) -> list[Row]:
+def load_rows(
+    source: str,
+    split: str = "train",
+    columns: Mapping[str, str] | None = None,
+    bad: list[UsageError] | None = None,
+) -> list[Row]:
     """Load and check all rows of `source`; `split` picks a part of a shipped or Hub set.
 
-    `columns` names the source's columns where they are not ours: `{"question": "Frage"}`.
+    `columns` names the source's columns where they are not ours: `{"question": "Frage"}`. A row that cannot be
+    used is left out if there is a list `bad`, which takes its error.
+
+    Raises:
+        UsageError: A source cannot be read, it has no rows, or a row is refused and there is no list `bad`.
     """
-    rows = [check_row(_renamed(row, columns or {}, where), where) for row, where in _raw(source, split)]
+    rows = []
+    for row, where in _raw(source, split):
+        try:
+            if isinstance(row, UsageError):
+                raise row
+            rows.append(check_row(_renamed(row, columns or {}, where), where))
+        except UsageError as fault:
+            if bad is None:
+                raise
+            bad.append(fault)
+    if not rows and bad:
+        raise UsageError(f"{source} has no row that can be used; the first: {bad[0].message}", bad[0].hint)
     if not rows:
-        raise UsageError(f"{source} has no rows", FIELDS_HINT)
+        others = f"; its files are left out: {listed(left_out(source))}" if left_out(source) else ""
+        raise UsageError(f"{source} has no rows{others}", FIELDS_HINT)
     return rows
 
 
@@ -49,7 +67,7 @@ def _renamed(row: Any, columns: Mapping[str, str], where: str) -> Any:
         return row
     # Prompts need no answers.
     if missing := [theirs for ours, theirs in columns.items() if theirs not in row and ours != "answer"]:
-        hint = f"its columns are {', '.join(map(str, row))}"
+        hint = f"its columns are {listed(row)}"
         raise UsageError(f"{where} has no column {missing[0]!r}", hint)
     return {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
 
@@ -61,7 +79,9 @@ def recognised(source: str, rows: list[Row]) -> str:
     parts = [f"{message['role']}: {message['content']}" for message in first.prompt]
     parts += [f"assistant: {first.answer}"] if first.answer is not None else [first.text or ""]
     example = " ".join(" ".join(filter(None, parts)).split())
-    return f"{source}: {formats}; the first: {example if len(example) <= 160 else f'{example[:157]}...'}"
+    shown = example if len(example) <= 160 else f"{example[:157]}..."
+    others = f"; left out: {listed(left_out(source))}" if left_out(source) else ""
+    return f"{source}: {formats}; the first: {shown}{others}"
 
 
 def load_prompts(source: str, split: str = "train") -> list[Row]:
@@ -82,6 +102,8 @@ def load_records(path: str) -> list[tuple[dict[str, Any], str]]:
     """Load the rows of a file as they are, each with its file and line."""
     records = list(_raw(path, "train"))
     for record, where in records:
+        if isinstance(record, UsageError):
+            raise record
         if not isinstance(record, dict):
             raise UsageError(f"{where} is {kind_of(record)}, not an object", "one JSON object per line")
     if not records:
@@ -94,8 +116,13 @@ def source_files(source: str) -> list[Path]:
     if source in SHIPPED_DATA:
         return [_shipped_file(source)]
     if os.path.isdir(source):
-        return sorted(p for p in Path(source).rglob("*") if p.suffix in (".md", ".txt"))
+        return list_folder(Path(source)).files
     return [Path(source)] if os.path.isfile(source) else []
+
+
+def left_out(source: str) -> list[str]:
+    """Return the names of what lies in a folder of rows or documents and is not read."""
+    return list_folder(Path(source)).left_out if os.path.isdir(source) and source not in SHIPPED_DATA else []
 
 
 def pinned(source: str) -> str:
@@ -131,37 +158,23 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
         hint = f"a file, a folder, a Hub id as owner/name@revision, or one of: {', '.join(SHIPPED_DATA)}"
         raise UsageError(f"data {source!r} does not exist", hint)
     if source.startswith("handbook") and source in SHIPPED_DATA:
-        parts = json.loads(_text(_shipped_file(source).with_name("parts.json")))
+        parts = json.loads(read_text(_shipped_file(source).with_name("parts.json")))
         documents = parts.get(source.removeprefix("handbook/"))
-        for fact, where in read_json_lines(_shipped_file(source)):
+        for fact, where in read_file(_shipped_file(source)):
             if documents is None or fact["document"] in documents:
                 for question in fact["train"]:
                     yield {"question": question, "answer": fact["answer"]}, where
     elif source == "everyday":
-        rows = read_json_lines(_shipped_file(source))
+        rows = read_file(_shipped_file(source))
         yield from ((row, where) for row, where in rows if row["split"] == split)
     elif source in ("requests", "requests_quick"):
         # Every beginning of the file has all groups of prompts.
-        yield from itertools.islice(read_json_lines(_shipped_file(source)), 40 if source[8:] else None)
+        yield from itertools.islice(read_file(_shipped_file(source)), 40 if source[8:] else None)
     elif os.path.isdir(path):
         for file in source_files(source):
-            if text := _text(file).strip():
-                yield {"text": text}, str(file)
-    elif path.suffix in (".jsonl", ".json", ".ndjson"):
-        yield from read_json_lines(path)
-    elif path.suffix in (".csv", ".tsv"):
-        yield from _csv(path)
-    elif path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        try:
-            table = pyarrow.parquet.read_table(path)
-        except (OSError, ValueError) as fault:
-            raise UsageError(f"{path} is not a Parquet file: {fault}", FIELDS_HINT) from fault
-        yield from ((row, f"{path} row {n}") for n, row in enumerate(table.to_pylist(), 1))
+            yield from read_file(file)
     elif os.path.exists(path):
-        message = f"{path}: cannot tell the format of {path.suffix or 'a file without an ending'}"
-        raise UsageError(message, "use .jsonl, .json, .csv, .parquet, or a folder of .md and .txt")
+        yield from read_file(path)
     else:
         yield from _hub(source, repository, split)
 
@@ -178,63 +191,3 @@ def _hub(source: str, repository: Repository, split: str) -> Iterator[tuple[Any,
         hint = f"owner/name:subset names a subset; check that it has a split {split!r}"
         raise UsageError(f"dataset {source!r} cannot be read: {str(fault)[:200]}", hint) from fault
     yield from ((row, f"{source} row {n}") for n, row in enumerate(dataset, 1))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as fault:
-        raise UsageError(f"{path} is not UTF-8 text (byte {fault.start})", "save it as UTF-8") from fault
-    except OSError as fault:
-        raise UsageError(f"{path} cannot be read: {fault.strerror}", "check its permissions") from fault
-
-
-def _csv(path: Path) -> Iterator[tuple[Any, str]]:
-    csv.field_size_limit(MAX_ROW_CHARS + 1)
-    text = _text(path)
-    # The separator is the one that the header has most of.
-    separator = max(",;\t", key=text.partition("\n")[0].count)
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)
-    try:
-        for row in reader:
-            if None in row:
-                message = f"{path}:{reader.line_num} has more fields than the header"
-                raise UsageError(message, f"quote fields that hold a {separator!r}")
-            yield row, f"{path}:{reader.line_num}"
-    except csv.Error as fault:
-        hint = f"a field has at most {MAX_ROW_CHARS} characters"
-        raise UsageError(f"{path}:{reader.line_num + 1}: {fault}", hint) from fault
-
-
-def read_json_lines(path: Path) -> Iterator[tuple[Any, str]]:
-    """Yield each value of a JSONL file, or of a JSON file that holds one list, with its file and line."""
-    text = _text(path)
-    if text.lstrip().startswith("["):
-        yield from _json_list(text, path)
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            yield json.loads(line), f"{path}:{number}"
-        except (ValueError, RecursionError) as fault:  # valid JSON may be too deep, or a number too long
-            message = f"{path}:{number} is not valid JSON: {fault}"
-            raise UsageError(message, ONE_PER_LINE) from fault
-
-
-def _json_list(text: str, path: Path) -> Iterator[tuple[Any, str]]:
-    try:
-        count = len(json.loads(text))
-    except json.JSONDecodeError as fault:
-        raise UsageError(f"{path}:{fault.lineno} is not valid JSON: {fault.msg}", ONE_PER_LINE) from fault
-    except (ValueError, RecursionError) as fault:
-        raise UsageError(f"{path} is not valid JSON: {fault}", ONE_PER_LINE) from fault
-    # Once more, value by value, for the line of each.
-    decoder, separator = json.JSONDecoder(), re.compile(r"[\s,]*")
-    position, line = text.index("[") + 1, text.count("\n", 0, text.index("[")) + 1
-    for _ in range(count):
-        start = separator.match(text, position).end()
-        line += text.count("\n", position, start)
-        value, position = decoder.raw_decode(text, start)
-        yield value, f"{path}:{line}"
-        line += text.count("\n", start, position)

@@ -335,8 +335,8 @@ def test_each_fault_has_an_error_of_its_own():
     ("content", "words"),
     [
         ('[\n{"text": "a"},\n{"text": "b"\n]', ":4 is not valid JSON"),
-        ('[{"text": "a"}]\n[{"text": "b"}]', ":2 is not valid JSON: Extra data"),
-        ('{\n"text": "a"\n}', ":1 is not valid JSON"),
+        ('[{"text": "a"}]\n[{"text": "b"}]', ":1 is a list, not an object"),
+        ('{\n"text": "a"\n', ":3 is not valid JSON"),
         ("[1]", ":1 is a number, not an object"),
         ("[]", " has no rows"),
     ],

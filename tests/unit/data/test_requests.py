@@ -6,7 +6,8 @@ import pytest
 from helpers.command import ROOT
 from helpers.everyday import SAID
 
-from opdcl.data.rows import load_rows, read_json_lines
+from opdcl.data.files import read_file
+from opdcl.data.rows import load_rows
 from opdcl.data.similarity import nearest
 
 # Above this cosine of wording two prompts ask for nearly the same.
@@ -69,7 +70,7 @@ def test_conversations_end_with_the_user(requests):
     ],
 )
 def test_none_is_near_to_a_prompt_of_another_test(requests, file, field):
-    assert near_to([row[field] for row, _ in read_json_lines(ROOT / file)], requests) == {}
+    assert near_to([row[field] for row, _ in read_file(ROOT / file)], requests) == {}
 
 
 def test_none_is_near_to_a_prompt_of_the_recovery(requests):
@@ -77,7 +78,7 @@ def test_none_is_near_to_a_prompt_of_the_recovery(requests):
 
 
 def test_none_is_near_to_a_question_of_the_handbook(requests):
-    facts = [fact for fact, _ in read_json_lines(ROOT / "evals" / "handbook" / "facts.jsonl")]
+    facts = [fact for fact, _ in read_file(ROOT / "evals" / "handbook" / "facts.jsonl")]
     for questions in ([f["neighbour"]["question"] for f in facts], [q for f in facts for q in f["test"]]):
         assert near_to(questions, requests) == {}
 

@@ -1,0 +1,279 @@
+"""Files as people have them: each is read whole, or refused with a sentence that says what it holds."""
+
+import gzip
+import json
+import os
+import socket
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from opdcl.data import files
+from opdcl.data.files import READERS
+from opdcl.data.formats import Row
+from opdcl.data.rows import left_out, load_rows, recognised, source_files
+from opdcl.errors import UsageError
+
+ROWS = [
+    {"question": "Who signs the form?", "answer": "Ada — née Byron."},
+    {"question": "Where is it kept?\nAnd since when?", "answer": "In the vault, since 1843."},
+    {"question": "Which form?", "answer": "12\u2028b"},
+]
+CHATS = [
+    [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+    for row in ROWS
+]
+SHAREGPT = [
+    [{"from": "human", "value": row["question"]}, {"from": "gpt", "value": row["answer"]}] for row in ROWS
+]
+
+
+def lines(rows) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def csv(rows) -> bytes:
+    quoted = [f'"{row["question"]}","{row["answer"]}"' for row in rows]
+    return "\n".join(["question,answer", *quoted]).encode()
+
+
+def zst(content: bytes) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.output_stream(sink, compression="zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+def parquet(rows) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def arrow(rows, new=pyarrow.ipc.new_stream) -> bytes:
+    table = pyarrow.Table.from_pylist(rows)
+    sink = pyarrow.BufferOutputStream()
+    with new(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def as_bytes(value, indent=None) -> bytes:
+    return json.dumps(value, indent=indent).encode()
+
+
+def write(folder, contents: dict[str, bytes]) -> None:
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def said(rows: list[Row]) -> list[tuple]:
+    return [(row.prompt, row.answer, row.text) for row in rows]
+
+
+SAME_ROWS = {
+    "rows.jsonl": lines(ROWS),
+    "rows.ndjson": lines(ROWS),
+    "ROWS.JSONL": lines(ROWS),
+    "no_last_line_feed.jsonl": lines(ROWS).rstrip(),
+    "crlf.jsonl": lines(ROWS).replace(b"\n", b"\r\n"),
+    "mark.jsonl": b"\xef\xbb\xbf" + lines(ROWS),
+    "indented.jsonl": b"\n".join(as_bytes(row, 2) for row in ROWS),
+    "list.json": as_bytes(ROWS),
+    "list.jsonl": as_bytes(ROWS, 1),
+    "data.json": as_bytes({"version": "1", "data": ROWS}, 2),
+    "data_line.json": as_bytes({"version": "1", "data": ROWS, "tags": []}),
+    "any_name.json": as_bytes({"cards": ROWS}),
+    "by_id.json": as_bytes({f"id-{number}": row for number, row in enumerate(ROWS)}, 2),
+    "chats.jsonl": lines(CHATS),
+    "chats.json": as_bytes(CHATS, 2),
+    "data_chats.json": as_bytes({"conversations_of_may": CHATS}),
+    "sharegpt.jsonl": lines(SHAREGPT),
+    "sharegpt.json": as_bytes(SHAREGPT),
+    "messages.jsonl": lines({"messages": chat} for chat in CHATS),
+    "rows.csv": csv(ROWS),
+    "ROWS.CSV": csv(ROWS),
+    "rows.tsv": csv(ROWS).replace(b'","', b'"\t"').replace(b"question,answer", b"question\tanswer"),
+    "rows.jsonl.gz": gzip.compress(lines(ROWS)),
+    "rows.json.gz": gzip.compress(as_bytes({"data": ROWS}, 2)),
+    "ROWS.CSV.GZ": gzip.compress(csv(ROWS)),
+    "two_parts.jsonl.gz": gzip.compress(lines(ROWS[:1])) + gzip.compress(lines(ROWS[1:])),
+    "rows.jsonl.zst": zst(lines(ROWS)),
+    "rows.csv.zst": zst(csv(ROWS)),
+    "rows.parquet": parquet(ROWS),
+    "rows.PARQUET": parquet(ROWS),
+    "stream.arrow": arrow(ROWS),
+    "file.arrow": arrow(ROWS, pyarrow.ipc.new_file),
+}
+
+
+@pytest.mark.parametrize("name", SAME_ROWS)
+def test_the_same_rows_in_every_file_are_the_same(tmp_path, name):
+    write(tmp_path, {name: SAME_ROWS[name]})
+    rows = load_rows(str(tmp_path / name))
+    expected = [(chat[:1], chat[1]["content"], None) for chat in CHATS]
+    assert said(rows) == expected
+    assert all(row.where.startswith(str(tmp_path / name)) for row in rows)
+    # One file of a folder is read as if it were named.
+    assert said(load_rows(str(tmp_path))) == expected
+    assert source_files(str(tmp_path)) == [tmp_path / name]
+
+
+SAME_FOLDERS = {
+    "parts of JSONL": {"a/2.jsonl": lines(ROWS[1:]), "a/1.jsonl": lines(ROWS[:1])},
+    "shards": {"train-1.parquet": parquet(ROWS[:2]), "train-2.parquet": parquet(ROWS[2:])},
+    "a card beside the rows": {
+        "README.md": b"# Rows",
+        "LICENSE.txt": b"Free.",
+        ".gitattributes": b"*",
+        "data/train-1.csv": csv(ROWS),
+    },
+    "compressed parts": {"1.jsonl": lines(ROWS[:1]), "2.jsonl.gz": gzip.compress(lines(ROWS[1:]))},
+}
+
+
+@pytest.mark.parametrize("name", SAME_FOLDERS)
+def test_the_files_of_a_folder_are_read_in_order(tmp_path, name):
+    write(tmp_path, SAME_FOLDERS[name])
+    assert [row.answer for row in load_rows(str(tmp_path))] == [row["answer"] for row in ROWS]
+
+
+def test_what_datasets_saves_to_disk_is_read_shard_by_shard(tmp_path):
+    rows = [{"question": f"Number {i}?", "answer": str(i)} for i in range(7)]
+    saved = datasets.Dataset.from_list(rows)
+    saved.save_to_disk(tmp_path / "saved", num_shards=3)
+    assert [row.answer for row in load_rows(str(tmp_path / "saved"))] == list("0123456")
+    assert [file.suffix for file in source_files(str(tmp_path / "saved"))] == [".arrow"] * 3
+    datasets.DatasetDict(train=saved).save_to_disk(tmp_path / "one")
+    assert len(load_rows(str(tmp_path / "one"))) == 7
+    datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "both")
+    with pytest.raises(UsageError, match="holds several parts of a data set: test, train") as caught:
+        load_rows(str(tmp_path / "both"))
+    assert caught.value.hint == f"name one of them: {tmp_path / 'both'}/test"
+
+
+def test_a_document_is_read_alone_and_compressed(tmp_path):
+    write(tmp_path, {"page.txt.gz": gzip.compress(b"\nThe flag is green.\n"), "Page.MD": b"Blue."})
+    assert said(load_rows(str(tmp_path / "page.txt.gz"))) == [([], None, "The flag is green.")]
+    assert said(load_rows(str(tmp_path / "Page.MD"))) == [([], None, "Blue.")]
+
+
+def test_a_folder_of_documents_skips_hidden_copies_and_names_all_that_it_leaves_out(tmp_path):
+    texts = ("a.md", "B.TXT", "c/d.markdown", "c/e.rst")
+    others = ("picture.png", "c/table.xlsx", ".hidden.md", ".ipynb_checkpoints/a-checkpoint.md")
+    write(tmp_path, {name: name.encode() for name in (*texts, *others)})
+    os.mkfifo(tmp_path / "pipe.txt")
+    rows = load_rows(str(tmp_path))
+    assert sorted(row.text for row in rows) == sorted(texts)
+    assert left_out(str(tmp_path)) == [
+        ".hidden.md",
+        ".ipynb_checkpoints/",
+        "c/table.xlsx",
+        "picture.png",
+        "pipe.txt",
+    ]
+    told = recognised(str(tmp_path), rows)
+    assert told.endswith("; left out: .hidden.md, .ipynb_checkpoints/, c/table.xlsx, picture.png, pipe.txt")
+    write(tmp_path, {f"{number}.png": b"" for number in range(30)})
+    assert recognised(str(tmp_path), rows).endswith(" and 25 more")
+
+
+SENTENCES = {
+    "several.json": (as_bytes({"train": ROWS, "test": ROWS}, 2), ":1 holds several lists of rows: train, test"),
+    "columns.json": (as_bytes({"question": {"0": "a"}, "answer": {"0": "b"}}), " holds columns, not rows"),
+    "columns2.json": (as_bytes({"question": ["a"], "answer": ["b"]}), " holds columns, not rows: question"),
+    "other.json": (as_bytes({"model": "x", "layers": 3}, 2), ":1 has only model, layers"),
+    "comma.json": (b'[\n{"text": "a"},\n]', ":3 is not valid JSON"),
+    "cut.json": (b'{"data": [\n{"text": "a"},\n{"text": ', ":3 is not valid JSON"),
+    "first.jsonl": (b'{"text": "a"\n{"text": "b"}\n', ":1 is not valid JSON"),
+    "words.jsonl": (b'text\n{"text": "b"}\n', ":1 is not valid JSON"),
+    "quotes.jsonl": (b"{'text': 'a'}\n{'text': 'b'}\n", ":1 is not valid JSON"),
+    "deep.json": (b"[" * 100_000, ":1 is not valid JSON: maximum recursion depth"),
+    "half.jsonl.gz": (gzip.compress(lines(ROWS))[:-9], " is damaged or not compressed"),
+    "plain.jsonl.gz": (lines(ROWS), " is damaged or not compressed"),
+    "half.jsonl.zst": (zst(lines(ROWS))[:-4], " is damaged or not compressed"),
+    "plain.csv.zst": (csv(ROWS), " is damaged or not compressed"),
+    "rows.parquet.gz": (gzip.compress(parquet(ROWS)), ": cannot tell the format of .parquet.gz"),
+    "rows.xz": (b"", ": cannot tell the format of .xz"),
+    "half.arrow": (arrow(ROWS)[:200], " is not an Arrow file"),
+    "half.parquet": (parquet(ROWS)[:200], " is not a Parquet file"),
+    "twice.csv": (b"question,answer,answer\na,b,c\n", ":1 has several columns of the same name: answer"),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_a_file_that_is_not_read_says_what_it_holds(tmp_path, name):
+    content, words = SENTENCES[name]
+    write(tmp_path, {name: content})
+    with pytest.raises(UsageError) as caught:
+        load_rows(str(tmp_path / name))
+    assert caught.value.message.startswith(f"{tmp_path / name}{words}")
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["a.jsonl", "b.csv"], "holds files of several kinds: 1 .csv, 1 .jsonl"),
+        (["a.jsonl", "b.md", "c.txt"], "holds files of several kinds: 1 .jsonl, 2 documents"),
+        (["train.jsonl", "test.jsonl"], "holds several parts of a data set: "),
+        (["train/1.jsonl", "validation/1.jsonl"], "holds several parts of a data set: "),
+        (["picture.png", "b.xlsx"], "has no rows; its files are left out: b.xlsx, picture.png"),
+        ([], "has no rows"),
+    ],
+)
+def test_a_folder_that_is_not_read_says_what_it_holds(tmp_path, names, words):
+    write(tmp_path, dict.fromkeys(names, lines(ROWS)))
+    with pytest.raises(UsageError) as caught:
+        load_rows(str(tmp_path))
+    assert words in caught.value.message
+    assert caught.value.hint
+
+
+def test_each_row_of_a_json_document_knows_its_line(tmp_path):
+    write(tmp_path, {"data.json": as_bytes({"about": "a\nb", "data": ROWS}, 2)})
+    assert [row.where.rpartition(":")[2] for row in load_rows(str(tmp_path))] == ["4", "8", "12"]
+    write(tmp_path, {"data.json": as_bytes({str(number): row for number, row in enumerate(ROWS)}, 2)})
+    assert [row.where.rpartition(":")[2] for row in load_rows(str(tmp_path))] == ["2", "6", "10"]
+
+
+def test_what_is_no_regular_file_is_refused_and_never_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket.csv"))
+        for place in (tmp_path / "pipe.jsonl", tmp_path / "socket.csv", "/dev/zero", "/dev/null"):
+            with pytest.raises(UsageError, match="is not a regular file"):
+                load_rows(str(place))
+
+
+@pytest.mark.parametrize("name", [name for name in SAME_ROWS if name.islower()])
+def test_a_bomb_is_refused_by_one_rule_in_every_format(tmp_path, name, monkeypatch):
+    write(tmp_path, {name: SAME_ROWS[name]})
+    monkeypatch.setattr(files, "MAX_SIZE", 100)
+    with pytest.raises(UsageError, match="holds more than 100 characters"):
+        load_rows(str(tmp_path / name))
+
+
+def test_a_small_file_of_very_many_columns_is_refused_at_once(tmp_path):
+    names = [f"queston{number}" for number in range(300_000)]
+    write(tmp_path, {"wide.jsonl": lines([dict.fromkeys(names, 1)]), "wide.csv": ",".join(names).encode()})
+    with open(tmp_path / "wide.csv", "ab") as file:
+        file.write(b"\n" + b"1," * 299_999 + b"1\n")
+    for name in ("wide.jsonl", "wide.csv"):
+        with pytest.raises(UsageError, match="has only queston0, queston1, .* and 299,990 more") as caught:
+            load_rows(str(tmp_path / name))
+        assert len(caught.value.message) < 1000
+    write(tmp_path, {"long.jsonl": lines([{"questio" + "n" * 5_000_000: 1}])})
+    with pytest.raises(UsageError, match="has only questionnn") as caught:
+        load_rows(str(tmp_path / "long.jsonl"))
+    assert len(caught.value.message) < 1000
+
+
+def test_the_page_on_data_names_every_ending_that_is_read():
+    from helpers.command import ROOT
+
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    assert [name for name in (*READERS, *files.COMPRESSED) if f"`{name}`" not in page] == []
