@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from opdcl.config.section import Auto, Positive, Rate, Section
 from opdcl.config.trainer_fields import check_trainer
@@ -129,9 +130,9 @@ class FinetuneConfig(Section):
     long_rows: Literal["refuse", "skip", "cut"] = "refuse"
     """What to do with rows over `max_length`. `refuse`: stop before training and say how many there are.
     `skip`: leave them out. `cut`: keep their first `max_length` tokens; their answers lose their end."""
-    empty_answers: Literal["refuse", "skip"] = "refuse"
-    """What to do with rows whose answer is empty or missing. `refuse`: stop before training and say how many
-    there are. `skip`: leave them out."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """What to do with rows that cannot be learned: malformed, refused by the chat template, or without an
+    answer. `refuse`: stop before training. `skip`: leave them out and say how many there are."""
     loss: AnswerLossSection = AnswerLossSection()
     """Loss of the answer tokens, those of replayed rows too. Default: cross-entropy."""
     replay: ReplaySection = ReplaySection()
@@ -145,6 +146,18 @@ class FinetuneConfig(Section):
     trainer: dict[str, Any] = {}
     """Fields of `transformers.TrainingArguments` for optimizer, schedule and checkpoints, such as
     `weight_decay`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_the_former_name(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or "empty_answers" not in value:
+            return value
+        if value["empty_answers"] != "refuse":
+            context = {"key": "empty_answers", "reason": "is called bad_rows now"}
+            context["hint"] = "finetune.bad_rows=skip leaves out rows without an answer and malformed ones"
+            raise PydanticCustomError("renamed", "{reason}", context)
+        # Stored runs name all settings, so this is the default.
+        return {name: setting for name, setting in value.items() if name != "empty_answers"}
 
     @model_validator(mode="after")
     def _trainer_fields_act(self) -> FinetuneConfig:

@@ -1,4 +1,4 @@
-"""The rows of a fine-tune; those without an answer or over the limit are refused, left out or cut."""
+"""The rows of a fine-tune; those that cannot be learned or are too long are refused, left out or cut."""
 
 from __future__ import annotations
 
@@ -35,27 +35,43 @@ def with_answers(rows: list[Row], config: FinetuneConfig) -> tuple[list[Row], li
     """Return the rows that have something to learn, and a note on those that were left out.
 
     Raises:
-        UsageError: Some have no answer and `empty_answers` is `refuse`, or none has one.
+        UsageError: Some have no answer and `bad_rows` is `refuse`, or none has one.
     """
     usable = [row for row in rows if row.text is not None or row.answer or row.reply]
     empty = [row for row in rows if row.text is None and not row.answer and not row.reply]
     if not empty:
         return rows, []
     found = f"{_rows(len(empty), 'has', 'have')} no answer to learn (first: {empty[0].where})"
-    if config.empty_answers == "refuse" or not usable:
+    if config.bad_rows == "refuse" or not usable:
         hint = f"{did_you_mean(empty[0].columns)}fine-tune rows need completion, answer or text"
-        raise UsageError(found, f"{hint}; --set finetune.empty_answers=skip leaves these rows out")
+        raise UsageError(found, f"{hint}; --set finetune.bad_rows=skip leaves these rows out")
     return usable, [f"{found}; left out"]
 
 
+def bad_rows(errors: Sequence[UsageError]) -> list[str]:
+    """Return a note on rows that are left out because of an error of their own; none without any."""
+    if not errors:
+        return []
+    found = _rows(len(errors), "cannot be used", "cannot be used")
+    return [f"{found} (first: {errors[0].message}); left out"]
+
+
 def read_examples(
-    rows: list[Row], config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, replay: Sequence[Row] = ()
+    rows: list[Row],
+    config: FinetuneConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    replay: Sequence[Row] = (),
+    bad: Sequence[UsageError] = (),
 ) -> Examples:
     """Encode the rows of a fine-tune and its prompts to replay; treat long rows as `long_rows` says.
 
+    `bad` holds the errors of rows that were left out as they were read.
+
     Raises:
-        UsageError: A row is too long and `long_rows` is `refuse`, or no row is left.
+        UsageError: A row is too long and `long_rows` is `refuse`, the chat template refuses a row and
+            `bad_rows` is `refuse`, or no row is left.
     """
+    errors = [*bad]
     rows, notes = with_answers(rows, config)
     limit = config.max_length
     used: list[Row] = []
@@ -63,7 +79,13 @@ def read_examples(
     long: list[tuple[int, str]] = []
     longest, unlearnable = (0, ""), 0
     for row in rows:
-        examples = encode_example(row, tokenizer, limit)
+        try:
+            examples = encode_example(row, tokenizer, limit)
+        except UsageError as fault:
+            if config.bad_rows == "refuse":
+                raise
+            errors.append(fault)
+            continue
         sizes = [len(example.input_ids) for example in examples]
         size = max(sizes) if row.text is None else sum(sizes)
         longest = max(longest, (size, row.where), key=lambda pair: pair[0])
@@ -76,6 +98,7 @@ def read_examples(
         if examples:
             used.append(row)
             encoded += examples
+    notes = bad_rows(errors) + notes
     if long:
         notes.append(_long_rows(long, unlearnable, config))
     if not encoded:

@@ -22,6 +22,9 @@ from opdcl.data.formats import FIELDS_HINT, Row, check_row, kind_of
 from opdcl.errors import UsageError, listed
 from opdcl.hub import Repository, parse, snapshot
 
+class RowError(UsageError):
+    """One row of a source cannot be used; others may be."""
+
 
 def load_rows(
     source: str,
@@ -37,28 +40,38 @@ def load_rows(
     Raises:
         UsageError: A source cannot be read, it has no rows, or a row is refused and there is no list `bad`.
     """
-    rows = []
-    for row, where in _raw(source, split):
-        try:
-            if isinstance(row, UsageError):
-                raise row
-            rows.append(check_row(_renamed(row, columns or {}, where), where))
-        except UsageError as fault:
-            if bad is None:
-                raise
-            bad.append(fault)
-    if not rows and bad:
-        raise UsageError(f"{source} has no row that can be used; the first: {bad[0].message}", bad[0].hint)
+    rows = _check_all(_raw(source, split), source, columns or {}, bad)
     if not rows:
         others = f"; its files are left out: {listed(left_out(source))}" if left_out(source) else ""
         raise UsageError(f"{source} has no rows{others}", FIELDS_HINT)
     return rows
 
 
-def check_lines(text: str, name: str, columns: Mapping[str, str] | None = None) -> list[Row]:
-    """Check the rows of a JSONL text; errors call them by `name`."""
-    rows = [(json.loads(line), f"{name} row {n}") for n, line in enumerate(text.split("\n"), 1) if line]
-    return [check_row(_renamed(row, columns or {}, where), where) for row, where in rows]
+def check_lines(
+    text: str, name: str, columns: Mapping[str, str] | None = None, bad: list[UsageError] | None = None
+) -> list[Row]:
+    """Check the rows of a JSONL text as `load_rows` does; errors call them by `name`."""
+    rows = ((json.loads(line), f"{name} row {n}") for n, line in enumerate(text.split("\n"), 1) if line)
+    return _check_all(rows, name, columns or {}, bad)
+
+
+def _check_all(
+    rows: Iterator[tuple[Any, str]], source: str, columns: Mapping[str, str], bad: list[UsageError] | None
+) -> list[Row]:
+    """Return checked rows; the errors of others are added to `bad`, or the first one is raised without it."""
+    checked = []
+    for row, where in rows:
+        try:
+            if isinstance(row, UsageError):
+                raise row
+            checked.append(check_row(_renamed(row, columns, where), where))
+        except UsageError as fault:
+            if bad is None:
+                raise RowError(fault.message, fault.hint) from fault
+            bad.append(fault)
+    if bad and not checked:
+        raise UsageError(f"{source} has no row that can be used; the first: {bad[0].message}", bad[0].hint)
+    return checked
 
 
 def _renamed(row: Any, columns: Mapping[str, str], where: str) -> Any:

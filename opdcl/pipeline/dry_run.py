@@ -108,11 +108,12 @@ def _data(job: Job) -> dict[str, Any]:
     """Return the figures of the fine-tune's rows and the first one as the model will see it."""
     if not (finetune := job.workflow.finetune):
         return {}
-    rows, examples = job.rows(finetune.data), job.examples
+    rows, bad = job.sources.finetune_rows(job.workflow)
+    examples = job.examples
     size, where = examples.longest
     figures: dict[str, Any] = {
         "source": finetune.data,
-        "rows": len(rows),
+        "rows": len(rows) + len(bad),
         "used": len(examples.rows),
         "tokens": sum(len(example.input_ids) for example in examples.encoded),
         "learned_tokens": sum(sum(example.completion_mask) for example in examples.encoded),

@@ -15,7 +15,7 @@ from opdcl.config.shipped import shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
 from opdcl.data.chat import encode_prompt
-from opdcl.data.examples import Examples, read_examples, with_answers
+from opdcl.data.examples import Examples, bad_rows, read_examples, with_answers
 from opdcl.data.rows import Row, check_prompts
 from opdcl.data.stock_tasks import group_tasks
 from opdcl.errors import UsageError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 # The settings of a fine-tune on which its encoded rows depend.
-ENCODING = {"data", "max_length", "long_rows", "empty_answers", "replay"}
+ENCODING = {"data", "max_length", "long_rows", "bad_rows", "replay"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Job:
         """
         sources = sources or Sources()
         finetune, recover = workflow.finetune, workflow.recover
-        rows = sources.rows(finetune.data, columns=workflow.columns) if finetune else []
+        rows = sources.finetune_rows(workflow)[0] if finetune else []
         # Plain text has no question to sample on.
         if finetune and recover and not recover.domain and all(row.prompt for row in rows):
             domain = recover.model_copy(update={"domain": finetune.data})
@@ -122,13 +122,14 @@ class Job:
             UsageError: A row is refused.
         """
         config = self.workflow.finetune
-        rows = self.rows(config.data)
+        rows, bad = self.sources.finetune_rows(self.workflow)
         if config.method == "self-distill":  # which samples answers, and so has no sequences beforehand
-            return Examples(*with_answers(rows, config))
+            usable, notes = with_answers(rows, config)
+            return Examples(usable, [*bad_rows(bad), *notes])
 
         def encode() -> Examples:
             replay = self.rows(config.replay.prompts) if config.replay.share else []
-            return read_examples(rows, config, self.tokenizer, replay)
+            return read_examples(rows, config, self.tokenizer, replay, bad)
 
         model = self.workflow.model.model_dump_json()
         return self.sources.once(("examples", config.model_dump_json(include=ENCODING), model), encode)
@@ -137,9 +138,10 @@ class Job:
     def learned_rows(self) -> list[Row]:
         """The rows that the fine-tune learns from, without those that it leaves out."""
         config = self.workflow.finetune
-        if config.method == "sft" and config.long_rows != "refuse":
+        leaves_out = config.long_rows != "refuse" or config.bad_rows == "skip"
+        if config.method == "sft" and leaves_out:
             return self.examples.rows
-        return with_answers(self.rows(config.data), config)[0]
+        return with_answers(self.sources.finetune_rows(self.workflow)[0], config)[0]
 
     @cached_property
     def recovery(self) -> RecoverySource:
@@ -258,7 +260,7 @@ class Job:
         """
         finetune, recover, evaluation = self.workflow.finetune, self.workflow.recover, self.workflow.eval
         if finetune:
-            with_answers(self.rows(finetune.data), finetune)
+            with_answers(self.sources.finetune_rows(self.workflow)[0], finetune)
         if recover:
             _ = self.recovery
         for suite, path in (evaluation.data if evaluation else {}).items():

@@ -276,7 +276,7 @@ def remarks(job: Job, tasks: list[Task]) -> list[str]:
     notes: list[str] = []
     if workflow.finetune and "finetune" in todo:
         notes += job.examples.notes
-        rows = job.rows(workflow.finetune.data)
+        rows, _ = job.sources.finetune_rows(workflow)
         if repeated := repeated_rows(rows):
             notes.append(
                 f"{len(repeated)} of {len(rows)} rows repeat an earlier one (first: {repeated[0].where})"

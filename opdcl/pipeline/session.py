@@ -97,7 +97,8 @@ class Session:
             "cost": cost,
         }
         if task.name == "finetune":
-            record["rows"] = len(self.job.rows(self.workflow.finetune.data))
+            rows, bad = self.job.sources.finetune_rows(self.workflow)
+            record["rows"] = len(rows) + len(bad)
         write_json(stage.record, record)
         reset_peak_memory()
         started = time.perf_counter()

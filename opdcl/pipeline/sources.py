@@ -11,7 +11,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import SHIPPED_DATA, package_folder
 from opdcl.config.workflow import Workflow
 from opdcl.data.examples import with_answers
-from opdcl.data.rows import Row, check_lines, load_rows, on_hub, pinned, recognised, source_files
+from opdcl.data.rows import Row, RowError, check_lines, load_rows, on_hub, pinned, recognised, source_files
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.hashes import hash_files
@@ -32,6 +32,7 @@ class Sources:
         """Take `given`, the contents of JSONL files by path, as files that `save` will write."""
         self.given = dict(given or {})
         self._rows: dict[tuple[Any, ...], list[Row]] = {}
+        self._bad: dict[tuple[Any, ...], list[UsageError]] = {}
         self._made: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -41,14 +42,38 @@ class Sources:
         return self._made[key]
 
     def rows(self, source: str, split: str = "train", columns: Mapping[Any, str] | None = None) -> list[Row]:
-        """Return the checked rows of a source; the list is the caller's own."""
+        """Return the checked rows of a source; the list is the caller's own.
+
+        Raises:
+            UsageError: The source cannot be read, or a row of it is refused.
+        """
+        rows, bad = self._read(source, split, columns, skip=False)
+        if bad:
+            raise bad[0]
+        return rows
+
+    def finetune_rows(self, workflow: Workflow) -> tuple[list[Row], list[UsageError]]:
+        """Return the checked rows of the fine-tune, and the errors of rows that `bad_rows` leaves out."""
+        config = workflow.finetune
+        try:
+            return self._read(config.data, "train", workflow.columns, skip=config.bad_rows == "skip")
+        except RowError as fault:
+            hint = f"{fault.hint}; --set finetune.bad_rows=skip leaves such rows out"
+            raise UsageError(fault.message, hint) from fault
+
+    def _read(
+        self, source: str, split: str, columns: Mapping[Any, str] | None, skip: bool
+    ) -> tuple[list[Row], list[UsageError]]:
         names = {str(ours): theirs for ours, theirs in (columns or {}).items()}
         key = pinned(source), split, *names.items()
         if key not in self._rows:
             text = self.given.get(source)
-            given = check_lines(text, Path(source).stem, names) if text else None
-            self._rows[key] = given or load_rows(source, split, names)
-        return list(self._rows[key])
+            bad: list[UsageError] = []
+            errors = bad if skip else None
+            given = check_lines(text, Path(source).stem, names, errors) if text else None
+            self._rows[key] = given or load_rows(source, split, names, errors)
+            self._bad[key] = bad
+        return list(self._rows[key]), list(self._bad[key])
 
     def tokenizer(self, model: ModelConfig) -> PreTrainedTokenizerBase:
         """Return a model's tokenizer, which has a chat template."""
@@ -88,10 +113,11 @@ class Sources:
                 file = Path(source).relative_to(shipped)
                 hint = f"opdcl workflows cp {workflow.name} .  # then put {file} beside it"
                 raise UsageError(f"recipe {workflow.name} needs data of yours: {key} is {file}", hint)
-        rows = {
-            key: self.rows(source, columns=workflow.columns)
-            for key, source in workflow.data_sources().items()
-            if not on_hub(source)
-        }
-        if workflow.finetune and "finetune.data" in rows:
-            with_answers(rows["finetune.data"], workflow.finetune)
+        finetune = workflow.finetune
+        for source in workflow.data_sources().values():
+            if on_hub(source):
+                continue
+            if finetune and source == finetune.data:
+                with_answers(self.finetune_rows(workflow)[0], finetune)
+            else:
+                self.rows(source, columns=workflow.columns)

@@ -69,20 +69,38 @@ def test_plain_text_is_split_and_never_too_long(read):
     assert {len(e.input_ids) for e in examples.encoded[:-1]} == {100}
 
 
+def test_rows_that_the_chat_template_refuses_are_left_out_with_the_first_and_its_reason(read):
+    read.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    told = check_row({"system": "Be brief.", "question": "Who?", "answer": "Ada."}, "rows.jsonl:9")
+    with pytest.raises(UsageError, match="no system turn"):
+        read([*ROWS[:1], told])
+    examples = read([*ROWS[:1], told], bad_rows="skip")
+    assert [r.where for r in examples.rows] == ["rows.jsonl:1"]
+    [note] = examples.notes
+    assert note.startswith("1 row cannot be used (first: rows.jsonl:9")
+    assert note.endswith("; left out")
+    with pytest.raises(UsageError, match="no row to learn from: 1 row cannot be used"):
+        read([told], bad_rows="skip")
+
+
 def test_no_row_left_is_an_error_that_says_why(read):
     with pytest.raises(UsageError, match=r"no row to learn from: 1 row is longer than 100 tokens"):
         read(ROWS[1:2], long_rows="skip")
 
 
 @pytest.mark.parametrize("answer", ["", None])
-def test_empty_answers_are_refused_together_or_left_out(answer):
+def test_bad_rows_are_refused_together_or_left_out(answer):
     rows = [row(1, "Seven"), row(2, answer), row(3, answer)]
     config = FinetuneConfig(data="rows.jsonl")
     with pytest.raises(UsageError) as caught:
         with_answers(rows, config)
     assert caught.value.message == "2 rows have no answer to learn (first: rows.jsonl:2)"
-    assert "finetune.empty_answers=skip" in caught.value.hint
-    skipping = config.model_copy(update={"empty_answers": "skip"})
+    assert "finetune.bad_rows=skip" in caught.value.hint
+    skipping = config.model_copy(update={"bad_rows": "skip"})
     kept, notes = with_answers(rows, skipping)
     assert kept == rows[:1]
     assert notes == ["2 rows have no answer to learn (first: rows.jsonl:2); left out"]

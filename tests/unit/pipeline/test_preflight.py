@@ -124,12 +124,49 @@ def test_long_rows_can_be_left_out_of_a_run_and_the_run_says_so(project):
     with open(project / "rows.jsonl", "a") as file:
         file.write(lines(LONG[3], {"question": "Who?", "answer": ""}))
     words = ["run", "tiny.yaml", "-o", "out", *SMALL, "--set", "finetune.max_length=99"]
-    words += ["--set", "finetune.long_rows=skip", "--set", "finetune.empty_answers=skip"]
+    words += ["--set", "finetune.long_rows=skip", "--set", "finetune.bad_rows=skip"]
     done = opdcl(*words, cwd=project)
     assert done.returncode == 0, done.stderr
     assert "1 row is longer than 99 tokens" in done.stderr
     assert "1 row has no answer to learn" in done.stderr
     assert "12 rows" in done.stderr
+
+
+def test_rows_that_cannot_be_learned_are_left_out_and_counted_by_run_and_dry_run(project):
+    good = (project / "rows.jsonl").read_text()
+    bad = '{"question": "Who?", "answer": 7}\n{"question": "cut o\n[1]\n{"anwser": "x"}\n'
+    (project / "rows.jsonl").write_text(f"{bad}{good}")
+    words = ["run", "tiny.yaml", "-o", "out", *SMALL]
+    refused = opdcl(*words, cwd=project)
+    assert refused.returncode == 2
+    assert "rows.jsonl:1: answer is a number, not text" in refused.stderr
+    assert "--set finetune.bad_rows=skip leaves such rows out" in refused.stderr
+    words += ["--set", "finetune.bad_rows=skip"]
+    told = f"4 rows cannot be used (first: {project}/rows.jsonl:1: answer is a number, not text); left out"
+    plan = json.loads(opdcl(*words, "--dry-run", "--json", cwd=project).stdout)
+    assert told in plan["notes"]
+    assert (plan["data"]["rows"], plan["data"]["used"]) == (16, 12)
+    done = opdcl(*words, cwd=project)
+    assert done.returncode == 0, done.stderr
+    assert told in " ".join(done.stderr.split())
+    # A suite on the same file asks all of its rows or none.
+    suite = opdcl(*words, "--set", "eval={retention: [own], data: {own: rows.jsonl}}", cwd=project)
+    assert suite.returncode == 2
+    assert "rows.jsonl:1: answer is a number, not text" in suite.stderr
+    (project / "rows.jsonl").write_text(bad)
+    empty = opdcl(*words, cwd=project)
+    assert empty.returncode == 2
+    assert "rows.jsonl has no row that can be used; the first: " in empty.stderr
+
+
+def test_the_former_name_of_bad_rows_leads_to_the_new_one(project):
+    words = ["run", "tiny.yaml", *SMALL, "--dry-run", "--set"]
+    refused = opdcl(*words, "finetune.empty_answers=skip", cwd=project)
+    assert refused.returncode == 2
+    assert "finetune.empty_answers is called bad_rows now" in refused.stderr
+    assert "finetune.bad_rows=skip leaves out" in refused.stderr
+    # The configuration of an earlier run names every setting.
+    assert opdcl(*words, "finetune.empty_answers=refuse", cwd=project).returncode == 0
 
 
 def test_a_first_try_that_made_nothing_is_replaced_with_what_it_recorded(project):

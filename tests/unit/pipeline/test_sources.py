@@ -138,7 +138,7 @@ def test_rows_that_the_fine_tune_leaves_out_are_no_domain_prompts(project):
     for long_rows in ("skip", "cut"):
         settings = [
             "finetune.max_length=99",
-            "finetune.empty_answers=skip",
+            "finetune.bad_rows=skip",
             f"finetune.long_rows={long_rows}",
         ]
         workflow, _ = load(["tiny.yaml"], settings)
