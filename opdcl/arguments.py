@@ -101,20 +101,29 @@ def question_suites(domain: Any, data: Mapping[str, Data] | None) -> tuple[list[
 
 def _suite_name(file: Path, others: Iterable[Path]) -> str:
     """Return a file's name without its ending, after as many of its folders as tell it from the others."""
-    parts = file.with_suffix("").parts
-    tails = [other.with_suffix("").parts for other in others if other != file]
+    parts = _without_ending(file).parts
+    tails = [_without_ending(other).parts for other in others if other != file]
     for count in range(1, len(parts)):
         if all(tail[-count:] != parts[-count:] for tail in tails):
             folders = re.sub(r"[^A-Za-z0-9._-]+", "-", "".join(f"{part}-" for part in parts[-count:-1]))
-            return folders.lstrip("-._") + file.stem
-    return file.stem
+            return folders.lstrip("-._") + parts[-1]
+    return parts[-1]
+
+
+def _without_ending(file: Path) -> Path:
+    """Return a file's path without its ending, and without that of its compression."""
+    is_compressed = file.suffix.lower() in (".gz", ".zst")
+    return (file.with_suffix("") if is_compressed else file).with_suffix("")
 
 
 def _is_question_file(suite: str) -> bool:
     from opdcl.config.load import FILE_ENDINGS  # it imports the schema, which takes time
+    from opdcl.config.own_tasks import is_task_file
 
     path = Path(suite)
-    if path.suffix in FILE_ENDINGS and not path.is_file():
+    if is_task_file(suite):
+        return False
+    if path.suffix.lower() in FILE_ENDINGS and not path.is_file():
         hint = "give a file of questions and answers, or the name of a suite"
         raise UsageError(f"domain questions {suite!r} do not exist", hint)
     return bool(path.suffix) and path.is_file()

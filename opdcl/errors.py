@@ -7,7 +7,6 @@ import errno
 import re
 from collections.abc import Iterable
 
-
 LONGEST_NAME = 100
 
 

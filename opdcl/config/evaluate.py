@@ -21,8 +21,8 @@ class EvalConfig(Section):
     """What is measured on base, tuned and recovered."""
 
     retention: Names = ["instructions"]
-    """Suites of abilities to keep: `instructions` (shipped), `ifeval`, `arc_easy`, or any task or group of
-    lm-eval that scores prompt by prompt."""
+    """Suites of abilities to keep: `instructions` (shipped), `ifeval`, `arc_easy`, any task or group of
+    lm-eval that scores prompt by prompt, or the YAML file of such a task of your own."""
     domain: Names = []
     """Suites of the domain: `handbook` (shipped), or any such task of lm-eval."""
     control: Names = []
@@ -33,7 +33,8 @@ class EvalConfig(Section):
     them), a file, or a Hub dataset. No stage may learn from them. None: it is not measured."""
     data: dict[str, str] = {}
     """Local files: SUITE: PATH replaces the dataset of a task of lm-eval, as in `{ifeval: input_data.jsonl}`;
-    the columns stay the same. Under a new name, a file of questions and answers becomes a suite."""
+    the columns stay the same. Under a new name, a file of questions and answers becomes a suite, and so does
+    the YAML file of a task of your own."""
     limit: Positive | None = None
     """Evaluate only the first N documents of each suite."""
     max_new_tokens: Positive | None = None

@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 
+from opdcl.config.own_tasks import ENDINGS, ROLES, is_task_file, is_task_path, name_own_tasks
 from opdcl.config.recover import split_share
 from opdcl.config.reference import error_key, explain
 from opdcl.config.shipped import SHIPPED_DATA, find_workflow
@@ -29,8 +30,11 @@ QUOTE = "put it in quotes to make it text"
 # Names of shipped models and data, and of prompts that base writes, which are not file names.
 ALIASES = ("smollm2-135m", *SHIPPED_DATA, "self")
 
-DATA_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md")
-FILE_ENDINGS = (*DATA_ENDINGS, ".gguf", ".jinja")
+DATA_ENDINGS = (
+    *(".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst"),
+    *(".txt", ".md", ".markdown", ".rst"),
+)
+FILE_ENDINGS = (*DATA_ENDINGS, ".gguf", ".jinja", *ENDINGS)
 
 # Settings that may name a file. Relative paths start at the workflow file's folder, those of a command at the
 # current one; a run stores them whole, so that later commands may be given in any folder.
@@ -107,6 +111,7 @@ def validate(
         own: Keys set in the topmost layer; default: all. A setting without an effect is an error among these;
             any other returns to its default.
     """
+    name_own_tasks(tree)
     for key, value in flatten(tree).items():
         if isinstance(value, str) and redact(value) != value:
             hint = "put it into the environment, for instance as HF_TOKEN: that is never stored"
@@ -236,20 +241,42 @@ def _merge(tree: dict, origins: dict, new: Any, file: Path, prefix: str = "") ->
                 raise UsageError(f"{file}:{line}: {name}: {fault}", QUOTE) from fault
             if _may_be_path(name):
                 value = _resolved(value, lambda path: _from_folder(path, file.parent))
+            elif _is_list_of_suites(name):
+                value = _own_tasks(value, file.parent)
             tree[str(key)] = value
             origins[name] = f"{file}:{line}"
 
 
 def _may_be_path(key: str) -> bool:
+    return any(fnmatch.fnmatchcase(_field(key), pattern) for pattern in PATH_FIELDS)
+
+
+def _is_list_of_suites(key: str) -> bool:
+    return _field(key) in [f"eval.{role}" for role in ROLES]
+
+
+def _field(key: str) -> str:
+    """Return the setting that a key names, also within an arm."""
     keys = key.split(".")
-    field = ".".join(keys[2:] if keys[0] == "arms" else keys)
-    return any(fnmatch.fnmatchcase(field, pattern) for pattern in PATH_FIELDS)
+    return ".".join(keys[2:] if keys[0] == "arms" else keys)
+
+
+def _own_tasks(value: Any, folder: Path) -> Any:
+    """Resolve the paths of the user's own tasks among suites, whose names stay as they are."""
+    if isinstance(value, list):
+        return [_own_tasks(part, folder) for part in value]
+    if not isinstance(value, str) or ("/" not in value and not is_task_file(value)):
+        return value
+    path = _from_folder(value, folder)
+    return path if is_task_path(path) else value
 
 
 def _from_here(value: Any, key: str) -> Any:
     """Resolve what a setting names in the current folder; what is not there stays as it was typed."""
     if isinstance(value, dict):
         return {name: _from_here(part, f"{key}.{name}") for name, part in value.items()}
+    if _is_list_of_suites(key):
+        return _own_tasks(value, Path())
     return _resolved(value, _existing) if _may_be_path(key) else value
 
 
@@ -274,8 +301,8 @@ def _from_folder(value: str, folder: Path) -> str:
         return value
     try:
         path = folder / os.path.expanduser(value)  # Path.expanduser raises for unknown users
-        is_file = value.startswith((".", "~", "/")) or path.suffix in FILE_ENDINGS or os.path.exists(path)
-        return str(path.resolve()) if is_file else value
+        looks_like_file = value.startswith((".", "~", "/")) or path.suffix.lower() in FILE_ENDINGS
+        return str(path.resolve()) if looks_like_file or os.path.exists(path) else value
     except ValueError:
         return value  # NUL and lone surrogates occur in no file name
 

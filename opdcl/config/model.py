@@ -42,7 +42,8 @@ class ModelConfig(TeacherModel):
     """The base model: it is fine-tuned, and it is the teacher that recovery returns to."""
 
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Leave this off unless you have read that code."""
+    """Run Python code that comes with the model, or with a task of lm-eval of your own. Leave this off unless
+    you have read that code."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     chat_template: str | None = None

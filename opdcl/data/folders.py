@@ -54,7 +54,7 @@ def list_folder(folder: Path) -> Folder:
 
 
 def _walk(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the files that have a reader, in order, and the names of all others; hidden ones are not read."""
+    """Return the files that have a reader, in order, and the names of all others. Hidden ones have none."""
     files, left_out = [], []
     for place, folders, names in os.walk(folder):
         hidden = [name for name in folders if name.startswith(".")]

@@ -23,7 +23,7 @@ def read_json(text: str, path: Path) -> Iterator[tuple[Any, str]]:
     In place of a line that is not JSON, its error is yielded: it is for the caller to raise.
 
     Raises:
-        UsageError: A document that covers several lines is not valid JSON, or it is unclear what its rows are.
+        UsageError: A document of several lines is not valid JSON, or it is unclear what its rows are.
     """
     start = _after(BLANK, text, 0)
     if start == len(text):

@@ -1,7 +1,7 @@
 """Load rows and check them one by one; every error names the file and line.
 
-They come from a shipped set, a file, a folder of files of one kind, or a Hub dataset, in any of the formats of
-`opdcl.data.formats`. `opdcl.data.files` reads the files.
+They come from a shipped set, a file, a folder of files of one kind, or a Hub dataset, in any of the formats
+of `opdcl.data.formats`. `opdcl.data.files` reads the files.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from opdcl.config.own_tasks import is_task_file
 from opdcl.config.shipped import SHIPPED_DATA, package_folder
 from opdcl.data.files import read_file, read_text
 from opdcl.data.folders import list_folder
 from opdcl.data.formats import FIELDS_HINT, Row, check_row, kind_of
+from opdcl.data.own_tasks import task_files
 from opdcl.errors import UsageError, listed
 from opdcl.hub import Repository, parse, snapshot
+
 
 class RowError(UsageError):
     """One row of a source cannot be used; others may be."""
@@ -34,8 +37,8 @@ def load_rows(
 ) -> list[Row]:
     """Load and check all rows of `source`; `split` picks a part of a shipped or Hub set.
 
-    `columns` names the source's columns where they are not ours: `{"question": "Frage"}`. A row that cannot be
-    used is left out if there is a list `bad`, which takes its error.
+    `columns` names the source's columns where they are not ours: `{"question": "Frage"}`. A row that cannot
+    be used is left out if there is a list `bad`, which takes its error.
 
     Raises:
         UsageError: A source cannot be read, it has no rows, or a row is refused and there is no list `bad`.
@@ -128,6 +131,8 @@ def source_files(source: str) -> list[Path]:
     """Return the local files behind a source; none for a Hub set."""
     if source in SHIPPED_DATA:
         return [_shipped_file(source)]
+    if is_task_file(source) and os.path.isfile(source):
+        return task_files(Path(source))
     if os.path.isdir(source):
         return list_folder(Path(source)).files
     return [Path(source)] if os.path.isfile(source) else []

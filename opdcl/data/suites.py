@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from opdcl.config.evaluate import EvalConfig
+from opdcl.config.own_tasks import is_task_file
 from opdcl.config.shipped import shipped_suites
 from opdcl.data.chat import call_text, render, request_ids, tool_row
 from opdcl.data.floors import content_free
 from opdcl.data.nltk_tables import ensure_punkt
+from opdcl.data.own_tasks import own_task
 from opdcl.data.rows import Row, load_records, load_rows
 from opdcl.data.scoring import process_results
 from opdcl.data.stock_tasks import (
@@ -276,9 +279,13 @@ class LikelihoodSuite(Suite):
 
 
 def load_suite(
-    name: str, config: EvalConfig | None = None, read_rows: Callable[[str], list[Row]] = load_rows
+    name: str,
+    config: EvalConfig | None = None,
+    read_rows: Callable[[str], list[Row]] = load_rows,
+    trusted: bool = False,
 ) -> Suite:
-    """Load a shipped suite, a task or group of lm-eval, or a file of questions that `config.data` names.
+    """Load a shipped suite, a task or group of lm-eval, or what `config.data` names: a file of questions or a
+    task of the user's own, whose code runs only if it is `trusted`.
 
     Raises:
         UsageError: The suite is unknown or not supported, or its data could not be loaded or do not fit.
@@ -292,11 +299,14 @@ def load_suite(
     if shipped and path:
         raise UsageError(f"suite {name!r} is shipped with its data", f"give {path} another name")
     manager = TaskManager(include_path=str(shipped.parents[1]) if shipped else None, include_defaults=False)
-    stock = None if shipped else stock_file(name)
+    own = is_task_file(path or "")
+    stock = None if shipped or own else stock_file(name)
     settings = stock_settings(name, stock) if stock else {}
     records = load_records(path) if stock and path else []
     if shipped:
         task: str | dict[str, Any] = name
+    elif path and own:
+        task = own_task(name, Path(path), trusted)
     elif stock:
         if not path:
             fail_fast()
@@ -314,13 +324,18 @@ def load_suite(
     except UsageError:
         raise
     except Exception as fault:  # lm-eval asks the first row for all that it needs
+        if own:
+            hint = "check dataset_path, dataset_kwargs, the splits and the templates in it"
+            raise UsageError(
+                f"suite {name!r} cannot be loaded from {path}: {_reason(fault)}", hint
+            ) from fault
         if path:
             hint = f"{path} must have the columns of lm-eval's data for the task {name}{columns(settings)}"
             place = records[0][1] if records and "process_docs" not in settings else path
             raise UsageError(f"suite {name!r} cannot read {place}: {_reason(fault)}", hint) from fault
         hint = f"name a local copy: --data {name}=PATH; or, while online, opdcl fetch WORKFLOW"
         raise UsageError(f"could not load the data of suite {name!r}: {str(fault)[:200]}", hint) from fault
-    if stock:
+    if stock or own:
         lines = [where for _, where in records]
         # A task may leave rows of its data out; then lines and documents do not correspond.
         suite.check(None if path else 1, lines if len(lines) == len(suite.task.eval_docs) else [])

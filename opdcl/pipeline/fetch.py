@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opdcl.config.model import ModelConfig
+from opdcl.config.own_tasks import is_task_file
 from opdcl.config.shipped import shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data.rows import on_hub
@@ -92,7 +93,7 @@ def suites(runs: Iterable[Workflow]) -> dict[str, Workflow]:
             names.append(run.recover.reward.suite)
         local = run.eval.data if run.eval else {}
         for suite in names:
-            if suite not in shipped and suite not in local:
+            if suite not in shipped and (suite not in local or is_task_file(local[suite])):
                 users.setdefault(suite, run)
     return users
 
@@ -119,7 +120,7 @@ def _suite_data(run: Workflow, suite: str, dry_run: bool, note: Callable[[str], 
 
     note(f"suite {suite}")
     try:
-        tasks = load_suite(suite, run.eval).tasks
+        tasks = load_suite(suite, run.eval, trusted=run.model.trust_remote_code).tasks
     except UsageError:
         raise
     except Exception as fault:  # datasets raises a dozen kinds

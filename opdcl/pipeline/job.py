@@ -97,7 +97,8 @@ class Job:
         limit = config.max_new_tokens if name in config.data else None
         # The data of a group are those of its tasks.
         key = "suite", name, limit, *config.data.items(), *self.workflow.columns.items()
-        return self.sources.once(key, lambda: load_suite(name, config, self.rows))
+        trusted = self.workflow.model.trust_remote_code
+        return self.sources.once(key, lambda: load_suite(name, config, self.rows, trusted))
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -264,7 +265,7 @@ class Job:
         if recover:
             _ = self.recovery
         for suite, path in (evaluation.data if evaluation else {}).items():
-            if path not in self.sources.given and not os.path.isfile(path):
+            if path not in self.sources.given and not os.path.exists(path):
                 raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
         _ = self.closeness
 

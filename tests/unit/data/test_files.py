@@ -182,7 +182,7 @@ def test_a_folder_of_documents_skips_hidden_copies_and_names_all_that_it_leaves_
 
 
 SENTENCES = {
-    "several.json": (as_bytes({"train": ROWS, "test": ROWS}, 2), ":1 holds several lists of rows: train, test"),
+    "several.json": (as_bytes({"train": ROWS, "test": ROWS}, 2), ":1 holds several lists of rows: train"),
     "columns.json": (as_bytes({"question": {"0": "a"}, "answer": {"0": "b"}}), " holds columns, not rows"),
     "columns2.json": (as_bytes({"question": ["a"], "answer": ["b"]}), " holds columns, not rows: question"),
     "other.json": (as_bytes({"model": "x", "layers": 3}, 2), ":1 has only model, layers"),
@@ -263,7 +263,7 @@ def test_a_small_file_of_very_many_columns_is_refused_at_once(tmp_path):
     with open(tmp_path / "wide.csv", "ab") as file:
         file.write(b"\n" + b"1," * 299_999 + b"1\n")
     for name in ("wide.jsonl", "wide.csv"):
-        with pytest.raises(UsageError, match="has only queston0, queston1, .* and 299,990 more") as caught:
+        with pytest.raises(UsageError, match=r"has only queston0, queston1, .* and 299,990 more") as caught:
             load_rows(str(tmp_path / name))
         assert len(caught.value.message) < 1000
     write(tmp_path, {"long.jsonl": lines([{"questio" + "n" * 5_000_000: 1}])})

@@ -136,11 +136,7 @@ def test_rows_that_the_fine_tune_leaves_out_are_no_domain_prompts(project):
         file.write(json.dumps({"question": "And that?", "answer": ""}) + "\n")
     kept = {}
     for long_rows in ("skip", "cut"):
-        settings = [
-            "finetune.max_length=99",
-            "finetune.bad_rows=skip",
-            f"finetune.long_rows={long_rows}",
-        ]
+        settings = ["finetune.max_length=99", "finetune.bad_rows=skip", f"finetune.long_rows={long_rows}"]
         workflow, _ = load(["tiny.yaml"], settings)
         kept[long_rows] = len(Job.of(workflow, RunDir(project)).recovery.rows["domain"])
     assert kept == {"skip": 12, "cut": 13}

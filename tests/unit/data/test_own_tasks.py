@@ -1,0 +1,213 @@
+"""A user's own task of lm-eval: named by its path, measured like any other, and its code asks for consent."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from helpers.command import ROOT, opdcl
+from helpers.tiny import make_project
+
+from opdcl.config.evaluate import EvalConfig
+from opdcl.config.load import load
+from opdcl.data.rows import source_files
+from opdcl.data.suites import load_suite
+from opdcl.errors import UsageError
+from opdcl.rundir.files import read_json
+
+ROWS = [{"question": f"What colour is flag {i}?", "answer": "green" if i % 2 else "blue"} for i in range(6)]
+PLAIN = """
+task: flags
+dataset_path: json
+dataset_kwargs: {data_files: {test: rows.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["."], max_gen_toks: 8, do_sample: false}
+metric_list:
+  - {metric: exact_match, aggregation: mean, higher_is_better: true, ignore_case: true}
+"""
+CHOICE = """
+task: flag_choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: rows.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: [green, blue]
+doc_to_target: "{{answer}}"
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+"""
+SCORED = PLAIN.partition("metric_list")[0] + (
+    "process_results: !function utils.score\n"
+    "metric_list:\n  - {metric: hit, aggregation: mean, higher_is_better: true}\n"
+)
+# Leaves a file behind, as code that nobody asked for might do.
+CODE = """
+from pathlib import Path
+
+Path(__file__).with_name("ran").touch()
+
+
+def score(doc, results):
+    return {"hit": float(doc["answer"] in results[0])}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "mytasks").mkdir()
+    (tmp_path / "mytasks" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "mytasks" / "flags.yaml").write_text(PLAIN)
+    return tmp_path
+
+
+def configured(folder: Path, place: str = "mytasks/flags.yaml") -> EvalConfig:
+    """Return the evaluation of a workflow in a folder that names a task by its path."""
+    (folder / "flow.yaml").write_text(f"eval: {{retention: [{place}], domain: [handbook]}}\n")
+    return load([str(folder / "flow.yaml")])[0].eval
+
+
+@pytest.mark.parametrize(
+    "place", ["mytasks/flags.yaml", "mytasks/", "./mytasks", "mytasks/../mytasks/flags.yaml"]
+)
+def test_a_path_becomes_the_name_of_the_task_and_scores_like_any_suite(folder, place):
+    config = configured(folder, place)
+    assert (config.retention, config.domain) == (["flags"], ["handbook"])
+    assert config.data == {"flags": str(folder / "mytasks" / "flags.yaml")}
+    suite = load_suite("flags", config)
+    assert suite.prompts(2) == ["What colour is flag 0?", "What colour is flag 1?"]
+    scores = suite._score(suite.documents(None), ["Blue", "green", "red", "red", "red", "red"])
+    assert suite.means(scores) == {"exact_match": round(2 / 6, 6)}
+
+
+def test_a_task_of_multiple_choice_has_chance_as_its_floor(folder):
+    (folder / "mytasks" / "flags.yaml").write_text(CHOICE)
+    config = configured(folder)
+    suite = load_suite("flag_choice", config)
+    assert suite.means(suite.floors(None, [])["chance"]) == {"acc": 0.5}
+
+
+def test_the_command_resolves_a_path_where_it_is_given(folder, tiny_model):
+    make_project(folder, tiny_model)
+    words = ["--set", "finetune=null", "--set", "recover=null", "--set", "eval.domain=[]"]
+    done = opdcl("run", "tiny.yaml", *words, "--set", "eval.retention=[mytasks/flags.yaml]", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert read_json(folder / "runs" / "tiny" / "evals" / "base" / "flags.json")["metrics"].keys() == {
+        "exact_match"
+    }
+    # Other questions are another suite, though the path is the same.
+    again = ["run", str(folder / "tiny.yaml"), *words, "--set", f"eval.retention=[{folder}/mytasks]"]
+    again += ["-o", str(folder / "runs" / "tiny"), "--dry-run", "--json"]
+
+    def actions() -> set[str]:
+        tasks = json.loads(opdcl(*again, cwd=ROOT).stdout)["tasks"]
+        return {task["action"] for task in tasks if task["suite"] == "flags"}
+
+    assert actions() == {"skip"}
+    (folder / "mytasks" / "rows.jsonl").write_text(json.dumps(ROWS[0]))
+    assert actions() == {"run"}
+
+
+def test_the_files_on_which_scores_depend_are_those_of_the_task(folder):
+    mine = folder / "mytasks"
+    (mine / "flags.yaml").write_text("include: parts/base.yaml\ntask: flags\n")
+    (mine / "parts").mkdir()
+    (mine / "parts" / "base.yaml").write_text(SCORED.replace("task: flags", ""))
+    (mine / "parts" / "utils.py").write_text(CODE)
+    (mine / "notes.md").write_text("Nothing of this is read.")
+    names = [str(file.relative_to(mine)) for file in source_files(str(mine / "flags.yaml"))]
+    assert names == ["flags.yaml", "parts/base.yaml", "parts/utils.py", "rows.jsonl"]
+
+
+HARMLESS_LOOKING = {
+    "a function": SCORED,
+    "a function in what it includes": "include: scored.yml\ntask: flags\n",
+    "a class": "task: flags\nclass: !function utils.Flags\n",
+    "a metric of another library": PLAIN.replace("exact_match", "./metric"),
+    "a metric that is a function": PLAIN.replace("exact_match", "!function utils.score"),
+    "an object of Python": PLAIN + "metadata: !!python/object/apply:os.mkdir [ran]\n",
+}
+
+
+@pytest.mark.parametrize("case", HARMLESS_LOOKING)
+def test_code_runs_only_with_consent(folder, case, monkeypatch):
+    monkeypatch.chdir(folder / "mytasks")
+    (folder / "mytasks" / "flags.yaml").write_text(HARMLESS_LOOKING[case])
+    (folder / "mytasks" / "scored.yml").write_text(SCORED)
+    (folder / "mytasks" / "utils.py").write_text(CODE)
+    (folder / "mytasks" / "metric.py").write_text(CODE)
+    with pytest.raises(UsageError, match="suite 'flags' comes with code of its own: ") as caught:
+        load_suite("flags", configured(folder))
+    assert "--set model.trust_remote_code=true" in caught.value.hint
+    assert not (folder / "mytasks" / "ran").exists()
+
+
+def test_trusted_code_scores(folder):
+    (folder / "mytasks" / "flags.yaml").write_text(SCORED)
+    (folder / "mytasks" / "utils.py").write_text(CODE)
+    suite = load_suite("flags", configured(folder), trusted=True)
+    answers = ["It is blue.", *["It is green."] * 5]
+    assert suite.means(suite._score(suite.documents(None), answers)) == {"hit": round(4 / 6, 6)}
+
+
+def test_a_template_is_text_and_never_code(folder):
+    attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ question }}"
+    (folder / "mytasks" / "flags.yaml").write_text(PLAIN.replace("{{question}}", attack))
+    with pytest.raises(UsageError, match=r"cannot be (scored|loaded)"):
+        load_suite("flags", configured(folder))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("group: flags\ntask: [a, b]\n", "is a group of tasks"),
+        ("name: flags\n", "names no task of lm-eval"),
+        ("task: flags\n- x", "is not valid YAML"),
+        (PLAIN + "repeats: 4\n", "samples several answers"),
+        (PLAIN.replace("generate_until", "loglikelihood_rolling"), "measures perplexity"),
+        (PLAIN.replace("rows.jsonl", "nowhere.jsonl"), "cannot be loaded from"),
+        (PLAIN.replace("{{question}}", "{{nothing}}"), "'nothing' is undefined"),
+        (PLAIN.replace("exact_match", "bleu"), "does not score prompt by prompt"),
+        ("include: flags.yaml\ntask: flags\n", "includes itself"),
+        ("task: instructions\n", "is shipped with its data"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(folder, text, words):
+    (folder / "mytasks" / "flags.yaml").write_text(text)
+
+    def measure() -> None:
+        config = configured(folder)
+        load_suite(config.retention[0], config)
+
+    with pytest.raises(UsageError, match=re.escape(words)) as caught:
+        measure()
+    assert caught.value.hint
+
+
+def test_a_path_that_leads_nowhere_and_two_suites_of_one_name_are_refused(folder):
+    with pytest.raises(UsageError, match=r"mytasks/other\.yaml' does not exist"):
+        configured(folder, "mytasks/other.yaml")
+    (folder / "mytasks" / "second.yaml").write_text(PLAIN)
+    with pytest.raises(UsageError, match=r"holds the tasks flags\.yaml, second\.yaml"):
+        configured(folder, "mytasks/")
+    with pytest.raises(UsageError, match="would be the same suite 'flags'"):
+        configured(folder, "mytasks/flags.yaml, mytasks/second.yaml")
+    os.mkfifo(folder / "mytasks" / "pipe.yaml")
+    with pytest.raises(UsageError, match=r"pipe\.yaml' does not exist"):
+        configured(folder, "mytasks/pipe.yaml")
+
+
+def test_the_example_on_the_page_is_measured(folder):
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    section = page.partition("## A scorer of your own")[2].partition("\n## ")[0]
+    for kind, name in (("yaml", "flags.yaml"), ("python", "utils.py")):
+        [code] = re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL)
+        (folder / "mytasks" / name).write_text(code)
+    config = configured(folder)
+    suite = load_suite(config.retention[0], config, trusted=True)
+    scores = suite._score(suite.documents(None), ["blue", "green", "", "", "", "it is green and blue"])
+    assert [*suite.means(scores).values()] == [round(3 / 6, 6)]
