@@ -324,22 +324,31 @@ def load_suite(
     except UsageError:
         raise
     except Exception as fault:  # lm-eval asks the first row for all that it needs
-        if own:
-            hint = "check dataset_path, dataset_kwargs, the splits and the templates in it"
-            raise UsageError(
-                f"suite {name!r} cannot be loaded from {path}: {_reason(fault)}", hint
-            ) from fault
-        if path:
-            hint = f"{path} must have the columns of lm-eval's data for the task {name}{columns(settings)}"
-            place = records[0][1] if records and "process_docs" not in settings else path
-            raise UsageError(f"suite {name!r} cannot read {place}: {_reason(fault)}", hint) from fault
-        hint = f"name a local copy: --data {name}=PATH; or, while online, opdcl fetch WORKFLOW"
-        raise UsageError(f"could not load the data of suite {name!r}: {str(fault)[:200]}", hint) from fault
+        raise _not_loaded(name, path, records, settings, fault) from fault
     if stock or own:
         lines = [where for _, where in records]
         # A task may leave rows of its data out; then lines and documents do not correspond.
         suite.check(None if path else 1, lines if len(lines) == len(suite.task.eval_docs) else [])
     return suite
+
+
+def _not_loaded(
+    name: str,
+    path: str | None,
+    records: list[tuple[dict[str, Any], str]],
+    settings: dict[str, Any],
+    fault: Exception,
+) -> UsageError:
+    """Return what kept lm-eval from loading a suite as an error; `path` is the user's file for it, if any."""
+    if is_task_file(path or ""):
+        hint = "check dataset_path, dataset_kwargs, the splits and the templates in it"
+        return UsageError(f"suite {name!r} cannot be loaded from {path}: {_reason(fault)}", hint)
+    if path:
+        hint = f"{path} must have the columns of lm-eval's data for the task {name}{columns(settings)}"
+        place = records[0][1] if records and "process_docs" not in settings else path
+        return UsageError(f"suite {name!r} cannot read {place}: {_reason(fault)}", hint)
+    hint = f"name a local copy: --data {name}=PATH; or, while online, opdcl fetch WORKFLOW"
+    return UsageError(f"could not load the data of suite {name!r}: {str(fault)[:200]}", hint)
 
 
 def _group(name: str, parts: list[Suite]) -> Suite:
