@@ -24,12 +24,12 @@ from opdcl.errors import UsageError, listed
 
 Rows = Iterator[tuple[Any, str]]
 
-# A file of a few megabytes can unpack to any size, so what is read has a limit in every format: bytes of
-# text, or characters in columns.
+# A file of a few megabytes can unpack to any size, so what is read has a limit in every format, in
+# unpacked bytes.
 MAX_SIZE = 1_000_000_000
 PIECE = 1 << 20
 # Rows of Parquet and Arrow that are unpacked at once.
-BATCH = 256
+BATCH = 1024
 
 DOCUMENTS = (".md", ".txt", ".markdown", ".rst")
 COMPRESSED = (".gz", ".zst")
@@ -122,7 +122,7 @@ def _unpacked(path: Path) -> Iterator[IO[bytes] | Any]:
 
 
 def _too_large(path: Path) -> UsageError:
-    message = f"{path} holds more than {MAX_SIZE:,} characters, which is the most that is read"
+    message = f"{path} holds more than {MAX_SIZE:,} bytes, which is the most that is read"
     return UsageError(message, "write the rows that you need into a smaller file")
 
 
@@ -161,48 +161,55 @@ def _parquet(path: Path) -> Rows:
     with _faults_of_arrow(path, "a Parquet file"):
         file = pyarrow.parquet.ParquetFile(path)
         _refuse_repeated(file.schema_arrow.names, str(path))
+        _refuse_too_large(file.iter_batches(batch_size=BATCH), path)
         yield from _rows_of_batches(file.iter_batches(batch_size=BATCH), path)
 
 
 def _arrow(path: Path) -> Rows:
-    import pyarrow
-
     with _faults_of_arrow(path, "an Arrow file"), open(path, "rb") as file:
-        is_file_format = file.read(6) == b"ARROW1"
-        file.seek(0)
-        if is_file_format:
-            reader = pyarrow.ipc.open_file(file)
-            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-        else:
-            reader = batches = pyarrow.ipc.open_stream(file)
-        _refuse_repeated(reader.schema.names, str(path))
+        names, batches = _open_arrow(file)
+        _refuse_repeated(names, str(path))
+        _refuse_too_large(batches, path)
+        _, batches = _open_arrow(file)
         yield from _rows_of_batches(batches, path)
 
 
+def _open_arrow(file: IO[bytes]) -> tuple[list[str], Iterable[Any]]:
+    """Return the names of the columns and the batches of an open file, in either of Arrow's two formats."""
+    import pyarrow
+
+    file.seek(0)
+    has_index = file.read(6) == b"ARROW1"
+    file.seek(0)
+    if not has_index:
+        stream = pyarrow.ipc.open_stream(file)
+        return stream.schema.names, stream
+    reader = pyarrow.ipc.open_file(file)
+    return reader.schema.names, (reader.get_batch(number) for number in range(reader.num_record_batches))
+
+
+def _refuse_too_large(batches: Iterable[Any], path: Path) -> None:
+    """Refuse columns that unpack to more than `MAX_SIZE` bytes; counting them keeps no row."""
+    import pyarrow
+
+    size = 0
+    for whole in batches:
+        for start in range(0, whole.num_rows, BATCH):
+            for column in whole.slice(start, BATCH).columns:
+                # A text that many rows share is stored once, and read for each of them.
+                shared = pyarrow.types.is_dictionary(column.type)
+                size += (column.dictionary_decode() if shared else column).nbytes
+            if size > MAX_SIZE:
+                raise _too_large(path)
+
+
 def _rows_of_batches(batches: Iterable[Any], path: Path) -> Rows:
-    number, size = 0, 0
+    number = 0
     for batch in batches:
         for start in range(0, batch.num_rows, BATCH):
             for row in batch.slice(start, BATCH).to_pylist():
                 number += 1
-                size += _characters(row)
-                if size > MAX_SIZE:
-                    raise _too_large(path)
                 yield row, f"{path} row {number}"
-
-
-def _characters(value: Any) -> int:
-    """Count the characters of a value, names of columns included; a value that is no text counts as one."""
-    count, left = 0, [value]
-    while left:
-        part = left.pop()
-        if isinstance(part, dict):
-            left += [*part, *part.values()]
-        elif isinstance(part, list | tuple):
-            left += part
-        else:
-            count += len(part) if isinstance(part, str | bytes) else 1
-    return count
 
 
 @contextlib.contextmanager

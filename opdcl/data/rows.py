@@ -45,7 +45,7 @@ def load_rows(
     """
     rows = _check_all(_raw(source, split), source, columns or {}, bad)
     if not rows:
-        others = f"; its files are left out: {listed(left_out(source))}" if left_out(source) else ""
+        others = left_out(source).removeprefix(source)
         raise UsageError(f"{source} has no rows{others}", FIELDS_HINT)
     return rows
 
@@ -95,9 +95,7 @@ def recognised(source: str, rows: list[Row]) -> str:
     parts = [f"{message['role']}: {message['content']}" for message in first.prompt]
     parts += [f"assistant: {first.answer}"] if first.answer is not None else [first.text or ""]
     example = " ".join(" ".join(filter(None, parts)).split())
-    shown = example if len(example) <= 160 else f"{example[:157]}..."
-    others = f"; left out: {listed(left_out(source))}" if left_out(source) else ""
-    return f"{source}: {formats}; the first: {shown}{others}"
+    return f"{source}: {formats}; the first: {example if len(example) <= 160 else f'{example[:157]}...'}"
 
 
 def load_prompts(source: str, split: str = "train") -> list[Row]:
@@ -138,9 +136,12 @@ def source_files(source: str) -> list[Path]:
     return [Path(source)] if os.path.isfile(source) else []
 
 
-def left_out(source: str) -> list[str]:
-    """Return the names of what lies in a folder of rows or documents and is not read."""
-    return list_folder(Path(source)).left_out if os.path.isdir(source) and source not in SHIPPED_DATA else []
+def left_out(source: str) -> str:
+    """Name what lies in a folder of rows or documents and is not read; "" without anything."""
+    if source in SHIPPED_DATA or not os.path.isdir(source):
+        return ""
+    names = list_folder(Path(source)).left_out
+    return f"{source}: {len(names)} left out: {listed(names)}" if names else ""
 
 
 def pinned(source: str) -> str:

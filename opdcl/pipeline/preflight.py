@@ -273,7 +273,7 @@ def remarks(job: Job, tasks: list[Task]) -> list[str]:
 
     todo = {task.name for task in tasks if task.unfinished}
     workflow = job.workflow
-    notes: list[str] = []
+    notes = job.sources.left_out()
     if workflow.finetune and "finetune" in todo:
         notes += job.examples.notes
         rows, _ = job.sources.finetune_rows(workflow)

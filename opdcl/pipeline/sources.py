@@ -11,7 +11,17 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import SHIPPED_DATA, package_folder
 from opdcl.config.workflow import Workflow
 from opdcl.data.examples import with_answers
-from opdcl.data.rows import Row, RowError, check_lines, load_rows, on_hub, pinned, recognised, source_files
+from opdcl.data.rows import (
+    Row,
+    RowError,
+    check_lines,
+    left_out,
+    load_rows,
+    on_hub,
+    pinned,
+    recognised,
+    source_files,
+)
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.hashes import hash_files
@@ -100,6 +110,11 @@ class Sources:
         """Describe the rows of the user's files that were read: their formats, and the first of each file."""
         read = [(source, rows) for (source, *_), rows in self._rows.items() if source not in SHIPPED_DATA]
         return [recognised(source, rows) for source, rows in read]
+
+    def left_out(self) -> list[str]:
+        """Name what lies in the user's folders beside the files that were read."""
+        notes = [left_out(source) for source, *_ in self._rows]
+        return [*dict.fromkeys(note for note in notes if note)]
 
     def read(self, workflow: Workflow) -> None:
         """Read and check the rows that lie here, before a library is imported that takes seconds.

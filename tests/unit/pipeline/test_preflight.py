@@ -159,6 +159,18 @@ def test_rows_that_cannot_be_learned_are_left_out_and_counted_by_run_and_dry_run
     assert "rows.jsonl has no row that can be used; the first: " in empty.stderr
 
 
+def test_run_and_dry_run_name_what_a_folder_of_documents_leaves_out(project):
+    (project / "docs" / ".git").mkdir(parents=True)
+    (project / "docs" / "page.md").write_text("The flag is green.")
+    (project / "docs" / "picture.png").write_bytes(b"")
+    words = ["run", "tiny.yaml", "-o", "out", *SMALL, "--set", "finetune.data=docs"]
+    told = f"{project}/docs: 2 left out: .git/, picture.png"
+    assert told in json.loads(opdcl(*words, "--dry-run", "--json", cwd=project).stdout)["notes"]
+    done = opdcl(*words, cwd=project)
+    assert done.returncode == 0, done.stderr
+    assert told in done.stderr
+
+
 def test_the_former_name_of_bad_rows_leads_to_the_new_one(project):
     words = ["run", "tiny.yaml", *SMALL, "--dry-run", "--set"]
     refused = opdcl(*words, "finetune.empty_answers=skip", cwd=project)
