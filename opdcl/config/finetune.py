@@ -112,8 +112,8 @@ class FinetuneConfig(Section):
     graded by a copy of the model that sees the reference answer. This forgets less, but needs a model that
     can learn from an example in its context (arXiv 2601.19897)."""
     data: str = Field(min_length=1)
-    """`handbook` (shipped), a JSONL, CSV or Parquet file, a folder of documents, or a Hub dataset:
-    `owner/name@revision`."""
+    """`handbook` (shipped), a JSONL, CSV or Parquet file, a folder of such files or of documents, or a Hub
+    dataset: `owner/name@revision`."""
     lora: LoraSection = LoraSection()
     """Shape of the adapter."""
     learning_rate: Rate | Auto = "auto"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from opdcl.data.formats import FIELDS_HINT, MAX_ROW_CHARS
+from opdcl.data.formats import MAX_ROW_CHARS
 from opdcl.data.json_rows import read_json
 from opdcl.errors import UsageError, listed
 
@@ -225,7 +225,8 @@ def _faults_of_arrow(path: Path, what: str) -> Iterator[None]:
 def _refuse_repeated(names: Iterable[str], where: str) -> None:
     """Refuse a table in which one column would hide another one of the same name."""
     if repeated := [name for name, count in Counter(names).items() if name and count > 1]:
-        raise UsageError(f"{where} has several columns of the same name: {listed(repeated)}", FIELDS_HINT)
+        message = f"{where} has several columns of the same name: {listed(repeated)}"
+        raise UsageError(message, "rename or remove all but one")
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {

@@ -110,6 +110,16 @@ def test_the_command_resolves_a_path_where_it_is_given(folder, tiny_model):
     assert actions() == {"skip"}
     (folder / "mytasks" / "rows.jsonl").write_text(json.dumps(ROWS[0]))
     assert actions() == {"run"}
+    (folder / "mytasks" / "scored.yml").write_text(SCORED.replace("task: flags", "task: scored"))
+    (folder / "mytasks" / "utils.py").write_text(CODE)
+    for option in ("--retention", "--domain"):
+        added = ["eval", "runs/tiny", option, "mytasks/scored.yml", "--dry-run"]
+        refused = opdcl(*added, cwd=folder)
+        assert refused.returncode == 2
+        assert "suite 'scored' comes with code of its own: " in refused.stderr
+        agreed = opdcl(*added, "--set", "model.trust_remote_code=true", cwd=folder)
+        assert agreed.returncode == 0, agreed.stderr
+        assert "scored" in agreed.stdout
 
 
 def test_the_files_on_which_scores_depend_are_those_of_the_task(folder):
@@ -204,10 +214,10 @@ def test_a_path_that_leads_nowhere_and_two_suites_of_one_name_are_refused(folder
 def test_the_example_on_the_page_is_measured(folder):
     page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     section = page.partition("## A scorer of your own")[2].partition("\n## ")[0]
-    for kind, name in (("yaml", "flags.yaml"), ("python", "utils.py")):
-        [code] = re.findall(rf"```{kind}\n(.*?)```", section, re.DOTALL)
-        (folder / "mytasks" / name).write_text(code)
-    config = configured(folder)
+    flow, task, scorer = re.findall(r"```(?:text|python)\n(.*?)```", section, re.DOTALL)
+    for name, text in (("flow.yaml", flow), ("mytasks/flags.yaml", task), ("mytasks/utils.py", scorer)):
+        (folder / name).write_text(text)
+    config = load([str(folder / "flow.yaml")])[0].eval
     suite = load_suite(config.retention[0], config, trusted=True)
     scores = suite._score(suite.documents(None), ["blue", "green", "", "", "", "it is green and blue"])
     assert [*suite.means(scores).values()] == [round(3 / 6, 6)]
