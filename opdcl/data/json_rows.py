@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from opdcl.data.formats import COLUMNS
+from opdcl.data.formats import COLUMNS, CONVERSATIONS
 from opdcl.errors import UsageError, listed
 
 ONE_PER_LINE = "one JSON object per line, or one list of objects"
@@ -49,9 +50,18 @@ def _is_own_line(text: str, start: int, end: int, next_line: int) -> bool:
         json.loads(text[start:end])
         return True
     except (ValueError, RecursionError):
-        # A document that goes on would end its line otherwise, and not begin the next one like this.
-        goes_on = text[start:end].rstrip().endswith(("[", "{", ",", ":"))
-        return text[start] == text[next_line] == "{" and not goes_on
+        return _is_broken_row(text, start, end, next_line)
+
+
+def _is_broken_row(text: str, start: int, end: int, next_line: int) -> bool:
+    """Tell whether a first line that is not JSON by itself is a row with a fault."""
+    if text[start] != "{" or text[next_line] != "{":
+        return False
+    with contextlib.suppress(ValueError, RecursionError):
+        json.JSONDecoder().raw_decode(text[start:end])
+        return True  # a whole object, and something after it
+    # A document that goes on would end the line like this.
+    return not text[start:end].rstrip().endswith(("[", "{", ",", ":"))
 
 
 def _lines(text: str, path: Path) -> Iterator[tuple[Any, str]]:
@@ -99,12 +109,13 @@ def _is_row(value: dict[str, Any], path: Path) -> bool:
     """
     if not value.keys() & COLUMNS:
         return not value
+    if value.keys() & CONVERSATIONS.keys():
+        return True
     parts = [*value.values()]
     numbered = all(isinstance(part, dict) for part in parts)
-    plain_lists = all(isinstance(part, list) for part in parts) and not any(
-        isinstance(entry, dict) for part in parts for entry in part
-    )
-    if numbered or plain_lists:
+    listed_values = all(isinstance(part, list) and part for part in parts)
+    objects = [entry for part in parts if isinstance(part, list) for entry in part if isinstance(entry, dict)]
+    if numbered or (listed_values and not objects):
         message = f"{path} holds columns, not rows: {listed(value)}"
         raise UsageError(message, "with pandas: table.to_json(FILE, orient='records', lines=True)")
     return True

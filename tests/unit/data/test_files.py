@@ -183,6 +183,7 @@ SENTENCES = {
     "cut.json": (b'{"data": [\n{"text": "a"},\n{"text": ', ":3 is not valid JSON"),
     "first.jsonl": (b'{"text": "a"\n{"text": "b"}\n', ":1 is not valid JSON"),
     "words.jsonl": (b'text\n{"text": "b"}\n', ":1 is not valid JSON"),
+    "commas.jsonl": (b'{"text": "a"},\n{"text": "b"},\n', ":1 is not valid JSON: Extra data"),
     "quotes.jsonl": (b"{'text': 'a'}\n{'text': 'b'}\n", ":1 is not valid JSON"),
     "deep.json": (b"[" * 100_000, ":1 is not valid JSON: maximum recursion depth"),
     "half.jsonl.gz": (gzip.compress(lines(ROWS))[:-9], " is damaged or not compressed"),
