@@ -1,11 +1,15 @@
 """Simulate evaluations whose truth is known: how often are the intervals and verdicts of a report right?
 
-python benchmarks/coverage.py             # 2,500 evaluations of each kind; a quarter of an hour on one core
+python benchmarks/coverage.py                # 2,500 evaluations of each kind; a quarter of an hour on one core
+python benchmarks/coverage.py --fractions D  # 1,500 of D from scores that are fractions, two minutes; R, score
 
 An answer passes where five normal numbers add up to more than zero: the model's level with the luck of its
 training seed, the difficulty of the prompt for all models, that of the prompt's cluster, the model's own view
 of the prompt, and the luck of the single answer. With one seed the truth is that of the trained model, with
 several that of the recipe. Nothing here uses the package's formulas.
+
+With `--fractions` a right answer scores 1 or, in a share of them, a fraction, as the overlap of words does. The
+second model loses single answers of the first one, in clusters several at once.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+from scipy.special import ndtr
 
 from opdcl.results import stats
 from opdcl.rundir.environment import machine
@@ -31,6 +36,11 @@ NORMAL = NormalDist()
 
 # Variances: of a prompt's difficulty, of a model's own view of it, of a single answer.
 DIFFICULTY, OWN_VIEW, ANSWER = 2.25, 0.25, 1.0
+
+# Of scores with fractions: the share of prompts that the better model answers, what the worse one keeps of
+# them, the least and the greatest fraction, and the correlation that prompts of a cluster have.
+ANSWERED, LEFT, FRACTION, ALIKE = 0.9, 0.1, (0.3, 0.9), 0.6
+FEW_PROMPTS, SHARES, FRACTION_KINDS = (5, 10, 20, 40, 200), (0.15, 1.0), ("D", "R", "score")
 
 # The part of a prompt's difficulty that its cluster shares: the design effect of three wordings is near 1.9.
 SHARED = 0.9
@@ -81,6 +91,79 @@ class World:
         relative = model.seed_sd / NORMAL.pdf(point)
         spread = relative * ((DIFFICULTY + OWN_VIEW + ANSWER) / (1 - relative**2)) ** 0.5
         return point * (DIFFICULTY + OWN_VIEW + ANSWER + spread**2) ** 0.5, spread
+
+
+@dataclass(frozen=True)
+class Fractions:
+    """An evaluation on few prompts, in which a share of the right answers scores a fraction."""
+
+    kind: str
+    """R: base is the better model, tuned the worse one. D: the other way round. score: of the better one."""
+    truth: float
+    prompts: int
+    share: float
+    clustered: bool = False
+
+    def draw(self, random: np.random.Generator) -> stats.States:
+        """Return the scores of the three models on the same prompts, and the clusters of three prompts."""
+        ids = np.arange(self.prompts) // 3 if self.clustered else None
+        right, left, kept = (self._chances(random, ids) for _ in range(3))
+        scores = np.where(
+            random.random(self.prompts) < self.share, random.uniform(*FRACTION, self.prompts), 1.0
+        )
+        better = scores * (right < ANSWERED)
+        worse = better * (left < LEFT)
+        # What the worse model keeps is there in any case, and of the rest the share that is true.
+        recovered = np.where(kept < self.truth, better, worse)
+        if self.kind == "R":
+            return stats.States(better, worse, recovered, clusters=ids)
+        return stats.States(worse, better, recovered, clusters=ids)
+
+    def _chances(self, random: np.random.Generator, ids: np.ndarray | None) -> np.ndarray:
+        """Return a number between 0 and 1 per prompt; those of one cluster are alike."""
+        own = random.normal(0, 1, self.prompts)
+        if ids is None:
+            return ndtr(own)
+        shared = random.normal(0, 1, self.prompts)[ids]
+        return ndtr(ALIKE**0.5 * shared + (1 - ALIKE) ** 0.5 * own)
+
+
+def try_fractions(world: Fractions, draws: int, seed: int = 0) -> dict[str, Any]:
+    """Return how often the interval covers the truth, how often it has no width, and the good verdicts."""
+    random = np.random.default_rng(seed)
+    covered = pointlike = found = good = 0
+    widths = []
+    for _ in range(draws):
+        states = world.draw(random)
+        if world.kind == "score":
+            estimate, status = stats.mean(states.tuned, states.clusters), ""
+        elif world.kind == "R":
+            estimate, status = stats.recovery(states), stats.status_of(states)
+        else:
+            estimate, status = stats.domain_retention(states), stats.domain_status_of(states)
+        good += status in ("recovered", "kept")
+        if estimate is not None:
+            found += 1
+            covered += estimate.low <= world.truth <= estimate.high
+            pointlike += estimate.high - estimate.low < 1e-9
+            widths.append(estimate.high - estimate.low)
+    return {
+        "coverage": round(covered / found, 4) if found else None,
+        "no_width": round(pointlike / found, 4) if found else None,
+        "not_computed": draws - found,
+        "width": round(float(np.median(widths)), 4) if widths else None,
+        "good_verdicts": round(good / draws, 4),
+    }
+
+
+def fraction_cells() -> Iterator[Fractions]:
+    """Yield the evaluations with fractions: 0.85 of R and of D must not be called recovered or kept."""
+    for kind, share, truth in itertools.product("DR", SHARES, (0.85, 0.95, 1.0)):
+        for prompts, clustered in itertools.product(FEW_PROMPTS, (False, True)):
+            yield Fractions(kind, truth, prompts, share, clustered)
+    for share, prompts, clustered in itertools.product(SHARES, FEW_PROMPTS, (False, True)):
+        score = ANSWERED * (1 - share + share * sum(FRACTION) / 2)
+        yield Fractions("score", score, prompts, share, clustered)
 
 
 def estimates(kind: str, scores: list[np.ndarray], rates: list[float], clusters: Any) -> Any:
@@ -189,24 +272,44 @@ def rows(cells: Iterator[tuple[str, World]], function: Any, draws: int) -> Itera
         yield cell
 
 
+def fraction_rows(kind: str, draws: int) -> Iterator[dict[str, Any]]:
+    """Yield one record per evaluation of this kind with fractions, and print it."""
+    for i, world in enumerate(fraction_cells()):
+        if world.kind != kind:
+            continue
+        cell = vars(world) | try_fractions(world, draws, i)
+        print(json.dumps(cell), flush=True)
+        yield cell
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draws", type=int, default=2500)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("coverage.json"))
+    parser.add_argument("--draws", type=int)
+    parser.add_argument("--fractions", choices=FRACTION_KINDS)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     started = time.perf_counter()
-    intervals = list(rows(coverage_cells(), cover, options.draws))
-    verdicts = list(rows(verdict_cells(), lambda kind, *rest: judge(*rest), options.draws))
+    draws = options.draws or (1500 if options.fractions else 2500)
+    out = options.out or Path(__file__).with_name("fractions.json" if options.fractions else "coverage.json")
+    if options.fractions:
+        # One kind at a time: the record keeps those that another call has tried.
+        before = json.loads(out.read_text())["fractions"] if out.exists() else []
+        others = [cell for cell in before if cell["kind"] != options.fractions]
+        found = {"fractions": others + list(fraction_rows(options.fractions, draws))}
+    else:
+        found = {
+            "intervals": list(rows(coverage_cells(), cover, draws)),
+            "verdicts": list(rows(verdict_cells(), lambda kind, *rest: judge(*rest), draws)),
+        }
     record = {
         "date": date.today().isoformat(),
         "command": "python " + " ".join(sys.argv),
         "machine": machine(),
-        "draws": options.draws,
+        "draws": draws,
         "seconds": round(time.perf_counter() - started, 1),
-        "intervals": intervals,
-        "verdicts": verdicts,
+        **found,
     }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

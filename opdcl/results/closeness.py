@@ -13,7 +13,7 @@ import numpy as np
 
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.results import writing
-from opdcl.results.intervals import Clusters, Estimate, difference, mean, ratio, total
+from opdcl.results.intervals import Clusters, Estimate, mean, ratio, total
 from opdcl.results.scores import Suite, floors_of, load_suite, stacked
 from opdcl.results.status import STATES
 from opdcl.rundir.layout import RunDir
@@ -76,8 +76,8 @@ def _closeness(
         return None, None, f"{' and '.join(missing)} not measured"
     base, tuned, recovered = (distances[state] for state in STATES)
     # Base's distance to itself is what rounding in 16 bits makes of no difference at all.
-    if difference(tuned, base, clusters).low <= 0:
+    if total([([tuned, -base], clusters)]).low <= 0:
         return None, None, "tuned is not measurably away from base"
     start = tuned if floor is None or floor.mean() >= tuned.mean() else floor
-    found, raw = (ratio(x - recovered, x, clusters) for x in (start, tuned))
+    found, raw = (ratio(x - recovered, x, clusters, of_scores=False) for x in (start, tuned))
     return found, raw, None if found else "the distance to start from is too uncertain for a ratio"

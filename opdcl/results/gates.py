@@ -18,7 +18,7 @@ from opdcl.errors import GateError, InconclusiveError, OpdclError, UsageError
 from opdcl.results import stats
 from opdcl.results.format import DISTANCE, POINTS, interval
 from opdcl.results.scores import Suite, headline_of
-from opdcl.results.status import FAULT
+from opdcl.results.status import FAULT, NO_DROP
 from opdcl.results.summary import Results
 from opdcl.results.verdict import why_no_domain_retention, why_no_recovery
 from opdcl.rundir.layout import RunDir
@@ -89,6 +89,10 @@ def _ratio(
     if ratio and ratio["value"] is not None:
         sentence = f"{name} is {interval(ratio)}, required {required:g}"
         return _decided(key, [ratio[k] - required for k in VALUES], by_estimate, sentence)
+    harm = summary["tests"]["recovered_minus_base"]
+    if key == "recovery" and summary["no_recovery_because"] == NO_DROP and harm and harm["high"] < 0:
+        sentence = f"{name} is not known, but recovered - base is {interval(harm, POINTS)}"
+        return {"gate": key, "outcome": "missed", "sentence": sentence}
     if key == "closeness":
         why = (ratio or {}).get("why") or "it is not measured"
     elif key == "domain_retention":

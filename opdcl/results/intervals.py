@@ -9,6 +9,9 @@ quantile of Student's t that belongs to its number of clusters or seeds; the squ
 add up (Howe 1974). So three seeds count as three. With one seed, an interval covers the choice of prompts
 only. Scores have Wilson's interval (1927) with the effective number of prompts, ratios Fieller's (1954).
 Nothing is drawn at random. benchmarks/coverage.py measures how often the intervals cover the truth.
+
+Few prompts show less spread than there is: 20 answers out of 20 may be kept where one in ten is lost. So
+scores between 0 and 1, passes and fractions alike, count two imagined answers more (Bonett and Price 2012).
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ Source = tuple[float, int]
 
 TWO_SIDED = 0.975
 
+# How far 0 and 1, the two imagined answers of one model, lie from the middle.
+HALF_A_SCORE = 0.5
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -45,7 +51,7 @@ class Estimate:
 def mean(scores: np.ndarray, clusters: Clusters = None) -> Estimate:
     """Estimate the mean of one number per prompt: with Wilson's interval if all lie between 0 and 1."""
     scores = np.asarray(scores, float)
-    if scores.min() < 0 or scores.max() > 1:
+    if not are_scores(scores):
         return total([([scores], clusters)])
     value = float(scores.mean())
     _, count = cluster_ids(scores.shape[-1], clusters)
@@ -55,9 +61,13 @@ def mean(scores: np.ndarray, clusters: Clusters = None) -> Estimate:
     else:
         within = value * (1 - value)
         inflation = half_width(sources([([scores], clusters)])) ** 2 / within
-        if pass_or_fail(scores):
-            # By chance a few passes can look more regular than independent ones.
-            inflation = max(inflation, student(TWO_SIDED, count - 1) ** 2 / scores.size)
+        # By chance a few passes can look more regular than independent ones.
+        least = student(TWO_SIDED, count - 1) ** 2 / scores.size
+        if not pass_or_fail(scores):
+            # Fractions vary less than passes; how much less, the two imagined answers leave open.
+            imagined = half_width(imagined_answers(scores.shape[-1], clusters, HALF_A_SCORE)) ** 2 / within
+            least = min(least, inflation + imagined)
+        inflation = max(inflation, least)
     centre = (value + inflation / 2) / (1 + inflation)
     half = np.sqrt(inflation * value * (1 - value) + inflation**2 / 4) / (1 + inflation)
     # Rounding would exclude 0 and 1 themselves.
@@ -82,24 +92,25 @@ def clustered_mean(parts: Sequence[Sequence[float]], clusters: Clusters = None) 
 def difference(a: np.ndarray, b: np.ndarray, clusters: Clusters = None) -> Estimate:
     """Estimate mean(a) - mean(b) on the same prompts; equal numbers of seeds are paired in their order."""
     value, half = float(np.mean(a) - np.mean(b)), half_width(difference_sources(a, b, clusters))
-    largest = 1.0 if pass_or_fail(a, b) else np.inf
+    largest = 1.0 if are_scores(a, b) else np.inf
     return Estimate(value, max(value - half, -largest), min(value + half, largest))
 
 
 def difference_sources(a: np.ndarray, b: np.ndarray, clusters: Clusters = None) -> list[Source]:
     """Return the variances of mean(a) - mean(b)."""
     seen = sources([([a, -np.asarray(b, float)], clusters)])
-    return seen + (imagined_answers(np.shape(a)[-1], clusters) if pass_or_fail(a, b) else [])
+    return seen + (imagined_answers(np.shape(a)[-1], clusters) if are_scores(a, b) else [])
 
 
-def imagined_answers(n: int, clusters: Clusters) -> list[Source]:
-    """Return the variance of two more prompts, in each of which another one of two models is better.
+def imagined_answers(n: int, clusters: Clusters, distance: float = 1.0) -> list[Source]:
+    """Return the variance of two more prompts, with numbers at this distance above and below the middle.
 
-    Without them, six prompts on which two models agree would prove them equal (Bonett and Price 2012). In a
-    suite with clusters they weigh more than a prompt and less than a cluster.
+    A distance of 1 is that of a prompt which only one of two models can answer. Without the two, six prompts
+    on which two models agree would prove them equal (Bonett and Price 2012). In a suite with clusters they
+    weigh more than a prompt and less than a cluster.
     """
     _, count = cluster_ids(n, clusters)
-    return [(2 / (n * count), max(count - 1, 1))]
+    return [(2 * distance**2 / (n * count), max(count - 1, 1))]
 
 
 def total(sums: Sequence[Sum]) -> Estimate:
@@ -109,11 +120,14 @@ def total(sums: Sequence[Sum]) -> Estimate:
     return Estimate(value, value - half, value + half)
 
 
-def ratio(part: np.ndarray, whole: np.ndarray, clusters: Clusters = None) -> Estimate | None:
+def ratio(
+    part: np.ndarray, whole: np.ndarray, clusters: Clusters = None, of_scores: bool = True
+) -> Estimate | None:
     """Estimate mean(part) / mean(whole) of paired differences of scores; R and D are such ratios.
 
     The interval holds every ratio r for which mean(part - r * whole) may be zero. The result is None where
-    mean(whole) may be zero or below, because the interval would be unbounded.
+    mean(whole) may be zero or below, because the interval would be unbounded. `of_scores` is false for
+    numbers that may exceed 1, such as distances, even if these do not.
     """
     part, whole = np.atleast_2d(np.asarray(part, float)), np.atleast_2d(np.asarray(whole, float))
     above, below = float(part.mean()), float(whole.mean())
@@ -124,7 +138,7 @@ def ratio(part: np.ndarray, whole: np.ndarray, clusters: Clusters = None) -> Est
     _, *seeds = sources([([part - value * whole], clusters)])
     kept = [True, *(variance > 0 for variance, _ in seeds)]
     imagined = 0.0
-    if np.isin([part, whole], (-1.0, 0.0, 1.0)).all():
+    if of_scores and max(np.abs(part).max(), np.abs(whole).max()) <= 1:
         imagined = half_width(imagined_answers(part.shape[1], clusters)) ** 2
 
     def width(x: np.ndarray) -> float:
@@ -138,6 +152,11 @@ def ratio(part: np.ndarray, whole: np.ndarray, clusters: Clusters = None) -> Est
     if a <= 0 or root < 0:
         return None
     return Estimate(value, (b - root**0.5) / a, (b + root**0.5) / a)
+
+
+def are_scores(*numbers: np.ndarray) -> bool:
+    """Return whether all numbers lie between 0 and 1: passes and failures, or fractions."""
+    return all(bool(np.min(x) >= 0 and np.max(x) <= 1) for x in numbers)
 
 
 def pass_or_fail(*scores: np.ndarray) -> bool:
@@ -195,7 +214,13 @@ def cluster_ids(n: int, clusters: Clusters) -> tuple[np.ndarray, int]:
 
 
 def _between_clusters(rows: np.ndarray, ids: np.ndarray, count: int) -> float:
-    """Return the sum of the variances of the rows' means, each from the sums of its clusters."""
+    """Return the sum of the variances of the rows' means, each from the sums of its clusters.
+
+    One cluster shows no spread, so nothing is known of it: it counts as if two more were as far from each
+    other as the largest number is from zero. With the quantile of one degree of freedom that excludes nothing.
+    """
+    if count == 1:
+        return float(2 * (np.abs(rows).max(1) ** 2).sum())
     centred = rows - rows.mean(1, keepdims=True)
     sums = np.stack([np.bincount(ids, row, count) for row in centred])
     return float((sums**2).sum() / rows.shape[1] ** 2 * count / max(count - 1, 1))

@@ -31,7 +31,7 @@ def _distances(near: Suite, kind: str) -> dict[str, Any]:
     values = {state: closeness.values([part], state) for state in part.rows}
     found |= {state: mean(distances, clusters).as_dict() for state, distances in values.items()}
     if part.complete:
-        gone = ratio(values["tuned"] - values["recovered"], values["tuned"], clusters)
+        gone = ratio(values["tuned"] - values["recovered"], values["tuned"], clusters, of_scores=False)
         found["c"] = gone.as_dict() if gone else None
     return found
 

@@ -28,6 +28,9 @@ FLOOR_REASONS = {
     "too few prompts": "base is not shown to be above the floor",
 }
 
+# Why a loss that is not shown gives no R.
+NO_DROP = "no significant drop"
+
 RetentionStatus = Literal[
     "recovered",
     "partly recovered",

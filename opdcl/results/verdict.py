@@ -13,6 +13,7 @@ from opdcl.results.status import (
     FAULT,
     FLOOR_REASONS,
     MOST_OF_THE_GAIN,
+    NO_DROP,
     SMALLEST_DROP,
     STATES,
     both_halves,
@@ -179,6 +180,8 @@ def _beside_the_start(summary: dict, retention: Suite) -> str:
     """Say where a model that is not shown to have recovered lies: beside tuned, or a higher floor."""
     if summary["tests"]["recovered_minus_tuned"]["high"] < 0:
         return "measurably below tuned"
+    if summary["no_recovery_because"] == NO_DROP:
+        return "measurably below base, as tuned is not"
     suite = summary["suites"][retention.name]
     floor = suite["floor"] or 0.0
     start = f"the floor of {percent(floor)}" if floor > suite["tuned"]["value"] else "tuned"

@@ -189,6 +189,10 @@ def test_a_recovery_that_does_harm_is_told_although_nothing_was_forgotten(told):
     summary = told((340, 340, 200))
     assert split(summary["verdict"])[0] == "Kept, recovery not shown"
     assert "measurably below tuned" in summary["verdict"]
+    summary = told((set(range(340)), {*range(330), *range(340, 347)}, {*range(12, 340)}))
+    assert split(summary["verdict"])[0] == "Kept, recovery not shown"
+    assert summary["tests"]["tuned_minus_base"]["high"] > 0 > summary["tests"]["recovered_minus_base"]["high"]
+    assert "measurably below base" in summary["verdict"]
 
 
 def test_partly_recovered_counts_from_the_floor(told):

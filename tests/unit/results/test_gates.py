@@ -49,6 +49,18 @@ def test_each_kind_of_run_has_its_outcome(judged, gate, retention, n, outcome):
     assert found == outcome
 
 
+def test_a_recovered_model_below_base_misses_the_gate_although_tuned_forgot_nothing_measurable(judged):
+    """500 prompts: base 60 %, tuned 2 points lower, which may be chance, and recovered 3.4 points lower."""
+    base = set(range(300))
+    tuned = base - set(range(20)) | set(range(300, 310))
+    recovered = base - set(range(5, 30)) | set(range(300, 308))
+    for bound in ("interval", "estimate"):
+        found = judged({"recovery": 0.8, "bound": bound}, (base, tuned, recovered), n=500)
+        outcome, sentence = found["recovery"]
+        assert outcome == "missed"
+        assert sentence.startswith("recovery (R) is not known, but recovered - base is -3.4 points [-5.")
+
+
 def test_the_bound_that_is_tested_can_be_the_estimate(judged):
     assert judged({"recovery": 0.985})["recovery"][0] == "inconclusive"
     assert judged({"recovery": 0.985, "bound": "estimate"})["recovery"][0] == "passed"

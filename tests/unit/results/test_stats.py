@@ -140,7 +140,7 @@ def test_six_prompts_with_equal_answers_do_not_prove_two_models_equal():
 
 
 def test_copies_of_prompts_add_nothing_to_a_difference_and_little_against_chance_agreement():
-    a, b = np.random.default_rng(2).random((2, 60))
+    a, b = 9 * np.random.default_rng(2).random((2, 60))
     (three_a, clusters), (three_b, _) = triple(a), triple(b)
     assert near(stats.difference(three_a, three_b, clusters), stats.difference(a, b))
 
@@ -435,7 +435,7 @@ def test_the_status_follows_from_how_much_came_back(recovered, status):
 
 @pytest.mark.parametrize(("gap", "status"), [(0.034, "recovered"), (0.036, "partly recovered")])
 def test_recovered_means_less_than_three_and_a_half_points_below_base(gap, status):
-    base = np.full(100, 0.8)
+    base = np.full(10_000, 0.8)
     assert stats.status_of(States(base, base - 0.6, base - gap)) == status
 
 
@@ -545,21 +545,21 @@ def test_failures_only_have_the_same_interval_over_seeds_as_over_one():
 
 def test_a_ratio_over_seeds_divides_the_means():
     # R of the seeds: 0.4, 0.5 and 0.6, over the same loss.
-    whole = np.full((3, 30), 0.4)
+    whole = np.full((3, 30), 4.0)
     estimate = stats.ratio(whole * np.array([[0.4], [0.5], [0.6]]), whole)
     half = student.ppf(0.975, 2) * 0.1 / np.sqrt(3)
     assert vars(estimate) == pytest.approx({"value": 0.5, "low": 0.5 - half, "high": 0.5 + half})
 
 
 def test_equal_numbers_of_seeds_are_paired_and_different_ones_are_not():
-    two, three = (np.repeat(np.array(x)[:, None], 30, axis=1) for x in ([0.2, 0.6], [0.2, 0.2, 0.6]))
+    two, three = (np.repeat(np.array(x)[:, None], 30, axis=1) for x in ([2, 6], [2, 2, 6]))
     paired = stats.difference(two, two)
     assert (paired.value, paired.low, paired.high) == pytest.approx((0, 0, 0))
     apart = stats.difference(two, three)
     sources = [
         (student.ppf(0.975, n - 1) ** 2 * x.mean(1).var(ddof=1) / n) for n, x in ((2, two), (3, three))
     ]
-    assert apart.value == pytest.approx(0.4 - 1 / 3)
+    assert apart.value == pytest.approx(4 - 10 / 3)
     assert apart.high - apart.value == pytest.approx(np.sqrt(sum(sources)))
 
 

@@ -7,8 +7,8 @@ from opdcl.results.intervals import difference, ratio
 
 def test_there_is_no_ratio_to_a_gain_that_may_be_zero():
     """Its interval would be unbounded, however certain the numerator is."""
-    part = np.tile([0.29, 0.31], 10)
-    uncertain, certain = np.tile([0.5, -0.4], 10), np.tile([0.06, 0.04], 10)
+    part = np.tile([2.9, 3.1], 10)
+    uncertain, certain = np.tile([5, -4], 10), np.tile([0.6, 0.4], 10)
     assert difference(part, np.zeros(20)).low > 0 > difference(uncertain, np.zeros(20)).low
     assert ratio(part, uncertain) is None
     bounded = ratio(part, certain)
