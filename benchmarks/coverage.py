@@ -1,15 +1,15 @@
 """Simulate evaluations whose truth is known: how often are the intervals and verdicts of a report right?
 
-python benchmarks/coverage.py                # 2,500 evaluations of each kind; a quarter of an hour on one core
-python benchmarks/coverage.py --fractions D  # 1,500 of D from scores that are fractions, two minutes; R, score
+python benchmarks/coverage.py                # 2,500 evaluations of each kind; a quarter of an hour
+python benchmarks/coverage.py --fractions D  # 1,500 of D from scores that are fractions; or of R, or score
 
 An answer passes where five normal numbers add up to more than zero: the model's level with the luck of its
 training seed, the difficulty of the prompt for all models, that of the prompt's cluster, the model's own view
 of the prompt, and the luck of the single answer. With one seed the truth is that of the trained model, with
 several that of the recipe. Nothing here uses the package's formulas.
 
-With `--fractions` a right answer scores 1 or, in a share of them, a fraction, as the overlap of words does. The
-second model loses single answers of the first one, in clusters several at once.
+With `--fractions` a share of the right answers scores a fraction instead of 1, as the overlap of words does.
+The second model loses single answers of the first one, in clusters several at once.
 """
 
 from __future__ import annotations

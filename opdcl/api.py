@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from opdcl.arguments import Data, PathLike, Settings, as_settings, question_suites, strings
-from opdcl.errors import UsageError
+from opdcl.errors import UsageError, translate
 
 if TYPE_CHECKING:
     from opdcl.console import Output
@@ -173,8 +173,9 @@ def evaluate(
 def report(path: PathLike, update: bool = False, quiet: bool = False, gates: PathLike = "") -> "Result":
     """Return the results of the run in `path`; nothing is measured.
 
-    `update` writes the reports and the model card again, and names them unless `quiet`. `gates` is a YAML
-    file of gates for the stored scores: `Result.refuse()` raises the error of those that are not met.
+    `update` writes the reports and the model card again, and names them unless `quiet`; where nothing can be
+    written, it says so. `gates` is a YAML file of gates for the stored scores: `Result.refuse()` raises the
+    error of those that are not met, or of a fault.
 
     Raises: UsageError: the path is no run, or the file has no gates. OpdclError: a measured file changed.
     Example: opdcl.report("runs/mine").summary["status"]
@@ -188,9 +189,12 @@ def report(path: PathLike, update: bool = False, quiet: bool = False, gates: Pat
     directory = open_run(Path(path))
     if gates:
         return Result(directory.path, judge_again(directory, Path(gates)))
-    results = Results(directory)
-    for file in write(results) if update else ():
-        _output(quiet).note(f"wrote {file}")
+    results, output = Results(directory), _output(quiet)
+    try:
+        for file in write(results) if update else ():
+            output.note(f"wrote {file}")
+    except OSError as fault:  # the results can be read all the same, as on a read-only disk
+        output.warn(f"not written: the report and the model card; {translate(fault).message}")
     return Result(directory.path, results.summary)
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -142,8 +142,20 @@ class Output:
         if self._shows_notes:
             self._say(text)
 
-    def _say(self, text: str) -> None:
-        self._err.print(harmless(redact(text)), markup=False)
+    def warn(self, text: str) -> None:
+        """Print a line on stderr in every mode, in red: it must not be missed."""
+        if parallel.rank() == 0:
+            self._say(text, "red")
+
+    def remarks(self, faults: Sequence[str], notes: Sequence[str]) -> None:
+        """Print what to know before a result is read: the faults in every mode, then the notes."""
+        for fault in faults:
+            self.warn(f"fault: {fault}")
+        for note in notes:
+            self.note(f"note: {note}")
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        self._err.print(harmless(redact(text)), markup=False, style=style)
 
     @contextlib.contextmanager
     def busy(self, text: str) -> Iterator[Callable[[str | Callable[[], str]], None]]:

@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from opdcl.errors import OpdclError
 from opdcl.results.status import STATES
 from opdcl.results.tables import Table, view
 from opdcl.rundir.layout import RunDir
@@ -16,10 +17,24 @@ from opdcl.sanitize import harmless
 
 
 class Outcome:
-    """What a verb returns: a sentence, tables, notes, and plain data. A notebook shows it as HTML."""
+    """What a verb returns: a sentence, tables, notes, and plain data. A notebook shows it as HTML.
 
-    def __init__(self, sentence: str, tables: Sequence[Table], data: Any, notes: Sequence[str] = ()):
+    `faults` are reasons not to believe the result, `remarks` what to know when reading it; `notes` lead on.
+    """
+
+    def __init__(
+        self,
+        sentence: str,
+        tables: Sequence[Table],
+        data: Any,
+        notes: Sequence[str] = (),
+        faults: Sequence[str] = (),
+        remarks: Sequence[str] = (),
+    ):
         self.sentence, self.tables, self.data, self.notes = sentence, tables, data, [*notes]
+        self.faults = [*faults]
+        # The notes of a run repeat its faults, for readers of the JSON.
+        self.remarks = [remark for remark in remarks if remark not in self.faults]
 
     def __repr__(self) -> str:
         return f"<opdcl: {self.sentence}>"
@@ -29,11 +44,27 @@ class Outcome:
             texts = (escape(harmless(cell)).replace("\n", "<br>") for cell in cells)
             return f"<tr>{''.join(f'<{tag}>{text}</{tag}>' for text in texts)}</tr>"
 
-        page = f"<p><strong>{escape(harmless(self.sentence))}</strong></p>"
+        def lines(texts: Sequence[str], start: str) -> str:
+            return "".join(f"<p>{start}{escape(harmless(text))}</p>" for text in texts)
+
+        page = lines(self.faults, "<strong>Fault:</strong> ")
+        page += f"<p><strong>{escape(harmless(self.sentence))}</strong></p>"
         for table in self.tables:
             body = "".join(row(cells, "td") for cells in table.rows)
             page += f"<table><thead>{row(table.columns, 'th')}</thead><tbody>{body}</tbody></table>"
-        return page
+        return page + lines(self.remarks, "")
+
+    def refuse(self) -> None:
+        """Raise an error if there is a fault, so that no script takes the result for a good one.
+
+        Raises: OpdclError: there is at least one.
+        """
+        if self.faults:
+            count = "a fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
+            raise OpdclError(f"these results prove nothing: they have {count}", self._remedy())
+
+    def _remedy(self) -> str:
+        return "measure again what the faults name, or leave it out"
 
 
 class Plan(Outcome):
@@ -50,7 +81,7 @@ class Result(Outcome):
         rows = terminal_rows(summary)
         tables = [Table("", ["suite", "n", "floor", *STATES], rows, "")] if rows else []
         notes = [f"report: {self.report}", f"next: {self._next()}"]
-        super().__init__(summary["verdict"], tables, summary, notes)
+        super().__init__(summary["verdict"], tables, summary, notes, summary["faults"], summary["notes"])
 
     def pull_request(self) -> str:
         """Return the results as Markdown of about twenty lines: verdict, gates, table, worst prompts."""
@@ -59,13 +90,20 @@ class Result(Outcome):
         return pull_request(RunDir(self.path), self.summary)
 
     def refuse(self) -> None:
-        """Raise the error of the gates that are not met.
+        """Raise the error of the gates that are not met, or of the faults.
 
-        Raises: GateError: one is missed. InconclusiveError: the scores do not decide one.
+        Raises: GateError: one is missed. InconclusiveError: the scores do not decide one. OpdclError: there
+            is a fault.
         """
         from opdcl.results.gates import refuse
 
         refuse(self.summary.get("gates", []), f"opdcl report {self.path}")
+        super().refuse()
+
+    def _remedy(self) -> str:
+        return (
+            f"opdcl verify {shlex.quote(str(self.path))}  # checks the files; restore them, or measure again"
+        )
 
     def _next(self) -> str:
         """Return the command that leads on: what the run lacks, else its answers."""
@@ -105,8 +143,8 @@ class Comparison(Outcome):
         rows = scores.rows
         if scores.columns[-1] == "status":
             rows = [[*cells, status.replace(" ", "\n")] for *cells, status in rows]
-        notes = [page.lead, *(f"note: {note}" for note in data["notes"])]
-        super().__init__(page.finding, [scores._replace(title="", rows=rows), *others], data, notes)
+        tables = [scores._replace(title="", rows=rows), *others]
+        super().__init__(page.finding, tables, data, [page.lead], data["faults"], data["notes"])
 
     def runs(self) -> list[Path]:
         """Return the run directories in the comparison's folder."""

@@ -29,7 +29,8 @@ def report(
 ) -> None:
     """Print the verdict, and rewrite the report. Writes report.md, report.html and the model card.
 
-    With --gates, only judge the stored scores: exit code 3 if a gate is missed, 5 if one is undecided.
+    With --gates, only judge the stored scores: exit code 3 if a gate is missed, 5 if one is undecided. A
+    fault, such as an adapter that has changed, is named, and the exit code is 1.
     """
     start(json, quiet)
     if format not in ("report", "pr"):
@@ -37,6 +38,7 @@ def report(
     outcome = api.report(run_dir, format == "report" and not gates, quiet or json, gates or "")
     if format == "pr":
         text = outcome.pull_request()
+        screen.output.remarks(outcome.faults, [])
         screen.output.result(text, {"markdown": text})
     else:
         outcome.notes += [f"gate {v['outcome']}: {v['sentence']}" for v in outcome.summary.get("gates", [])]
@@ -46,9 +48,14 @@ def report(
 
 @opt.takes(api.compare, "json quiet", paths=typed("RUN", list[Path]), out=FOLDER)
 def compare(paths: list[Path], out: Path | None, json: bool, quiet: bool) -> None:
-    """Show runs side by side. Prints scores, R and D with intervals, and the settings that differ."""
+    """Show runs side by side. Prints scores, R and D with intervals, and the settings that differ.
+
+    If a run has a fault, it is named, and the exit code is 1.
+    """
     start(json, quiet)
-    show(api.compare(paths, out, quiet or json))
+    outcome = api.compare(paths, out, quiet or json)
+    show(outcome)
+    outcome.refuse()
     lead(*(("chat", paths[0]) if out else ("compare", *paths, "-o", "comparison")))
 
 

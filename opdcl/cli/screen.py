@@ -29,7 +29,8 @@ def start(json: bool, quiet: bool = False, workers: int = 1) -> None:
 
 
 def show(outcome: Outcome) -> None:
-    """Print a result: tables, its sentence and notes, or one JSON document."""
+    """Print a result: faults and remarks, tables, its sentence and notes; or faults and one JSON document."""
+    output.remarks(outcome.faults, outcome.remarks)
     if output.mode == "json":
         output.result("", outcome.data)
         return

@@ -16,7 +16,7 @@ from opdcl import parallel
 from opdcl.config.load import dump
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
-from opdcl.errors import Interrupted
+from opdcl.errors import GateError, InconclusiveError, Interrupted
 from opdcl.pipeline.defaults import describe_automatic
 from opdcl.pipeline.job import Job, read_records
 from opdcl.pipeline.plan import Task, stage_folder
@@ -121,7 +121,13 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -
     tracked.finish(steps_done(run), scores(summary), {"verdict": summary["verdict"], "report": report})
     for verdict in verdicts:
         output.note(f"gate {verdict['outcome']}: {verdict['sentence']}")
-    gates.refuse(verdicts, f"opdcl report {run.path}")
+    try:
+        gates.refuse(verdicts, f"opdcl report {run.path}")
+    except (GateError, InconclusiveError):
+        # The result itself is not shown then, but what speaks against it must be.
+        output.remarks(summary["faults"], [n for n in summary["notes"] if n not in summary["faults"]])
+        output.note(summary["verdict"])
+        raise
     return summary
 
 

@@ -17,6 +17,7 @@ from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.pipeline.reuse import take_start
 from opdcl.pipeline.trackers import TrackedReport, Tracking
+from opdcl.results.summary import kept_tuned
 from opdcl.rundir.environment import machine, versions
 from opdcl.rundir.files import now, read_json, read_jsonl, write_json
 from opdcl.rundir.hashes import adapter_hash
@@ -116,6 +117,8 @@ class Session:
         record |= {"status": "done", "finished": now(), "adapter_sha256": adapter_hash(stage.adapter)}
         write_json(stage.record, record)
         self._save_manifest()
+        if task.name == "recover" and (unchanged := kept_tuned(read_jsonl(stage.metrics))):
+            self.output.note(f"{task.label}: {unchanged}")
 
     def _run_stage(self, task: Task, stage: StageDir, record: dict[str, Any]) -> dict[str, float | None]:
         """Train one stage, showing its progress on the console and in the trackers.

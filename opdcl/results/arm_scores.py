@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 
 from opdcl.results import closeness, power, stats, writing
-from opdcl.results.arms import Arm, Member, as_key, first_measured, load_arms, mismatch, seed_notes
+from opdcl.results.arms import (
+    Arm,
+    Member,
+    as_key,
+    first_measured,
+    load_arms,
+    mismatch,
+    notes_of_runs,
+    seed_notes,
+)
 from opdcl.results.scores import Suite, states_of
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.verdict import writing_sentences
@@ -259,13 +268,7 @@ def _unfinished_notes(arms: list[Arm]) -> list[str]:
 
 def _run_notes(members: list[Member], rows: list[dict]) -> list[str]:
     """Return the notes of the runs' own reports; shared notes, and what the runs could show, appear once."""
-    runs_of: dict[str, list[str]] = {}
-    for member in members:
-        for note in member.summary["notes"]:
-            runs_of.setdefault(note, []).append(str(member.run.path))
-    notes = [
-        note if len(runs) == len(members) else f"{', '.join(runs)}: {note}" for note, runs in runs_of.items()
-    ]
+    notes = notes_of_runs({str(member.run.path): member.summary["notes"] for member in members})
     if measured := [member for member in members if member.summary["non_inferiority"]]:
         suite, summaries = measured[0].headline["retention"], [member.summary for member in measured]
         notes.append(power.of_the_adapter(suite.name, len(suite.prompts), summaries))

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -62,8 +63,11 @@ class Member(Results):
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """The summary of the headline alone."""
-        return summary_of(self, list(self.headline.values()))
+        """The summary of the headline alone, with the faults and notes of every suite."""
+        summary = summary_of(self, list(self.headline.values()))
+        for key, of_all_suites in (("faults", self.faults), ("notes", self.remarks)):
+            summary[key] = [*dict.fromkeys([*summary[key], *of_all_suites])]
+        return summary
 
     def scores(self, state: str) -> dict[str, np.ndarray]:
         """Return role -> `(N,)` scores of a state, for the roles that are measured."""
@@ -118,6 +122,17 @@ class Arm:
         if domain is None or retention is None:
             return None
         return Point(domain, retention, self.clusters("domain"), self.clusters("retention"))
+
+
+def notes_of_runs(notes: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the notes of several runs, given by path; one that all runs have appears once, without paths."""
+    runs_of: dict[str, list[str]] = {}
+    for path, of_run in notes.items():
+        for note in of_run:
+            runs_of.setdefault(note, []).append(path)
+    return [
+        note if len(runs) == len(notes) else f"{', '.join(runs)}: {note}" for note, runs in runs_of.items()
+    ]
 
 
 def load_arms(runs: list[RunDir]) -> list[Arm]:

@@ -20,8 +20,9 @@ import numpy as np
 
 from opdcl.errors import UsageError
 from opdcl.results import stats
-from opdcl.results.arms import as_key, pool, seed_notes, split_seeds
-from opdcl.results.scores import Suite, load_suites
+from opdcl.results.arms import as_key, notes_of_runs, pool, seed_notes, split_seeds
+from opdcl.results.scores import Suite
+from opdcl.results.summary import Results
 from opdcl.rundir.layout import RunDir
 
 # The name of the run that a run starts from, among those that it builds on; teachers have names of their own.
@@ -66,11 +67,15 @@ class Scores:
         self.notes: list[str] = []
         self.faults: list[str] = []
         self._suite_of: dict[tuple[RunDir, str], Suite] = {}
+        notes_of: dict[str, list[str]] = {}
         for run in runs:
-            for suite in load_suites(run):
-                self.faults += [f"{run.path}: {fault}." for fault in suite.faults]
+            results = Results(run)
+            self.faults += [f"{run.path}: {fault}" for fault in results.faults]
+            notes_of[str(run.path)] = results.remarks
+            for suite in results.suites:
                 if suite.rows:
                     self._add(run, suite)
+        self.notes += notes_of_runs(notes_of)
 
     def _add(self, run: RunDir, suite: Suite) -> None:
         first = self.suites.setdefault(suite.name, suite)

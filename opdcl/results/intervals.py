@@ -216,8 +216,8 @@ def cluster_ids(n: int, clusters: Clusters) -> tuple[np.ndarray, int]:
 def _between_clusters(rows: np.ndarray, ids: np.ndarray, count: int) -> float:
     """Return the sum of the variances of the rows' means, each from the sums of its clusters.
 
-    One cluster shows no spread, so nothing is known of it: it counts as if two more were as far from each
-    other as the largest number is from zero. With the quantile of one degree of freedom that excludes nothing.
+    One cluster shows no spread. It counts as if two more were there, as far above and below as the largest
+    number is from zero; with Student's t of one degree of freedom that excludes nothing.
     """
     if count == 1:
         return float(2 * (np.abs(rows).max(1) ** 2).sum())

@@ -34,6 +34,17 @@ class Results:
         self.run, self.suites, self.near = run, load_suites(run), closeness.load(run)
         self.headline = headline_of(self.suites)
 
+    @property
+    def faults(self) -> list[str]:
+        """The reasons not to believe the results, of any suite."""
+        return [*_inert(self.suites), *_faults(self.run, [*self.suites, self.near])]
+
+    @property
+    def remarks(self) -> list[str]:
+        """What to know of any suite and of the recovery when the results are read."""
+        estimates = {suite.name: _summarise_suite(suite) for suite in self.suites}
+        return [*_suite_notes(self.suites, estimates), *_recovery_notes(self.run)]
+
     @cached_property
     def summary(self) -> dict[str, Any]:
         """The results with the stable keys of `opdcl report RUN --json`."""
@@ -299,7 +310,15 @@ def _validation_notes(rows: list[dict]) -> list[str]:
         if "interpolation" in row:
             alpha = row["interpolation"]["alpha"]
             notes.append(f"Recovered is the tuned adapter times {alpha:g}: no training was done.")
-    if best == 0:
-        reason = "no training step came nearer to the teachers on held-out prompts"
-        notes.append(f"Recovered is the tuned adapter: {reason}.")
+    if unchanged := kept_tuned(rows):
+        notes.append(unchanged)
     return notes
+
+
+def kept_tuned(rows: list[dict]) -> str:
+    """Say that a recovery kept the adapter of step 0, from the rows of its metrics; "" if it did not."""
+    validations = {row["step"]: row["validation"] for row in rows if "validation" in row}
+    if max((step for step, validation in validations.items() if validation.get("best")), default=None) != 0:
+        return ""
+    reason = "no training step came nearer to the teachers on held-out prompts"
+    return f"Recovered is the tuned adapter: {reason}."

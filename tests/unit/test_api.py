@@ -222,7 +222,7 @@ def test_a_result_names_the_command_that_leads_on(tmp_path, workflow, states, su
     for number, stage in enumerate(states, 1):
         write_json(run.stage(number, stage).record, {"status": "done"})
     entry = {"n": 0, "floor": None, "metric": "", "role": "domain", "writing": {}}
-    summary = dict.fromkeys(MEASURED) | {"verdict": "fine"}
+    summary = dict.fromkeys(MEASURED) | {"verdict": "fine", "faults": [], "notes": []}
     result = Result(tmp_path, summary | {"suites": {name: entry | s for name, s in suites.items()}})
     assert result.notes[-1] == f"next: {command.replace('{}', str(tmp_path))}"
 

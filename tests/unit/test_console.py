@@ -79,6 +79,14 @@ def test_several_faults_have_a_line_each(capsys):
     assert capsys.readouterr().err == "error: one is wrong\nerror: two is wrong\nhint: do this\n"
 
 
+def test_a_fault_is_red_on_a_terminal_and_a_note_is_not(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    output, screen = Output(), io.StringIO()
+    output._err = Console(file=screen, force_terminal=True, color_system="standard", highlight=False)
+    output.remarks(["weights [changed]"], ["60 prompts"])
+    assert screen.getvalue() == "\x1b[31mfault: weights [changed]\x1b[0m\nnote: 60 prompts\n"
+
+
 def test_off_a_terminal_lines_end_with_their_last_cell(capsys):
     Output().table("", ["state", "answer"], [["base", "short"], ["tuned", "long " * 80]], {})
     assert not any(line.endswith(" ") for line in capsys.readouterr().out.splitlines())
