@@ -323,6 +323,25 @@ def verdict_errors() -> str:
     )
 
 
+def fractions() -> str:
+    """Return how often the intervals of few fractions hold the truth, and how often a verdict is good."""
+    cells = read("fractions")["fractions"]
+    sizes = sorted({cell["prompts"] for cell in cells})
+
+    def row(label: str, key: str, **where: Any) -> list[str]:
+        chosen = [cell for cell in cells if all(cell[k] == v for k, v in where.items())]
+        by_size = ([c[key] for c in chosen if c["prompts"] == n and c[key] is not None] for n in sizes)
+        return [label, *(extent(shares) if shares else "none" for shares in by_size)]
+
+    rows = [row(f"{kind}: holds the truth", "coverage", kind=kind) for kind in ("score", "R", "D")]
+    for kind, verdict in (("R", "recovered"), ("D", "kept")):
+        for truth in (0.85, 1.0):
+            rows.append(
+                row(f"true {kind} is {truth:g}: *{verdict}*", "good_verdicts", kind=kind, truth=truth)
+            )
+    return rows_of(["", *(f"{n} prompts" for n in sizes)], rows)
+
+
 def extent(shares: list[float]) -> str:
     return f"{percent(min(shares)).removesuffix(' %')} to {percent(max(shares))}"
 
@@ -356,6 +375,7 @@ TABLES = {
     "people": lambda: comparison("people"),
     "defaults": lambda: comparison("defaults"),
     "coverage": coverage,
+    "fractions": fractions,
     "verdict-errors": verdict_errors,
     "throughput": throughput,
     "throughput-fp32": lambda: throughput("throughput-fp32"),

@@ -59,7 +59,7 @@ def write(results: Results) -> list[Path]:
 
 
 def pull_request(run: RunDir, summary: dict[str, Any]) -> str:
-    """Return the results as Markdown of about twenty lines, with the worst three prompts."""
+    """Return the results as Markdown of about thirty lines, with the worst three prompts."""
     retention = Results(run).headline.get("retention")
     worst = worst_samples(retention, WORST_PROMPTS) if retention else {}
     page = {"summary": summary, "tables": report_tables.main_tables(summary), "worst": [], **worst}
