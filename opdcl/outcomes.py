@@ -84,7 +84,7 @@ class Result(Outcome):
         super().__init__(summary["verdict"], tables, summary, notes, summary["faults"], summary["notes"])
 
     def pull_request(self) -> str:
-        """Return the results as about thirty lines of Markdown: faults, verdict, gates, table, worst prompts."""
+        """Return the results as about thirty lines of Markdown: faults, verdict, gates, table, prompts."""
         from opdcl.results.report import pull_request
 
         return pull_request(RunDir(self.path), self.summary)

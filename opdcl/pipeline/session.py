@@ -17,7 +17,6 @@ from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.pipeline.reuse import take_start
 from opdcl.pipeline.trackers import TrackedReport, Tracking
-from opdcl.results.summary import kept_tuned
 from opdcl.rundir.environment import machine, versions
 from opdcl.rundir.files import now, read_json, read_jsonl, write_json
 from opdcl.rundir.hashes import adapter_hash
@@ -82,6 +81,7 @@ class Session:
             raise OpdclError("the base weights changed during the run", hint)
 
     def _train(self, task: Task) -> None:
+        from opdcl.results.summary import kept_tuned
         from opdcl.training import peak_memory, reset_peak_memory
 
         _ = self.backbone  # loading it is no part of the stage's cost
