@@ -28,7 +28,6 @@ def _carry_out(
     start(json, quiet, num_processes)
     outcome = verb(**given, quiet=quiet or json)
     show(outcome)
-    outcome.refuse()
     return outcome
 
 

@@ -280,7 +280,10 @@ class Walk:
         if not (self.folder / run / "config.json").exists() or run in self.damaged:
             return
         assert self._checked(["verify", run]).returncode == 0, "no file was damaged"
-        assert self._checked(["report", run]).returncode == 0
+        report = self._checked(["report", run])
+        # After two steps, a tiny model may well answer as base does.
+        same = "fault: base and tuned give the same answer" in report.stderr
+        assert report.returncode == same
 
 
 OPTIONS = [
