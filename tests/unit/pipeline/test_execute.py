@@ -121,3 +121,22 @@ def test_a_run_without_stages_keeps_its_precision_too(tmp_path, tiny_model):
 def test_a_run_records_a_command_that_can_be_typed(monkeypatch, argv, command):
     monkeypatch.setattr(sys, "argv", argv)
     assert command_line(RunDir(Path("runs/x"))) == command
+
+
+def test_a_recovery_that_keeps_the_tuned_adapter_says_so_where_it_ends_and_at_the_end(tmp_path, tiny_model):
+    """Steps of this size lead away from both teachers, so none is nearer than step 0."""
+    make_project(tmp_path, tiny_model)
+    harm = [
+        "recover.learning_rate=0.9",
+        "recover.health=false",
+        "recover.steps=4",
+        "recover.validate_every=4",
+    ]
+    short = ["finetune.epochs=1", "eval.retention=[]", "eval.limit=2"]
+    settings = [word for setting in (*harm, *short) for word in ("--set", setting)]
+    done = opdcl("run", "tiny.yaml", "-o", "out", *settings, cwd=tmp_path)
+    said = "Recovered is the tuned adapter: no training step came nearer to the teachers on held-out prompts."
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if said in line] == [f"recover: {said}", f"note: {said}"]
+    assert lines.index(f"recover: {said}") < lines.index(f"wrote {Path('out') / 'report.md'}")
