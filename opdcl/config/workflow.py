@@ -16,7 +16,7 @@ from opdcl.config.teacher import TeacherSection
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Trackers = Annotated[list[Literal["trackio", "tensorboard", "wandb", "mlflow"]], BeforeValidator(as_list)]
-Column = Literal["question", "answer", "messages", "text", "system", "teacher", "cluster"]
+Column = Literal["question", "answer", "messages", "text", "system", "context", "tools", "teacher", "cluster"]
 
 # Settings that change where or how fast a result is made, not what it is: of the model, a stage, a server.
 # Sizes of batches are not among them: they change rounding, which training amplifies.

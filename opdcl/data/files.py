@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from opdcl.data.formats import MAX_ROW_CHARS
 from opdcl.data.json_rows import read_json
+from opdcl.data.messages import MAX_ROW_CHARS
 from opdcl.errors import UsageError, listed
 
 Rows = Iterator[tuple[Any, str]]

@@ -1,11 +1,11 @@
 """The formats of rows, as trainers and data sets write them: each becomes a conversation or plain text.
 
-`CONVERSATIONS` and `PAIRS` are all of them; an error names the row's file and line.
+`CONVERSATIONS` and `PAIRS` are all of them; an error names the row's file and line. What a row holds is kept,
+refused, or named in `Row.unread`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Collection
@@ -13,18 +13,29 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from opdcl.data.messages import (
+    FIELDS_HINT,
+    ONLY_TEXT,
+    PICTURES,
+    Message,
+    are_messages,
+    checked_text,
+    content_of,
+    kind_of,
+    read_message,
+    read_objects,
+    read_tools,
+    role_of,
+    unread_keys,
+)
+from opdcl.data.values import from_json_text, is_missing, is_no, is_yes, number_as_text
 from opdcl.errors import UsageError, listed, nearest
 
-MAX_ROW_CHARS = 200_000
 # Columns of a row whose names are compared with ours to find a misspelt one.
 MOST_COMPARED = 50
 
-FIELDS_HINT = (
-    "a row has messages, prompt (and completion), question (and answer), instruction (and output), "
-    "conversations, or text; --columns question=NAME,answer=NAME names other columns"
-)
-
-Message = dict[str, Any]
+# The field of a suite's document that holds a packed row.
+PACKED_ROW = "opdcl_row"
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,8 @@ class Row:
     `cluster` the fact or person that it is about, if several rows are, `group` the kind of prompt, and
     `format` how it was written.
     `reply` is what the answer's message holds besides its text: a thought, tool calls. `tools` are the tools
-    that the model may call, `variables` those that the row sets in the chat template, `columns` its fields.
+    that the model may call, `variables` those that the row sets in the chat template, `columns` its fields,
+    and `unread` those fields, of the row and of its messages, that hold something and are not read.
     """
 
     prompt: list[Message]
@@ -50,6 +62,7 @@ class Row:
     tools: list[Any] | None = None
     variables: dict[str, Any] = field(default_factory=dict)
     columns: tuple[str, ...] = field(default=(), repr=False)
+    unread: tuple[str, ...] = field(default=(), repr=False)
 
     def turns(self) -> list[Row]:
         """Return a row for each answer in the conversation, in order; this one comes last."""
@@ -62,6 +75,26 @@ class Row:
         del message["role"]
         return replace(self, prompt=self.prompt[:index], answer=message.pop("content"), reply=message)
 
+    def key(self) -> str:
+        """Return a text that two rows share only if a model is shown the same."""
+        return repr([self.prompt, self.tools, self.variables])
+
+    def shown(self) -> str:
+        """Return the prompt for a reader: the text of a single turn, or each turn with its role."""
+        if len(self.prompt) == 1:
+            return str(self.prompt[0]["content"])
+        return "\n\n".join(f"{message['role']}: {_spoken(message)}" for message in self.prompt)
+
+    def packed(self) -> str:
+        """Return all that a model is shown of the row as JSON text, which `unpacked` reads."""
+        return json.dumps([self.where, self.prompt, self.tools, self.variables], ensure_ascii=False)
+
+    @classmethod
+    def unpacked(cls, text: str) -> Row:
+        """Return the prompt that `packed` has written, as a row without an answer."""
+        where, prompt, tools, variables = json.loads(text)
+        return cls(prompt, None, None, where, tools=tools, variables=variables)
+
     def with_context(self, context: str, answer: str, feedback: str = "") -> Row:
         """Return the row with its last message replaced by `context`, whose placeholders are filled in."""
         *before, last = self.prompt
@@ -70,14 +103,25 @@ class Row:
         return replace(self, prompt=[*before, {**last, "content": content}])
 
 
+def _spoken(message: Message) -> str:
+    """Return the text of a message with its tool calls."""
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    calls = [f"{one['name']}({json.dumps(one['arguments'], ensure_ascii=False)})" for one in functions]
+    return " ".join(filter(None, [message["content"], *calls]))
+
+
 @dataclass(frozen=True)
 class Pair:
-    """A format with one field for the prompt and one for the answer; `more` continues the prompt."""
+    """A format with one field for the prompt and one for the answer.
+
+    `more` continues the prompt; `beside` does so too, unless the prompt quotes it already.
+    """
 
     name: str
     prompt: str
     answers: tuple[str, ...]
     more: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ("context",)
 
 
 # The first format whose field a row has, is the row's. `chosen` is the better answer of a preference row.
@@ -85,22 +129,20 @@ CONVERSATIONS = {"messages": "OpenAI messages", "conversations": "ShareGPT"}
 PAIRS = (
     Pair("prompt and completion", "prompt", ("completion", "response", "chosen")),
     Pair("question and answer", "question", ("answer", "response", "chosen")),
-    Pair("alpaca", "instruction", ("output", "response", "chosen"), more=("input", "context")),
+    Pair("alpaca", "instruction", ("output", "response", "chosen"), more=("input", "context"), beside=()),
     Pair("query and response", "query", ("response",)),
-    Pair("input and output", "input", ("output", "chosen")),
+    # Also alpaca without an instruction.
+    Pair("input and output", "input", ("output", "response", "chosen")),
 )
 SYSTEM = ("system", "system_prompt")
 COLUMNS = {*CONVERSATIONS, "text"}.union(*((pair.prompt, *pair.answers) for pair in PAIRS))
 
-# What a speaker is called -> the role in the chat template.
-ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user"}
-ROLES |= dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bing", "bard"), "assistant")
-ROLES["tool"] = "tool"
-FOREIGN_TOOLS = ("function", "function_call", "tool_call", "observation", "tool_response")
-AS_OPENAI = "write tool calls as OpenAI does: tool_calls in the assistant's message, results with role tool"
-
-# Names of the thought before an answer: templates read one of them, so each is given all.
-THOUGHT = ("reasoning_content", "thinking")
+# Fields that decide which format a row has.
+DECIDING = {*CONVERSATIONS, *(pair.prompt for pair in PAIRS), "chosen", "text"}
+# Fields that have a place in a conversation only.
+OF_CONVERSATIONS = (*SYSTEM, "history", "context", "tools", "chat_template_kwargs")
+# Fields that are about a row of any format.
+ABOUT = ("teacher", "cluster", "group")
 
 
 def check_row(row: Any, where: str) -> Row:
@@ -111,20 +153,30 @@ def check_row(row: Any, where: str) -> Row:
     """
     if not isinstance(row, dict):
         raise UsageError(f"{where} is {kind_of(row)}, not an object", FIELDS_HINT)
-    checked = _conversation(row, where) or _pair(row, where) or _text(row, where)
-    if checked is None:
+    # Without null and NaN; a blank text may be an answer that is to be complained of.
+    given = {key: value for key, value in row.items() if isinstance(value, str) or not is_missing(value)}
+    read = _conversation(given, where) or _pair(given, where) or _text(given, where)
+    if read is None:
         content = f"has only {listed(row)}" if row else "is empty"
         raise UsageError(f"{where} {content}", did_you_mean(row) + FIELDS_HINT)
-    # An empty cell of a CSV or Parquet file names no teacher.
-    fields = ("teacher", "cluster", "group")
-    teacher, cluster, group = ("" if row.get(key) is None else row[key] for key in fields)
-    teacher = _string(teacher, "teacher", where) if teacher != "" else ""
-    cluster = _string(str(cluster), "cluster", where, may_be_empty=True)
-    tools = _objects(row.get("tools"), "tools", where) or None
-    (variables,) = _objects([row.get("chat_template_kwargs") or {}], "chat_template_kwargs", where)
-    variables = {key: value for key, value in variables.items() if value is not None}
-    about = replace(checked, teacher=teacher, cluster=cluster, group=str(group))
-    return replace(about, tools=tools, variables=variables, columns=tuple(map(str, row)))
+    if pictures := [key for key in PICTURES if not is_missing(given.get(key))]:
+        raise UsageError(f"{where} has {pictures[0]}, which is no text", ONLY_TEXT)
+    _refuse_bad_answer(given, read, where)
+    _refuse_lost(given, read, where)
+    teacher, cluster, group = (given.get(key, "") for key in ABOUT)
+    teacher = checked_text(teacher, "teacher", where) if teacher != "" else ""
+    cluster = checked_text(str(cluster), "cluster", where, may_be_empty=True)
+    (variables,) = read_objects([given.get("chat_template_kwargs") or {}], "chat_template_kwargs", where)
+    return replace(
+        read,
+        teacher=teacher,
+        cluster=cluster,
+        group=str(group),
+        tools=read_tools(given.get("tools"), where),
+        variables=variables,
+        columns=tuple(map(str, row)),
+        unread=(*_unread_columns(given, read), *read.unread),
+    )
 
 
 def did_you_mean(columns: Collection[str]) -> str:
@@ -136,47 +188,85 @@ def did_you_mean(columns: Collection[str]) -> str:
 
 
 def _text(row: dict, where: str) -> Row | None:
-    if row.get("text") is None:
+    if "text" not in row:
         return None
-    return Row([], None, _string(row["text"], "text", where), where, format="text")
+    text = checked_text(number_as_text(row["text"]), "text", where)
+    return Row([], None, text, where, format="text", columns=("text",))
 
 
 def _conversation(row: dict, where: str) -> Row | None:
+    """Return a row that is a list of messages; its `columns` are the fields that were read."""
     for key, name in CONVERSATIONS.items():
-        if row.get(key):
+        if not is_missing(row.get(key)):
             turns = _list(row[key], key, where)
-            return _turns([*_before(row, where), *turns, *_chosen(row, turns)], where, name)
-    chosen = row.get("chosen")
-    if isinstance(chosen, list) and any(_role(turn) == "user" for turn in chosen):
-        return _turns([*_before(row, where), *chosen], where, "preference, the chosen conversation")
+            answer = _chosen(row, turns)
+            columns = (key, "chosen", "rejected") if answer else (key,)
+            return _turns(_whole(row, [*turns, *answer], where), where, name, columns)
+    chosen = _messages_in(row.get("chosen"))
+    if isinstance(chosen, list) and any(role_of(turn) == "user" for turn in chosen):
+        name = "preference, the chosen conversation"
+        return _turns(_whole(row, chosen, where), where, name, ("chosen", "rejected"))
     return None
 
 
 def _pair(row: dict, where: str) -> Row | None:
-    for pair in PAIRS:
-        asked = row.get(pair.prompt)
-        if asked is None:
+    """Return a row with a field for its prompt and one for its answer; its `columns` are what was read."""
+    pairs = [pair for pair in PAIRS if pair.prompt in row]
+    if not pairs:
+        return None
+    pair = next((pair for pair in pairs if not is_missing(row[pair.prompt])), pairs[0])
+    given = [name for name in pair.answers if name in row]
+    filled = [name for name in given if not is_missing(row[name])]
+    field = (*filled, *given, *pair.answers)[0]
+    asked, answer = _messages_in(row[pair.prompt]), number_as_text(row.get(field))
+    columns = [pair.prompt, field]
+    if isinstance(asked, list):
+        answer = _messages_in(answer)
+    else:
+        columns += pair.more
+        asked = [{"role": "user", "content": _asked_text(row, pair, where)}]
+    if isinstance(answer, str):
+        answer = [{"role": "assistant", "content": answer}]
+    turns = [*asked, *_list([] if answer is None else answer, field, where)]
+    name = pair.name
+    if field == "chosen":
+        name, columns = f"{pair.name}, the chosen answer", [*columns, "rejected"]
+    return _turns(_whole(row, turns, where), where, name, tuple(columns))
+
+
+def _asked_text(row: dict, pair: Pair, where: str) -> str:
+    """Return a prompt that is text, with what continues it."""
+    prompt = checked_text(number_as_text(row[pair.prompt]), pair.prompt, where)
+    texts = [prompt]
+    for name in (*pair.more, *pair.beside):
+        if is_missing(row.get(name)):
             continue
-        field = next((f for f in pair.answers if row.get(f) is not None), pair.answers[0])
-        answer = row.get(field)
-        if field == "completion" and row.get("label") is False:
-            hint = "leave out the rows of a preference file whose label is false"
-            raise UsageError(f"{where}: its completion is marked as a bad one", hint)
-        if not isinstance(asked, list):
-            more = [row[f] for f in pair.more if row.get(f)]
-            texts = [_string(part, pair.prompt, where) for part in (asked, *more)]
-            asked = [{"role": "user", "content": "\n\n".join(texts)}]
-        if isinstance(answer, str):
-            answer = [{"role": "assistant", "content": answer}]
-        turns = [*_before(row, where), *asked, *_list([] if answer is None else answer, field, where)]
-        return _turns(turns, where, f"{pair.name}, the chosen answer" if field == "chosen" else pair.name)
-    return None
+        text = checked_text(number_as_text(row[name]), name, where)
+        if name in pair.more or text not in prompt:
+            texts.append(text)
+    return "\n\n".join(texts)
 
 
-def _before(row: dict, where: str) -> list[Message]:
-    """Return the turns that fields of their own put before a conversation: `system`, and `history`."""
-    texts = [(field, row[field]) for field in SYSTEM if row.get(field)]
-    turns = [{"role": "system", "content": _string(text, field, where)} for field, text in texts[:1]]
+def _whole(row: dict, turns: list[Any], where: str) -> list[Any]:
+    """Return the turns after those that other fields put before them: a system message, and `history`."""
+    systems = {name: row[name] for name in SYSTEM if not is_missing(row.get(name))}
+    if turns and role_of(turns[0]) == "system":
+        first, turns = turns[0], turns[1:]
+        systems["the conversation"] = content_of(first, where)
+    elif systems:
+        name, text = next(iter(systems.items()))
+        first = {"role": "system", "content": checked_text(text, name, where)}
+    else:
+        return [*_history(row, where), *turns]
+    if len({text.strip() if isinstance(text, str) else None for text in systems.values()}) > 1:
+        message = f"{where}: {' and '.join(systems)} have different system messages"
+        raise UsageError(message, "keep the one that the model is to be shown")
+    return [first, *_history(row, where), *turns]
+
+
+def _history(row: dict, where: str) -> list[Message]:
+    """Return the turns of `history`, which has a pair of texts for each earlier exchange."""
+    turns = []
     for exchange in _list(row.get("history") or [], "history", where):
         if not (isinstance(exchange, list) and len(exchange) == 2):
             raise UsageError(f"{where}: history is not a list of pairs", "a pair is [question, answer]")
@@ -187,117 +277,72 @@ def _before(row: dict, where: str) -> list[Message]:
 
 def _chosen(row: dict, turns: list[Any]) -> list[Any]:
     """Return the chosen answer to a conversation that ends with the user; none where it has its answer."""
-    chosen = row.get("chosen")
-    if not chosen or _role(turns[-1]) == "assistant":
+    chosen = _messages_in(row.get("chosen"))
+    if is_missing(chosen) or not turns or role_of(turns[-1]) == "assistant":
         return []
     if isinstance(chosen, str):
         return [{"role": "assistant", "content": chosen}]
     return chosen if isinstance(chosen, list) else [chosen]
 
 
-def _turns(turns: list[Any], where: str, name: str) -> Row:
+def _turns(turns: list[Any], where: str, name: str, columns: tuple[str, ...]) -> Row:
     """Return a conversation as a row; its last assistant turn is the answer."""
-    messages = [_message(turn, where, is_last=turn is turns[-1]) for turn in turns]
+    messages = [read_message(turn, where, is_last=turn is turns[-1]) for turn in turns]
     if not any(message["role"] == "user" for message in messages):
         raise UsageError(f"{where}: no user message", FIELDS_HINT)
+    keys = dict.fromkeys(f"{columns[0]}.{key}" for turn in turns for key in unread_keys(turn))
+    answer: str | None = None
+    reply: dict[str, Any] = {}
     if messages[-1]["role"] == "assistant":
-        reply = {k: v for k, v in messages[-1].items() if k not in ("role", "content")}
-        return Row(messages[:-1], messages[-1]["content"], None, where, format=name, reply=reply)
-    return Row(messages, None, None, where, format=name)
+        *messages, last = messages
+        answer = last["content"]
+        reply = {key: value for key, value in last.items() if key not in ("role", "content")}
+    columns = (*columns, *OF_CONVERSATIONS)
+    return Row(messages, answer, None, where, format=name, reply=reply, columns=columns, unread=tuple(keys))
 
 
-def _role(turn: Any) -> Any:
-    """Return the role of a turn, or what it is called where that is unknown."""
-    name = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
-    return ROLES.get(name, name) if isinstance(name, str) else name
+def _messages_in(value: Any) -> Any:
+    """Return the messages that a text holds as JSON, and any other value as it is."""
+    decoded = from_json_text(value)
+    if are_messages(decoded):
+        return decoded
+    return decoded if are_messages([decoded]) else value
 
 
-def _message(turn: Any, where: str, is_last: bool) -> Message:
-    role = _role(turn)
-    if role in FOREIGN_TOOLS:
-        raise UsageError(f"{where}: a message has the role {role!r}", AS_OPENAI)
-    if role not in ROLES.values():
-        raise UsageError(f"{where}: message role {role!r}", f"roles are {', '.join(ROLES)}")
-    if turn.get("function_call"):
-        raise UsageError(f"{where}: a message has function_call", AS_OPENAI)
-    if turn.get("weight") == 0:
-        raise UsageError(f"{where}: a message has weight 0", "every assistant turn is learned: remove it")
-    content = turn.get("content", turn.get("value"))
-    if isinstance(content, list):
-        content = "".join(_part(part, where) for part in content)
-    more: Message = {
-        key: _string(str(turn[key]), key, where)
-        for key in ("name", "tool_call_id")
-        if role == "tool" and turn.get(key)
-    }
-    if calls := turn.get("tool_calls"):
-        more["tool_calls"] = [_call(call, where) for call in _objects(calls, "tool_calls", where)]
-    if thought := next((turn[key] for key in THOUGHT if turn.get(key)), None):
-        more |= dict.fromkeys(THOUGHT, _string(thought, "a thought", where))
-    # Whether an answer may be empty is for its use to say.
-    may_be_empty = role == "tool" or (role == "assistant" and (is_last or bool(calls)))
-    content = "" if content is None and calls else content
-    return {"role": role, "content": _string(content, f"{role} content", where, may_be_empty), **more}
+def _refuse_bad_answer(row: dict, read: Row, where: str) -> None:
+    """Refuse an answer that is marked as a bad one, as data sets of preferences do."""
+    label = row.get("label")
+    if is_no(label) and (read.answer or read.reply):
+        hint = "leave out the rows whose label is false; if label says something else, rename the column"
+        raise UsageError(f"{where}: its answer is marked as a bad one (label: {json.dumps(label)})", hint)
 
 
-def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, which OpenAI writes as JSON text."""
-    function = call.get("function", call)
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
-        arguments = arguments if isinstance(arguments, dict) else json.loads(arguments)
-    if not isinstance(arguments, dict) or not (function.get("name") and isinstance(function["name"], str)):
-        raise UsageError(f"{where}: a tool call has no name or no object of arguments", AS_OPENAI)
-    _objects([arguments], "arguments", where)
-    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+def _refuse_lost(row: dict, read: Row, where: str) -> None:
+    """Refuse a row whose prompt would lack what the row has beside it."""
+    lost = []
+    if read.text is not None:
+        lost = [name for name in OF_CONVERSATIONS if not is_missing(row.get(name))]
+        hint = "text is learned as it is: write a conversation as messages, or remove the column"
+    elif not is_missing(context := number_as_text(row.get("context"))):
+        shown = isinstance(context, str) and any(context in message["content"] for message in read.prompt)
+        lost = [] if shown else ["context"]
+        hint = "write it into a message, or remove the column"
+    if lost:
+        raise UsageError(f"{where}: {lost[0]} would not be shown to the model", hint)
 
 
-def _objects(value: Any, field: str, where: str) -> list[dict[str, Any]]:
-    """Return a list of objects, which some files hold as JSON text."""
-    with contextlib.suppress(ValueError, RecursionError):
-        value = json.loads(value) if isinstance(value, str) and value else value or []
-    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        raise UsageError(f"{where}: {field} is not made of objects", AS_OPENAI)
-    try:
-        text = json.dumps(value, ensure_ascii=False, default=str)
-    except RecursionError as fault:
-        raise UsageError(f"{where}: {field} is nested too deeply", AS_OPENAI) from fault
-    _string(text, field, where)
-    return value
-
-
-def _part(part: Any, where: str) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text":
-        kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-        raise UsageError(f"{where}: a message holds a part of type {kind}", "only text can be learned")
-    return _string(part.get("text"), "text", where)
+def _unread_columns(row: dict, read: Row) -> list[str]:
+    """Return the columns that hold something and are not read."""
+    known = {*read.columns, *ABOUT}
+    if is_yes(row.get("label")) and (read.answer or read.reply):
+        known.add("label")
+    return [str(name) for name, value in row.items() if name not in known and not is_missing(value)]
 
 
 def _list(value: Any, field: str, where: str) -> list[Any]:
+    """Return a list, which some files hold as JSON text, as they do its entries."""
+    value = from_json_text(value)
     if isinstance(value, list):
-        return value
+        return [from_json_text(entry) for entry in value]
     wanted = "a list" if field in (*CONVERSATIONS, "history") else "text"
     raise UsageError(f"{where}: {field} is {kind_of(value)}, not {wanted}", FIELDS_HINT)
-
-
-def kind_of(value: Any) -> str:
-    """Return what a JSON value is, in words."""
-    kinds = {str: "text", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
-    kinds |= dict.fromkeys((int, float), "a number")
-    return kinds.get(type(value), type(value).__name__)
-
-
-def _string(value: Any, name: str, where: str, may_be_empty: bool = False) -> str:
-    if not isinstance(value, str):
-        raise UsageError(f"{where}: {name} is {kind_of(value)}, not text", FIELDS_HINT)
-    if not value.strip():
-        if may_be_empty:
-            return ""
-        raise UsageError(f"{where}: {name} is empty", FIELDS_HINT)
-    if any("\ud800" <= char <= "\udfff" for char in value):
-        message = f"{where}: {name} holds half of a surrogate pair, which is not a character"
-        raise UsageError(message, "write the text as UTF-8")
-    if len(value) > MAX_ROW_CHARS:
-        message = f"{where}: {name} has {len(value)} characters, at most {MAX_ROW_CHARS} are read"
-        raise UsageError(message, "split the row")
-    return value

@@ -12,6 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,15 @@ from opdcl.config.own_tasks import is_task_file
 from opdcl.config.shipped import SHIPPED_DATA, package_folder
 from opdcl.data.files import read_file, read_text
 from opdcl.data.folders import list_folder
-from opdcl.data.formats import FIELDS_HINT, Row, check_row, kind_of
+from opdcl.data.formats import DECIDING, Row, check_row
+from opdcl.data.messages import FIELDS_HINT, kind_of
 from opdcl.data.own_tasks import task_files
+from opdcl.data.values import is_missing
 from opdcl.errors import UsageError, listed
 from opdcl.hub import Repository, parse, snapshot
+
+# Fields that a note on unread ones names.
+UNREAD_NAMES = 8
 
 
 class RowError(UsageError):
@@ -67,7 +73,7 @@ def _check_all(
         try:
             if isinstance(row, UsageError):
                 raise row
-            checked.append(check_row(_renamed(row, columns, where), where))
+            checked.append(_checked(row, columns, where))
         except UsageError as fault:
             if bad is None:
                 raise RowError(fault.message, fault.hint) from fault
@@ -77,15 +83,24 @@ def _check_all(
     return checked
 
 
-def _renamed(row: Any, columns: Mapping[str, str], where: str) -> Any:
-    """Return what a row has in the named columns; the row itself if it has none of them."""
+def _checked(row: Any, columns: Mapping[str, str], where: str) -> Row:
+    """Check a row, in which named columns take the place of ours; one that has none of them is read as usual.
+
+    Other columns of ours that it has are read too, unless they would make it a row of another format.
+    """
     if not isinstance(row, dict) or not row.keys() & {*columns.values()}:
-        return row
+        return check_row(row, where)
     # Prompts need no answers.
     if missing := [theirs for ours, theirs in columns.items() if theirs not in row and ours != "answer"]:
         hint = f"its columns are {listed(row)}"
         raise UsageError(f"{where} has no column {missing[0]!r}", hint)
-    return {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+    named = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+    others = {key: value for key, value in row.items() if key not in {*columns.values()}}
+    passed_over = named.keys() | (DECIDING if DECIDING & named.keys() else set())
+    kept = {key: value for key, value in others.items() if key not in passed_over}
+    checked = check_row(kept | named, where)
+    unread = [key for key in others if key in passed_over and not is_missing(others[key])]
+    return replace(checked, unread=(*checked.unread, *unread))
 
 
 def recognised(source: str, rows: list[Row]) -> str:
@@ -96,6 +111,24 @@ def recognised(source: str, rows: list[Row]) -> str:
     parts += [f"assistant: {first.answer}"] if first.answer is not None else [first.text or ""]
     example = " ".join(" ".join(filter(None, parts)).split())
     return f"{source}: {formats}; the first: {example if len(example) <= 160 else f'{example[:157]}...'}"
+
+
+def unread(source: str, rows: list[Row]) -> str:
+    """Name the fields of rows that are not read, the most frequent first; "" without any."""
+    counts = Counter(name for row in rows for name in row.unread).most_common()
+    if not counts:
+        return ""
+    several = [f"{_short(name)} ({count} row{'s' * (count > 1)})" for name, count in counts[:UNREAD_NAMES]]
+    if len(counts) > UNREAD_NAMES:
+        several.append(f"and {len(counts) - UNREAD_NAMES} more")
+    fields = "1 field is" if len(counts) == 1 else f"{len(counts)} fields are"
+    return f"{source}: {fields} not read: {', '.join(several)}"
+
+
+def _short(name: str) -> str:
+    """Return a name on one line, cut to a length."""
+    line = " ".join(name.split())
+    return line if len(line) <= 40 else f"{line[:37]}..."
 
 
 def load_prompts(source: str, split: str = "train") -> list[Row]:

@@ -15,8 +15,8 @@ from opdcl.data.chat import call_text, render, request_ids, tool_row
 from opdcl.data.floors import content_free
 from opdcl.data.nltk_tables import ensure_punkt
 from opdcl.data.own_tasks import own_task
+from opdcl.data.questions import question_task, repeated, shown
 from opdcl.data.rows import Row, load_records, load_rows
-from opdcl.data.scoring import process_results
 from opdcl.data.stock_tasks import (
     columns,
     group_tasks,
@@ -64,7 +64,7 @@ class Suite:
 
     def prompts(self, limit: int | None) -> list[str]:
         """Return the prompts of the first `limit` documents, or of all, without few-shot examples."""
-        return [str(self.task.doc_to_text(doc)) for doc in self.documents(limit)]
+        return [str(_prompt_of(self.task, doc)) for doc in self.documents(limit)]
 
     def floors(self, limit: int | None, answers: list[str], judge: Judge | None = None) -> FloorScores:
         """Score answers without content on the first `limit` documents.
@@ -82,7 +82,9 @@ class Suite:
             named = [[str(doc.get(key) or "") for doc in docs] for key in ("cluster", "tools")]
             clusters = [name or str(i) for i, name in enumerate(named[0])]
             targets = [_text(self.task.doc_to_target(doc)) for doc in docs]
-            texts = content_free(self.prompts(limit), targets, clusters, named[1])
+            # Of a conversation, what is asked last; the rest may be repeated.
+            asked = [str(self.task.doc_to_text(doc)) for doc in docs]
+            texts = content_free(asked, targets, clusters, named[1]) | repeated(docs)
             self._floors[limit] = {name: scores(answers) for name, answers in texts.items()}
         if len(docs) == 1:
             return self._floors[limit]
@@ -91,9 +93,13 @@ class Suite:
         return self._floors[limit] | {"shuffled": scores(answers[half:] + answers[:half])}
 
     def record(self, task: Any, row: dict[str, Any]) -> dict[str, Any]:
-        """Return prompt, response and target as they are stored, from a sample of lm-eval."""
-        prompt = task.doc_to_text(row["doc"])
-        return {"prompt": prompt, "response": row["resps"][0][0], "target": row["target"] or None}
+        """Return prompt, response and target as they are stored, from a sample of lm-eval.
+
+        A conversation has its last question besides, by which a reader knows it from others.
+        """
+        prompt, question = _prompt_of(task, row["doc"]), task.doc_to_text(row["doc"])
+        stored = {"prompt": prompt, "response": row["resps"][0][0], "target": row["target"] or None}
+        return stored if question == prompt else {**stored, "question": question}
 
     def lengths(self, limit: int | None, tokenizer: Any) -> list[int]:
         """Return the length of each prompt in tokens, as `encode`."""
@@ -116,7 +122,7 @@ class Suite:
         encoded = [request_ids(request, tokenizer) for request in self.task.instances]
         for doc in (request.doc for request in self.task.instances):
             row = tool_row(doc, [{"role": "user", "content": self.task.doc_to_text(doc)}], self.name)
-            if row.tools and doc["group"] == "one call":
+            if row.tools and doc.get("group") == "one call":
                 text = call_text(row, doc["target"], tokenizer)
                 if not self._score([doc], [text])[0][self.metrics[0]]:
                     where = f"suite {self.name!r}"
@@ -312,7 +318,7 @@ def load_suite(
             fail_fast()
         task = with_local_data(settings, path, records) if path else str(stock)
     elif path:
-        task = _question_task(name, functools.partial(read_rows, path), config.max_new_tokens or 96)
+        task = question_task(name, functools.partial(read_rows, path), config.max_new_tokens or 96)
     elif members := group_tasks(name):
         return _group(name, [load_suite(member, config, read_rows) for member in members])
     else:
@@ -359,6 +365,12 @@ def _group(name: str, parts: list[Suite]) -> Suite:
     return LikelihoodSuite(name, {"tasks": {part.name: part.task for part in parts}})
 
 
+def _prompt_of(task: Any, doc: dict) -> Any:
+    """Return what a document asks: of a user's row, the whole conversation."""
+    whole = shown(doc)
+    return task.doc_to_text(doc) if whole is None else whole
+
+
 def _text(target: Any) -> str:
     """Return a target as text: of several accepted ones, the first."""
     return str((target or [""])[0] if isinstance(target, list) else target)
@@ -373,34 +385,6 @@ def _unknown(name: str) -> UsageError:
     near = nearest(name, [*shipped, *stock_names()])
     known = f"shipped: {', '.join(shipped)}; or a task or group of lm-eval"
     return UsageError(f"unknown suite {name!r}", f"did you mean {near}?" if near else known)
-
-
-def _question_task(name: str, rows: Callable[[], list[Row]], max_tokens: int) -> dict[str, Any]:
-    """Describe a closed-book task over rows of questions and answers; headline: token F1."""
-    import datasets
-
-    def load(**kwargs: Any) -> dict[str, Any]:
-        docs = []
-        for row in rows():
-            if not row.answer or not row.prompt:
-                raise UsageError(f"{row.where} has no question and answer", "a domain suite needs both")
-            question = row.prompt[-1]["content"]
-            docs.append({"question": question, "answers": [row.answer], "cluster": row.cluster})
-        return {"test": datasets.Dataset.from_list(docs)}
-
-    metrics = ("token_f1", "exact_match", "contains")
-    return {
-        "task": name,
-        "custom_dataset": load,
-        "output_type": "generate_until",
-        "test_split": "test",
-        "num_fewshot": 0,
-        "doc_to_text": "question",
-        "doc_to_target": "{{answers[0]}}",
-        "process_results": process_results,
-        "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": max_tokens},
-        "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in metrics],
-    }
 
 
 def mean_score(values: list) -> float:

@@ -106,7 +106,7 @@ def encode_stream(
     room = context_length - max(config.limit(stream, on_policy) for on_policy in (False, True))
 
     def encode(row: Row) -> list[int]:
-        key = repr([row.prompt, row.tools, row.variables])
+        key = row.key()
         ids = source.encoded.get(key)
         if ids is None or len(ids) > room:  # a prompt without room is refused
             limit = sys.maxsize if is_shipped(row) else room

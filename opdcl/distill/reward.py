@@ -131,14 +131,14 @@ def reward_rows(config: RewardSection, task: Any) -> list[Row]:
             chat_template=_as_json,
             gen_prefix=task.doc_to_prefix(doc),
         )
-        messages = json.loads(conversation)
-        if messages[-1]["role"] != "user":
+        row = tool_row(doc, json.loads(conversation), f"{config.suite} document {number}")
+        if row.prompt[-1]["role"] == "assistant":
             message = f"recover.reward.suite: {config.suite} begins the answer itself"
             raise UsageError(message, "choose a suite that only asks")
-        if (first := number_of.setdefault(conversation, number)) != number:
+        if (first := number_of.setdefault(row.key(), number)) != number:
             message = f"recover.reward.suite: documents {first} and {number} of {config.suite} ask the same"
             raise UsageError(message, "keep one of them: an answer must have one score")
-        rows.append(tool_row(doc, messages, f"{config.suite} document {number}"))
+        rows.append(row)
     return rows
 
 

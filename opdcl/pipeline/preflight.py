@@ -273,7 +273,7 @@ def remarks(job: Job, tasks: list[Task]) -> list[str]:
 
     todo = {task.name for task in tasks if task.unfinished}
     workflow = job.workflow
-    notes = job.sources.left_out()
+    notes = [*job.sources.left_out(), *job.sources.unread()]
     if workflow.finetune and "finetune" in todo:
         notes += job.examples.notes
         rows, _ = job.sources.finetune_rows(workflow)
@@ -305,11 +305,11 @@ def remarks(job: Job, tasks: list[Task]) -> list[str]:
 def repeated_rows(rows: list[Row]) -> list[Row]:
     """Return the rows that say the same as an earlier one."""
     first: dict[str, Row] = {}
-    keys = [json.dumps([row.prompt, row.answer, row.text, row.reply]) for row in rows]
+    keys = [json.dumps([row.key(), row.answer, row.text, row.reply]) for row in rows]
     return [row for row, key in zip(rows, keys, strict=True) if first.setdefault(key, row) is not row]
 
 
 def _questions_with_several_answers(rows: list[Row]) -> int:
-    pairs = {(json.dumps([row.prompt, row.text]), row.answer) for row in rows}
+    pairs = {(json.dumps([row.key(), row.text]), row.answer) for row in rows}
     answers = Counter(question for question, _ in pairs)
     return sum(count > 1 for count in answers.values())

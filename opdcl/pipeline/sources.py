@@ -21,6 +21,7 @@ from opdcl.data.rows import (
     pinned,
     recognised,
     source_files,
+    unread,
 )
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
@@ -108,8 +109,16 @@ class Sources:
 
     def recognised(self) -> list[str]:
         """Describe the rows of the user's files that were read: their formats, and the first of each file."""
-        read = [(source, rows) for (source, *_), rows in self._rows.items() if source not in SHIPPED_DATA]
-        return [recognised(source, rows) for source, rows in read]
+        return [recognised(source, rows) for source, rows in self._files()]
+
+    def unread(self) -> list[str]:
+        """Name what the user's files hold that is not read, file by file."""
+        notes = [unread(source, rows) for source, rows in self._files()]
+        return [note for note in notes if note]
+
+    def _files(self) -> list[tuple[str, list[Row]]]:
+        """Return the user's files that were read, with their rows."""
+        return [(source, rows) for (source, *_), rows in self._rows.items() if source not in SHIPPED_DATA]
 
     def left_out(self) -> list[str]:
         """Name what lies in the user's folders beside the files that were read."""

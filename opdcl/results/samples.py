@@ -66,7 +66,7 @@ def worst_samples(suite: Suite, count: int) -> dict[str, Any]:
     order = [int(i) for i in gaps.argsort(kind="stable") if gaps[i] < 0]
     rows = [
         {
-            "prompt": _line(suite.prompts[i][1], SHORT_PROMPT),
+            "prompt": _line(_question(suite.measured[i]), SHORT_PROMPT),
             "state": state,
             "answer": _line(suite.rows[state][i].get("response"), SHORT_ANSWER),
             "base": _line(suite.rows["base"][i].get("response"), SHORT_ANSWER),
@@ -74,6 +74,19 @@ def worst_samples(suite: Suite, count: int) -> dict[str, Any]:
         for i in order[:count]
     ]
     return {"worst": rows, "lost": len(order), "total": len(gaps), "suite": suite.name}
+
+
+def _question(row: dict[str, Any]) -> str:
+    """Return what is asked: of a conversation, its last question."""
+    return str(row.get("question", row["prompt"]))
+
+
+def _whole_or_ends(row: dict[str, Any]) -> str:
+    """Return a prompt; of a long conversation, its beginning and its last question."""
+    prompt, question = str(row["prompt"]), _question(row)
+    if question == prompt or len(prompt) <= LONGEST_PROMPT:
+        return format.cut(prompt, LONGEST_PROMPT)
+    return f"{format.cut(prompt, LONGEST_PROMPT // 3)}\n\n{format.cut(question, LONGEST_PROMPT // 2)}"
 
 
 def _line(text: Any, longest: int) -> str:
@@ -106,7 +119,7 @@ def _sample(suite: Suite, i: int, shares: dict[str, list], passed: dict[str, lis
         answers.append({"state": state, "text": text, "passed": ok, "mark": mark})
     return {
         "number": row["doc_id"],
-        "prompt": format.cut(str(row["prompt"]), LONGEST_PROMPT),
+        "prompt": _whole_or_ends(row),
         "target": format.cut(str(row["target"]), LONGEST_ANSWER) if row.get("target") else None,
         "answers": answers,
     }

@@ -230,12 +230,9 @@ def measure_closeness(
 
 def _sample(number: int, asked: Row, row: dict[str, Any], state: str) -> dict[str, Any]:
     """Return a stored record; only base's has the ids of its answer, which other states are graded on."""
-    texts = [message["content"] for message in asked.prompt]
-    if len(texts) > 1:
-        texts = [f"{message['role']}: {message['content']}" for message in asked.prompt]
     kinds = {key: getattr(asked, key) for key in ("cluster", "group") if getattr(asked, key)}
     kept = {key: value for key, value in row.items() if state == "base" or key != "completion_ids"}
-    return {"doc_id": number, "prompt": "\n\n".join(texts), "kind": prompt_kind(asked), **kept, **kinds}
+    return {"doc_id": number, "prompt": asked.shown(), "kind": prompt_kind(asked), **kept, **kinds}
 
 
 def other(number: int, total: int) -> int:

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from opdcl.data.formats import COLUMNS, CONVERSATIONS, FOREIGN_TOOLS, PAIRS, ROLES, SYSTEM, THOUGHT
+from opdcl.data.formats import COLUMNS, CONVERSATIONS, OF_CONVERSATIONS, PAIRS, SYSTEM, Row
+from opdcl.data.messages import FOREIGN_TOOLS, LEARNED, PICTURES, ROLES, THOUGHT
 from opdcl.data.rows import load_rows, recognised
 from opdcl.errors import UsageError
 
@@ -44,6 +45,8 @@ MORE = {
     "tools": [{"type": "function", "function": {"name": "sum", "parameters": {"type": "object"}}}],
     "chat_template_kwargs": {"enable_thinking": False},
     "rejected": "Three.",
+    "context": "1 + 1",  # which every prompt quotes
+    "source": "a quiz",
 }
 
 # Each format as its trainers write it, with each name of an answer; prompts also as lists of messages.
@@ -59,6 +62,8 @@ MARKUP = [
     *ROLES,
     *FOREIGN_TOOLS,
     *THOUGHT,
+    *LEARNED,
+    *PICTURES,
     "text",
     "[",
     "[]",
@@ -140,10 +145,14 @@ def test_any_row_is_read_or_refused_with_its_file_and_line(file, drawn):
         # What later goes to a chat template, to a tokenizer and into UTF-8 files.
         parts = [read.prompt, read.answer, read.text, read.reply, read.tools, read.teacher, read.cluster]
         json.dumps(parts, ensure_ascii=False).encode()
+        assert Row.unpacked(read.packed()).key() == read.key()
+        assert isinstance(read.shown() if read.prompt else "", str)
         assert isinstance(read.teacher, str)
         assert recognised(str(file), loaded)
         return
-    assert changed, "a row as its format is documented"
+    # Plain text has no place for a system message and the like.
+    would_lose = "text" in row and row.keys() & {*OF_CONVERSATIONS}
+    assert changed or would_lose, "a row as its format is documented"
     assert error.message.startswith(f"{file}:2")
     assert error.hint
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from opdcl.data.formats import FIELDS_HINT
+from opdcl.data.messages import FIELDS_HINT
 from opdcl.data.rows import load_rows, recognised
 from opdcl.errors import UsageError
 
@@ -302,10 +302,10 @@ MALFORMED = {
     ),
     "a bad completion": (
         {"prompt": "x", "completion": "y", "label": False},
-        "its completion is marked as a bad one",
+        "its answer is marked as a bad one (label: false)",
     ),
     "an empty instruction": ({"instruction": " ", "output": "y"}, "instruction is empty"),
-    "an answer that is a number": ({"instruction": "x", "output": 4}, "output is a number, not text"),
+    "an answer that is true": ({"instruction": "x", "output": True}, "output is true or false, not text"),
     "columns of other names": ({"Frage": "x", "Antwort": "y"}, "has only Frage, Antwort"),
 }
 

@@ -123,7 +123,7 @@ def test_malformed_json_is_refused_with_its_line(tmp_path):
         ({"text": ""}, "text is empty"),
         ({"text": " \n "}, "text is empty"),
         ({"prompt": "", "completion": "c"}, "prompt is empty"),
-        ({"question": "Who?", "answer": 7}, "answer is a number, not text"),
+        ({"question": "Who?", "answer": False}, "answer is true or false, not text"),
         ({"prompt": {"a": 1}}, "prompt is an object, not text"),
         ({"text": ["a"]}, "text is a list, not text"),
         ({"messages": "Who?"}, "messages is text, not a list"),

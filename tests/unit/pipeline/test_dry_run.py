@@ -66,6 +66,18 @@ def test_one_row_is_shown_as_the_model_sees_it_with_the_learned_part_marked(plan
     assert "⟦Code 0<|im_end|>⟧" in table.rows[-1][1]
 
 
+def test_fields_that_are_not_read_are_named_for_rows_and_for_a_suite(plan, tmp_path):
+    lines = [json.dumps({"question": f"Who signs {i}?", "answer": "Ada.", "source": "web"}) for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"question": "Who?", "answer": "Ada.", "id": 7}))
+    notes = plan("eval.domain=[asked]", "eval.data.asked=asked.jsonl")["notes"]
+    unread = [note.rpartition("/")[2] for note in notes if "not read" in note]
+    assert sorted(unread) == [
+        "asked.jsonl: 1 field is not read: id (1 row)",
+        "rows.jsonl: 1 field is not read: source (4 rows)",
+    ]
+
+
 def test_evaluation_counts_with_its_answers_and_its_batch(plan):
     sizes = {size: plan(f"eval.max_new_tokens={size}")["memory_bytes"]["eval"] for size in (12, 96)}
     assert sizes[96] > sizes[12]

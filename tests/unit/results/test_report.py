@@ -11,7 +11,7 @@ from helpers.synthetic import alter, change, measure_fully, measure_states, page
 
 from opdcl.results import plots, report
 from opdcl.results.format import unbroken
-from opdcl.results.samples import RULE, pick_samples
+from opdcl.results.samples import RULE, pick_samples, worst_samples
 from opdcl.results.scores import STATES, load_suites
 from opdcl.results.summary import summarise
 from opdcl.results.tables import MISSING
@@ -254,6 +254,19 @@ def test_the_first_sample_is_the_shortest_readable_one(run):
 def test_a_prompt_is_on_the_page_once(run):
     html = pages(run)["report.html"]
     assert [html.count(f"Prompt number {i} of instructions") for i in (8, 9, 28)] == [1, 1, 1]
+
+
+def test_of_a_long_conversation_the_last_question_is_on_the_page(run):
+    def fields(i):
+        question = f"Who signs form {i}?"
+        return {"prompt": f"system: {'Be brief. ' * 400}\n\nuser: {question}", "question": question}
+
+    measure_states(run, "instructions", (32, 8, 28), fields=fields)
+    suite = load_suites(run)[0]
+    shown = pick_samples(suite)[0]["samples"][0]
+    assert shown["prompt"].endswith(f"more characters)\n\nWho signs form {shown['number']}?")
+    worst = worst_samples(suite, 2)["worst"]
+    assert all(row["prompt"].startswith("Who signs form ") for row in worst)
 
 
 def test_long_answers_are_cut_and_say_so(run):

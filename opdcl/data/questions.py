@@ -1,0 +1,74 @@
+"""A user's rows as a suite: each is asked with its whole conversation, and scored by its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from opdcl.data.chat import THOUGHTS
+from opdcl.data.formats import PACKED_ROW, Row
+from opdcl.data.scoring import process_results
+from opdcl.errors import UsageError
+
+# What a model may repeat of a conversation instead of an answer: the last message of a role.
+REPEATED = {"system": "system message", "assistant": "earlier answer", "tool": "result of a tool"}
+
+
+def question_task(name: str, rows: Callable[[], list[Row]], max_tokens: int) -> dict[str, Any]:
+    """Describe a closed-book task over rows of questions and answers; headline: token F1."""
+    import datasets
+
+    def load(**kwargs: Any) -> dict[str, Any]:
+        return {"test": datasets.Dataset.from_list([document(row) for row in rows()])}
+
+    metrics = ("token_f1", "exact_match", "contains")
+    return {
+        "task": name,
+        "custom_dataset": load,
+        "output_type": "generate_until",
+        "test_split": "test",
+        "num_fewshot": 0,
+        "doc_to_text": "question",
+        "doc_to_target": "{{answers[0]}}",
+        "process_results": process_results,
+        "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": max_tokens},
+        "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in metrics],
+    }
+
+
+def document(row: Row) -> dict[str, Any]:
+    """Return a row as a document: its last question, its answer, and packed, all that the model is shown.
+
+    Raises:
+        UsageError: It has no question or no answer in words.
+    """
+    answer = _without_thought(row.answer or "")
+    if not answer or not row.prompt:
+        reason = "its answer is a tool call" if row.reply.get("tool_calls") else "a domain suite needs both"
+        raise UsageError(f"{row.where} has no question and answer", reason)
+    question = next(message["content"] for message in reversed(row.prompt) if message["role"] == "user")
+    return {"question": question, "answers": [answer], "cluster": row.cluster, PACKED_ROW: row.packed()}
+
+
+def shown(doc: Mapping[str, Any]) -> str | None:
+    """Return the prompt of a user's row for a reader; None for a document of another suite."""
+    return Row.unpacked(doc[PACKED_ROW]).shown() if PACKED_ROW in doc else None
+
+
+def repeated(docs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return answers that repeat a part of the conversation, by name, one per document; none without one."""
+    prompts = [Row.unpacked(doc[PACKED_ROW]).prompt if PACKED_ROW in doc else [] for doc in docs]
+    answers = {name: [_last_of(role, prompt) for prompt in prompts] for role, name in REPEATED.items()}
+    return {name: texts for name, texts in answers.items() if any(texts)}
+
+
+def _last_of(role: str, prompt: list[dict[str, Any]]) -> str:
+    return next((message["content"] for message in reversed(prompt) if message["role"] == role), "")
+
+
+def _without_thought(answer: str) -> str:
+    """Return an answer as scorers see it, without the thought that it may begin with."""
+    for opening, end in THOUGHTS.items():
+        if answer.lstrip().startswith(opening) and end in answer:
+            return answer.partition(end)[2].lstrip()
+    return answer

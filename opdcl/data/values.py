@@ -1,0 +1,69 @@
+"""The values of rows as file formats write them: missing values, JSON as text, numbers, no in many spellings.
+
+The same row must be read alike from JSONL, CSV, Parquet and `datasets`, which write these differently.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a value stands for nothing: null, NaN, blank text, or an empty list or object."""
+    if isinstance(value, str):
+        return not value.strip()
+    if isinstance(value, float):
+        return math.isnan(value)
+    return value is None or value in ([], {})
+
+
+def is_no(value: Any) -> bool:
+    """Return whether a flag says no: false or 0, also as text, as in a CSV file."""
+    if isinstance(value, str):
+        text = value.strip().lower()
+        return text in ("false", "no", "0", "0.0")
+    return isinstance(value, bool | int | float) and value == 0
+
+
+def is_yes(value: Any) -> bool:
+    """Return whether a flag says yes: true or 1, also as text."""
+    if isinstance(value, str):
+        text = value.strip().lower()
+        return text in ("true", "yes", "1", "1.0")
+    return isinstance(value, bool | int | float) and value == 1
+
+
+def from_json_text(value: Any) -> Any:
+    """Return the list or object that a text holds as JSON; any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        decoded = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return decoded
+
+
+def number_as_text(value: Any) -> Any:
+    """Return a finite number as a CSV file would write it, and any other value as it is."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return json.dumps(value) if math.isfinite(value) else value
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the fields of its objects that are null, at any depth.
+
+    Parquet and `datasets` give every object of a column the fields of all others, filled with null. So a null
+    and a missing field cannot be told apart, and count as the same in all files.
+
+    Raises:
+        RecursionError: It is nested too deeply.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [without_nulls(part) for part in value]
+    return value
