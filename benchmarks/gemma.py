@@ -26,8 +26,8 @@ import torch
 
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.model import ModelConfig
-from opdcl.data.chat import Encoded
 from opdcl.data.examples import read_examples
+from opdcl.data.learned import Encoded
 from opdcl.data.rows import load_rows
 from opdcl.model.load import load_model, load_tokenizer, pick_dtype
 from opdcl.model.positions import cross_entropy

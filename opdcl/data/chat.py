@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from opdcl.data.control import markup
 from opdcl.data.formats import PACKED_ROW, Row
 from opdcl.data.messages import THOUGHT, Message
 from opdcl.errors import UsageError
@@ -26,63 +27,14 @@ DEFAULTS = "{#- defaults from model.chat_template_kwargs #}\n"
 SETS_THINKING = "{%- set enable_thinking = enable_thinking | default("
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """Token ids of a training row and, per id, whether it is part of an answer."""
-
-    input_ids: list[int]
-    completion_mask: list[int]
-
-
 def encode_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, room: int) -> list[int]:
     """Return the ids of a prompt up to where the answer begins; raise a UsageError if they exceed `room`."""
-    _check_rendered(row, tokenizer, row.prompt)
-    ids = _template(tokenizer, row, row.prompt, generation=True)
+    check_rendered(row, tokenizer, row.prompt)
+    ids = templated(tokenizer, row, row.prompt, generation=True)
     if len(ids) > room:
         message = f"{row.where}: the prompt has {len(ids)} tokens, and the context leaves room for {room}"
         raise UsageError(message, "shorten the prompt, or lower max_new_tokens")
     return ids
-
-
-def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Encoded]:
-    """Encode a training row as one sequence of any length; plain text as pieces of `max_length` tokens.
-
-    A tool call that the template rewrites once its result follows is learned in a sequence of its own.
-
-    Raises:
-        UsageError: The chat template leaves out something that the row would teach.
-    """
-    if row.text is not None:
-        ids = [*tokenizer(row.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        pieces = [ids[i : i + max_length] for i in range(0, len(ids), max_length)]
-        return [Encoded(piece, [1] * len(piece)) for piece in pieces if len(piece) > 1]
-    messages = [*row.prompt, {"role": "assistant", "content": row.answer or "", **row.reply}]
-    _check_rendered(row, tokenizer, messages)
-    ids = _template(tokenizer, row, messages)
-    mask = [0] * len(ids)
-    sequences = [(ids, mask)]
-    for turn, message in enumerate(messages):
-        if turn and message["role"] == "assistant":
-            start = _template(tokenizer, row, messages[:turn], generation=True)
-            own = _template(tokenizer, row, messages[: turn + 1])
-            # Some templates rewrite earlier turns, or end them with another token than the last one. A turn
-            # is learned as long as all before and in it is what the model reads and should write there.
-            pairs = enumerate(zip(ids, own, strict=False))
-            end = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(own)))
-            if "tool_calls" in message and end < len(own) and own[: len(start)] == start:
-                sequences.append((own, [0] * len(start) + [1] * (len(own) - len(start))))
-            elif ids[: len(start)] == start and end > len(start):
-                mask[len(start) : end] = [1] * (end - len(start))
-    if not any(mask) and (row.reply or "</think>" in (row.answer or "")):
-        hint = "thinking is off unless: --set model.chat_template_kwargs.enable_thinking=true"
-        raise UsageError(f"{row.where}: with this chat template no prompt leads to its answer", hint)
-    eos = tokenizer.eos_token_id
-    for ids, mask in sequences:
-        # What a template adds after the end of the turn, such as a line break, is never sampled: not learned.
-        while mask[-1] and ids[-1] != eos and eos in ids[len(ids) - 4 :]:
-            ids.pop()
-            mask.pop()
-    return [Encoded(ids, mask) for ids, mask in sequences]
 
 
 def tool_row(doc: Mapping[str, Any], messages: list[Message], where: str) -> Row:
@@ -106,14 +58,6 @@ def request_ids(request: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(tokenizer(request.args[0], add_special_tokens=False)["input_ids"])
 
 
-def call_text(row: Row, call: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the answer, as scorers see it, that makes a call of a tool; `call` is its name and arguments."""
-    reply = {"tool_calls": [{"type": "function", "function": json.loads(call)}]}
-    example = encode_example(replace(row, reply=reply), tokenizer, sys.maxsize)[-1]
-    start = example.completion_mask.index(1)
-    return answer_text(tokenizer, example.input_ids[:start], example.input_ids[start:])
-
-
 @dataclass(frozen=True)
 class UserTurn:
     """Where a user's first words stand in a chat template: the ids before them, and the id that ends them."""
@@ -133,16 +77,42 @@ def user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn:
     marker = "finis"
     text = render(tokenizer, [{"role": "user", "content": marker}], True, tokenize=False)
     before, _, after = text.partition(marker)
-    # Some vocabularies list runs of blanks beside their markup.
-    markup = {i for token, i in tokenizer.get_added_vocab().items() if token.strip(" \t\n\u2581")}
-    end = next((i for i in tokenizer(after, add_special_tokens=False)["input_ids"] if i in markup), None)
+    known = markup(tokenizer)
+    end = next((i for i in tokenizer(after, add_special_tokens=False)["input_ids"] if i in known), None)
     if end is None or not before.replace(tokenizer.bos_token or "", "").strip():
         message = "the chat template has no markup around a user turn, so base cannot write one"
         raise UsageError(message, "--prompts everyday takes the shipped prompts; or name a file of prompts")
     # Not the ids of `before` itself: its last blank may be part of the first word's token.
     starts = [tokenizer(before + word, add_special_tokens=False)["input_ids"] for word in (marker, "Why")]
     same = takewhile(lambda pair: pair[0] == pair[1], zip(*starts, strict=False))
-    return UserTurn([i for i, _ in same], end, markup)
+    return UserTurn([i for i, _ in same], end, {*known})
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a chat template that leaves out what messages say, or whose prompts do not open the answer.
+
+    Raises:
+        UsageError: It does.
+    """
+    question, answer = "Say it.", "finis"
+    asked = [{"role": "user", "content": question}]
+    answered = [*asked, {"role": "assistant", "content": answer}]
+    try:
+        written = render(tokenizer, answered, False, tokenize=False)
+        prompt = render(tokenizer, asked, True, tokenize=False)
+        unopened = render(tokenizer, asked, False, tokenize=False)
+    except UsageError:  # it wants other turns, as the rows may have them
+        return
+    hint = "name another template: --set model.chat_template=FILE"
+    if question not in prompt or answer not in written:
+        raise UsageError("the chat template leaves out what the messages say: it wants no plain text", hint)
+    before = written[: written.rindex(answer)]
+    same = [*takewhile(lambda pair: pair[0] == pair[1], zip(prompt, before, strict=False))]
+    header = before[len(same) :]
+    # Some templates need none: what a user says ends with [/INST], and the answer follows.
+    if prompt == unopened and header.strip():
+        fault = f"the chat template opens no answer: its prompts should end with {header!r}"
+        raise UsageError(fault, "write it where add_generation_prompt is true, or " + hint)
 
 
 def render(
@@ -223,7 +193,7 @@ def answer_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], compl
     return str(tokenizer.decode(completion_ids, skip_special_tokens=True))
 
 
-def _check_rendered(row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> None:
+def check_rendered(row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> None:
     """Refuse a row whose tools, tool calls or last thought the chat template would leave out."""
     if row.variables:
         check_variables(tokenizer.get_chat_template(tools=row.tools), row.variables, row.where)
@@ -232,8 +202,12 @@ def _check_rendered(row: Row, tokenizer: PreTrainedTokenizerBase, messages: list
         bare["tools"] = replace(row, tools=None), messages
     if any("tool_calls" in message for message in messages):
         bare["tool_calls"] = row, [_without(message, "tool_calls") for message in messages]
-    if THOUGHT[0] in messages[-1]:
-        bare["the thought"] = row, [*messages[:-1], _without(messages[-1], *THOUGHT)]
+    last = messages[-1]
+    if THOUGHT[0] in last:
+        bare["the thought"] = row, [*messages[:-1], _without(last, *THOUGHT)]
+    elif has_thought(last):
+        answer = last["content"].rpartition("</think>")[2]
+        bare["the thought"] = row, [*messages[:-1], {**last, "content": answer}]
     for what, (other, shorter) in bare.items():
         try:
             lost = render(tokenizer, shorter, False, False, other) == render(
@@ -246,11 +220,17 @@ def _check_rendered(row: Row, tokenizer: PreTrainedTokenizerBase, messages: list
             raise UsageError(f"{row.where}: the chat template leaves out {what}", hint)
 
 
+def has_thought(message: Message) -> bool:
+    """Return whether an answer comes with a thought, in a field of its own or in its text."""
+    return message["role"] == "assistant" and (THOUGHT[0] in message or "</think>" in message["content"])
+
+
 def _without(message: Message, *keys: str) -> Message:
     return {key: value for key, value in message.items() if key not in keys}
 
 
-def _template(
+def templated(
     tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], generation: bool = False
 ) -> list[int]:
+    """Return the ids of messages as the chat template writes them."""
     return list(render(tokenizer, messages, generation, True, row)["input_ids"])

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
-from opdcl.data.chat import Encoded, encode_example, encode_prompt
+from opdcl.data.chat import encode_prompt
+from opdcl.data.control import control_tokens, find_control
 from opdcl.data.formats import did_you_mean
+from opdcl.data.learned import Encoded, encode_text, in_sequences, learned_turns
 from opdcl.data.rows import Row, check_prompts
 from opdcl.errors import UsageError
 
@@ -78,14 +80,17 @@ def read_examples(
     encoded: list[Encoded] = []
     long: list[tuple[int, str]] = []
     longest, unlearnable = (0, ""), 0
+    unasked: list[str] = []
     for row in rows:
         try:
-            examples = encode_example(row, tokenizer, limit)
+            examples, whole = _taught(row, tokenizer, limit)
         except UsageError as fault:
             if config.bad_rows == "refuse":
                 raise
             errors.append(fault)
             continue
+        if not whole:
+            unasked.append(row.where)
         sizes = [len(example.input_ids) for example in examples]
         size = max(sizes) if row.text is None else sum(sizes)
         longest = max(longest, (size, row.where), key=lambda pair: pair[0])
@@ -101,12 +106,35 @@ def read_examples(
     notes = bad_rows(errors) + notes
     if long:
         notes.append(_long_rows(long, unlearnable, config))
+    if unasked:
+        found = f"{_rows(len(unasked), 'has', 'have')} answers that are not learned (first: {unasked[0]})"
+        notes.append(f"{found}: with this chat template no prompt leads to them")
+    notes += _control_notes(used, tokenizer)
     if not encoded:
         reasons = "; ".join(notes)
         raise UsageError(f"{config.data} has no row to learn from: {reasons}", "raise finetune.max_length")
     room = limit - REPLAYED_TOKENS
     prompts = [encode_prompt(row, tokenizer, room) for row in check_prompts(list(replay))]
     return Examples(used, notes, encoded, longest, prompts)
+
+
+def _taught(row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> tuple[list[Encoded], bool]:
+    """Return what a row teaches, and whether that is all of it: some answers may have no prompt."""
+    if row.text is not None:
+        return encode_text(row.text, tokenizer, limit), True
+    turns = learned_turns(row, tokenizer)
+    return in_sequences(turns), None not in turns
+
+
+def _control_notes(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return a note on rows whose text holds tokens that the model reads as structure."""
+    control = control_tokens(tokenizer)
+    held = [(row.where, token) for row in rows if (token := find_control(row, control))]
+    if not held:
+        return []
+    where, token = held[0]
+    found = f"{_rows(len(held), 'holds', 'hold')} control tokens in the text (first: {where} with {token})"
+    return [f"{found}: the model reads them as the end of a turn or the like, not as text"]
 
 
 def _long_rows(long: list[tuple[int, str]], unlearnable: int, config: FinetuneConfig) -> str:

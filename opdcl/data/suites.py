@@ -11,8 +11,9 @@ from typing import Any
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.own_tasks import is_task_file
 from opdcl.config.shipped import shipped_suites
-from opdcl.data.chat import call_text, render, request_ids, tool_row
+from opdcl.data.chat import render, request_ids, tool_row
 from opdcl.data.floors import content_free
+from opdcl.data.learned import call_text
 from opdcl.data.nltk_tables import ensure_punkt
 from opdcl.data.own_tasks import own_task
 from opdcl.data.questions import question_task, repeated, shown

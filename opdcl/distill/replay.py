@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
-from opdcl.data.chat import Encoded
 from opdcl.data.examples import Examples
+from opdcl.data.learned import Encoded
 from opdcl.distill.schedule import endless
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl, write_atomic

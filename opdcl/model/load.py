@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from opdcl import parallel
 from opdcl.config.model import ModelConfig
-from opdcl.data.chat import with_variables
+from opdcl.data.chat import check_template, with_variables
 from opdcl.errors import EnvironmentFault, UsageError
 from opdcl.hub import parse, reachable
 from opdcl.model import quantized
@@ -91,7 +91,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer with the chat template that the configuration asks for.
 
     Raises:
-        UsageError: There is no chat template, or it does not have one of the variables that are set.
+        UsageError: There is no chat template, it opens no answer, or it lacks a variable that is set.
     """
     from transformers import AutoTokenizer
 
@@ -105,6 +105,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if config.chat_template_kwargs and not isinstance(template, str):
         template = tokenizer.get_chat_template()
     tokenizer.chat_template = with_variables(template, config.chat_template_kwargs)
+    check_template(tokenizer)
     return tokenizer
 
 

@@ -5,6 +5,7 @@ The chat templates are the families' own, as TRL ships them.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -86,6 +87,15 @@ def make_tokenizer(family: Family) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token=family.bos, eos_token=family.eos)
     tokenizer.chat_template = template(family.template)
     return tokenizer
+
+
+def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer for one of TRL's chat templates, which knows the tokens that the template writes."""
+    found = dict.fromkeys(re.findall(r"<[|\uff5c/a-zA-Z][^<>\s{}'\"+]*>", template(name)))
+    ordinary = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    other = ("<function", "</function", "<parameter", "</parameter", "<tool", "</tool", "<arg", "</arg")
+    special = [token for token in found if token not in ordinary and not token.startswith(other)]
+    return make_tokenizer(Family(name, ("<bos>", "<eos>", *special), "<eos>", (), "<bos>", ordinary))
 
 
 def spell(tokenizer: Any, ids: list[int]) -> list[str]:

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 
-from opdcl.data.chat import encode_example, encode_prompt, render, user_turn
+from opdcl.data.chat import encode_prompt, render, user_turn
+from opdcl.data.learned import encode_example
 from opdcl.data.rows import Row
 from opdcl.errors import UsageError
 
@@ -27,9 +28,12 @@ def tokenizer(loaded):
 
 
 def learned(row, tokenizer):
-    (encoded,) = encode_example(row, tokenizer, 500)
-    pairs = zip(encoded.input_ids, encoded.completion_mask, strict=True)
-    return tokenizer.decode([i for i, is_learned in pairs if is_learned])
+    """Return what each sequence of a row teaches."""
+    texts = []
+    for encoded in encode_example(row, tokenizer, 500):
+        pairs = zip(encoded.input_ids, encoded.completion_mask, strict=True)
+        texts.append(tokenizer.decode([i for i, is_learned in pairs if is_learned]))
+    return texts
 
 
 def test_plain_text_is_learned_whole_and_ends_the_sequence(tokenizer):
@@ -42,13 +46,14 @@ def test_plain_text_is_learned_whole_and_ends_the_sequence(tokenizer):
 
 
 def test_every_answer_of_a_conversation_is_learned(tokenizer):
-    text = learned(Row(CONVERSATION, "Second", None, "here:1"), tokenizer)
-    assert text.split() == ["First<|im_end|>", "Second<|im_end|>"]
+    row = Row(CONVERSATION, "Second", None, "here:1")
+    assert learned(row, tokenizer) == ["First<|im_end|>Second<|im_end|>"]
 
 
-def test_an_answer_whose_prompt_the_template_rewrites_later_is_not_learned(tokenizer):
+def test_an_answer_whose_prompt_the_template_rewrites_later_is_learned_on_its_own(tokenizer):
     tokenizer.chat_template = COUNTS_QUESTIONS
-    assert learned(Row(CONVERSATION, "Second", None, "here:1"), tokenizer) == "Second<|im_end|>"
+    row = Row(CONVERSATION, "Second", None, "here:1")
+    assert learned(row, tokenizer) == ["Second<|im_end|>", "First<|im_end|>"]
 
 
 def test_a_template_that_can_think_is_told_not_to(tokenizer):

@@ -4,8 +4,9 @@ import pytest
 from helpers.families import FAMILIES, make_tokenizer, save, scripted, spell, written
 
 from opdcl.config.model import ModelConfig
-from opdcl.data.chat import encode_example, encode_prompt
+from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import check_row
+from opdcl.data.learned import encode_example
 from opdcl.distill.health import check_turn_end
 from opdcl.model.load import declared_eos_ids, load_tokenizer
 
@@ -18,12 +19,14 @@ MESSAGES = [
 ]
 ROW = check_row({"messages": MESSAGES}, "r:1")
 
-# The conversation as it is learned, with what is learned between ⟦ and ⟧. Qwen3 puts an empty thought before
-# the last answer only, and no prompt leads to an earlier one; gpt-oss ends earlier answers otherwise.
+# The sequences of the conversation, with what is learned between ⟦ and ⟧. Qwen3 puts an empty thought before
+# the last answer only, so an earlier one stands apart; gpt-oss ends earlier answers otherwise.
+QWEN3_ASKED = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
 LEARNED = {
     "qwen3": (
-        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\nTwo.<|im_end|>\n"
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦Four.<|im_end|>⟧"
+        QWEN3_ASKED + "Two.<|im_end|>\n"
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦Four.<|im_end|>⟧",
+        QWEN3_ASKED + "<think>\n\n</think>\n\n⟦Two.<|im_end|>⟧",
     ),
     "llama3": (
         "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
@@ -31,16 +34,16 @@ LEARNED = {
         "<|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Two.<|eot_id|>⟧"
         "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Four.<|eot_id|>⟧"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Four.<|eot_id|>⟧",
     ),
     "gemma3": (
-        "<bos><start_of_turn>user\nAdd.\n\n1+1?<end_of_turn>\n<start_of_turn>model\n⟦Two.<end_of_turn>\n⟧"
-        "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n⟦Four.<end_of_turn>\n⟧"
+        "<bos><start_of_turn>user\nAdd.\n\n1+1?<end_of_turn>\n<start_of_turn>model\n⟦Two.<end_of_turn>⟧\n"
+        "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n⟦Four.<end_of_turn>⟧",
     ),
     "gpt-oss": (
         "<|start|>developer<|message|># Instructions\n\nAdd.\n\n<|end|><|start|>user<|message|>1+1?<|end|>"
         "<|start|>assistant⟦<|channel|>final<|message|>Two.⟧<|end|><|start|>user<|message|>2+2?<|end|>"
-        "<|start|>assistant⟦<|channel|>final<|message|>Four.<|return|>⟧"
+        "<|start|>assistant⟦<|channel|>final<|message|>Four.<|return|>⟧",
     ),
 }
 VARIABLES = {"llama3": {"date_string": "1 May 2025"}}
@@ -64,14 +67,17 @@ def bracketed(tokenizer, encoded):
 
 def test_each_answer_is_learned_with_the_token_that_ends_it(family):
     name, _, tokenizer = family
-    (encoded,) = encode_example(ROW, tokenizer, 500)
-    tokens = bracketed(tokenizer, encoded)
-    if name == "gpt-oss":  # its system message holds the date of today
-        tokens = tokens[tokens.index("<|end|>") + 1 :]
-    assert "".join(tokens) == LEARNED[name]
+    sequences = encode_example(ROW, tokenizer, 500)
+    texts = []
+    for encoded in sequences:
+        tokens = bracketed(tokenizer, encoded)
+        if name == "gpt-oss":  # its system message holds the date of today
+            tokens = tokens[tokens.index("<|end|>") + 1 :]
+        texts.append("".join(tokens))
+    assert tuple(texts) == LEARNED[name]
     prompt = encode_prompt(ROW, tokenizer, 500)
-    assert encoded.input_ids[: len(prompt)] == prompt
-    assert all(encoded.completion_mask[len(prompt) :])
+    assert sequences[0].input_ids[: len(prompt)] == prompt
+    assert all(sequences[0].completion_mask[len(prompt) :])
 
 
 def test_every_token_that_ends_an_answer_stops_sampling(family):

@@ -7,8 +7,9 @@ from lm_eval.api.instance import Instance
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.model import ModelConfig
-from opdcl.data.chat import answer_text, encode_example, encode_prompt, render
+from opdcl.data.chat import answer_text, encode_prompt, render
 from opdcl.data.formats import check_row
+from opdcl.data.learned import encode_example
 from opdcl.errors import UsageError
 from opdcl.model.load import load_tokenizer
 from opdcl.stages.evaluate import BackboneLM
@@ -212,11 +213,11 @@ def test_a_variable_that_the_template_does_not_have_is_refused(folder):
 def test_thinking_is_off_whatever_the_templates_own_default(folder):
     own = (
         "{%- if enable_thinking is not defined %}{%- set enable_thinking = true %}{%- endif %}"
-        "{{ enable_thinking }}"
+        "{{ enable_thinking }}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     for kwargs, shown in (({}, "False"), (THINKING, "True")):
         config = ModelConfig(id=str(folder), chat_template=own, chat_template_kwargs=kwargs)
-        assert render(load_tokenizer(config), [QUESTION], True, tokenize=False) == shown
+        assert render(load_tokenizer(config), [QUESTION], True, tokenize=False) == f"{shown}2+2?"
 
 
 def test_a_malformed_template_is_a_users_error(folder):

@@ -7,8 +7,9 @@ import pytest
 from helpers.families import FAMILIES, make_tokenizer
 
 from opdcl.config.workflow import Workflow
-from opdcl.data.chat import encode_example, encode_prompt
+from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import check_row
+from opdcl.data.learned import encode_example
 from opdcl.errors import UsageError
 from opdcl.pipeline.job import Job
 from opdcl.rundir.layout import RunDir
@@ -70,7 +71,7 @@ def test_qwen3_learns_a_call_with_its_thought_in_place():
     taught = row(messages=thinking, chat_template_kwargs={"enable_thinking": True})
     (whole,) = (bracketed(tokenizer, e) for e in encode_example(taught, tokenizer, 900))
     assert whole.endswith(
-        f"{QWEN_ASKED}⟦<think>\nLook.\n</think>\n\n{QWEN_CALL}\n⟧{QWEN_RESULT[1:]}"
+        f"{QWEN_ASKED}⟦<think>\nLook.\n</think>\n\n{QWEN_CALL}⟧{QWEN_RESULT}"
         "⟦<think>\nSo.\n</think>\n\nRain.<|im_end|>⟧"
     )
 

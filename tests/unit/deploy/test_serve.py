@@ -11,7 +11,7 @@ from opdcl.rundir.layout import RunDir
 def test_the_server_gets_the_chat_template_of_the_run(tiny_model, tmp_path):
     run = RunDir(tmp_path / "run")
     for kwargs in ({}, {"tone": "kind"}):
-        template = "{{ tone }}{{ messages[0].content }}" if kwargs else None
+        template = "{{ tone }}{% for m in messages %}{{ m.content }}{% endfor %}" if kwargs else None
         model = {"id": str(tiny_model), "chat_template": template, "chat_template_kwargs": kwargs}
         workflow = Workflow.model_validate({"model": model})
         write_json(run.config, {"workflow": workflow.model_dump(), "origins": {}})

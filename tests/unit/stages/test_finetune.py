@@ -18,8 +18,9 @@ from opdcl import parallel
 from opdcl.config.finetune import AnswerLossSection, FinetuneConfig, LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.console import Output
-from opdcl.data.chat import encode_example, encode_prompt
+from opdcl.data.chat import encode_prompt
 from opdcl.data.examples import Examples, read_examples
+from opdcl.data.learned import encode_example
 from opdcl.data.rows import Row, load_rows
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.teachers import Teacher

@@ -1,0 +1,238 @@
+"""What a training row teaches: its token ids, and which of them are learned."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from opdcl.data.chat import answer_text, check_rendered, has_thought, render, templated
+from opdcl.data.control import markup
+from opdcl.data.formats import Row
+from opdcl.data.messages import Message
+from opdcl.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# What opens a thought -> what ends one without words, where a prompt opens it: Qwen3, DeepSeek R1; Gemma 4.
+EMPTY_THOUGHTS = {"<think>": "\n</think>\n\n", "<|channel>thought": "<channel|>"}
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of a training row and, per id, whether it is part of an answer."""
+
+    input_ids: list[int]
+    completion_mask: list[int]
+
+
+def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Encoded]:
+    """Encode a training row: each assistant turn once, or plain text in pieces of `max_length` tokens.
+
+    Turns share one sequence as long as the template writes them as they were answered. One that it rewrites
+    later is learned in a sequence of its own. Sequences of turns may have any length.
+
+    Raises:
+        UsageError: Nothing of the row can be learned, or the template leaves out something it would teach.
+    """
+    if row.text is not None:
+        return encode_text(row.text, tokenizer, max_length)
+    return in_sequences(learned_turns(row, tokenizer))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An assistant turn as it is learned.
+
+    `prompt` holds the very ids that ask for it in use, `answer` its own ids up to the end of the turn, and
+    `learned` a 1 for each of those that is learned. `words` of them come before what ends the turn.
+    """
+
+    prompt: list[int]
+    answer: list[int]
+    learned: list[int]
+    words: int
+
+
+def learned_turns(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[Turn | None]:
+    """Return the assistant turns of a conversation in order, None for one that no prompt leads to.
+
+    Raises:
+        UsageError: No prompt leads to any, the template leaves out something, or an answer ends itself.
+    """
+    messages = [*row.prompt, {"role": "assistant", "content": row.answer or "", **row.reply}]
+    check_rendered(row, tokenizer, messages)
+    turns: list[Turn | None] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        if index == 0:  # nothing is asked before the first message
+            turns.append(None)
+            continue
+        if has_thought(message):
+            check_rendered(row, tokenizer, messages[: index + 1])
+        turns.append(_turn(row, tokenizer, messages[: index + 1]))
+    if not any(turns):
+        raise _without_prompt(row, messages)
+    return turns
+
+
+def _without_prompt(row: Row, messages: list[Message]) -> UsageError:
+    hint = "name a template that writes answers as its prompts open them: --set model.chat_template=FILE"
+    if any(has_thought(message) for message in messages):
+        hint = "thinking is off unless: --set model.chat_template_kwargs.enable_thinking=true"
+    return UsageError(f"{row.where}: with this chat template no prompt leads to its answer", hint)
+
+
+def in_sequences(turns: list[Turn | None]) -> list[Encoded]:
+    """Return the sequences that teach the turns of a row: that of the last turn, then the others in order.
+
+    A turn is learned in the sequence of a later one if that begins with the same prompt and answer. The
+    markup that ends it may differ: gpt-oss ends earlier answers with another token, which is not learned.
+    """
+    sequences: list[Encoded] = []
+    for turn in filter(None, reversed(turns)):
+        begin, ids = len(turn.prompt), turn.prompt + turn.answer
+        for other in sequences:
+            same = _same_length(ids, other.input_ids)
+            if same >= begin + turn.words:
+                other.completion_mask[begin:same] = turn.learned[: same - begin]
+                break
+        else:
+            sequences.append(Encoded(ids, [0] * begin + turn.learned))
+    last, *others = sequences
+    return [last, *reversed(others)]
+
+
+def _same_length(ids: list[int], others: list[int]) -> int:
+    """Return how many ids two lists have in common before they differ."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(ids), len(others)))
+
+
+def _turn(row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Turn | None:
+    """Return the last of the messages as it is learned, or None if no prompt leads to it."""
+    prompt = templated(tokenizer, row, messages[:-1], generation=True)
+    whole = templated(tokenizer, row, messages)
+    if whole[: len(prompt)] == prompt:
+        answer = whole[len(prompt) :]
+    else:
+        answer = _answer_apart(row, tokenizer, messages, prompt)
+    if not answer:
+        return None
+    words = _words(answer, tokenizer)
+    control = markup(tokenizer)
+    ends = [i for i in answer[words:] if i in control]
+    _refuse_second_end(row, tokenizer, messages[-1], ends)
+    # Sampling stops at the end of the turn, so line breaks that the template adds to it are never written,
+    # even where the end of the text follows (Phi 3). Between a call and the end of the turn, some are.
+    if "tool_calls" in messages[-1]:
+        learned = [1] * len(answer)
+    else:
+        learned = [1] * words + [int(i in control) for i in answer[words:]]
+    while ends and answer[-1] not in control:
+        answer, learned = answer[:-1], learned[:-1]
+    return Turn(prompt, answer, learned, words)
+
+
+def _words(answer: list[int], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many ids of an answer come before the control tokens, and blanks among them, that end it."""
+    control = markup(tokenizer)
+    words = len(answer)
+    while words and (answer[words - 1] in control or not tokenizer.decode(answer[words - 1 : words]).strip()):
+        words -= 1
+    # Blanks before the first control token are the answer's own.
+    while words < len(answer) and answer[words] not in control:
+        words += 1
+    return words
+
+
+def _answer_apart(
+    row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message], prompt: list[int]
+) -> list[int]:
+    """Return the ids of the last message where those of its prompt do not begin the conversation; or none.
+
+    Either a token spans the end of the prompt and the beginning of the answer, or the prompt opens a thought
+    that the template does not write before an answer: then the thought is empty.
+    """
+    asked = render(tokenizer, messages[:-1], True, False, row)
+    written = render(tokenizer, messages, False, False, row)
+    answer = _text_after(asked, written, has_thought(messages[-1]))
+    if not answer:
+        return []
+    # Behind a token that no text joins, since some tokenizers put a blank before the first word.
+    for before in ("", tokenizer.eos_token or ""):
+        ids = tokenizer(before + answer, add_special_tokens=False)["input_ids"][bool(before) :]
+        before_it, with_it = (
+            tokenizer.decode(part, clean_up_tokenization_spaces=False) for part in (prompt, prompt + ids)
+        )
+        if with_it == before_it + answer:
+            return list(ids)
+    return []
+
+
+def _text_after(prompt: str, written: str, thinks: bool) -> str:
+    """Return what follows a prompt in a conversation that is `written` with its answer, or "" if it does not.
+
+    `thinks` says whether the answer comes with a thought.
+    """
+    if written.startswith(prompt):
+        return written[len(prompt) :]
+    for opening, empty in EMPTY_THOUGHTS.items():
+        begin, end = re.escape(opening), re.escape(empty.strip())
+        opened = re.search(rf"{begin}\s*\Z", prompt)
+        ended = re.search(rf"({begin}\s*)?{end}\s*\Z", prompt)
+        thought = opened or ended
+        if thought is None or not written.startswith(prompt[: thought.start()]):
+            continue
+        answer = written[thought.start() :]
+        if opened and answer.startswith(opening):  # with other blanks than in the prompt
+            return answer.removeprefix(opening).lstrip()
+        if opened and not thinks:
+            return empty + answer
+        if ended and not thinks:
+            return re.sub(rf"\A({begin}\s*)?{end}\s*", "", answer)
+    return ""
+
+
+def _refuse_second_end(
+    row: Row, tokenizer: PreTrainedTokenizerBase, message: Message, ends: list[int]
+) -> None:
+    """Refuse an answer whose text ends the turn itself; `ends` are all tokens that end it."""
+    # Not </ul> and the like, which are ordinary tokens in some vocabularies.
+    added = tokenizer.added_tokens_decoder if len(ends) > len({*ends}) else {}
+    twice = [added[i].content for i in ends if ends.count(i) > 1 and added[i].special]
+    content = message["content"].rstrip()
+    for end in filter(None, [*twice, tokenizer.eos_token]):
+        if content.endswith(end):
+            message_ = f"{row.where}: an answer ends with {end}, and the chat template ends it once more"
+            raise UsageError(message_, f"remove {end} from the answers of the file")
+
+
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Encoded]:
+    """Encode plain text as pieces, the last of which ends with the end of the sequence.
+
+    Where the tokenizer begins every text with a token of its own, so does each piece: the model never reads a
+    sequence without it. That token is not learned.
+    """
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    begins = tokenizer("finis")["input_ids"][:1] == [tokenizer.bos_token_id]
+    start = [tokenizer.bos_token_id] if begins else []
+    if start and ids[:1] == start:
+        ids = ids[1:]
+    if ids[-1:] != [tokenizer.eos_token_id]:
+        ids.append(tokenizer.eos_token_id)
+    size = max(1, max_length - len(start))
+    pieces = [ids[i : i + size] for i in range(0, len(ids), size)]
+    return [Encoded(start + piece, [0] * len(start) + [1] * len(piece)) for piece in pieces if len(piece) > 1]
+
+
+def call_text(row: Row, call: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the answer, as scorers see it, that makes a call of a tool; `call` is its name and arguments."""
+    reply = {"tool_calls": [{"type": "function", "function": json.loads(call)}]}
+    turn = learned_turns(replace(row, reply=reply), tokenizer)[-1]
+    if turn is None:
+        raise _without_prompt(row, [])
+    return answer_text(tokenizer, turn.prompt, turn.answer)
