@@ -10,8 +10,9 @@ from pyarrow import Table
 from pyarrow.parquet import write_table
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.data.chat import encode_example, encode_prompt
+from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import CONVERSATIONS, OF_CONVERSATIONS, PAIRS, SYSTEM, check_row
+from opdcl.data.learned import encode_example
 from opdcl.data.messages import THOUGHT
 from opdcl.data.rows import load_rows
 from opdcl.data.suites import load_suite

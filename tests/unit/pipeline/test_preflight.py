@@ -134,15 +134,15 @@ def test_long_rows_can_be_left_out_of_a_run_and_the_run_says_so(project):
 
 def test_rows_that_cannot_be_learned_are_left_out_and_counted_by_run_and_dry_run(project):
     good = (project / "rows.jsonl").read_text()
-    bad = '{"question": "Who?", "answer": 7}\n{"question": "cut o\n[1]\n{"anwser": "x"}\n'
+    bad = '{"question": "Who?", "answer": true}\n{"question": "cut o\n[1]\n{"anwser": "x"}\n'
     (project / "rows.jsonl").write_text(f"{bad}{good}")
     words = ["run", "tiny.yaml", "-o", "out", *SMALL]
     refused = opdcl(*words, cwd=project)
     assert refused.returncode == 2
-    assert "rows.jsonl:1: answer is a number, not text" in refused.stderr
+    assert "rows.jsonl:1: answer is true or false, not text" in refused.stderr
     assert "--set finetune.bad_rows=skip leaves such rows out" in refused.stderr
     words += ["--set", "finetune.bad_rows=skip"]
-    told = f"4 rows cannot be used (first: {project}/rows.jsonl:1: answer is a number, not text); left out"
+    told = f"4 rows cannot be used (first: {project}/rows.jsonl:1: answer is true or false, not text); left out"
     plan = json.loads(opdcl(*words, "--dry-run", "--json", cwd=project).stdout)
     assert told in plan["notes"]
     assert (plan["data"]["rows"], plan["data"]["used"]) == (16, 12)
@@ -152,7 +152,7 @@ def test_rows_that_cannot_be_learned_are_left_out_and_counted_by_run_and_dry_run
     # A suite on the same file asks all of its rows or none.
     suite = opdcl(*words, "--set", "eval={retention: [own], data: {own: rows.jsonl}}", cwd=project)
     assert suite.returncode == 2
-    assert "rows.jsonl:1: answer is a number, not text" in suite.stderr
+    assert "rows.jsonl:1: answer is true or false, not text" in suite.stderr
     (project / "rows.jsonl").write_text(bad)
     empty = opdcl(*words, cwd=project)
     assert empty.returncode == 2
