@@ -18,7 +18,6 @@ from opdcl.distill.schedule import Stream
 from opdcl.distill.teachers import AnyTeacher, Teacher, sequence
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
-from opdcl.model.compatibility import refuse_unsupported
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, join
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.model.llama_pass import packs
@@ -57,7 +56,6 @@ class Grader:
     """
 
     def __init__(self, backbone: Backbone, config: RecoverConfig, teachers: dict[Stream, AnyTeacher]):
-        refuse_unsupported(backbone.causal_lm.config)
         self.backbone, self.config, self.teachers = backbone, config, teachers
         self.micro_batch_tokens = int(config.micro_batch_tokens)
 

@@ -15,7 +15,7 @@ from opdcl.distill.teachers import EmaTeacher, RemoteTeacher, SecondModel, Teach
 from opdcl.errors import UsageError
 from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone, State
-from opdcl.model.compatibility import HINT, PROBES, check_same_tokenizer, refuse_unsupported
+from opdcl.model.compatibility import HINT, PROBES, check_same_tokenizer
 from opdcl.model.load import eos_ids, load_base, load_tokenizer
 from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.server import Server
@@ -102,7 +102,6 @@ def _load_model(config: TeacherSection, backbone: Backbone) -> PreTrainedModel:
     tokenizer = load_tokenizer(model_config)
     check_same_tokenizer(backbone.tokenizer, tokenizer, f"teacher {model_config.id}")
     model, _ = load_base(model_config, tokenizer)
-    refuse_unsupported(model.config)
     if (ids := eos_ids(model, tokenizer)) != backbone.eos_ids:
         message = (
             f"teacher {config.model.id} ends answers with ids {ids}, the student with {backbone.eos_ids}"

@@ -79,7 +79,7 @@ class Backbone:
     @property
     def context_length(self) -> int:
         """The longest sequence that the model was made for, in tokens."""
-        return int(self.causal_lm.config.max_position_embeddings)
+        return int(self.causal_lm.config.get_text_config().max_position_embeddings)
 
     @property
     def head_VH(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Check that student and teacher share their tokens and that logits are states times the head."""
+"""Check that student and teacher share their tokens."""
 
 from __future__ import annotations
 
@@ -57,18 +57,3 @@ def check_same_tokenizer(
     """Refuse a teacher, or another model, whose tokens are not the student's; `name` begins the message."""
     if reasons := differences(student, teacher):
         raise UsageError(f"{name} has another tokenizer: {'; '.join(reasons)}", hint)
-
-
-def refuse_unsupported(config) -> None:
-    """Refuse models whose logits are not hidden states times the head: the loss would be wrong."""
-    config = config.get_text_config()
-    for name in (
-        "final_logit_softcapping",
-        "logit_scale",
-        "logits_scaling",
-        "output_multiplier",
-        "lm_head_multiplier",
-    ):
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            message = f"models with {name} ({config.model_type}) cannot be recovered yet"
-            raise UsageError(message, "choose another model")

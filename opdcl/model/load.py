@@ -12,18 +12,27 @@ from typing import TYPE_CHECKING
 from opdcl import parallel
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import check_template, with_variables
-from opdcl.errors import EnvironmentFault, UsageError
+from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.hub import parse, reachable
 from opdcl.model import quantized
+from opdcl.model.tensors import Found, headers, refuse_unfit, weight_files
 from opdcl.rundir.files import cache_home, folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import file_hash
 from opdcl.rundir.layout import TEMPLATE
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 EMBEDDED = "smollm2-135m"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+# Sizes that a model's configuration must have, and more than any model has.
+LARGEST = {
+    "hidden_size": 10**6,
+    "num_hidden_layers": 10**4,
+    "vocab_size": 10**8,
+    "max_position_embeddings": 10**10,
+}
 
 HINT = (
     f"--model {EMBEDDED} is embedded; or name a folder with safetensors; or run opdcl fetch WORKFLOW online"
@@ -50,7 +59,8 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     """Load a model, in evaluation mode on its device.
 
     Raises:
-        UsageError: The model does not exist, or its weights are pickles.
+        UsageError: The model does not exist, its weights are pickles or incomplete, or its logits are not
+            its hidden states times its head.
         EnvironmentFault: The device, or bitsandbytes, is missing.
     """
     # Huge pages for torch's large buffers on Linux: otherwise the logits of a big vocabulary cost a page
@@ -58,6 +68,8 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
+
+    from opdcl.model.head import refuse_unsupported
 
     device = pick_device(config.device)
     dtype = getattr(torch, pick_dtype(config.dtype, device))
@@ -69,19 +81,24 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
         options["use_safetensors"] = True
     if config.quantization:
         options |= quantized.loading_options(config, dtype, device)
-    with _to_user_error(config):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+    # Tensors of another shape are refused below, with their names.
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    with to_user_error(config):
+        model, report = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+    refuse_unfit(config.id, model, Found.of(model, report))
     model.config.use_cache = False
     # A mixture that TRL has tuned returns a loss for its routers, which fails with a cache.
     if hasattr(text := model.config.get_text_config(), "output_router_logits"):
         text.output_router_logits = False
     if config.quantization:
         quantized.use_one_path(model)
-        return model.eval()
+        refuse_unsupported(model.eval())
+        return model
     if device == "cpu":
         # Copied from the file's small pages to huge ones, where every pass over the weights is faster.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
+    refuse_unsupported(model)
     # Layer by layer, so that the device never holds the whole model.
     parallel.shard(model, device, config.shard)
     return model.to(device).eval()
@@ -96,7 +113,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     source, options = _loading_options(config)
-    with _to_user_error(config):
+    with to_user_error(config):
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     template = config.chat_template or tokenizer.chat_template
     if not template:
@@ -123,21 +140,32 @@ def _loading_options(config: ModelConfig) -> tuple[str, dict]:
 
 
 @contextlib.contextmanager
-def _to_user_error(config: ModelConfig) -> Iterator[None]:
-    """Translate the errors that the libraries raise while loading a model into one with a hint."""
+def to_user_error(config: ModelConfig) -> Iterator[None]:
+    """Translate whatever the libraries raise while they read a model's files into an error with a hint."""
     from huggingface_hub.errors import GatedRepoError
-    from safetensors import SafetensorError
+
+    from opdcl.model.memory import is_out_of_memory
 
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__).strip()
+    except BaseException as error:
+        # Tokenizers, written in Rust, raise panics as a kind of their own.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        if isinstance(error, OpdclError) or is_out_of_memory(error):
+            raise
+        lines = str(error).strip().splitlines()
+        first = lines[0].strip()[:300] if lines else ""
+        if not isinstance(error, OSError | ValueError):
+            first = f"{type(error).__name__} {first}".strip()
         causes: list[BaseException] = [error]
         while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
             causes.append(cause)
         gated = any(isinstance(cause, GatedRepoError) for cause in causes)
         hint = "accept its licence on the model's page, then set HF_TOKEN" if gated else HINT
-        raise UsageError(f"model {config.id!r} cannot be loaded: {first[:300]}", hint) from error
+        raise UsageError(
+            f"model {config.id!r} cannot be loaded: {first or type(error).__name__}", hint
+        ) from error
 
 
 def check_exists(config: ModelConfig) -> None:
@@ -161,10 +189,11 @@ def declared_eos_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) ->
     from transformers import AutoConfig, GenerationConfig
 
     source, options = _loading_options(config)
-    try:
-        generation = GenerationConfig.from_pretrained(source, revision=config.revision)
-    except OSError:  # a model need not have a generation_config.json
-        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(source, **options))
+    with to_user_error(config):
+        try:
+            generation = GenerationConfig.from_pretrained(source, revision=config.revision)
+        except OSError:  # a model need not have a generation_config.json
+            generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(source, **options))
     return _eos_ids(generation, tokenizer)
 
 
@@ -174,9 +203,65 @@ def skeleton(config: ModelConfig) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     source, options = _loading_options(config)
-    with _to_user_error(config), torch.device("meta"):
+    with to_user_error(config), torch.device("meta"):
         trusted = {"trust_remote_code": config.trust_remote_code}
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, **options), **trusted)
+
+
+def check_model(config: ModelConfig) -> list[str]:
+    """Check that opdcl can use a model, and that its files hold all of it; return notes. No weights are read.
+
+    Models that are not on this machine yet, and GGUF files, are checked when they are loaded.
+
+    Raises:
+        UsageError: Its logits are not its hidden states times its head; or the files are pickles, damaged,
+            incomplete, or those of another model.
+    """
+    from opdcl.model.head import refuse_unsupported_kind
+
+    if config.id == EMBEDDED:
+        return []
+    refuse_unsupported_kind(skeleton(config))
+    source, options = model_source(config)
+    if not os.path.isdir(source) or "gguf_file" in options:
+        return []
+    bare = skeleton(config)
+    tensors = headers(weight_files(Path(source), config.id))
+    with to_user_error(config):
+        # transformers' own loading, with all its renaming and stacking of tensors, on tensors without values.
+        model, report = type(bare).from_pretrained(
+            None,
+            config=bare.config,
+            state_dict=tensors,
+            device_map={"": "meta"},
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    return refuse_unfit(config.id, model, Found.of(model, report))
+
+
+def read_config(config: ModelConfig) -> PretrainedConfig:
+    """Return the language part of a model's own configuration.
+
+    Raises:
+        UsageError: It cannot be read, a size in it is missing or absurd, or the model has no context length.
+    """
+    from transformers import AutoConfig
+
+    source, options = _loading_options(config)
+    with to_user_error(config):
+        found: PretrainedConfig = AutoConfig.from_pretrained(source, **options).get_text_config()
+    sizes = {name: getattr(found, name, None) for name in LARGEST}
+    if sizes["max_position_embeddings"] is None:
+        problem = f"models of type {found.model_type} do not say how long a text may be"
+        raise UsageError(
+            f"model {config.id!r} cannot be used: {problem}", "choose a model with attention layers"
+        )
+    for name, size in sizes.items():
+        if type(size) is not int or not 0 < size <= LARGEST[name]:
+            problem = f"its config.json sets {name} to {str(size)[:60]}, which is not possible"
+            raise UsageError(f"model {config.id!r} cannot be loaded: {problem}", "copy its config.json again")
+    return found
 
 
 def pick_device(name: str = "auto") -> str:
@@ -234,6 +319,11 @@ def model_source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:
     if not isinstance(cached, str) and not reachable():
         raise UsageError(f"model {config.id!r} is not in the local cache and the hub is out of reach", HINT)
     return config.id, {}
+
+
+def is_gguf(config: ModelConfig) -> bool:
+    """Return whether a model is a GGUF file."""
+    return "gguf_file" in model_source(config, convert=False)[1]
 
 
 def embedded_folder() -> Path:

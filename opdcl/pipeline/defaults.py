@@ -111,20 +111,10 @@ def describe_automatic(workflow: Workflow, origins: dict[str, str]) -> str:
 
 def text_config(model: ModelConfig) -> Any:
     """Return the language part of a model's own configuration, without loading its weights."""
-    from transformers import AutoConfig
+    from opdcl.model.load import is_gguf, read_config
 
-    from opdcl.model.load import model_source
-
-    source, extra = model_source(model)
-    options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code, **extra}
-    try:
-        config = AutoConfig.from_pretrained(source, **options).get_text_config()
-        config.hidden_size = int(config.hidden_size)  # refuse a config without one
-    except (OSError, ValueError, KeyError, AttributeError) as fault:
-        reason = (str(fault).strip() or type(fault).__name__).splitlines()[0][:300]
-        hint = "check the model's config.json, and HF_TOKEN if it is gated"
-        raise UsageError(f"model {model.id!r} cannot be loaded: {reason}", hint) from fault
-    if getattr(config, "quantization_config", None) and "gguf_file" not in extra:
+    config = read_config(model)
+    if getattr(config, "quantization_config", None) and not is_gguf(model):
         hint = (
             "name the model that it was made from, with --model or --base; its adapters fit that one too. "
             "--set model.quantization=4bit quantizes it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from dataclasses import dataclass, field, replace
@@ -109,6 +110,22 @@ class Job:
     def shape(self) -> Any:
         """The base model's own configuration."""
         return text_config(self.workflow.model)
+
+    def check_models(self) -> list[str]:
+        """Check the files of all models that the run loads, each once; return notes.
+
+        Raises:
+            UsageError: Files are missing or damaged, or opdcl cannot use a model of this kind.
+        """
+        from opdcl.model.adapters import tuned_model
+        from opdcl.model.load import check_model
+
+        tuned = tuned_model(self.workflow.start, self.workflow.model)
+        notes: list[str] = []
+        for model in [*self.workflow.models(), *([tuned] if tuned else [])]:
+            key = "checked model", model.model_dump_json()
+            notes += self.sources.once(key, functools.partial(check_model, model))
+        return list(dict.fromkeys(notes))
 
     @property
     def context(self) -> int:

@@ -60,6 +60,8 @@ def checked_plan(job: Job, force: bool = False) -> list[Task]:
     for model in workflow.models():
         check_exists(model)
         check_installed(model)
+    if todo:
+        job.check_models()
     check_trackers(workflow.track)
     if tuned := tuned_model(workflow.start, workflow.model):
         _check_tuned_model(job, tuned)
@@ -130,7 +132,8 @@ def _check_finetune(job: Job) -> None:
     config, model = job.workflow.finetune, job.workflow.model
     if not job.workflow.start:
         check_targets(model, config.lora)
-    _ = job.tokenizer, job.examples
+    _check_turn_end(job)
+    _ = job.examples
     if config.method == "self-distill":
         _check_prompts(job, *job.self_distillation)
 
@@ -187,14 +190,17 @@ def _check_tuned_model(job: Job, tuned: ModelConfig) -> None:
             raise UsageError(f"start is the whole model {tuned.id}, which excludes {what}: {reason}", remedy)
 
 
-def _check_prompts(job: Job, config: RecoverConfig, source: RecoverySource) -> None:
+def _check_turn_end(job: Job) -> None:
     from opdcl.distill.health import check_turn_end
-    from opdcl.distill.reward import count_short_of_room
-    from opdcl.model.compatibility import refuse_unsupported
     from opdcl.model.load import declared_eos_ids
 
-    refuse_unsupported(job.shape)
     check_turn_end(job.tokenizer, declared_eos_ids(job.workflow.model, job.tokenizer))
+
+
+def _check_prompts(job: Job, config: RecoverConfig, source: RecoverySource) -> None:
+    from opdcl.distill.reward import count_short_of_room
+
+    _check_turn_end(job)
     if not any(prompts.train for prompts in job.encode(config, source).values()):
         raise UsageError("recovery has no prompts", "set recover.general")
     count_short_of_room(config, source.rows["general"], job.tokenizer, job.context)
@@ -274,6 +280,8 @@ def remarks(job: Job, tasks: list[Task]) -> list[str]:
     todo = {task.name for task in tasks if task.unfinished}
     workflow = job.workflow
     notes = [*job.sources.left_out(), *job.sources.unread()]
+    if todo:
+        notes += job.check_models()
     if workflow.finetune and "finetune" in todo:
         notes += job.examples.notes
         rows, _ = job.sources.finetune_rows(workflow)

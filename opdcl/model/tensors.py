@@ -1,0 +1,139 @@
+"""Compare the tensors that a model's files hold with those that the model needs.
+
+transformers gives a tensor that it does not find random values and says so in a warning only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opdcl.errors import UsageError
+from opdcl.rundir.files import read_json
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+SAVE_AGAIN = "load it with transformers and save it again: save_pretrained writes safetensors"
+
+# What a name in the files holds that the model's own names do not -> what left it there, and the way out.
+TRACES = {
+    "base_model.model.": "PEFT's wrapper was saved too: merge_and_unload() first, then save the model",
+    "base_layer.": "PEFT's layers were saved too: merge_and_unload() first, then save the model",
+    "_orig_mod.": "torch.compile's wrapper was saved too: save model._orig_mod",
+    "_fsdp_wrapped_module.": "FSDP's wrapper was saved too: save the full state dict",
+    "language_model.": "their names are those of a model with a vision tower: use its config.json",
+    "module.": "DataParallel's wrapper was saved too: save model.module",
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What transformers reports on loading a model: names of tensors, and shapes that differ."""
+
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+    """A name, the shape in the file, and the shape in the model."""
+    total: int
+    """How many tensors the model has."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, report: Mapping[str, Any]) -> Found:
+        """Return what the report of `from_pretrained(..., output_loading_info=True)` says about a model."""
+        tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        missing = set(report["missing_keys"])
+        # One of two tied tensors in the files is enough; if both are missing, one of them is named.
+        missing = {name for name in missing if tied.get(name) not in missing}
+        shapes = [(key, tuple(here), tuple(there)) for key, here, there in report["mismatched_keys"]]
+        total = len(set(model.state_dict()) - set(tied))
+        return cls(sorted(missing), sorted(report["unexpected_keys"]), sorted(shapes), total)
+
+
+def refuse_unfit(name: str, model: PreTrainedModel, found: Found) -> list[str]:
+    """Refuse a model that its files do not give whole; return notes on tensors that are not part of it.
+
+    Raises:
+        UsageError: A tensor of the model is missing, has another shape, or the files hold more for one of its
+            layers than the model has a place for, such as a bias.
+    """
+    hint = next(
+        (way for trace, way in TRACES.items() if any(trace in key for key in found.unexpected)),
+        "save the model again, or copy all its files",
+    )
+    if found.missing:
+        rest = f"; the files hold {found.unexpected[0]} instead" if found.unexpected else ""
+        problem = (
+            f"{len(found.missing)} of {found.total} tensors of the model are not in its files, "
+            f"such as {found.missing[0]}{rest}"
+        )
+        raise UsageError(f"model {name!r} cannot be used: {problem}", hint)
+    if found.mismatched:
+        key, here, there = found.mismatched[0]
+        problem = f"{key} is {_shape(here)} in its files, and {_shape(there)} by its config.json"
+        raise UsageError(f"model {name!r} cannot be used: {problem}", "use the config.json of these weights")
+    layers = {layer for layer, _ in model.named_modules()}
+    homeless = [key for key in found.unexpected if key.rpartition(".")[0] in layers]
+    if homeless:
+        problem = f"its files hold {homeless[0]}, for which its config.json leaves no place"
+        raise UsageError(f"model {name!r} cannot be used: {problem}", "use the config.json of these weights")
+    if found.unexpected:
+        count = f"{len(found.unexpected)} tensors in the files of {name} are not part of the language model"
+        return [f"{count}, such as {found.unexpected[0]}: they are not used"]
+    return []
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "one number"
+
+
+def weight_files(folder: Path, name: str) -> list[Path]:
+    """Return the safetensors files that transformers loads from a folder.
+
+    Raises:
+        UsageError: There are none, or one that the index names is missing.
+    """
+    if (folder / ONE_FILE).is_file():
+        return [folder / ONE_FILE]
+    if (folder / INDEX).is_file():
+        index = read_json(folder / INDEX)
+        named = index.get("weight_map") if isinstance(index, dict) else None
+        if not (isinstance(named, dict) and named and all(isinstance(file, str) for file in named.values())):
+            raise UsageError(f"{folder / INDEX} does not say which file holds which tensor", "copy it again")
+        files = [folder / file for file in sorted(set(named.values()))]
+        if lost := [file for file in files if not file.is_file()]:
+            problem = f"{len(lost)} of {len(files)} files of model {name!r} are missing, such as {lost[0]}"
+            raise UsageError(problem, "copy it again, with all its files")
+        return files
+    if pickle := next((file for kind in PICKLES for file in sorted(folder.glob(kind))), None):
+        raise UsageError(
+            f"model {name!r} holds its weights as a pickle ({pickle.name}), which can run code", SAVE_AGAIN
+        )
+    raise UsageError(f"model {name!r} holds no weights: there is no {ONE_FILE}", SAVE_AGAIN)
+
+
+def headers(files: Collection[Path]) -> dict[str, torch.Tensor]:
+    """Return the tensors of safetensors files by name, without their values.
+
+    Raises:
+        UsageError: A file is damaged.
+    """
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    tensors: dict[str, torch.Tensor] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 - it is no dict
+                    shape = file.get_slice(key).get_shape()
+                    tensors[key] = torch.empty(shape, device="meta")
+        except (SafetensorError, OSError, json.JSONDecodeError) as fault:
+            raise UsageError(f"{path} is damaged: {fault}", "copy it again") from fault
+    return tensors
