@@ -10,8 +10,9 @@ from typing import Any
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, Repository, holds, parse, snapshot
+from opdcl.model.adapter_files import checked_settings, copied_weights
 from opdcl.rundir.hashes import ADAPTER
-from opdcl.rundir.layout import TEMPLATE, RunDir, adapter_config
+from opdcl.rundir.layout import TEMPLATE, RunDir
 
 # What an adapter's configuration may set -> why it is refused. Recovery switches between base and adapters on
 # one set of base weights, so all that an adapter has learned must lie in its low-rank matrices.
@@ -28,6 +29,18 @@ REFUSED = {
     "kasa_config": "it changes the weights of its base",
     "monteclora_config": "its matrices are random",
 }
+# What an adapter's configuration may set besides. PEFT ignores what it does not know, with a warning only.
+KNOWN = {
+    *("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
+    *("inference_mode", "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern"),
+    *("use_rslora", "use_dora", "fan_in_fan_out", "target_modules", "exclude_modules", "target_parameters"),
+    *("layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config"),
+    # Settings of a start, which `init_lora_weights` switches on.
+    *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    # It concerns embeddings and heads, which are refused.
+    "ensure_weight_tying",
+}
+OFF: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
 # These ways to initialise an adapter leave the base as it is; all others subtract their start from it.
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 # Number format -> an unsigned integer of its size, and the bits that are all set in NaN and infinity only.
@@ -36,6 +49,9 @@ EXPONENTS = {
     "F16": ("uint16", 0x7C00),
     "BF16": ("uint16", 0x7F80),
     "F64": ("uint64", 0x7FF0000000000000),
+    "F8_E5M2": ("uint8", 0x7C),
+    # All bits but the sign mean NaN; there is no infinity.
+    "F8_E4M3": ("uint8", 0x7F),
 }
 
 
@@ -125,23 +141,26 @@ def check_adapter(folder: Path) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
-    config = adapter_config(folder)
+    config = checked_settings(folder)
     try:
         with safe_open(folder / ADAPTER, framework="numpy") as file:
             names = list(file.keys())
     except (SafetensorError, OSError) as fault:
         raise UsageError(f"{folder / ADAPTER} is damaged: {fault}", "copy it again") from fault
     kind, start = config.get("peft_type"), config.get("init_lora_weights")
-    reasons = [
-        f"{why} ({key}: {config[key]})"
-        for key, why in REFUSED.items()
-        if config.get(key) not in (None, False, "none", [], {})
+    reasons = [f"{why} ({key}: {config[key]})" for key, why in REFUSED.items() if config.get(key) not in OFF]
+    reasons += [
+        f"opdcl does not know what {key} does, which it sets to {str(value)[:60]}"
+        for key, value in config.items()
+        if key not in KNOWN and key not in REFUSED and value not in OFF
     ]
     if kind != "LORA":
-        reasons.append(f"it is of type {kind}, not LORA")
+        reasons.insert(0, f"it is of type {kind}, not LORA")
     if start not in PLAIN_STARTS:
         reasons.append(f"its start was subtracted from its base (init_lora_weights: {start})")
-    if outside := next((n for n in names if "lora_" not in n or re.search("embed|wte|lm_head", n)), ""):
+    # Copies of the base's weights are compared with it when the base is known.
+    changing = [name for name in names if name not in copied_weights(names)]
+    if outside := next((n for n in changing if "lora_" not in n or re.search("embed|wte|lm_head", n)), ""):
         reasons.append(f"it changes more than linear layers and experts, or not by low rank ({outside})")
     if reasons:
         hint = "train it without that; docs/repair.md lists what an adapter may have"
@@ -160,7 +179,7 @@ def _weights_fault(file: Path) -> str:
     zero: dict[str, list[bool]] = {}
     for name, tensor in deserialize(file.read_bytes()):
         if tensor["dtype"] not in EXPONENTS:
-            continue
+            return f"{name} holds numbers of type {tensor['dtype']}, which is none for weights"
         kind, exponent = EXPONENTS[tensor["dtype"]]
         bits = np.frombuffer(tensor["data"], kind)
         if (bits & bits.dtype.type(exponent) == exponent).any():
@@ -192,7 +211,7 @@ def adapter_scale(config: dict[str, Any]) -> float:
 
 def base_of(place: str, folder: Path) -> ModelConfig:
     """Return the base model that an adapter's configuration names."""
-    config = adapter_config(folder)
+    config = checked_settings(folder)
     base = config.get("base_model_name_or_path")
     if not base:
         hint = "name it with --base, or set base_model_name_or_path in its adapter_config.json"

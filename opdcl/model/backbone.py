@@ -17,7 +17,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from opdcl import parallel
 from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
-from opdcl.errors import UsageError
+from opdcl.model.adapter_files import (
+    PREFIX,
+    copied_weights,
+    peft_faults,
+    read_lora_config,
+    refuse_misfit,
+    refuse_other_copies,
+)
 from opdcl.model.costs import Costs
 from opdcl.model.fused_lora import fuse
 from opdcl.model.load import eos_ids, load_base, load_model
@@ -106,22 +113,26 @@ class Backbone:
         Raises:
             UsageError: The adapter does not fit the base model.
         """
+        read_lora_config(folder, self.causal_lm)
+        # PEFT would write them over the base's; written over their equals, they change nothing.
+        refuse_other_copies(folder, self._weights_by_peft_names())
         options = {"adapter_name": state, "is_trainable": trainable}
-        hint = "use the base model that the adapter was trained on"
-        try:
+        with peft_faults(folder):
             if self.peft is None:
-                self.peft = PeftModel.from_pretrained(self.causal_lm, str(folder), **options)
+                self.peft = PeftModel.from_pretrained(
+                    self.causal_lm, str(folder), ignore_mismatched_sizes=True, **options
+                )
             # Only this returns the names that do not match: for those PEFT keeps an untrained adapter.
-            result = self.peft.load_adapter(str(folder), **options)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise UsageError(
-                f"adapter {folder} does not fit the base model: {str(error)[:300]}", hint
-            ) from error
-        if wrong := [*result.missing_keys, *result.unexpected_keys]:
-            problem = f"{len(wrong)} of its weights have no counterpart, such as {wrong[0]}"
-            raise UsageError(f"adapter {folder} does not fit the base model: {problem}", hint)
+            found = self.peft.load_adapter(str(folder), ignore_mismatched_sizes=True, **options)
+        refuse_misfit(folder, self.peft, state, found.missing_keys, found.unexpected_keys)
         fuse(self.causal_lm)
         return self.peft
+
+    def _weights_by_peft_names(self) -> dict[str, torch.Tensor]:
+        """Return the embeddings and the head by the names that they have in an adapter's file."""
+        weights = self.causal_lm.named_parameters(remove_duplicate=False)
+        named = {PREFIX + name.removeprefix(PREFIX): weight for name, weight in weights}
+        return {name: named[name].detach().cpu() for name in copied_weights(named)}
 
     def drop_adapters(self) -> None:
         """Remove all adapters and keep the base."""

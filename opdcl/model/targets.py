@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
+from opdcl.model.adapter_files import read_lora_config
 from opdcl.model.architecture import architecture
 from opdcl.model.load import skeleton
 from opdcl.model.lora import base_weight
@@ -54,7 +55,7 @@ def lora_config(lora: LoraSection | Path, model: PreTrainedModel) -> LoraConfig:
     ("LoRA Without Regret", 2025); the scale alpha / r stays. Routers get no adapter.
     """
     if isinstance(lora, Path):
-        return LoraConfig.from_pretrained(str(lora))
+        return read_lora_config(lora, model)
     config = LoraConfig(
         r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM"
     )

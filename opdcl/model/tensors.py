@@ -6,7 +6,7 @@ transformers gives a tensor that it does not find random values and says so in a
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,7 +76,7 @@ def refuse_unfit(name: str, model: PreTrainedModel, found: Found) -> list[str]:
         raise UsageError(f"model {name!r} cannot be used: {problem}", hint)
     if found.mismatched:
         key, here, there = found.mismatched[0]
-        problem = f"{key} is {_shape(here)} in its files, and {_shape(there)} by its config.json"
+        problem = f"{key} is {shown_shape(here)} in its files, and {shown_shape(there)} by its config.json"
         raise UsageError(f"model {name!r} cannot be used: {problem}", "use the config.json of these weights")
     layers = {layer for layer, _ in model.named_modules()}
     homeless = [key for key in found.unexpected if key.rpartition(".")[0] in layers]
@@ -89,7 +89,8 @@ def refuse_unfit(name: str, model: PreTrainedModel, found: Found) -> list[str]:
     return []
 
 
-def _shape(shape: tuple[int, ...]) -> str:
+def shown_shape(shape: Sequence[int]) -> str:
+    """Return the sizes of a tensor as text."""
     return " x ".join(map(str, shape)) or "one number"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections import Counter
@@ -62,6 +63,7 @@ def checked_plan(job: Job, force: bool = False) -> list[Task]:
         check_installed(model)
     if todo:
         job.check_models()
+        check_adapters(job)
     check_trackers(workflow.track)
     if tuned := tuned_model(workflow.start, workflow.model):
         _check_tuned_model(job, tuned)
@@ -206,6 +208,21 @@ def _check_prompts(job: Job, config: RecoverConfig, source: RecoverySource) -> N
     count_short_of_room(config, source.rows["general"], job.tokenizer, job.context)
 
 
+def check_adapters(job: Job) -> list[str]:
+    """Check that the adapters of a run's start and of its teachers fit its base; return notes."""
+    from opdcl.model.adapter_files import check_on_base
+    from opdcl.model.adapters import find_adapter
+
+    workflow, notes = job.workflow, list[str]()
+    start = planned_adapter(workflow)
+    folders = [start] if isinstance(start, Path) else []
+    folders += [find_adapter(t.adapter) for t in workflow.teachers().values() if t.adapter]
+    for folder in folders:
+        key = "checked adapter", folder, workflow.model.model_dump_json()
+        notes += job.sources.once(key, functools.partial(check_on_base, folder, workflow.model))
+    return notes
+
+
 def check_targets(model: ModelConfig, lora: LoraSection) -> None:
     """Refuse `target_modules` that match no layer of the model: PEFT would leave them out silently."""
     targets = lora.target_modules
@@ -281,7 +298,7 @@ def remarks(job: Job, tasks: list[Task]) -> list[str]:
     workflow = job.workflow
     notes = [*job.sources.left_out(), *job.sources.unread()]
     if todo:
-        notes += job.check_models()
+        notes += [*job.check_models(), *check_adapters(job)]
     if workflow.finetune and "finetune" in todo:
         notes += job.examples.notes
         rows, _ = job.sources.finetune_rows(workflow)

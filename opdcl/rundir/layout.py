@@ -199,7 +199,16 @@ def open_run(path: Path) -> RunDir:
 
 def adapter_config(folder: Path) -> dict[str, Any]:
     """Return the content of an adapter's `adapter_config.json`."""
-    config: dict[str, Any] = read_json(folder / "adapter_config.json")
+    file = folder / "adapter_config.json"
+    hint = "copy it from where the adapter was trained"
+    if not file.is_file():
+        raise UsageError(f"{file} does not exist", hint)
+    try:
+        config = read_json(file)
+    except RecursionError as fault:
+        raise UsageError(f"{file} is nested too deeply", hint) from fault
+    if not isinstance(config, dict):
+        raise UsageError(f"{file} holds no settings: it is no JSON object", hint)
     return config
 
 

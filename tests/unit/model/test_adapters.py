@@ -7,11 +7,15 @@ import shutil
 import pytest
 import torch
 from helpers.adapters import made_by_peft
+from helpers.command import opdcl
 from helpers.recovering import run
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
+from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
+from opdcl.model import adapter_files
+from opdcl.model.adapter_files import check_on_base
 from opdcl.model.adapters import adapter_scale, base_of, check_adapter, find_adapter
 from opdcl.model.lora import parts
 from opdcl.rundir.files import read_json
@@ -182,25 +186,200 @@ def edit(adapter, change):
     save_file(weights, adapter / "adapter_model.safetensors")
 
 
-def test_embeddings_saved_with_an_adapter_are_refused(made):
-    # PEFT writes them when a trainer has resized the embeddings.
+EMBEDDINGS = "base_model.model.model.embed_tokens.weight"
+
+
+def with_embeddings(values):
+    return lambda weights: weights | {EMBEDDINGS: values}
+
+
+@pytest.mark.parametrize("case", ["trained", "resized"])
+def test_embeddings_saved_with_an_adapter_are_refused_if_they_are_not_base_s(
+    case, made, tiny_model, backbone
+):
+    # PEFT writes them when a trainer has resized the vocabulary.
+    values = backbone.causal_lm.model.embed_tokens.weight.detach().clone()
+    if case == "trained":
+        values[7, 3] += 0.5
+    else:
+        values = torch.cat([values, torch.zeros(1, values.shape[1])])
     adapter = made(r=4, target_modules=["q_proj"])
-    edit(adapter, lambda weights: weights | {"base_model.model.model.embed_tokens.weight": torch.zeros(2, 2)})
-    with pytest.raises(UsageError, match=r"embed_tokens\.weight"):
+    edit(adapter, with_embeddings(values))
+    before = backbone.fingerprint()
+    for check in (
+        lambda: check_on_base(adapter, ModelConfig(id=str(tiny_model), dtype="float32")),
+        lambda: backbone.load_adapter(adapter, "student"),
+    ):
+        with pytest.raises(UsageError, match=r"embed_tokens\.weight is not its base's"):
+            check()
+    assert backbone.fingerprint() == before
+
+
+def test_embeddings_saved_unchanged_are_left_out_with_a_note(made, tiny_model, backbone, loaded):
+    adapter = made(r=4, target_modules=["q_proj"])
+    alone = logits(peft_model(loaded, adapter))
+    edit(adapter, with_embeddings(loaded.causal_lm.model.embed_tokens.weight.detach().clone()))
+    assert find_adapter(str(adapter)) == adapter
+    (note,) = check_on_base(adapter, ModelConfig(id=str(tiny_model), dtype="float32"))
+    assert EMBEDDINGS in note
+    before = backbone.fingerprint()
+    backbone.load_adapter(adapter, "student")
+    assert backbone.fingerprint() == before
+    assert torch.allclose(logits(backbone.causal_lm), alone, atol=1e-3)
+
+
+def in_names(old, new):
+    return lambda weights: {name.replace(old, new, 1): weight for name, weight in weights.items()}
+
+
+def narrower(weights):
+    return {
+        name: weight[:, :-8].contiguous() if "lora_A" in name else weight for name, weight in weights.items()
+    }
+
+
+Q = r"layers\.0\.self_attn\.q_proj"
+# What was done to the file -> its name in the message, and a word of the hint.
+MISFITS = {
+    "a vision model's names": (
+        in_names("model.layers", "model.language_model.layers"),
+        rf"such as base_model\.model\.model\.language_model\.{Q}\.lora_A\.weight",
+        "--base",
+    ),
+    "the adapter's name": (
+        in_names(".lora_A.", ".lora_A.default."),
+        rf"such as base_model\.model\.model\.{Q}\.lora_A\.default\.weight",
+        "save_pretrained",
+    ),
+    "torch.compile's names": (
+        in_names("base_model.model.", "base_model.model._orig_mod."),
+        rf"such as base_model\.model\._orig_mod\.model\.{Q}\.lora_A\.weight",
+        "_orig_mod.",
+    ),
+    "other names": (
+        in_names("model.layers", "text.layers"),
+        rf"4 of its 4 weights have no counterpart there, such as base_model\.model\.text\.{Q}",
+        "use the base model",
+    ),
+    "one missing": (
+        lambda weights: dict(sorted(weights.items())[:-1]),
+        r"its file lacks 1 of the weights .* such as base_model\.model\.model\.layers\.1\.\S+lora_B\.weight",
+        "copy it again",
+    ),
+    "another width": (
+        narrower,
+        rf"base_model\.model\.model\.{Q}\.lora_A\.weight is 4 x 40, and would have to be 4 x 48",
+        "use the base model",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_weights_that_do_not_fit_are_named_as_in_the_file_before_and_on_loading(
+    case, made, backbone, tiny_model
+):
+    change, message, hint = MISFITS[case]
+    adapter = made(r=4, target_modules=["q_proj"])
+    edit(adapter, change)
+    for check in (
+        lambda: check_on_base(adapter, ModelConfig(id=str(tiny_model), dtype="float32")),
+        lambda: backbone.load_adapter(adapter, "student"),
+    ):
+        with pytest.raises(UsageError, match=f"does not fit the base model: .*{message}") as refused:
+            check()
+        assert hint in refused.value.hint
+
+
+def test_the_dry_run_refuses_an_adapter_that_does_not_fit(made, tmp_path):
+    adapter = made(r=4, target_modules=["q_proj"])
+    edit(adapter, in_names("model.layers", "model.language_model.layers"))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Who?"}\n' * 4)
+    for words in (["recover", adapter, "--prompts", "prompts.jsonl"], ["eval", adapter]):
+        refused = opdcl(*words, "-o", tmp_path / "out", "--dry-run", cwd=tmp_path)
+        assert refused.returncode == 2
+        assert "model.language_model.layers.0" in refused.stderr
+
+
+@pytest.mark.parametrize("shape_of_all", SHAPES)
+def test_adapters_that_fit_are_accepted_before_loading(shape_of_all, made, tiny_model):
+    adapter = made(shape_of_all, **SHAPES[shape_of_all])
+    assert check_on_base(adapter, ModelConfig(id=str(tiny_model), dtype="float32")) == []
+
+
+def setting(adapter, **changes):
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return adapter
+
+
+SLOW = "(([a-z_.0-9]+)+)+!"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_alpha": 0}, "sets lora_alpha to 0: it must be a number above 0"),
+        ({"lora_alpha": float("nan")}, "sets lora_alpha to nan"),
+        ({"lora_alpha": "8"}, "sets lora_alpha to 8"),
+        ({"r": 10**12}, "sets r to 10+: it must be a whole number"),
+        ({"r": None}, "sets r to None"),
+        ({"target_modules": 7}, "sets target_modules to 7"),
+        ({"target_modules": [["q_proj"]]}, "sets target_modules to"),
+        ({"alpha_pattern": {"q_proj": 0}}, "sets alpha_pattern to"),
+        ({"rank_pattern": ["q_proj"]}, "sets rank_pattern to"),
+        ({"base_model_name_or_path": {"a": 1}}, "sets base_model_name_or_path to"),
+        ({"use_brand_new": True}, "opdcl does not know what use_brand_new does"),
+        ({"velora_config": {"rank": 1}}, "opdcl does not know what velora_config does"),
+        ({"init_lora_weights": {"a": 1}}, "its start was subtracted from its base"),
+    ],
+)
+def test_impossible_settings_are_refused_in_a_sentence(changes, message, made):
+    adapter = setting(made(r=4, target_modules=["q_proj"]), **changes)
+    with pytest.raises(UsageError, match=message) as refused:
+        find_adapter(str(adapter))
+    assert str(adapter) in refused.value.message
+
+
+@pytest.mark.parametrize("text", ["[1]", "7", "null", "{", "[" * 100_000, ""])
+def test_a_configuration_that_is_no_object_is_refused(text, made):
+    adapter = made(r=4, target_modules=["q_proj"])
+    (adapter / "adapter_config.json").write_text(text)
+    with pytest.raises(UsageError, match=r"adapter_config\.json"):
         find_adapter(str(adapter))
 
 
-@pytest.mark.parametrize("change", ["renamed", "missing"])
-def test_weights_that_match_only_in_part_are_refused(change, made, backbone):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": SLOW},
+        {"exclude_modules": SLOW},
+        {"rank_pattern": {SLOW: 4}},
+        {"exclude_modules": "("},
+    ],
+)
+def test_a_pattern_that_never_ends_or_is_none_is_refused(changes, made, tiny_model, backbone, monkeypatch):
+    monkeypatch.setattr(adapter_files, "PATTERN_SECONDS", 0.2)
+    adapter = setting(made(r=4, target_modules=["q_proj"]), **changes)
+    key = next(iter(changes))
+    for check in (
+        lambda: check_on_base(adapter, ModelConfig(id=str(tiny_model), dtype="float32")),
+        lambda: backbone.load_adapter(adapter, "student"),
+    ):
+        with pytest.raises(UsageError, match=rf"adapter_config\.json: .*{key}.*(takes too long|malformed)"):
+            check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_eight_bit_weights_with_nan_are_refused(dtype, made):
     adapter = made(r=4, target_modules=["q_proj"])
-    if change == "renamed":  # as a wrapper around the language model names its layers
-        edit(
-            adapter, lambda weights: {k.replace("model.layers", "text.layers"): w for k, w in weights.items()}
-        )
-    else:
-        edit(adapter, lambda weights: dict(sorted(weights.items())[:-1]))
-    with pytest.raises(UsageError, match=r"does not fit the base model: \d+ of its weights"):
-        backbone.load_adapter(adapter, "student")
+
+    def broken(weights):
+        name = next(iter(weights))
+        return weights | {name: torch.full_like(weights[name], torch.nan).to(dtype)}
+
+    edit(adapter, broken)
+    with pytest.raises(UsageError, match="NaN"):
+        find_adapter(str(adapter))
 
 
 def test_damaged_weights_are_refused(made):

@@ -1,0 +1,269 @@
+"""Read what an adapter's folder holds: checked settings, and its weights' names and shapes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opdcl.config.model import ModelConfig
+from opdcl.errors import OpdclError, UsageError
+from opdcl.model.load import model_source, pick_device, pick_dtype, skeleton
+from opdcl.model.tensors import headers, shown_shape, weight_files
+from opdcl.rundir.hashes import ADAPTER
+from opdcl.rundir.layout import adapter_config
+from opdcl.time_limit import TooSlow, time_limit
+
+if TYPE_CHECKING:
+    import torch
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+SETTINGS = "adapter_config.json"
+HIGHEST_RANK = 2**16
+# Seconds for matching an adapter's patterns with all names of a model; ordinary ones take milliseconds.
+PATTERN_SECONDS = 5.0
+# A name for an adapter that is not PEFT's own: `default` in the names of a file would go unnoticed.
+STATE = "student"
+# What PEFT writes before the base's own names.
+PREFIX = "base_model.model."
+COPIES = re.compile(r"(embed_tokens|embed_in|word_embeddings|wte|lm_head|embed_out)\.weight$")
+OTHER_BASE = "use the base model that the adapter was trained on"
+
+# What a name in the file holds that it should not -> what left it there, and the way out.
+TRACES = {
+    "_orig_mod.": "torch.compile's wrapper was saved too: take `_orig_mod.` out of the names in the file",
+    "_fsdp_wrapped_module.": "FSDP's wrapper was saved too: save the adapter's full state dict",
+    ".default.": "PEFT's name of the adapter was saved too: save it with save_pretrained, or take `.default` "
+    "out of the names in the file",
+    "language_model.": "it was trained on a model with a vision tower: name that one with --base, or take "
+    "`language_model.` out of the names in the file",
+}
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 0 < value <= HIGHEST_RANK
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+def _is_share(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1
+
+
+def _is_switch(value: Any) -> bool:
+    return value is None or type(value) is bool
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or type(value) is str
+
+
+def _are_names(value: Any) -> bool:
+    return _is_text(value) or (type(value) is list and all(type(name) is str for name in value))
+
+
+def _are_layers(value: Any) -> bool:
+    layers = value if type(value) is list else [value]
+    return value is None or all(type(layer) is int and layer >= 0 for layer in layers)
+
+
+def _maps_to(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or (type(value) is dict and all(map(is_value, value.values())))
+
+
+# A setting that opdcl or PEFT computes with -> the test of its value, and what the value must be.
+VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (_is_rank, f"a whole number from 1 to {HIGHEST_RANK}"),
+    "lora_alpha": (_is_positive, "a number above 0"),
+    "lora_dropout": (_is_share, "a number from 0 to below 1"),
+    "rank_pattern": (_maps_to(_is_rank), f"names with whole numbers from 1 to {HIGHEST_RANK}"),
+    "alpha_pattern": (_maps_to(_is_positive), "names with numbers above 0"),
+    "target_modules": (_are_names, "a list of names, or a pattern"),
+    "exclude_modules": (_are_names, "a list of names, or a pattern"),
+    "target_parameters": (_are_names, "a list of names"),
+    "layers_to_transform": (_are_layers, "numbers of layers"),
+    "layers_pattern": (_are_names, "a list of names"),
+    **dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out"), (_is_switch, "true or false")),
+    **dict.fromkeys(("base_model_name_or_path", "revision"), (_is_text, "text")),
+}
+NEEDED = ("r", "lora_alpha")
+
+
+def checked_settings(folder: Path) -> dict[str, Any]:
+    """Return the content of an adapter's configuration, whose values are possible ones.
+
+    Raises:
+        UsageError: A value is missing, of the wrong type, or impossible; the message names the file.
+    """
+    settings, file = adapter_config(folder), folder / SETTINGS
+    for key in NEEDED:
+        if settings.get("peft_type", "LORA") == "LORA" and key not in settings:
+            raise UsageError(f"{file} does not set {key}", "copy it from where the adapter was trained")
+    for key, (is_possible, must_be) in VALUES.items():
+        if key in settings and not is_possible(settings[key]):
+            problem = f"{file} sets {key} to {str(settings[key])[:60]}: it must be {must_be}"
+            raise UsageError(problem, "copy it from where the adapter was trained")
+    return settings
+
+
+@contextlib.contextmanager
+def peft_faults(folder: Path) -> Iterator[None]:
+    """Translate whatever PEFT raises while it reads an adapter's folder."""
+    from opdcl.model.memory import is_out_of_memory
+
+    try:
+        yield
+    except OpdclError:
+        raise
+    except Exception as fault:
+        if is_out_of_memory(fault):
+            raise
+        lines = str(fault).strip().splitlines()
+        reason = lines[0][:300] if lines else type(fault).__name__
+        raise UsageError(f"adapter {folder} does not fit the base model: {reason}", OTHER_BASE) from fault
+
+
+def read_lora_config(folder: Path, model: PreTrainedModel) -> LoraConfig:
+    """Return PEFT's configuration of the adapter in a folder, whose patterns can be matched with a model.
+
+    Raises:
+        UsageError: The configuration is malformed, or matching one of its patterns takes too long.
+    """
+    from peft import LoraConfig
+
+    settings = checked_settings(folder)
+    with peft_faults(folder):
+        config = LoraConfig.from_pretrained(str(folder))
+    patterns = {key: settings.get(key) for key in ("target_modules", "exclude_modules")}
+    tried = [(key, value) for key, value in patterns.items() if isinstance(value, str)]
+    for key in ("rank_pattern", "alpha_pattern"):
+        # As PEFT does, which matches the end of a name.
+        tried += [(key, rf"(?:.*\.)?(?:{pattern})$") for pattern in settings.get(key) or {}]
+    names = [name for name, _ in model.named_modules()]
+    for key, pattern in tried:
+        _try_pattern(folder / SETTINGS, key, pattern, names)
+    return config
+
+
+def _try_pattern(file: Path, key: str, pattern: str, names: list[str]) -> None:
+    try:
+        with time_limit(PATTERN_SECONDS):
+            for name in names:
+                re.match(pattern, name)
+                re.fullmatch(pattern, name)
+    except TooSlow as fault:
+        problem = f"{file}: matching the pattern in {key} with the layers' names takes too long"
+        raise UsageError(
+            problem, "write it without repetitions inside repetitions, or list the names"
+        ) from fault
+    except (re.error, RecursionError, OverflowError) as fault:
+        raise UsageError(f"{file}: the pattern in {key} is malformed: {fault}", "list the names") from fault
+
+
+def check_on_base(folder: Path, base: ModelConfig) -> list[str]:
+    """Check that an adapter fits its base; return notes. No weights of the model are loaded.
+
+    Raises:
+        UsageError: Its settings are malformed, names or shapes of its weights differ from those of an adapter
+            on this base, or it holds embeddings that are not the base's.
+    """
+    import torch
+    from peft import get_peft_model, set_peft_model_state_dict
+
+    bare = skeleton(base)
+    config = read_lora_config(folder, bare)
+    held = headers([folder / ADAPTER])
+    with peft_faults(folder), torch.device("meta"):
+        adapted = get_peft_model(bare, config, adapter_name=STATE)
+        # PEFT's own loading, with all its renaming, on tensors without values.
+        low_rank = {name: tensor for name, tensor in held.items() if "lora_" in name}
+        found = set_peft_model_state_dict(adapted, low_rank, STATE, ignore_mismatched_sizes=True)
+    missing = [name for name in found.missing_keys if "lora_" in name]
+    refuse_misfit(folder, adapted, STATE, missing, found.unexpected_keys)
+    if not (copies := copied_weights(held)):
+        return []
+    if weights := stored_weights(base, copies):
+        refuse_other_copies(folder, weights)
+    return [f"adapter {folder} holds weights of its base, unchanged, which are not used: {', '.join(copies)}"]
+
+
+def refuse_misfit(
+    folder: Path, adapted: torch.nn.Module, state: str, missing: Sequence[str], unexpected: Sequence[str]
+) -> None:
+    """Refuse an adapter that PEFT could not load whole as `state`, by the names in its file.
+
+    PEFT keeps an untrained adapter for weights that are missing or have another shape.
+    """
+    if not (missing or unexpected):
+        return
+    held = headers([folder / ADAPTER])
+    place = f"adapter {folder} does not fit the base model"
+    hint = next(
+        (way for trace, way in TRACES.items() if any(trace in name for name in unexpected)), OTHER_BASE
+    )
+    if unexpected:
+        count = f"{len(unexpected)} of its {len(held)} weights have no counterpart there"
+        raise UsageError(f"{place}: {count}, such as {unexpected[0]}", hint)
+    names = {name: name.replace(f".{state}.", ".").removesuffix(f".{state}") for name in missing}
+    weights = adapted.state_dict()
+    for name, in_file in names.items():
+        if in_file in held:
+            shapes = shown_shape(held[in_file].shape), shown_shape(weights[name].shape)
+            raise UsageError(f"{place}: {in_file} is {shapes[0]}, and would have to be {shapes[1]}", hint)
+    first = next(iter(names.values()))
+    count = f"its file lacks {len(missing)} of the weights that its settings ask for"
+    raise UsageError(f"{place}: {count}, such as {first}", "copy it again from where the adapter was trained")
+
+
+def copied_weights(names: Iterable[str]) -> list[str]:
+    """Return which of an adapter's weights are a base's embeddings or head.
+
+    PEFT saves them with an adapter whenever the vocabulary was resized, trained or not.
+    """
+    return [name for name in names if "lora_" not in name and COPIES.search(name)]
+
+
+def stored_weights(base: ModelConfig, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return a base's weights by their names in an adapter, as its files hold them, in the run's precision.
+
+    Of a base that is not in safetensors on this machine, none are returned.
+    """
+    import torch
+    from safetensors import safe_open
+
+    source, options = model_source(base)
+    if not os.path.isdir(source) or "gguf_file" in options:
+        return {}
+    dtype = getattr(torch, pick_dtype(base.dtype, pick_device(base.device)))
+    found: dict[str, torch.Tensor] = {}
+    for path in weight_files(Path(source), base.id):
+        with safe_open(path, framework="pt") as file:
+            stored = set(file.keys())
+            for name in names:
+                own = name.removeprefix(PREFIX)
+                if own not in stored and own.startswith("lm_head"):  # tied to the embeddings
+                    own = "model.embed_tokens.weight"
+                if own in stored:
+                    found[name] = file.get_tensor(own).to(dtype)
+    return found
+
+
+def refuse_other_copies(folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Refuse an adapter whose embeddings or head are not its base's; `weights` are these, by its names."""
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(folder / ADAPTER, framework="pt") as file:
+        for name in copied_weights(file.keys()):
+            weight = weights.get(name)
+            if weight is None or not torch.equal(file.get_tensor(name).to(weight), weight):
+                problem = f"it changes more than linear layers and experts: {name} is not its base's"
+                hint = "train it without that; docs/repair.md lists what an adapter may have"
+                raise UsageError(f"adapter {folder} cannot be recovered: {problem}", hint)
