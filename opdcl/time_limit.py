@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterator
 
 
-class TooSlow(Exception):
-    """The time limit has passed."""
+class TooSlow(BaseException):
+    """The time limit has passed. It is no `Exception`, which libraries catch and go on."""
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, Repository, holds, parse, snapshot
 from opdcl.model.adapter_files import checked_settings, copied_weights
+from opdcl.rundir.files import read_json
 from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import TEMPLATE, RunDir
 
@@ -217,10 +218,39 @@ def base_of(place: str, folder: Path) -> ModelConfig:
         hint = "name it with --base, or set base_model_name_or_path in its adapter_config.json"
         raise UsageError(f"adapter {place} does not name its base model", hint)
     embedded = {hub_id: name for name, hub_id in HUB_IDS.items()}
-    # Other trainers save the base's template with its tokenizer; alone, it is another one.
-    template = folder / TEMPLATE
-    own = str(template) if template.is_file() and not (folder / "tokenizer_config.json").is_file() else None
-    return ModelConfig(id=embedded.get(base, base), revision=config.get("revision"), chat_template=own)
+    model = ModelConfig(id=embedded.get(base, base), revision=config.get("revision"))
+    template = template_beside(folder, model)
+    return model.model_copy(update={"chat_template": template}) if template else model
+
+
+def template_beside(folder: Path, base: ModelConfig) -> str | None:
+    """Return the chat template in an adapter's folder if it is the one to use: base's own comes first.
+
+    Trainers save a template with its tokenizer, and that is mostly base's. Alone, it is another one.
+    """
+    template = own_template(folder)
+    alone = not (folder / "tokenizer_config.json").is_file()
+    return template if template and (alone or _lacks_template(base)) else None
+
+
+def own_template(folder: Path) -> str | None:
+    """Return the chat template in an adapter's folder."""
+    if (folder / TEMPLATE).is_file():
+        return (folder / TEMPLATE).read_text(encoding="utf-8", errors="replace")
+    if not (folder / "tokenizer_config.json").is_file():
+        return None
+    settings = read_json(folder / "tokenizer_config.json")
+    template = settings.get("chat_template") if isinstance(settings, dict) else None
+    return template if isinstance(template, str) and template.strip() else None
+
+
+def _lacks_template(base: ModelConfig) -> bool:
+    from opdcl.model.load import has_template
+
+    try:
+        return not has_template(base)
+    except UsageError:  # it is not here, which those who need it say
+        return False
 
 
 def find_states(place: str) -> tuple[ModelConfig, ModelConfig | None, dict[str, Path]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from opdcl import parallel
 from opdcl.config.model import ModelConfig
-from opdcl.data.chat import check_template, with_variables
+from opdcl.data.chat import check_template, render, with_variables
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.hub import parse, reachable
 from opdcl.model import quantized
@@ -19,12 +19,16 @@ from opdcl.model.tensors import Found, headers, refuse_unfit, weight_files
 from opdcl.rundir.files import cache_home, folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import file_hash
 from opdcl.rundir.layout import TEMPLATE
+from opdcl.time_limit import TooSlow, time_limit
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 EMBEDDED = "smollm2-135m"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+# Ordinary templates take milliseconds.
+TEMPLATE_SECONDS = 10.0
 
 # Sizes that a model's configuration must have, and more than any model has.
 LARGEST = {
@@ -108,13 +112,10 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer with the chat template that the configuration asks for.
 
     Raises:
-        UsageError: There is no chat template, it opens no answer, or it lacks a variable that is set.
+        UsageError: There is no chat template, it opens no answer or never ends, or it lacks a variable that is
+            set.
     """
-    from transformers import AutoTokenizer
-
-    source, options = _loading_options(config)
-    with to_user_error(config):
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    tokenizer = _read_tokenizer(config)
     template = config.chat_template or tokenizer.chat_template
     if not template:
         hint = "choose the instruct version of the model, or name a template: --set model.chat_template=FILE"
@@ -122,8 +123,39 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if config.chat_template_kwargs and not isinstance(template, str):
         template = tokenizer.get_chat_template()
     tokenizer.chat_template = with_variables(template, config.chat_template_kwargs)
+    _try_template(config, tokenizer)
     check_template(tokenizer)
     return tokenizer
+
+
+def has_template(config: ModelConfig) -> bool:
+    """Return whether a model has a chat template of its own."""
+    return bool(_read_tokenizer(config).chat_template)
+
+
+def _read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    source, options = _loading_options(config)
+    with to_user_error(config):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
+    return tokenizer
+
+
+def _try_template(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a chat template that never gets through one short turn: it may come from anywhere."""
+    name = f"the chat template of model {config.id!r}"
+    hint = "--set model.chat_template=FILE names another one"
+    try:
+        with time_limit(TEMPLATE_SECONDS):
+            render(tokenizer, [{"role": "user", "content": "Hello."}], True, tokenize=False)
+    except TooSlow as fault:
+        problem = f"takes more than {TEMPLATE_SECONDS:g} seconds for one short turn"
+        raise UsageError(f"{name} {problem}", hint) from fault
+    except UsageError:  # it refuses this turn; the rows' own may be others
+        return
+    except Exception as fault:
+        raise UsageError(f"{name} fails: {type(fault).__name__} {str(fault)[:200]}".rstrip(), hint) from fault
 
 
 def write_template(config: ModelConfig, folder: Path) -> Path | None:

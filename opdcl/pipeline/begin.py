@@ -12,7 +12,7 @@ from typing import Any
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
-from opdcl.model.adapters import base_of, find_adapter, tuned_model
+from opdcl.model.adapters import base_of, find_adapter, template_beside, tuned_model
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 
@@ -49,6 +49,9 @@ def open_or_begin(source: str, out: Path | None, base: str | None) -> tuple[Path
     if not base:
         tree["model"] = _base(source, folder)
         origins["model.id"] = f"{source}/adapter_config.json"
+    elif not tuned and (template := template_beside(folder, ModelConfig(id=base))):
+        tree["model"] = {"chat_template": template}
+        origins["model.chat_template"] = source
     return run.path, {"workflow": tree, "origins": origins}
 
 

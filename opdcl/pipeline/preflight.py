@@ -20,7 +20,7 @@ from opdcl.pipeline.job import Job, read_records
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.pipeline.trackers import check_trackers
 from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.layout import RunDir
+from opdcl.rundir.layout import TEMPLATE, RunDir
 
 if TYPE_CHECKING:
     from opdcl.distill.prompts import RecoverySource
@@ -215,12 +215,28 @@ def check_adapters(job: Job) -> list[str]:
 
     workflow, notes = job.workflow, list[str]()
     start = planned_adapter(workflow)
+    if isinstance(start, Path):
+        notes += _other_template(job, start)
     folders = [start] if isinstance(start, Path) else []
     folders += [find_adapter(t.adapter) for t in workflow.teachers().values() if t.adapter]
     for folder in folders:
         key = "checked adapter", folder, workflow.model.model_dump_json()
         notes += job.sources.once(key, functools.partial(check_on_base, folder, workflow.model))
     return notes
+
+
+def _other_template(job: Job, folder: Path) -> list[str]:
+    """Return a note if an adapter was saved with another chat template than the run uses."""
+    from opdcl.model.adapters import own_template
+    from opdcl.model.compatibility import template_difference
+
+    template = own_template(folder)
+    if not template or not (difference := template_difference(job.tokenizer, template)):
+        return []
+    file = folder / TEMPLATE
+    way = f"--set model.chat_template={file}" if file.is_file() else "--set model.chat_template=FILE"
+    problem = f"warning: adapter {folder} was saved with another chat template than that of its base"
+    return [f"{problem}: {difference}; {way} takes the adapter's"]
 
 
 def check_targets(model: ModelConfig, lora: LoraSection) -> None:

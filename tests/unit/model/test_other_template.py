@@ -1,0 +1,92 @@
+"""A chat template beside an adapter: said where it differs from base's, and taken where base has none."""
+
+import json
+import shutil
+
+import pytest
+from helpers.adapters import made_by_peft
+from helpers.command import opdcl
+
+from opdcl.config.model import ModelConfig
+from opdcl.errors import UsageError
+from opdcl.model import load
+from opdcl.model.adapters import base_of
+from opdcl.model.load import load_tokenizer
+
+OTHER = (
+    "{% for m in messages %}### {{ m['role'] }}:\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}### assistant:\n{% endif %}"
+)
+
+
+@pytest.fixture
+def adapter(loaded, tiny_model, tmp_path):
+    """An adapter whose trainer saved its tokenizer and template with it."""
+    folder = made_by_peft(loaded, tmp_path / "adapter", r=4, target_modules=["q_proj"])
+    loaded.tokenizer.save_pretrained(folder)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Who?"}\n{"prompt": "When?"}\n')
+    return folder
+
+
+@pytest.fixture
+def notes(adapter):
+    """Return a function that returns the notes of a dry run of a recovery."""
+
+    def run(*options):
+        words = ["recover", adapter, "--prompts", "prompts.jsonl", *options, "--dry-run", "--json"]
+        done = opdcl(*words, cwd=adapter.parent)
+        assert done.returncode == 0, done.stderr
+        return [note for note in json.loads(done.stdout)["notes"] if "chat template" in note]
+
+    return run
+
+
+def test_another_template_than_base_s_is_said_with_the_way_to_take_it(adapter, notes):
+    assert notes() == []
+    (adapter / "chat_template.jinja").write_text(OTHER)
+    (note,) = notes()
+    assert "### user:" in note
+    assert "<|im_start|>user" in note
+    way = f"model.chat_template={adapter / 'chat_template.jinja'}"
+    assert f"--set {way}" in note
+    assert notes("--set", way) == []
+
+
+def test_a_template_in_the_tokenizer_s_settings_counts_too(adapter, notes):
+    (adapter / "chat_template.jinja").unlink()
+    file = adapter / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": OTHER}))
+    assert len(notes()) == 1
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["--base", "named by the adapter"])
+def test_the_adapter_s_template_is_taken_if_base_has_none(named, adapter, tiny_model, notes):
+    bare = adapter.parent / "bare"
+    shutil.copytree(tiny_model, bare)
+    (bare / "chat_template.jinja").unlink()
+    (adapter / "chat_template.jinja").write_text(OTHER)
+    if named:
+        assert notes("--base", bare) == []
+        return
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(bare)}))
+    assert base_of("mine", adapter).chat_template == OTHER
+    assert notes() == []
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (ENDLESS, "takes more than 0.2 seconds"),
+        ("{{ 9 ** (9 ** 9) }}", "takes more than 0.2 seconds"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails: RecursionError"),
+        ("{{ 1 // 0 }}", "fails: ZeroDivisionError"),
+    ],
+)
+def test_a_template_that_never_ends_or_fails_is_refused(template, message, tiny_model, monkeypatch):
+    monkeypatch.setattr(load, "TEMPLATE_SECONDS", 0.2)
+    with pytest.raises(UsageError, match=message):
+        load_tokenizer(ModelConfig(id=str(tiny_model), chat_template="{# #}" + template))
