@@ -32,6 +32,7 @@ STATE = "student"
 # What PEFT writes before the base's own names.
 PREFIX = "base_model.model."
 COPIES = re.compile(r"(embed_tokens|embed_in|word_embeddings|wte|lm_head|embed_out)\.weight$")
+COPY_AGAIN = "copy it again from where the adapter was trained"
 OTHER_BASE = "use the base model that the adapter was trained on"
 
 # What a name in the file holds that it should not -> what left it there, and the way out.
@@ -75,7 +76,7 @@ def _are_layers(value: Any) -> bool:
 
 
 def _maps_to(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or (type(value) is dict and all(map(is_value, value.values())))
+    return lambda value: type(value) is dict and all(map(is_value, value.values()))
 
 
 # A setting that opdcl or PEFT computes with -> the test of its value, and what the value must be.
@@ -105,17 +106,17 @@ def checked_settings(folder: Path) -> dict[str, Any]:
     settings, file = adapter_config(folder), folder / SETTINGS
     for key in NEEDED:
         if settings.get("peft_type", "LORA") == "LORA" and key not in settings:
-            raise UsageError(f"{file} does not set {key}", "copy it from where the adapter was trained")
+            raise UsageError(f"{file} does not set {key}", COPY_AGAIN)
     for key, (is_possible, must_be) in VALUES.items():
         if key in settings and not is_possible(settings[key]):
             problem = f"{file} sets {key} to {str(settings[key])[:60]}: it must be {must_be}"
-            raise UsageError(problem, "copy it from where the adapter was trained")
+            raise UsageError(problem, COPY_AGAIN)
     return settings
 
 
 @contextlib.contextmanager
-def peft_faults(folder: Path) -> Iterator[None]:
-    """Translate whatever PEFT raises while it reads an adapter's folder."""
+def peft_faults(folder: Path, problem: str = "", hint: str = OTHER_BASE) -> Iterator[None]:
+    """Translate whatever PEFT raises on an adapter's folder; by default, the base is the cause."""
     from opdcl.model.memory import is_out_of_memory
 
     try:
@@ -127,7 +128,8 @@ def peft_faults(folder: Path) -> Iterator[None]:
             raise
         lines = str(fault).strip().splitlines()
         reason = lines[0][:300] if lines else type(fault).__name__
-        raise UsageError(f"adapter {folder} does not fit the base model: {reason}", OTHER_BASE) from fault
+        problem = problem or f"adapter {folder} does not fit the base model"
+        raise UsageError(f"{problem}: {reason}", hint) from fault
 
 
 def read_lora_config(folder: Path, model: PreTrainedModel) -> LoraConfig:
@@ -139,7 +141,7 @@ def read_lora_config(folder: Path, model: PreTrainedModel) -> LoraConfig:
     from peft import LoraConfig
 
     settings = checked_settings(folder)
-    with peft_faults(folder):
+    with peft_faults(folder, f"{folder / SETTINGS} cannot be read", COPY_AGAIN):
         config = LoraConfig.from_pretrained(str(folder))
     patterns = {key: settings.get(key) for key in ("target_modules", "exclude_modules")}
     tried = [(key, value) for key, value in patterns.items() if isinstance(value, str)]
@@ -219,7 +221,7 @@ def refuse_misfit(
             raise UsageError(f"{place}: {in_file} is {shapes[0]}, and would have to be {shapes[1]}", hint)
     first = next(iter(names.values()))
     count = f"its file lacks {len(missing)} of the weights that its settings ask for"
-    raise UsageError(f"{place}: {count}, such as {first}", "copy it again from where the adapter was trained")
+    raise UsageError(f"{place}: {count}, such as {first}", COPY_AGAIN)
 
 
 def copied_weights(names: Iterable[str]) -> list[str]:

@@ -189,7 +189,7 @@ def to_user_error(config: ModelConfig) -> Iterator[None]:
         lines = str(error).strip().splitlines()
         first = lines[0].strip()[:300] if lines else ""
         if not isinstance(error, OSError | ValueError):
-            first = f"{type(error).__name__} {first}".strip()
+            first = " ".join([type(error).__name__, *(line.strip() for line in lines[:2])])[:300]
         causes: list[BaseException] = [error]
         while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
             causes.append(cause)
@@ -246,14 +246,21 @@ def check_model(config: ModelConfig) -> list[str]:
     Models that are not on this machine yet, and GGUF files, are checked when they are loaded.
 
     Raises:
-        UsageError: Its logits are not its hidden states times its head; or the files are pickles, damaged,
-            incomplete, or those of another model.
+        UsageError: It is more than a language model, or its logits are not its hidden states times its head;
+            or the files are pickles, damaged, incomplete, or those of another model.
     """
     from opdcl.model.head import refuse_unsupported_kind
 
     if config.id == EMBEDDED:
         return []
-    refuse_unsupported_kind(skeleton(config))
+    bare = skeleton(config)
+    if bare.config.get_text_config(decoder=True) is not bare.config:
+        problem = (
+            f"models of type {bare.config.model_type} have more than a language model, such as a vision tower"
+        )
+        hint = "choose a model for text only, or save its language model alone, with transformers"
+        raise UsageError(f"model {config.id!r} cannot be used: {problem}", hint)
+    refuse_unsupported_kind(bare)
     source, options = model_source(config)
     if not os.path.isdir(source) or "gguf_file" in options:
         return []
@@ -283,14 +290,18 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     source, options = _loading_options(config)
     with to_user_error(config):
         found: PretrainedConfig = AutoConfig.from_pretrained(source, **options).get_text_config()
-    sizes = {name: getattr(found, name, None) for name in LARGEST}
+        sizes = {name: getattr(found, name, None) for name in LARGEST}
+        kind = found.model_type
+    head_dim = getattr(found, "head_dim", None)  # which not all have
+    if head_dim is not None:
+        sizes["head_dim"] = head_dim
     if sizes["max_position_embeddings"] is None:
-        problem = f"models of type {found.model_type} do not say how long a text may be"
+        problem = f"models of type {kind} do not say how long a text may be"
         raise UsageError(
             f"model {config.id!r} cannot be used: {problem}", "choose a model with attention layers"
         )
     for name, size in sizes.items():
-        if type(size) is not int or not 0 < size <= LARGEST[name]:
+        if type(size) is not int or not 0 < size <= LARGEST.get(name, 10**5):
             problem = f"its config.json sets {name} to {str(size)[:60]}, which is not possible"
             raise UsageError(f"model {config.id!r} cannot be loaded: {problem}", "copy its config.json again")
     return found

@@ -1,12 +1,16 @@
 """Models whose logits are more than states times head: refused by name, with and without their weights."""
 
+import json
+
 import pytest
 import torch
 from helpers.command import opdcl
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.model.head import refuse_unsupported, refuse_unsupported_kind
+from opdcl.model.load import check_model
 
 SIZES = {
     "vocab_size": 97,
@@ -82,9 +86,10 @@ def test_weights_that_are_no_numbers_are_refused(backbone):
 @pytest.mark.parametrize("command", ["finetune", "eval"])
 @pytest.mark.parametrize("family", ["granite", "mamba"])
 def test_the_dry_run_of_a_fine_tune_and_of_an_evaluation_refuses_them(family, command, tiny_model, tmp_path):
-    small = SIZES | {"vocab_size": 49152} | ({"logits_scaling": 8.0} if family == "granite" else {})
+    words = AutoConfig.from_pretrained(tiny_model).vocab_size
+    small = SIZES | {"vocab_size": words} | ({"logits_scaling": 8.0} if family == "granite" else {})
     if family == "mamba":
-        small = {"vocab_size": 49152, "hidden_size": 64, "num_hidden_layers": 2}
+        small = {"vocab_size": words, "hidden_size": 64, "num_hidden_layers": 2}
     for folder in ("base", "tuned"):
         AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **small)).save_pretrained(
             tmp_path / folder
@@ -93,10 +98,68 @@ def test_the_dry_run_of_a_fine_tune_and_of_an_evaluation_refuses_them(family, co
             if "token" in file.name or "template" in file.name:
                 (tmp_path / folder / file.name).write_bytes(file.read_bytes())
     (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n' * 4)
-    words = {
+    commands = {
         "finetune": ["finetune", "--data", "rows.jsonl", "--model", "base"],
         "eval": ["eval", "tuned", "--base", "base", "--retention", "instructions"],
     }
-    refused = opdcl(*words[command], "-o", "out", "--dry-run", cwd=tmp_path)
+    refused = opdcl(*commands[command], "-o", "out", "--dry-run", cwd=tmp_path)
     assert refused.returncode == 2
     assert f"models of type {family}" in refused.stderr
+
+
+def test_a_model_with_a_vision_tower_is_refused_before_the_fine_tune(tmp_path):
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = SIZES | {"head_dim": 16}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="models of type gemma3 have a vision tower"):
+        check_model(ModelConfig(id=str(tmp_path)))
+
+
+# Field -> a value that is not possible.
+IMPOSSIBLE = {
+    "hidden_size": "x",
+    "num_hidden_layers": 10**12,
+    "vocab_size": -1,
+    "head_dim": 10**12,
+    "num_key_value_heads": 3.5,
+    "hidden_act": "nosuch",
+    "rope_parameters": 7,
+    "text_config": [1],
+    "layer_types": 7,
+    "quantization_config": "x",
+    "model_type": None,
+    "dtype": 7,
+}
+
+
+@pytest.mark.parametrize("field", [*IMPOSSIBLE, "no object"])
+def test_a_malformed_model_configuration_is_refused_in_a_sentence(field, tiny_model, tmp_path):
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text()) | {field: IMPOSSIBLE.get(field)}
+    file.write_text("[1]" if field == "no object" else json.dumps(settings))
+    (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n' * 4)
+    words = ["finetune", "--data", "rows.jsonl", "--model", tmp_path, "-o", "out", "--dry-run"]
+    refused = opdcl(*words, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert f"model '{tmp_path}'" in refused.stderr
+    assert "OPDCL_DEBUG" not in refused.stderr
+
+
+def test_a_fine_tune_on_a_template_without_an_end_is_refused_before_it_starts(tiny_model, tmp_path):
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        file = tmp_path / name
+        settings = json.loads(file.read_text())
+        end = {"eos_token": "<|endoftext|>"} if name == "tokenizer_config.json" else {"eos_token_id": 0}
+        file.write_text(json.dumps(settings | end))
+    (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n' * 4)
+    words = ["finetune", "--data", "rows.jsonl", "--model", tmp_path, "-o", "out"]
+    for more in (["--dry-run"], []):
+        refused = opdcl(*words, *more, cwd=tmp_path)
+        assert refused.returncode == 2
+        assert "ends an answer with" in refused.stderr
+    assert not (tmp_path / "out").exists()
