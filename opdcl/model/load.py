@@ -253,11 +253,10 @@ def check_model(config: ModelConfig) -> list[str]:
 
     if config.id == EMBEDDED:
         return []
+    read_config(config)
     bare = skeleton(config)
     if bare.config.get_text_config(decoder=True) is not bare.config:
-        problem = (
-            f"models of type {bare.config.model_type} have more than a language model, such as a vision tower"
-        )
+        problem = f"models of type {bare.config.model_type} have a vision tower, or other parts besides text"
         hint = "choose a model for text only, or save its language model alone, with transformers"
         raise UsageError(f"model {config.id!r} cannot be used: {problem}", hint)
     refuse_unsupported_kind(bare)

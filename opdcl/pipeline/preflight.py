@@ -61,12 +61,12 @@ def checked_plan(job: Job, force: bool = False) -> list[Task]:
     for model in workflow.models():
         check_exists(model)
         check_installed(model)
-    if todo:
-        job.check_models()
-        check_adapters(job)
     check_trackers(workflow.track)
     if tuned := tuned_model(workflow.start, workflow.model):
         _check_tuned_model(job, tuned)
+    if todo:
+        job.check_models()
+        check_adapters(job)
     if workflow.finetune and "finetune" in todo:
         _check_finetune(job)
     if workflow.recover and "recover" in todo:
