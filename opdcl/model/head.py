@@ -138,5 +138,5 @@ def _refuse_difference(name: str, logits_1TV: torch.Tensor, product_1TV: torch.T
     else:
         what = "are capped, or changed in another way"
     raise UsageError(
-        f"opdcl cannot use models of type {name}: their logits {what}, which its losses would miss", HINT
+        f"opdcl cannot use models of type {name}: their logits {what}, which the losses would miss", HINT
     )
