@@ -112,8 +112,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer with the chat template that the configuration asks for.
 
     Raises:
-        UsageError: There is no chat template, it opens no answer or never ends, or it lacks a variable that is
-            set.
+        UsageError: There is no chat template, it opens no answer or never ends, or a variable that is set is
+            not in it.
     """
     tokenizer = _read_tokenizer(config)
     template = config.chat_template or tokenizer.chat_template

@@ -142,7 +142,9 @@ def test_rows_that_cannot_be_learned_are_left_out_and_counted_by_run_and_dry_run
     assert "rows.jsonl:1: answer is true or false, not text" in refused.stderr
     assert "--set finetune.bad_rows=skip leaves such rows out" in refused.stderr
     words += ["--set", "finetune.bad_rows=skip"]
-    told = f"4 rows cannot be used (first: {project}/rows.jsonl:1: answer is true or false, not text); left out"
+    told = (
+        f"4 rows cannot be used (first: {project}/rows.jsonl:1: answer is true or false, not text); left out"
+    )
     plan = json.loads(opdcl(*words, "--dry-run", "--json", cwd=project).stdout)
     assert told in plan["notes"]
     assert (plan["data"]["rows"], plan["data"]["used"]) == (16, 12)
