@@ -365,10 +365,10 @@ def push(
         path: Run directory.
         repository: Repository; created if it does not exist.
         state: Adapter: tuned or recovered. Default: the last one of the run.
-        private: If the repository is created, make it private.
+        private: Make the repository private; refuse one that exists and is public.
         base: Hub id of the base model, needed if the run used a local folder.
 
-    Returns: Where it is, in `data`: `url`, `commit`, `state`.
+    Returns: Where it is, in `data`: `url`, `commit`, `state`, and whether it is `private`.
     Raises: UsageError: the state does not exist, or the Hub refused the upload.
     Example: opdcl.push("runs/mine", "me/my-adapter").data["url"]
     """

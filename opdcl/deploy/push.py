@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opdcl.config.workflow import Workflow
 from opdcl.data.rows import on_hub
@@ -16,12 +16,16 @@ from opdcl.model.adapters import stands_on
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
 
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
 
 def push(run: RunDir, state: str | None, repository: str, private: bool, base: str | None) -> dict[str, Any]:
     """Upload an adapter and its card in a single commit; return where they are. See `opdcl.api.push`.
 
     Raises:
-        UsageError: The adapter or the token is missing, the base is not on the Hub, or the Hub refuses.
+        UsageError: The adapter or the token is missing, the base is not on the Hub, the repository is public
+            although `private` was asked for, or the Hub refuses.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -40,6 +44,8 @@ def push(run: RunDir, state: str | None, repository: str, private: bool, base: s
     dataset = on_hub(workflow.finetune.data) if workflow.finetune else None
     api = HfApi()
     try:
+        if private:
+            refuse_public(api, repository)
         license = license_of(model.id, base)
         text = card(run, state, base, repository, license, [dataset.id] if dataset else [])
         with tempfile.TemporaryDirectory() as temporary:
@@ -47,14 +53,33 @@ def push(run: RunDir, state: str | None, repository: str, private: bool, base: s
             copy_adapter(adapter, folder, base, workflow.model)
             write_atomic(folder / "README.md", text)
             api.create_repo(repository, private=private or None, exist_ok=True)
+            if private:  # somebody may have created it meanwhile
+                refuse_public(api, repository)
             # `upload_folder` may make several commits; somebody downloading meanwhile would get a mixture.
             files = [CommitOperationAdd(file.name, file) for file in sorted(folder.iterdir())]
             message = f"The {state} adapter of {workflow.name}, made with opdcl"
             commit = api.create_commit(repository, files, commit_message=message).oid
+            is_private = bool(api.model_info(repository).private)
+    except UsageError:
+        raise
     except Exception as fault:
         raise to_user_error(fault, target) from fault
-    upload = {"state": state, "base": base, "private": private, "repository": repository}
+    upload = {"state": state, "base": base, "private": is_private, "repository": repository}
     return upload | {"url": f"{api.endpoint}/{repository}", "commit": commit}
+
+
+def refuse_public(api: HfApi, repository: str) -> None:
+    """Refuse a repository that exists and is public: creating it again would not make it private."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        info = api.model_info(repository)
+    except RepositoryNotFoundError:
+        return
+    if not info.private:
+        settings = f"{api.endpoint}/{repository}/settings"
+        hint = f"make it private at {settings}, name another repository, or leave --private out"
+        raise UsageError(f"{repository} exists and is public, so --private would not hold", hint)
 
 
 def check_base(id: str, base: str) -> None:

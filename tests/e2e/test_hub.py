@@ -97,6 +97,7 @@ def test_a_pushed_adapter_is_complete_and_the_hub_can_read_its_card(hub, pushed,
     from huggingface_hub import ModelCard
 
     assert hub.private["models/someone/adapter"]
+    assert pushed["private"] is True
     [(commit, files)] = hub.repositories["models/someone/adapter"].items()
     assert pushed["commit"] == commit
     assert set(files) == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
@@ -136,6 +137,30 @@ def test_a_push_says_what_is_missing(hub, disconnected, connected, finished):
         assert message in done.stderr
         assert "w" * 30 not in done.stderr
     assert {name: list(commits) for name, commits in hub.repositories.items()} == before
+
+
+def test_a_private_push_never_ends_up_in_a_public_repository(hub, connected, finished):
+    hub.commit("models/someone/open", {"README.md": b"made before, and public"})
+    before = list(hub.repositories["models/someone/open"])
+    words = ("push", finished, "someone/open", "--base", "someone/tiny", "--json")
+    refused = connected(*words, "--private")
+    assert refused.returncode == 2, refused.stderr
+    assert "someone/open exists and is public" in refused.stderr
+    assert "make it private" in refused.stderr
+    assert list(hub.repositories["models/someone/open"]) == before, "nothing was uploaded"
+    done = connected(*words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["private"] is False
+
+
+def test_a_push_says_that_the_repository_is_private_even_if_it_was_not_asked(hub, connected, finished):
+    hub.commit("models/someone/closed", {"README.md": b"made before, and private"})
+    hub.private["models/someone/closed"] = True
+    words = ("push", finished, "someone/closed", "--base", "someone/tiny", "--json")
+    for option in ([], ["--private"]):
+        done = connected(*words, *option)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["private"] is True
 
 
 @pytest.mark.slow

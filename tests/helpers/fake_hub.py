@@ -80,9 +80,10 @@ class Hub:
             r"/api/((?:models|datasets)/[^/]+/[^/]+)(?:/(revision|tree)/([^/]+)/?(.*))?", path
         ):
             repository, view, revision, folder = match.groups()
-            if (commit := self.find(repository, revision)) is None:
+            commit = self.find(repository, revision)
+            if commit is None and (revision or repository not in self.repositories):
                 return self.missing(repository)
-            files = self.repositories[repository][commit]
+            files = self.repositories[repository][commit] if commit else {}
             if view == "tree":
                 return self.listing(files, f"{folder}/" if folder else "", recursive)
             name = repository.partition("/")[2]
@@ -90,7 +91,7 @@ class Hub:
                 {
                     "id": name,
                     "sha": commit,
-                    "private": False,
+                    "private": self.private.get(repository, False),
                     "siblings": [{"rfilename": p} for p in files],
                     "tags": [],
                 }
@@ -126,9 +127,12 @@ class Hub:
         if path == "/api/repos/create":
             settings = json.loads(body)
             repository = f"models/{settings['organization']}/{settings['name']}"
+            place = {"url": f"{self.url}/{settings['organization']}/{settings['name']}"}
+            if repository in self.repositories:  # which keeps its visibility
+                return 409, json.dumps({"error": "the repository exists", **place}).encode(), {}
             self.private[repository] = settings.get("visibility") == "private"
-            self.repositories.setdefault(repository, {})
-            return json_answer({"url": f"{self.url}/{settings['organization']}/{settings['name']}"})
+            self.repositories[repository] = {}
+            return json_answer(place)
         if path == "/api/validate-yaml":
             return json_answer({"errors": [], "warnings": []})
         if re.search(r"/preupload/main$", path):
