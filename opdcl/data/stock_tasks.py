@@ -79,13 +79,16 @@ def stock_settings(name: str, file: Path) -> dict[str, Any]:
     """Return the settings of a task.
 
     Raises:
-        UsageError: The task measures perplexity, samples several answers, or needs a missing package.
+        UsageError: The task runs code that a model writes, measures perplexity, samples several answers, or
+            needs a missing package.
     """
     import langdetect
     from lm_eval.tasks._yaml_loader import load_yaml
 
     # IFEval asks it for the language of an answer; without a seed, the same answer scores by chance.
     langdetect.DetectorFactory.seed = 0
+    # Read first without importing the task's functions: those of HumanEval run code as they are imported.
+    refuse_unsafe(name, bool(load_yaml(file, resolve_func=False).get("unsafe_code")))
     try:
         settings = load_yaml(file, resolve_func=True)
     except Exception as fault:  # a task's own code: a package is missing, or a metric has to be downloaded
@@ -97,6 +100,17 @@ def stock_settings(name: str, file: Path) -> dict[str, Any]:
     if settings.get("repeats", 1) > 1:
         raise UsageError(f"suite {name!r} samples several answers per prompt, which is not supported", hint)
     return settings
+
+
+def refuse_unsafe(name: str, marked: bool) -> None:
+    """Refuse a task that lm-eval marks as one that runs the code that a model writes."""
+    if marked:
+        message = f"suite {name!r} runs code that the model writes (lm-eval marks it as unsafe_code)"
+        hint = (
+            "choose another suite; or opdcl export RUN -o MODEL, then in a container lm-eval itself: "
+            f"lm_eval run --model hf --model_args pretrained=MODEL --tasks {name} --confirm_run_unsafe_code"
+        )
+        raise UsageError(f"{message}, which is not supported", hint)
 
 
 def columns(settings: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from opdcl.data.stock_tasks import (
     columns,
     group_tasks,
     one_by_one,
+    refuse_unsafe,
     stock_file,
     stock_names,
     stock_settings,
@@ -326,6 +327,7 @@ def load_suite(
         raise _unknown(name)
     try:
         loaded = manager.load([task])
+        refuse_unsafe(name, any(getattr(one, "UNSAFE_CODE", False) for one in loaded["tasks"].values()))
         (kind,) = (one.OUTPUT_TYPE for one in loaded["tasks"].values())
         suite = (LikelihoodSuite if kind in ("multiple_choice", "loglikelihood") else Suite)(name, loaded)
     except UsageError:

@@ -1,12 +1,16 @@
 """Suites: local data, floors, and what is refused."""
 
 import json
+import sys
+from pathlib import Path
 
 import datasets
 import pytest
+from helpers.command import opdcl
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.data.floors import CONSTANT_ANSWER, LONG_ANSWER
+from opdcl.data.stock_tasks import stock_file, stock_names, stock_settings
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
 
@@ -197,3 +201,36 @@ def test_a_suite_that_cannot_be_loaded_is_refused(name, message, hint):
     with pytest.raises(UsageError, match=message) as caught:
         load_suite(name)
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["humaneval", "mbpp", "longproc_pseudo_to_code_0.5k", "cruxeval_input"])
+def test_a_suite_that_runs_the_models_code_is_refused_before_its_own_code_is_imported(name, monkeypatch):
+    folder = name.partition("_")[0]
+    monkeypatch.delitem(sys.modules, f"lm_eval.tasks.{folder}.utils", raising=False)
+    with pytest.raises(UsageError, match="runs code that the model writes") as caught:
+        load_suite(name)
+    assert "opdcl export" in caught.value.hint
+    assert f"lm_eval.tasks.{folder}.utils" not in sys.modules
+
+
+def test_every_task_that_can_run_code_is_one_that_lm_eval_marks():
+    """Its mark is what opdcl goes by, so a task without it must not run code."""
+    folders = {Path(stock_file("humaneval")).parent, Path(stock_file("mbpp")).parent}
+    names = [name for name in stock_names() if (file := stock_file(name)) and file.parent in folders]
+    assert len(names) > 5
+    for name in names:
+        with pytest.raises(UsageError, match="runs code that the model writes"):
+            stock_settings(name, stock_file(name))
+
+
+def test_a_reward_and_a_gate_on_such_a_suite_are_refused_before_anything_starts(tmp_path):
+    for settings in (
+        "recover: {reward: {suite: humaneval}, lmbda: 1, keep: last, rollouts: 8}",
+        "eval: {retention: [humaneval]}\ngates: {max_drop: 3}",
+    ):
+        file = tmp_path / "unsafe.yaml"
+        file.write_text(f"finetune: {{data: handbook}}\n{settings}\n")
+        done = opdcl("run", file, "-o", "run", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "suite 'humaneval' runs code that the model writes" in done.stderr
+        assert not (tmp_path / "run").exists()
