@@ -23,7 +23,7 @@ from rich.text import Text
 from opdcl import parallel
 from opdcl.errors import OpdclError
 from opdcl.results.format import duration
-from opdcl.sanitize import harmless, redact
+from opdcl.sanitize import harmless, harmless_json, redact
 
 # Where it is installed, PEFT imports it, and on a CPU it then warns of an optional kernel.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -114,7 +114,8 @@ class Output:
         if parallel.rank():
             return
         if self.mode == "json":
-            self._out.file.write(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+            document = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+            self._out.file.write(harmless_json(document) + "\n")
         else:
             self._out.print(harmless(human), markup=False)
 

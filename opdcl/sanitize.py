@@ -6,32 +6,118 @@ import os
 import re
 import unicodedata
 
-# API keys by their prefixes, credentials inside a URL, and values after a name such as token=.
-SECRET = re.compile(
-    r"\bhf_[A-Za-z0-9]{16,}|\b(?:sk|pk|ghp|gho|xox[abp]|AKIA)[-_]?[A-Za-z0-9_-]{16,}"
-    r"|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
-    r"|(?i:(?<=token=)|(?<=password=)|(?<=secret=)|(?<=api_key=)|(?<=apikey=)|(?<=bearer ))[^\s&,;'\"]{6,}"
-)
-
 REDACTED = "[redacted]"
+
+# Words that name a secret, at the end of a name: HF_TOKEN, client-secret, "apiKey".
+_NAMES = (
+    r"(?:access[_-]?token|auth[_-]?token|token|password|passwd|secret|api[_-]?key|access[_-]?key"
+    r"|secret[_-]?key|private[_-]?key|credentials?)"
+)
+# Not the placeholders of templates: {answer}, <|im_end|>, [MASK], $TOKEN.
+_VALUE = r"[^\s&,;'\"{}<>\[\]$()]{6,}"
+_WITH_DIGIT = rf"(?=[^\s]*[0-9]){_VALUE}"
+_NO_NUMBER = r"(?![0-9.]+(?:[\s,;]|$))"
+
+# Kind -> what it looks like. Where there is a group, only the group is the secret.
+SECRETS = {
+    # Issuers whose tokens have a prefix.
+    "Hugging Face": r"\b(?:hf_|api_org_)[A-Za-z0-9]{16,}",
+    "GitHub": r"\bgh[pousr]_[A-Za-z0-9]{16,}|\bgithub_pat_[A-Za-z0-9_]{16,}",
+    "GitLab": r"\bgl(?:pat|dt|rt|cbt|ptt|oas)-[A-Za-z0-9_-]{16,}",
+    "OpenAI, Anthropic, Stripe": r"\b(?:sk|pk|rk)[-_](?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{16,}",
+    "Google": r"\bAIza[A-Za-z0-9_-]{20,}|\bya29\.[A-Za-z0-9_-]{16,}|\bGOCSPX-[A-Za-z0-9_-]{16,}",
+    "Groq": r"\bgsk_[A-Za-z0-9]{16,}",
+    "xAI": r"\bxai-[A-Za-z0-9]{16,}",
+    "NVIDIA": r"\bnvapi-[A-Za-z0-9_-]{16,}",
+    "Replicate": r"\br8_[A-Za-z0-9]{16,}",
+    "npm": r"\bnpm_[A-Za-z0-9]{16,}",
+    "PyPI": r"\bpypi-(?:AgE[A-Za-z0-9_-]{16,}|[A-Za-z0-9_-]{60,})",
+    "Slack": r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}",
+    "AWS": r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}",
+    "DigitalOcean": r"\bdo[opr]_v1_[a-f0-9]{16,}",
+    "SendGrid": r"\bSG\.[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,}",
+    "JSON web token": r"\beyJ[A-Za-z0-9_-]{5,}\.[A-Za-z0-9_-]{5,}(?:\.[A-Za-z0-9_-]*)?",
+    "private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    # Places where a secret stands.
+    "user and password in a URL": r"://([^/\s:@]*:[^/\s@]+)@",
+    "parameter of a URL": r"(?i)[?&](?:[\w.-]*(?:key|sig|signature|credential|token|secret|password))="
+    rf"({_VALUE})",
+    "header": r"(?i)\bauthorization[\"']?\s*[:=]\s*[\"']?((?:[A-Za-z]+ +)?" + _WITH_DIGIT + ")",
+    "bearer token": rf"(?i)\bbearer +({_WITH_DIGIT}|[A-Za-z._~+/-]{{20,}})",
+    # In base64; the words that follow "basic" in a sentence have neither capitals inside nor digits.
+    "basic authentication": r"\b[Bb]asic +((?=[A-Za-z0-9+/]*[a-z][A-Za-z0-9+/]*[A-Z0-9+/])[A-Za-z0-9+/]{8,}=*)",
+    "assignment": rf"(?i){_NAMES}=[\"']?({_VALUE})",
+    "entry": rf"(?i){_NAMES}\s*:\s+({_NO_NUMBER}{_WITH_DIGIT})",
+    "entry in quotes": rf"(?i){_NAMES}[\"']\s*:\s*[\"']([^\s\"'{{}}<>\[\]$]{{6,}})[\"']",
+    "option": rf"(?i)--(?:[\w-]+-)?{_NAMES} +({_VALUE})",
+    # Weights & Biases has bare hexadecimal keys, like the hashes of commits.
+    "hexadecimal key": r"(?i)\b(?:\w*key|\w*token|secret|wandb|login)[\"']?[\s:=]{1,4}[\"']?([0-9a-f]{40})\b",
+}
+_PATTERNS = [re.compile(pattern) for pattern in SECRETS.values()]
+
+# Names of environment variables that hold secrets; TOKENIZERS_PARALLELISM and HF_TOKEN_PATH do not.
+_VARIABLE = re.compile(
+    r"(?i)(?:token|secret|password|passwd|credential|api_?key|access_?key|private_?key)s?"
+    r"(?:_(?!path$|file$|dir$|folder$|name$|url$)\w+)?$"
+)
+_PATH = re.compile(r"(?:~|\.{0,2})(?:/[\w.@ -]{1,40})+/?|[A-Za-z]:\\.*")
 
 
 def redact(text: str) -> str:
     """Replace what looks like a secret, and the values of environment variables with a secret's name."""
     for name, value in os.environ.items():
-        if len(value) >= 8 and re.search(r"(?i)token|secret|password|api_?key|credential", name):
+        if len(value) >= 8 and _VARIABLE.search(name) and not _is_plain(value):
             text = text.replace(value, REDACTED)
-    return SECRET.sub(REDACTED, text)
+    for pattern in _PATTERNS:
+        text = pattern.sub(_hide, text)
+    return text
+
+
+def _hide(match: re.Match[str]) -> str:
+    """Return a match with its group, or all of it, redacted."""
+    whole, group = match[0], match.re.groups
+    if not group:
+        return REDACTED
+    start, end = match.start(1) - match.start(), match.end(1) - match.start()
+    return whole if REDACTED in whole[start:end] else whole[:start] + REDACTED + whole[end:]
+
+
+def _is_plain(value: str) -> bool:
+    """Return whether the value of a variable is a number or a path, which is not secret."""
+    try:
+        float(value)
+    except ValueError:
+        return bool(_PATH.fullmatch(value)) or os.path.exists(value)
+    return True
 
 
 def harmless(text: str) -> str:
     """Make control characters, terminal escapes, bidi overrides and lone surrogates visible."""
 
     def visible(char: str) -> str:
-        # Emoji and several scripts need zero-width joiners.
-        if char in "\n\t\u200c\u200d" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+        if not _acts(char):
             return char
         code = ord(char)
         return chr(0x2400 + code) if code < 0x20 else f"⟨U+{code:04X}⟩"
 
     return "".join(map(visible, text.replace("\r\n", "\n")))
+
+
+def harmless_json(text: str) -> str:
+    """Escape in a JSON document what a terminal would obey; a parser reads the same values."""
+
+    def escaped(char: str) -> str:
+        if not _acts(char):
+            return char
+        units = char.encode("utf-16-be", "surrogatepass")
+        return "".join(f"\\u{units[i] << 8 | units[i + 1]:04x}" for i in range(0, len(units), 2))
+
+    return "".join(map(escaped, text))
+
+
+def _acts(char: str) -> bool:
+    """Return whether a terminal or a text layout obeys a character instead of showing it."""
+    # Emoji and several scripts need zero-width joiners.
+    if char in "\n\t\u200c\u200d":
+        return False
+    return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
