@@ -19,17 +19,20 @@ import atexit
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from opdcl.errors import EnvironmentFault, Interrupted, OpdclError, UsageError
+from opdcl.signals import ending
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +45,9 @@ LAUNCHERS = re.compile("RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC
 
 # Seconds that the other workers get to exit after one has failed, or was interrupted and saves a checkpoint.
 GRACE, GRACE_TO_SAVE = 10, 120
+
+# Environment variable by which a worker of `launch` knows the process that started it.
+LAUNCHER = "OPDCL_LAUNCHER"
 
 _rank, _count, _requested = 0, 1, 1
 _to_shard = _sharded = False
@@ -82,7 +88,11 @@ def launch(number: int) -> int:
     with tempfile.TemporaryDirectory(prefix="opdcl-") as scratch:
         threads = str(max(1, (os.cpu_count() or 1) // number))
         common = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        common |= {"TMPDIR": scratch, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+        common |= {
+            LAUNCHER: str(os.getpid()),
+            "TMPDIR": scratch,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        }
         # -P: a folder in the current directory is not a package.
         command = [sys.executable, "-P", "-m", "opdcl", *sys.argv[1:]]
         workers = []
@@ -100,7 +110,7 @@ def _wait_for(workers: list[subprocess.Popen]) -> int:
         for worker in workers:
             worker.send_signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ending():
         signal.signal(number, pass_on)
     deadline: float | None = None
     while running := [worker for worker in workers if worker.poll() is None]:
@@ -113,6 +123,32 @@ def _wait_for(workers: list[subprocess.Popen]) -> int:
     first, *others = [worker.returncode for worker in workers]
     code = first if first > 0 else next((c for c in others if c > 0), first)
     return code if code >= 0 else 128 - code
+
+
+def _end_with(launcher: int) -> None:
+    """End this worker when its launcher has been killed: it would go on unseen, and keep the run locked.
+
+    It is asked as by SIGTERM, so it saves a checkpoint. The folder that the launcher would have deleted goes.
+    """
+    scratch = os.environ["TMPDIR"]
+
+    def is_orphan() -> bool:
+        return os.getppid() != launcher
+
+    def clean_up() -> None:
+        if is_orphan():
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def watch() -> None:
+        while not is_orphan():
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE_TO_SAVE)
+        clean_up()
+        os._exit(Interrupted.exit_code)  # it may wait forever for a worker that has ended
+
+    atexit.register(clean_up)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def join() -> None:
@@ -133,6 +169,8 @@ def join() -> None:
             "DeepSpeed is not supported: an adapter is too small to be partitioned",
             "to spread the base's layers over the GPUs as ZeRO-3 does: --set model.shard=true",
         )
+    if launcher := os.environ.pop(LAUNCHER, ""):
+        _end_with(int(launcher))
     local = int(os.environ.get("LOCAL_RANK") or 0)
     cards = [card for card in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if card]
     if cards and local >= len(cards):

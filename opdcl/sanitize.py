@@ -45,7 +45,8 @@ SECRETS = {
     "header": r"(?i)\bauthorization[\"']?\s*[:=]\s*[\"']?((?:[A-Za-z]+ +)?" + _WITH_DIGIT + ")",
     "bearer token": rf"(?i)\bbearer +({_WITH_DIGIT}|[A-Za-z._~+/-]{{20,}})",
     # In base64; the words that follow "basic" in a sentence have neither capitals inside nor digits.
-    "basic authentication": r"\b[Bb]asic +((?=[A-Za-z0-9+/]*[a-z][A-Za-z0-9+/]*[A-Z0-9+/])[A-Za-z0-9+/]{8,}=*)",
+    "basic authentication": r"\b[Bb]asic +((?=[A-Za-z0-9+/]*[a-z][A-Za-z0-9+/]*[A-Z0-9+/])"
+    r"[A-Za-z0-9+/]{8,}=*)",
     "assignment": rf"(?i){_NAMES}=[\"']?({_VALUE})",
     "entry": rf"(?i){_NAMES}\s*:\s+({_NO_NUMBER}{_WITH_DIGIT})",
     "entry in quotes": rf"(?i){_NAMES}[\"']\s*:\s*[\"']([^\s\"'{{}}<>\[\]$]{{6,}})[\"']",

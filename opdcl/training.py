@@ -25,6 +25,7 @@ from opdcl.model.costs import Work
 from opdcl.rundir.files import folder_appears_whole, read_jsonl, write_atomic
 from opdcl.rundir.hashes import damage, seal
 from opdcl.rundir.layout import StageDir
+from opdcl.signals import ending
 
 # Steps after which the time left is shown.
 FIRST_STEPS = 3
@@ -113,7 +114,7 @@ def save_adapter(backbone: Backbone, folder: Path) -> None:
 
 
 class StageCallback(TrainerCallback):
-    """Write metrics, show progress, and turn the first Ctrl-C into a checkpoint after the current step."""
+    """Write metrics, show progress, and turn the first Ctrl-C or SIGTERM into a checkpoint."""
 
     def __init__(self, report: StageReport, steps: int, backbone: Backbone | None = None):
         self.report, self.steps, self.backbone = report, steps, backbone
@@ -163,7 +164,7 @@ class StageCallback(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        previous = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: signal.getsignal(number) for number in ending()}
 
         def handle(number, frame):
             if self._stop:

@@ -19,6 +19,7 @@ from opdcl.cli.config import config_app, workflows_app
 from opdcl.cli.guidance import describe_commands, hint_for
 from opdcl.errors import Interrupted, OpdclError, UsageError, translate
 from opdcl.sanitize import redact
+from opdcl.signals import as_interrupts
 from opdcl.version import __version__
 
 app = typer.Typer(
@@ -69,8 +70,9 @@ def main() -> None:
     screen.reset()
     stdout = sys.stdout
     try:
-        # In this mode Typer returns the code of `typer.Exit` instead of exiting.
-        code = app(prog_name="opdcl", standalone_mode=False)
+        with as_interrupts():
+            # In this mode Typer returns the code of `typer.Exit` instead of exiting.
+            code = app(prog_name="opdcl", standalone_mode=False)
         if code == Interrupted.exit_code:  # Typer has taken Ctrl-C for itself, without a word
             raise KeyboardInterrupt
     except BrokenPipeError:

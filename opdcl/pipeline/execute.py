@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import STATE_OF, RunDir
 from opdcl.rundir.verify import seal_run
+from opdcl.signals import as_interrupts
 
 
 def execute(job: Job, output: Output, force: bool = False, donors: Sequence[RunDir] = ()) -> dict[str, Any]:
@@ -133,25 +132,17 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -
 
 @contextlib.contextmanager
 def interruptible(run: RunDir) -> Iterator[None]:
-    """Turn Ctrl-C and SIGTERM into an error whose hint is the command that resumes the run."""
+    """Turn Ctrl-C, SIGTERM and SIGHUP into an error whose hint is the command that resumes the run."""
     hint = f"{command_line(run)}  # resumes where it stopped"
-
-    def stop(number, frame):
-        raise KeyboardInterrupt
-
-    # Schedulers send SIGTERM. Training stages have their own handler, which saves first.
-    in_main = threading.current_thread() is threading.main_thread()
-    previous = signal.signal(signal.SIGTERM, stop) if in_main else None
     try:
-        yield
+        # Training stages have their own handler, which saves first.
+        with as_interrupts():
+            yield
     except KeyboardInterrupt as fault:
         raise Interrupted("interrupted; what was finished is saved", hint) from fault
     except Interrupted as fault:
         fault.hint = hint
         raise
-    finally:
-        if in_main:
-            signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager

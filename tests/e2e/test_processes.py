@@ -14,6 +14,8 @@ import torch
 from helpers.command import ENV, OPDCL, opdcl, opdcl_process
 from safetensors.torch import load_file
 
+from opdcl.rundir.layout import RunDir
+
 # Two steps on the frozen teacher's completions, then four on the student's. Adam divides by the size of the
 # gradient, so it blows up gradients that are rounding alone; a large epsilon prevents that.
 SETTINGS = [
@@ -189,6 +191,30 @@ def test_when_one_process_dies_all_end_and_the_run_can_be_resumed(alone, project
     assert [row["doc_id"] for row in rows] == list(range(40))
 
 
+def test_workers_end_soon_after_their_launcher_is_killed_and_leave_nothing(project, tmp_path):
+    words = ["run", "tiny.yaml", "-o", str(tmp_path / "run"), *SETTINGS, "--set", "recover.steps=500"]
+    started = subprocess.Popen(
+        [*OPDCL, *words, "--num-processes", "2"],
+        cwd=project,
+        env=ENV | {"TMPDIR": str(scratch(tmp_path))},
+        stderr=subprocess.DEVNULL,
+    )
+    metrics = tmp_path / "run" / "stages" / "02-recover" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and '"loss"' in metrics.read_text(), started)
+    workers = children_of(started.pid)
+    assert len(workers) == 2
+    started.kill()
+    started.wait()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline, "a worker goes on without its launcher"
+        time.sleep(0.2)
+    assert not list((tmp_path / "scratch").glob("opdcl-*"))
+    assert list((tmp_path / "run/stages/02-recover/trainer").glob("checkpoint-*")), "the step was saved"
+    with RunDir(tmp_path / "run").lock() as dead:  # free at once
+        assert dead is None
+
+
 def test_bad_input_is_reported_once(project, tmp_path):
     words = ("run", "tiny.yaml", "-o", tmp_path / "run")
     absent = ("--set", "finetune.data=absent.jsonl")
@@ -207,11 +233,16 @@ def test_bad_input_is_reported_once(project, tmp_path):
 
 def wait_for(condition, process: subprocess.Popen) -> None:
     while not condition():
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.05)
+
+
+def children_of(process: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
 def second_of(launcher: int) -> int:
     """Return the process id of the launcher's second process."""
-    children = [int(p) for p in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
-    return next(c for c in children if "RANK=1" in Path(f"/proc/{c}/environ").read_text().split("\0"))
+    return next(
+        c for c in children_of(launcher) if "RANK=1" in Path(f"/proc/{c}/environ").read_text().split("\0")
+    )

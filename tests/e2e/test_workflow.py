@@ -1,6 +1,7 @@
 """The whole job through the command line, on a two-layer model: run, repeat, interrupt, resume, refuse."""
 
 import json
+import signal
 import os
 import shutil
 
@@ -108,14 +109,17 @@ def test_a_dry_run_writes_nothing(project):
     assert not (project / "dry").exists()
 
 
+# Ctrl-C, and what a terminal sends that is lost: each in one of the stages.
 @pytest.mark.parametrize(
-    ("stage", "marker"), [("01-finetune", "checkpoint-3"), ("02-recover", "checkpoint-3")]
+    ("stage", "marker", "number"),
+    [("01-finetune", "checkpoint-3", signal.SIGHUP), ("02-recover", "checkpoint-3", signal.SIGINT)],
 )
-def test_an_interrupted_run_resumes_to_the_same_bits(finished, project, stage, marker):
+def test_an_interrupted_run_resumes_to_the_same_bits(finished, project, stage, marker, number):
     out = project / f"broken-{stage}"
-    with interrupted_when((out / "stages" / stage / "trainer" / marker).exists):
+    with interrupted_when((out / "stages" / stage / "trainer" / marker).exists, number):
         stopped = opdcl("run", "tiny.yaml", "-o", out.name, cwd=project)
     assert stopped.returncode == 130, stopped.stderr
+    assert "checkpoint saved" in stopped.stderr
     assert "hint: opdcl run tiny.yaml" in stopped.stderr
     record = json.loads((out / "stages" / stage / "stage.json").read_text())
     assert record["status"] == "running"

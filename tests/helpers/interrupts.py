@@ -45,15 +45,15 @@ def signalled(place: str, counts: list[int], number: int = signal.SIGINT) -> Ite
 
 
 @contextlib.contextmanager
-def interrupted_when(condition: Callable[[], object]) -> Iterator[None]:
-    """Send this process SIGINT, as Ctrl-C does, at the first layer that runs after a condition holds."""
+def interrupted_when(condition: Callable[[], object], number: int = signal.SIGINT) -> Iterator[None]:
+    """Send this process a signal, by default as Ctrl-C does, at the first layer after a condition holds."""
     sent = False
 
     def check(*_: object) -> None:
         nonlocal sent
         if not sent and condition():
             sent = True
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
     hook = register_module_forward_pre_hook(check)
     try:
