@@ -277,6 +277,7 @@ def chat(
     max_new_tokens: int = 200,
     system: str | None = None,
     temperature: float = 0.0,
+    trust_remote_code: bool = False,
     quiet: bool = False,
 ) -> "Iterator[Outcome]":
     """Yield, prompt by prompt, the answers of base, tuned and recovered. No prompt knows the earlier ones.
@@ -287,6 +288,7 @@ def chat(
         max_new_tokens: Longest answer, in tokens.
         system: System prompt.
         temperature: 0 takes the likeliest token; above, answers are sampled.
+        trust_remote_code: Run Python code that comes with the base model. A run cannot allow that itself.
         quiet: Print errors only. Otherwise a terminal shows each answer as it grows.
 
     Returns: An iterator of outcomes; `data["answers"]` has the answers by state.
@@ -302,7 +304,7 @@ def chat(
 
     if temperature < 0:
         raise UsageError(f"temperature {temperature} is below 0", "0 takes the likeliest token each time")
-    base, tuned, adapters = find_states(str(source))
+    base, tuned, adapters = find_states(str(source), trust_remote_code)
     asked = [prompts] if isinstance(prompts, str) else prompts
     output = _output(quiet)
 
@@ -328,6 +330,7 @@ def export(
     outtype: str = "f16",
     converter: str | None = None,
     check: bool = True,
+    trust_remote_code: bool = False,
     quiet: bool = False,
 ) -> "Outcome":
     """Write a run's adapter, or base and adapter as one model, for other programs to load.
@@ -340,6 +343,7 @@ def export(
         outtype: Number format of a GGUF file: f32, f16, bf16 or q8_0.
         converter: llama.cpp's convert_hf_to_gguf.py. Default: the one in $LLAMA_CPP, or on the path.
         check: Load what was written and compare: GGUF files, and after a quantized run.
+        trust_remote_code: Run Python code that comes with the base model. A run cannot allow that itself.
         quiet: Print errors only.
 
     Returns: What was written, in `data`: `path`, `state`, `format`.
@@ -351,13 +355,21 @@ def export(
     from opdcl.outcomes import Outcome
 
     with _output(quiet).stage("export") as line, quiet_libraries():
-        written = export(str(source), state, Path(out), format, outtype, converter, check, line)
+        place = Path(out)
+        written = export(
+            str(source), state, place, format, outtype, converter, check, line, trust_remote_code
+        )
     what = {"merged": "merged model", "adapter": "adapter"}.get(format, "GGUF file")
     return Outcome(f"{what} ({written['state']}) written to {out}", [], written)
 
 
 def push(
-    path: PathLike, repository: str, state: str | None = None, private: bool = False, base: str | None = None
+    path: PathLike,
+    repository: str,
+    state: str | None = None,
+    private: bool = False,
+    base: str | None = None,
+    trust_remote_code: bool = False,
 ) -> "Outcome":
     """Upload a run's adapter to the Hub, with its results on the model card. Needs HF_TOKEN.
 
@@ -367,6 +379,7 @@ def push(
         state: Adapter: tuned or recovered. Default: the last one of the run.
         private: Make the repository private; refuse one that exists and is public.
         base: Hub id of the base model, needed if the run used a local folder.
+        trust_remote_code: Run Python code that comes with the base model. A run cannot allow that itself.
 
     Returns: Where it is, in `data`: `url`, `commit`, `state`, and whether it is `private`.
     Raises: UsageError: the state does not exist, or the Hub refused the upload.
@@ -378,7 +391,7 @@ def push(
     from opdcl.rundir.layout import open_run
 
     with quiet_libraries():
-        upload = push(open_run(Path(path)), state, repository, private, base)
+        upload = push(open_run(Path(path)), state, repository, private, base, trust_remote_code)
     return Outcome(f"{upload['state']} is at {upload['url']}, commit {upload['commit']}", [], upload)
 
 

@@ -12,6 +12,7 @@ from opdcl.config.load import load, load_tree
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.errors import UsageError
+from opdcl.model.consent import refuse_consent_of_files, refuse_stored_consent, without_consent
 from opdcl.outcomes import Comparison, Plan, Result
 from opdcl.pipeline.begin import open_or_begin
 from opdcl.pipeline.execute import execute
@@ -83,11 +84,15 @@ def _configure(
     def read() -> tuple[Workflow, dict[str, str], Path]:
         if not source:
             flow, origins = load([*files], overrides, flags)
+            refuse_consent_of_files(flow, origins)
             return flow, origins, Path(out or Path("runs") / flow.name)
         path, saved = open_or_begin(str(source), Path(out) if out else None, flags.get("model.id"))
         if not force:
             _refuse_another_file(RunDir(path), saved["workflow"], flags)
-        return *load_tree(saved["workflow"], saved["origins"], overrides, flags, stage), path
+        stored = saved["workflow"]
+        flow, origins = load_tree(without_consent(stored), saved["origins"], overrides, flags, stage)
+        refuse_stored_consent(stored, flow, path)
+        return flow, origins, path
 
     texts = take_rows(flags)
     flow, origins, path = read()

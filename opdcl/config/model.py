@@ -43,7 +43,8 @@ class ModelConfig(TeacherModel):
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model, or with a task of lm-eval of your own. Leave this off unless
-    you have read that code."""
+    you have read that code. What a run directory has stored does not count: a command that reads it must
+    allow the code again."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     chat_template: str | None = None

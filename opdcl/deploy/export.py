@@ -39,6 +39,7 @@ def export(
     converter: str | None,
     check: bool,
     report: StageReport,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Export one state to a new folder and return a description of what was written; see `opdcl.api.export`.
 
@@ -54,7 +55,7 @@ def export(
     if format == "gguf" and outtype not in LARGEST_GAP:
         raise UsageError(f"outtype {outtype!r} is not known", f"--outtype {', '.join(LARGEST_GAP)}")
     command = find_converter(converter) if format == "gguf" else []  # fail before merging takes minutes
-    base, tuned, adapters = find_states(source)
+    base, tuned, adapters = find_states(source, trust_remote_code)
     state, adapter = pick_state(source, adapters, state)
     written = {"state": state, "format": format, "path": str(target), "adapter": str(adapter)}
     if base.quantization:

@@ -13,6 +13,7 @@ from opdcl.deploy.export import LICENSES, copy_adapter, pick_state, portable
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, reachable, to_user_error
 from opdcl.model.adapters import stands_on
+from opdcl.model.consent import base_of_run
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
 
@@ -20,7 +21,14 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 
-def push(run: RunDir, state: str | None, repository: str, private: bool, base: str | None) -> dict[str, Any]:
+def push(
+    run: RunDir,
+    state: str | None,
+    repository: str,
+    private: bool,
+    base: str | None,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
     """Upload an adapter and its card in a single commit; return where they are. See `opdcl.api.push`.
 
     Raises:
@@ -36,8 +44,9 @@ def push(run: RunDir, state: str | None, repository: str, private: bool, base: s
         problem = f"{repository!r} is not the name of a repository"
         raise UsageError(problem, f"opdcl push {run.path} owner/name")
     workflow = Workflow.model_validate(run.settings())
+    own_base = base_of_run(run, trust_remote_code)
     state, adapter = pick_state(str(run.path), run.intact_adapters(), state)
-    model = stands_on(run) or workflow.model
+    model = stands_on(run) or own_base
     base = base or portable(model.id)
     check_base(model.id, base)
     check_access()
@@ -50,7 +59,7 @@ def push(run: RunDir, state: str | None, repository: str, private: bool, base: s
         text = card(run, state, base, repository, license, [dataset.id] if dataset else [])
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            copy_adapter(adapter, folder, base, workflow.model)
+            copy_adapter(adapter, folder, base, own_base)
             write_atomic(folder / "README.md", text)
             api.create_repo(repository, private=private or None, exist_ok=True)
             if private:  # somebody may have created it meanwhile

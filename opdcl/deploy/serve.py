@@ -6,14 +6,16 @@ import os
 import shutil
 
 from opdcl.config.model import ModelConfig
-from opdcl.config.workflow import Workflow
 from opdcl.errors import EnvironmentFault, UsageError
 from opdcl.model.adapters import refuse_unserved, stands_on
+from opdcl.model.consent import base_of_run
 from opdcl.rundir.layout import RunDir, adapter_config
 
 # LoRA ranks for which vLLM has kernels; the server is started for the smallest that is large enough.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 DEFAULT_RANK = 32
+# The option by which vLLM, and opdcl before it, is allowed to run code that comes with the model.
+CONSENT = "--trust-remote-code"
 
 
 def serve_command(
@@ -32,7 +34,7 @@ def serve_command(
             "install vLLM in its own environment (it pins torch and transformers), and name it: "
             "python -m venv ~/vllm && ~/vllm/bin/pip install vllm; opdcl serve RUN --vllm ~/vllm/bin/vllm",
         )
-    model = Workflow.model_validate(run.settings()).model
+    model = base_of_run(run, CONSENT in arguments)
     adapters = run.intact_adapters()
     hint = f"opdcl export {run.path} -o MODEL writes a merged model, which vLLM serves"
     _check_base(run, model, hint)

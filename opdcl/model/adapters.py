@@ -11,6 +11,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, Repository, holds, parse, snapshot
 from opdcl.model.adapter_files import checked_settings, copied_weights
+from opdcl.model.consent import base_of_run
 from opdcl.rundir.files import read_json
 from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import TEMPLATE, RunDir
@@ -95,9 +96,12 @@ def tuned_model(start: str | None, base: ModelConfig) -> ModelConfig | None:
 
 
 def stands_on(run: RunDir) -> ModelConfig | None:
-    """Return the tuned model on which the adapters of a run stand; None if that is its base."""
+    """Return the tuned model on which the adapters of a run stand; None if that is its base.
+
+    Its own code is never run.
+    """
     record = run.stage_record("finetune").get("tuned_model")
-    return ModelConfig.model_validate(record) if record else None
+    return ModelConfig.model_validate(record | {"trust_remote_code": False}) if record else None
 
 
 def start_files(start: str, may_be_model: bool = True) -> list[Path]:
@@ -253,10 +257,16 @@ def _lacks_template(base: ModelConfig) -> bool:
         return False
 
 
-def find_states(place: str) -> tuple[ModelConfig, ModelConfig | None, dict[str, Path]]:
-    """Return base, tuned model and adapters by state, of a run directory, an adapter folder or a Hub id."""
+def find_states(
+    place: str, trust_remote_code: bool = False
+) -> tuple[ModelConfig, ModelConfig | None, dict[str, Path]]:
+    """Return base, tuned model and adapters by state, of a run directory, an adapter folder or a Hub id.
+
+    `trust_remote_code` is the consent of the command to run code that comes with the base.
+    """
     run = RunDir(Path(place))
     if run.is_run():
-        return ModelConfig.model_validate(run.settings()["model"]), stands_on(run), run.intact_adapters()
+        return base_of_run(run, trust_remote_code), stands_on(run), run.intact_adapters()
     folder = find_adapter(place)
-    return base_of(place, folder), None, {"adapter": folder}
+    base = base_of(place, folder).model_copy(update={"trust_remote_code": trust_remote_code})
+    return base, None, {"adapter": folder}

@@ -14,7 +14,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.data.chat import check_template, render, with_variables
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.hub import parse, reachable
-from opdcl.model import quantized
+from opdcl.model import consent, quantized
 from opdcl.model.tensors import Found, headers, refuse_unfit, weight_files
 from opdcl.rundir.files import cache_home, folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import file_hash
@@ -162,7 +162,11 @@ def write_template(config: ModelConfig, folder: Path) -> Path | None:
     """Write the chat template for those who use an adapter elsewhere, unless it is the model's own."""
     if not (config.chat_template or config.chat_template_kwargs):
         return None
-    write_atomic(folder / TEMPLATE, str(load_tokenizer(config).chat_template))
+    if config.chat_template:
+        template = with_variables(config.chat_template, config.chat_template_kwargs)
+    else:
+        template = str(load_tokenizer(config).chat_template)
+    write_atomic(folder / TEMPLATE, template)
     return folder / TEMPLATE
 
 
@@ -186,6 +190,8 @@ def to_user_error(config: ModelConfig) -> Iterator[None]:
             raise
         if isinstance(error, OpdclError) or is_out_of_memory(error):
             raise
+        if code := consent.missing(config, error):
+            raise code from error
         lines = str(error).strip().splitlines()
         first = lines[0].strip()[:300] if lines else ""
         if not isinstance(error, OSError | ValueError):

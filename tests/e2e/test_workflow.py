@@ -1,9 +1,9 @@
 """The whole job through the command line, on a two-layer model: run, repeat, interrupt, resume, refuse."""
 
 import json
-import signal
 import os
 import shutil
+import signal
 
 import pytest
 from helpers.command import opdcl

@@ -66,7 +66,12 @@ def test_under_nohup_a_lost_terminal_ends_nothing(waiting):
 def test_the_handlers_are_put_back(monkeypatch):
     monkeypatch.setattr(signals, "_heard", -1e9)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    with pytest.raises(KeyboardInterrupt), signals.as_interrupts():
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1)
+
+    def asked_to_end():
+        with signals.as_interrupts():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        asked_to_end()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
