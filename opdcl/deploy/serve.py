@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import ipaddress
 import os
 import shutil
 
@@ -24,9 +26,13 @@ def serve_command(
     """Return the command that serves a run's base with its adapters, and the variables it needs.
 
     The command ends with `arguments`. An `EnvironmentFault` says that `vllm` is not installed.
+
+    Raises:
+        UsageError: The server would be open to a network, or cannot hold the weights of the run.
     """
     from opdcl.model.load import model_source, pick_device, pick_dtype, write_template
 
+    _refuse_open_server(host, arguments)
     program = shutil.which(os.path.expanduser(vllm))
     if program is None:
         raise EnvironmentFault(
@@ -67,6 +73,30 @@ def serve_command(
     if key := os.environ.get("OPDCL_SERVER_KEY"):
         environment["VLLM_API_KEY"] = key  # other users of the machine could read it on the command line
     return [*words, *arguments], environment
+
+
+def _refuse_open_server(host: str, arguments: list[str]) -> None:
+    """Refuse to listen beyond this machine without a key: who reaches the server may load adapters into it."""
+    parsed, _ = _vllm_options().parse_known_args(arguments)
+    if os.environ.get("OPDCL_SERVER_KEY") or parsed.api_key:
+        return
+    host = parsed.host or host
+    try:
+        local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = host == "localhost"
+    if not local:
+        message = f"on {host or 'all addresses'} without a key, anybody on the network could use the server"
+        hint = 'export OPDCL_SERVER_KEY="$(openssl rand -hex 16)", or leave --host out and use a tunnel'
+        raise UsageError(f"{message} and load adapters into it", hint)
+
+
+def _vllm_options() -> argparse.ArgumentParser:
+    """Return a parser of those options of vLLM that decide who may use the server."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--host")
+    parser.add_argument("--api-key", nargs="*")
+    return parser
 
 
 def _check_base(run: RunDir, model: ModelConfig, hint: str) -> None:
