@@ -82,17 +82,22 @@ class EvalConfig(Section):
         return (self.max_new_tokens or CLOSENESS_TOKENS) + self.thought_tokens
 
 
+# Shares of 1 that noise can carry beyond 0 and 1: 80 is a percentage, which no run would reach.
+GateShare = Annotated[float, Field(ge=-2, le=2)]
+Points = Annotated[float, Field(ge=0, le=100)]
+
+
 class Gates(Section):
     """What a run has to show. A gate that is missed ends the command with exit code 3, one that the scores do
     not decide with 5."""
 
-    recovery: float | None = None
+    recovery: GateShare | None = None
     """Minimum R. It is met where there was no measurable forgetting."""
-    domain_retention: float | None = None
+    domain_retention: GateShare | None = None
     """Minimum D."""
-    closeness: float | None = None
+    closeness: GateShare | None = None
     """Minimum C."""
-    max_drop: Annotated[float, Field(ge=0)] | dict[str, Annotated[float, Field(ge=0)]] | None = None
+    max_drop: Points | dict[str, Points] | None = None
     """Maximum drop below base on each retention suite, in points, of recovered, or of tuned if nothing is
     recovered. Or suite -> points; `closeness` is the maximum distance to base, in nats per token."""
     bound: Literal["interval", "estimate"] = "interval"

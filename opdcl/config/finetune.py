@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from opdcl.config.section import Auto, Positive, Rate, Section
+from opdcl.config.section import Auto, Positive, Rate, Section, Seed, Weight
 from opdcl.config.trainer_fields import check_trainer
 
 
@@ -63,14 +63,14 @@ class AnswerLossSection(Section):
     """A token's weight; no gradient flows through it. `probability`: the student's probability of the token
     (DFT, arXiv 2508.05629). `entropy`: the student's entropy over its 20 likeliest tokens, divided by ln 20
     (EAFT, 2601.02151). `base_probability`: base's probability of the token: STM (2501.14315) made soft."""
-    weight_power: Annotated[float, Field(gt=0)] = 1.0
+    weight_power: Annotated[float, Field(gt=0, le=100)] = 1.0
     """Exponent of the weight. Below 1, improbable tokens keep more of theirs: `probability` to the power
     1/tau is TALR (2509.20758) at a fixed tau."""
     anchor: Literal["none", "kl", "non_target_kl"] = "none"
     """Divergence from base. `kl`: KL(base, student); with `weight: probability` this is ASFT (2509.23753).
     `non_target_kl`: the same among all tokens but the answer's own, whose probability it leaves alone (TMKL,
     2605.29498)."""
-    anchor_coefficient: Annotated[float, Field(ge=0)] = 0.1
+    anchor_coefficient: Weight = 0.1
     """Factor on the divergence."""
 
     @property
@@ -120,7 +120,7 @@ class FinetuneConfig(Section):
     """Peak learning rate. `auto`: 1e-3 * (576 / hidden size)^0.781 * 2 / (alpha / r), that is 1e-3 for the
     embedded model and 2.2e-4 at hidden size 4096. Tested at 576 only; the exponent is the former one of
     tinker-cookbook for Llama models, cautious for others."""
-    epochs: Annotated[float, Field(gt=0)] = 5
+    epochs: Annotated[float, Field(gt=0, le=10_000)] = 5
     """Passes over the data."""
     batch_size: Positive | Auto = "auto"
     """Rows per optimizer step. `auto`: 16."""
@@ -139,7 +139,7 @@ class FinetuneConfig(Section):
     """General rows among the domain's."""
     save_steps: Positive = 50
     """Optimizer steps between checkpoints."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the row order and of the adapter's initialization."""
     self_distill: SelfDistillSection = SelfDistillSection()
     """Settings of method `self-distill`."""

@@ -9,7 +9,18 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from opdcl.config.model import SERVED_TOKENS, ServerSection
-from opdcl.config.section import Auto, Count, Positive, Rate, Section, Share
+from opdcl.config.section import (
+    Auto,
+    Count,
+    Positive,
+    Rate,
+    Rollouts,
+    Section,
+    Seed,
+    Share,
+    Steps,
+    Weight,
+)
 from opdcl.config.teacher import BUILT_IN, LossSection, TeacherName, TeacherSection
 from opdcl.config.trainer_fields import check_trainer
 from opdcl.errors import nearest
@@ -26,7 +37,7 @@ class OnPolicySection(Section):
     base would not."""
     max_new_tokens: Positive | None = None
     """Maximum length of the student's general completions, in tokens. Default: `recover.max_new_tokens`."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0, le=100)] = 1.0
     """Temperature at which the student samples. Teachers write, and loss and held-out KL are taken, at 1."""
 
 
@@ -47,14 +58,14 @@ class RewardSection(Section):
     """Any generative suite. The model learns from its documents, so measure on another suite."""
     metric: str | None = None
     """Which of the suite's scores to use. Default: its first."""
-    group: Annotated[int, Field(ge=2, strict=True)] = 8
+    group: Annotated[int, Field(ge=2, le=10_000, strict=True)] = 8
     """Completions per prompt that are compared with each other."""
-    oversample: Annotated[float, Field(ge=1)] = 1.0
+    oversample: Annotated[float, Field(ge=1, le=100)] = 1.0
     """Sample this many times `rollouts`, and train on the groups whose rewards differ most (arXiv
     2503.14476)."""
-    teacher: Annotated[float, Field(ge=0)] = 0.1
+    teacher: Weight = 0.1
     """Weight of the teacher's loss on the same tokens, as a dense signal."""
-    weight: Annotated[float, Field(ge=0)] = 1.0
+    weight: Weight = 1.0
     """Weight of the reward's loss. With 0 the reward only chooses what a teacher with `context` is shown."""
 
 
@@ -116,12 +127,12 @@ class RecoverConfig(Section):
     prompts whose `teacher` field names it."""
     reward: RewardSection | None = None
     """Verifiable reward for general completions, in addition to the teacher."""
-    steps: Positive = 96
+    steps: Steps = 96
     """Optimizer steps, both streams together."""
-    rollouts: Positive | Auto = "auto"
+    rollouts: Rollouts | Auto = "auto"
     """Completions per optimizer step. `auto`: 8 below hidden size 1536, 16 below 3072, 32 from there. For the
     same number of completions in all, many small steps recover more than few large ones."""
-    domain_rollouts: Positive | None = None
+    domain_rollouts: Rollouts | None = None
     """Completions per domain step; domain answers are often short. Default: `rollouts`."""
     general_per_domain: Count = 1
     """General steps before each domain step; no step mixes the two. 0: domain steps only."""
@@ -169,7 +180,7 @@ class RecoverConfig(Section):
     last one measured."""
     save_steps: Positive = 12
     """Optimizer steps between checkpoints."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the prompt order and of all sampling."""
     trainer: dict[str, Any] = {}
     """Fields of `transformers.TrainingArguments` for optimizer, schedule and checkpoints, such as

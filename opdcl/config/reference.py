@@ -27,10 +27,10 @@ WORDS = {
     "a list": "list_type",
     "a mapping": "dict_type",
     "a section of settings": "model_type model_attributes_type",
-    "greater than {gt:g}": "greater_than",
-    "at least {ge:g}": "greater_than_equal",
-    "less than {lt:g}": "less_than",
-    "at most {le:g}": "less_than_equal",
+    "greater than {gt:.12g}": "greater_than",
+    "at least {ge:.12g}": "greater_than_equal",
+    "less than {lt:.12g}": "less_than",
+    "at most {le:.12g}": "less_than_equal",
     "{expected}": "literal_error",
 }
 

@@ -13,9 +13,18 @@ if TYPE_CHECKING:
 else:
     Auto = Literal["auto"]
 
+# No whole number of a workflow is larger by far; beyond, planning alone would take hours, or all memory.
+LARGEST = 10_000_000
 # Strict: `true` is not 1, and '3' is not 3.
-Positive = Annotated[int, Field(gt=0, strict=True)]
-Count = Annotated[int, Field(ge=0, strict=True)]
+Positive = Annotated[int, Field(gt=0, le=LARGEST, strict=True)]
+Count = Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
+# What NumPy takes; the recovery also uses the seed after this one.
+Seed = Annotated[int, Field(ge=0, le=2**32 - 2, strict=True)]
+# Optimizer steps of a stage, and completions of a step: all of them are planned beforehand.
+Steps = Annotated[int, Field(gt=0, le=100_000, strict=True)]
+Rollouts = Annotated[int, Field(gt=0, le=10_000, strict=True)]
+# A factor on a loss.
+Weight = Annotated[float, Field(ge=0, le=1000)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 

@@ -5,10 +5,12 @@ tests/unit/config/test_trainer_fields.py shows that each allowed field changes a
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic_core import PydanticCustomError
 
+from opdcl.config.section import LARGEST
 from opdcl.errors import nearest
 from opdcl.sanitize import harmless
 
@@ -33,6 +35,26 @@ RECOVER: dict[str, Any] = {
 ALLOWED = {
     "recover": RECOVER,
     "finetune": RECOVER | {"neftune_noise_alpha": NUMBER, "dataloader_num_workers": int},
+}
+
+# Field -> the smallest and the largest value.
+BOUNDS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, 1 - 1e-9)),
+    "adam_epsilon": (0, 1),
+    "weight_decay": (0, 1000),
+    "max_grad_norm": (0, 1e6),
+    "warmup_steps": (0, LARGEST),
+    "save_total_limit": (0, LARGEST),
+    "neftune_noise_alpha": (0, 1000),
+    "dataloader_num_workers": (0, 128),
+}
+
+# Optimizer -> the arguments that `optim_args` may give it; transformers ignores any other without a word.
+_NUMBERS = ("momentum", "weight_decay", "dampening", "alpha", "eps", "lr_decay")
+OPTIMIZER_ARGUMENTS = {
+    "sgd": ("momentum", "dampening", "weight_decay", "nesterov"),
+    "rmsprop": ("momentum", "alpha", "eps", "weight_decay", "centered"),
+    "adagrad": ("lr_decay", "weight_decay", "eps"),
 }
 
 # Fields that only some optimizers read.
@@ -85,10 +107,16 @@ def check_trainer(stage: str, fields: dict[str, Any]) -> None:
     allowed = ALLOWED[stage]
     for name, value in fields.items():
         if reason := _fault(stage, name, value, fields):
-            near = "" if name in allowed else nearest(name, allowed, 0.75)
-            hint = f"did you mean trainer.{near}?" if near else f"allowed: {', '.join(allowed)}"
+            hint = _hint(name, allowed)
             context = {"key": f"trainer.{harmless(name)}", "reason": reason, "hint": hint}
             raise PydanticCustomError("trainer", "{reason}", context)
+
+
+def _hint(name: str, allowed: dict[str, Any]) -> str:
+    if name in allowed:
+        return "change the value, or leave the field out"
+    near = nearest(name, allowed, 0.75)
+    return f"did you mean trainer.{near}?" if near else f"allowed: {', '.join(allowed)}"
 
 
 def _fault(stage: str, name: str, value: Any, fields: dict[str, Any]) -> str:
@@ -105,4 +133,27 @@ def _fault(stage: str, name: str, value: Any, fields: dict[str, Any]) -> str:
     if isinstance(value, bool) or not isinstance(value, expected):
         kind = {str: "text", int: "an integer", dict: "a mapping", NUMBER: "a number"}[expected]
         return f"must be {kind}, got {value!r}"
+    if name == "optim_args":
+        return _fault_of_optimizer_arguments(str(fields.get("optim")), value)
+    low, high = BOUNDS.get(name, (-math.inf, math.inf))
+    if name in BOUNDS and not low <= value <= high:  # neither is NaN between them
+        return f"must be from {low:g} to {high:.12g}, got {value!r}"
+    return ""
+
+
+def _fault_of_optimizer_arguments(optimizer: str, text: str) -> str:
+    known = OPTIMIZER_ARGUMENTS[optimizer]
+    for part in text.replace(" ", "").split(","):
+        key, _, value = part.partition("=")
+        if key not in known:
+            return f"must be KEY=VALUE,... with keys of {optimizer} ({', '.join(known)}), got {part!r}"
+        if key in _NUMBERS:
+            try:
+                is_number = 0 <= float(value) <= 1000
+            except ValueError:
+                is_number = False
+            if not is_number:
+                return f"must give {key} a number from 0 to 1000, got {value!r}"
+        elif value.lower() not in ("true", "false"):
+            return f"must give {key} true or false, got {value!r}"
     return ""

@@ -11,7 +11,7 @@ from opdcl.config.evaluate import CLOSENESS, EvalConfig, Gates
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.section import Count, Section, as_list
+from opdcl.config.section import Section, Seed, as_list
 from opdcl.config.teacher import TeacherSection
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
@@ -53,7 +53,7 @@ class Workflow(Section):
     """Trackers that show metrics during the run, then scores, samples and verdict."""
     arms: dict[Annotated[str, Field(pattern=NAME)], dict[str, Any]] = {}
     """Several runs of one workflow: name -> settings in which that run differs. Common stages run once."""
-    seeds: list[Count] = []
+    seeds: list[Seed] = []
     """Repeat every run with each of these seeds for fine-tune and recovery."""
 
     @model_validator(mode="after")
