@@ -10,16 +10,17 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import PrinterCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, Trainer, TrainerCallback, get_scheduler
 
 from opdcl import parallel
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.recover import RecoverConfig
-from opdcl.errors import Interrupted, OpdclError
+from opdcl.errors import Interrupted, OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.costs import Work
 from opdcl.rundir.files import folder_appears_whole, read_jsonl, write_atomic
@@ -32,6 +33,43 @@ FIRST_STEPS = 3
 
 # Of the trainers' logs, what a step's row in metrics.jsonl leaves out or replaces.
 UNLOGGED = ("epoch", "tokens", "entropy", "num_tokens", "mean_token_accuracy")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning-rate schedule of a stage, unless `trainer` has another: its shape, and its warm-up."""
+
+    shape: str
+    warm_up: float
+    """Share of all steps in which the rate rises."""
+
+    def arguments(self, steps: int) -> dict[str, Any]:
+        """Return the schedule as arguments of a trainer."""
+        return {"lr_scheduler_type": self.shape, "warmup_steps": math.ceil(steps * self.warm_up)}
+
+
+FINETUNE_SCHEDULE, RECOVER_SCHEDULE = Schedule("cosine", 0.05), Schedule("linear", 0.1)
+
+
+def check_schedule(key: str, fields: dict[str, Any], schedule: Schedule, steps: int, rate: float) -> None:
+    """Refuse fields of `trainer` that give no learning rate at some step, before the stage is reached.
+
+    Raises:
+        UsageError: transformers does not take them, or a rate is negative or not finite; `key` names them.
+    """
+    chosen = schedule.arguments(steps) | fields
+    options, warm_up = chosen.get("lr_scheduler_kwargs"), chosen["warmup_steps"]
+    warm_up = int(warm_up) if warm_up >= 1 else math.ceil(steps * warm_up)  # as transformers reads it
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    shape = chosen["lr_scheduler_type"]
+    try:
+        made = get_scheduler(shape, optimizer, warm_up, steps, scheduler_specific_kwargs=options)
+        factors = [made.lr_lambdas[0](step) for step in (0, warm_up, steps // 2, steps - 1)]
+        if not all(math.isfinite(factor) and factor >= 0 for factor in factors):
+            raise ValueError(f"the learning rate would be {rate * min(factors):g}")
+    except (TypeError, ValueError, ArithmeticError, KeyError) as fault:
+        message = f"{key}: the schedule {shape} does not work with {options or {}} in {steps} steps: {fault}"
+        raise UsageError(message, f"change {key}.lr_scheduler_kwargs, or leave it out") from fault
 
 
 class StageReport(Protocol):

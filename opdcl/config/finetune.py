@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from opdcl.config.section import Auto, Positive, Rate, Section, Seed, Weight
+from opdcl.config.section import Auto, BatchSize, Positive, Rate, Section, Seed, Weight
 from opdcl.config.trainer_fields import check_trainer
 
 
@@ -85,7 +85,7 @@ class ReplaySection(Section):
 
     unused = (("prompts", lambda s: s.share == 0, "unless replay.share is above 0"),)
 
-    share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    share: Annotated[float, Field(ge=0, le=0.99)] = 0.0
     """Share of all rows that are replayed. They come on top of the domain's rows, so there are more steps."""
     prompts: str = Field(default="everyday", min_length=1)
     """General prompts: `everyday` (shipped), a file, or a Hub dataset."""
@@ -122,7 +122,7 @@ class FinetuneConfig(Section):
     tinker-cookbook for Llama models, cautious for others."""
     epochs: Annotated[float, Field(gt=0, le=10_000)] = 5
     """Passes over the data."""
-    batch_size: Positive | Auto = "auto"
+    batch_size: BatchSize | Auto = "auto"
     """Rows per optimizer step. `auto`: 16."""
     max_length: Positive = 1024
     """Maximum row length in tokens. Plain text is split into pieces of this size; for longer rows see

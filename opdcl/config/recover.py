@@ -9,18 +9,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from opdcl.config.model import SERVED_TOKENS, ServerSection
-from opdcl.config.section import (
-    Auto,
-    Count,
-    Positive,
-    Rate,
-    Rollouts,
-    Section,
-    Seed,
-    Share,
-    Steps,
-    Weight,
-)
+from opdcl.config.section import Auto, BatchSize, Count, Positive, Rate, Section, Seed, Share, Steps, Weight
 from opdcl.config.teacher import BUILT_IN, LossSection, TeacherName, TeacherSection
 from opdcl.config.trainer_fields import check_trainer
 from opdcl.errors import nearest
@@ -68,6 +57,9 @@ class RewardSection(Section):
     weight: Weight = 1.0
     """Weight of the reward's loss. With 0 the reward only chooses what a teacher with `context` is shown."""
 
+
+# Completions of a recovery: far more than any adapter needs, and seconds to plan.
+MOST_COMPLETIONS = 2_000_000
 
 ON_POLICY = "on_policy.domain on_policy.reverse on_policy.max_new_tokens on_policy.temperature"
 
@@ -129,10 +121,10 @@ class RecoverConfig(Section):
     """Verifiable reward for general completions, in addition to the teacher."""
     steps: Steps = 96
     """Optimizer steps, both streams together."""
-    rollouts: Rollouts | Auto = "auto"
+    rollouts: BatchSize | Auto = "auto"
     """Completions per optimizer step. `auto`: 8 below hidden size 1536, 16 below 3072, 32 from there. For the
     same number of completions in all, many small steps recover more than few large ones."""
-    domain_rollouts: Rollouts | None = None
+    domain_rollouts: BatchSize | None = None
     """Completions per domain step; domain answers are often short. Default: `rollouts`."""
     general_per_domain: Count = 1
     """General steps before each domain step; no step mixes the two. 0: domain steps only."""
@@ -189,6 +181,7 @@ class RecoverConfig(Section):
     @model_validator(mode="after")
     def _can_learn(self) -> RecoverConfig:
         check_trainer("recover", self.trainer)
+        self._check_size()
         self._check_names()
         general = self.teacher_of("general")
         if general.begins_as_tuned and general.kind != "tuned":
@@ -207,6 +200,16 @@ class RecoverConfig(Section):
         if self.reward:
             self._check_reward(self.reward.group)
         return self
+
+    def _check_size(self) -> None:
+        """Refuse more completions than can be planned in reasonable time."""
+        in_general = 1 if self.rollouts == "auto" else self.rollouts
+        of_step = max(in_general * (self.reward.oversample if self.reward else 1), self.domain_rollouts or 1)
+        if self.steps * of_step > MOST_COMPLETIONS:
+            raise ValueError(
+                f"{self.steps} steps of {of_step:g} completions are more than {MOST_COMPLETIONS} in all: "
+                "lower steps, rollouts or reward.oversample"
+            )
 
     def _check_names(self) -> None:
         """Refuse a teacher that is not defined, and one that has the name of a built-in teacher."""

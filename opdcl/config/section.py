@@ -20,9 +20,10 @@ Positive = Annotated[int, Field(gt=0, le=LARGEST, strict=True)]
 Count = Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
 # What NumPy takes; the recovery also uses the seed after this one.
 Seed = Annotated[int, Field(ge=0, le=2**32 - 2, strict=True)]
-# Optimizer steps of a stage, and completions of a step: all of them are planned beforehand.
-Steps = Annotated[int, Field(gt=0, le=100_000, strict=True)]
-Rollouts = Annotated[int, Field(gt=0, le=10_000, strict=True)]
+# Optimizer steps of a stage, and rows or completions of a step: all of them are planned beforehand.
+MOST_STEPS = 100_000
+Steps = Annotated[int, Field(gt=0, le=MOST_STEPS, strict=True)]
+BatchSize = Annotated[int, Field(gt=0, le=10_000, strict=True)]
 # A factor on a loss.
 Weight = Annotated[float, Field(ge=0, le=1000)]
 Share = Annotated[float, Field(ge=0, le=1)]

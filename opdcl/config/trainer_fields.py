@@ -143,6 +143,9 @@ def _fault(stage: str, name: str, value: Any, fields: dict[str, Any]) -> str:
 
 def _fault_of_optimizer_arguments(optimizer: str, text: str) -> str:
     known = OPTIMIZER_ARGUMENTS[optimizer]
+    given = dict(part.partition("=")[::2] for part in text.replace(" ", "").split(","))
+    if given.get("nesterov", "").lower() == "true" and ("momentum" not in given or "dampening" in given):
+        return f"must give nesterov a momentum and no dampening, got {text!r}"
     for part in text.replace(" ", "").split(","):
         key, _, value = part.partition("=")
         if key not in known:

@@ -76,7 +76,7 @@ def serve_command(
 
 
 def _refuse_open_server(host: str, arguments: list[str]) -> None:
-    """Refuse to listen beyond this machine without a key: who reaches the server may load adapters into it."""
+    """Refuse to listen beyond this machine without a key: whoever reaches a server may load adapters."""
     parsed, _ = _vllm_options().parse_known_args(arguments)
     if os.environ.get("OPDCL_SERVER_KEY") or parsed.api_key:
         return

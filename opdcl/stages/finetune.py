@@ -20,13 +20,14 @@ from trl import SFTConfig, SFTTrainer
 
 from opdcl import parallel
 from opdcl.config.finetune import AnswerLossSection, FinetuneConfig
-from opdcl.config.recover import RecoverConfig
+from opdcl.config.recover import MOST_COMPLETIONS, RecoverConfig
+from opdcl.config.section import LARGEST, MOST_STEPS
 from opdcl.config.teacher import TeacherSection
 from opdcl.data.examples import Examples
 from opdcl.distill.losses import answer_losses
 from opdcl.distill.prompts import read_recovery_source
 from opdcl.distill.replay import replayed_rows
-from opdcl.errors import OpdclError
+from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.costs import Work, sized
 from opdcl.model.forward import answer_ids, answer_states
@@ -34,7 +35,14 @@ from opdcl.model.memory import is_out_of_memory
 from opdcl.model.positions import cross_entropy
 from opdcl.rundir.layout import StageDir
 from opdcl.stages.recover import recover
-from opdcl.training import StageCallback, StageReport, finite_or_skipped, save_adapter, trainer_arguments
+from opdcl.training import (
+    FINETUNE_SCHEDULE,
+    StageCallback,
+    StageReport,
+    finite_or_skipped,
+    save_adapter,
+    trainer_arguments,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +121,7 @@ class FinetuneWork:
 def _stage_arguments(config: FinetuneConfig, steps: int) -> dict[str, Any]:
     return {
         "per_device_train_batch_size": config.batch_size,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": math.ceil(steps * 0.05),
+        **FINETUNE_SCHEDULE.arguments(steps),
         "max_length": None,  # `read_examples` has seen to it
         "completion_only_loss": True,
         "router_aux_loss_coef": 0.0,  # routers are frozen
@@ -122,13 +129,20 @@ def _stage_arguments(config: FinetuneConfig, steps: int) -> dict[str, Any]:
 
 
 def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
-    """Return self-distillation as a recovery: domain steps only, an EMA copy as teacher."""
-    own = config.self_distill
+    """Return self-distillation as a recovery: domain steps only, an EMA copy as teacher.
+
+    Raises:
+        UsageError: There are too many steps.
+    """
+    own, steps = config.self_distill, planned_steps(config, rows)
+    if steps > MOST_STEPS or steps * config.batch_size > MOST_COMPLETIONS:
+        message = f"{rows} rows in {config.epochs:g} epochs are {steps} steps of self-distillation"
+        raise UsageError(f"{message}, more than can be planned", "lower finetune.epochs, or take fewer rows")
     return RecoverConfig(
         general=None,
         general_per_domain=0,
         domain=config.data,
-        steps=planned_steps(config, rows),
+        steps=steps,
         lmbda=1.0,  # a teacher that sees the answer would write it: then this is imitation
         rollouts=config.batch_size,
         micro_batch_tokens=2048,
@@ -145,8 +159,16 @@ def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
 
 
 def planned_steps(config: FinetuneConfig, rows: int) -> int:
-    """Return the number of optimizer steps for a number of rows, and those that are replayed beside them."""
-    return max(1, math.ceil((rows + config.replay.count(rows)) * config.epochs / config.batch_size))
+    """Return the number of optimizer steps for a number of rows, and those that are replayed beside them.
+
+    Raises:
+        UsageError: The rows are seen too often for the order of all steps to be planned.
+    """
+    seen = (rows + config.replay.count(rows)) * config.epochs
+    if seen > LARGEST:
+        message = f"{rows} rows in {config.epochs:g} epochs are {seen:.0f} rows to learn from"
+        raise UsageError(f"{message}; at most {LARGEST} can be planned", "lower finetune.epochs")
+    return max(1, math.ceil(seen / config.batch_size))
 
 
 def lay_out(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[int]:

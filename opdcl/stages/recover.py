@@ -6,7 +6,6 @@ opdcl recover runs/mine --prompts prompts.jsonl
 from __future__ import annotations
 
 import contextlib
-import math
 import shutil
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from opdcl.rundir.files import folder_appears_whole
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import pick_engine
-from opdcl.training import StageCallback, StageReport, trainer_arguments
+from opdcl.training import RECOVER_SCHEDULE, StageCallback, StageReport, trainer_arguments
 
 
 def recover(
@@ -103,8 +102,7 @@ def _train(
         return
     stage = {
         "per_device_train_batch_size": 1,  # one row of the schedule is one optimizer step
-        "lr_scheduler_type": "linear",
-        "warmup_steps": math.ceil(config.steps * 0.1),
+        **RECOVER_SCHEDULE.arguments(config.steps),
         "remove_unused_columns": False,
     }
     arguments = TrainingArguments(**trainer_arguments(config, backbone, out, config.steps, **stage))
