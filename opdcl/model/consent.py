@@ -73,5 +73,5 @@ def missing(model: ModelConfig, fault: BaseException) -> UsageError | None:
 
 
 def _not_given(model: str, place: Path) -> UsageError:
-    message = f"{place} was made with Python code that comes with its model {model}"
+    message = f"{place} was made with Python code that comes with its model {model}, or with a task"
     return UsageError(f"{message}; a run directory cannot allow this command to run it", HINT)
