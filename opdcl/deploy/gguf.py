@@ -148,9 +148,13 @@ def answer(model: Any, ids: list[int], max_new_tokens: int) -> list[int]:
     """Return a prompt followed by the model's greedy answer."""
     import torch
 
+    from opdcl.sampling.sample import without_checkpoint_defaults
+
     prompt = torch.tensor([ids], device=model.device)
-    with torch.no_grad():
-        ids_1T = model.generate(prompt, do_sample=False, max_new_tokens=max_new_tokens, use_cache=True)
+    options = {"do_sample": False, "max_new_tokens": max_new_tokens, "use_cache": True}
+    options["eos_token_id"] = model.generation_config.eos_token_id
+    with torch.no_grad(), without_checkpoint_defaults(model):
+        ids_1T = model.generate(prompt, **options)
     return ids_1T[0].tolist()
 
 

@@ -177,8 +177,8 @@ class _LogprobRecorder(LogitsProcessor):
 def _generate(model, rollouts: list[Rollout], request: Request) -> None:
     """Complete the rollouts with transformers' `generate` on left-padded batches."""
     pad = request.eos_ids[0] if request.eos_ids else 0
-    config = _generation_config(model, request)
-    with _seeded(model, request.seed):
+    config = _generation_config(request)
+    with _seeded(model, request.seed), without_checkpoint_defaults(model):
         for indices in request.batches(rollouts):
             batch = [rollouts[i] for i in indices]
             width = max(len(r.prompt_ids) for r in batch)
@@ -209,8 +209,23 @@ def _seeded(model, seed: int) -> Iterator[None]:
         yield
 
 
-def _generation_config(model, request: Request) -> GenerationConfig:
-    """Return plain sampling, or greedy decoding, without the checkpoint's own defaults."""
+@contextlib.contextmanager
+def without_checkpoint_defaults(model) -> Iterator[None]:
+    """Let `generate` use only the settings that it is given.
+
+    For every field that a call leaves open, transformers takes the value in the checkpoint's
+    generation_config.json: penalties, cut-offs and banned tokens would change the distribution.
+    """
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _generation_config(request: Request) -> GenerationConfig:
+    """Return plain sampling, or greedy decoding."""
     eos_ids = list(request.eos_ids)
     return GenerationConfig(
         max_new_tokens=request.max_new_tokens,
@@ -220,7 +235,6 @@ def _generation_config(model, request: Request) -> GenerationConfig:
         top_p=1.0,
         eos_token_id=eos_ids or None,
         pad_token_id=eos_ids[0] if eos_ids else 0,
-        bos_token_id=model.generation_config.bos_token_id,
     )
 
 

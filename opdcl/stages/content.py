@@ -104,7 +104,7 @@ def _encoded(tokenizer: Any, prompt: str, text: str) -> tuple[list[int], list[bo
 
 
 def _sums(backbone: Backbone, model: Any, rows: list[tuple[list[int], list[bool]]]) -> list[float]:
-    head_VH = backbone.head_VH
+    head_VH = backbone.head_of("base")
     tokens_N = answer_ids(rows, model.device)
     states = HiddenStates(answer_states(model, rows), head_VH)
     logprobs_N = token_logprobs(states, tokens_N, len(head_VH), 1.0)

@@ -1,5 +1,6 @@
 """Whether an answer is about its prompt: the gain against a slow reference, and what fails by it."""
 
+import copy
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from opdcl.config.finetune import LoraSection
 from opdcl.data.chat import render
 from opdcl.data.own_words import own_text
 from opdcl.data.suites import load_suite
+from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
 from opdcl.stages import content
@@ -57,6 +59,18 @@ def test_the_gain_is_that_of_the_reference_whatever_the_adapter(backbone, monkey
     assert found == pytest.approx({i: reference(backbone, i, text) for i, text in enumerate(TEXTS)}, abs=1e-4)
     assert found[2] == 0
     assert content.gains(backbone, DOCS, REQUESTS, {3: TEXTS[3]})[3] == pytest.approx(found[3], abs=1e-4)
+
+
+def test_base_judges_with_its_own_head_beside_a_tuned_model(backbone, monkeypatch):
+    """A fully fine-tuned model can have moved the output embedding; base's judgement must not move with it."""
+    texts = dict(enumerate(TEXTS))
+    monkeypatch.setattr(content, "LEAST", -100.0)
+    expected = content.gains(backbone, DOCS, REQUESTS, texts)
+    tuned = copy.deepcopy(backbone.causal_lm)
+    head = tuned.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight + 0.2 * torch.randn_like(head.weight))
+    pair = Backbone(tuned, backbone.tokenizer, backbone.causal_lm)
+    assert content.gains(pair, DOCS, REQUESTS, texts) == pytest.approx(expected)
 
 
 def test_the_most_alike_requests_stand_in_first_and_never_the_request_itself():
