@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -129,8 +130,9 @@ class RecoverConfig(Section):
     general_per_domain: Count = 1
     """General steps before each domain step; no step mixes the two. 0: domain steps only."""
     lmbda: Share = 0.15
-    """Share of steps, the last ones, in which the student writes the answers. In the steps before them, the
-    warm-up, the teachers write. 1 is on-policy from the first step, 0 is off-policy."""
+    """Share of steps, the last ones, in which the student writes the answers: rounded, but at least one step
+    of two or more. In the steps before them, the warm-up, the teachers write. 1 is on-policy from the first
+    step, 0 is off-policy."""
     on_policy: OnPolicySection = OnPolicySection()
     """What is different where the student writes."""
     sample_ahead: Positive = 3
@@ -275,7 +277,12 @@ class RecoverConfig(Section):
     @property
     def warm_up(self) -> int:
         """The number of steps in which the teachers write; the student writes in those that follow."""
-        return self.steps if self.method == "replay" else self.steps - round(self.lmbda * self.steps)
+        if self.method == "replay":
+            return self.steps
+        on_policy = math.floor(self.lmbda * self.steps + 0.5)
+        if self.lmbda and self.steps > 1:
+            on_policy = max(on_policy, 1)
+        return self.steps - on_policy
 
     def teacher_of(self, stream: Literal["general", "domain"], name: str = "") -> TeacherSection:
         """Return the definition of a named teacher, or of the stream's own."""

@@ -53,6 +53,15 @@ def test_the_teachers_write_the_first_steps_and_the_student_the_last(lmbda, warm
     assert [step.on_policy for step in steps] == [False] * warm_up + [True] * (12 - warm_up)
 
 
+@pytest.mark.parametrize(
+    ("steps", "lmbda", "on_policy"),
+    [(1, 0.15, 0), (2, 0.15, 1), (3, 0.15, 1), (6, 0.01, 1), (6, 0.0, 0), (10, 0.15, 2), (30, 0.15, 5)],
+)
+def test_a_share_above_zero_is_at_least_one_step_and_halves_are_rounded_up(steps, lmbda, on_policy):
+    planned = schedule(steps=steps, general_per_domain=1, lmbda=lmbda)
+    assert [step.on_policy for step in planned] == [False] * (steps - on_policy) + [True] * on_policy
+
+
 def test_the_student_can_leave_the_domain_to_its_teacher():
     steps = schedule(steps=8, general_per_domain=1, lmbda=0.5, on_policy={"domain": False})
     assert [step.on_policy for step in steps if step.stream == "general"] == [False, False, True, True]

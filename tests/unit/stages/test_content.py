@@ -62,7 +62,7 @@ def test_the_gain_is_that_of_the_reference_whatever_the_adapter(backbone, monkey
 
 
 def test_base_judges_with_its_own_head_beside_a_tuned_model(backbone, monkeypatch):
-    """A fully fine-tuned model can have moved the output embedding; base's judgement must not move with it."""
+    """A full fine-tune can move the output embedding; base's judgement must not move with it."""
     texts = dict(enumerate(TEXTS))
     monkeypatch.setattr(content, "LEAST", -100.0)
     expected = content.gains(backbone, DOCS, REQUESTS, texts)
