@@ -169,7 +169,7 @@ class Health(TrainerCallback):
             if not self._rate_halved:
                 self._rate_halved = True
                 self._streaks.clear()
-                lr_scheduler.base_lrs = [rate / 2 for rate in lr_scheduler.base_lrs]
+                _halve(lr_scheduler)
                 self._record(step, sign, RATE_HALVED)
                 return
             self._record(step, sign, "halted")
@@ -179,6 +179,18 @@ class Health(TrainerCallback):
         health = {"sign": sign.name, "value": abs(sign.value), "bound": abs(sign.bound), "action": action}
         self.callback.write({"step": step, "health": health})
         self.callback.report.note(f"step {step}: {sign}: {action}")
+
+
+def _halve(lr_scheduler: Any) -> None:
+    """Halve the learning rate from the next step on.
+
+    The schedule has set the next step's rate already, and computes those of later steps from `base_lrs`.
+    """
+    lr_scheduler.base_lrs = [rate / 2 for rate in lr_scheduler.base_lrs]
+    groups = lr_scheduler.optimizer.param_groups
+    for group in groups:
+        group["lr"] /= 2
+    lr_scheduler._last_lr = [group["lr"] for group in groups]  # what the trainer logs
 
 
 def drift(first: KL, now: KL, score: Callable[[KL], float]) -> str:

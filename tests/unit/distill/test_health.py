@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.recovering import Silent, run
+from helpers.recovering import Silent, run, short_recovery, whole_and_resumed
 
 from opdcl.distill.health import Health, Writing, check_turn_end, drift, signs
 from opdcl.errors import OpdclError, UsageError
@@ -102,7 +102,9 @@ def watch(tmp_path, rows, on=True, stop=None):
         health.on_start(BASE, TUNED)
         return health
 
-    health, scheduler = start(), SimpleNamespace(base_lrs=[1.0])
+    health = start()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     for step, row in enumerate(rows, 1):
         write({"step": step, **row})  # as the stage does before anything watches the step
         if "own" in row:
@@ -110,7 +112,8 @@ def watch(tmp_path, rows, on=True, stop=None):
         health.on_log(None, SimpleNamespace(global_step=step), None, logs=row, lr_scheduler=scheduler)
         if step == stop:
             health = start()
-    return scheduler.base_lrs, [row for row in read_jsonl(out.metrics) if "health" in row]
+    assert scheduler.base_lrs == scheduler.get_last_lr(), "the next step has the rate of those after it"
+    return scheduler.get_last_lr(), [row for row in read_jsonl(out.metrics) if "health" in row]
 
 
 BAD = {**WELL, "repetition": 1.0}
@@ -131,6 +134,15 @@ def test_a_sign_that_lasts_as_long_again_halts(tmp_path):
     with pytest.raises(OpdclError, match=r"repetition is 1, past its limit of 0\.6") as caught:
         watch(tmp_path, [BAD] * 6)
     assert "best" in caught.value.hint
+
+
+def test_a_halved_rate_acts_on_the_very_next_step_interrupted_or_not(backbone, tuned, monkeypatch):
+    monkeypatch.setattr("opdcl.distill.health.ADAPTER_GROWTH", 0.0)  # each step shows a sign
+    constant = {"trainer": {"lr_scheduler_type": "constant"}, "save_steps": 3, "keep": "last"}
+    config = short_recovery(tuned, method="general", steps=5, learning_rate=0.004, **constant)
+    for stage in whole_and_resumed(backbone, tuned, config, stop=4):
+        rates = [row["learning_rate"] for row in read_jsonl(stage.metrics) if "learning_rate" in row]
+        assert rates == [0.004, 0.004, 0.004, 0.002, 0.002]
 
 
 @pytest.mark.parametrize("stop", [2, 3, 4])
