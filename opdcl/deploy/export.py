@@ -111,18 +111,21 @@ def merge(
 ) -> dict[str, Any]:
     """Write base, or the tuned model, + adapter as a safetensors model with base's tokenizer.
 
-    The base's original weights are used. If the run quantized them, and with `check`, return as
-    `quantization_gap` how far the written model differs from the run's, see `compare`.
+    The base's original weights are used, in the dtype of their files. If the run quantized them, and with
+    `check`, return as `quantization_gap` how far the written model differs from the run's, see `compare`.
     """
     from opdcl.model.load import load_base
+    from opdcl.model.portable import make_portable
 
     plain = base.model_copy(update={"quantization": None})
-    backbone = _load(plain, tuned and tuned.model_copy(update={"quantization": None}), adapter)
+    plain_tuned = tuned and tuned.model_copy(update={"quantization": None})
+    backbone = _load(plain, plain_tuned, adapter, as_stored=True)
     report.note("merging")
     merged = backbone.peft.merge_and_unload()
     merged.config.use_cache = True
     merged.save_pretrained(target)
     backbone.tokenizer.save_pretrained(target)
+    make_portable(target)
     if not (base.quantization and check):
         return {}
     del backbone, merged  # memory may not hold two models
@@ -139,11 +142,15 @@ def merge(
     return {"quantization_gap": gap}
 
 
-def _load(base: ModelConfig, tuned: ModelConfig | None, adapter: Path) -> Backbone:
+def _load(base: ModelConfig, tuned: ModelConfig | None, adapter: Path, as_stored: bool = False) -> Backbone:
     from opdcl.model.backbone import Backbone
-    from opdcl.model.load import load_model, load_tokenizer
+    from opdcl.model.load import load_base, load_model, load_tokenizer
 
-    backbone = Backbone(load_model(tuned), load_tokenizer(base)) if tuned else Backbone.load(base)
+    if tuned:
+        model, tokenizer = load_model(tuned, as_stored), load_tokenizer(base)
+    else:
+        model, tokenizer = load_base(base, as_stored=as_stored)
+    backbone = Backbone(model, tokenizer)
     backbone.load_adapter(adapter, "student")
     return backbone
 
@@ -155,7 +162,8 @@ def write_readme(folder: Path, name: str, base: ModelConfig, state: str, format:
     terms = f"{origin} is under {licence}." if licence else f"The licence of {origin} applies."
     head = ["---", f"base_model: {json.dumps(origin)}", *([f"license: {licence}"] if licence else []), "---"]
     what = "An adapter for" if format == "adapter" else "A model made of"
-    parts = "" if format == "adapter" else f" and its {state} adapter, merged"
+    which = "an adapter" if state == "adapter" else f"its {state} adapter"
+    parts = "" if format == "adapter" else f" and {which}, merged"
     if base.quantization:
         terms += f" The adapter was {UNPACKED.format(origin, base.quantization)}."
     text = f"# {name}\n\n{what} {origin}{parts}, written by opdcl {__version__}. {terms}\n"

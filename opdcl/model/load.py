@@ -15,6 +15,7 @@ from opdcl.data.chat import check_template, render, with_variables
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.hub import parse, reachable
 from opdcl.model import consent, quantized
+from opdcl.model.portable import make_portable
 from opdcl.model.tensors import Found, headers, refuse_unfit, weight_files
 from opdcl.rundir.files import cache_home, folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import file_hash
@@ -22,6 +23,7 @@ from opdcl.rundir.layout import TEMPLATE
 from opdcl.time_limit import TooSlow, time_limit
 
 if TYPE_CHECKING:
+    import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 EMBEDDED = "smollm2-135m"
@@ -44,7 +46,7 @@ HINT = (
 
 
 def load_base(
-    config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None, as_stored: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the base model, as `load_model`, and its tokenizer, which has a token for padding.
 
@@ -53,14 +55,16 @@ def load_base(
     Raises:
         UsageError: The model has no chat template.
     """
-    model, tokenizer = load_model(config), tokenizer or load_tokenizer(config)
+    model, tokenizer = load_model(config, as_stored), tokenizer or load_tokenizer(config)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
 
 
-def load_model(config: ModelConfig) -> PreTrainedModel:
+def load_model(config: ModelConfig, as_stored: bool = False) -> PreTrainedModel:
     """Load a model, in evaluation mode on its device.
+
+    With `as_stored`, the weights have the dtype of their files, not the one that this machine computes in.
 
     Raises:
         UsageError: The model does not exist, its weights are pickles or incomplete, or its logits are not
@@ -79,6 +83,8 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     dtype = getattr(torch, pick_dtype(config.dtype, device))
     with parallel.first_worker_first():
         source, options = _loading_options(config)
+    if as_stored:
+        dtype = stored_dtype(source, options)
     if gguf := options.get("gguf_file"):
         options["quantization_config"] = GgufConfig(gguf_file=gguf, dequantize=True)
     else:
@@ -106,6 +112,23 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     # Layer by layer, so that the device never holds the whole model.
     parallel.shard(model, device, config.shard)
     return model.to(device).eval()
+
+
+def stored_dtype(source: str, options: dict) -> torch.dtype | str:
+    """Return the `dtype` with which `from_pretrained` keeps the dtype of a model's files.
+
+    Quantized GGUF weights, which belong to no dtype, become bfloat16.
+    """
+    import torch
+
+    if not (name := options.get("gguf_file")):
+        return "auto"
+    import gguf
+
+    tensors = gguf.GGUFReader(Path(source) / name).tensors
+    largest = max(tensors, key=lambda tensor: tensor.n_elements)  # norms are float32 in every file
+    kinds = gguf.GGMLQuantizationType
+    return {kinds.F32: torch.float32, kinds.F16: torch.float16}.get(largest.tensor_type, torch.bfloat16)
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -409,5 +432,6 @@ def embedded_folder() -> Path:
     with folder_appears_whole(folder) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        make_portable(temporary)
         write_json(temporary / "opdcl.json", source)
     return folder

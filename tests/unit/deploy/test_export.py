@@ -10,7 +10,9 @@ import gguf
 import pytest
 import torch
 from helpers import gguf_script
+from safetensors import safe_open
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import opdcl
 from opdcl.config.model import ModelConfig
@@ -65,8 +67,6 @@ def converter(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tokenizer(tiny_model):
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(tiny_model)
 
 
@@ -167,8 +167,33 @@ def test_an_export_says_what_it_is_and_under_which_licence(tuned, tiny_model):
     readme = (tuned / "out" / "README.md").read_text()
     assert f'base_model: "{tiny_model.name}"' in readme
     assert f"The licence of {tiny_model.name} applies." in readme
+    assert f"A model made of {tiny_model.name} and an adapter, merged" in readme
     write_readme(tuned, "mine", ModelConfig(), "recovered", "adapter")
     assert "license: apache-2.0\n" in (tuned / "README.md").read_text()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_merged_model_keeps_the_dtype_of_the_bases_files(tuned, tiny_model, tmp_path, dtype):
+    """It would otherwise depend on the machine that exports."""
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=getattr(torch, dtype))
+    base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "base")
+    settings = json.loads((tuned / "tuned/adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(tmp_path / "base")
+    (tuned / "tuned/adapter_config.json").write_text(json.dumps(settings))
+    export(str(tuned / "tuned"), None, tuned / "out", "merged", "f16", None, True, Report())
+    with safe_open(tuned / "out/model.safetensors", "pt") as written:
+        assert {str(written.get_tensor(name).dtype) for name in written.keys()} == {f"torch.{dtype}"}  # noqa: SIM118
+    assert json.loads((tuned / "out/config.json").read_text())["dtype"] == dtype
+
+
+def test_an_exported_model_is_written_for_both_versions_of_transformers(tuned):
+    export(str(tuned / "tuned"), None, tuned / "out", "merged", "f16", None, True, Report())
+    config, tokenizer = (
+        json.loads((tuned / "out" / f"{name}.json").read_text()) for name in ("config", "tokenizer_config")
+    )
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 def test_a_model_folder_is_not_exported_again(tiny_model, tmp_path):

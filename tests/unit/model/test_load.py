@@ -1,9 +1,11 @@
-"""Loading: the precision that `auto` picks."""
+"""Loading: the precision that `auto` picks, and that of a file."""
 
+import gguf
+import numpy as np
 import pytest
 import torch
 
-from opdcl.model.load import pick_dtype
+from opdcl.model.load import pick_dtype, stored_dtype
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,24 @@ def test_a_processor_computes_in_bfloat16_only_if_torch_uses_its_units(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: hardware)
     assert pick_dtype("auto", "cpu") == dtype
     assert pick_dtype("bfloat16", "cpu") == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (gguf.GGMLQuantizationType.F32, torch.float32),
+        (gguf.GGMLQuantizationType.F16, torch.float16),
+        (gguf.GGMLQuantizationType.BF16, torch.bfloat16),
+        (gguf.GGMLQuantizationType.Q8_0, torch.bfloat16),
+    ],
+)
+def test_a_gguf_file_has_the_dtype_of_its_weights_not_of_its_norms(tmp_path, kind, dtype):
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "llama")
+    writer.add_tensor("output_norm.weight", np.ones(64, np.float32))
+    weights = gguf.quantize(np.ones((64, 64), np.float32), kind)
+    writer.add_tensor("blk.0.attn_q.weight", weights, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert stored_dtype(str(tmp_path), {"gguf_file": "model.gguf"}) == dtype

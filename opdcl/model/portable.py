@@ -1,0 +1,75 @@
+"""Make a model folder that transformers 5 has written readable for transformers 4 and programs built on it.
+
+transformers 5 has renamed settings. A program that knows the old names alone does not fail: it takes a
+default, and runs the model with other positions. So a folder states these settings under both names.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from opdcl.rundir.files import read_json, write_json
+
+# The tokenizer class that transformers 5 writes for every tokenizer.json without a class of its own.
+NEW_CLASS, OLD_CLASS = "TokenizersBackend", "PreTrainedTokenizerFast"
+
+# Setting of transformers 5 -> its name in transformers 4, in most models and in GPT-NeoX.
+OLD_NAMES = {
+    "rope_theta": "rope_theta",
+    "partial_rotary_factor": "partial_rotary_factor",
+    "num_local_experts": "num_experts",
+}
+NEOX_NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+
+# transformers 4 refuses further keys in a scaling of this kind for these models.
+ONLY_FACTORS = {"phi3": ("short_factor", "long_factor")}
+
+
+def make_portable(folder: Path) -> None:
+    """Add the old names of settings to a model folder's config.json and tokenizer_config.json."""
+    config = read_json(folder / "config.json")
+    _add_old_names(config)
+    for name, section in config.items():
+        if name.endswith("_config") and isinstance(section, dict):  # such as `text_config`
+            _add_old_names(section)
+    write_json(folder / "config.json", config)
+    file = folder / "tokenizer_config.json"
+    if file.exists():
+        write_json(file, _with_old_class(read_json(file)))
+
+
+def _add_old_names(config: dict[str, Any]) -> None:
+    """Add to the settings of a model those that transformers 4 knows by another name, or in another form."""
+    rope = config.get("rope_parameters") or {}
+    if "full_attention" in rope:  # layers with a sliding window have positions of their own
+        local = rope.get("sliding_attention") or {}
+        rope = rope["full_attention"] or {}
+        if local.get("rope_theta") != rope.get("rope_theta"):
+            config.setdefault("rope_local_base_freq", local.get("rope_theta"))
+    model_type = config.get("model_type", "")
+    for name, old_name in (NEOX_NAMES if model_type == "gpt_neox" else OLD_NAMES).items():
+        value = rope.get(name, config.get(name))
+        if value is not None:
+            config.setdefault(old_name, value)
+    if rope.get("rope_type", "default") != "default" and not config.get("rope_scaling"):
+        config["rope_scaling"] = _old_scaling(rope, model_type)
+
+
+def _old_scaling(rope: dict[str, Any], model_type: str) -> dict[str, Any]:
+    if rope["rope_type"] == "longrope" and model_type in ONLY_FACTORS:
+        factors = {name: rope[name] for name in ONLY_FACTORS[model_type]}
+        return {"type": "longrope", **factors}
+    return {
+        name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")
+    }
+
+
+def _with_old_class(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a tokenizer's settings with the class and the list of special tokens by their old names."""
+    config = dict(config)
+    if config.get("tokenizer_class") == NEW_CLASS:
+        config["tokenizer_class"] = OLD_CLASS
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    return config
