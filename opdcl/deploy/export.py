@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,9 +65,10 @@ def export(
         elif format == "merged":
             written |= merge(base, tuned, adapter, folder, check, report)
         else:
-            with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.merged.") as merged:
-                written |= merge(base, tuned, adapter, Path(merged), check, report)
-                written |= to_gguf(Path(merged), folder, command, outtype, check, report)
+            merged = folder / "merged"  # inside, so that whoever removes the one removes the other
+            written |= merge(base, tuned, adapter, merged, check, report)
+            written |= to_gguf(merged, folder, command, outtype, check, report)
+            shutil.rmtree(merged)
         write_readme(folder, target.name, tuned or base, state, format)
     return written
 

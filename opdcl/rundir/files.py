@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import glob
+import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -18,6 +19,9 @@ from opdcl.errors import UsageError
 
 RESTORE = "restore the file, or start a new run"
 DAY = 86_400  # seconds
+
+# The name of a temporary folder that its maker keeps locked: `.NAME.opdcl-PID-RANDOM`.
+LOCKED = re.compile(r"\..+\.opdcl-\d+-\w+")
 
 
 def cache_home() -> Path:
@@ -101,23 +105,19 @@ def read_new_rows(path: Path, place: int) -> tuple[int, list[dict]]:
 def folder_appears_whole(path: Path) -> Iterator[Path]:
     """Yield a temporary folder and rename it to `path` when the block succeeds, replacing an older folder.
 
-    Its files get the mode that the umask allows; libraries write some of them for their owner only. What a
-    process killed more than a day ago has left of the same folder is removed: it can be as large as a model.
+    Its files get the mode that the umask allows; libraries write some of them for their owner only. What
+    killed processes have left in the same place is removed: it can be as large as a model.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{path.name}.opdcl-"
-    for leftover in path.parent.glob(f"{glob.escape(prefix)}*"):
-        with contextlib.suppress(FileNotFoundError):  # another process has just finished
-            if time.time() - leftover.stat().st_mtime > DAY:
-                shutil.rmtree(leftover, ignore_errors=True)
-    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=prefix))
+    _remove_leftovers(path)
+    temporary, handle = _locked_folder(path)
     try:
         yield temporary
         for entry in (temporary, *temporary.rglob("*")):
             entry.chmod((0o755 if entry.is_dir() else 0o644) & ~_umask())
             if entry.is_file():
-                with open(entry, "rb") as handle:
-                    os.fsync(handle.fileno())
+                with open(entry, "rb") as file:
+                    os.fsync(file.fileno())
         old = temporary.with_name(f"{temporary.name}.old")
         if path.exists():
             os.replace(path, old)
@@ -126,6 +126,54 @@ def folder_appears_whole(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    finally:
+        os.close(handle)
+
+
+def _locked_folder(path: Path) -> tuple[Path, int]:
+    """Make a temporary folder beside `path`, locked until its handle is closed; return both."""
+    while True:
+        folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.opdcl-{os.getpid()}-"))
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # before it was locked, another process took it for a leftover
+            continue
+        if _lock(handle) is not False and folder.exists():
+            return folder, handle
+        os.close(handle)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove temporary folders beside `path` whose makers are gone.
+
+    One that has no lock, by its name or because the file system has none, is removed after a day, and only
+    where `path` is made again.
+    """
+    for leftover in path.parent.glob(".*.opdcl-*"):
+        try:
+            handle = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # it is finished by now, or belongs to another user
+            continue
+        try:
+            abandoned = _lock(handle) if LOCKED.fullmatch(leftover.name) else None
+            if abandoned is None:
+                is_old = time.time() - os.fstat(handle).st_mtime > DAY
+                abandoned = is_old and leftover.name.startswith(f".{path.name}.opdcl-")
+            if abandoned:
+                shutil.rmtree(leftover, ignore_errors=True)
+        finally:
+            os.close(handle)
+
+
+def _lock(handle: int) -> bool | None:
+    """Lock a folder; return False if another process holds the lock, None if the file system has none."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def _umask() -> int:

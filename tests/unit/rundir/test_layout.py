@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.command import opdcl
+from helpers.command import ROOT, opdcl
 
 from opdcl.errors import UsageError
 from opdcl.rundir.files import folder_appears_whole, read_json, read_jsonl, write_atomic, write_json
@@ -98,6 +98,36 @@ def test_what_a_killed_process_left_of_a_folder_is_removed_a_day_later(tmp_path)
     with folder_appears_whole(tmp_path / "adapter"):
         pass
     assert files(tmp_path) == {*kept}
+
+
+KILLED_HALFWAY = """
+import os, signal, sys
+from pathlib import Path
+from opdcl.rundir.files import folder_appears_whole
+with folder_appears_whole(Path(sys.argv[1])) as folder:
+    (folder / "weights").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_is_removed_when_any_folder_is_made_there(tmp_path):
+    subprocess.run([sys.executable, "-c", KILLED_HALFWAY, str(tmp_path / "one")], cwd=ROOT, check=False)
+    (leftover,) = files(tmp_path) - {f"{name}/weights" for name in files(tmp_path)}
+    assert leftover.startswith(".one.opdcl-")
+    with folder_appears_whole(tmp_path / "another") as folder:
+        (folder / "weights").write_text("whole")
+    assert files(tmp_path) == {"another", "another/weights"}
+
+
+def test_a_folder_that_is_being_made_is_left_alone(tmp_path):
+    with folder_appears_whole(tmp_path / "one") as one:
+        (one / "weights").write_text("1")
+        with folder_appears_whole(tmp_path / "two") as two, folder_appears_whole(tmp_path / "one") as again:
+            (two / "weights").write_text("2")
+            (again / "weights").write_text("3")
+        assert (one / "weights").read_text() == "1"
+    assert (tmp_path / "one/weights").read_text() == "1"
+    assert files(tmp_path) == {"one", "one/weights", "two", "two/weights"}
 
 
 @pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
