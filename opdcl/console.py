@@ -52,6 +52,52 @@ class Redacting(io.TextIOBase):
         self._stream.flush()
 
 
+class Unstoppable(io.TextIOBase):
+    """A text stream that drops what it cannot write: a run does not stop because nobody reads its notes."""
+
+    def __init__(self, stream: TextIO):
+        self._stream: TextIO | None = stream
+        self.name, self._encoding = getattr(stream, "name", ""), getattr(stream, "encoding", None)
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._encoding or "utf-8"
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            raise OSError("the stream is given up")
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        self._try(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(lambda stream: stream.flush())
+
+    def _try(self, action: Callable[[TextIO], object]) -> None:
+        if self._stream is None:
+            return
+        try:
+            action(self._stream)
+        except OSError:
+            # Python flushes the stream at its end, and would fail again.
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self._stream.fileno())
+            os.close(nothing)
+            self._stream = None
+
+
+class ResultConsole(Console):
+    """A console that raises `BrokenPipeError` if nobody reads it any more; rich would exit with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 @contextlib.contextmanager
 def quiet_libraries(log: Path | None = None) -> Iterator[None]:
     """Send what libraries print, warn and log to a file, or nowhere, and turn off their progress bars."""
@@ -95,10 +141,11 @@ class Output:
     def __init__(self, mode: Mode = "human"):
         self.mode = mode
         # Keep the present streams: while a stage runs, sys.stdout and sys.stderr lead to the log.
-        self._out = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._out = ResultConsole(file=sys.stdout, highlight=False, soft_wrap=True)
         if not self._out.is_terminal:  # programs that read a pipe want whole lines
             self._out.width = PIPE_WIDTH
-        self._err = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        err: Any = Unstoppable(sys.stderr)
+        self._err = Console(file=err, highlight=False, soft_wrap=True)
 
     @property
     def _shows_notes(self) -> bool:
@@ -114,8 +161,12 @@ class Output:
         if parallel.rank():
             return
         if self.mode == "json":
-            document = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
-            self._out.file.write(harmless_json(document) + "\n")
+            # Elsewhere a character could become a question mark; escaped, it stays what it is.
+            encoding = getattr(self._out.file, "encoding", None) or "utf-8"
+            escape = encoding.lower().replace("-", "") != "utf8"
+            document = json.dumps(data, indent=2, ensure_ascii=escape, allow_nan=False)
+            self._out.file.write(harmless_json(document) + "
+")
         else:
             self._out.print(harmless(human), markup=False)
 

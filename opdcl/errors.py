@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
 import re
 from collections.abc import Iterable
 
@@ -66,32 +67,79 @@ def listed(names: Iterable[object], most: int = 10) -> str:
     return ", ".join(shown) + more
 
 
-def translate(fault: Exception, workers: int = 1) -> OpdclError:
+FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
+
+# Errors of the system -> what is wrong with the path, and what to do.
+WRONG_PATH = {
+    errno.EACCES: ("permission denied", "choose another place, or change its permissions"),
+    errno.EPERM: ("permission denied", "choose another place, or change its permissions"),
+    errno.ENOTDIR: (
+        "a part of this path is a file",
+        "choose another path; OPDCL_CACHE names that of the cache",
+    ),
+    errno.EEXIST: ("a file is where a folder should be", "choose another path, or move the file away"),
+    errno.EISDIR: ("a folder is where a file should be", "choose another path, or move the folder away"),
+    errno.ELOOP: ("a link leads to itself", "remove the link"),
+}
+AGAIN = "then run the same command again"
+
+
+def translate(fault: BaseException, workers: int = 1) -> OpdclError:
     """Return a failure of the machine or of a library as an error with a hint.
 
     With several `workers`, a lost connection means that another worker exited.
     """
     text = str(fault)
-    # Libraries written in Rust wrap the system's error; only the text has its number.
-    wrapped = re.search(r"os error (\d+)", text)
-    number = fault.errno if isinstance(fault, OSError) else int(wrapped[1]) if wrapped else None
-    where = getattr(fault, "filename", None) or fault
-    if number in (errno.EFBIG, errno.ENOSPC, errno.EDQUOT):
-        hint = "free some space, then run the same command again"
-        return OpdclError(f"the disk or quota is full: {where}", hint)
-    if number == errno.ENAMETOOLONG:
-        return UsageError(f"the file name is too long: {str(where)[:60]}...", "choose a shorter name")
-    if number == errno.EROFS:
-        return OpdclError(f"the file system is read-only: {where}", "choose another directory with -o")
-    if isinstance(fault, PermissionError):
-        return OpdclError(f"permission denied: {fault.filename}", "choose another directory with -o")
+    if known := _of_system(fault, text):
+        return known
     if "out of memory" in text.lower() or isinstance(fault, MemoryError):
         hint = "use smaller batches, for example --set recover.micro_batch_tokens=512"
         return OpdclError("out of memory", hint)
+    if "inline_container" in text or "PytorchStreamWriter" in text:  # torch does not say why
+        problem = "a checkpoint cannot be written: the disk is full or fails"
+        return OpdclError(problem, f"free some space or check the disk, {AGAIN}")
     if workers > 1 and any(word in text.lower() for word in ("gloo", "nccl", "connection")):
-        hint = "see its last message, then run the same command again to resume"
-        return OpdclError("another worker exited", hint)
+        return OpdclError("another worker exited", f"see its last message, {AGAIN} to resume")
     if "DataLoader worker" in text:
         resume = "run the same command again to resume from the last checkpoint"
         return OpdclError("a data loading process was killed", f"{resume}; fewer processes need less memory")
-    return OpdclError(f"{type(fault).__name__}: {text[:500]}", "set OPDCL_DEBUG=1 to see the traceback")
+    if isinstance(fault, OSError) and fault.errno:
+        reason = (fault.strerror or os.strerror(fault.errno)).lower()
+        if isinstance(fault, ConnectionError | TimeoutError):
+            return OpdclError(f"the connection failed: {reason}", f"check the network, {AGAIN}")
+        problem = f"cannot read or write {_place(fault) or 'a file'}: {reason}"
+        return OpdclError(problem, f"check the path and the disk, {AGAIN}")
+    told = f"{type(fault).__name__}: {text[:500]}"
+    if not isinstance(fault, Exception):  # such as a panic in Rust, mostly over what it was given
+        told = f"a library failed: {told}"
+    return OpdclError(told, "set OPDCL_DEBUG=1 to see the traceback")
+
+
+def _of_system(fault: BaseException, text: str) -> OpdclError | None:
+    """Return an error of the system that says what is wrong with a path, or with this machine's limits."""
+    # Libraries written in Rust wrap the system's error; only the text has its number.
+    wrapped = re.search(r"os error (\d+)", text)
+    number = fault.errno if isinstance(fault, OSError) else int(wrapped[1]) if wrapped else None
+    where = _place(fault) or text
+    if number in FULL:
+        return OpdclError(f"the disk or quota is full: {where}", f"free some space, {AGAIN}")
+    if number == errno.EROFS:
+        return OpdclError(f"the file system is read-only: {where}", "choose another place")
+    if number == errno.ENAMETOOLONG:
+        return UsageError(f"the file name is too long: {where[:60]}...", "choose a shorter name")
+    if number in (errno.EMFILE, errno.ENFILE):
+        return EnvironmentFault("too many files are open", f"allow more: ulimit -n 4096, {AGAIN}")
+    if number in WRONG_PATH:
+        problem, hint = WRONG_PATH[number]
+        return UsageError(f"{problem}: {where}", hint)
+    return None
+
+
+def _place(fault: BaseException) -> str:
+    """Return the path that a failure is about, "" if it names none.
+
+    Of a copy it is the new file: reading the old one fails rarely, and then both are named by the system. A
+    folder in the making has a name of its own, which is left out.
+    """
+    path = getattr(fault, "filename2", None) or getattr(fault, "filename", None)
+    return re.sub(r"/\.([^/]+)\.opdcl-\d+-\w+", r"/\1", str(path)) if path is not None else ""

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from opdcl import parallel
-from opdcl.cli import runs, screen, stages
+from opdcl.cli import runs, screen, stages, streams
 from opdcl.cli.config import config_app, workflows_app
 from opdcl.cli.guidance import describe_commands, hint_for
-from opdcl.errors import Interrupted, OpdclError, UsageError, translate
+from opdcl.errors import EnvironmentFault, Interrupted, OpdclError, UsageError, translate
 from opdcl.sanitize import redact
 from opdcl.signals import as_interrupts
 from opdcl.version import __version__
@@ -67,22 +67,28 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 def main() -> None:
     """Run the command line. A failure prints a message and a hint, not a traceback, and has an exit code."""
+    streams.prepare()
     screen.reset()
     stdout = sys.stdout
     try:
+        if sys.flags.optimize > 1:  # transformers reads docstrings when it is imported
+            raise EnvironmentFault("opdcl does not run without docstrings", "unset PYTHONOPTIMIZE; drop -OO")
         with as_interrupts():
             # In this mode Typer returns the code of `typer.Exit` instead of exiting.
             code = app(prog_name="opdcl", standalone_mode=False)
         if code == Interrupted.exit_code:  # Typer has taken Ctrl-C for itself, without a word
             raise KeyboardInterrupt
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
-        code = 0
     except (KeyboardInterrupt, typer.Abort):
         code = _fail(Interrupted("interrupted", redact(shlex.join(["opdcl", *sys.argv[1:]]))))
     except OpdclError as fault:
         code = _fail(fault)
-    except Exception as fault:
+    except BrokenPipeError as fault:
+        code = 0 if streams.reader_is_gone() else _fail_unexpectedly(fault)
+        if not code:
+            streams.silence(1)
+    except SystemExit:
+        raise
+    except BaseException as fault:  # a library written in Rust panics with one that is no Exception
         code = _fail_unexpectedly(fault)
     finally:
         sys.stdout = stdout
@@ -105,8 +111,12 @@ def _fail_unexpectedly(fault: Any) -> int:
         # The parser's own guess is left out: the hint has a better one.
         message = re.split(r" \(Possible| Did you mean", fault.format_message())[0]
         return _fail(UsageError(message, hint_for(fault)))
-    known = translate(fault, parallel.worker_count())
-    if parallel.rank():  # the failure of one worker, which no other worker reports
-        known.message = f"worker {parallel.rank()}: {known.message}"
-    screen.output.error(known, from_any_worker=True)
+    try:
+        known = translate(fault, parallel.worker_count())
+        if parallel.rank():  # the failure of one worker, which no other worker reports
+            known.message = f"worker {parallel.rank()}: {known.message}"
+        screen.output.error(known, from_any_worker=True)
+    except MemoryError:  # not even for a message is there memory
+        os.write(2, b"error: out of memory\nhint: use smaller batches, or another machine\n")
+        return 1
     return known.exit_code

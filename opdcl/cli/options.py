@@ -32,7 +32,8 @@ def takes(verb: Callable[..., Any], further: str = "json", **own: Any) -> Callab
         if name != "quiet" and name not in further.split() and parameter.kind != parameter.VAR_KEYWORD:
             declared = own.get(name, {})
             if isinstance(declared, dict):
-                declared = _declare(parameter, " ".join(about[name].split()), **declared)
+                text = " ".join(about.get(name, "").split())  # `python -OO` has no docstrings
+                declared = _declare(parameter, text, **declared)
             parameters.append(parameter.replace(annotation=declared, kind=keyword))
     for name in further.split():
         declared, default = FURTHER[name]

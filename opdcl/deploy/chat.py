@@ -10,6 +10,7 @@ from typing import Any
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import Row
+from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
@@ -39,7 +40,12 @@ class Chat:
         """Return the answer of `base` and each adapter by state.
 
         `on_answer` gets a function for each answer, which returns the state and what it has written so far.
+
+        Raises:
+            UsageError: The prompt has bytes that are not UTF-8.
         """
+        for text in (prompt, system or ""):
+            _refuse_broken(text)
         messages = [{"role": "system", "content": system}] if system else []
         row = Row([*messages, {"role": "user", "content": prompt}], None, None, "prompt")
         longest_prompt = self.backbone.context_length - max_new_tokens
@@ -57,3 +63,13 @@ class Chat:
     def _text(self, rollout: Rollout, before: str = "") -> str:
         text = self.backbone.tokenizer.decode(list(rollout.completion_ids), skip_special_tokens=True)
         return before + text.strip()
+
+
+def _refuse_broken(text: str) -> None:
+    """Refuse a text with bytes that were not UTF-8, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as fault:
+        shown = text.encode(errors="replace").decode()[:60]
+        hint = "convert it: iconv -f ISO-8859-1 -t UTF-8"
+        raise UsageError(f"the prompt is not UTF-8: {shown!r}", hint) from fault

@@ -39,6 +39,15 @@ def now() -> str:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file that holds either the old or the complete new content, even after a power failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _write_beside(path, content)
+    except OSError as fault:
+        fault.filename, fault.filename2 = str(path), None  # not the temporary file's name
+        raise
+
+
+def _write_beside(path: Path, content: str | bytes) -> None:
+    """Write a temporary file, and give it the name of `path` when it is complete."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
