@@ -165,8 +165,7 @@ class Output:
             encoding = getattr(self._out.file, "encoding", None) or "utf-8"
             escape = encoding.lower().replace("-", "") != "utf8"
             document = json.dumps(data, indent=2, ensure_ascii=escape, allow_nan=False)
-            self._out.file.write(harmless_json(document) + "
-")
+            self._out.file.write(harmless_json(document) + "\n")
         else:
             self._out.print(harmless(human), markup=False)
 
