@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from opdcl.arguments import Data, PathLike, Settings, as_settings, question_suites, strings
+from opdcl.arguments import Data, PathLike, Settings, as_folder, as_settings, question_suites, strings
 from opdcl.errors import UsageError, translate
 
 if TYPE_CHECKING:
@@ -216,12 +216,13 @@ def compare(
     from opdcl.results.compare import compare, refuse_folder, write
     from opdcl.rundir.layout import open_run
 
-    if out:
-        refuse_folder(Path(out))
+    folder = as_folder(out) if out else None
+    if folder:
+        refuse_folder(folder)
     data = compare([open_run(Path(path)) for path in strings(paths)])
-    for file in write(data, Path(out)) if out else ():
+    for file in write(data, folder) if folder else ():
         _output(quiet).note(f"wrote {file}")
-    return Comparison(data, Path(out) if out else None)
+    return Comparison(data, folder)
 
 
 def verify(path: PathLike) -> "Verification":
@@ -355,7 +356,7 @@ def export(
     from opdcl.outcomes import Outcome
 
     with _output(quiet).stage("export") as line, quiet_libraries():
-        place = Path(out)
+        place = as_folder(out)
         written = export(
             str(source), state, place, format, outtype, converter, check, line, trust_remote_code
         )

@@ -34,6 +34,11 @@ ROWS = "a list of dicts, one split of a datasets.Dataset, dataframe.to_dict('rec
 UNNAMED = "domain"
 
 
+def as_folder(place: PathLike) -> Path:
+    """Return the path of a folder to be written; no shell need have replaced `~` in it."""
+    return Path(os.path.expanduser(place))
+
+
 def as_settings(
     settings: Settings, stage: str, arguments: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:

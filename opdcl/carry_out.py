@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from opdcl import parallel
-from opdcl.arguments import PathLike, Settings, as_settings, strings, take_rows
+from opdcl.arguments import PathLike, Settings, as_folder, as_settings, strings, take_rows
 from opdcl.config.load import load, load_tree
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
@@ -85,8 +85,8 @@ def _configure(
         if not source:
             flow, origins = load([*files], overrides, flags)
             refuse_consent_of_files(flow, origins)
-            return flow, origins, Path(out or Path("runs") / flow.name)
-        path, saved = open_or_begin(str(source), Path(out) if out else None, flags.get("model.id"))
+            return flow, origins, as_folder(out or Path("runs") / flow.name)
+        path, saved = open_or_begin(str(source), as_folder(out) if out else None, flags.get("model.id"))
         if not force:
             _refuse_another_file(RunDir(path), saved["workflow"], flags)
         stored = saved["workflow"]

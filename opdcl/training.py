@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -23,13 +24,17 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.errors import Interrupted, OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.costs import Work
-from opdcl.rundir.files import folder_appears_whole, read_jsonl, write_atomic
-from opdcl.rundir.hashes import damage, seal
+from opdcl.rundir.files import folder_appears_whole, write_atomic
+from opdcl.rundir.hashes import SEAL, damage, seal
 from opdcl.rundir.layout import StageDir
+from opdcl.rundir.records import read_metrics
 from opdcl.signals import ending
 
 # Steps after which the time left is shown.
 FIRST_STEPS = 3
+
+# The folder of a checkpoint that holds copies of metrics, samples and the best adapter so far.
+RECORDS = "records"
 
 # Of the trainers' logs, what a step's row in metrics.jsonl leaves out or replaces.
 UNLOGGED = ("epoch", "tokens", "entropy", "num_tokens", "mean_token_accuracy")
@@ -151,6 +156,42 @@ def save_adapter(backbone: Backbone, folder: Path) -> None:
         (temporary / "README.md").unlink(missing_ok=True)
 
 
+def _keep_records(out: StageDir, checkpoint: Path) -> None:
+    """Copy into a checkpoint, which will be sealed, what the rest of the stage depends on beside the weights.
+
+    The files themselves are neither flushed nor sealed before the stage ends: a power failure can cut them.
+    """
+    records = checkpoint / RECORDS
+    shutil.rmtree(records, ignore_errors=True)
+    records.mkdir()
+    for file in (out.metrics, out.samples):
+        if file.exists():
+            shutil.copy(file, records)
+    if out.best.exists():
+        shutil.copytree(out.best, records / out.best.name)
+
+
+def _take_back_records(out: StageDir, checkpoint: Path | None) -> None:
+    """Bring the records of a stage to the state of the checkpoint from which it resumes, or of its start.
+
+    Raises:
+        UsageError: Another version of opdcl wrote the checkpoint.
+    """
+    records = checkpoint / RECORDS if checkpoint else None
+    if records and not records.exists():
+        hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
+        raise UsageError(f"another version of opdcl wrote {checkpoint}", hint)
+    for file in (out.metrics, out.samples):
+        copy = records / file.name if records else None
+        if copy and copy.exists():
+            write_atomic(file, copy.read_bytes())
+        else:
+            file.unlink(missing_ok=True)
+    if records and (records / out.best.name).exists():
+        with folder_appears_whole(out.best) as folder:
+            shutil.copytree(records / out.best.name, folder, dirs_exist_ok=True)
+
+
 class StageCallback(TrainerCallback):
     """Write metrics, show progress, and turn the first Ctrl-C or SIGTERM into a checkpoint."""
 
@@ -160,7 +201,7 @@ class StageCallback(TrainerCallback):
         self._stop = False
         self._skipped: int | None = None
         self._base: tuple[int, ...] = ()
-        self._metrics: Path | None = None
+        self._out: StageDir | None = None
         self._step_started = self._accounted = 0.0
         self.work: StageWork | None = None
         self._steps_timed = 0
@@ -172,16 +213,19 @@ class StageCallback(TrainerCallback):
             Interrupted: A signal came; the checkpoint is saved.
         """
         out.path.mkdir(parents=True, exist_ok=True)
-        self._metrics = out.metrics
+        self._out = out
         checkpoint = out.last_checkpoint()
         reached = int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else 0
-        # Steps after the checkpoint are repeated, so their rows go.
-        rows = [row for row in read_jsonl(out.metrics) if checkpoint and row["step"] <= reached]
-        write_atomic(out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
         for damaged in out.checkpoints():
             if damaged == checkpoint:
                 break
-            self.report.note(f"{damaged.name} is damaged and ignored: {damage(damaged)}")
+            if (damaged / SEAL).exists():
+                self.report.note(f"{damaged.name} is damaged and ignored: {damage(damaged)}")
+            else:
+                self.report.note(f"{damaged.name} is incomplete and ignored")
+                shutil.rmtree(damaged, ignore_errors=True)
+        _take_back_records(out, checkpoint)
+        rows = read_metrics(out.metrics)
         if reason := next((row["stopped"] for row in rows if "stopped" in row), None):
             self.report.note(f"stopped early at step {reached}: {reason}")
             return
@@ -220,7 +264,8 @@ class StageCallback(TrainerCallback):
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row to `metrics.jsonl`."""
-        with open(self._metrics, "a", encoding="utf-8") as file:
+        assert self._out
+        with open(self._out.metrics, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def skip(self, step: int) -> None:
@@ -248,7 +293,10 @@ class StageCallback(TrainerCallback):
                 message = f"the base weights changed before step {state.global_step}"
                 raise OpdclError(message, "this is a defect of opdcl: please report it")
             parallel.check_same("adapters", self.backbone.adapter_norm("student"))
-        seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        assert self._out
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        _keep_records(self._out, checkpoint)
+        seal(checkpoint)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         # It would grow without bound, in memory and in every checkpoint; metrics.jsonl has it all.

@@ -109,7 +109,7 @@ def outcome_of(folder: Path) -> dict[str, bytes]:
     found = {}
     for file in sorted(folder.rglob("*")):
         name = str(file.relative_to(folder))
-        if (file.suffix == ".safetensors" and "trainer" not in file.parts) or name.endswith(".samples.jsonl"):
+        if (file.suffix == ".safetensors" and "trainer" not in file.parts) or name.endswith("samples.jsonl"):
             found[name] = file.read_bytes()
         elif file.name == "metrics.jsonl":
             rows = [json.loads(line) for line in file.read_text().splitlines()]

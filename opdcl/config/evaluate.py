@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from opdcl.config.model import ServerSection
-from opdcl.config.section import Auto, Count, Names, Positive, Section
+from opdcl.config.section import Auto, Count, Names, Positive, Section, differ_in_case
 from opdcl.config.shipped import shipped_suites
 from opdcl.errors import nearest
 
@@ -59,6 +59,12 @@ class EvalConfig(Section):
         if CLOSENESS in value:
             raise ValueError(f"{CLOSENESS} is no suite: eval.closeness names its prompts")
         return value
+
+    @model_validator(mode="after")
+    def _names_differ_in_more_than_case(self) -> EvalConfig:
+        if twins := differ_in_case([*self.suites()]):
+            raise ValueError(f"the suites {twins} would share their files where file names ignore case")
+        return self
 
     @model_validator(mode="after")
     def _names_are_not_misspelt(self) -> EvalConfig:

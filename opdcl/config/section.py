@@ -35,6 +35,15 @@ def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def differ_in_case(names: list[str]) -> str:
+    """Return two names that differ in case only, joined by "and", or "" if there are none."""
+    seen: dict[str, str] = {}
+    for name in names:
+        if (twin := seen.setdefault(name.casefold(), name)) != name:
+            return f"{twin} and {name}"
+    return ""
+
+
 Names = Annotated[list[str], BeforeValidator(as_list)]
 
 

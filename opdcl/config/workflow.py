@@ -11,7 +11,7 @@ from opdcl.config.evaluate import CLOSENESS, EvalConfig, Gates
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.section import Section, Seed, as_list
+from opdcl.config.section import Section, Seed, as_list, differ_in_case
 from opdcl.config.teacher import TeacherSection
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
@@ -55,6 +55,12 @@ class Workflow(Section):
     """Several runs of one workflow: name -> settings in which that run differs. Common stages run once."""
     seeds: list[Seed] = []
     """Repeat every run with each of these seeds for fine-tune and recovery."""
+
+    @model_validator(mode="after")
+    def _arms_differ_in_more_than_case(self) -> Workflow:
+        if twins := differ_in_case([*self.arms]):
+            raise ValueError(f"the arms {twins} would share their folder where file names ignore case")
+        return self
 
     @model_validator(mode="after")
     def _does_not_measure_on_the_reward(self) -> Workflow:

@@ -18,8 +18,8 @@ from opdcl.data.chat import render
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.repetition import repetition
-from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
+from opdcl.rundir.records import read_metrics
 from opdcl.sampling.rollout import Rollout
 from opdcl.training import StageCallback
 
@@ -134,7 +134,7 @@ class Health(TrainerCallback):
         """Take how base and tuned write as the measure, and resume the counts of an interrupted run."""
         self.base, self.tuned = base, tuned
         self._adapter_norm = self.backbone.adapter_norm("tuned")
-        for row in read_jsonl(self.out.metrics):
+        for row in read_metrics(self.out.metrics):
             if "adapter_norm" in row:
                 self._count(row)
             if row.get("health", {}).get("action") == RATE_HALVED:

@@ -8,6 +8,7 @@ from opdcl.distill.validation import Validation, describe_kl, kl_score, stream_k
 from opdcl.distill.work import SCALES
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import write_atomic
+from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
 from opdcl.training import save_adapter
 
@@ -28,6 +29,7 @@ def interpolate(validation: Validation, backbone: Backbone, out: StageDir) -> No
     chosen = curve[-1] if alpha else min(curve, key=kl_score)
     backbone.shrink(chosen["alpha"])
     save_adapter(backbone, validation.best_adapter)
+    seal(validation.best_adapter)
     interpolation = {"alpha": chosen["alpha"], "curve": curve}
     rows = [
         {"step": 0, "validation": stream_kl(curve[0]), "interpolation": interpolation},

@@ -188,8 +188,8 @@ class RolloutQueue:
         return rollouts
 
     def save(self, folder: Path) -> None:
-        """Write the completions that are not yet learned from into a checkpoint."""
-        content = {"ahead": self._ahead, "unfinished": self._unfinished}
+        """Write the completions not yet learned from, and those handed out last, into a checkpoint."""
+        content = {"ahead": self._ahead, "unfinished": self._unfinished, "latest": self.latest}
         write_atomic(folder / "rollouts.json", json.dumps(content, default=asdict))
 
     def restore(self, folder: Path) -> None:
@@ -202,6 +202,7 @@ class RolloutQueue:
         try:
             self._ahead = {int(i): [*map(_rollout, rows)] for i, rows in content["ahead"].items()}
             self._unfinished = {s: [*map(_rollout, rows)] for s, rows in content["unfinished"].items()}
+            self.latest = {s: [*map(_rollout, rows)] for s, rows in content["latest"].items()}
         except (KeyError, TypeError) as fault:
             hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
             raise UsageError(f"another version of opdcl wrote {folder}", hint) from fault

@@ -32,7 +32,9 @@ from opdcl.errors import OpdclError
 from opdcl.model.backbone import State
 from opdcl.model.distributions import TeacherDistribution
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json
+from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
+from opdcl.rundir.records import read_metrics
 from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.training import StageCallback, save_adapter
 
@@ -102,7 +104,7 @@ class Validation(TrainerCallback):
     ):
         self.config, self.grader, self.queue, self.prompts = config, grader, queue, prompts
         self.out, self.callback, self.health = out, callback, health
-        self.best_adapter = out.trainer / "best"
+        self.best_adapter = out.best
         self.measurements = Measurements()
         self._held_out: dict[Stream, tuple[list[Rollout], dict[int, TeacherDistribution]]] = {}
 
@@ -118,7 +120,7 @@ class Validation(TrainerCallback):
         self.write_held_out()
         if state.global_step == 0:
             self._start()
-        rows = read_jsonl(self.out.metrics)
+        rows = read_metrics(self.out.metrics)
         self.measurements = Measurements.restore(rows, self._score)
         self.health.on_start(*(_writing(kl) for kl in (self.measurements.base, self.measurements.tuned)))
 
@@ -238,13 +240,14 @@ class Validation(TrainerCallback):
         if best:
             save_adapter(self.grader.backbone, self.best_adapter)
             write_json(self.best_adapter / "validation.json", {"step": step, "score": score})
+            seal(self.best_adapter)
         return best
 
     def _keep_samples(self, step: int) -> None:
         """Append a few of the latest training completions, to show how the student changes."""
         rollouts = self.queue.latest.get("general") or self.queue.latest["domain"]
         decode = self.grader.backbone.tokenizer.decode
-        rows = [row for row in read_jsonl(self.out.samples) if row["step"] < step]
+        rows = read_jsonl(self.out.samples)
         for rollout in rollouts[:SAMPLES_PER_MEASUREMENT]:
             completion = decode(rollout.completion_ids, skip_special_tokens=True)
             rows.append({"step": step, "prompt": decode(rollout.prompt_ids), "completion": completion})

@@ -266,7 +266,8 @@ def find_states(
     """
     run = RunDir(Path(place))
     if run.is_run():
-        return base_of_run(run, trust_remote_code), stands_on(run), run.intact_adapters()
+        adapters = run.intact_adapters()
+        return base_of_run(run, trust_remote_code), stands_on(run), adapters
     folder = find_adapter(place)
     base = base_of(place, folder).model_copy(update={"trust_remote_code": trust_remote_code})
     return base, None, {"adapter": folder}

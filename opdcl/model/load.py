@@ -429,7 +429,7 @@ def embedded_folder() -> Path:
     model.hf_quantizer = None
     model.config.__dict__.pop("quantization_config", None)
     source = {"source": gguf.name, "sha256": EMBEDDED_SHA256, "license": "apache-2.0"}
-    with folder_appears_whole(folder) as temporary:
+    with folder_appears_whole(folder, keep="opdcl.json") as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         make_portable(temporary)

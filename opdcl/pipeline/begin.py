@@ -13,8 +13,8 @@ from typing import Any
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.model.adapters import base_of, find_adapter, template_beside, tuned_model
-from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.records import read_config
 
 
 def open_or_begin(source: str, out: Path | None, base: str | None) -> tuple[Path, dict[str, Any]]:
@@ -30,7 +30,7 @@ def open_or_begin(source: str, out: Path | None, base: str | None) -> tuple[Path
     if run.is_run():
         if out and out.resolve() != run.path.resolve():
             raise UsageError(f"{source} is a run directory: what is made stays in it", "leave out -o")
-        return run.path, read_json(run.config)
+        return run.path, read_config(run.config)
     if stage := run.last_stage():
         hint = f"its adapter can begin another run: name {stage.adapter}"
         raise UsageError(f"{source} is a run directory that has lost its config.json", hint)
@@ -39,7 +39,7 @@ def open_or_begin(source: str, out: Path | None, base: str | None) -> tuple[Path
     place = str(Path(source).resolve()) if os.path.exists(source) else source
     run = RunDir(out or Path("runs") / Path(place.partition("@")[0]).name)
     if run.is_run():
-        saved = read_json(run.config)
+        saved = read_config(run.config)
         return run.path, {**saved, "workflow": saved["workflow"] | {"start": place}}
     tree: dict[str, Any] = {"start": place}
     origins = {"start": "argument"}

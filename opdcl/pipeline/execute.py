@@ -15,16 +15,18 @@ from opdcl.config.load import dump
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.errors import GateError, InconclusiveError, Interrupted
+from opdcl.pipeline.damage import discard_damaged, forget_removed, refuse_damaged
 from opdcl.pipeline.defaults import describe_automatic
 from opdcl.pipeline.job import Job, read_records
 from opdcl.pipeline.plan import Task, stage_folder
-from opdcl.pipeline.preflight import checked_plan, remarks
+from opdcl.pipeline.preflight import checked_plan, refuse_foreign, remarks
 from opdcl.pipeline.reuse import copy_finished, copy_manifest
 from opdcl.pipeline.session import OtherBase, Session, command_line, steps_done
 from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import STATE_OF, RunDir
-from opdcl.rundir.verify import seal_run
+from opdcl.rundir.lock import locked
+from opdcl.rundir.seals import forget, remove_unfinished, seal_new
 from opdcl.signals import as_interrupts
 
 
@@ -68,35 +70,67 @@ def _prepare(
     job: Job, output: Output, force: bool, donors: Sequence[RunDir], stack: contextlib.ExitStack
 ) -> list[Task]:
     """Check everything, lock the run directory until the stack closes, and return the tasks."""
-    tasks, run = checked_plan(job, force), job.run
-    if dead := stack.enter_context(run.lock()):
+    run = job.run
+    refuse_foreign(run)
+    # Before anything is written. What `force` is to repair may be unreadable, so there it comes later.
+    before = None if force and run.is_run() else checked_plan(job, force)
+    if dead := stack.enter_context(locked(run, output.note)):
         output.note(f"took over the lock of process {dead.get('pid')}, which has ended")
-    if read_records(run).empty:  # an attempt that produced nothing imposes no model
-        run.manifest.unlink(missing_ok=True)
-    for task in tasks:
-        if task.name in STATE_OF and task.action in ("run", "stale"):
-            shutil.rmtree(stage_folder(run, task.name).path, ignore_errors=True)
-        if task.action == "stale":
-            shutil.rmtree(run.evals / STATE_OF[task.name], ignore_errors=True)
-    settings = {
-        file: file.read_text(encoding="utf-8") for file in (run.config, run.workflow) if file.exists()
-    }
-
-    def restore(kind: Any, fault: BaseException | None, trace: Any) -> None:
-        for file, text in settings.items() if isinstance(fault, OtherBase) else ():
-            write_atomic(file, text)
-
-    stack.push(restore)
-    # First the file by which a run is recognized: after a crash here, the same command goes on.
-    write_json(run.config, {"workflow": job.workflow.model_dump(), "origins": job.origins})
-    write_atomic(run.workflow, dump(job.workflow))
-    job.sources.save()
+    # Another command may have used the directory while this one was checking: only what is there now counts.
+    if force:
+        for name in discard_damaged(run):
+            output.note(f"{name} has changed since it was made: what it belongs to is repeated")
+    refuse_damaged(run)
+    if before is None or job.plan() != before:
+        before = checked_plan(job, force)
+    remove_unfinished(run)
+    forget_removed(run)
+    _clear_for(before, run)
+    _write_settings(job, stack)
     for task, donor in copy_finished(job.plan(), run, donors):
         output.note(f"{task.label}: taken from {donor.path.name}")
     tasks = job.plan()
     if not run.manifest.exists() and not any(task.unfinished for task in tasks):
         copy_manifest(run, donors, command_line(run))
+    seal_new(run)
     return tasks
+
+
+def _clear_for(tasks: list[Task], run: RunDir) -> None:
+    """Remove what the tasks replace."""
+    if read_records(run).empty:  # an attempt that produced nothing imposes no model
+        forget(run, run.manifest)
+        run.manifest.unlink(missing_ok=True)
+    for task in tasks:
+        if task.name in STATE_OF and task.action in ("run", "stale"):
+            folder = stage_folder(run, task.name).path
+            forget(run, folder)
+            shutil.rmtree(folder, ignore_errors=True)
+        if task.action == "stale":
+            results = run.evals / STATE_OF[task.name]
+            forget(run, results)
+            shutil.rmtree(results, ignore_errors=True)
+
+
+def _write_settings(job: Job, stack: contextlib.ExitStack) -> None:
+    """Write the settings and the rows that were given in memory; restore them if the base is another one."""
+    run = job.run
+    earlier = {file: file.read_text(encoding="utf-8") for file in (run.config, run.workflow) if file.exists()}
+
+    def restore(kind: Any, fault: BaseException | None, trace: Any) -> None:
+        if isinstance(fault, OtherBase) and earlier:
+            forget(run, run.config, run.workflow)
+            for file, text in earlier.items():
+                write_atomic(file, text)
+            seal_new(run)
+
+    stack.push(restore)
+    forget(run, run.config, run.workflow, run.data)
+    # First the file by which a run is recognized: after a crash here, the same command goes on.
+    write_json(run.config, {"workflow": job.workflow.model_dump(), "origins": job.origins})
+    write_atomic(run.workflow, dump(job.workflow))
+    job.sources.save()
+    seal_new(run)
 
 
 def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -> dict[str, Any]:
@@ -113,7 +147,7 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -
     results = Results(run)
     summary = results.summary
     verdicts = gates.judge(workflow.gates.model_dump(), summary, results.suites)
-    seal_run(run)
+    seal_new(run)
     for file in write(results):
         output.note(f"wrote {file}")
     report = run.reports[0].read_text(encoding="utf-8")

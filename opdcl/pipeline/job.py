@@ -23,9 +23,10 @@ from opdcl.errors import UsageError
 from opdcl.pipeline.defaults import named_after, resolve_for_machine, text_config
 from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_plan, stage_folder
 from opdcl.pipeline.sources import Sources
-from opdcl.rundir.files import read_json
+from opdcl.rundir.files import RESTORE
 from opdcl.rundir.hashes import ADAPTER, file_hash, hash_value
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.records import read_result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -296,11 +297,14 @@ def read_records(run: RunDir) -> Records:
     stages = {}
     for name in STAGE_NUMBERS:
         stage = stage_folder(run, name)
-        weights = stage.adapter / ADAPTER
+        weights, state = stage.adapter / ADAPTER, stage.state()
+        needed = ["fingerprint", "adapter_sha256"] if stage.is_done() else ["fingerprint"] if state else []
+        if missing := [key for key in needed if not state.get(key)]:
+            raise UsageError(f"{stage.record} is damaged: it has no {missing[0]}", RESTORE)
         if stage.is_done():
-            stages[name] = StageRecord(stage.state(), file_hash(weights) if weights.is_file() else None)
-        elif state := stage.state():
+            stages[name] = StageRecord(state, file_hash(weights) if weights.is_file() else None)
+        elif state:
             checkpoint = stage.last_checkpoint()
             stages[name] = StageRecord(state, checkpoint=checkpoint.name if checkpoint else None)
     files = run.evals.glob("*/*.json")
-    return Records(stages, {(f.parent.name, f.stem): read_json(f).get("fingerprint") for f in files})
+    return Records(stages, {(f.parent.name, f.stem): read_result(f).get("fingerprint") for f in files})

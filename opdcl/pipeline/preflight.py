@@ -15,12 +15,13 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.formats import Row
 from opdcl.errors import UsageError
+from opdcl.pipeline.damage import refuse_damaged
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job, read_records
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.pipeline.trackers import check_trackers
-from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import TEMPLATE, RunDir
+from opdcl.rundir.records import read_metrics
 
 if TYPE_CHECKING:
     from opdcl.distill.prompts import RecoverySource
@@ -48,6 +49,8 @@ def checked_plan(job: Job, force: bool = False) -> list[Task]:
 
     workflow, run = job.workflow, job.run
     refuse_foreign(run)
+    if not force:
+        refuse_damaged(run)
     job.check_rows()
     tasks = job.plan()
     if not force:
@@ -55,7 +58,7 @@ def checked_plan(job: Job, force: bool = False) -> list[Task]:
     _refuse_other_dtype(workflow, run)
     for task in tasks:
         if task.action == "skip" and task.name != "eval":
-            read_jsonl(stage_folder(run, task.name).metrics)  # the report, made last, needs them undamaged
+            read_metrics(stage_folder(run, task.name).metrics)  # the report, made last, needs them undamaged
     todo = {task.name for task in tasks if task.unfinished}
     pick_device(workflow.model.device)
     for model in workflow.models():

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from opdcl.config.finetune import LoraSection
 from opdcl.config.workflow import Workflow
 from opdcl.pipeline.plan import Task, stage_folder
-from opdcl.rundir.files import folder_appears_whole, now, read_json, write_atomic, write_json
+from opdcl.rundir.files import folder_appears_whole, now, write_atomic, write_json
 from opdcl.rundir.layout import STAGE_OF, RunDir, StageDir
+from opdcl.rundir.records import read_result
+from opdcl.rundir.seals import forget
 
 if TYPE_CHECKING:
     from opdcl.model.backbone import Backbone
@@ -29,8 +31,9 @@ def copy_finished(tasks: Sequence[Task], run: RunDir, donors: Sequence[RunDir]) 
             continue
         if task.name == "eval":
             result, samples = (f(task.state, task.suite) for f in (donor.eval_result, donor.eval_samples))
+            forget(run, run.eval_result(task.state, task.suite), run.eval_samples(task.state, task.suite))
             write_atomic(run.eval_samples(task.state, task.suite), samples.read_bytes())
-            write_json(run.eval_result(task.state, task.suite), read_json(result))
+            write_json(run.eval_result(task.state, task.suite), read_result(result))
         elif stage := donor.find_stage(task.name):
             # A finished stage is not resumed, so its checkpoints stay behind.
             without = shutil.ignore_patterns(stage.trainer.name)
@@ -57,7 +60,7 @@ def outcomes(donor: RunDir) -> set[str]:
     """Return the fingerprints of everything that a run has finished."""
     stages = [stage.state() for name in STAGE_OF.values() if (stage := donor.find_stage(name))]
     results = [
-        read_json(file)
+        read_result(file)
         for file in donor.evals.glob("*/*.json")
         if donor.eval_samples(file.parent.name, file.stem).exists()
     ]

@@ -18,9 +18,11 @@ from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.pipeline.reuse import take_start
 from opdcl.pipeline.trackers import TrackedReport, Tracking
 from opdcl.rundir.environment import machine, versions
-from opdcl.rundir.files import now, read_json, read_jsonl, write_json
+from opdcl.rundir.files import now, write_json
 from opdcl.rundir.hashes import adapter_hash
 from opdcl.rundir.layout import RunDir, StageDir
+from opdcl.rundir.records import read_metrics
+from opdcl.rundir.seals import forget, seal_new
 from opdcl.sanitize import redact
 from opdcl.version import __version__
 
@@ -40,7 +42,7 @@ class Session:
     def __init__(self, job: Job, times: Timetable, output: Output, tracked: Tracking):
         self.job, self.workflow, self.run = job, job.workflow, job.run
         self.output, self.tracked = output, tracked
-        self.manifest: dict[str, Any] = read_json(self.run.manifest) if self.run.manifest.exists() else {}
+        self.manifest = self.run.read_manifest()
         self._backbone: Backbone | None = None
         self._recorded = False
         self._measured_state = "base"
@@ -66,6 +68,7 @@ class Session:
                     self._save_manifest()
                 else:
                     self._train(task)
+                seal_new(self.run)
         finally:
             # The fingerprint of a sharded base needs all workers; after an error some may have exited.
             if self._backbone and not (parallel.sharded() and sys.exc_info()[0]):
@@ -106,7 +109,7 @@ class Session:
         try:
             record["announced"] = self._run_stage(task, stage, record)
         finally:
-            steps = [row for row in read_jsonl(stage.metrics) if "tokens" in row]
+            steps = [row for row in read_metrics(stage.metrics) if "tokens" in row]
             record["cost"] = {
                 "seconds": round(cost.get("seconds", 0) + time.perf_counter() - started, 1),
                 "tokens": sum(row["tokens"] for row in steps),
@@ -117,7 +120,7 @@ class Session:
         record |= {"status": "done", "finished": now(), "adapter_sha256": adapter_hash(stage.adapter)}
         write_json(stage.record, record)
         self._save_manifest()
-        if task.name == "recover" and (unchanged := kept_tuned(read_jsonl(stage.metrics))):
+        if task.name == "recover" and (unchanged := kept_tuned(read_metrics(stage.metrics))):
             self.output.note(f"{task.label}: {unchanged}")
 
     def _run_stage(self, task: Task, stage: StageDir, record: dict[str, Any]) -> dict[str, float | None]:
@@ -182,6 +185,8 @@ class Session:
             backbone.drop_adapters()
             backbone.load_adapter(adapter, "student")
             self._measured_state = task.state
+        run, suite = self.run, task.suite
+        forget(run, run.eval_result(task.state, suite), run.eval_samples(task.state, suite))
         model = {"id": self.workflow.model.id, "adapter_sha256": adapter_hash(adapter) if adapter else None}
         record = {"role": task.role, "model": model, "fingerprint": task.fingerprint}
         measure: Any = evaluate
@@ -261,6 +266,7 @@ class Session:
             }
             for state, folder in self.run.adapters().items()
         }
+        forget(self.run, self.run.manifest)
         write_json(self.run.manifest, self.manifest)
 
 

@@ -17,8 +17,9 @@ from opdcl.results.status import STATES
 from opdcl.results.summary import Results, further_teachers
 from opdcl.results.tables import MISSING, different_raw
 from opdcl.results.verdict import split, tone, why_no_domain_retention, why_no_recovery
-from opdcl.rundir.files import read_jsonl, write_atomic
+from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.records import read_metrics
 from opdcl.sanitize import harmless
 
 # Of the prompts on which the model falls below base, in a pull request.
@@ -252,6 +253,6 @@ def _teachers(run: RunDir) -> dict[str, str]:
 def _metrics(run: RunDir, stage: str) -> list[dict]:
     """Return a stage's metric rows by step; if a resumed run repeated a step, its last row counts."""
     folder = run.find_stage(stage)
-    rows = read_jsonl(folder.metrics) if folder else []
+    rows = read_metrics(folder.metrics) if folder else []
     last = {(row.get("step", 0), "validation" in row, "loss" in row): row for row in rows}
     return [last[key] for key in sorted(last)]

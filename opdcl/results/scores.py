@@ -13,11 +13,14 @@ from opdcl.config.evaluate import CLOSENESS
 from opdcl.errors import UsageError
 from opdcl.results.stats import States
 from opdcl.results.status import HEADLINE_ROLES, ROLES, STATES
-from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.records import read_result, read_samples
 
 # What a suite measures, if its name does not read well in a sentence.
 PLAIN_WORDS = dict.fromkeys(("instructions", "instructions_quick", "ifeval"), "instruction following")
+
+# Results round their scores to six digits.
+ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ def load_suites(run: RunDir) -> list[Suite]:
     roles = {suite: role for role in ROLES for suite in evaluation.get(role) or []}
     for path in sorted(run.evals.glob("*/*.json")):
         if path.parent.name in STATES and path.stem != CLOSENESS:
-            roles.setdefault(path.stem, str(read_json(path).get("role", "control")))
+            roles.setdefault(path.stem, str(read_result(path).get("role", "control")))
     return [load_suite(run, name, role) for name, role in roles.items()]
 
 
@@ -177,13 +180,15 @@ def load_suite(run: RunDir, name: str, role: str) -> Suite:
     for state in STATES:
         if not run.eval_result(state, name).exists():
             continue
-        result = read_json(run.eval_result(state, name))
-        rows = read_jsonl(run.eval_samples(state, name))
+        result = read_result(run.eval_result(state, name))
+        rows = read_samples(run.eval_samples(state, name))
         wrong = {row["doc_id"]: fault for row in rows if (fault := _score_fault(row, result["metric"]))}
         if wrong:
             (prompt, fault), *more = wrong.items()
             others = f" (and those of {len(more)} more prompts)" if more else ""
             faults.append(f"{name}, {state}: the score of prompt {prompt} is {fault}{others}")
+        elif mismatch := _mismatch(rows, result):
+            faults.append(f"{name}, {state}: {mismatch}")
         # Each task of a group counts its documents from 0, so the prompt is part of the key.
         elif by_key := {(row["doc_id"], row["prompt"]): row for row in rows}:
             results[state], answers[state] = result, by_key
@@ -204,6 +209,30 @@ def load_suite(run: RunDir, name: str, role: str) -> Suite:
         len(set.union(*map(set, answers.values()))) - len(shared),
         faults,
     )
+
+
+def _mismatch(rows: list[dict[str, Any]], result: dict[str, Any]) -> str:
+    """Say how the samples of a result contradict its own number of answers or scores; empty if they agree."""
+    n = result["n"]
+    if len(rows) != n:
+        return f"there are {len(rows)} answers, and its result was made from {n}"
+    for metric, recorded in result["metrics"].items():
+        scores = [row["scores"].get(metric) for row in rows]
+        if metric != result["metric"] and scores.count(None) == n:
+            continue  # its samples do not keep it
+        found = _mean(scores)
+        if found is None or not isinstance(recorded, int | float) or abs(found - recorded) > ROUNDING:
+            said = "no number" if found is None else f"{found:.6g}"
+            return f"its answers give {metric} as {said}, and its result says {recorded}"
+    return ""
+
+
+def _mean(scores: list[Any]) -> float | None:
+    """Return the mean over prompts, or over all parts where a prompt has a list; None if one is no number."""
+    parts = [part for score in scores for part in (score if isinstance(score, list) else [score])]
+    if not parts or not all(isinstance(part, int | float) for part in parts):
+        return None
+    return float(sum(parts)) / len(parts)
 
 
 def _score_fault(row: dict[str, Any], metric: str) -> str:

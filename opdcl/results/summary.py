@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from opdcl.errors import UsageError
 from opdcl.results import closeness, kinds, power, stats, writing
 from opdcl.results.format import percent
 from opdcl.results.scores import Suite, headline_of, load_suites, section
 from opdcl.results.stats import Clusters
 from opdcl.results.status import STATES
 from opdcl.results.verdict import conclude
-from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.files import RESTORE
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.records import read_metrics
+from opdcl.rundir.seals import changes
 
 # A quickstart whose answers ran on lacked 0.57 to 0.65 of base's probability to end; one whose did not, 0.26.
 MISSED_ENDS = 0.4
@@ -31,8 +36,9 @@ class Results:
     """The results that a run left on disk, read once."""
 
     def __init__(self, run: RunDir):
-        self.run, self.suites, self.near = run, load_suites(run), closeness.load(run)
-        self.headline = headline_of(self.suites)
+        with _damage_is_named(run):
+            self.run, self.suites, self.near = run, load_suites(run), closeness.load(run)
+            self.headline = headline_of(self.suites)
 
     @property
     def faults(self) -> list[str]:
@@ -48,12 +54,25 @@ class Results:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """The results with the stable keys of `opdcl report RUN --json`."""
-        summary = summary_of(self, self.suites)
+        with _damage_is_named(self.run):
+            summary = summary_of(self, self.suites)
         notes = [*summary["faults"], *summary["notes"]]
         if summary["non_inferiority"]:
             suite = self.headline["retention"]
             notes += power.notes(suite.name, len(suite.prompts), summary)
         return summary | {"notes": notes}
+
+
+@contextlib.contextmanager
+def _damage_is_named(run: RunDir) -> Iterator[None]:
+    """Name the file that has changed where the results cannot be computed from what it holds now."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as fault:
+        for name, problem in changes(run).items():
+            message = f"{run.path / name} {problem} since opdcl wrote it, and no report can be made from it"
+            raise UsageError(message, RESTORE) from fault
+        raise
 
 
 def summarise(run: RunDir) -> dict[str, Any]:
@@ -219,7 +238,9 @@ def _inert(suites: list[Suite]) -> list[str]:
 def _faults(run: RunDir, suites: list[Suite]) -> list[str]:
     """Return the reasons not to believe the results: other base weights, or other adapters."""
     hint = "the results here are those of the adapter that the run recorded, not of this file"
-    faults = [f"{problem}: {hint}." for problem in run.adapter_damage().values()]
+    adapters_damage = run.adapter_damage().values()
+    faults = [f"{problem}: {hint}." for problem in adapters_damage]
+    faults += _changed_files(run, " ".join(adapters_damage))
     again = "the state counts as not measured there; repeat it with opdcl eval RUN --force"
     faults += [f"{fault}; {again}." for suite in suites for fault in suite.faults]
     manifest = run.read_manifest()
@@ -237,6 +258,21 @@ def _faults(run: RunDir, suites: list[Suite]) -> list[str]:
                 problem = f"{state} was measured with another adapter than the one in this run"
                 faults.append(f"{suite.name}: {problem}.")
     return faults
+
+
+def _changed_files(run: RunDir, said: str) -> list[str]:
+    """Return which of the files that a run has sealed have changed, besides those already `said`."""
+    try:
+        changed = changes(run)
+    except UsageError as fault:
+        return [] if fault.message in said else [f"{fault.message}."]
+    places = {run.path / name: problem for name, problem in changed.items()}
+    hint = "opdcl verify RUN lists all; what is shown here may be wrong"
+    return [
+        f"{place} {problem} since opdcl wrote it: {hint}."
+        for place, problem in places.items()
+        if str(place) not in said
+    ]
 
 
 def _suite_notes(suites: list[Suite], estimates: dict[str, dict]) -> list[str]:
@@ -264,7 +300,7 @@ def _recovery_notes(run: RunDir) -> list[str]:
     stage = run.find_stage("recover")
     if stage is None or not stage.is_done():
         return []
-    rows = read_jsonl(stage.metrics)
+    rows = read_metrics(stage.metrics)
     notes = [
         f"Recovery, step {row['step']}: {health['sign']} was {health['value']:.3g}, beyond its limit of "
         f"{health['bound']:.3g}; {health['action']}."

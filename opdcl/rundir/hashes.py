@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from opdcl.rundir.files import write_json
+from opdcl.errors import UsageError
+from opdcl.rundir.files import RESTORE, read_text, write_atomic
 
 ADAPTER, SEAL = "adapter_model.safetensors", "seal.json"
 
@@ -46,30 +47,66 @@ def hash_value(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def seal(folder: Path, files: Iterable[Path] | None = None) -> None:
-    """Flush a folder's files, by default all, and write their hashes: an intact seal proves them complete."""
-    if files is None:
-        files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != SEAL]
-    hashes = {}
-    for file in files:
-        with open(file, "rb") as handle:
-            os.fsync(handle.fileno())
-        hashes[str(file.relative_to(folder))] = file_hash(file)
-    write_json(folder / SEAL, hashes)
+def flushed_hash(file: Path) -> str:
+    """Flush a file to the disk and return its hash."""
+    with open(file, "rb") as handle:
+        os.fsync(handle.fileno())
+    return file_hash(file)
+
+
+def seal(folder: Path) -> None:
+    """Flush a folder's files and write their hashes: an intact seal proves them complete."""
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file != folder / SEAL]
+    write_seal(folder, {str(file.relative_to(folder)): flushed_hash(file) for file in files})
+
+
+def write_seal(folder: Path, hashes: Mapping[str, str]) -> None:
+    """Write the hashes of a folder's files, by their names in it, and a hash of the seal itself."""
+    write_atomic(folder / SEAL, _seal_text(hashes))
+
+
+def read_seal(folder: Path) -> dict[str, str]:
+    """Return the hashes of a folder's files, by their names in it.
+
+    Raises:
+        UsageError: The seal is missing, or was changed.
+    """
+    text = read_text(folder / SEAL)
+    problem = UsageError(f"{folder / SEAL} has changed, so it cannot vouch for other files", RESTORE)
+    try:
+        hashes = json.loads(text)
+    except (ValueError, RecursionError) as fault:
+        raise problem from fault
+    if not isinstance(hashes, dict) or not all(isinstance(digest, str) for digest in hashes.values()):
+        raise problem
+    own = hashes.pop(SEAL, None)
+    # Earlier versions did not hash the seal, but never wrote an empty one.
+    if (not hashes and own is None) or (own is not None and text != _seal_text(hashes)):
+        raise problem
+    return hashes
+
+
+def _seal_text(hashes: Mapping[str, str]) -> str:
+    files = dict(sorted(hashes.items()))
+    own = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+    return json.dumps({**files, SEAL: own}, indent=2, ensure_ascii=False) + "\n"
 
 
 def damage(folder: Path) -> str:
     """Return the first problem of a sealed folder, or "" if every file is unchanged."""
     try:
-        hashes = json.loads((folder / SEAL).read_text(encoding="utf-8"))
-        problems = ((name, check(folder / name, digest)) for name, digest in hashes.items())
-        return next((f"{name} {problem}" for name, problem in problems if problem), "")
-    except (OSError, ValueError, AttributeError):
+        hashes = read_seal(folder)
+    except UsageError:
         return "its seal is missing or unreadable"
+    problems = ((name, check(folder / name, digest)) for name, digest in hashes.items())
+    return next((f"{name} {problem}" for name, problem in problems if problem), "")
 
 
 def check(file: Path, digest: str) -> str:
     """Compare a file with its recorded hash; return "is missing", "has changed", or "" if it is unchanged."""
     if not file.is_file():
         return "is missing"
-    return "" if file_hash(file) == digest else "has changed"
+    try:
+        return "" if file_hash(file) == digest else "has changed"
+    except OSError as fault:
+        return f"cannot be read: {fault.strerror}"

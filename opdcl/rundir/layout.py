@@ -1,21 +1,16 @@
-"""The paths of a run directory, and the lock that lets one process write to it."""
+"""The paths of a run directory."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from opdcl.errors import UsageError
-from opdcl.rundir.files import now, read_json
-from opdcl.rundir.hashes import ADAPTER, check, damage
+from opdcl.rundir.files import read_json
+from opdcl.rundir.hashes import ADAPTER, SEAL, check, damage, read_seal
+from opdcl.rundir.records import read_config, read_manifest, read_stage
 
 # The stage that makes the adapter of each state, and the other way round.
 STAGE_OF = {"tuned": "finetune", "recovered": "recover"}
@@ -42,10 +37,11 @@ class StageDir:
         self.replay = self.path / "replay.jsonl"  # general prompts with answers of base
         self.adapter = self.path / "adapter"
         self.trainer = self.path / "trainer"  # holds checkpoint-N/
+        self.best = self.trainer / "best"  # the adapter that a recovery would end with now
 
     def state(self) -> dict:
         """Return the content of `stage.json`, or an empty dict before the stage has started."""
-        return read_json(self.record) if self.record.exists() else {}
+        return read_stage(self.record) if self.record.exists() else {}
 
     def is_done(self) -> bool:
         return bool(self.state().get("status") == "done")
@@ -71,10 +67,14 @@ class RunDir:
     path: Path
 
     def __post_init__(self) -> None:
+        # From Python, or as `-o '~/run'`, it has not passed a shell.
+        self.path = Path(os.path.expanduser(self.path))
         self.workflow = self.path / "workflow.yaml"
         self.config = self.path / "config.json"
         self.manifest = self.path / "manifest.json"
+        self.seal = self.path / SEAL
         self.evals = self.path / "evals"
+        self.data = self.path / "data"  # rows that were given in memory
         # The report as Markdown and as HTML, and the model card.
         self.reports = self.path / "report.md", self.path / "report.html", self.path / "README.md"
 
@@ -86,15 +86,17 @@ class RunDir:
             config = read_json(self.config)
         except UsageError:  # damaged; a run has another file by which to recognize it
             return self.workflow.exists()
-        return isinstance(config, dict) and {"workflow", "origins"} <= config.keys()
+        known = isinstance(config, dict) and {"workflow", "origins"} <= config.keys()
+        return known or (self.workflow.exists() and self.seal.exists())
 
     def settings(self) -> dict[str, Any]:
         """Return the workflow of the run as plain data, or an empty dict before the run has started."""
-        return (read_json(self.config).get("workflow") or {}) if self.config.exists() else {}
+        settings: dict[str, Any] = read_config(self.config)["workflow"] if self.config.exists() else {}
+        return settings
 
     def read_manifest(self) -> dict[str, Any]:
         """Return the content of `manifest.json`, or an empty dict before the run has started."""
-        return read_json(self.manifest) if self.manifest.exists() else {}
+        return read_manifest(self.manifest) if self.manifest.exists() else {}
 
     def stage(self, index: int, name: str) -> StageDir:
         return StageDir(self.path / "stages" / f"{index:02d}-{name}")
@@ -124,14 +126,34 @@ class RunDir:
         """Return state -> problem for finished adapters that are not those which their stages recorded."""
         problems = {}
         for state, folder in self.adapters().items():
-            recorded = StageDir(folder.parent).state().get("adapter_sha256")
-            if recorded and (problem := check(folder / ADAPTER, recorded)):
-                problems[state] = f"{folder / ADAPTER} {problem} since its stage recorded it"
+            try:
+                hashes = self._recorded_hashes(folder)
+            except UsageError as fault:
+                problems[state] = fault.message
+                continue
+            for file, digest in hashes.items():
+                if problem := check(file, digest):
+                    problems[state] = f"{file} {problem} since its stage recorded it"
+                    break
         return problems
 
+    def _recorded_hashes(self, adapter: Path) -> dict[Path, str]:
+        """Return the hashes of an adapter's files: of the weights from its stage, of all from the seal."""
+        hashes = {}
+        if weights := StageDir(adapter.parent).state().get("adapter_sha256"):
+            hashes[adapter / ADAPTER] = str(weights)
+        if self.seal.exists():
+            sealed = {self.path / name: digest for name, digest in read_seal(self.path).items()}
+            hashes |= {file: digest for file, digest in sealed.items() if file.parent == adapter}
+        return hashes
+
     def intact_adapters(self) -> dict[str, Path]:
-        """Return `adapters`; raise a UsageError if one is not that which its stage recorded."""
-        for problem in self.adapter_damage().values():
+        """Return `adapters`; raise a UsageError if one, or the run's settings, are not those recorded."""
+        problems = list(self.adapter_damage().values())
+        recorded = read_seal(self.path).get(self.config.name) if self.seal.exists() and not problems else None
+        if recorded and (problem := check(self.config, recorded)):
+            problems.append(f"{self.config} {problem} since opdcl wrote it")
+        for problem in problems:
             hint = "restore the file from a copy, or repeat the stage: "
             raise UsageError(problem, f"{hint}opdcl run {self.workflow} -o {self.path} --force")
         return self.adapters()
@@ -146,40 +168,6 @@ class RunDir:
         """Return the path of the next attempt's log."""
         folder = self.path / "logs"
         return folder / f"attempt_{len(list(folder.glob('attempt_*.log'))) + 1}.log"
-
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[dict | None]:
-        """Lock the run for this process and yield the previous owner if it died without unlocking, else None.
-
-        The lock file stays: deleting it would let two processes lock two files of the same name. It contains
-        the owner, and is empty while nobody holds the lock.
-
-        Raises:
-            UsageError: Another process holds the lock, or the file system has no locks.
-        """
-        self.path.mkdir(parents=True, exist_ok=True)
-        file = self.path / ".lock"
-        host = socket.gethostname()
-        try:
-            held = FileLock(file, mode=0o644, fallback_to_soft=False).acquire(blocking=False)
-        except Timeout:
-            raise self._in_use(_lock_owner(file), "wait for it, or stop it") from None
-        except OSError as fault:
-            problem = f"{self.path}: this file system cannot lock ({fault.strerror})"
-            raise UsageError(problem, "choose a local disk with -o") from fault
-        with held:
-            owner = _lock_owner(file)
-            if owner.get("host", host) != host:  # locks on a shared disk may not reach every machine
-                raise self._in_use(owner, f"wait for it, or remove {file} if that process is gone")
-            try:
-                file.write_text(json.dumps({"pid": os.getpid(), "host": host, "since": now()}))
-                yield owner or None
-            finally:
-                file.write_text("")
-
-    def _in_use(self, owner: dict, hint: str) -> UsageError:
-        pid, host, since = (owner.get(key) for key in ("pid", "host", "since"))
-        return UsageError(f"{self.path} is in use by process {pid} on {host} since {since}", hint)
 
 
 def open_run(path: Path) -> RunDir:
@@ -210,11 +198,3 @@ def adapter_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UsageError(f"{file} holds no settings: it is no JSON object", hint)
     return config
-
-
-def _lock_owner(file: Path) -> dict:
-    try:
-        owner = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return owner if isinstance(owner, dict) else {}

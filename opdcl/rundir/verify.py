@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from opdcl.rundir.files import read_json, read_jsonl
-from opdcl.rundir.hashes import ADAPTER, SEAL, adapter_hash, check, seal
-from opdcl.rundir.layout import STATE_OF, RunDir
+from opdcl.errors import UsageError
+from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.hashes import ADAPTER, SEAL, adapter_hash, check, damage, read_seal
+from opdcl.rundir.layout import STATE_OF, RunDir, StageDir
+from opdcl.rundir.records import read_config, read_result
+from opdcl.rundir.seals import is_done, unsealed
+
+NOT_SEALED = "it has no seal: it was added by hand, or the command that wrote it was killed"
 
 
 @dataclass(frozen=True)
@@ -20,36 +25,61 @@ class Finding:
     finding: str
 
 
-def seal_run(run: RunDir) -> None:
-    """Record the hashes of a run's configuration, results and adapters; reports can be made again."""
-    files = [p for p in sorted(run.evals.rglob("*.json*")) if not p.name.startswith(".")]
-    for stage in run.stages():
-        prompts = sorted(stage.path.glob("*prompts.jsonl"))
-        parts = stage.record, stage.metrics, *prompts, *sorted(stage.adapter.glob("*"))
-        files += [p for p in parts if p.is_file()]
-    seal(run.path, [*files, run.config])
-
-
 def verify(run: RunDir) -> list[Finding]:
     """Compare a run with what it recorded about its files, adapters, results and base weights."""
-    return [*_check_files(run), *_check_adapters(run), *_check_results(run), *_check_base(run)]
+    findings = list(_check_files(run))
+    for part in (_check_config, _check_stages, _check_results, _check_base):
+        try:
+            findings += part(run)
+        except UsageError as fault:  # a record that cannot be read; the seal says so too
+            findings.append(Finding(part.__name__.removeprefix("_check_"), False, fault.message))
+    return findings
 
 
 def _check_files(run: RunDir) -> Iterator[Finding]:
-    if not (run.path / SEAL).exists():
+    if not run.seal.exists():
         yield Finding(SEAL, False, "missing: the run is not finished, or a version without seals made it")
         return
-    for name, digest in sorted(read_json(run.path / SEAL).items()):
+    try:
+        hashes = read_seal(run.path)
+    except UsageError as fault:
+        yield Finding(SEAL, False, fault.message)
+        return
+    for name, digest in sorted(hashes.items()):
         problem = check(run.path / name, digest)
         yield Finding(name, not problem, problem or "as recorded")
+    for name in unsealed(run):
+        yield Finding(name, False, NOT_SEALED)
 
 
-def _check_adapters(run: RunDir) -> Iterator[Finding]:
+def _check_config(run: RunDir) -> Iterator[Finding]:
+    read_config(run.config)
+    yield from ()
+
+
+def _check_stages(run: RunDir) -> Iterator[Finding]:
     for stage in run.stages():
-        if stage.is_done():
-            intact = _adapter_hash(stage.adapter) == stage.state().get("adapter_sha256")
-            finding = "as its stage recorded" if intact else "not the adapter that its stage recorded"
-            yield Finding(f"adapter of {stage.path.name}", intact, finding)
+        name = stage.path.name
+        if not is_done(stage):
+            yield Finding(f"stage {name}", False, "not finished: the same command resumes it")
+            continue
+        yield _check_adapter(stage)
+        for folder in (*stage.checkpoints(), stage.best):
+            if folder.exists():
+                problem = damage(folder)
+                yield Finding(f"{name}/trainer/{folder.name}", not problem, problem or "as recorded")
+
+
+def _check_adapter(stage: StageDir) -> Finding:
+    what = f"adapter of {stage.path.name}"
+    try:
+        recorded = stage.state().get("adapter_sha256")
+    except UsageError as fault:
+        return Finding(what, False, fault.message)
+    intact = _adapter_hash(stage.adapter) == recorded
+    return Finding(
+        what, intact, "as its stage recorded" if intact else "not the adapter that its stage recorded"
+    )
 
 
 def _check_results(run: RunDir) -> Iterator[Finding]:
@@ -57,14 +87,19 @@ def _check_results(run: RunDir) -> Iterator[Finding]:
         state: _adapter_hash(folder) for state, folder in run.adapters().items()
     }
     for file in sorted(run.evals.glob("*/*.json")):
-        result = read_json(file)
-        name, state = f"{file.parent.name}/{file.stem}", result.get("state")
+        name = f"{file.parent.name}/{file.stem}"
+        try:
+            result = read_result(file)
+            answers = len(read_jsonl(run.eval_samples(file.parent.name, file.stem)))
+        except UsageError as fault:
+            yield Finding(f"result {name}", False, fault.message)
+            continue
+        state = result.get("state")
         measured = (result.get("model") or {}).get("adapter_sha256")
         same = state not in hashes or measured == hashes[state]
         yield Finding(f"result {name}", same, f"measured with {'this' if same else 'another'} adapter")
-        answers = len(read_jsonl(run.eval_samples(file.parent.name, file.stem)))
-        if answers != result.get("n"):
-            yield Finding(f"answers {name}", False, f"{answers} answers for n = {result.get('n')}")
+        if answers != result["n"]:
+            yield Finding(f"answers {name}", False, f"{answers} answers for n = {result['n']}")
 
 
 def _check_base(run: RunDir) -> Iterator[Finding]:

@@ -24,9 +24,11 @@ from opdcl.distill.teachers import AnyTeacher, RoutedTeacher, ServedStudent, Tea
 from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.distill.validation import Validation
 from opdcl.distill.work import RecoveryWork
+from opdcl.errors import OpdclError
 from opdcl.model.adapters import find_adapter
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import folder_appears_whole
+from opdcl.rundir.hashes import SEAL, damage
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import pick_engine
@@ -79,8 +81,11 @@ def recover(
         dynamic = [stream for stream, teacher in teachers.items() if teacher.is_dynamic]
         work = RecoveryWork.of(config, backbone.costs, streams, dynamic)
         _train(config, grader, queue, {s: p.held_out for s, p in streams.items()}, work, out, report)
+    if problem := damage(out.best):
+        hint = f"remove {out.trainer}: the same command then repeats the stage"
+        raise OpdclError(f"{out.best}, the adapter to end with, is damaged: {problem}", hint)
     with folder_appears_whole(out.adapter) as folder:
-        shutil.copytree(out.trainer / "best", folder, dirs_exist_ok=True)
+        shutil.copytree(out.best, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(SEAL))
 
 
 def _train(

@@ -8,6 +8,7 @@ import pytest
 from helpers.command import opdcl
 
 ADAPTER = "stages/02-recover/adapter/adapter_model.safetensors"
+CONFIG = "stages/02-recover/adapter/adapter_config.json"
 
 
 def change(path):
@@ -22,10 +23,25 @@ def truncate(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("damage", [change, truncate, os.remove], ids=["changed", "truncated", "gone"])
-def test_a_damaged_adapter_is_refused_by_every_verb_that_would_use_it(finished, tmp_path, damage):
+def double_alpha(path):
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"lora_alpha": 2 * config["lora_alpha"]}))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        (ADAPTER, change),
+        (ADAPTER, truncate),
+        (ADAPTER, os.remove),
+        (CONFIG, double_alpha),
+        (CONFIG, os.remove),
+    ],
+    ids=["changed", "truncated", "gone", "other alpha", "no configuration"],
+)
+def test_a_damaged_adapter_is_refused_by_every_verb_that_would_use_it(finished, tmp_path, file, damage):
     shutil.copytree(finished, tmp_path / "run")
-    damage(tmp_path / "run" / ADAPTER)
+    damage(tmp_path / "run" / file)
     problem = "is missing" if damage is os.remove else "has changed"
     for words in (
         ["export", "run", "-o", "model"],
@@ -38,7 +54,7 @@ def test_a_damaged_adapter_is_refused_by_every_verb_that_would_use_it(finished, 
         (tmp_path / "other.yaml").write_text("start: run\neval: {retention: [instructions]}\n")
         refused = opdcl(*words, cwd=tmp_path)
         assert refused.returncode == 2, (words, refused.stderr)
-        assert f"{ADAPTER} {problem} since its stage recorded it" in refused.stderr
+        assert f"{file} {problem} since its stage recorded it" in refused.stderr
         assert "--force" in refused.stderr
         assert "Traceback" not in refused.stderr
     assert not (tmp_path / "model").exists()

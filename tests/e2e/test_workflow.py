@@ -9,6 +9,9 @@ import pytest
 from helpers.command import opdcl
 from helpers.interrupts import interrupted_when, killed
 
+from opdcl.rundir.layout import RunDir
+from opdcl.rundir.seals import forget
+
 
 def test_a_run_writes_every_file_of_the_layout(finished, project):
     summary = json.loads((project / "summary.json").read_text())
@@ -326,6 +329,7 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before(finished, project):
     stage = project / "cut" / "stages" / "02-recover"
     shutil.rmtree(stage / "adapter")
     record = json.loads((stage / "stage.json").read_text())
+    forget(RunDir(project / "cut"), stage)
     (stage / "stage.json").write_text(json.dumps(record | {"status": "running"}))
     last, before = sorted(stage.glob("trainer/checkpoint-*"), key=lambda p: -int(p.name.split("-")[1]))
     weights = next(last.rglob("adapter_model.safetensors"))

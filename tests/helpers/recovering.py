@@ -63,10 +63,13 @@ def train(backbone, folder, name, config, stop=None):
     return out
 
 
-def whole_and_resumed(backbone, folder, config, stop):
-    """Recover uninterrupted and resumed; return both stages, whose adapters and metrics must be identical."""
+def whole_and_resumed(backbone, folder, config, stop, meanwhile=lambda stage: None):
+    """Recover uninterrupted and resumed; return both stages, which must be identical.
+
+    `meanwhile` is called with the stage while it is stopped.
+    """
     whole = train(backbone, folder, "whole", config)
-    train(backbone, folder, "resumed", config, stop)
+    meanwhile(train(backbone, folder, "resumed", config, stop))
     resumed = train(backbone, folder, "resumed", config)
     expected, actual = ((s.adapter / "adapter_model.safetensors").read_bytes() for s in (whole, resumed))
     assert actual == expected
@@ -76,6 +79,8 @@ def whole_and_resumed(backbone, folder, config, stop):
         for s in (whole, resumed)
     )
     assert of_resumed == of_whole
+    if whole.samples.exists():
+        assert resumed.samples.read_bytes() == whole.samples.read_bytes()
     return whole, resumed
 
 

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import numpy as np
+
 from opdcl.results import report
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results
@@ -39,11 +41,21 @@ def measure(
             "suite": suite,
             "role": role,
             "metric": metric,
-            "metrics": {metric: len(passed) / n},
+            "n": n,
+            "metrics": {metric: sum(row["scores"][metric] for row in rows) / n},
             "floor": {},
         }
         write(run.eval_result(state, suite), result)
         write(run.eval_samples(state, suite), rows)
+
+
+def rewrite_samples(run: RunDir, state: str, suite: str, rows: list[dict]) -> None:
+    """Replace the samples of a result, and its scores by theirs."""
+    write(run.eval_samples(state, suite), rows)
+    file = run.eval_result(state, suite)
+    metric = json.loads(file.read_text())["metric"]
+    parts = [np.ravel(row["scores"][metric]) for row in rows]
+    alter(file, n=len(rows), metrics={metric: float(np.concatenate(parts).mean())})
 
 
 def workflow(**recover) -> dict:

@@ -10,6 +10,7 @@ from helpers.recovering import Silent, run
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.errors import OpdclError
+from opdcl.rundir.layout import StageDir
 from opdcl.stages.recover import _student
 from opdcl.training import StageCallback, finite_or_skipped
 
@@ -43,12 +44,12 @@ class Shown(Silent):
 )
 def test_a_divergence_that_is_the_loss_is_shown_once(tmp_path, kl, shown):
     callback = StageCallback(Shown(), 9)
-    callback._metrics = tmp_path / "metrics.jsonl"
+    callback._out = StageDir(tmp_path)
     logs = {"loss": 0.739} | ({"kl": kl, "stream": "general"} if kl else {})
     state = SimpleNamespace(log_history=[], global_step=1)
     callback.on_log(None, state, None, logs=logs)
     assert callback.report.values.keys() == shown | {"tokens_per_s"}
-    assert json.loads(callback._metrics.read_text()).get("kl") == kl  # the file has both
+    assert json.loads(callback._out.metrics.read_text()).get("kl") == kl  # the file has both
 
 
 def test_only_a_slower_sampler_is_mentioned(backbone):

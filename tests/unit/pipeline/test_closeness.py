@@ -76,7 +76,7 @@ def test_answers_of_base_that_are_gone_are_told(project):
     run.eval_result("tuned", "closeness").unlink()
     refused = opdcl(*command)
     assert refused.returncode == 2
-    assert "lacks answers of base" in refused.stderr
+    assert "closeness.samples.jsonl is missing" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from opdcl.pipeline.session import command_line
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.seals import seal_new
 
 
 @pytest.fixture
@@ -103,7 +104,9 @@ def test_a_run_without_stages_keeps_its_precision_too(tmp_path, tiny_model):
     workflow, run = validate({"model": {"id": str(tiny_model)}}), RunDir(tmp_path / "run")
     write_json(run.config, {"workflow": workflow.model_dump(), "origins": {}})
     write_json(run.manifest, {"device": {"dtype": "float16"}})
-    write_json(run.eval_result("base", "instructions"), {"fingerprint": "of another time"})
+    result = {"metric": "acc", "metrics": {"acc": 0.5}, "n": 2, "fingerprint": "of another time"}
+    write_json(run.eval_result("base", "instructions"), result)
+    seal_new(run)
     with pytest.raises(UsageError, match="begun in float16") as caught:
         execute(Job.of(workflow, run), Output("quiet"))
     assert "--set model.dtype=float16" in caught.value.hint

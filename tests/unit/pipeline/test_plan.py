@@ -40,7 +40,8 @@ def finish(tree: dict, run: RunDir, data: dict[str, str] = DATA, status: str = "
     """Write what the stages and evaluations of a workflow would have left behind."""
     for task in plan(tree, run, data).values():
         if task.name == "eval":
-            write_json(run.eval_result(task.state, task.suite), {"fingerprint": task.fingerprint})
+            result = {"metric": "acc", "metrics": {"acc": 0.5}, "n": 2, "fingerprint": task.fingerprint}
+            write_json(run.eval_result(task.state, task.suite), result)
         else:
             stage = stage_folder(run, task.name)
             stage.adapter.mkdir(parents=True, exist_ok=True)

@@ -204,7 +204,7 @@ def test_damaged_metrics_are_found_before_the_evaluation_that_the_report_would_f
     write_atomic(metrics, "garbage\n" + metrics.read_text())
     words = ["run", "tiny.yaml", "-o", "out", *SMALL[:-2]]
     dry, real = opdcl(*words, "--dry-run", cwd=project), opdcl(*words, cwd=project)
-    assert f"{metrics.name}:1 is not valid JSON" in dry.stderr
+    assert f"{metrics.name} has changed since opdcl wrote it" in dry.stderr
     assert (dry.returncode, dry.stderr) == (real.returncode, real.stderr)
     assert not RunDir(project / "out").evals.exists()
 

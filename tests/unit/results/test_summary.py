@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from helpers.synthetic import STRICT, N, change, measure_fully, measure_states, pages, write
+from helpers.synthetic import STRICT, N, change, measure_fully, measure_states, pages, rewrite_samples, write
 
 from opdcl.errors import UsageError
 from opdcl.results.scores import STATES
@@ -76,7 +76,8 @@ def test_a_fractional_score_is_averaged_and_has_no_mcnemar_test(run):
     for state, value in (("base", 0.2), ("tuned", 0.75), ("recovered", 0.7)):
         path = run.eval_samples(state, "handbook")
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        write(path, [r | {"scores": {STRICT: value + (r["doc_id"] % 2) / 10}} for r in rows])
+        rows = [r | {"scores": {STRICT: value + (r["doc_id"] % 2) / 10}} for r in rows]
+        rewrite_samples(run, state, "handbook", rows)
     assert summarise(run)["suites"]["handbook"]["tuned"]["value"] == pytest.approx(0.8)
     assert "85 %" in pages(run)["report.html"]
 
@@ -102,7 +103,7 @@ def test_tasks_of_a_group_that_all_count_from_zero_are_kept_apart(run):
             row = {"doc_id": i, "response": "", "target": None, "scores": {STRICT: passes == 40}, "tokens": 1}
             first.append(row | {"prompt": f"task one, {i}"})
             second.append(row | {"prompt": f"task two, {i}"})
-        write(run.eval_samples(state, "instructions"), first + second)
+        rewrite_samples(run, state, "instructions", first + second)
     assert summarise(run)["suites"]["instructions"]["n"] == 40
 
 

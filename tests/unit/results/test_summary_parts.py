@@ -1,6 +1,6 @@
 """A prompt whose score has several parts."""
 
-from helpers.synthetic import measure, workflow, write
+from helpers.synthetic import measure, rewrite_samples, workflow, write
 
 from opdcl.results import stats
 from opdcl.results.summary import summarise
@@ -16,7 +16,7 @@ def test_a_prompt_with_more_parts_weighs_more_and_its_parts_stay_together(tmp_pa
     rows = read_jsonl(run.eval_samples("base", "instructions"))
     for row, scores in zip(rows, parts, strict=True):
         row["scores"][metric] = scores
-    write(run.eval_samples("base", "instructions"), rows)
+    rewrite_samples(run, "base", "instructions", rows)
     base = summarise(run)["suites"]["instructions"]["base"]
     assert base == stats.clustered_mean(parts).as_dict()
     assert base["value"] == round((18 + 4) / (18 + 6), 6)

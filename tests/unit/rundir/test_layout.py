@@ -1,11 +1,8 @@
 """The run directory: complete files, one writer at a time, crashes cost little, other folders are refused."""
 
-import errno
-import fcntl
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
 import time
@@ -130,6 +127,61 @@ def test_a_folder_that_is_being_made_is_left_alone(tmp_path):
     assert files(tmp_path) == {"one", "one/weights", "two", "two/weights"}
 
 
+def test_a_folder_that_a_slow_process_is_still_filling_is_kept_whatever_its_age(tmp_path):
+    """Its time may be that of another clock."""
+    with folder_appears_whole(tmp_path / "model") as slow:
+        (slow / "weights").write_text("1")
+        os.utime(slow, (0, 0))
+        with folder_appears_whole(tmp_path / "model") as quick:
+            (quick / "weights").write_text("2")
+        assert (tmp_path / "model" / "weights").read_text() == "2"
+        assert slow.exists()
+    assert (tmp_path / "model" / "weights").read_text() == "1"
+    assert files(tmp_path) == {"model", "model/weights"}
+
+
+def test_a_whole_folder_that_others_may_be_reading_is_not_replaced(tmp_path):
+    target = tmp_path / "model"
+    with folder_appears_whole(target, keep="done") as second:
+        with folder_appears_whole(target, keep="done") as first:
+            (first / "done").write_text("first")
+        (second / "done").write_text("second")
+    assert (target / "done").read_text() == "first"
+    assert files(tmp_path) == {"model", "model/done"}
+    (target / "done").unlink()  # a folder that is not whole is replaced
+    (target / "half").write_text("")
+    with folder_appears_whole(target, keep="done") as third:
+        (third / "done").write_text("third")
+    assert files(tmp_path) == {"model", "model/done"}
+
+
+def test_processes_that_make_the_same_folder_at_once_all_find_it_whole(tmp_path):
+    """With slow renames, as on a network disk, makers met and readers found the folder gone."""
+    code = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from opdcl.rundir.files import folder_appears_whole\n"
+        "rename = os.rename\n"
+        "def slowly(a, b): time.sleep(0.002); rename(a, b); time.sleep(0.002)\n"
+        "os.rename = os.replace = slowly\n"
+        "target = Path(sys.argv[1])\n"
+        "for _ in range(20):\n"
+        "    with folder_appears_whole(target, keep='done') as folder: (folder / 'done').write_text('1')\n"
+        "    assert (target / 'done').read_text() == '1'\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "model")]
+    makers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    said = [maker.communicate()[1] for maker in makers]
+    assert said == ["", "", ""]
+    assert files(tmp_path) == {"model", "model/done"}
+
+
+def test_a_run_in_the_home_folder_can_be_named_with_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert RunDir(Path("~/runs/mine")).path == tmp_path / "runs" / "mine"
+    assert RunDir(Path("~")).path == tmp_path
+    assert RunDir(Path("~nobody-of-this-name/x")).path == Path("~nobody-of-this-name/x")
+
+
 @pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
 def test_files_get_the_mode_that_the_umask_allows(tmp_path, umask, file, folder):
     target = tmp_path / "model"
@@ -153,69 +205,6 @@ def test_the_error_names_a_missing_or_broken_file(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UsageError, match=r"config\.json is not valid JSON"):
         read_json(tmp_path / "config.json")
-
-
-def test_a_second_writer_is_refused_and_learns_who_holds_the_lock(tmp_path):
-    run = RunDir(tmp_path / "run")
-    holder = f"in use by process {os.getpid()} on {socket.gethostname()} since 20"
-    with run.lock(), pytest.raises(UsageError, match=holder) as caught, run.lock():
-        pass
-    assert "wait" in caught.value.hint
-    assert (run.path / ".lock").read_text() == ""
-
-
-def test_a_refused_writer_does_not_touch_the_lock(tmp_path):
-    run = RunDir(tmp_path)
-    with run.lock():
-        with pytest.raises(UsageError), run.lock():
-            pass
-        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
-        with pytest.raises(UsageError), run.lock():
-            pass
-
-
-def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
-    code = (
-        "import os, sys; from pathlib import Path; from opdcl.rundir.layout import RunDir\n"
-        "with RunDir(Path(sys.argv[1])).lock(): os._exit(9)"
-    )
-    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    assert killed.returncode == 9
-    assert (tmp_path / ".lock").exists()
-    with RunDir(tmp_path).lock() as dead:
-        assert dead["pid"] != os.getpid()
-        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
-    assert (tmp_path / ".lock").read_text() == ""
-    with RunDir(tmp_path).lock() as dead:
-        assert dead is None
-
-
-def test_the_lock_of_another_machine_is_respected_even_if_this_one_cannot_see_its_process(tmp_path):
-    (tmp_path / ".lock").write_text(
-        json.dumps({"pid": 2**22, "host": f"not-{socket.gethostname()}", "since": "long ago"})
-    )
-    with pytest.raises(UsageError, match="in use") as caught, RunDir(tmp_path).lock():
-        pass
-    assert str(tmp_path / ".lock") in caught.value.hint
-
-
-@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, code):
-    def flock(*_):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(UsageError, match="this file system cannot lock") as caught, RunDir(tmp_path).lock():
-        pass
-    assert "local disk" in caught.value.hint
-
-
-def test_the_lock_is_released_when_the_work_fails(tmp_path):
-    run = RunDir(tmp_path)
-    with pytest.raises(RuntimeError), run.lock():
-        raise RuntimeError
-    with run.lock():
-        pass
 
 
 def test_a_truncated_last_line_is_ignored(tmp_path):

@@ -5,7 +5,8 @@ import pytest
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.hashes import ADAPTER, SEAL, adapter_hash, damage, seal
 from opdcl.rundir.layout import STAGE_OF, RunDir
-from opdcl.rundir.verify import seal_run, verify
+from opdcl.rundir.seals import seal_new
+from opdcl.rundir.verify import verify
 
 
 @pytest.mark.parametrize("tenth", range(10))
@@ -40,16 +41,28 @@ def run(tmp_path):
         stage = run.stage(number, name)
         write_atomic(stage.adapter / ADAPTER, f"weights of {state}")
         hashes[state] = adapter_hash(stage.adapter)
-        write_json(stage.record, {"status": "done", "adapter_sha256": hashes[state]})
+        write_json(stage.record, {"status": "done", "fingerprint": "f", "adapter_sha256": hashes[state]})
     for state, digest in hashes.items():
         write_json(run.eval_result(state, "suite"), result(state, digest))
         write_atomic(run.eval_samples(state, "suite"), '{"doc_id": 0}\n{"doc_id": 1}\n')
-    seal_run(run)
+    seal_new(run)
     return run
 
 
+def seal_again(run):
+    """Seal a run as it is now, as nothing but a test does."""
+    (run.path / SEAL).unlink()
+    seal_new(run)
+
+
 def result(state, digest):
-    return {"state": state, "n": 2, "model": {"adapter_sha256": digest}}
+    return {
+        "state": state,
+        "metric": "acc",
+        "metrics": {"acc": 0.5},
+        "n": 2,
+        "model": {"adapter_sha256": digest},
+    }
 
 
 def failures(run):
@@ -79,7 +92,7 @@ def test_the_seal_of_a_run_covers_its_adapters(run):
 
 def test_an_adapter_other_than_the_recorded_one_fails_even_if_it_is_sealed(run):
     (run.find_stage("finetune").adapter / ADAPTER).write_text("other weights")
-    seal_run(run)
+    seal_again(run)
     assert failures(run) == {
         "adapter of 01-finetune": "not the adapter that its stage recorded",
         "result tuned/suite": "measured with another adapter",
@@ -88,18 +101,19 @@ def test_an_adapter_other_than_the_recorded_one_fails_even_if_it_is_sealed(run):
 
 def test_a_result_of_another_adapter_fails_even_if_it_is_sealed(run):
     write_json(run.eval_result("recovered", "suite"), result("recovered", "0" * 64))
-    seal_run(run)
+    seal_again(run)
     assert failures(run) == {"result recovered/suite": "measured with another adapter"}
 
 
 def test_missing_answers_fail_even_if_they_are_sealed(run):
     run.eval_samples("base", "suite").write_text('{"doc_id": 0}\n')
-    seal_run(run)
+    seal_again(run)
     assert failures(run) == {"answers base/suite": "1 answers for n = 2"}
 
 
 def test_base_weights_that_changed_during_the_run_fail(run):
     write_json(run.manifest, {"base": {"fingerprint_before": "b", "fingerprint_after": "c"}})
+    seal_again(run)
     assert failures(run) == {"base weights": "changed during the run"}
 
 

@@ -1,0 +1,124 @@
+"""The lock that lets one process write to a run directory, and lets another one go on when that has died."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from opdcl.errors import UsageError
+from opdcl.rundir.files import now
+from opdcl.rundir.layout import RunDir
+
+# File systems of one machine. The system itself releases the locks of a process that ends, so whoever gets
+# one is alone. On a shared disk, a lock may not reach the other machines.
+LOCAL = {"apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
+
+# Seconds between two signs of life of an owner, and without one until it counts as dead.
+BEAT, SILENCE = 60.0, 300.0
+
+
+@contextlib.contextmanager
+def locked(run: RunDir, note: Callable[[str], None] = lambda text: None) -> Iterator[dict | None]:
+    """Lock the run for this process and yield the previous owner if it died without unlocking, else None.
+
+    The lock file stays: deleting it would let two processes lock two files of the same name. It contains
+    the owner, who touches it every minute, and is empty while nobody holds the lock. On a shared disk, the
+    owner on another machine counts as dead after five minutes; `note` is told of the wait.
+
+    Raises:
+        UsageError: Another process holds the lock, or the file system has no locks.
+    """
+    run.path.mkdir(parents=True, exist_ok=True)
+    file = run.path / ".lock"
+    try:
+        held = FileLock(file, mode=0o644, fallback_to_soft=False).acquire(blocking=False)
+    except Timeout:
+        raise _in_use(run, _owner(file)) from None
+    except OSError as fault:
+        problem = f"{run.path}: this file system cannot lock ({fault.strerror})"
+        raise UsageError(problem, "choose a local disk with -o") from fault
+    host = socket.gethostname()
+    with held:
+        owner = _owner(file)
+        if owner.get("host", host) != host and not _is_local(run.path):
+            _wait_for_silence(run, file, owner, note)
+        mine = {"pid": os.getpid(), "host": host, "since": now()}
+        file.write_text(json.dumps(mine))
+        ended = threading.Event()
+        threading.Thread(target=_beat, args=(file, ended), daemon=True).start()
+        try:
+            yield owner or None
+        finally:
+            ended.set()
+            if _owner(file) == mine:
+                file.write_text("")
+
+
+def _beat(file: Path, ended: threading.Event) -> None:
+    """Touch the lock file until the lock is released."""
+    while not ended.wait(BEAT):
+        with contextlib.suppress(OSError):  # the next beat may come through
+            os.utime(file)
+
+
+def _wait_for_silence(run: RunDir, file: Path, owner: dict, note: Callable[[str], None]) -> None:
+    """Return once the owner on another machine has given no sign of life for long enough.
+
+    Raises:
+        UsageError: It gave one.
+    """
+    last = file.stat().st_mtime
+    silent = _clock_of(run.path) - last
+    if silent < SILENCE:
+        who = f"process {owner.get('pid')} on {owner.get('host')}"
+        note(f"{run.path} was left locked by {who}; waiting {SILENCE - silent:.0f} s for a sign of life")
+    while silent < SILENCE:
+        time.sleep(min(BEAT, SILENCE - silent) / 4)
+        if file.stat().st_mtime != last:
+            raise _in_use(run, owner)
+        silent = _clock_of(run.path) - last
+
+
+def _clock_of(folder: Path) -> float:
+    """Return the time by the clock of the file system, which need not be that of this machine."""
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        return os.fstat(probe.fileno()).st_mtime
+
+
+def _is_local(folder: Path) -> bool:
+    """Return whether a folder is known to lie on a file system that no other machine reaches."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return False
+    kinds: dict[Path, str] = {}
+    for line in mounts:
+        _, place, kind, *_ = line.split(" ")
+        kinds[Path(place.replace("\\040", " "))] = kind  # a later mount hides an earlier one
+    resolved = folder.resolve()
+    mounted = next((place for place in (resolved, *resolved.parents) if place in kinds), None)
+    return mounted is not None and kinds[mounted] in LOCAL
+
+
+def _owner(file: Path) -> dict:
+    try:
+        owner = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _in_use(run: RunDir, owner: dict) -> UsageError:
+    who = "another process"
+    if owner:  # it is empty for an instant after the lock was taken
+        who = f"process {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}"
+    return UsageError(f"{run.path} is in use by {who}", "wait for it, or stop it")

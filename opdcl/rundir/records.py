@@ -1,0 +1,145 @@
+"""Read what a run has recorded, and refuse a record without what later code relies on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from opdcl.errors import UsageError
+from opdcl.rundir.files import RESTORE, read_json, read_jsonl
+
+
+class _Record(BaseModel):
+    """A JSON object that may have further keys."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class _Config(_Record):
+    workflow: dict[str, Any]
+    origins: dict[str, str] = {}
+
+
+class _Spent(_Record):
+    seconds: float
+    tokens: int
+    peak_memory_bytes: int
+    steps: int = 0
+
+
+# Empty before a stage has done a step.
+_Cost = Annotated[_Spent | None, BeforeValidator(lambda value: value or None)]
+
+
+class _Stage(_Record):
+    status: str
+    fingerprint: str = ""
+    adapter_sha256: str | None = None
+    config: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
+    cost: _Cost = None
+    tuned_model: dict[str, Any] | None = None
+    kinds: dict[str, Any] | None = None
+
+
+class _Weights(_Record):
+    sha256: str
+
+
+class _Base(_Record):
+    fingerprint_before: str | None = None
+    fingerprint_after: str | None = None
+
+
+class _Device(_Record):
+    dtype: str | None = None
+
+
+class _Manifest(_Record):
+    base: _Base | None = None
+    device: _Device = _Device()
+    adapters: dict[str, _Weights] | None = None
+    commands: list[str] = []
+    seconds: float = 0
+
+
+class _Measured(_Record):
+    adapter_sha256: str | None = None
+
+
+class _Result(_Record):
+    metric: str
+    n: int
+    metrics: dict[str, Any]
+    role: str = ""
+    fingerprint: str | None = None
+    model: _Measured | None = None
+    floor: dict[str, dict[str, Any]] | None = None
+    cost: _Cost = None
+
+
+class _Sample(_Record):
+    doc_id: int | str
+    prompt: str
+    scores: dict[str, Any]
+
+
+class _Step(_Record):
+    step: int
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Return the content of a run's `config.json`: its `workflow`, and the `origins` of its settings."""
+    return _read(file, _Config)
+
+
+def read_stage(file: Path) -> dict[str, Any]:
+    """Return the content of a `stage.json`."""
+    return _read(file, _Stage)
+
+
+def read_manifest(file: Path) -> dict[str, Any]:
+    """Return the content of a `manifest.json`."""
+    return _read(file, _Manifest)
+
+
+def read_result(file: Path) -> dict[str, Any]:
+    """Return the content of a result: one state measured on one suite."""
+    return _read(file, _Result)
+
+
+def read_samples(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a result's samples."""
+    return _read_rows(file, _Sample)
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a stage's `metrics.jsonl`."""
+    return _read_rows(file, _Step)
+
+
+def _read(file: Path, kind: type[_Record]) -> dict[str, Any]:
+    record = read_json(file)
+    _check(record, kind, str(file))
+    checked: dict[str, Any] = record
+    return checked
+
+
+def _read_rows(file: Path, kind: type[_Record]) -> list[dict[str, Any]]:
+    rows = read_jsonl(file)
+    for number, row in enumerate(rows, 1):
+        _check(row, kind, f"{file}, row {number}")
+    return rows
+
+
+def _check(record: Any, kind: type[_Record], place: str) -> None:
+    """Raise a `UsageError` that says what is wrong with a record at a place."""
+    try:
+        kind.model_validate(record)
+    except ValidationError as fault:
+        first = fault.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        problem = f"{key}: {first['msg']}" if key else "it is not a JSON object"
+        raise UsageError(f"{place} is damaged: {problem}", RESTORE) from fault

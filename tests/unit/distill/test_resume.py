@@ -1,0 +1,54 @@
+"""A recovery resumes to the same bits whatever is left of the files outside its checkpoint."""
+
+import os
+import shutil
+
+import pytest
+from helpers.recovering import short_recovery, whole_and_resumed
+
+from opdcl.rundir.files import read_jsonl
+
+
+def empty(stage):
+    stage.metrics.write_text("")
+
+
+def missing(stage):
+    stage.metrics.unlink()
+
+
+def without_validations(stage):
+    lines = [line for line in stage.metrics.read_text().splitlines(True) if "validation" not in line]
+    stage.metrics.write_text("".join(lines))
+
+
+def cut_off(stage):
+    os.truncate(stage.metrics, stage.metrics.stat().st_size // 2)
+
+
+def other_best(stage):
+    """The best adapter so far has changed by one bit."""
+    weights = stage.best / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+
+
+def no_best(stage):
+    shutil.rmtree(stage.best)
+
+
+@pytest.mark.parametrize("lost", [empty, missing, without_validations, cut_off, other_best, no_best])
+def test_what_decides_is_in_the_checkpoint(backbone, tuned, lost):
+    # The adapter before the first step stays the best one, so it is not written again.
+    config = short_recovery(tuned, lmbda=1.0, save_steps=2, until={"patience": 3})
+    whole, resumed = whole_and_resumed(backbone, tuned, config, 5, lost)
+    best = [(stage.best / "adapter_model.safetensors").read_bytes() for stage in (whole, resumed)]
+    assert best[0] == best[1]
+
+
+def test_samples_repeat_if_the_stream_changes_at_the_interrupt(backbone, tuned):
+    """The samples of a domain step are the completions of the general step before it."""
+    settings = {"steps": 4, "validate_every": 2, "save_steps": 1, "general_per_domain": 1}
+    whole, _ = whole_and_resumed(backbone, tuned, short_recovery(tuned, lmbda=1.0, **settings), 2)
+    assert read_jsonl(whole.samples)

@@ -1,0 +1,140 @@
+"""The lock of a run directory: one writer at a time, and the next one goes on where one has died."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from opdcl.errors import UsageError
+from opdcl.rundir import lock
+from opdcl.rundir.layout import RunDir
+from opdcl.rundir.lock import locked
+
+
+def test_a_second_writer_is_refused_and_learns_who_holds_the_lock(tmp_path):
+    run = RunDir(tmp_path / "run")
+    holder = f"in use by process {os.getpid()} on {socket.gethostname()} since 20"
+    with locked(run), pytest.raises(UsageError, match=holder) as caught, locked(run):
+        pass
+    assert "wait" in caught.value.hint
+    assert (run.path / ".lock").read_text() == ""
+
+
+def test_a_refused_writer_does_not_touch_the_lock(tmp_path):
+    run = RunDir(tmp_path)
+    with locked(run):
+        with pytest.raises(UsageError), locked(run):
+            pass
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+        with pytest.raises(UsageError), locked(run):
+            pass
+
+
+def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from opdcl.rundir.layout import RunDir; from opdcl.rundir.lock import locked\n"
+        "with locked(RunDir(Path(sys.argv[1]))): os._exit(9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert killed.returncode == 9
+    assert (tmp_path / ".lock").exists()
+    with locked(RunDir(tmp_path)) as dead:
+        assert dead["pid"] != os.getpid()
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+    assert (tmp_path / ".lock").read_text() == ""
+    with locked(RunDir(tmp_path)) as dead:
+        assert dead is None
+
+
+@pytest.fixture
+def left_by_another_machine(tmp_path):
+    """A lock file as a process leaves it that was just killed on a machine of another name."""
+    file = tmp_path / ".lock"
+    file.write_text(json.dumps({"pid": 2**22, "host": f"not-{socket.gethostname()}", "since": "long ago"}))
+    return file
+
+
+@pytest.fixture
+def shared_disk(monkeypatch):
+    """Treat the disk as one that other machines reach, where an owner counts as dead after half a second."""
+    monkeypatch.setattr(lock, "LOCAL", set())
+    monkeypatch.setattr(lock, "SILENCE", 0.5)
+
+
+def test_on_a_local_disk_a_free_lock_is_taken_over_whatever_the_host_was_called(left_by_another_machine):
+    """As in a container, which has another name each time it is started."""
+    run = RunDir(left_by_another_machine.parent)
+    if not lock._is_local(run.path):
+        pytest.skip("the temporary folder is not on a local disk")
+    with locked(run) as dead:
+        assert dead["host"] == f"not-{socket.gethostname()}"
+
+
+def test_on_a_shared_disk_an_owner_without_a_sign_of_life_is_dead(left_by_another_machine, shared_disk):
+    os.utime(left_by_another_machine, (time.time() - 60, time.time() - 60))
+    notes = []
+    with locked(RunDir(left_by_another_machine.parent), notes.append) as dead:
+        assert dead["pid"] == 2**22
+    assert notes == []
+
+
+def test_on_a_shared_disk_one_waits_for_a_sign_of_life(left_by_another_machine, shared_disk):
+    notes = []
+    with locked(RunDir(left_by_another_machine.parent), notes.append) as dead:
+        assert dead["pid"] == 2**22
+    (note,) = notes
+    assert "was left locked by process" in note
+
+
+def test_on_a_shared_disk_an_owner_that_gives_a_sign_of_life_keeps_its_lock(
+    left_by_another_machine, shared_disk, monkeypatch
+):
+    monkeypatch.setattr(lock, "SILENCE", 20)
+    monkeypatch.setattr(lock, "BEAT", 0.2)
+    content, ended = left_by_another_machine.read_text(), threading.Event()
+    owner = threading.Thread(target=lock._beat, args=(left_by_another_machine, ended))
+    owner.start()
+    try:
+        with pytest.raises(UsageError, match="in use"), locked(RunDir(left_by_another_machine.parent)):
+            pass
+    finally:
+        ended.set()
+        owner.join()
+    assert left_by_another_machine.read_text() == content
+
+
+def test_an_owner_gives_signs_of_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "BEAT", 0.05)
+    with locked(RunDir(tmp_path)):
+        first = (tmp_path / ".lock").stat().st_mtime_ns
+        deadline = time.monotonic() + 10
+        while (tmp_path / ".lock").stat().st_mtime_ns == first:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, code):
+    def flock(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UsageError, match="this file system cannot lock") as caught, locked(RunDir(tmp_path)):
+        pass
+    assert "local disk" in caught.value.hint
+
+
+def test_the_lock_is_released_when_the_work_fails(tmp_path):
+    run = RunDir(tmp_path)
+    with pytest.raises(RuntimeError), locked(run):
+        raise RuntimeError
+    with locked(run):
+        pass
