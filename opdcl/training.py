@@ -10,12 +10,13 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PrinterCallback, Trainer, TrainerCallback, get_scheduler
 
 from opdcl import parallel
@@ -122,6 +123,40 @@ def trainer_arguments(
         "dataloader_pin_memory": backbone.device.type == "cuda",
     }
     return {**shared, **stage, **config.trainer}
+
+
+class StageTrainer(Trainer):
+    """A trainer whose first step learns.
+
+    The warm-up of transformers begins at a rate of zero, so the first step, the only one of a short stage,
+    changes nothing. Here step i of a warm-up of n steps has i / n of the peak, counted from 1.
+    """
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        is_new = self.lr_scheduler is None
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if is_new:
+            _begin_above_zero(scheduler, self.args.get_warmup_steps(num_training_steps))
+        return scheduler
+
+
+def _begin_above_zero(scheduler: LambdaLR, warm_up: int) -> None:
+    """Let each step of the warm-up have the rate of the next one, and its last step the peak."""
+
+    def earlier(share: Callable[[int], float]) -> Callable[[int], float]:
+        def of_step(step: int) -> float:
+            if step + 1 == warm_up:
+                return 1.0
+            return share(step + 1 if step < warm_up else step)
+
+        return of_step
+
+    scheduler.lr_lambdas = [earlier(share) for share in scheduler.lr_lambdas]
+    # The first step's rate is set already.
+    shares = [share(scheduler.last_epoch) for share in scheduler.lr_lambdas]
+    scheduler._last_lr = [rate * share for rate, share in zip(scheduler.base_lrs, shares, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
+        group["lr"] = rate
 
 
 def finite_or_skipped(trainer: Trainer, model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:

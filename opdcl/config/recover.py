@@ -154,7 +154,7 @@ class RecoverConfig(Section):
     that ends it count up to five times as much as the others. They decide what kind of answer it is, and when
     it stops."""
     learning_rate: Rate | Auto = "auto"
-    """Peak learning rate, reached after the first tenth of the steps and falling to zero at the last. `auto`:
+    """Peak learning rate, reached in the first tenth of the steps and falling to zero at the last. `auto`:
     0.5 times the automatic rate of the fine-tune, that is 5e-4 for the embedded model and 1.1e-4 at hidden
     size 4096."""
     micro_batch_tokens: Positive | Auto = "auto"

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from opdcl import parallel
 from opdcl.distill.grading import Grader, Sums, kl_by_route
 from opdcl.distill.rollout_queue import RolloutQueue, StepRollouts
 from opdcl.errors import UsageError
 from opdcl.repetition import repetition
-from opdcl.training import finite_or_skipped
+from opdcl.training import StageTrainer, finite_or_skipped
 
 
-class RecoveryTrainer(Trainer):
+class RecoveryTrainer(StageTrainer):
     """Distil each stream's teacher into the student, on completions that the step's author has written.
 
     In the warm-up the author is the stream's teacher, in the on-policy phase the student.

@@ -39,6 +39,7 @@ from opdcl.training import (
     FINETUNE_SCHEDULE,
     StageCallback,
     StageReport,
+    StageTrainer,
     finite_or_skipped,
     save_adapter,
     trainer_arguments,
@@ -192,7 +193,7 @@ def lay_out(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[
     return order[: steps * batch_size]
 
 
-class AnswerTrainer(SFTTrainer):
+class AnswerTrainer(StageTrainer, SFTTrainer):
     """SFTTrainer that computes the rows' shared prefix once and projects answer positions only."""
 
     pieces = 1  # micro-batches per batch; doubled whenever memory runs out

@@ -1,4 +1,4 @@
-"""Training steps whose loss or gradient is not finite."""
+"""What both stages share: learning rates from the first step on, and steps that are not finite."""
 
 import json
 import math
@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.recovering import Silent, run
+from safetensors.torch import load_file
+from transformers import Trainer, TrainingArguments
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.errors import OpdclError
 from opdcl.rundir.layout import StageDir
 from opdcl.stages.recover import _student
-from opdcl.training import StageCallback, finite_or_skipped
+from opdcl.training import StageCallback, StageTrainer, finite_or_skipped
 
 
 class Recorder(StageCallback):
@@ -103,3 +105,55 @@ def test_recovery_of_a_model_that_contains_nan_stops_before_training(backbone, t
     with pytest.raises(OpdclError) as caught:
         run(backbone, tuned, health=False)
     assert "not finite" in str(caught.value)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 40])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("linear", {}),
+        ("cosine", {}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("constant_with_warmup", {}),
+        ("inverse_sqrt", {}),
+        ("warmup_stable_decay", {"num_decay_steps": 1, "warmup_type": "cosine"}),
+    ],
+)
+def test_the_first_step_learns_and_only_the_warm_up_is_changed(tmp_path, steps, kind, options):
+    """Each step of the warm-up has the rate that transformers gives to the next; its last has the peak."""
+    warm_up = math.ceil(steps * 0.1)
+
+    def rates(trainer_class) -> list[float]:
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            lr_scheduler_type=kind,
+            lr_scheduler_kwargs=options,
+            warmup_steps=warm_up,
+            learning_rate=1.0,
+            report_to="none",
+            use_cpu=True,
+        )
+        trainer = trainer_class(model=torch.nn.Linear(1, 1), args=arguments)
+        trainer.create_optimizer_and_scheduler(steps)
+        found = []
+        for _ in range(steps):
+            found.append(trainer.optimizer.param_groups[0]["lr"])
+            assert trainer.lr_scheduler.get_last_lr() == [found[-1]] * len(trainer.optimizer.param_groups)
+            trainer.optimizer.step()
+            trainer.lr_scheduler.step()
+        return found
+
+    theirs, ours = rates(Trainer), rates(StageTrainer)
+    assert theirs[0] == 0
+    assert ours[: warm_up - 1] == theirs[1:warm_up]
+    assert ours[warm_up - 1] == 1
+    assert ours[warm_up:] == theirs[warm_up:]
+
+
+def test_a_recovery_of_one_step_learns(backbone, tuned):
+    (step,) = [row for row in run(backbone, tuned, steps=1, learning_rate=0.004) if "loss" in row]
+    assert step["learning_rate"] == 0.004
+    before, after = (
+        load_file(tuned / place / "adapter_model.safetensors") for place in ("tuned", "out/trainer/best")
+    )
+    assert any((before[name] != after[name]).any() for name in before)

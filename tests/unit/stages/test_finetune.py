@@ -192,7 +192,7 @@ def test_rate_schedule_and_shape_of_the_adapter_are_those_asked_for(learn):
     assert {len(w) for name, w in adapter.items() if "lora_A" in name} == {2}
     rates = [rate for _, rate in steps]
     assert max(rates) == pytest.approx(2e-3)
-    assert rates.index(max(rates)) == 1  # after a twentieth of sixteen steps
+    assert rates.index(max(rates)) == 0  # a twentieth of sixteen steps is the first one
     assert rates[1:] == sorted(rates[1:], reverse=True)
     assert rates[-1] < 1e-4
 
@@ -416,3 +416,9 @@ def test_weight_decay_pulls_the_adapter_towards_no_effect(learn):
         )
     ]
     assert norms[1] < 0.9 * norms[0]
+
+
+def test_a_fine_tune_of_one_step_learns(learn):
+    adapter, ((_, rate),) = learn("one", "learning_rate", epochs=1)
+    assert rate == 1e-3
+    assert all(weight.any() for name, weight in adapter.items() if "lora_B" in name)

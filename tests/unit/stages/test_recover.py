@@ -130,7 +130,7 @@ def test_recovery_continues_while_too_little_of_the_domain_is_kept(backbone, tun
 def test_method_general_is_measured_by_the_general_stream_alone(backbone, tuned):
     """It leaves the domain by design; that must neither halt it nor choose its adapter."""
     rows = run(
-        backbone, tuned, method="general", steps=24, validate_every=4, learning_rate=2e-2, sample_ahead=1
+        backbone, tuned, method="general", steps=24, validate_every=4, learning_rate=1e-2, sample_ahead=1
     )
     measured = [r["validation"] for r in rows if "validation" in r]
     assert measured[-1]["domain_kl"] > measured[0]["domain_kl"] + 0.05
