@@ -131,7 +131,8 @@ def notes_of_runs(notes: Mapping[str, Sequence[str]]) -> list[str]:
         for note in of_run:
             runs_of.setdefault(note, []).append(path)
     return [
-        note if len(runs) == len(notes) else f"{', '.join(runs)}: {note}" for note, runs in runs_of.items()
+        note if len(runs) == len(notes) else f"{', '.join(sorted(runs))}: {note}"
+        for note, runs in runs_of.items()
     ]
 
 

@@ -15,6 +15,7 @@ from helpers.command import ENV, OPDCL, opdcl, opdcl_process
 from safetensors.torch import load_file
 
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.lock import locked
 
 # Two steps on the frozen teacher's completions, then four on the student's. Adam divides by the size of the
 # gradient, so it blows up gradients that are rounding alone; a large epsilon prevents that.
@@ -211,7 +212,7 @@ def test_workers_end_soon_after_their_launcher_is_killed_and_leave_nothing(proje
         time.sleep(0.2)
     assert not list((tmp_path / "scratch").glob("opdcl-*"))
     assert list((tmp_path / "run/stages/02-recover/trainer").glob("checkpoint-*")), "the step was saved"
-    with RunDir(tmp_path / "run").lock() as dead:  # free at once
+    with locked(RunDir(tmp_path / "run")) as dead:  # free at once
         assert dead is None
 
 

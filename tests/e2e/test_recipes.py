@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from opdcl.config.load import load
 from opdcl.pipeline.sweep import expand
 from opdcl.rundir.hashes import file_hash
+from opdcl.rundir.layout import RunDir
+from opdcl.rundir.seals import forget, seal_new
 
 SMOKE = """
 model: {{id: {model}, dtype: float32}}
@@ -121,6 +123,9 @@ def test_two_specialists_into_one(folder):
     record = other.parents[1] / "stage.json"  # as if that stage had been done again
     state = json.loads(record.read_text())
     record.write_text(json.dumps(state | {"adapter_sha256": file_hash(other)}))
+    specialist = RunDir(folder / "special" / "staff-1")
+    forget(specialist, other, record)
+    seal_new(specialist)
     again = ("run", "special/one-1/workflow.yaml", "-o", "special/one-1", "--set", "recover.steps=2")
     before = (folder / "special" / "one-1" / "config.json").read_bytes()
     changed = opdcl(*again, cwd=folder)
