@@ -153,8 +153,8 @@ def runs(tmp_path) -> list[RunDir]:
         )
         device = {"name": "two cores", "cores": 2, "dtype": "bfloat16"}
         write(run.manifest, {"command": "opdcl run", "device": device, "seconds": 600 + 60 * seed})
-        cost = {"cost": {"seconds": 60.0, "tokens": 900, "peak_memory_bytes": (2 + seed) * 2**30}}
-        write(run.stage(2, "recover").record, cost)
+        cost = {"seconds": 60.0, "tokens": 900, "peak_memory_bytes": (2 + seed) * 2**30}
+        write(run.stage(2, "recover").record, {"status": "done", "cost": cost})
         passes = {"base": (range(32), range(4)), "tuned": (range(8), range(36))}
         passes["recovered"] = (range(passed), range(34))
         for state, (retention, domain) in passes.items():
