@@ -48,7 +48,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         ids_1T = torch.arange(TOKENS, device=model.device)[None] % len(head_VH)
         logits_1TV = model(input_ids=ids_1T, use_cache=False).logits
     except AttributeError as fault:
-        raise UsageError(f"opdcl cannot use models of type {name}: {fault}", HINT) from fault
+        raise UsageError(f"models of type {name} cannot be used: {fault}", HINT) from fault
     finally:
         hook.remove()
     # Some models call a part of their decoder only, past the hook.
@@ -102,9 +102,9 @@ def _weight(model: PreTrainedModel) -> torch.Tensor:
     """Return the weight of a model's head; refuse a model without one, and a head with a bias."""
     name, head = model.config.model_type, model.get_output_embeddings()
     if head is None or model.base_model is model:
-        raise UsageError(f"opdcl cannot use models of type {name}: they have no output head", HINT)
+        raise UsageError(f"models of type {name} cannot be used: they have no output head", HINT)
     if getattr(head, "bias", None) is not None:
-        raise UsageError(f"opdcl cannot use models of type {name}: their output head has a bias", HINT)
+        raise UsageError(f"models of type {name} cannot be used: their output head has a bias", HINT)
     return head.weight
 
 
@@ -138,5 +138,5 @@ def _refuse_difference(name: str, logits_1TV: torch.Tensor, product_1TV: torch.T
     else:
         what = "are capped, or changed in another way"
     raise UsageError(
-        f"opdcl cannot use models of type {name}: their logits {what}, which the losses would miss", HINT
+        f"models of type {name} cannot be used: their logits {what}, which the losses would miss", HINT
     )
