@@ -132,8 +132,8 @@ BEFORE = {
     "README.md": ELSEWHERE,
 }
 
-# Two passes, because the first step has no rate.
-TRAIN = {"finetune.lora.r": 4, "finetune.lora.alpha": 8, "finetune.epochs": 2}
+# At a rate that changes answers within a step or two: a tuned model that answers as base does is a fault.
+TRAIN = {"finetune.lora.r": 4, "finetune.lora.alpha": 8, "finetune.epochs": 2, "finetune.learning_rate": 0.01}
 RECOVER = {
     "recover.steps": 2,
     "recover.rollouts": 4,
