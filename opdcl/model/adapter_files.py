@@ -206,22 +206,25 @@ def refuse_misfit(
     if not (missing or unexpected):
         return
     held = headers([folder / ADAPTER])
-    place = f"adapter {folder} does not fit the base model"
     hint = next(
         (way for trace, way in TRACES.items() if any(trace in name for name in unexpected)), OTHER_BASE
     )
     if unexpected:
         count = f"{len(unexpected)} of its {len(held)} weights have no counterpart there"
-        raise UsageError(f"{place}: {count}, such as {unexpected[0]}", hint)
+        raise _misfit(folder, f"{count}, such as {unexpected[0]}", hint)
     names = {name: name.replace(f".{state}.", ".").removesuffix(f".{state}") for name in missing}
     weights = adapted.state_dict()
     for name, in_file in names.items():
         if in_file in held:
             shapes = shown_shape(held[in_file].shape), shown_shape(weights[name].shape)
-            raise UsageError(f"{place}: {in_file} is {shapes[0]}, and would have to be {shapes[1]}", hint)
+            raise _misfit(folder, f"{in_file} is {shapes[0]}, and would have to be {shapes[1]}", hint)
     first = next(iter(names.values()))
     count = f"its file lacks {len(missing)} of the weights that its settings ask for"
-    raise UsageError(f"{place}: {count}, such as {first}", COPY_AGAIN)
+    raise _misfit(folder, f"{count}, such as {first}", COPY_AGAIN)
+
+
+def _misfit(folder: Path, reason: str, hint: str) -> UsageError:
+    return UsageError(f"adapter {folder} does not fit the base model: {reason}", hint)
 
 
 def copied_weights(names: Iterable[str]) -> list[str]:

@@ -167,18 +167,21 @@ def _read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 def _try_template(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a chat template that never gets through one short turn: it may come from anywhere."""
-    name = f"the chat template of model {config.id!r}"
     hint = "--set model.chat_template=FILE names another one"
     try:
         with time_limit(TEMPLATE_SECONDS):
             render(tokenizer, [{"role": "user", "content": "Hello."}], True, tokenize=False)
     except TooSlow as fault:
-        problem = f"takes more than {TEMPLATE_SECONDS:g} seconds for one short turn"
-        raise UsageError(f"{name} {problem}", hint) from fault
+        problem = (
+            f"the chat template of model {config.id!r} takes more than {TEMPLATE_SECONDS:g} seconds "
+            f"for one short turn"
+        )
+        raise UsageError(problem, hint) from fault
     except UsageError:  # it refuses this turn; the rows' own may be others
         return
     except Exception as fault:
-        raise UsageError(f"{name} fails: {type(fault).__name__} {str(fault)[:200]}".rstrip(), hint) from fault
+        reason = f"{type(fault).__name__} {str(fault)[:200]}".rstrip()
+        raise UsageError(f"the chat template of model {config.id!r} fails: {reason}", hint) from fault
 
 
 def write_template(config: ModelConfig, folder: Path) -> Path | None:
@@ -285,9 +288,12 @@ def check_model(config: ModelConfig) -> list[str]:
     read_config(config)
     bare = skeleton(config)
     if bare.config.get_text_config(decoder=True) is not bare.config:
-        problem = f"models of type {bare.config.model_type} have a vision tower, or other parts besides text"
+        problem = (
+            f"model {config.id!r} cannot be used: models of type {bare.config.model_type} have "
+            f"a vision tower, or other parts besides text"
+        )
         hint = "choose a model for text only, or save its language model alone, with transformers"
-        raise UsageError(f"model {config.id!r} cannot be used: {problem}", hint)
+        raise UsageError(problem, hint)
     refuse_unsupported_kind(bare)
     source, options = model_source(config)
     if not os.path.isdir(source) or "gguf_file" in options:
@@ -324,10 +330,10 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     if head_dim is not None:
         sizes["head_dim"] = head_dim
     if sizes["max_position_embeddings"] is None:
-        problem = f"models of type {kind} do not say how long a text may be"
-        raise UsageError(
-            f"model {config.id!r} cannot be used: {problem}", "choose a model with attention layers"
+        problem = (
+            f"model {config.id!r} cannot be used: models of type {kind} do not say how long a text may be"
         )
+        raise UsageError(problem, "choose a model with attention layers")
     for name, size in sizes.items():
         if type(size) is not int or not 0 < size <= LARGEST.get(name, 10**5):
             problem = f"its config.json sets {name} to {str(size)[:60]}, which is not possible"

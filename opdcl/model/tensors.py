@@ -70,10 +70,10 @@ def refuse_unfit(name: str, model: PreTrainedModel, found: Found) -> list[str]:
     if found.missing:
         rest = f"; the files hold {found.unexpected[0]} instead" if found.unexpected else ""
         problem = (
-            f"{len(found.missing)} of {found.total} tensors of the model are not in its files, "
-            f"such as {found.missing[0]}{rest}"
+            f"model {name!r} cannot be used: {len(found.missing)} of {found.total} tensors of the model "
+            f"are not in its files, such as {found.missing[0]}{rest}"
         )
-        raise UsageError(f"model {name!r} cannot be used: {problem}", hint)
+        raise UsageError(problem, hint)
     if found.mismatched:
         key, here, there = found.mismatched[0]
         problem = f"{key} is {shown_shape(here)} in its files, and {shown_shape(there)} by its config.json"
@@ -81,8 +81,11 @@ def refuse_unfit(name: str, model: PreTrainedModel, found: Found) -> list[str]:
     layers = {layer for layer, _ in model.named_modules()}
     homeless = [key for key in found.unexpected if key.rpartition(".")[0] in layers]
     if homeless:
-        problem = f"its files hold {homeless[0]}, for which its config.json leaves no place"
-        raise UsageError(f"model {name!r} cannot be used: {problem}", "use the config.json of these weights")
+        problem = (
+            f"model {name!r} cannot be used: its files hold {homeless[0]}, "
+            f"for which its config.json leaves no place"
+        )
+        raise UsageError(problem, "use the config.json of these weights")
     if found.unexpected:
         count = f"{len(found.unexpected)} tensors in the files of {name} are not part of the language model"
         return [f"{count}, such as {found.unexpected[0]}: they are not used"]

@@ -118,7 +118,8 @@ def _owner(file: Path) -> dict:
 
 
 def _in_use(run: RunDir, owner: dict) -> UsageError:
-    who = "another process"
-    if owner:  # it is empty for an instant after the lock was taken
-        who = f"process {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}"
-    return UsageError(f"{run.path} is in use by {who}", "wait for it, or stop it")
+    hint = "wait for it, or stop it"
+    if not owner:  # for an instant after the lock was taken
+        return UsageError(f"{run.path} is in use by another process", hint)
+    process, host, begin = (owner.get(key) for key in ("pid", "host", "since"))
+    return UsageError(f"{run.path} is in use by process {process} on {host} since {begin}", hint)
