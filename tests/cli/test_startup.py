@@ -21,6 +21,7 @@ HEAVY_MODULES = (
     "data.similarity",
     "model.backbone",
     "model.forward",
+    "model.head",
     "model.lora",
     "model.targets",
     "model.fused_lora",
