@@ -17,6 +17,7 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.data.prompt_kinds import FOREIGN, KINDS, SHARES, count_kinds, lacking, prompt_kind
 from opdcl.data.rows import Row, check_prompts
 from opdcl.distill.schedule import plan_steps
+from opdcl.errors import UsageError
 
 SHIPPED, SELF = "everyday", "self"
 
@@ -59,6 +60,11 @@ class _Part:
         if self.held_out is None:
             held_out = min(held_out, len(train) // 2)
             train, others = train[held_out:], train[:held_out]
+            # A file may hold a prompt several times, and what is measured must not be practised.
+            measured = {row.key() for row in others}
+            train = [row for row in train if row.key() not in measured]
+            if not train:
+                raise UsageError("the general prompts of a file are all the same", "add other prompts")
         return [*islice(cycle(train), count)], [*islice(others, held_out)]
 
 

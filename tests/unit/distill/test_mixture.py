@@ -10,6 +10,7 @@ from opdcl.data.formats import Row
 from opdcl.data.prompt_kinds import KINDS, SHARES, prompt_kind
 from opdcl.distill import mixture
 from opdcl.distill.mixture import OWN_SHARE, PLACEHOLDER, described, read_mixture, with_written
+from opdcl.distill.prompts import encode_stream, read_recovery_source
 from opdcl.errors import UsageError
 
 # 12 general steps with 8 prompts each.
@@ -239,3 +240,25 @@ def test_what_a_file_is_topped_up_from_is_one_of_the_sources(tmp_path):
     assert flow.data_sources() == {"recover.general": given, "recover.general.added": "everyday"}
     assert validate({"recover": {"general": "everyday"}}).data_sources() == {"recover.general": "everyday"}
     assert validate({"recover": {"general": ["self"]}}).data_sources() == {}
+
+
+@pytest.mark.parametrize("general", [["a", "repeated"], ["repeated"]])
+def test_a_prompt_that_a_file_repeats_is_not_both_practised_and_held_out(backbone, monkeypatch, general):
+    monkeypatch.setitem(FILES, "repeated", prompts("repeated", 12) * 4)
+    config = RecoverConfig(general=general, **STEPS)
+    source = read_recovery_source(config, read_rows)
+    practised = encode_stream(config, source, "general", backbone.tokenizer, 512)
+    train, held_out = (
+        {tuple(prompt.ids) for prompt in part} for part in (practised.train, practised.held_out)
+    )
+    assert held_out
+    assert train
+    assert not train & held_out
+
+
+@pytest.mark.parametrize("general", [["a", "same"], ["same"]])
+def test_prompts_that_are_all_the_same_are_refused(backbone, monkeypatch, general):
+    monkeypatch.setitem(FILES, "same", prompts("same", 1) * 6)
+    config = RecoverConfig(general=general, **STEPS)
+    with pytest.raises(UsageError, match="all the same"):
+        encode_stream(config, read_recovery_source(config, read_rows), "general", backbone.tokenizer, 512)
