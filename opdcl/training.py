@@ -272,8 +272,10 @@ class StageCallback(TrainerCallback):
         with self._signals():
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         trainer.model.eval()  # whatever follows measures or samples, without dropout
-        if self._stop and trainer.state.global_step < self.steps:
+        if self._stop:
             reached = trainer.state.global_step
+            if reached >= self.steps:
+                raise KeyboardInterrupt  # it came in the last step; the stages after this one must not start
             raise Interrupted(f"interrupted at step {reached} of {self.steps}; checkpoint saved")
 
     @contextlib.contextmanager

@@ -1,19 +1,24 @@
 """What both stages share: learning rates from the first step on, and steps that are not finite."""
 
+import contextlib
 import json
 import math
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.recovering import Silent, run
+from helpers.recovering import Silent, run, short_recovery, train
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from opdcl.config.recover import RecoverConfig
+from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import OpdclError
+from opdcl.model.backbone import Backbone
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.recover import _student
+from opdcl.stages.recover import _student, recover
 from opdcl.training import StageCallback, StageTrainer, finite_or_skipped
 
 
@@ -157,3 +162,24 @@ def test_a_recovery_of_one_step_learns(backbone, tuned):
         load_file(tuned / place / "adapter_model.safetensors") for place in ("tuned", "out/trainer/best")
     )
     assert any((before[name] != after[name]).any() for name in before)
+
+
+def test_an_interrupt_in_the_last_step_is_not_lost(backbone, tuned):
+    class InterruptedAtTheEnd(Silent):
+        def progress(self, done, total, **values):
+            if done == total:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    config = short_recovery(tuned, save_steps=2)
+    whole = train(backbone, tuned, "whole", config)
+    out = StageDir(tuned / "interrupted")
+    for report in (InterruptedAtTheEnd(), Silent()):
+        fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
+        expected = (
+            pytest.raises(KeyboardInterrupt) if type(report) is not Silent else contextlib.nullcontext()
+        )
+        with expected:
+            recover(config, read_recovery_source(config), fresh, tuned / "tuned", out, report)
+        fresh.drop_adapters()
+    name = "adapter_model.safetensors"
+    assert (out.adapter / name).read_bytes() == (whole.adapter / name).read_bytes()
