@@ -157,6 +157,6 @@ def _split(
     # A file may hold a prompt several times, and what is measured must not be practised.
     asked = {tuple(prompt.ids) for prompt in measured}
     train = [prompt for prompt in prompts if tuple(prompt.ids) not in asked]
-    if not train:
+    if prompts and not train:
         raise UsageError(f"the prompts of the {stream} stream are all the same", "add other prompts")
     return train, measured
