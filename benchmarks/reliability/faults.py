@@ -280,7 +280,7 @@ def worker(place: Path) -> dict:
 def memory(place: Path) -> dict:
     """Limit the address space to between what small micro-batches and one large one need."""
     (place / "wide-model").mkdir()
-    make_model(place / "wide-model", intermediate_size=8192)  # so that activations take most of the memory
+    make_model(place / "wide-model", intermediate_size=65_536)  # so that activations take most of the memory
     sizes = {"steps": 2, "rollouts": 48, "sample_ahead": 1, "lmbda": 1}
     settings = [f"model.id={place}/wide-model", "finetune.epochs=1", "eval=null"]
     settings += [f"recover.{key}={value}" for key, value in sizes.items()]
