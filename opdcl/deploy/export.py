@@ -65,7 +65,7 @@ def export(
         elif format == "merged":
             written |= merge(base, tuned, adapter, folder, check, report)
         else:
-            merged = folder / "merged"  # inside, so that whoever removes the one removes the other
+            merged = folder / "merged"  # inside, so that both are removed together
             written |= merge(base, tuned, adapter, merged, check, report)
             written |= to_gguf(merged, folder, command, outtype, check, report)
             shutil.rmtree(merged)

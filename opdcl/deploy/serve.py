@@ -76,7 +76,7 @@ def serve_command(
 
 
 def _refuse_open_server(host: str, arguments: list[str]) -> None:
-    """Refuse to listen beyond this machine without a key: whoever reaches a server may load adapters."""
+    """Refuse to listen beyond this machine without a key: every client may load adapters."""
     parsed, _ = _vllm_options().parse_known_args(arguments)
     if os.environ.get("OPDCL_SERVER_KEY") or parsed.api_key:
         return

@@ -18,8 +18,8 @@ from opdcl.errors import UsageError
 from opdcl.rundir.files import now
 from opdcl.rundir.layout import RunDir
 
-# File systems of one machine. The system itself releases the locks of a process that ends, so whoever gets
-# one is alone. On a shared disk, a lock may not reach the other machines.
+# File systems of one machine. The system releases the locks of a process that ends, so a lock that can be
+# taken has no owner. On a shared disk, a lock may not reach the other machines.
 LOCAL = {"apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
 
 # Seconds between two signs of life of an owner, and without one until it counts as dead.
