@@ -5,6 +5,7 @@ import gc
 import importlib
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -12,6 +13,9 @@ os.environ.setdefault("TERM", "dumb")
 # In-process commands must compute exactly what commands in processes compute, so all use one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("FORCE_COLOR", None)
+# A shell starts what runs in its background with Ctrl-C ignored, and commands keep it so; tests send some.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest

@@ -17,7 +17,6 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.data.prompt_kinds import FOREIGN, KINDS, SHARES, count_kinds, lacking, prompt_kind
 from opdcl.data.rows import Row, check_prompts
 from opdcl.distill.schedule import plan_steps
-from opdcl.errors import UsageError
 
 SHIPPED, SELF = "everyday", "self"
 
@@ -63,8 +62,8 @@ class _Part:
             # A file may hold a prompt several times, and what is measured must not be practised.
             measured = {row.key() for row in others}
             train = [row for row in train if row.key() not in measured]
-            if not train:
-                raise UsageError("the general prompts of a file are all the same", "add other prompts")
+            if not train:  # they are all the same: like a single prompt, it is practised
+                train, others = others, []
         return [*islice(cycle(train), count)], [*islice(others, held_out)]
 
 

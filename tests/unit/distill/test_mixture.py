@@ -256,9 +256,11 @@ def test_a_prompt_that_a_file_repeats_is_not_both_practised_and_held_out(backbon
     assert not train & held_out
 
 
-@pytest.mark.parametrize("general", [["a", "same"], ["same"]])
-def test_prompts_that_are_all_the_same_are_refused(backbone, monkeypatch, general):
+def test_prompts_that_are_all_the_same_are_practised_beside_others_and_refused_alone(backbone, monkeypatch):
     monkeypatch.setitem(FILES, "same", prompts("same", 1) * 6)
-    config = RecoverConfig(general=general, **STEPS)
+    found = mixed(["a", "same"])
+    assert "same" in sources(found.train)
+    assert "same" not in sources(found.held_out)
+    config = RecoverConfig(general=["same"], **STEPS)
     with pytest.raises(UsageError, match="all the same"):
         encode_stream(config, read_recovery_source(config, read_rows), "general", backbone.tokenizer, 512)
