@@ -92,7 +92,6 @@ class RecoverConfig(Section):
     unused = (
         *((k, lambda s, m=m: s.method == m, f"with method {m}, {why}") for m, (k, why) in UNUSED_BY.items()),
         ("loss", _needs_no_loss, "with method interpolate, which trains nothing"),
-        ("alpha", lambda s: s.method != "interpolate", "unless method is interpolate"),
         ("general", lambda s: s.reward is not None, "with reward, whose suite has the general prompts"),
         (f"server {ON_POLICY}", lambda s: s.lmbda == 0, "with lmbda 0: the teachers write all answers"),
         ("on_policy.reverse", lambda s: s.loss.kind != "forward_kl", "unless loss.kind is forward_kl"),
@@ -100,10 +99,11 @@ class RecoverConfig(Section):
 
     method: Literal["alternating", "general", "replay", "interpolate"] = "alternating"
     """`alternating` is our method. Baselines: `general`, without domain steps; `replay`, imitation of the
-    teachers' answers; `interpolate`, the tuned adapter scaled by the factor with the lowest held-out KL,
-    without training."""
-    alpha: Annotated[float, Field(gt=0, le=1)] | None = None
-    """`interpolate`: use this scale instead of the one with the lowest held-out KL."""
+    teachers' answers; `interpolate`, the start alone, without training."""
+    start: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] | None = None
+    """Scale of the tuned adapter at which the student starts: near 0 it is base, 1 is tuned. `auto`: the
+    scale at which least is lost of both streams, by held-out KL; or 1 where a teacher is not base or tuned
+    itself. Default: 1; with method `interpolate`, whose result it is, `auto`."""
     general: Annotated[str | list[str], Field(min_length=1)] | None = "everyday"
     """Prompts on which base is the teacher: `everyday` (shipped), a file, or `self`: base writes them. Kinds
     of prompt that a file lacks are added from the shipped ones. A list is taken as it is, in equal parts or
@@ -273,6 +273,13 @@ class RecoverConfig(Section):
         """Return the maximum length of a stream's completions, in tokens."""
         own = self.on_policy.max_new_tokens if on_policy and stream == "general" else None
         return own or (self.domain_max_new_tokens if stream == "domain" else None) or self.max_new_tokens
+
+    @property
+    def start_wanted(self) -> float | Literal["auto"]:
+        """The scale at which the student starts, or `auto`."""
+        if self.start is not None:
+            return self.start
+        return "auto" if self.method == "interpolate" else 1.0
 
     @property
     def warm_up(self) -> int:

@@ -28,6 +28,7 @@ from opdcl.distill.health import (
 )
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import Stream
+from opdcl.distill.start import KL_NOISE, choose_start
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import State
 from opdcl.model.distributions import TeacherDistribution
@@ -50,19 +51,17 @@ DOMAIN_FLOOR = 0.95
 # answers to a dozen prompts each time, so scores are noisy; of two equals, the later one has trained longer.
 NO_WORSE = 1.25
 
-# Nats per token below which a KL is noise and a share of it says nothing.
-KL_NOISE = 1e-3
-
 # Measures a stream's progress where its own teacher changes from step to step.
 FROZEN: dict[Stream, State] = {"general": "base", "domain": "tuned"}
 
 
 @dataclass
 class Measurements:
-    """What later decisions depend on; `tuned` and `base` are their held-out KL before the first step."""
+    """What later decisions depend on; `tuned`, `base`, `start`: held-out KL before the first step."""
 
     tuned: KL = field(default_factory=dict)
     base: KL = field(default_factory=dict)
+    start: KL = field(default_factory=dict)
     lowest_score: float = math.inf
     since_lowest: int = 0
 
@@ -73,7 +72,8 @@ class Measurements:
         for row in rows:
             if row["step"] == 0 and "base" in row:
                 restored.tuned, restored.base = row["validation"], row["base"]
-                restored.lowest_score = score(restored.tuned)
+                restored.start = row["start"]["validation"]
+                restored.lowest_score = score(restored.start)
             elif "validation" in row:
                 restored.add(score(row["validation"]))
         return restored
@@ -140,6 +140,25 @@ class Validation(TrainerCallback):
             self.callback.report.note(f"step {step}: stopping early: {reason}")
             control.should_training_stop = True
 
+    def keep_start(self) -> None:
+        """Keep the start as the recovered adapter, without training: the rival that costs nothing."""
+        self.write_held_out()
+        with self.grader.backbone.scaled(0.0):
+            base = self.held_out_kl()
+        tuned = self.held_out_kl()
+        alpha, curve = choose_start(self, tuned, base)
+        self.grader.backbone.shrink(alpha)
+        start = self.held_out_kl()
+        save_adapter(self.grader.backbone, self.best_adapter)
+        seal(self.best_adapter)
+        chosen = {"alpha": alpha, "validation": start, "curve": curve}
+        rows = [
+            {"step": 0, "validation": stream_kl(tuned), "start": chosen},
+            {"step": 1, "validation": {**stream_kl(start), "best": True}},
+        ]
+        write_atomic(self.out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+        self.callback.report.note(f"the adapter times {alpha:g}: {describe_kl(start)}")
+
     def held_out_kl(self, agreement: bool = False) -> KL:
         """Return KL(student, teacher) per stream, in nats per token.
 
@@ -188,15 +207,25 @@ class Validation(TrainerCallback):
         return kl["general_kl"] if self.config.method == "general" else sum(stream_kl(kl).values())
 
     def _start(self) -> None:
-        """Measure base and tuned for later comparisons."""
+        """Measure base and tuned for later comparisons, and put the student at its start."""
         with self.grader.backbone.scaled(0.0):
             base = self.held_out_kl()
         if general := self._held_out.get("general"):
             base |= _own(general[0])
         tuned = self.held_out_kl(agreement=True) | self.own_answers()
-        self._keep_if_good(0, self._score(tuned))
-        self.callback.write({"step": 0, "validation": {**tuned, "best": True}, "base": base})
-        self.callback.report.note(f"step 0: held-out {describe_kl(tuned)}{describe_own(tuned, base)}")
+        self.callback.report.note(f"tuned: held-out {describe_kl(tuned)}{describe_own(tuned, base)}")
+        alpha, curve = choose_start(self, tuned, base)
+        start = tuned
+        if alpha != 1:
+            self.grader.backbone.shrink(alpha)
+            start = self.held_out_kl(agreement=True) | self.own_answers()
+            described = f"{describe_kl(start)}{describe_own(start, base)}"
+            self.callback.report.note(
+                f"starting from the tuned adapter times {alpha:g}: held-out {described}"
+            )
+        self._keep_if_good(0, self._score(start))
+        chosen = {"alpha": alpha, "validation": start, "curve": curve}
+        self.callback.write({"step": 0, "validation": {**tuned, "best": True}, "base": base, "start": chosen})
 
     def _measure(self, step: int, lr_scheduler: Any) -> KL:
         """Measure, log, keep the adapter if it is good, and return the shares.
@@ -214,7 +243,7 @@ class Validation(TrainerCallback):
         own = describe_own(kl, first.base)
         self.callback.report.note(f"step {step}: held-out {describe_kl(kl | shares)}{ends}{own}{suffix}")
         # Its own answers differ each time, so they are judged by how they are written.
-        if self.config.health and (reason := drift(first.tuned, kl, self._teachers_score)):
+        if self.config.health and (reason := drift(first.start, kl, self._teachers_score)):
             raise halt_error(step, reason, LOWER_RATE, self.out)
         if written := _writing(kl):
             self.health.on_validation(step, written, lr_scheduler)

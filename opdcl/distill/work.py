@@ -9,13 +9,11 @@ from statistics import fmean
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.prompts import Prompts
 from opdcl.distill.schedule import STREAMS, Step, Stream, plan_steps, sampled_together
+from opdcl.distill.start import BETWEEN
 from opdcl.model.costs import Costs, Work, decoding, sized, total
 
 # Passes over the held-out texts before the first step: the teachers' own, base and tuned.
 FIRST_PASSES = 3
-
-# Scales of the adapter that method `interpolate` tries: from the tuned one down to a twentieth of it.
-SCALES = [i / 20 for i in range(20, 0, -1)]
 
 
 def answer_name(config: RecoverConfig, stream: Stream) -> str:
@@ -86,8 +84,8 @@ class RecoveryWork:
         if work is None:
             return None
         first = 1 if step else FIRST_PASSES
-        if self.config.method == "interpolate":
-            first = 2 + len(SCALES)
+        if not step and self.config.start_wanted == "auto":
+            first += len(BETWEEN)
         works = [work]
         for stream, lengths in self.held_out.items():
             if lengths:

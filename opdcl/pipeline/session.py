@@ -84,7 +84,7 @@ class Session:
             raise OpdclError("the base weights changed during the run", hint)
 
     def _train(self, task: Task) -> None:
-        from opdcl.results.summary import kept_tuned
+        from opdcl.results.summary import kept_start
         from opdcl.training import peak_memory, reset_peak_memory
 
         _ = self.backbone  # loading it is no part of the stage's cost
@@ -120,7 +120,7 @@ class Session:
         record |= {"status": "done", "finished": now(), "adapter_sha256": adapter_hash(stage.adapter)}
         write_json(stage.record, record)
         self._save_manifest()
-        if task.name == "recover" and (unchanged := kept_tuned(read_metrics(stage.metrics))):
+        if task.name == "recover" and (unchanged := kept_start(read_metrics(stage.metrics))):
             self.output.note(f"{task.label}: {unchanged}")
 
     def _run_stage(self, task: Task, stage: StageDir, record: dict[str, Any]) -> dict[str, float | None]:

@@ -342,19 +342,27 @@ def _validation_notes(rows: list[dict]) -> list[str]:
             f"Recovery: where base ends its answers, recovered lacks {missed:.0%} of the probability to end; "
             "its answers run on."
         )
-    for row in rows:
-        if "interpolation" in row:
-            alpha = row["interpolation"]["alpha"]
-            notes.append(f"Recovered is the tuned adapter times {alpha:g}: no training was done.")
-    if unchanged := kept_tuned(rows):
-        notes.append(unchanged)
-    return notes
+    return notes + _start_notes(rows)
 
 
-def kept_tuned(rows: list[dict]) -> str:
+def _start_notes(rows: list[dict]) -> list[str]:
+    """Describe where a recovery started, and a recovered adapter that is no nearer than its start."""
+    chosen = next((row["start"] for row in rows if "start" in row), None)
+    if unchanged := kept_start(rows):
+        return [unchanged]
+    if chosen is None or chosen["alpha"] == 1:
+        return []
+    scaled = f"the tuned adapter times {chosen['alpha']:g}"
+    if not any("loss" in row for row in rows):
+        return [f"Recovered is {scaled}: no training was done."]
+    return [f"The recovery started from {scaled}."]
+
+
+def kept_start(rows: list[dict]) -> str:
     """Say that a recovery kept the adapter of step 0, from the rows of its metrics; "" if it did not."""
     validations = {row["step"]: row["validation"] for row in rows if "validation" in row}
     if max((step for step, validation in validations.items() if validation.get("best")), default=None) != 0:
         return ""
-    reason = "no training step came nearer to the teachers on held-out prompts"
-    return f"Recovered is the tuned adapter: {reason}."
+    alpha = next((row["start"]["alpha"] for row in rows if "start" in row), 1)
+    scaled = "the tuned adapter" if alpha == 1 else f"the tuned adapter times {alpha:g}"
+    return f"Recovered is {scaled}: no training step came nearer to the teachers on held-out prompts."

@@ -14,7 +14,6 @@ from transformers import TrainingArguments
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.grading import Grader
 from opdcl.distill.health import Health, check_turn_end
-from opdcl.distill.interpolate import interpolate
 from opdcl.distill.make_teacher import make_teacher, reach_own_model
 from opdcl.distill.prompts import Prompts, RecoverySource, encode_stream
 from opdcl.distill.reward import Reward
@@ -103,7 +102,7 @@ def _train(
     health = Health(config.health, backbone, out, callback)
     validation = Validation(config, grader, queue, held_out, out, callback, health)
     if config.method == "interpolate":
-        interpolate(validation, backbone, out)
+        validation.keep_start()
         return
     stage = {
         "per_device_train_batch_size": 1,  # one row of the schedule is one optimizer step

@@ -68,7 +68,6 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
         ({"recover": {"method": "interpolate", "lmbda": 0.5}}, "recover.lmbda"),
         ({"recover": {"method": "interpolate", "steps": 5}}, "recover.steps"),
         ({"recover": {"method": "interpolate", "trainer": {"weight_decay": 1}}}, "recover.trainer"),
-        ({"recover": {"alpha": 0.5}}, "recover.alpha"),
         ({"recover": {"method": "replay", "loss": {"kind": "reverse_kl"}}}, "recover.loss.kind"),
         ({"recover": {"method": "replay", "lmbda": 0.5}}, "recover.lmbda"),
         ({"recover": {"method": "general", "general_per_domain": 3}}, "recover.general_per_domain"),

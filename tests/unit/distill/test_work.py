@@ -4,6 +4,7 @@ import pytest
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.prompts import Prompts
+from opdcl.distill.start import BETWEEN
 from opdcl.distill.work import RecoveryWork
 from opdcl.model.costs import Costs, sized
 from opdcl.sampling.rollout import Prompt
@@ -139,7 +140,7 @@ def test_scaling_an_adapter_is_measurements_only():
     settings = RecoverConfig(**options, domain_max_new_tokens=12)
     recovery = work(settings, dynamic=())
     tokens = sum(3 * (PROMPT[s] + ANSWER[s]) for s in PROMPT)
-    assert recovery.whole()["measure"] == pytest.approx(22 * tokens)
+    assert recovery.whole()["measure"] == pytest.approx((3 + len(BETWEEN)) * tokens)
 
 
 def test_nothing_is_said_as_long_as_the_length_of_an_answer_is_unknown():

@@ -172,8 +172,19 @@ def test_before_recovery_base_and_tuned_are_shown_without_a_verdict(run):
             "Recovered is the tuned adapter: no training step came nearer",
         ),
         (
+            [{"step": 0, "validation": {"best": True}, "start": {"alpha": 0.3}}, {"step": 1, "loss": 1.0}],
+            "Recovered is the tuned adapter times 0.3: no training step came nearer",
+        ),
+        (
             [
-                {"step": 0, "validation": {}, "interpolation": {"alpha": 0.55}},
+                {"step": 0, "validation": {"best": True}, "start": {"alpha": 0.3}},
+                {"step": 1, "loss": 1.0, "validation": {"best": True}},
+            ],
+            "The recovery started from the tuned adapter times 0.3.",
+        ),
+        (
+            [
+                {"step": 0, "validation": {}, "start": {"alpha": 0.55}},
                 {"step": 1, "validation": {"best": True}},
             ],
             "the tuned adapter times 0.55: no training was done",

@@ -5,12 +5,13 @@ import shutil
 
 import pytest
 import torch
-from helpers.recovering import Silent, run, short_recovery
+from helpers.recovering import Silent, run, short_recovery, whole_and_resumed
 from safetensors.torch import load_file, save_file
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.data.rows import load_rows
 from opdcl.distill.prompts import read_recovery_source
+from opdcl.distill.start import BETWEEN, distance_left
 from opdcl.distill.validation import NO_WORSE, Measurements, Validation, kl_score
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
@@ -45,27 +46,84 @@ def test_replay_imitates_the_teachers(backbone, tuned):
 
 
 def test_interpolation_keeps_the_scale_with_the_least_held_out_kl(backbone, tuned):
-    rows = run(backbone, tuned, method="interpolate")
-    curve = rows[0]["interpolation"]["curve"]
-    best = min(curve, key=lambda p: p["general_kl"] + p["domain_kl"])
-    assert abs(curve[0]["domain_kl"]) < 1e-3 * curve[0]["general_kl"]
-    assert curve[19]["general_kl"] < curve[0]["general_kl"]
-    assert 0 < best["alpha"] < 1
+    rows = run(backbone, tuned, method="interpolate", start="auto")
+    start = rows[0]["start"]
+    *curve, base = start["curve"]
+    best = min(curve, key=lambda point: distance_left(point, curve[0], base))
+    assert start["alpha"] == best["alpha"] > 0
     assert held_out(rows)[1] == pytest.approx(best["general_kl"] + best["domain_kl"])
-    before, after = (load_file(tuned / f / "adapter_model.safetensors") for f in ("tuned", "out/adapter"))
+    assert_scaled(tuned, "out/adapter", best["alpha"])
+
+
+def test_a_given_scale_is_taken_whatever_its_held_out_kl(backbone, tuned):
+    rows = run(backbone, tuned, method="interpolate", start="auto")
+    for alpha in (0.1, 0.8):
+        given = run(backbone, tuned, method="interpolate", start=alpha)
+        assert (given[0]["start"]["alpha"], given[0]["start"]["curve"]) == (alpha, [])
+        point = next(p for p in rows[0]["start"]["curve"] if p["alpha"] == alpha)
+        assert given[1]["validation"]["general_kl"] == pytest.approx(point["general_kl"], rel=1e-4)
+
+
+def assert_scaled(folder, recovered, alpha):
+    """Assert that an adapter is the tuned one times `alpha`."""
+    before, after = (load_file(folder / f / "adapter_model.safetensors") for f in ("tuned", recovered))
     for name in before:
-        torch.testing.assert_close(after[name], before[name] * (best["alpha"] if "lora_B" in name else 1))
+        torch.testing.assert_close(after[name], before[name] * (alpha if "lora_B" in name else 1))
 
 
-def test_a_given_alpha_is_taken_whatever_its_held_out_kl(backbone, tuned):
-    rows = run(backbone, tuned, method="interpolate")
-    for alpha in (0.1, 0.9):
-        given = run(backbone, tuned, method="interpolate", alpha=alpha)
-        assert given[0]["interpolation"]["alpha"] == alpha
-        kept = next(p for p in rows[0]["interpolation"]["curve"] if p["alpha"] == alpha)
-        assert given[1]["validation"]["general_kl"] == pytest.approx(kept["general_kl"], rel=1e-4)
-    with pytest.raises(ValueError, match="unless method is interpolate"):
-        RecoverConfig(alpha=0.5)
+def test_the_curve_goes_from_tuned_almost_to_base(backbone, tuned):
+    rows = run(backbone, tuned, start="auto")
+    curve = rows[0]["start"]["curve"]
+    general, domain = ([point[f"{s}_kl"] for point in curve] for s in ("general", "domain"))
+    assert [point["alpha"] for point in curve] == [1.0, *BETWEEN, 0.0]
+    assert (domain[0], general[-1]) == (pytest.approx(0, abs=1e-5), pytest.approx(0, abs=1e-5))
+    assert general[0] == rows[0]["validation"]["general_kl"]
+    assert domain[-1] == rows[0]["base"]["domain_kl"]
+
+
+def test_the_start_is_where_least_is_lost_of_both_streams_whatever_their_units():
+    tuned, base = {"general_kl": 3.0, "domain_kl": 0.0}, {"general_kl": 0.0, "domain_kl": 12.0}
+    assert distance_left(tuned, tuned, base) == distance_left(base, tuned, base) == 1
+    halfway = {"general_kl": 0.6, "domain_kl": 1.2}
+    assert distance_left(halfway, tuned, base) == pytest.approx(0.3)
+
+
+def test_the_student_starts_as_the_scaled_adapter_and_every_share_counts_from_tuned(backbone, tuned):
+    settings = {"steps": 2, "validate_every": 2, "learning_rate": 1e-12, "health": False}
+    whole = run(backbone, tuned, start=1.0, **settings)[0]["validation"]
+    shutil.rmtree(tuned / "out")
+    rows = run(backbone, tuned, start=0.4, **settings)
+    assert_scaled(tuned, "out/adapter", 0.4)
+    tuned_row, end = [row["validation"] for row in rows if "validation" in row]
+    assert tuned_row["general_kl"] == pytest.approx(whole["general_kl"], rel=1e-5)
+    assert end["general_kl"] == pytest.approx(rows[0]["start"]["validation"]["general_kl"], rel=1e-4)
+    assert end["general_recovered"] == pytest.approx(1 - end["general_kl"] / tuned_row["general_kl"])
+    assert end["domain_kept"] == pytest.approx(1 - end["domain_kl"] / rows[0]["base"]["domain_kl"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "general"},
+        {"general_teacher": "tuned"},
+        {"domain_teacher": "base"},
+        {"teachers": {"slow": {"kind": "ema"}}, "domain_teacher": "slow"},
+    ],
+)
+def test_without_base_and_tuned_as_teachers_the_student_starts_as_tuned(backbone, tuned, settings):
+    rows = run(backbone, tuned, start="auto", steps=2, **settings)
+    assert rows[0]["start"]["alpha"] == 1
+    assert rows[0]["start"]["curve"] == []
+
+
+def test_a_recovery_from_a_scaled_start_resumes_with_the_same_adapter(backbone, tuned):
+    config = short_recovery(tuned, start=0.5, lmbda=0.5, save_steps=2, health=False)
+    whole_and_resumed(backbone, tuned, config, stop=3)
+
+
+def test_a_recovery_killed_before_its_first_checkpoint_starts_at_the_same_place(backbone, tuned):
+    config = short_recovery(tuned, start="auto", lmbda=0.5, save_steps=4, health=False)
+    whole_and_resumed(backbone, tuned, config, stop=2)
 
 
 @pytest.mark.parametrize("lmbda", [-0.1, 1.1])
@@ -99,7 +157,7 @@ def test_recovery_stops_once_it_has_done_enough(backbone, tuned, monkeypatch, un
 def test_the_shares_of_held_out_kl_are_none_at_tuned_and_all_at_base(backbone, tuned, scale, recovered, kept):
     class Shrinking(Silent):
         def note(self, text):
-            if text.startswith("step 0:"):
+            if text.startswith("tuned:"):
                 backbone.shrink(scale)
 
     config = short_recovery(tuned, steps=2, validate_every=2, learning_rate=1e-12)
@@ -196,13 +254,18 @@ def test_a_resumed_validation_remembers_the_lowest_score_and_how_long_ago_it_was
         return {"general_kl": general, "domain_kl": domain}
 
     rows = [
-        {"step": 0, "validation": kl(4, 0), "base": kl(0, 3), "start": {"layers": 7, **kl(2, 1)}},
+        {
+            "step": 0,
+            "validation": kl(4, 0),
+            "base": kl(0, 3),
+            "start": {"alpha": 0.3, "validation": kl(2, 1)},
+        },
         {"step": 1, "loss": 1.0},
         {"step": 4, "validation": {**kl(1, 1), "best": True}},
         {"step": 8, "validation": {**kl(1, 2), "best": False}},
     ]
     restored = Measurements.restore(rows, kl_score)
-    assert (restored.tuned, restored.base) == (kl(4, 0), kl(0, 3))
+    assert (restored.tuned, restored.base, restored.start) == (kl(4, 0), kl(0, 3), kl(2, 1))
     assert (restored.lowest_score, restored.since_lowest) == (2, 1)
 
 
