@@ -6,16 +6,13 @@ base, the domain has to be learned anew. Scaling costs a few forward passes (arX
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
+from opdcl.config.recover import RecoverConfig
+from opdcl.distill.grading import Grader
 from opdcl.distill.schedule import Stream
-
-if TYPE_CHECKING:
-    from opdcl.distill.validation import Validation
-
-# Scales that are measured between tuned, 1, and base, 0; closer together where answers change from the
-# domain's to base's.
-BETWEEN = (0.8, 0.65, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
+from opdcl.distill.work import BETWEEN
+from opdcl.sampling.rollout import Prompt
 
 # Nats per token below which a KL is noise and a share of it says nothing.
 KL_NOISE = 1e-3
@@ -24,19 +21,33 @@ KL_NOISE = 1e-3
 Point = dict[str, float]
 
 
-def choose_start(validation: Validation, tuned: Point, base: Point) -> tuple[float, list[Point]]:
+def choose_start(
+    config: RecoverConfig,
+    grader: Grader,
+    prompts: Mapping[Stream, Sequence[Prompt]],
+    measure: Callable[[], dict[str, float]],
+    tuned: Point,
+    base: Point,
+) -> tuple[float, list[Point]]:
     """Return the scale at which the student starts, and the curve it was chosen from, if one was measured.
 
-    `tuned` and `base` are the held-out KL at the ends of the curve.
+    `prompts` are the held-out ones by stream, and `measure` returns the student's held-out KL on them.
+    `tuned` and `base` are that KL at the ends of the curve.
     """
-    wanted = validation.config.start_wanted
+    wanted = config.start_wanted
     if wanted != "auto":
         return wanted, []
-    if not lies_between(validation) or min(tuned["general_kl"], base["domain_kl"]) < KL_NOISE:
+    both_streams = all(prompts.values())
+    if not both_streams or not (config.method == "interpolate" or lies_between(config, grader)):
         return 1.0, []
-    curve = alpha_curve(validation, tuned, base)
-    best = min(curve[:-1], key=lambda point: distance_left(point, tuned, base))
-    return best["alpha"], curve
+    if min(tuned["general_kl"], base["domain_kl"]) < KL_NOISE:  # nothing was forgotten, or learned
+        return 1.0, []
+    curve = [_point(1.0, tuned)]
+    for alpha in BETWEEN:
+        with grader.backbone.scaled(alpha):
+            curve.append(_point(alpha, measure()))
+    best = min(curve, key=lambda point: distance_left(point, tuned, base))
+    return best["alpha"], [*curve, _point(0.0, base)]
 
 
 def distance_left(point: Point, tuned: Point, base: Point) -> float:
@@ -48,31 +59,21 @@ def distance_left(point: Point, tuned: Point, base: Point) -> float:
     return point["general_kl"] / tuned["general_kl"] + point["domain_kl"] / base["domain_kl"]
 
 
-def lies_between(validation: Validation) -> bool:
+def lies_between(config: RecoverConfig, grader: Grader) -> bool:
     """Return whether a scaled adapter lies between the two teachers, so that a start can be chosen.
 
     It does if base alone grades the general stream and tuned alone the domain, both have steps, there are no
     contexts and no reward, and the adapter stands on base itself.
     """
-    config = validation.config
-    if validation.grader.backbone.base_lm is not None or config.reward or config.method == "general":
+    if grader.backbone.base_lm is not None or config.reward or config.method == "general":
         return False
     wanted: dict[Stream, str] = {"general": "base", "domain": "tuned"}
     for stream, kind in wanted.items():
         own = config.teacher_of(stream)
-        alone = len(validation.grader.teachers[stream].members) == 1
-        if not (validation.prompts[stream] and alone and own.kind == kind and own.context is None):
+        alone = len(grader.teachers[stream].members) == 1
+        if not (alone and own.kind == kind and own.context is None):
             return False
     return True
-
-
-def alpha_curve(validation: Validation, tuned: Point, base: Point) -> list[Point]:
-    """Return the held-out KL of the scaled adapter, from tuned to base."""
-    curve = [_point(1.0, tuned)]
-    for alpha in BETWEEN:
-        with validation.grader.backbone.scaled(alpha):
-            curve.append(_point(alpha, validation.held_out_kl()))
-    return [*curve, _point(0.0, base)]
 
 
 def _point(alpha: float, kl: dict[str, float]) -> Point:

@@ -28,7 +28,7 @@ from opdcl.distill.health import (
 )
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import Stream
-from opdcl.distill.start import KL_NOISE, choose_start
+from opdcl.distill.start import KL_NOISE, Point, choose_start
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import State
 from opdcl.model.distributions import TeacherDistribution
@@ -146,7 +146,7 @@ class Validation(TrainerCallback):
         with self.grader.backbone.scaled(0.0):
             base = self.held_out_kl()
         tuned = self.held_out_kl()
-        alpha, curve = choose_start(self, tuned, base)
+        alpha, curve = self._choose_start(tuned, base)
         self.grader.backbone.shrink(alpha)
         start = self.held_out_kl()
         save_adapter(self.grader.backbone, self.best_adapter)
@@ -214,7 +214,7 @@ class Validation(TrainerCallback):
             base |= _own(general[0])
         tuned = self.held_out_kl(agreement=True) | self.own_answers()
         self.callback.report.note(f"tuned: held-out {describe_kl(tuned)}{describe_own(tuned, base)}")
-        alpha, curve = choose_start(self, tuned, base)
+        alpha, curve = self._choose_start(tuned, base)
         start = tuned
         if alpha != 1:
             self.grader.backbone.shrink(alpha)
@@ -226,6 +226,9 @@ class Validation(TrainerCallback):
         self._keep_if_good(0, self._score(start))
         chosen = {"alpha": alpha, "validation": start, "curve": curve}
         self.callback.write({"step": 0, "validation": {**tuned, "best": True}, "base": base, "start": chosen})
+
+    def _choose_start(self, tuned: KL, base: KL) -> tuple[float, list[Point]]:
+        return choose_start(self.config, self.grader, self.prompts, self.held_out_kl, tuned, base)
 
     def _measure(self, step: int, lr_scheduler: Any) -> KL:
         """Measure, log, keep the adapter if it is good, and return the shares.

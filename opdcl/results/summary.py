@@ -350,12 +350,13 @@ def _start_notes(rows: list[dict]) -> list[str]:
     chosen = next((row["start"] for row in rows if "start" in row), None)
     if unchanged := kept_start(rows):
         return [unchanged]
-    if chosen is None or chosen["alpha"] == 1:
+    if chosen is None:
         return []
-    scaled = f"the tuned adapter times {chosen['alpha']:g}"
+    is_scaled = chosen["alpha"] != 1
+    scaled = f"the tuned adapter times {chosen['alpha']:g}" if is_scaled else "the tuned adapter"
     if not any("loss" in row for row in rows):
         return [f"Recovered is {scaled}: no training was done."]
-    return [f"The recovery started from {scaled}."]
+    return [f"The recovery started from {scaled}."] if is_scaled else []
 
 
 def kept_start(rows: list[dict]) -> str:

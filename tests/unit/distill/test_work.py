@@ -4,8 +4,7 @@ import pytest
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.prompts import Prompts
-from opdcl.distill.start import BETWEEN
-from opdcl.distill.work import RecoveryWork
+from opdcl.distill.work import BETWEEN, RecoveryWork
 from opdcl.model.costs import Costs, sized
 from opdcl.sampling.rollout import Prompt
 
