@@ -170,7 +170,7 @@ def _environment(folder: Path, record: dict[str, Any]) -> Iterator[None]:
 
 def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in row.items():
-        if isinstance(value, dict) and key in ("validation", "start"):
+        if isinstance(value, dict) and key in ("validation", "base"):
             yield from ((f"{key}/{name}", float(number)) for name, number in value.items())
         elif isinstance(value, int | float) and key != "step":
             yield key, float(value)
