@@ -84,7 +84,7 @@ class Suite:
             named = [[str(doc.get(key) or "") for doc in docs] for key in ("cluster", "tools")]
             clusters = [name or str(i) for i, name in enumerate(named[0])]
             targets = [_text(self.task.doc_to_target(doc)) for doc in docs]
-            # Of a conversation, what is asked last; the rest may be repeated.
+            # In a conversation only the last question counts; an answer may repeat earlier turns.
             asked = [str(self.task.doc_to_text(doc)) for doc in docs]
             texts = content_free(asked, targets, clusters, named[1]) | repeated(docs)
             self._floors[limit] = {name: scores(answers) for name, answers in texts.items()}

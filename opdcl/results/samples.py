@@ -77,7 +77,7 @@ def worst_samples(suite: Suite, count: int) -> dict[str, Any]:
 
 
 def _question(row: dict[str, Any]) -> str:
-    """Return what is asked: of a conversation, its last question."""
+    """Return the question: in a conversation, the last one."""
     return str(row.get("question", row["prompt"]))
 
 
