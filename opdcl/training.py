@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,18 +43,29 @@ UNLOGGED = ("epoch", "tokens", "entropy", "num_tokens", "mean_token_accuracy")
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning-rate schedule of a stage, unless `trainer` has another: its shape, and its warm-up."""
+    """The learning-rate schedule of a stage: the shape, unless `trainer` names another, and the warm-up."""
 
     shape: str
     warm_up: float
-    """Share of all steps in which the rate rises."""
+    """Share of all steps, the first ones, in which the rate rises."""
+    decay: float | None = None
+    """Share of all steps, the last ones, in which a rate that was held falls to zero on a line."""
 
-    def arguments(self, steps: int) -> dict[str, Any]:
-        """Return the schedule as arguments of a trainer."""
-        return {"lr_scheduler_type": self.shape, "warmup_steps": math.ceil(steps * self.warm_up)}
+    def arguments(self, steps: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the schedule as arguments of a trainer, but for what `fields`, those of `trainer`, replace."""
+        arguments: dict[str, Any] = {"warmup_steps": math.ceil(steps * self.warm_up)}
+        if "lr_scheduler_type" in fields:
+            return arguments
+        arguments["lr_scheduler_type"] = self.shape
+        if self.decay:
+            falling = math.ceil(steps * self.decay)
+            arguments["lr_scheduler_kwargs"] = {"num_decay_steps": falling, "decay_type": "linear"}
+        return arguments
 
 
-FINETUNE_SCHEDULE, RECOVER_SCHEDULE = Schedule("cosine", 0.05), Schedule("linear", 0.1)
+FINETUNE_SCHEDULE = Schedule("cosine", 0.05)
+# A rate that falls from the first tenth on spends half of it where the student is far from base.
+RECOVER_SCHEDULE = Schedule("warmup_stable_decay", 0.1, decay=0.25)
 
 
 def check_schedule(key: str, fields: dict[str, Any], schedule: Schedule, steps: int, rate: float) -> None:
@@ -63,7 +74,7 @@ def check_schedule(key: str, fields: dict[str, Any], schedule: Schedule, steps: 
     Raises:
         UsageError: transformers does not take them, or a rate is negative or not finite; `key` names them.
     """
-    chosen = schedule.arguments(steps) | fields
+    chosen = schedule.arguments(steps, fields) | fields
     options, warm_up = chosen.get("lr_scheduler_kwargs"), chosen["warmup_steps"]
     warm_up = int(warm_up) if warm_up >= 1 else math.ceil(steps * warm_up)  # as transformers reads it
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)

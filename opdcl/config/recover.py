@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -17,11 +16,11 @@ from opdcl.errors import nearest
 
 
 class OnPolicySection(Section):
-    """The last steps of a recovery, `lmbda` of them, in which the student writes."""
+    """The steps of a recovery, `lmbda` of them, in which the student writes."""
 
-    domain: bool = True
-    """The student also writes the answers of domain steps. When false, their author is that of the
-    warm-up."""
+    domain: bool = False
+    """The student also writes the answers of as many domain steps. When false, the domain's teacher writes
+    them all: a student near base answers at length, and a teacher that ends early would teach it to end."""
     reverse: Share = 0.25
     """Share of reverse KL in a loss that is forward KL otherwise. It penalizes what the student writes and
     base would not."""
@@ -62,6 +61,9 @@ class RewardSection(Section):
 # Completions of a recovery: far more than any adapter needs, and seconds to plan.
 MOST_COMPLETIONS = 2_000_000
 
+# The largest domain step that was measured has this many times the rows of a general one.
+MOST_DOMAIN_ROWS = 6
+
 ON_POLICY = "on_policy.domain on_policy.reverse on_policy.max_new_tokens on_policy.temperature"
 
 # Method -> settings without effect, and why.
@@ -86,6 +88,11 @@ def _needs_no_loss(recover: RecoverConfig) -> bool:
     return recover.method == "interpolate" and not served
 
 
+def _has_no_author(recover: RecoverConfig) -> bool:
+    """Return whether the student writes no answers, because it may write only general ones and has none."""
+    return recover.general_per_domain == 0 and recover.method != "general" and not recover.on_policy.domain
+
+
 class RecoverConfig(Section):
     """Recovery by distillation: a teacher grades every token of its own answers, or of the student's."""
 
@@ -94,16 +101,17 @@ class RecoverConfig(Section):
         ("loss", _needs_no_loss, "with method interpolate, which trains nothing"),
         ("general", lambda s: s.reward is not None, "with reward, whose suite has the general prompts"),
         (f"server {ON_POLICY}", lambda s: s.lmbda == 0, "with lmbda 0: the teachers write all answers"),
+        ("lmbda", _has_no_author, "without general steps, unless on_policy.domain is set"),
         ("on_policy.reverse", lambda s: s.loss.kind != "forward_kl", "unless loss.kind is forward_kl"),
     )
 
     method: Literal["alternating", "general", "replay", "interpolate"] = "alternating"
     """`alternating` is our method. Baselines: `general`, without domain steps; `replay`, imitation of the
     teachers' answers; `interpolate`, the start alone, without training."""
-    start: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] | None = None
+    start: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
     """Scale of the tuned adapter at which the student starts: near 0 it is base, 1 is tuned. `auto`: the
     scale at which least is lost of both streams, by held-out KL; or 1 where a teacher is not base or tuned
-    itself. Default: 1; with method `interpolate`, whose result it is, `auto`."""
+    itself."""
     general: Annotated[str | list[str], Field(min_length=1)] | None = "everyday"
     """Prompts on which base is the teacher: `everyday` (shipped), a file, or `self`: base writes them. Kinds
     of prompt that a file lacks are added from the shipped ones. A list is taken as it is, in equal parts or
@@ -126,13 +134,13 @@ class RecoverConfig(Section):
     """Completions per optimizer step. `auto`: 8 below hidden size 1536, 16 below 3072, 32 from there. For the
     same number of completions in all, many small steps recover more than few large ones."""
     domain_rollouts: BatchSize | None = None
-    """Completions per domain step; domain answers are often short. Default: `rollouts`."""
+    """Completions per domain step. Default: as many as give it the tokens of a general step, if all answers
+    reach their maximum length; at least `rollouts` and at most six times as many."""
     general_per_domain: Count = 1
     """General steps before each domain step; no step mixes the two. 0: domain steps only."""
-    lmbda: Share = 0.15
-    """Share of steps, the last ones, in which the student writes the answers: rounded, but at least one step
-    of two or more. In the steps before them, the warm-up, the teachers write. 1 is on-policy from the first
-    step, 0 is off-policy."""
+    lmbda: Share = 0.5
+    """Share of the general steps in which the student writes the answers, spread over the run: rounded, but
+    at least one of two or more. In the others base writes. 1 is on-policy, 0 off-policy."""
     on_policy: OnPolicySection = OnPolicySection()
     """What is different where the student writes."""
     sample_ahead: Positive = 3
@@ -154,9 +162,9 @@ class RecoverConfig(Section):
     that ends it count up to five times as much as the others. They decide what kind of answer it is, and when
     it stops."""
     learning_rate: Rate | Auto = "auto"
-    """Peak learning rate, reached in the first tenth of the steps and falling to zero at the last. `auto`:
-    0.5 times the automatic rate of the fine-tune, that is 5e-4 for the embedded model and 1.1e-4 at hidden
-    size 4096."""
+    """Peak learning rate: reached in the first tenth of the steps, held, and falling to zero in the last
+    quarter. `auto`: 0.5 times the automatic rate of the fine-tune, that is 5e-4 for the embedded model and
+    1.1e-4 at hidden size 4096."""
     micro_batch_tokens: Positive | Auto = "auto"
     """Maximum tokens per forward and backward pass, padding included. It bounds memory; results change by
     rounding, which training can amplify, so a run keeps its value. `auto`: 2048 on CPU, 8192 on CUDA."""
@@ -206,7 +214,9 @@ class RecoverConfig(Section):
     def _check_size(self) -> None:
         """Refuse more completions than can be planned in reasonable time."""
         in_general = 1 if self.rollouts == "auto" else self.rollouts
-        of_step = max(in_general * (self.reward.oversample if self.reward else 1), self.domain_rollouts or 1)
+        of_step = max(
+            in_general * (self.reward.oversample if self.reward else 1), self.domain_rollouts or in_general
+        )
         if self.steps * of_step > MOST_COMPLETIONS:
             raise ValueError(
                 f"{self.steps} steps of {of_step:g} completions are more than {MOST_COMPLETIONS} in all: "
@@ -274,22 +284,21 @@ class RecoverConfig(Section):
         own = self.on_policy.max_new_tokens if on_policy and stream == "general" else None
         return own or (self.domain_max_new_tokens if stream == "domain" else None) or self.max_new_tokens
 
-    @property
-    def start_wanted(self) -> float | Literal["auto"]:
-        """The scale at which the student starts, or `auto`."""
-        if self.start is not None:
-            return self.start
-        return "auto" if self.method == "interpolate" else 1.0
+    def completions(self, stream: Literal["general", "domain"]) -> int:
+        """Return the number of completions that a step of a stream learns from; `rollouts` is a number."""
+        rollouts = int(self.rollouts)
+        if stream == "general":
+            return rollouts
+        if self.domain_rollouts:
+            return self.domain_rollouts
+        longer = self.limit("general") / self.limit("domain")
+        return round(rollouts * min(max(longer, 1), MOST_DOMAIN_ROWS))
 
-    @property
-    def warm_up(self) -> int:
-        """The number of steps in which the teachers write; the student writes in those that follow."""
-        if self.method == "replay":
-            return self.steps
-        on_policy = math.floor(self.lmbda * self.steps + 0.5)
-        if self.lmbda and self.steps > 1:
-            on_policy = max(on_policy, 1)
-        return self.steps - on_policy
+    def students_share(self, stream: Literal["general", "domain"]) -> float:
+        """Return the share of a stream's steps in which the student writes the answers."""
+        if self.method == "replay" or (stream == "domain" and not self.on_policy.domain):
+            return 0.0
+        return self.lmbda
 
     def teacher_of(self, stream: Literal["general", "domain"], name: str = "") -> TeacherSection:
         """Return the definition of a named teacher, or of the stream's own."""

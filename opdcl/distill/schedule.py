@@ -1,7 +1,8 @@
 """The schedule: general and domain steps alternate, each stream in seeded order, epoch after epoch.
 
-In the first steps, the warm-up, the teachers write the answers; in the others the student does. The two
-streams never share a step: their gradients counteract in one batch (CaMOPD, arXiv 2605.27115).
+In a share of the general steps, spread over the run, the student writes the answers; in the others base does,
+and in domain steps tuned. The two streams never share a step: their gradients counteract in one batch (CaMOPD,
+arXiv 2605.27115).
 """
 
 from __future__ import annotations
@@ -39,20 +40,33 @@ class Step:
 def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
     """Return all steps of a recovery, given how many prompts each stream has."""
     draws = {"general": endless(general, config.seed), "domain": endless(domain, config.seed + 1)}
-    rollouts = int(config.rollouts)
-    size = {"general": rollouts, "domain": config.domain_rollouts or rollouts}
     period = config.general_per_domain + 1
-    steps: list[Step] = []
+    streams: list[Stream] = []
     for index in range(config.steps):
-        stream: Stream = "domain" if domain and index % period == period - 1 else "general"
-        on_policy = index >= config.warm_up and (stream == "general" or config.on_policy.domain)
+        is_domain = domain and index % period == period - 1
+        streams.append("domain" if is_domain else "general")
+    by_student = {s: iter(students_turns(streams.count(s), config.students_share(s))) for s in STREAMS}
+    steps: list[Step] = []
+    for stream in streams:
+        size = config.completions(stream)
         reward = config.reward if stream == "general" else None
         group = reward.group if reward else 1
-        count = math.ceil(size[stream] * (reward.oversample if reward else 1))
+        count = math.ceil(size * (reward.oversample if reward else 1))
         drawn = [next(draws[stream]) for _ in range(count // group)]
         prompts = tuple(prompt for prompt in drawn for _ in range(group))
-        steps.append(Step(stream, prompts, on_policy, size[stream]))
+        steps.append(Step(stream, prompts, next(by_student[stream]), size))
     return steps
+
+
+def students_turns(steps: int, share: float) -> list[bool]:
+    """Return for each of a stream's steps whether the student writes it: a share of them, evenly spread.
+
+    Halves are rounded up, and a share above 0 is at least one of two or more steps.
+    """
+    count = math.floor(share * steps + 0.5)
+    if share and steps > 1:
+        count = max(count, 1)
+    return [(step + 1) * count // steps > step * count // steps for step in range(steps)]
 
 
 def sampled_together(config: RecoverConfig, steps: Sequence[Step], index: int, dynamic: bool) -> list[int]:

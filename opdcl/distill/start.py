@@ -34,7 +34,7 @@ def choose_start(
     `prompts` are the held-out ones by stream, and `measure` returns the student's held-out KL on them.
     `tuned` and `base` are that KL at the ends of the curve.
     """
-    wanted = config.start_wanted
+    wanted = config.start
     if wanted != "auto":
         return wanted, []
     both_streams = all(prompts.values())

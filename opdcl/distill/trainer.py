@@ -19,7 +19,6 @@ from opdcl.training import StageTrainer, finite_or_skipped
 class RecoveryTrainer(StageTrainer):
     """Distil each stream's teacher into the student, on completions that the step's author has written.
 
-    In the warm-up the author is the stream's teacher, in the on-policy phase the student.
     The dataset is the schedule: one row, a step's index, is one optimizer step.
     """
 
@@ -57,7 +56,6 @@ class RecoveryTrainer(StageTrainer):
         parallel.add_gradients(model)
         self._step_metrics = {
             "stream": step.stream,
-            "phase": "warm-up" if inputs["step"] < config.warm_up else "on-policy",
             "author": batch.author,
             **step_metrics(batch, sums),
             "adapter_norm": self.grader.backbone.adapter_norm("student"),

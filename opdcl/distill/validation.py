@@ -129,8 +129,6 @@ class Validation(TrainerCallback):
         for teacher in self.grader.single_teachers:
             teacher.after_step(step)
         last = step == self.config.steps
-        if step == self.config.warm_up and not last:
-            self.callback.report.note(f"step {step}: from here on the student writes the answers")
         shares = None
         if step % self.config.validate_every == 0 or last:
             shares = self._measure(step, kwargs["lr_scheduler"])

@@ -87,7 +87,7 @@ class RecoveryWork:
         if work is None:
             return None
         first = 1 if step else FIRST_PASSES
-        if not step and self.config.start_wanted == "auto":
+        if not step and self.config.start == "auto":
             first += len(BETWEEN)
         works = [work]
         for stream, lengths in self.held_out.items():

@@ -190,13 +190,12 @@ def _recovery_need(config: RecoverConfig, rows: dict[Any, list[Row]], shape: _Sh
     other_models = sum(_shape(model, shape.device).weights for model in models)
     copies = sum(t.kind in ("ema", "adapter") for t in teachers)
     prompts = [_tokens(row) for of_stream in rows.values() for row in of_stream]
-    rollouts = int(config.rollouts)
     longest_answer = max(config.max_new_tokens, config.domain_max_new_tokens or 0)
-    rows_at_once = max(rollouts * config.sample_ahead, FULL_BATCH)
+    rows_at_once = max(config.completions("general") * config.sample_ahead, FULL_BATCH)
     cache = shape.cache(rows_at_once * (longest_answer + 128))
     longest = max(prompts, default=0) + longest_answer
     # A micro-batch holds one sequence at least, and no more than a step has.
-    most = longest * max(rollouts, int(config.domain_rollouts or rollouts))
+    most = longest * max(config.completions(stream) for stream in STREAMS)
     tokens = max(min(int(config.micro_batch_tokens), most), longest)
     step = tokens * shape.activations(rank) + shape.chunk
     need = other_models + shape.adapter(rank) * (20 + 4 * copies) + shape.merged

@@ -195,7 +195,7 @@ def _check_tuned_model(job: Job, tuned: ModelConfig) -> None:
     refused = {
         "finetune": (workflow.finetune, "opdcl finetune --model trains an adapter on such a model"),
         "recover.method interpolate": (recover and recover.method == "interpolate", "use alternating"),
-        "recover.start": (recover and recover.start not in (None, 1), "leave it out"),
+        "recover.start": (recover and recover.start not in ("auto", 1), "leave it out"),
         "a server for the student or the evaluation": (any(servers), "leave it out"),
         "a teacher of kind adapter": (any(t.adapter for t in teachers), "use kind model"),
         "a trust_region around base": (mixed, "set reference: tuned"),

@@ -20,7 +20,7 @@ from trl import SFTConfig, SFTTrainer
 
 from opdcl import parallel
 from opdcl.config.finetune import AnswerLossSection, FinetuneConfig
-from opdcl.config.recover import MOST_COMPLETIONS, RecoverConfig
+from opdcl.config.recover import MOST_COMPLETIONS, OnPolicySection, RecoverConfig
 from opdcl.config.section import LARGEST, MOST_STEPS
 from opdcl.config.teacher import TeacherSection
 from opdcl.data.examples import Examples
@@ -122,7 +122,7 @@ class FinetuneWork:
 def _stage_arguments(config: FinetuneConfig, steps: int) -> dict[str, Any]:
     return {
         "per_device_train_batch_size": config.batch_size,
-        **FINETUNE_SCHEDULE.arguments(steps),
+        **FINETUNE_SCHEDULE.arguments(steps, config.trainer),
         "max_length": None,  # `read_examples` has seen to it
         "completion_only_loss": True,
         "router_aux_loss_coef": 0.0,  # routers are frozen
@@ -145,6 +145,7 @@ def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
         domain=config.data,
         steps=steps,
         lmbda=1.0,  # a teacher that sees the answer would write it: then this is imitation
+        on_policy=OnPolicySection(domain=True),
         rollouts=config.batch_size,
         micro_batch_tokens=2048,
         max_new_tokens=own.max_new_tokens,

@@ -106,7 +106,7 @@ def _train(
         return
     stage = {
         "per_device_train_batch_size": 1,  # one row of the schedule is one optimizer step
-        **RECOVER_SCHEDULE.arguments(config.steps),
+        **RECOVER_SCHEDULE.arguments(config.steps, config.trainer),
         "remove_unused_columns": False,
     }
     arguments = TrainingArguments(**trainer_arguments(config, backbone, out, config.steps, **stage))

@@ -14,8 +14,9 @@ PACKAGE = Path(__file__).parents[3] / "opdcl"
 
 # Settings that are read by a method of the schema itself, and who calls that method.
 READ_BY_A_METHOD = {
+    "recover.domain_rollouts": "completions",
     **dict.fromkeys(("eval.retention", "eval.domain", "eval.control"), "suites"),
-    "recover.lmbda": "warm_up",
+    "recover.lmbda": "students_share",
     "recover.general": "general_sources",
     **dict.fromkeys(("recover.general_teacher", "recover.domain_teacher"), "teacher_of"),
 }
@@ -65,15 +66,16 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
     ("tree", "key"),
     [
         ({"recover": {"method": "interpolate", "loss": {"kind": "reverse_kl"}}}, "recover.loss"),
-        ({"recover": {"method": "interpolate", "lmbda": 0.5}}, "recover.lmbda"),
+        ({"recover": {"method": "interpolate", "lmbda": 0.25}}, "recover.lmbda"),
         ({"recover": {"method": "interpolate", "steps": 5}}, "recover.steps"),
         ({"recover": {"method": "interpolate", "trainer": {"weight_decay": 1}}}, "recover.trainer"),
         ({"recover": {"method": "replay", "loss": {"kind": "reverse_kl"}}}, "recover.loss.kind"),
-        ({"recover": {"method": "replay", "lmbda": 0.5}}, "recover.lmbda"),
+        ({"recover": {"method": "replay", "lmbda": 0.25}}, "recover.lmbda"),
+        ({"recover": {"general": None, "general_per_domain": 0, "lmbda": 0.3}}, "recover.lmbda"),
         ({"recover": {"method": "general", "general_per_domain": 3}}, "recover.general_per_domain"),
         ({"recover": {"server": SERVER, "lmbda": 0}}, "recover.server"),
         ({"recover": {"lmbda": 0, "on_policy": {"temperature": 0.7}}}, "recover.on_policy.temperature"),
-        ({"recover": {"lmbda": 0, "on_policy": {"domain": False}}}, "recover.on_policy.domain"),
+        ({"recover": {"lmbda": 0, "on_policy": {"domain": True}}}, "recover.on_policy.domain"),
         (
             {"recover": {"method": "replay", "on_policy": {"max_new_tokens": 9}}},
             "recover.on_policy.max_new_tokens",
@@ -113,6 +115,8 @@ def test_defaults_that_a_stored_run_names_are_accepted():
         {"method": "general"},
         {"server": SERVER, "lmbda": 1.0},
         {"health": False},
+        {"general": None, "general_per_domain": 0},
+        {"general": None, "general_per_domain": 0, "lmbda": 1.0, "on_policy": {"domain": True}},
         {"general_teacher": "far", "teachers": {"far": REMOTE}, "loss": {"kind": "policy_gradient"}},
         {"domain_teacher": "big", "teachers": {"big": {"kind": "model", "model": {"id": "b"}}}},
         REWARD,
@@ -128,7 +132,7 @@ def test_interpolation_with_a_remote_teacher_may_name_the_loss_that_the_server_c
 
 
 def test_an_override_resets_what_it_makes_meaningless(tmp_path):
-    (tmp_path / "trained.yaml").write_text("recover: {steps: 5, lmbda: 0.5}\n")
+    (tmp_path / "trained.yaml").write_text("recover: {steps: 5, lmbda: 0.25}\n")
     flow, origins = load([str(tmp_path / "trained.yaml")], ["recover.method=interpolate"])
     assert flow.recover.steps == validate({"recover": {}}).recover.steps
     assert not {"recover.steps", "recover.lmbda"} & {*origins}
@@ -153,7 +157,7 @@ def test_an_arm_resets_what_it_makes_meaningless_and_may_not_set_it(tmp_path):
     assert runs["replay"].recover.loss.kind == "forward_kl"
     assert runs["replay"].recover.steps == 5
     assert validate(runs["replay"].model_dump()) == runs["replay"]
-    wrong = {"replay": {"recover": {"method": "replay", "lmbda": 0.5}}}
+    wrong = {"replay": {"recover": {"method": "replay", "lmbda": 0.25}}}
     with pytest.raises(UsageError, match=r"arms\.replay: recover\.lmbda has no effect"):
         expand(validate(common | {"arms": wrong}), tmp_path)
 

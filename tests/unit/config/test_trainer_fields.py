@@ -31,7 +31,7 @@ CHANGES = {
     "adam_epsilon": {"adam_epsilon": 1e-2},
     "weight_decay": {"weight_decay": 0.5},
     "max_grad_norm": {"max_grad_norm": 0.01},
-    "lr_scheduler_type": {"lr_scheduler_type": "constant"},
+    "lr_scheduler_type": {"lr_scheduler_type": "linear"},
     "lr_scheduler_kwargs": {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2}},
     "warmup_steps": {"warmup_steps": 3},
     "save_total_limit": {"save_total_limit": 1},

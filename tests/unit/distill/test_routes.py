@@ -136,7 +136,6 @@ def test_one_student_learns_from_two_specialists_and_its_distance_to_each_is_rep
     config = RecoverConfig(
         teachers=teachers,
         general_per_domain=0,
-        lmbda=0.0,
         loss={"kind": "forward_kl"},
         steps=40,
         rollouts=8,

@@ -1,15 +1,16 @@
 """The schedule: which stream, whose completions, and which prompts each step learns from."""
 
+import math
 from collections import Counter
 
 import pytest
 
 from opdcl.config.recover import RecoverConfig
-from opdcl.distill.schedule import plan_steps
+from opdcl.distill.schedule import plan_steps, students_turns
 
 
 def schedule(general=20, domain=20, **settings):
-    return plan_steps(RecoverConfig(**{"lmbda": 1.0, "rollouts": 4} | settings), general, domain)
+    return plan_steps(RecoverConfig(**{"rollouts": 4} | settings), general, domain)
 
 
 def test_a_domain_step_follows_each_run_of_general_steps():
@@ -38,6 +39,13 @@ def test_domain_steps_have_a_size_of_their_own():
     assert {(len(s.prompts), s.keep) for s in schedule(steps=4)} == {(4, 4)}
 
 
+@pytest.mark.parametrize(("general", "domain", "rows"), [(64, 64, 4), (64, 16, 16), (64, 4, 24), (16, 64, 4)])
+def test_a_domain_step_of_short_answers_has_more_rows(general, domain, rows):
+    """It has the tokens of a general step, but no more than six times its rows, and no fewer than those."""
+    steps = schedule(steps=2, max_new_tokens=general, domain_max_new_tokens=domain)
+    assert [(len(s.prompts), s.keep) for s in steps] == [(4, 4), (rows, rows)]
+
+
 def test_the_seed_orders_the_prompts():
     assert schedule(steps=8, seed=1) == schedule(steps=8, seed=1) != schedule(steps=8, seed=2)
     general, domain = (
@@ -47,29 +55,45 @@ def test_the_seed_orders_the_prompts():
     assert general != domain  # each stream has an order of its own
 
 
-@pytest.mark.parametrize(("lmbda", "warm_up"), [(0.0, 12), (0.33, 8), (0.5, 6), (1.0, 0)])
-def test_the_teachers_write_the_first_steps_and_the_student_the_last(lmbda, warm_up):
-    steps = schedule(steps=12, general_per_domain=1, lmbda=lmbda)
-    assert [step.on_policy for step in steps] == [False] * warm_up + [True] * (12 - warm_up)
+def turns(stream="general", **settings):
+    """Return who writes the steps of a stream: s, the student, or t, the teacher."""
+    steps = [step for step in schedule(**settings) if step.stream == stream]
+    return "".join("s" if step.on_policy else "t" for step in steps)
 
 
 @pytest.mark.parametrize(
-    ("steps", "lmbda", "on_policy"),
-    [(1, 0.15, 0), (2, 0.15, 1), (3, 0.15, 1), (6, 0.01, 1), (6, 0.0, 0), (10, 0.15, 2), (30, 0.15, 5)],
+    ("lmbda", "expected"),
+    [(0.0, "tttttt"), (0.33, "ttstts"), (0.5, "tststs"), (0.67, "tsstss"), (1.0, "ssssss")],
 )
-def test_a_share_above_zero_is_at_least_one_step_and_halves_are_rounded_up(steps, lmbda, on_policy):
-    planned = schedule(steps=steps, general_per_domain=1, lmbda=lmbda)
-    assert [step.on_policy for step in planned] == [False] * (steps - on_policy) + [True] * on_policy
+def test_the_students_general_steps_are_spread_over_the_run(lmbda, expected):
+    assert turns(steps=12, lmbda=lmbda) == expected
 
 
-def test_the_student_can_leave_the_domain_to_its_teacher():
-    steps = schedule(steps=8, general_per_domain=1, lmbda=0.5, on_policy={"domain": False})
-    assert [step.on_policy for step in steps if step.stream == "general"] == [False, False, True, True]
-    assert not any(step.on_policy for step in steps if step.stream == "domain")
+@pytest.mark.parametrize("steps", [1, 2, 7, 16, 97])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.15, 0.3, 0.5, 0.75, 0.99, 1.0])
+def test_every_part_of_a_run_has_the_students_share(steps, share):
+    students = students_turns(steps, share)
+    count = sum(students)
+    assert len(students) == steps
+    assert count == math.floor(share * steps + 0.5) or (count == 1 and 0 < share * steps < 0.5 and steps > 1)
+    for done in range(1, steps + 1):
+        assert abs(sum(students[:done]) - count * done / steps) < 1
 
 
-def test_imitation_has_no_on_policy_phase():
-    assert not any(step.on_policy for step in schedule(steps=8, method="replay", lmbda=0.15))
+@pytest.mark.parametrize(
+    ("steps", "lmbda", "students"), [(1, 0.15, 0), (2, 0.15, 1), (6, 0.01, 1), (6, 0, 0)]
+)
+def test_a_share_above_zero_is_at_least_one_of_two_steps(steps, lmbda, students):
+    assert turns(steps=steps, domain=0, lmbda=lmbda).count("s") == students
+
+
+def test_the_student_writes_domain_answers_only_if_asked_to():
+    assert turns("domain", steps=8, lmbda=0.5) == "tttt"
+    assert turns("domain", steps=8, lmbda=0.5, on_policy={"domain": True}) == "tsts"
+
+
+def test_in_imitation_the_teachers_write():
+    assert turns(steps=8, method="replay") == "tttt"
 
 
 def test_whole_groups_of_rewarded_completions_are_drawn_in_excess():
@@ -81,7 +105,7 @@ def test_whole_groups_of_rewarded_completions_are_drawn_in_excess():
 
 def test_a_rewarded_prompt_is_completed_by_a_whole_group():
     reward = {"suite": "instructions_train", "group": 4}
-    steps = schedule(steps=4, general_per_domain=1, rollouts=8, reward=reward, keep="last")
+    steps = schedule(steps=4, general_per_domain=1, rollouts=8, lmbda=1.0, reward=reward, keep="last")
     general, domain = steps[0], steps[1]
     assert sorted(Counter(general.prompts).values()) == [4, 4]
     assert len(set(domain.prompts)) == 8

@@ -301,7 +301,7 @@ def test_dropout_changes_no_teacher_and_no_held_out_kl(backbone, tuned):
     """A rate of about zero leaves the student equal to tuned, so both KLs stay what they are at step 0."""
     config = json.loads((tuned / "tuned" / "adapter_config.json").read_text())
     (tuned / "tuned" / "adapter_config.json").write_text(json.dumps(config | {"lora_dropout": 0.5}))
-    settings = {"steps": 4, "validate_every": 2, "learning_rate": 1e-12, "sample_ahead": 1}
+    settings = {"steps": 4, "validate_every": 2, "learning_rate": 1e-12, "sample_ahead": 1, "start": 1}
     rows = run(backbone, tuned, **settings)
     measured = [row["validation"] for row in rows if "validation" in row]
     assert len(measured) == 3
@@ -311,7 +311,8 @@ def test_dropout_changes_no_teacher_and_no_held_out_kl(backbone, tuned):
         assert later["domain_kl"] == pytest.approx(0, abs=1e-5)
     steps = [row for row in rows if "kl" in row]
     assert all(row["kl"] < 1e-5 for row in steps if row["stream"] == "domain")
-    assert all(row["mismatch"] == 0 for row in steps)
+    assert {row["author"] for row in steps} == {"student", "teacher"}
+    assert all(row["mismatch"] == 0 for row in steps if row["author"] == "student")
 
 
 def test_a_frozen_teacher_is_the_same_at_every_reading_after_a_training_step(backbone, tuned):

@@ -16,7 +16,14 @@ LIMIT = {"general": 128, "domain": 12}
 
 
 def config(**settings):
-    options = {"lmbda": 0, "steps": 24, "rollouts": 8, "domain_rollouts": 16, "general_per_domain": 1}
+    options = {
+        "start": 1,
+        "lmbda": 0,
+        "steps": 24,
+        "rollouts": 8,
+        "domain_rollouts": 16,
+        "general_per_domain": 1,
+    }
     options |= {
         "validate_every": 6,
         "validation_prompts": 3,

@@ -130,6 +130,7 @@ def test_a_recovery_that_keeps_the_tuned_adapter_says_so_where_it_ends_and_at_th
     """Steps of this size lead away from both teachers, so none is nearer than step 0."""
     make_project(tmp_path, tiny_model)
     harm = [
+        "recover.start=1",
         "recover.learning_rate=0.9",
         "recover.health=false",
         "recover.steps=4",

@@ -254,7 +254,7 @@ def test_the_student_writes_every_step_of_self_distillation_whoever_writes_in_th
     assert done.returncode == 0, done.stderr
     assert len(writers) == 12 + 4  # four epochs of three batches, then the recovery
     assert writers[:12] == [{"student"}] * 12
-    assert writers[12:] == ([{"student"}] * 4 if share else [{"base"}, {"tuned"}] * 2)
+    assert writers[12:] == [{"student"} if share else {"base"}, {"tuned"}] * 2
 
 
 def test_a_fault_that_is_no_lack_of_memory_ends_the_fine_tune(learn, memory_for):
