@@ -7,7 +7,6 @@ from typing import Any
 
 from page_cells import NOT_MEASURED, of_seeds, ratio, read, rows_of, seeds_of, unbroken
 
-from opdcl.results.format import percent
 from opdcl.results.status import STATES
 
 STAGES = ("finetune", "recover")
@@ -41,17 +40,6 @@ FORGETTING = {
     "none": "the plain fine-tune",
     "placebo": "placebo: the recovery with tuned in base's place",
     "placebo-texts": "placebo: the same with replay",
-}
-
-
-# The losses of benchmarks/prevention.yaml by the names of their arms.
-LOSSES = {
-    "none": "cross entropy",
-    "talr": "weighted by the student's probability of each token, to the power of a third",
-    "eaft": "weighted by the entropy of the student's distribution",
-    "base-probability": "weighted by base's probability of each token",
-    "kl": "cross entropy, and KL to base",
-    "tmkl": "cross entropy, and KL to base among the other tokens",
 }
 
 
@@ -123,19 +111,6 @@ def each_seed() -> str:
         table.append([FORGETTING[row["arm"]], str(row["seed"]), *(f"{s:.2f}" for s in shares), *minutes])
     columns = ["method", "seed", "R", "C", "D", "fine-tune, minutes", "recovery, minutes"]
     return rows_of(columns, table)
-
-
-def prevention() -> str:
-    """Return what fine-tunes with other losses keep and learn, at two rates."""
-    rows = {row["arm"]: row["suites"] for row in read("prevention").get("rows", [])}
-    if not rows:
-        return NOT_MEASURED
-    suites = [*rows["none"]]
-    table = [["base", "", *(percent(rows["none"][suite]["base"]) for suite in suites)]]
-    for loss, words in LOSSES.items():
-        for rate, arm in (("1e-3", loss), ("3.3e-4", "rate-third" if loss == "none" else f"{loss}-third")):
-            table.append([words, rate, *(percent(rows[arm][suite]["tuned"]) for suite in suites)])
-    return rows_of(["loss", "rate", *(f"`{suite}`" for suite in suites)], unbroken(table, 1))
 
 
 # The report-only suites' columns: suite, one of its further scores or "" for the score, scale and digits.

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from arm_tables import FORGETTING, SHOWN, SOURCES, controls, each_seed, families, prevention, rivals
+from arm_tables import FORGETTING, SHOWN, SOURCES, controls, each_seed, families, rivals
 from page_cells import HERE, NOT_MEASURED, ratio, read, rows_of, score, seeds_of, suite_words, unbroken
 
 from opdcl.results.format import CHANGE, SCORE, bounds, interval, percent, value
@@ -356,7 +356,6 @@ TABLES = {
     "rivals-people": lambda: rivals("reword", writing=True),
     "sceptic": lambda: rivals("forgetting", names={arm: FORGETTING[arm] for arm in SHOWN}),
     "forgetting-seeds": each_seed,
-    "prevention": prevention,
     "forgetting": lambda: rivals("forgetting", writing=True, names=FORGETTING),
     "forgetting-people": lambda: rivals("forgetting_people", writing=True, names=FORGETTING),
     "controls": controls,

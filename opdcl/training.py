@@ -52,7 +52,7 @@ class Schedule:
     """Share of all steps, the last ones, in which a rate that was held falls to zero on a line."""
 
     def arguments(self, steps: int, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the schedule as arguments of a trainer, but for what `fields`, those of `trainer`, replace."""
+        """Return the schedule as arguments of a trainer, without what `fields` of `trainer` replace."""
         arguments: dict[str, Any] = {"warmup_steps": math.ceil(steps * self.warm_up)}
         if "lr_scheduler_type" in fields:
             return arguments

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from opdcl.config.section import Auto, BatchSize, Positive, Rate, Section, Seed, Weight
+from opdcl.config.section import Auto, BatchSize, Positive, Rate, Section, Seed
 from opdcl.config.trainer_fields import check_trainer
 
 
@@ -50,38 +50,9 @@ class SelfDistillSection(Section):
 REPLAYED_TOKENS = 128
 
 
-class AnswerLossSection(Section):
-    """Loss of an answer token: its weight times its cross-entropy, plus a divergence from base. Base is the
-    same model with the adapter off."""
-
-    unused = (
-        ("weight_power", lambda s: s.weight == "none", "unless loss.weight is set"),
-        ("anchor_coefficient", lambda s: s.anchor == "none", "unless loss.anchor is set"),
-    )
-
-    weight: Literal["none", "probability", "entropy", "base_probability"] = "none"
-    """A token's weight; no gradient flows through it. `probability`: the student's probability of the token
-    (DFT, arXiv 2508.05629). `entropy`: the student's entropy over its 20 likeliest tokens, divided by ln 20
-    (EAFT, 2601.02151). `base_probability`: base's probability of the token: STM (2501.14315) made soft."""
-    weight_power: Annotated[float, Field(gt=0, le=100)] = 1.0
-    """Exponent of the weight. Below 1, improbable tokens keep more of theirs: `probability` to the power
-    1/tau is TALR (2509.20758) at a fixed tau."""
-    anchor: Literal["none", "kl", "non_target_kl"] = "none"
-    """Divergence from base. `kl`: KL(base, student); with `weight: probability` this is ASFT (2509.23753).
-    `non_target_kl`: the same among all tokens but the answer's own, whose probability it leaves alone (TMKL,
-    2605.29498)."""
-    anchor_coefficient: Weight = 0.1
-    """Factor on the divergence."""
-
-    @property
-    def needs_base(self) -> bool:
-        """Whether each step takes a forward pass of base."""
-        return self.anchor != "none" or self.weight == "base_probability"
-
-
 class ReplaySection(Section):
     """Replay: general prompts with base's own answers, which base writes once, before the first step. An
-    answer has at most 128 tokens."""
+    answer has at most 128 tokens. At each of them the student learns base's whole distribution."""
 
     unused = (("prompts", lambda s: s.share == 0, "unless replay.share is above 0"),)
 
@@ -101,7 +72,7 @@ class FinetuneConfig(Section):
     unused = (
         ("self_distill", lambda s: s.method == "sft", "unless finetune.method is self-distill"),
         (
-            "max_length long_rows loss replay",
+            "max_length long_rows replay",
             lambda s: s.method != "sft",
             "with method self-distill, which samples",
         ),
@@ -133,8 +104,6 @@ class FinetuneConfig(Section):
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """What to do with rows that cannot be learned: malformed, refused by the chat template, or without an
     answer. `refuse`: stop before training. `skip`: leave them out and say how many there are."""
-    loss: AnswerLossSection = AnswerLossSection()
-    """Loss of the answer tokens, those of replayed rows too. Default: cross-entropy."""
     replay: ReplaySection = ReplaySection()
     """General rows among the domain's."""
     save_steps: Positive = 50

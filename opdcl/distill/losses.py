@@ -15,20 +15,15 @@ Near equality every divergence is half a squared distance, so one learning rate 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from opdcl.config.finetune import AnswerLossSection
 from opdcl.config.recover import RewardSection
 from opdcl.config.teacher import LossSection
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, rows_at_once, shared_rows
 from opdcl.model.positions import cut, for_each_part
-
-# The number of likeliest tokens from which EAFT takes the entropy (arXiv 2601.02151).
-ENTROPY_TOKENS = 20
 
 # How far a token's probability ratio may move before the reward stops pushing it (PPO, arXiv 1707.06347).
 CLIP = 0.2
@@ -289,74 +284,6 @@ def _cost(loss: LossSection, token_N: torch.Tensor, sampler_N: torch.Tensor, rev
         ),
     }
     return costs[loss.kind]
-
-
-def answer_losses(
-    student_NH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    base_NH: torch.Tensor | None,
-    token_N: torch.Tensor,
-    loss: AnswerLossSection,
-) -> torch.Tensor:
-    """Return the fine-tune's loss of each answer token, `(N,)` in nats: weight * -log p + anchor.
-
-    The published losses against forgetting either imitate some tokens less or hold the student to base. So
-    there is a rule for each, and the papers' losses are combinations: DFT (`probability`), TALR (the same to
-    a power), EAFT (`entropy`), ASFT (`probability` with `kl`) and TMKL (`non_target_kl`).
-
-    Each rule looks at one token, so the losses of micro-batches add up to the batch's. TALR (2509.20758)
-    divides by the mean loss of a batch, tau; here 1/tau is a fixed power. STM (2501.14315) drops the tokens
-    to which base gives less than 0.4. The weight here is base's probability itself: a fact that base does not
-    know consists of such tokens, and what is dropped is never learned.
-
-    Args:
-        student_NH: The student's last hidden states, `(N, H)`; the gradient flows into these.
-        weight_VH: The frozen output embedding, `(V, H)`.
-        base_NH: Base's last hidden states. None if `loss.needs_base` is false.
-        token_N: The answer's tokens.
-        loss: Both rules.
-    """
-
-    def cost(log_p: torch.Tensor, log_q: torch.Tensor, part: slice) -> torch.Tensor:
-        targets = token_N[part]
-        losses = -_weights(loss, log_p.detach(), log_q, targets) * _of_tokens(log_p, targets)
-        if loss.anchor == "non_target_kl":
-            log_p, log_q = (_without(x, targets) for x in (log_p, log_q))
-        if loss.anchor != "none":
-            losses = losses + loss.anchor_coefficient * forward_kl(log_p, log_q)
-        return losses
-
-    with torch.autocast(student_NH.device.type, enabled=False):
-        weight_VH = weight_VH.detach()
-        student_NH = student_NH.to(weight_VH.dtype)
-        # Where nothing reads base, the student takes its place.
-        reference = HiddenStates(student_NH.detach() if base_NH is None else base_NH, weight_VH)
-        losses_N: torch.Tensor = _TokenLoss.apply(student_NH, weight_VH, reference, token_N, 1.0, 0.0, cost)[
-            0
-        ]
-        return losses_N
-
-
-def _weights(
-    loss: AnswerLossSection, log_p: torch.Tensor, log_q: torch.Tensor, token_N: torch.Tensor
-) -> torch.Tensor:
-    """Return the weight of each token's cross-entropy, `(N,)`."""
-    match loss.weight:
-        case "none":
-            return torch.ones_like(log_p[:, 0])
-        case "entropy":
-            top = log_p.topk(ENTROPY_TOKENS).values.log_softmax(-1)
-            weight_N = -(top.exp() * top).sum(-1) / math.log(ENTROPY_TOKENS)
-        case rule:
-            weight_N = _of_tokens(log_p if rule == "probability" else log_q, token_N).exp()
-    return weight_N**loss.weight_power
-
-
-def _without(log_NV: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities of all other tokens, given that it is not this one."""
-    # Not -inf: a difference of two of them is not a number.
-    rest = log_NV.scatter(-1, token_N[:, None], torch.finfo(log_NV.dtype).min)
-    return rest - rest.logsumexp(-1, keepdim=True)
 
 
 def tempered(log_NV: torch.Tensor, temperature: float) -> torch.Tensor:

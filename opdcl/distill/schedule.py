@@ -1,8 +1,8 @@
 """The schedule: general and domain steps alternate, each stream in seeded order, epoch after epoch.
 
-In a share of the general steps, spread over the run, the student writes the answers; in the others base does,
-and in domain steps tuned. The two streams never share a step: their gradients counteract in one batch (CaMOPD,
-arXiv 2605.27115).
+In a share of the general steps, spread over the run, the student writes the answers. In the others base does,
+and in domain steps tuned. The two streams never share a step: their gradients counteract in one batch
+(CaMOPD, arXiv 2605.27115).
 """
 
 from __future__ import annotations

@@ -356,19 +356,21 @@ def pick_device(name: str = "auto") -> str:
 
 
 def pick_dtype(name: str, device: str) -> str:
-    """Return the named dtype; for `auto`, `bfloat16` where the hardware multiplies in it, else `float32`.
+    """Return the named dtype; for `auto`, `bfloat16` where the hardware is faster in it, else `float32`.
 
-    A CPU without AVX-512 BF16 or AMX emulates bfloat16 about eight times slower than it computes in float32.
-    torch itself can be held to fewer instructions (`ATEN_CPU_CAPABILITY`).
+    A CPU without AVX-512 BF16 or AMX emulates bfloat16 about eight times slower than it computes in float32;
+    one that has them is measured. torch itself can be held to fewer instructions (`ATEN_CPU_CAPABILITY`).
     """
     import torch
+
+    from opdcl.model.precision import trains_faster_in_bfloat16
 
     if name != "auto":
         return name
     if device.startswith("cuda"):
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     multiplies = torch.cpu._is_avx512_bf16_supported() and "512" in torch.backends.cpu.get_cpu_capability()
-    return "bfloat16" if multiplies else "float32"
+    return "bfloat16" if multiplies and trains_faster_in_bfloat16() else "float32"
 
 
 def model_source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -19,18 +19,19 @@ from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from opdcl import parallel
-from opdcl.config.finetune import AnswerLossSection, FinetuneConfig
+from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.recover import MOST_COMPLETIONS, OnPolicySection, RecoverConfig
 from opdcl.config.section import LARGEST, MOST_STEPS
-from opdcl.config.teacher import TeacherSection
+from opdcl.config.teacher import LossSection, TeacherSection
 from opdcl.data.examples import Examples
-from opdcl.distill.losses import answer_losses
+from opdcl.distill.losses import token_losses
 from opdcl.distill.prompts import read_recovery_source
 from opdcl.distill.replay import replayed_rows
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.costs import Work, sized
-from opdcl.model.forward import answer_ids, answer_states
+from opdcl.model.distributions import HiddenStates
+from opdcl.model.forward import Sequences, answer_ids, answer_states
 from opdcl.model.memory import is_out_of_memory
 from opdcl.model.positions import cross_entropy
 from opdcl.rundir.layout import StageDir
@@ -71,7 +72,8 @@ def finetune(
         recover(recovery, source, backbone, start, out, report)
         return
     steps = planned_steps(config, len(examples.encoded))
-    encoded = examples.encoded + replayed_rows(config, examples, backbone, out.replay, report.note)
+    replayed = replayed_rows(config, examples, backbone, out.replay, report.note)
+    encoded = examples.encoded + replayed
     if start:
         backbone.drop_adapters()
         model = backbone.load_adapter(start, "student", trainable=True)
@@ -85,7 +87,7 @@ def finetune(
     callback.tokens_per_step = round(sum(lengths) / len(lengths) * config.batch_size)
     trainer = AnswerTrainer(
         backbone,
-        config.loss,
+        [row.input_ids for row in replayed],
         model=model,
         args=SFTConfig(**trainer_arguments(config, backbone, out, steps, **_stage_arguments(config, steps))),
         train_dataset=Dataset.from_list([vars(e) for e in encoded]).select(order),
@@ -195,17 +197,21 @@ def lay_out(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[
 
 
 class AnswerTrainer(StageTrainer, SFTTrainer):
-    """SFTTrainer that computes the rows' shared prefix once and projects answer positions only."""
+    """SFTTrainer that computes the rows' shared prefix once and projects answer positions only.
+
+    The loss of a domain row is cross-entropy. A replayed row, whose answer base wrote, is held to base's
+    distribution at every token: the same gradient on average, without the noise of one answer.
+    """
 
     pieces = 1  # micro-batches per batch; doubled whenever memory runs out
 
-    def __init__(self, backbone: Backbone, answer_loss: AnswerLossSection, **options: Any):
+    def __init__(self, backbone: Backbone, replayed: Iterable[Sequence[int]] = (), **options: Any):
         weights = {weight: weight.data for weight in options["model"].parameters() if weight.requires_grad}
         super().__init__(**options)
         # On a quantized base TRL rounds the adapter to bf16, where small updates vanish.
         for weight, original in weights.items():
             weight.data = original
-        self.backbone, self.answer_loss = backbone, answer_loss
+        self.backbone, self.replayed = backbone, {*map(tuple, replayed)}
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         tokens = (inputs["labels"] != -100).sum() if num_items_in_batch is None else num_items_in_batch
@@ -249,18 +255,49 @@ class AnswerTrainer(StageTrainer, SFTTrainer):
             for ids, answer, length in zip(rows, learned, lengths, strict=True)
         ]
         targets_N = answer_ids(sequences, causal_lm.device)
-        rules, base_NH = self.answer_loss, None
-        if rules.needs_base:
+        is_replayed_N = self._replayed_positions(sequences).to(causal_lm.device)
+        needs_base, base_NH = bool(is_replayed_N.any()), None
+        if parallel.sharded():  # its workers take every pass together
+            needs_base = parallel.any_worker(needs_base)
+        if needs_base:
             # A context of its own: autocast reuses its copies of weights, and these have no gradients.
             with self.compute_loss_context_manager(), torch.no_grad(), self.backbone.state("base"):
                 base_NH = answer_states(causal_lm, sequences)
         with self.compute_loss_context_manager():
             states_NH = answer_states(causal_lm, sequences)
-            if rules.weight == rules.anchor == "none":
+            if base_NH is None:
                 total = cross_entropy(states_NH, self.backbone.head_VH, targets_N).sum()
             else:
-                total = answer_losses(states_NH, self.backbone.head_VH, base_NH, targets_N, rules).sum()
+                total = self._mixed_loss(states_NH, base_NH, targets_N, is_replayed_N)
         return total / (len(targets_N) if num_items_in_batch is None else num_items_in_batch)
+
+    def _replayed_positions(self, sequences: Sequences) -> torch.Tensor:
+        """Return for each answer token of a batch, in order, whether its row is replayed, `(N,)`."""
+        positions = []
+        for ids, answer in sequences:
+            positions += [tuple(ids) in self.replayed] * sum(answer[1:])
+        return torch.tensor(positions, dtype=torch.bool)
+
+    def _mixed_loss(
+        self,
+        states_NH: torch.Tensor,
+        base_NH: torch.Tensor,
+        targets_N: torch.Tensor,
+        is_replayed_N: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the summed loss in nats: cross-entropy of domain tokens, KL(base, student) of the others."""
+        head_VH, is_domain_N = self.backbone.head_VH, ~is_replayed_N
+        imitation = cross_entropy(states_NH[is_domain_N], head_VH, targets_N[is_domain_N]).sum()
+        divergence = token_losses(
+            states_NH[is_replayed_N],
+            head_VH,
+            HiddenStates(base_NH[is_replayed_N], head_VH.detach()),
+            targets_N[is_replayed_N],
+            sampler_N=torch.zeros_like(base_NH[is_replayed_N, 0]),
+            temperature=1.0,
+            loss=LossSection(kind="forward_kl"),
+        ).loss.sum()
+        return imitation + divergence
 
 
 def _pieces(inputs: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
