@@ -58,6 +58,10 @@ class RewardSection(Section):
     """Weight of the reward's loss. With 0 the reward only chooses what a teacher with `context` is shown."""
 
 
+# The largest ratio to the lowest score at which an adapter still counts as no worse. The student samples new
+# answers to a dozen prompts each time, so scores are noisy; of two equals, the later one has trained longer.
+NO_WORSE = 1.25
+
 # Completions of a recovery: far more than any adapter needs, and seconds to plan.
 MOST_COMPLETIONS = 2_000_000
 

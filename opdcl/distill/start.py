@@ -42,11 +42,15 @@ def choose_start(
         return 1.0, []
     if min(tuned["general_kl"], base["domain_kl"]) < KL_NOISE:  # nothing was forgotten, or learned
         return 1.0, []
-    curve = [_point(1.0, tuned)]
+    best = _point(1.0, tuned)
+    curve = [best]
     for alpha in BETWEEN:
         with grader.backbone.scaled(alpha):
             curve.append(_point(alpha, measure()))
-    best = min(curve, key=lambda point: distance_left(point, tuned, base))
+        # The distance has one valley: general KL falls towards base, ever more slowly, and domain KL rises.
+        if distance_left(curve[-1], tuned, base) > distance_left(best, tuned, base):
+            break
+        best = curve[-1]
     return best["alpha"], [*curve, _point(0.0, base)]
 
 

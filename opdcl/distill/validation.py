@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from opdcl.config.recover import RecoverConfig
+from opdcl.config.recover import NO_WORSE, RecoverConfig
 from opdcl.distill.grading import Grader, kl_by_route
 from opdcl.distill.health import (
     CHECK_BASE,
@@ -46,10 +46,6 @@ SHARES = {"general_kl": "general_recovered", "domain_kl": "domain_kept"}
 
 # Share of the domain that has to be kept where `until.retention` stops the run: 1 is tuned, 0 is base.
 DOMAIN_FLOOR = 0.95
-
-# The largest ratio to the lowest score at which an adapter still counts as no worse. The student samples new
-# answers to a dozen prompts each time, so scores are noisy; of two equals, the later one has trained longer.
-NO_WORSE = 1.25
 
 # Measures a stream's progress where its own teacher changes from step to step.
 FROZEN: dict[Stream, State] = {"general": "base", "domain": "tuned"}
@@ -221,8 +217,9 @@ class Validation(TrainerCallback):
             self.callback.report.note(
                 f"starting from the tuned adapter times {alpha:g}: held-out {described}"
             )
-        self._keep_if_good(0, self._score(start))
-        chosen = {"alpha": alpha, "validation": start, "curve": curve}
+        score = self._score(start)
+        self._keep_if_good(0, score)
+        chosen = {"alpha": alpha, "validation": start, "score": score, "curve": curve}
         self.callback.write({"step": 0, "validation": {**tuned, "best": True}, "base": base, "start": chosen})
 
     def _choose_start(self, tuned: KL, base: KL) -> tuple[float, list[Point]]:
@@ -235,10 +232,11 @@ class Validation(TrainerCallback):
             OpdclError: The KL has drifted, or the student writes badly for the second time.
         """
         kl, first = self.held_out_kl(agreement=True) | self.own_answers(), self.measurements
-        best = self._keep_if_good(step, self._score(kl))
+        score = self._score(kl)
+        best = self._keep_if_good(step, score)
         whole = {"general_kl": first.tuned, "domain_kl": first.base}
         shares = {SHARES[k]: 1 - kl[k] / whole[k][k] for k in stream_kl(kl) if whole[k][k] > KL_NOISE}
-        self.callback.write({"step": step, "validation": {**kl, **shares, "best": best}})
+        self.callback.write({"step": step, "validation": {**kl, **shares, "score": score, "best": best}})
         suffix = " (kept)" if best else ""
         ends = f", {kl['missed_ends']:.0%} of endings missed" if "missed_ends" in kl else ""
         own = describe_own(kl, first.base)

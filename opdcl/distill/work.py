@@ -11,9 +11,9 @@ from opdcl.distill.prompts import Prompts
 from opdcl.distill.schedule import STREAMS, Step, Stream, plan_steps, sampled_together
 from opdcl.model.costs import Costs, Work, decoding, sized, total
 
-# Scales of the adapter that are measured between tuned, 1, and base, 0, for a start; closer together where
-# answers change from the domain's to base's.
-BETWEEN = (0.8, 0.65, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
+# Scales of the adapter that are measured for a start, from tuned, 1, towards base, 0, until less is gained
+# than lost; closer together where answers change from the domain's to base's.
+BETWEEN = (0.65, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 # Passes over the held-out texts before the first step: the teachers' own, base and tuned.
 FIRST_PASSES = 3

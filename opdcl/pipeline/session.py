@@ -84,7 +84,7 @@ class Session:
             raise OpdclError("the base weights changed during the run", hint)
 
     def _train(self, task: Task) -> None:
-        from opdcl.results.summary import kept_start
+        from opdcl.results.summary import start_notes
         from opdcl.training import peak_memory, reset_peak_memory
 
         _ = self.backbone  # loading it is no part of the stage's cost
@@ -120,8 +120,9 @@ class Session:
         record |= {"status": "done", "finished": now(), "adapter_sha256": adapter_hash(stage.adapter)}
         write_json(stage.record, record)
         self._save_manifest()
-        if task.name == "recover" and (unchanged := kept_start(read_metrics(stage.metrics))):
-            self.output.note(f"{task.label}: {unchanged}")
+        if task.name == "recover":
+            for note in start_notes(read_metrics(stage.metrics)):
+                self.output.note(f"{task.label}: {note}")
 
     def _run_stage(self, task: Task, stage: StageDir, record: dict[str, Any]) -> dict[str, float | None]:
         """Train one stage, showing its progress on the console and in the trackers.

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from opdcl.config.recover import NO_WORSE
 from opdcl.errors import UsageError
 from opdcl.results import closeness, kinds, power, stats, writing
 from opdcl.results.format import percent
@@ -24,6 +25,9 @@ from opdcl.rundir.seals import changes
 
 # A quickstart whose answers ran on lacked 0.57 to 0.65 of base's probability to end; one whose did not, 0.26.
 MISSED_ENDS = 0.4
+
+# Share of the domain, by held-out KL, below which a recovery from a scaled start did not bring it back.
+DOMAIN_BACK = 0.85
 
 # The teacher whose results are the ceiling of distillation, per role of a suite.
 TEACHER_OF = {"retention": "base", "domain": "tuned", "control": "base"}
@@ -342,28 +346,34 @@ def _validation_notes(rows: list[dict]) -> list[str]:
             f"Recovery: where base ends its answers, recovered lacks {missed:.0%} of the probability to end; "
             "its answers run on."
         )
-    return notes + _start_notes(rows)
+    return notes + start_notes(rows)
 
 
-def _start_notes(rows: list[dict]) -> list[str]:
-    """Describe where a recovery started, and a recovered adapter that is no nearer than its start."""
+def start_notes(rows: list[dict]) -> list[str]:
+    """Say where a recovery started, and what that start did for it, from the rows of its metrics."""
     chosen = next((row["start"] for row in rows if "start" in row), None)
-    if unchanged := kept_start(rows):
-        return [unchanged]
-    if chosen is None:
-        return []
-    is_scaled = chosen["alpha"] != 1
+    is_scaled = chosen is not None and chosen["alpha"] != 1
     scaled = f"the tuned adapter times {chosen['alpha']:g}" if is_scaled else "the tuned adapter"
+    validations = {row["step"]: row["validation"] for row in rows if "validation" in row}
+    kept = max((step for step, validation in validations.items() if validation.get("best")), default=None)
+    if kept == 0:
+        return [f"Recovered is {scaled}: no training step came nearer to the teachers on held-out prompts."]
+    if chosen is None or kept is None:
+        return []
     if not any("loss" in row for row in rows):
         return [f"Recovered is {scaled}: no training was done."]
-    return [f"The recovery started from {scaled}."] if is_scaled else []
-
-
-def kept_start(rows: list[dict]) -> str:
-    """Say that a recovery kept the adapter of step 0, from the rows of its metrics; "" if it did not."""
-    validations = {row["step"]: row["validation"] for row in rows if "validation" in row}
-    if max((step for step, validation in validations.items() if validation.get("best")), default=None) != 0:
-        return ""
-    alpha = next((row["start"]["alpha"] for row in rows if "start" in row), 1)
-    scaled = "the tuned adapter" if alpha == 1 else f"the tuned adapter times {alpha:g}"
-    return f"Recovered is {scaled}: no training step came nearer to the teachers on held-out prompts."
+    if not is_scaled:
+        return []
+    notes = [f"The recovery started from {scaled}."]
+    if chosen["score"] <= NO_WORSE * validations[kept]["score"]:
+        notes.append(
+            f"On held-out prompts the start alone, {scaled}, is about as near to the teachers: "
+            "`--set recover.method=interpolate` gives it without training."
+        )
+    share = validations[kept].get("domain_kept", 1.0)
+    if share < DOMAIN_BACK:
+        notes.append(
+            f"The domain did not come back from the start: on held-out questions {share:.0%} of it is kept. "
+            "Start nearer to tuned with `recover.start`, or take more `recover.steps`."
+        )
+    return notes

@@ -177,10 +177,25 @@ def test_before_recovery_base_and_tuned_are_shown_without_a_verdict(run):
         ),
         (
             [
-                {"step": 0, "validation": {"best": True}, "start": {"alpha": 0.3}},
-                {"step": 1, "loss": 1.0, "validation": {"best": True}},
+                {"step": 0, "validation": {"best": True}, "start": {"alpha": 0.3, "score": 4.0}},
+                {"step": 1, "loss": 1.0, "validation": {"best": True, "score": 1.0}},
             ],
             "The recovery started from the tuned adapter times 0.3.",
+        ),
+        (
+            [
+                {"step": 0, "validation": {"best": True}, "start": {"alpha": 0.3, "score": 1.2}},
+                {"step": 1, "loss": 1.0, "validation": {"best": True, "score": 1.0}},
+                {"step": 2, "loss": 1.0, "validation": {"best": False, "score": 9.0}},
+            ],
+            "the start alone, the tuned adapter times 0.3, is about as near",
+        ),
+        (
+            [
+                {"step": 0, "validation": {"best": True}, "start": {"alpha": 0.3, "score": 4.0}},
+                {"step": 1, "loss": 1.0, "validation": {"best": True, "score": 1.0, "domain_kept": 0.61}},
+            ],
+            "The domain did not come back from the start: on held-out questions 61% of it is kept.",
         ),
         (
             [

@@ -58,7 +58,7 @@ def test_interpolation_keeps_the_scale_with_the_least_held_out_kl(backbone, tune
 
 def test_a_given_scale_is_taken_whatever_its_held_out_kl(backbone, tuned):
     rows = run(backbone, tuned, method="interpolate", start="auto")
-    for alpha in (0.1, 0.8):
+    for alpha in [point["alpha"] for point in rows[0]["start"]["curve"][1:-1]]:
         given = run(backbone, tuned, method="interpolate", start=alpha)
         assert (given[0]["start"]["alpha"], given[0]["start"]["curve"]) == (alpha, [])
         point = next(p for p in rows[0]["start"]["curve"] if p["alpha"] == alpha)
@@ -76,7 +76,13 @@ def test_the_curve_goes_from_tuned_almost_to_base(backbone, tuned):
     rows = run(backbone, tuned, start="auto")
     curve = rows[0]["start"]["curve"]
     general, domain = ([point[f"{s}_kl"] for point in curve] for s in ("general", "domain"))
-    assert [point["alpha"] for point in curve] == [1.0, *BETWEEN, 0.0]
+    measured = [point["alpha"] for point in curve]
+    assert measured == [1.0, *BETWEEN[: len(measured) - 2], 0.0]
+    distances = [distance_left(point, curve[0], curve[-1]) for point in curve[:-1]]
+    *falling, first_rise = distances
+    assert falling == sorted(falling, reverse=True)
+    assert first_rise > falling[-1] or measured[-2] == BETWEEN[-1]
+    assert rows[0]["start"]["alpha"] == measured[distances.index(min(distances))]
     assert (domain[0], general[-1]) == (pytest.approx(0, abs=1e-5), pytest.approx(0, abs=1e-5))
     assert general[0] == rows[0]["validation"]["general_kl"]
     assert domain[-1] == rows[0]["base"]["domain_kl"]
