@@ -1,21 +1,26 @@
 """Keep finished runs of a comparison as rows of a record, so that an interrupted comparison loses nothing.
 
-    python benchmarks/pieces.py benchmarks/methods.json runs/methods/*     # again whenever a run has finished
+    python benchmarks/pieces.py benchmarks/start.json runs/start/*     # again whenever a run has finished
 
-A row says what its run was (arm, seed, version, machine), what its report says, and who wrote the steps. A
-run that is measured again takes the place of its row. Means over the rows of an arm are made by
-`arm_tables.py`.
+A row says what its run was (arm, seed, commit, machine), what its report says, who wrote the steps, and how
+every prompt was answered, so that other questions can be asked of it later. A run measured again takes
+the place of its row. Means over the rows of an arm are made by `arm_tables.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from opdcl.results.closeness import load
+from opdcl.results.scores import load_suites
 from opdcl.results.summary import summarise
+from opdcl.results.writing import values
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
 
@@ -26,17 +31,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("record", type=Path)
     parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--commit", default="", help="of the checkout that made them; default: this one's")
     options = parser.parse_args()
     record = read_json(options.record) if options.record.exists() else {"rows": []}
     rows = {(row["arm"], row["seed"]): row for row in record["rows"]}
+    commit = options.commit or here()
     for run in options.runs:
         if (run / "report.html").exists():
-            row = piece(run)
+            row = {**piece(run), "commit": commit}
             rows[row["arm"], row["seed"]] = row
             record["suites"] = {suite["role"]: name for name, suite in row["suites"].items()}
     ordered = record["rows"] = [rows[key] for key in sorted(rows)]
-    options.record.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    options.record.write_text(text_of(record), encoding="utf-8")
     print(f"{options.record}: {len(ordered)} rows")
+
+
+def here() -> str:
+    """Return the commit of this checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def text_of(record: dict[str, Any]) -> str:
+    """Return a record as JSON with one line for each row."""
+    rows = ",\n".join(json.dumps(row) for row in record["rows"])
+    rest = {key: value for key, value in record.items() if key != "rows"}
+    return f'{json.dumps(rest)[:-1]}{", " if rest else ""}"rows": [\n{rows}\n]}}\n'
 
 
 def piece(run: Path) -> dict[str, Any]:
@@ -68,11 +88,32 @@ def piece(run: Path) -> dict[str, Any]:
             s: {key: near[s][key]["value"] for key in ("length", "ended", "repetition")} for s in states(near)
         }
     stages = sorted(run.glob("stages/*recover/metrics.jsonl"))
-    steps = [step for file in stages for step in read_jsonl(file) if "author" in step]
-    row["written_by"] = dict(
-        Counter(" ".join(step[k] for k in ("phase", "stream", "author")) for step in steps)
-    )
+    metrics = [row for file in stages for row in read_jsonl(file)]
+    steps = [step for step in metrics if "author" in step]
+    row["written_by"] = dict(Counter(f"{step['stream']} {step['author']}" for step in steps))
+    row["start"] = [step["start"] for step in metrics if "start" in step]
+    row["prompts"] = per_prompt(RunDir(run))
     return row
+
+
+def per_prompt(run: RunDir) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Return suite -> state -> measure -> a number for every prompt, in the order of the suite."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for suite in load_suites(run):
+        found[suite.name] = {s: {"score": short(suite.values(s))} for s in suite.rows}
+    near = load(run)
+    found[near.name] = {}
+    for state, rows in near.rows.items():
+        found[near.name][state] = {"distance": short(row["scores"]["distance"] for row in rows)}
+    for suite in [*load_suites(run), near]:
+        for state in suite.rows:
+            written = values(suite, state)
+            found[suite.name][state] |= {name: short(written[name]) for name in written}
+    return found
+
+
+def short(numbers: Iterable[float]) -> list[float]:
+    return [round(float(number), 4) for number in numbers]
 
 
 def states(values: dict[str, Any]) -> list[str]:

@@ -263,7 +263,7 @@ def test_finished_runs_become_rows_that_a_later_measurement_replaces(runs, tmp_p
     folders = []
     for seed, run in enumerate(runs):
         folders.append(run.path.rename(tmp_path / f"ours-{seed}"))
-        steps = [{"step": i, "phase": "warm-up", "stream": "general", "author": "teacher"} for i in range(3)]
+        steps = [{"step": i, "stream": "general", "author": "teacher"} for i in range(3)]
         write(RunDir(folders[-1]).stage(2, "recover").metrics, steps)
     (folders[0] / "report.html").write_text("")
     (folders[1] / "report.html").write_text("")  # the third is not finished
@@ -275,7 +275,10 @@ def test_finished_runs_become_rows_that_a_later_measurement_replaces(runs, tmp_p
     assert first["suites"]["instructions"] | {"n": 40, "base": 0.8} == first["suites"]["instructions"]
     # From the floor of 12 of 40: (26 - 12) / (32 - 12).
     assert first["recovery"]["value"] == pytest.approx(0.7)
-    assert first["written_by"] == {"warm-up general teacher": 3}
+    assert first["written_by"] == {"general teacher": 3}
+    assert sum(first["prompts"]["instructions"]["base"]["score"]) == 32
+    assert len(first["commit"]) == 12
+    assert len(record.read_text().splitlines()) == 2 + 2  # one line a run
     assert first["verdict"].startswith("Partly recovered")
     assert first["peak_memory_bytes"] >= 0
 

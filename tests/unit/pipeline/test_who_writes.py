@@ -34,7 +34,7 @@ WRITTEN = {
     "ablation general-only": (9, 27, 0, 0),
     "ablation replay": (36, 0, 36, 0),
     "ablation off-policy": (36, 0, 36, 0),
-    "ablation without-warm-up": (0, 36, 36, 0),
+    "ablation on-policy": (0, 36, 36, 0),
     "ablation sampled-token": (9, 27, 36, 0),
 }
 
