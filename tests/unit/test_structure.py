@@ -1,12 +1,20 @@
-"""The structure of the package: an order without circles, and short files (helpers/imports.py)."""
+"""The structure of the package: an order without circles, short files, and little, loose code.
+
+How it is counted is in helpers/imports.py and helpers/weight.py.
+"""
 
 import re
 
 import pytest
 from helpers import imports
 from helpers.command import ROOT
+from helpers.weight import Weight, weigh
 
 FILE_LIMIT, FUNCTION_LIMIT = 500, 60
+
+# What the package, tests and benchmarks weigh at most. Code that goes lowers these numbers.
+NODES, DENSITY, NESTED, IMPORTS = 207_000, 11.4, 3.6, 0.12
+TEST_LINES, BENCHMARK_LINES = 24_300, 3_950
 
 
 @pytest.fixture
@@ -50,6 +58,40 @@ def test_no_file_is_too_long():
 
 def test_no_function_is_too_long():
     assert longer_than(FUNCTION_LIMIT, imports.lengths()[1]) == {}
+
+
+def test_the_package_is_light_and_its_lines_are_loose():
+    package = weigh(ROOT / "opdcl")
+    assert package.nodes <= NODES
+    assert package.density <= DENSITY
+    assert package.nested_share <= NESTED
+    assert package.import_share <= IMPORTS
+
+
+def test_tests_and_benchmarks_are_light():
+    assert weigh(ROOT / "tests").lines <= TEST_LINES
+    assert weigh(ROOT / "benchmarks").lines <= BENCHMARK_LINES
+
+
+def test_a_weight_counts_code_and_nothing_else():
+    weight = Weight()
+    weight.add('''"""Two lines
+of docstring."""
+
+import os  # a comment
+
+# A comment.
+A = """a string that
+is no docstring"""
+
+
+def rows(table):
+    "One line."
+    return [[x for x in row] for row in table]
+''')
+    assert (weight.lines, weight.imports, weight.nested, weight.statements) == (5, 1, 1, 6)
+    assert weight.density == weight.nodes / 5
+    assert weight.nested_share == 1000 / 6
 
 
 def test_a_function_local_import_closes_a_circle(package):
