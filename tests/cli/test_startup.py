@@ -29,6 +29,7 @@ HEAVY_MODULES = (
     "model.short_attention",
     "model.side_by_side",
     "model.positions",
+    "model.precision",
     "model.distributions",
     "model.compatibility",
     "pipeline.dry_run",
