@@ -1,7 +1,7 @@
 # Every target that continuous integration runs, and the two that a newcomer needs: quickstart and test.
 #
 #   make quickstart                     install, then run the whole job on the embedded model, with a report
-#   make test                           run all tests
+#   make test                           run the tests that every change needs; make test-all runs all
 #   make install TORCH=torch==2.12.0    install another torch release
 #   make install TORCH_ARGS="..."       more options of `pip install` for torch alone, such as those that PyTorch's
 #                                       install page shows for a CPU or another CUDA build
@@ -19,11 +19,12 @@ STAMP := $(VENV)/.installed
 OPTIONAL := $(VENV)/.optional
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test walk lint lint-image planted docs records clean
+.PHONY: help install quickstart test test-all walk lint lint-image planted docs records clean
 
 help:
 	@echo "make quickstart   install, then fine-tune, recover, evaluate and report on the embedded model"
-	@echo "make test         install, then run all tests"
+	@echo "make test         install, then run the tests that every change needs"
+	@echo "make test-all     install, then run all tests: pages, the wheel, the site, benchmarks, rarer models too"
 	@echo "make install      create $(VENV) with all dependencies (options: TORCH=, TORCH_ARGS=, PYTHON=)"
 	@echo "make lint         run ruff (rules and format) and mypy"
 	@echo "make lint-image   run hadolint on the Dockerfile"
@@ -61,6 +62,9 @@ $(OPTIONAL): $(STAMP)
 
 # Two workers with one thread each: most tests run small processes that cannot use more.
 test: $(OPTIONAL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly"
+
+test-all: $(OPTIONAL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 walk: install

@@ -17,6 +17,8 @@ from helpers.command import ROOT, opdcl
 from helpers.tiny import make_project
 from helpers.tiny_gemma import make_gguf
 
+pytestmark = pytest.mark.nightly
+
 SCRIPTS = ROOT / "benchmarks"
 
 

@@ -266,8 +266,13 @@ def small_verb(verb):
     return smaller
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
+# A change that breaks a command breaks it on these pages.
+EACH_TIME = ("README.md", "docs/tutorial.md")
+
+
+@pytest.mark.parametrize(
+    "page", [page if page in EACH_TIME else pytest.param(page, marks=pytest.mark.nightly) for page in PAGES]
+)
 def test_every_block_of_a_page_works_in_reading_order(page, reader, monkeypatch):
     for verb in ("run", "finetune", "recover", "evaluate"):
         monkeypatch.setattr(opdcl, verb, small_verb(getattr(opdcl, verb)))
@@ -299,7 +304,7 @@ def test_every_block_of_a_page_works_in_reading_order(page, reader, monkeypatch)
                 assert other == "text", f"a block of {page} is neither run nor marked as text"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_notebook_runs_from_its_first_cell_to_its_last(reader, monkeypatch, capsys):
     for verb in ("run", "finetune", "recover", "evaluate"):
         monkeypatch.setattr(opdcl, verb, small_verb(getattr(opdcl, verb)))

@@ -163,7 +163,7 @@ def test_a_push_says_that_the_repository_is_private_even_if_it_was_not_asked(hub
         assert json.loads(done.stdout)["private"] is True
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_fetched_workflow_runs_offline_and_missing_data_are_named(
     hub, online, connected, disconnected, pushed, project
 ):
@@ -217,7 +217,7 @@ def test_a_fetched_workflow_runs_offline_and_missing_data_are_named(
     assert "changed: content of domain" in moved.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_data_of_a_stock_suite_are_fetched_too(hub, connected, disconnected, project):
     file = project / "measured.yaml"
     file.write_text(SUITE)

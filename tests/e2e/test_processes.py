@@ -162,6 +162,7 @@ def test_an_interrupt_stops_all_processes_and_accelerate_resumes_them_to_the_sam
     check_same_result(tmp_path / "run", alone, tmp_path / "scratch")
 
 
+@pytest.mark.nightly
 def test_when_one_process_dies_all_end_and_the_run_can_be_resumed(alone, project, tmp_path):
     shutil.copytree(alone, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "evals" / "tuned")
@@ -192,6 +193,7 @@ def test_when_one_process_dies_all_end_and_the_run_can_be_resumed(alone, project
     assert [row["doc_id"] for row in rows] == list(range(40))
 
 
+@pytest.mark.nightly
 def test_workers_end_soon_after_their_launcher_is_killed_and_leave_nothing(project, tmp_path):
     words = ["run", "tiny.yaml", "-o", str(tmp_path / "run"), *SETTINGS, "--set", "recover.steps=500"]
     started = subprocess.Popen(

@@ -5,6 +5,8 @@ import os
 import pytest
 from helpers.walk import Walk, make_world
 
+pytestmark = pytest.mark.nightly
+
 SEQUENCES = int(os.environ.get("OPDCL_WALK", "4"))
 
 

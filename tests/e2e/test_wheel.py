@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from helpers.command import ENV, ROOT
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:

@@ -216,6 +216,7 @@ def make_docs(checkout: Path, site: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.nightly
 def test_make_docs_fails_on_a_dead_link(tmp_path):
     for name in ("docs", "workflows"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -227,6 +228,7 @@ def test_make_docs_fails_on_a_dead_link(tmp_path):
     assert "nowhere.md" in done.stderr
 
 
+@pytest.mark.nightly
 def test_the_site_builds_without_a_warning(tmp_path):
     done = make_docs(ROOT, tmp_path)
     assert done.returncode == 0, done.stderr

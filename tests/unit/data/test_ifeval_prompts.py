@@ -18,6 +18,8 @@ ensure_punkt()
 import langdetect  # noqa: E402
 from lm_eval.tasks.ifeval import instructions_registry, utils  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 langdetect.DetectorFactory.seed = 0
 FILE = ROOT / "evals" / "ifeval" / "prompts.jsonl"
 ROWS = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]

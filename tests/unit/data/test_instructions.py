@@ -203,7 +203,7 @@ def others(suite: str) -> list[tuple[str, str]]:
     return [(row["request"], answer) for row, answer in zip(ROWS["validation"], answers, strict=False)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_embedded_model_knows_its_answers_from_those_to_other_prompts():
     loaded, record = load_suite("instructions"), RECORD["suites"]["instructions"]
     docs, answers = loaded.documents(record["base"]["n"]), record["answers"]

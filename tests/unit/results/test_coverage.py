@@ -8,6 +8,8 @@ from helpers.scripts import load_script
 
 from opdcl.results import intervals
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def simulation():
