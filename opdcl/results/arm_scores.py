@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from opdcl.results import closeness, power, stats, writing
+from opdcl.results import closeness, stats, writing
 from opdcl.results.arms import (
     Arm,
     Member,
@@ -57,7 +57,7 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
             *_setting_notes(arms, differences),
             *_unfinished_notes(arms),
             *notes,
-            *_run_notes(members, rows),
+            *notes_of_runs({str(member.run.path): member.summary["notes"] for member in members}),
             *seed_notes({row["seeds"] for row in rows}),
         ],
     }
@@ -104,15 +104,14 @@ def _index(results: list[dict[str, np.ndarray]], scores: dict[str, np.ndarray]) 
 def _arm_row(arm: Arm) -> dict[str, Any]:
     """Return an arm's numbers; an estimate that is not measured is empty, a ratio without meaning is None."""
     tests = writing.compared_with_base(arm.suites("retention"))
-    states = states_of(arm.suites("retention"))
-    pair = states and (states.recovered, states.base, states.clusters)
     return {
         "name": arm.name,
         "method": arm.settings.get("recover.method"),
         "seeds": len(arm.pooled),
         **{role: arm.estimate(role) for role in HEADLINE_ROLES},
-        **stats.outcome(states, states_of(arm.suites("domain")), writing.alike(tests)),
-        "detectable_difference": stats.detectable_difference(*pair) if pair else None,
+        **stats.outcome(
+            states_of(arm.suites("retention")), states_of(arm.suites("domain")), writing.alike(tests)
+        ),
         "writing": tests,
         "above_alpha_curve": None,
         "runs": [_run_row(member) for member in arm.members],
@@ -264,12 +263,3 @@ def _unfinished_notes(arms: list[Arm]) -> list[str]:
         for member in arm.members
         if member.missing
     ]
-
-
-def _run_notes(members: list[Member], rows: list[dict]) -> list[str]:
-    """Return the notes of the runs' own reports; shared notes, and what the runs could show, appear once."""
-    notes = notes_of_runs({str(member.run.path): member.summary["notes"] for member in members})
-    if measured := [member for member in members if member.summary["non_inferiority"]]:
-        suite, summaries = measured[0].headline["retention"], [member.summary for member in measured]
-        notes.append(power.of_the_adapter(suite.name, len(suite.prompts), summaries))
-    return notes + [power.of_the_arm(row) for row in rows if row["seeds"] > 1 and row["non_inferiority"]]

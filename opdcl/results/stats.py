@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,7 +17,6 @@ from opdcl.results.intervals import (
     TWO_SIDED,
     Clusters,
     Estimate,
-    Source,
     are_scores,
     cluster_ids,
     clustered_mean,
@@ -85,12 +83,9 @@ class NonInferiority:
     shown: bool
     at_most: float
     """How much worse it is at most, with 95 % confidence; below zero if it is measurably better."""
-    power: float
-    """The probability of showing non-inferiority if both are equal, from the differences that were seen."""
 
     def as_dict(self) -> dict[str, Any]:
-        numbers = {"margin": self.margin, "at_most": round(self.at_most, 6), "power": round(self.power, 4)}
-        return {"shown": self.shown, **numbers}
+        return {"shown": self.shown, "margin": self.margin, "at_most": round(self.at_most, 6)}
 
 
 def non_inferiority(
@@ -101,15 +96,7 @@ def non_inferiority(
 ) -> NonInferiority:
     """Test whether a model is less than `margin` worse than its reference, with 95 % confidence."""
     at_most = -difference(model, reference, clusters).low
-    parts = difference_sources(model, reference, clusters)
-    return NonInferiority(margin, at_most < margin, at_most, power_at_equality(parts, margin))
-
-
-def power_at_equality(parts: Sequence[Source], margin: float = NON_INFERIORITY_MARGIN) -> float:
-    """Return the probability that two equal models are shown to differ by less than `margin`."""
-    error = sum(variance for variance, _ in parts) ** 0.5
-    room = margin - half_width(parts)
-    return NormalDist().cdf(room / error) if error else float(room > 0)
+    return NonInferiority(margin, at_most < margin, at_most)
 
 
 def place(
@@ -134,17 +121,13 @@ def detectable_difference(a: np.ndarray, b: np.ndarray, clusters: Clusters = Non
     failures that differ by d on average have at least the variance d (1 - d), whatever spread was seen. The
     same is taken of fractions: a few prompts do not show that no answer is lost as a whole.
     """
-    smallest = found_four_times_in_five(difference_sources(a, b, clusters))
+    parts = difference_sources(a, b, clusters)
+    smallest = half_width(parts) + half_width(parts, POWER)
     if not are_scores(a, b):
         return smallest
     _, count = cluster_ids(np.shape(a)[-1], clusters)
     errors = student(TWO_SIDED, count - 1) + student(POWER, count - 1)
     return max(smallest, errors**2 / (count + errors**2))
-
-
-def found_four_times_in_five(parts: Sequence[Source]) -> float:
-    """Return the smallest true difference that these sources of variance let a test find so often."""
-    return half_width(parts) + half_width(parts, POWER)
 
 
 def mcnemar(a: np.ndarray, b: np.ndarray, clusters: Clusters = None) -> float:

@@ -212,13 +212,6 @@ def test_arms_over_the_same_fine_tunes_share_the_mean_of_tuned(make):
     assert any("Intervals over two seeds" in note for note in comparison["notes"])
 
 
-def test_the_resolution_of_all_runs_is_noted_once(make):
-    runs = [make("ours", 28, 32), make("half", 20, 32, steps=9)]
-    fine = [summarise(run)["tests"]["detectable_difference"] for run in runs]
-    (note,) = (note for note in compare.compare(runs)["notes"] if "four times in five" in note)
-    assert f"of {100 * min(fine):.1f} to {100 * max(fine):.1f} points" in note
-
-
 def test_an_unfinished_run_is_listed_with_the_results_it_has(make):
     runs = [make("ours", 28, 32), make("half", 20, None, steps=9), make("none", None, None, steps=10)]
     ours, half, none = compare.compare(runs)["arms"]

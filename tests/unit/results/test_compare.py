@@ -208,7 +208,6 @@ def test_the_command_gives_one_json_document_with_stable_keys(three, tmp_path):
         "domain",
         "retention_status",
         "domain_status",
-        "detectable_difference",
         "recovery",
         "recovery_raw",
         "no_recovery_because",

@@ -467,19 +467,13 @@ def test_one_seed_needs_mcnemars_test_too():
     assert stats.status_of(States(base, tuned, base)) == "too few prompts"
 
 
-def test_non_inferiority_states_its_bound_and_its_power():
+def test_non_inferiority_states_its_bound():
     base = answers(150, 308)
     recovered = flipped(base, 30, 30)
     shown = stats.non_inferiority(recovered, base)
     gap = stats.difference(recovered, base)
     assert (shown.shown, shown.at_most, shown.margin) == (False, -gap.low, 0.035)
     assert stats.non_inferiority(recovered, base, margin=0.06).shown
-    rng = np.random.default_rng(0)
-    signs = rng.choice([1.0, -1.0], (2000, 60))
-    # The same 60 prompts with different outcomes; either direction is as likely if both models are equal.
-    changes = np.concatenate([signs, np.zeros((2000, 248))], axis=1)
-    found = np.mean([stats.non_inferiority(base + c, base).shown for c in changes])
-    assert shown.power == pytest.approx(found, abs=0.03)
 
 
 def test_level_with_the_teacher_is_non_inferiority_and_not_a_large_p():
