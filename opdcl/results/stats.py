@@ -6,8 +6,6 @@ seed (`opdcl.results.intervals`).
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +25,6 @@ from opdcl.results.intervals import (
     mean_over,
     pass_or_fail,
     ratio,
-    sources,
     student,
 )
 from opdcl.results.status import (
@@ -64,15 +61,6 @@ class States(NamedTuple):
     def above_floor(self, state: np.ndarray) -> np.ndarray:
         """Return a state's scores, or those of the floor if it scores higher: they take no skill."""
         return state if self.floor is None or self.floor.mean() <= state.mean() else self.floor
-
-
-class Point(NamedTuple):
-    """One model's domain scores and retention scores, and the clusters of both suites."""
-
-    domain: np.ndarray
-    retention: np.ndarray
-    domain_clusters: Clusters = None
-    retention_clusters: Clusters = None
 
 
 @dataclass(frozen=True)
@@ -275,41 +263,3 @@ def outcome(retention: States | None, domain: States | None, written_alike: bool
         "domain_retention": d and d.as_dict(),
         "domain_retention_raw": raw_d and raw_d.as_dict(),
     }
-
-
-def above_mixtures(arm: Point, rivals: Sequence[Point]) -> Estimate:
-    """Estimate how far an arm lies above the best retention of the rivals' mixtures at its domain score.
-
-    Answering each prompt with one of two rivals at random costs nothing and gives every point on the line
-    between them. The reference is therefore the upper edge of all these lines, not the rivals' points alone.
-    An arm with a higher domain score than every rival is compared with the rival that has the highest. The
-    interval is that of the distance to the line on which the reference lies.
-    """
-    at = min(arm.domain.mean(), max(rival.domain.mean() for rival in rivals))
-    left, right = max(itertools.product(rivals, repeat=2), key=lambda pair: _line(at, *pair)[0])
-    height, share, slope = _line(at, left, right)
-    retention = [arm.retention, (share - 1) * left.retention, -share * right.retention]
-    domain = [-slope * arm.domain, slope * (1 - share) * left.domain, slope * share * right.domain]
-    half = half_width(sources([(retention, arm.retention_clusters), (domain, arm.domain_clusters)]))
-    value = float(arm.retention.mean()) - height
-    return Estimate(value, value - half, value + half)
-
-
-def upper_edge(rivals: Sequence[Point]) -> set[int]:
-    """Return the indices of the rivals that lie on the upper edge of all their mixtures."""
-    return {i for i, rival in enumerate(rivals) if above_mixtures(rival, rivals).value >= -1e-9}
-
-
-def _line(at: float, left: Point, right: Point) -> tuple[float, float, float]:
-    """Return the retention of two models' mixture at a domain score, the right one's share, and the slope.
-
-    The retention is minus infinity where the line does not reach.
-    """
-    start, end = (float(point.domain.mean()) for point in (left, right))
-    low, high = (float(point.retention.mean()) for point in (left, right))
-    if end < at:
-        return -np.inf, 1.0, 0.0
-    share = (at - start) / (end - start) if end > start else 1.0
-    if not 0 < share < 1:
-        return (low, 0.0, 0.0) if share <= 0 else (high, 1.0, 0.0)
-    return low + share * (high - low), share, (high - low) / (end - start)
