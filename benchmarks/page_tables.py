@@ -11,7 +11,7 @@ from typing import Any
 from arm_tables import FORGETTING, SHOWN, SOURCES, controls, each_seed, families, rivals
 from page_cells import HERE, NOT_MEASURED, ratio, read, rows_of, score, seeds_of, suite_words, unbroken
 
-from opdcl.results.format import CHANGE, SCORE, bounds, interval, percent, value
+from opdcl.results.format import SCORE, interval, percent
 from opdcl.results.status import STATES
 
 STAGES = ("finetune", "recover", "eval")
@@ -93,25 +93,22 @@ def proof_conditions() -> str:
 
 
 def comparison(name: str) -> str:
-    """Return the arms of a stored comparison: scores, R, D, and the height above the alpha-curve."""
+    """Return the arms of a stored comparison: scores, R and D."""
     found = read(name)
     if not found:
         return NOT_MEASURED
     further = {row["name"]: row["domain_retention"] for table in found["further"] for row in table["arms"]}
     rows = [
-        [reference["name"], score(reference["retention"]), score(reference["domain"]), "", "", "", ""]
+        [reference["name"], score(reference["retention"]), score(reference["domain"]), "", "", ""]
         for reference in found["references"]
     ]
     for arm in found["arms"]:
-        above = (arm["above_alpha_curve"] or {}).get("at_its_domain")
         cells = [score(arm["retention"]), score(arm["domain"]), ratio(arm["recovery"])]
         cells += [ratio(arm["domain_retention"]), ratio(further.get(arm["name"]))]
-        cells.append(f"{value(above, CHANGE)} {bounds(above, SCORE)}" if above else "")
         rows.append([arm["name"].removesuffix("-1") if arm["seeds"] == 1 else arm["name"], *cells])
     name = found["headline"]["retention"]
     shown = suite_words(name, found["suites"][name]["metric"], "about" in found)
-    columns = ["arm", shown, found["headline"]["domain"], "R from tuned", "D"]
-    columns += ["D, learned wordings", "above the alpha-curve, points"]
+    columns = ["arm", shown, found["headline"]["domain"], "R from tuned", "D", "D, learned wordings"]
     kept = [i for i in range(len(columns)) if i == 0 or any(row[i] for row in rows)]
     return rows_of([columns[i] for i in kept], unbroken([[row[i] for i in kept] for row in rows], 1))
 

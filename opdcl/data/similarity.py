@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -42,6 +41,11 @@ def request_of(prompt: str) -> str:
     return re.split(r"(?<=[.?!])\s|\n", prompt)[0]
 
 
+def content_words(text: str) -> list[str]:
+    """Return the stems of the words of a text that say what it is about, in their order."""
+    return [stem(word) for word in words(text) if word not in STOP_WORDS]
+
+
 def similarity(texts: Sequence[str], others: Sequence[str]) -> np.ndarray:
     """Return the cosine of every text (row) with every other (column), between 0 and 1.
 
@@ -50,18 +54,14 @@ def similarity(texts: Sequence[str], others: Sequence[str]) -> np.ndarray:
     be missed.
     """
     import numpy as np
+    from sklearn.feature_extraction.text import TfidfVectorizer
 
-    bags = [Counter(stem(w) for w in words(t) if w not in STOP_WORDS) for t in [*texts, *others]]
-    texts_with = Counter(word for bag in bags for word in bag)
-    weight = {word: np.log((1 + len(bags)) / (1 + n)) + 1 for word, n in texts_with.items()}
-    # Words of the others alone count in their lengths, and need no column.
-    column = {word: i for i, word in enumerate(dict.fromkeys(w for bag in bags[: len(texts)] for w in bag))}
-    vectors = np.zeros((len(bags), len(column)), dtype=np.float32)
-    for row, bag in zip(vectors, bags, strict=True):
-        length = np.sqrt(sum((times * weight[word]) ** 2 for word, times in bag.items()))
-        for word in bag.keys() & column.keys():
-            row[column[word]] = bag[word] * weight[word] / length
-    return vectors[: len(texts)] @ vectors[len(texts) :].T
+    everything = [*texts, *others]
+    if not any(map(content_words, everything)):
+        # The vectorizer refuses texts that have no word at all.
+        return np.zeros((len(texts), len(others)), np.float32)
+    vectors = TfidfVectorizer(analyzer=content_words, dtype=np.float32).fit_transform(everything)
+    return (vectors[: len(texts)] @ vectors[len(texts) :].T).toarray()
 
 
 def nearest(prompts: Sequence[str], others: Sequence[str]) -> np.ndarray:

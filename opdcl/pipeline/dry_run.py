@@ -12,7 +12,6 @@ from opdcl.pipeline.plan import Task
 from opdcl.pipeline.preflight import checked_plan, planned_adapter, remarks, repeated_rows
 from opdcl.pipeline.timetable import Timetable
 from opdcl.results.format import duration
-from opdcl.results.power import plan_rows, planned
 from opdcl.results.tables import Table
 
 # Characters of the rendered row that a terminal shows.
@@ -51,24 +50,13 @@ def describe(
     if seconds:
         totals += f"; about {duration(seconds)} in all"
     rows.append(["machine", sizes["device"], totals])
-    power = _power(job)
-    rows += power.pop("rows", [])
     plan = [
         {"stage": t.name, "state": t.state, "suite": t.suite, "action": t.action, "why": t.why} for t in tasks
     ]
     learns = any(task.name == "finetune" and task.unfinished for task in tasks)
     data = {"data": _data(job) if learns else {}, "notes": remarks(job, tasks)}
     time_ = {"seconds": None if seconds is None else round(seconds), "seconds_from": times.origin()}
-    return rows, {"tasks": plan, **sizes, **time_, "adapted_share": share, "power": power, **data}
-
-
-def _power(job: Job) -> dict[str, Any]:
-    """Return what the first retention suite can show, as `rows` and as data; empty without one."""
-    evaluation = job.workflow.eval
-    if not (job.workflow.recover and evaluation and evaluation.retention):
-        return {}
-    prompts = len(job.suite(evaluation.retention[0]).prompts(evaluation.limit))
-    return {"rows": plan_rows(prompts), **planned(prompts)._asdict()}
+    return rows, {"tasks": plan, **sizes, **time_, "adapted_share": share, **data}
 
 
 def _size(task: Task, sizes: dict[str, Any], times: Timetable) -> str:

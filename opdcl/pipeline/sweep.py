@@ -87,9 +87,8 @@ def describe_all(
 ) -> tuple[list[list[str]], list[dict[str, Any]]]:
     """Return what each run would do, as table rows and as data. Writes nothing."""
     from opdcl.pipeline.dry_run import describe
-    from opdcl.results.power import plan_rows
 
-    rows, plans, sizes = [], [], []
+    rows, plans = [], []
     runs = expand(flow, out)
     made_by = {f: donor.path.name for donor in _other_runs(out, runs) for f in outcomes(donor)}
     for name, workflow in runs.items():
@@ -100,11 +99,8 @@ def describe_all(
             plans.append({"run": name, "tasks": [], "why": why})
             continue
         lines, plan = describe(Job.of(workflow, RunDir(out / name), sources, origins), force, made_by)
-        rows += [[name, *line] for line in lines if line[0] not in ("machine", "power")]
+        rows += [[name, *line] for line in lines if line[0] != "machine"]
         plans.append({"run": name, **plan})
-        sizes += [plan["power"]["prompts"]] if plan["power"] else []
-    if sizes:
-        rows += [["all runs", *line] for line in plan_rows(min(sizes), max(1, len(flow.seeds)))]
     return rows, plans
 
 

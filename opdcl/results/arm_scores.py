@@ -1,4 +1,4 @@
-"""Compare arms: their scores, their distance to the alpha-curve and the settings that differ."""
+"""Compare arms: their scores, their closeness to base and the settings that differ."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from opdcl.results import closeness, power, stats, writing
+from opdcl.results import closeness, stats, writing
 from opdcl.results.arms import (
     Arm,
     Member,
@@ -22,18 +22,14 @@ from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.verdict import writing_sentences
 from opdcl.rundir.layout import RunDir
 
-# Arm name -> indices of the different results of a state that its runs have.
-ResultIds = dict[str, tuple[int, ...]]
-
 
 def compare(runs: list[RunDir]) -> dict[str, Any]:
     """Return the comparison of runs that do not build on one another, pooled over seeds into arms."""
     arms = load_arms(runs)
     members = [member for arm in arms for member in arm.members]
-    (base, _), (tuned, tuned_ids) = (_references(state, arms) for state in ("base", "tuned"))
+    base, tuned = (_references(state, arms) for state in ("base", "tuned"))
     rows = [_arm_row(arm) for arm in arms]
     notes = _add_closeness(arms, rows)
-    _add_curve_distances(arms, rows, tuned_ids)
     headline = [(role, first_measured(members, role).headline.get(role)) for role in HEADLINE_ROLES]
     differences = _differences(arms)
     faults = [f"{m.run.path}: {fault}" for m in members for fault in m.summary["faults"]]
@@ -47,29 +43,26 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
             for rival in arms[1:]
         ],
         "further": _further(arms),
-        "alpha_curve": _alpha_curve(arms, tuned_ids),
         "differences": differences,
         "faults": faults,
         "notes": [
             *faults,
-            *_reference_notes(rows, base, tuned),
+            *_reference_notes(base, tuned),
             *_writing_notes(rows),
             *_setting_notes(arms, differences),
             *_unfinished_notes(arms),
             *notes,
-            *_run_notes(members, rows),
+            *notes_of_runs({str(member.run.path): member.summary["notes"] for member in members}),
             *seed_notes({row["seeds"] for row in rows}),
         ],
     }
 
 
-def _references(state: str, arms: list[Arm]) -> tuple[list[dict[str, Any]], ResultIds]:
-    """Return one row per different result of base or tuned, and which results each arm has.
-
-    An arm over several fine-tunes has several.
-    """
+def _references(state: str, arms: list[Arm]) -> list[dict[str, Any]]:
+    """Return one row per different result of base or tuned; an arm over several fine-tunes has several."""
     results: list[dict[str, np.ndarray]] = []
-    ids: ResultIds = {}
+    # Arm name -> indices of the results that its runs have.
+    ids: dict[str, tuple[int, ...]] = {}
     for arm in arms:
         measured = [scores for member in arm.pooled if (scores := member.scores(state))]
         ids[arm.name] = tuple(sorted({_index(results, scores) for scores in measured}))
@@ -88,7 +81,7 @@ def _references(state: str, arms: list[Arm]) -> tuple[list[dict[str, Any]], Resu
             clusters = next((c for arm in arms if (c := arm.clusters(role)) is not None), None)
             row[role] = stats.mean(np.stack(found), clusters).as_dict() if found else {}
         rows.append(row)
-    return rows, ids
+    return rows
 
 
 def _index(results: list[dict[str, np.ndarray]], scores: dict[str, np.ndarray]) -> int:
@@ -104,17 +97,15 @@ def _index(results: list[dict[str, np.ndarray]], scores: dict[str, np.ndarray]) 
 def _arm_row(arm: Arm) -> dict[str, Any]:
     """Return an arm's numbers; an estimate that is not measured is empty, a ratio without meaning is None."""
     tests = writing.compared_with_base(arm.suites("retention"))
-    states = states_of(arm.suites("retention"))
-    pair = states and (states.recovered, states.base, states.clusters)
     return {
         "name": arm.name,
         "method": arm.settings.get("recover.method"),
         "seeds": len(arm.pooled),
         **{role: arm.estimate(role) for role in HEADLINE_ROLES},
-        **stats.outcome(states, states_of(arm.suites("domain")), writing.alike(tests)),
-        "detectable_difference": stats.detectable_difference(*pair) if pair else None,
+        **stats.outcome(
+            states_of(arm.suites("retention")), states_of(arm.suites("domain")), writing.alike(tests)
+        ),
         "writing": tests,
-        "above_alpha_curve": None,
         "runs": [_run_row(member) for member in arm.members],
     }
 
@@ -169,46 +160,6 @@ def _add_closeness(arms: list[Arm], rows: list[dict[str, Any]]) -> list[str]:
     return notes
 
 
-def _add_curve_distances(arms: list[Arm], rows: list[dict], tuned_ids: ResultIds) -> None:
-    """Add to each row its paired difference to a point of the alpha-curve and its height above the curve.
-
-    The point is the first arm that scales the same tuned adapter; the curve runs over all such arms.
-    """
-    curve = [arm for arm in arms if arm.scales_only]
-    for arm, row in zip(arms, rows, strict=True):
-        rivals = [rival for rival in curve if tuned_ids[rival.name] == tuned_ids[arm.name]]
-        rivals = rivals or (curve if len(curve) == 1 else [])
-        if arm in curve or not rivals:
-            continue
-        changes = {role: arm.minus(rivals[0], role) for role in HEADLINE_ROLES}
-        points = [arm.point("base"), arm.point("tuned"), *(rival.point() for rival in rivals)]
-        measured = [point for point in points if point]
-        height: dict[str, float] = {}
-        if (own := arm.point()) and len(measured) == len(points):
-            height = stats.above_mixtures(own, measured).as_dict()
-        if any(changes.values()):
-            row["above_alpha_curve"] = {"arm": rivals[0].name, **changes, "at_its_domain": height}
-
-
-def _alpha_curve(arms: list[Arm], tuned_ids: ResultIds) -> list[dict[str, Any]]:
-    """Return base, the scaled adapters and tuned in the order of their domain scores, lowest first.
-
-    `edge` marks the points that no mixture of the others surpasses. With several tuned models there is no
-    such curve, and the list is empty.
-    """
-    curve = [arm for arm in arms if arm.scales_only]
-    if not curve or len(set(filter(None, tuned_ids.values()))) > 1:
-        return []
-    candidates = [arms[0].point("base"), arms[0].point("tuned"), *(arm.point() for arm in curve)]
-    points = [point for point in candidates if point]
-    edge = stats.upper_edge(points)
-    rows = [
-        {"domain": float(p.domain.mean()), "retention": float(p.retention.mean()), "edge": i in edge}
-        for i, p in enumerate(points)
-    ]
-    return sorted(rows, key=lambda row: row["domain"])
-
-
 def _differences(arms: list[Arm]) -> dict[str, dict[str, Any]]:
     """Return setting -> arm -> value for the settings that differ; an arm without the key is left out."""
     differences: dict[str, dict[str, Any]] = {}
@@ -225,14 +176,12 @@ def _differences(arms: list[Arm]) -> dict[str, dict[str, Any]]:
     return differences
 
 
-def _reference_notes(rows: list[dict], base: list[dict], tuned: list[dict]) -> list[str]:
+def _reference_notes(base: list[dict], tuned: list[dict]) -> list[str]:
     notes = []
     for state, results in (("base", base), ("tuned", tuned)):
         if len(results) > 1:
             different = f"The arms have {len(results)} different results of {state}"
             notes.append(f"{different}: each arm's R and D refer to its own.")
-    if len(tuned) > 1 and any(row["above_alpha_curve"] for row in rows):
-        notes.append("An arm that starts from another tuned model than the alpha-curve differs by that too.")
     return notes
 
 
@@ -264,12 +213,3 @@ def _unfinished_notes(arms: list[Arm]) -> list[str]:
         for member in arm.members
         if member.missing
     ]
-
-
-def _run_notes(members: list[Member], rows: list[dict]) -> list[str]:
-    """Return the notes of the runs' own reports; shared notes, and what the runs could show, appear once."""
-    notes = notes_of_runs({str(member.run.path): member.summary["notes"] for member in members})
-    if measured := [member for member in members if member.summary["non_inferiority"]]:
-        suite, summaries = measured[0].headline["retention"], [member.summary for member in measured]
-        notes.append(power.of_the_adapter(suite.name, len(suite.prompts), summaries))
-    return notes + [power.of_the_arm(row) for row in rows if row["seeds"] > 1 and row["non_inferiority"]]

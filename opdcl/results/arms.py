@@ -19,7 +19,7 @@ from opdcl.config.load import flatten
 from opdcl.config.workflow import WITHOUT_MEANING
 from opdcl.errors import UsageError
 from opdcl.results.scores import Suite, section, values_of
-from opdcl.results.stats import Clusters, Point, difference, mean
+from opdcl.results.stats import Clusters, difference, mean
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results, summary_of
 from opdcl.rundir.layout import RunDir
@@ -86,11 +86,6 @@ class Arm:
         return self.members[0].settings
 
     @property
-    def scales_only(self) -> bool:
-        """Whether the arm is a point of the alpha-curve: it scales the tuned adapter and trains nothing."""
-        return bool(self.settings.get("recover.method") == "interpolate")
-
-    @property
     def pooled(self) -> list[Member]:
         """The runs behind the arm's numbers: the finished ones, or all if none is finished."""
         return [m for m in self.members if not m.missing] or self.members
@@ -115,13 +110,6 @@ class Arm:
         """Return the paired difference to another arm; empty if one of them is not measured."""
         own, other = self.scores(role), rival.scores(role)
         return {} if own is None or other is None else difference(own, other, self.clusters(role)).as_dict()
-
-    def point(self, state: str = "recovered") -> Point | None:
-        """Return the domain and the retention scores, or None unless both are measured."""
-        domain, retention = self.scores("domain", state), self.scores("retention", state)
-        if domain is None or retention is None:
-            return None
-        return Point(domain, retention, self.clusters("domain"), self.clusters("retention"))
 
 
 def notes_of_runs(notes: Mapping[str, Sequence[str]]) -> list[str]:

@@ -215,7 +215,7 @@ def writing(summary: dict[str, Any]) -> Markup | None:
 
 
 def frontier(comparison: dict[str, Any]) -> Markup | None:
-    """Plot domain (x) against retention (y) of references, arms and alpha-curve; None below two points."""
+    """Plot domain (x) against retention (y) of references and arms; None below two points."""
     names = [comparison["headline"][role] for role in ("domain", "retention")]
     rows = [r for r in (*comparison["references"], *comparison["arms"]) if r["domain"] and r["retention"]]
     if None in names or len(rows) < 2:
@@ -224,22 +224,12 @@ def frontier(comparison: dict[str, Any]) -> Markup | None:
     labels = [_plain(row["name"]).lstrip("_") for row in rows]
     columns = 2 if max(map(len, labels)) <= 20 else 1
     styles = _arm_styles()
-    curve = comparison["alpha_curve"]
-    lines = (
-        {"alpha-curve": ("-", curve), "its mixtures": ("--", [p for p in curve if p["edge"]])}
-        if curve
-        else {}
-    )
-    height = TALL + 0.2 * math.ceil((len(rows) + len(lines)) / columns)
+    height = TALL + 0.2 * math.ceil(len(rows) / columns)
     with _figure(height=height, width=WIDE) as (figure, (axes,)):
         axes.grid(True, axis="both")
-        for name, (line, points) in lines.items():
-            centres = [(100 * point["domain"], 100 * point["retention"]) for point in points]
-            axes.plot(*_columns(centres), color=PAINT["muted"], linestyle=line, linewidth=0.9, label=name)
         drawn: list[dict[str, Any]] = []
         for row, label in zip(rows, labels, strict=True):
             shape, colour = (SHAPES[row["state"]], row["state"]) if "state" in row else next(styles)
-            colour = "muted" if row.get("method") == "interpolate" else colour
             style: dict[str, Any] = {"fmt": shape, "color": PAINT[colour], "label": label}
             style |= {"markerfacecolor": "none", "markersize": 7 + 6 * _coinciding(row, drawn)}
             _cross(axes, row["domain"], row["retention"], **style)

@@ -6,10 +6,7 @@ seed (`opdcl.results.intervals`).
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,7 +15,6 @@ from opdcl.results.intervals import (
     TWO_SIDED,
     Clusters,
     Estimate,
-    Source,
     are_scores,
     cluster_ids,
     clustered_mean,
@@ -29,7 +25,6 @@ from opdcl.results.intervals import (
     mean_over,
     pass_or_fail,
     ratio,
-    sources,
     student,
 )
 from opdcl.results.status import (
@@ -68,15 +63,6 @@ class States(NamedTuple):
         return state if self.floor is None or self.floor.mean() <= state.mean() else self.floor
 
 
-class Point(NamedTuple):
-    """One model's domain scores and retention scores, and the clusters of both suites."""
-
-    domain: np.ndarray
-    retention: np.ndarray
-    domain_clusters: Clusters = None
-    retention_clusters: Clusters = None
-
-
 @dataclass(frozen=True)
 class NonInferiority:
     """Whether one model is shown to be less than `margin` worse than another."""
@@ -85,12 +71,9 @@ class NonInferiority:
     shown: bool
     at_most: float
     """How much worse it is at most, with 95 % confidence; below zero if it is measurably better."""
-    power: float
-    """The probability of showing non-inferiority if both are equal, from the differences that were seen."""
 
     def as_dict(self) -> dict[str, Any]:
-        numbers = {"margin": self.margin, "at_most": round(self.at_most, 6), "power": round(self.power, 4)}
-        return {"shown": self.shown, **numbers}
+        return {"shown": self.shown, "margin": self.margin, "at_most": round(self.at_most, 6)}
 
 
 def non_inferiority(
@@ -101,15 +84,7 @@ def non_inferiority(
 ) -> NonInferiority:
     """Test whether a model is less than `margin` worse than its reference, with 95 % confidence."""
     at_most = -difference(model, reference, clusters).low
-    parts = difference_sources(model, reference, clusters)
-    return NonInferiority(margin, at_most < margin, at_most, power_at_equality(parts, margin))
-
-
-def power_at_equality(parts: Sequence[Source], margin: float = NON_INFERIORITY_MARGIN) -> float:
-    """Return the probability that two equal models are shown to differ by less than `margin`."""
-    error = sum(variance for variance, _ in parts) ** 0.5
-    room = margin - half_width(parts)
-    return NormalDist().cdf(room / error) if error else float(room > 0)
+    return NonInferiority(margin, at_most < margin, at_most)
 
 
 def place(
@@ -134,17 +109,13 @@ def detectable_difference(a: np.ndarray, b: np.ndarray, clusters: Clusters = Non
     failures that differ by d on average have at least the variance d (1 - d), whatever spread was seen. The
     same is taken of fractions: a few prompts do not show that no answer is lost as a whole.
     """
-    smallest = found_four_times_in_five(difference_sources(a, b, clusters))
+    parts = difference_sources(a, b, clusters)
+    smallest = half_width(parts) + half_width(parts, POWER)
     if not are_scores(a, b):
         return smallest
     _, count = cluster_ids(np.shape(a)[-1], clusters)
     errors = student(TWO_SIDED, count - 1) + student(POWER, count - 1)
     return max(smallest, errors**2 / (count + errors**2))
-
-
-def found_four_times_in_five(parts: Sequence[Source]) -> float:
-    """Return the smallest true difference that these sources of variance let a test find so often."""
-    return half_width(parts) + half_width(parts, POWER)
 
 
 def mcnemar(a: np.ndarray, b: np.ndarray, clusters: Clusters = None) -> float:
@@ -292,41 +263,3 @@ def outcome(retention: States | None, domain: States | None, written_alike: bool
         "domain_retention": d and d.as_dict(),
         "domain_retention_raw": raw_d and raw_d.as_dict(),
     }
-
-
-def above_mixtures(arm: Point, rivals: Sequence[Point]) -> Estimate:
-    """Estimate how far an arm lies above the best retention of the rivals' mixtures at its domain score.
-
-    Answering each prompt with one of two rivals at random costs nothing and gives every point on the line
-    between them. The reference is therefore the upper edge of all these lines, not the rivals' points alone.
-    An arm with a higher domain score than every rival is compared with the rival that has the highest. The
-    interval is that of the distance to the line on which the reference lies.
-    """
-    at = min(arm.domain.mean(), max(rival.domain.mean() for rival in rivals))
-    left, right = max(itertools.product(rivals, repeat=2), key=lambda pair: _line(at, *pair)[0])
-    height, share, slope = _line(at, left, right)
-    retention = [arm.retention, (share - 1) * left.retention, -share * right.retention]
-    domain = [-slope * arm.domain, slope * (1 - share) * left.domain, slope * share * right.domain]
-    half = half_width(sources([(retention, arm.retention_clusters), (domain, arm.domain_clusters)]))
-    value = float(arm.retention.mean()) - height
-    return Estimate(value, value - half, value + half)
-
-
-def upper_edge(rivals: Sequence[Point]) -> set[int]:
-    """Return the indices of the rivals that lie on the upper edge of all their mixtures."""
-    return {i for i, rival in enumerate(rivals) if above_mixtures(rival, rivals).value >= -1e-9}
-
-
-def _line(at: float, left: Point, right: Point) -> tuple[float, float, float]:
-    """Return the retention of two models' mixture at a domain score, the right one's share, and the slope.
-
-    The retention is minus infinity where the line does not reach.
-    """
-    start, end = (float(point.domain.mean()) for point in (left, right))
-    low, high = (float(point.retention.mean()) for point in (left, right))
-    if end < at:
-        return -np.inf, 1.0, 0.0
-    share = (at - start) / (end - start) if end > start else 1.0
-    if not 0 < share < 1:
-        return (low, 0.0, 0.0) if share <= 0 else (high, 1.0, 0.0)
-    return low + share * (high - low), share, (high - low) / (end - start)

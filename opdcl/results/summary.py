@@ -12,7 +12,7 @@ import numpy as np
 
 from opdcl.config.recover import NO_WORSE
 from opdcl.errors import UsageError
-from opdcl.results import closeness, kinds, power, stats, writing
+from opdcl.results import closeness, kinds, stats, writing
 from opdcl.results.format import percent
 from opdcl.results.scores import Suite, headline_of, load_suites, section
 from opdcl.results.stats import Clusters
@@ -33,7 +33,6 @@ DOMAIN_BACK = 0.85
 TEACHER_OF = {"retention": "base", "domain": "tuned", "control": "base"}
 
 PAIRS = (("tuned", "base"), ("recovered", "tuned"), ("recovered", "base"))
-DETECTABLE = {"recovered_minus_base": "detectable_difference", "tuned_minus_base": "detectable_drop"}
 
 
 class Results:
@@ -60,11 +59,7 @@ class Results:
         """The results with the stable keys of `opdcl report RUN --json`."""
         with _damage_is_named(self.run):
             summary = summary_of(self, self.suites)
-        notes = [*summary["faults"], *summary["notes"]]
-        if summary["non_inferiority"]:
-            suite = self.headline["retention"]
-            notes += power.notes(suite.name, len(suite.prompts), summary)
-        return summary | {"notes": notes}
+        return summary | {"notes": [*summary["faults"], *summary["notes"]]}
 
 
 @contextlib.contextmanager
@@ -85,7 +80,7 @@ def summarise(run: RunDir) -> dict[str, Any]:
 
 
 def summary_of(results: Results, suites: list[Suite]) -> dict[str, Any]:
-    """Return the summary of some of a run's suites; its notes lack the faults and what the run can show."""
+    """Return the summary of some of a run's suites; its notes lack the faults."""
     run, near = results.run, results.near
     retention, domain = results.headline.get("retention"), results.headline.get("domain")
     estimates = {s.name: _summarise_suite(s) for s in suites}
@@ -156,7 +151,6 @@ def _groups(retention: Suite | None) -> dict[str, Any]:
 def _tests(retention: Suite | None, domain: Suite | None) -> dict[str, Any]:
     """Return the paired tests of the headline suites; None for pairs that are not measured."""
     found: dict[str, Any] = {
-        "detectable_difference": None,
         "detectable_drop": None,
         "writing": writing.compared_with_base([retention] if retention else []),
         "mcnemar": {},
@@ -167,8 +161,8 @@ def _tests(retention: Suite | None, domain: Suite | None) -> dict[str, Any]:
         found[name] = pair and stats.difference(*pair).as_dict()
         binary = pair and {*pair[0], *pair[1]} <= {0.0, 1.0}
         found["mcnemar"][name] = stats.mcnemar(*pair) if pair and binary else None
-        if pair and name in DETECTABLE:
-            found[DETECTABLE[name]] = stats.detectable_difference(*pair)
+        if pair and name == "tuned_minus_base":
+            found["detectable_drop"] = stats.detectable_difference(*pair)
     for later, earlier in PAIRS:
         pair = _pair(domain, later, earlier)
         found[f"domain_{later}_minus_{earlier}"] = pair and stats.difference(*pair).as_dict()

@@ -59,7 +59,6 @@ def view(comparison: dict[str, Any]) -> View:
         _scores_table(comparison),
         _closeness_table(arms),
         _rivals_table(comparison),
-        _curve_table(arms),
         *map(_further_table, comparison["further"]),
         _settings_table(comparison),
     ]
@@ -153,23 +152,6 @@ def _rivals_table(comparison: dict[str, Any]) -> Table:
     )
     title = f"{comparison['arms'][0]['name']} minus each other arm"
     return Table(title, ["arm", *HEADLINE_ROLES], rows, caption)
-
-
-def _curve_table(arms: list[dict[str, Any]]) -> Table:
-    rows = [
-        [arm["name"], cell(above["at_its_domain"], CHANGE), *_by_role(above, CHANGE), above["arm"]]
-        for arm in arms
-        if (above := arm["above_alpha_curve"])
-    ]
-    caption = (
-        "The alpha-curve consists of straight lines from base, over the tuned adapter scaled without "
-        "training, to tuned: two models can be mixed by choosing between their answers at random. The first "
-        "column is the distance in retention from the curve at the arm's own domain score. The next two are "
-        "the differences, on the same prompts, to one point of the curve. If an interval contains zero, the "
-        "difference may be chance."
-    )
-    columns = ["arm", "retention\nat its domain", "retention\nto the point", "domain\nto the point", "point"]
-    return Table("Above the alpha-curve, in points", columns, rows, caption)
 
 
 def _further_table(suite: dict[str, Any]) -> Table:

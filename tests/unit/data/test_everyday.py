@@ -69,6 +69,10 @@ def test_similarity_is_worked_out_by_hand():
     )
 
 
+def test_texts_without_a_content_word_are_like_nothing():
+    np.testing.assert_array_equal(similarity(["Who is it?", ""], ["What is this?"]), [[0], [0]])
+
+
 @pytest.mark.parametrize(
     ("prompt", "copy"),
     [

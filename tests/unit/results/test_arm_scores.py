@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers.synthetic import BASE, TUNED, N, alter, change, measure
+from helpers.synthetic import TUNED, N, alter, change, measure
 
 from opdcl.results import compare, stats
 from opdcl.results.summary import summarise
@@ -82,64 +82,6 @@ def test_different_tuned_models_have_a_row_each_and_a_note(make):
     assert any("2 different results of tuned" in note for note in comparison["notes"])
 
 
-def test_the_distance_to_the_alpha_curve_is_paired(three):
-    ours, general, scaled = (row["above_alpha_curve"] for row in compare.compare(three)["arms"])
-    assert scaled is None
-    assert ours["arm"] == general["arm"] == "scaled"
-    assert ours["retention"]["value"] == pytest.approx(8 / 40)
-    assert [ours["domain"]["value"], general["domain"]["value"]] == pytest.approx([12 / 40, -8 / 40])
-    passed = {k: (np.arange(N) < k).astype(float) for k in (20, 28)}
-    assert ours["retention"] == stats.difference(passed[28], passed[20]).as_dict()
-    assert general["domain"]["high"] < 0 < ours["domain"]["low"]
-
-
-def test_the_alpha_curve_runs_from_base_over_the_scaled_adapter_to_tuned(three):
-    ours = compare.compare(three)["arms"][0]
-    passed = {k: (np.arange(N) < k).astype(float) for k in range(N + 1)}
-    points = [
-        stats.Point(*(passed[len(scores[suite])] for suite in ("handbook", "instructions")))
-        for scores in (BASE, TUNED)
-    ]
-    above = stats.above_mixtures(
-        stats.Point(passed[32], passed[28]), [*points, stats.Point(passed[20], passed[20])]
-    ).as_dict()
-    assert ours["above_alpha_curve"]["at_its_domain"] == above
-    drawn = compare.compare(three)["alpha_curve"]
-    assert [p["domain"] * N for p in drawn] == pytest.approx([4, 20, 36])
-    assert [p["retention"] * N for p in drawn] == pytest.approx([32, 20, 8])
-    assert [p["edge"] for p in drawn] == [True, True, True]
-    assert (
-        "retention\nat its domain"
-        in next(t for t in view(compare.compare(three)).tables if "alpha" in t.title).columns
-    )
-
-
-def test_without_a_curve_there_is_no_distance_to_it(three):
-    comparison = compare.compare(three[:2])
-    assert [row["above_alpha_curve"] for row in comparison["arms"]] == [None, None]
-    assert comparison["alpha_curve"] == []
-    titles = [table.title for table in view(comparison).tables]
-    assert titles == ["Scores", "ours minus each other arm", "Settings that differ"]
-
-
-def test_an_arm_is_compared_with_the_alpha_curve_of_its_own_tuned_model(make):
-    other = TUNED | {"instructions": range(9)}
-    runs = [
-        make("a", 28, 32),
-        make("b", 30, 32, tuned=other, steps=9),
-        make("scaled-a", 20, 20, method="interpolate"),
-        make("scaled-b", 21, 21, tuned=other, method="interpolate", steps=9),
-    ]
-    comparison = compare.compare(runs)["arms"]
-    assert [row["above_alpha_curve"] and row["above_alpha_curve"]["arm"] for row in comparison] == [
-        "scaled-a",
-        "scaled-b",
-        None,
-        None,
-    ]
-    assert comparison[1]["above_alpha_curve"]["retention"]["value"] == pytest.approx(9 / 40)
-
-
 def test_only_settings_that_differ_have_a_row(three):
     change(three[0], "recover", steps=60, seed=7, save_steps=1)
     assert compare.compare(three)["differences"] == {
@@ -206,17 +148,9 @@ def test_arms_over_the_same_fine_tunes_share_the_mean_of_tuned(make):
     ]
     ours, scaled = comparison["arms"]
     assert (ours["seeds"], scaled["seeds"]) == (2, 2)
-    assert ours["above_alpha_curve"]["retention"]["value"] == pytest.approx(7.5 / 40)
     # R of the seeds is 20/24 and 18/22; the arm's R divides the means.
     assert ours["recovery"]["value"] == pytest.approx(19 / 23, abs=1e-5)
     assert any("Intervals over two seeds" in note for note in comparison["notes"])
-
-
-def test_the_resolution_of_all_runs_is_noted_once(make):
-    runs = [make("ours", 28, 32), make("half", 20, 32, steps=9)]
-    fine = [summarise(run)["tests"]["detectable_difference"] for run in runs]
-    (note,) = (note for note in compare.compare(runs)["notes"] if "four times in five" in note)
-    assert f"of {100 * min(fine):.1f} to {100 * max(fine):.1f} points" in note
 
 
 def test_an_unfinished_run_is_listed_with_the_results_it_has(make):

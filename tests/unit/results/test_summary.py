@@ -27,12 +27,6 @@ def test_scores_ratios_and_cost_equal_those_worked_out_by_hand(run):
     assert summary["cost"]["eval"] == {"seconds": 60.0, "tokens": 6000, "peak_memory_bytes": 2 * 2**30}
 
 
-def test_the_resolution_of_a_run_that_is_not_shown_to_be_recovered_is_one_number(run):
-    summary = summarise(run)
-    smallest = 100 * summary["tests"]["detectable_difference"]
-    assert any(f"a true difference of {smallest:.1f} points" in note for note in summary["notes"])
-
-
 def test_the_other_ifeval_metrics_are_there_for_every_state(run):
     metrics = summarise(run)["suites"]["instructions"]["metrics"]
     assert set(metrics) == {"inst_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc"}
