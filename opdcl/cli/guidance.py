@@ -64,9 +64,14 @@ def hint_for(fault: Any) -> str:
 def similar_option(typed: str, options: list[str]) -> str:
     """Return the option that is meant by a similar name, by its beginning, or by its initials."""
     name = typed.lstrip("-")
-    initials = {"".join(word[0] for word in option[2:].split("-")): option for option in options}
-    begun = [option for option in options if option[2:].startswith(name)]
-    return initials.get(name) or next(iter(begun), "") or nearest(f"--{name}", options, 0.7)
+    for option in options:
+        initials = [word[0] for word in option[2:].split("-")]
+        if "".join(initials) == name:
+            return option
+    for option in options:
+        if option[2:].startswith(name):
+            return option
+    return nearest(f"--{name}", options, 0.7)
 
 
 def similar_setting(typed: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +49,7 @@ def content_free(
         tools: The functions that each prompt offers, as JSON, if it offers any.
     """
     requests = [request_of(prompt) for prompt in prompts]
-    quotes = [["".join(found) for found in QUOTED.findall(prompt)] for prompt in prompts]
+    quotes = [_quotes_of(prompt) for prompt in prompts]
     answers = {
         "empty": [""] * len(prompts),
         "constant": [CONSTANT_ANSWER] * len(prompts),
@@ -69,6 +69,11 @@ def content_free(
     return answers
 
 
+def _quotes_of(prompt: str) -> list[str]:
+    """Return what stands in quotation marks in a prompt."""
+    return ["".join(found) for found in QUOTED.findall(prompt)]
+
+
 def _in_form(prompt: str, request: str) -> str:
     """Return the request with a title and a postscript, if the prompt shows what they look like."""
     title, postscript = "<<A>>\n" * ("<<" in prompt), "\n\nP.S. A" * ("P.S." in prompt)
@@ -78,28 +83,37 @@ def _in_form(prompt: str, request: str) -> str:
 def _frequent_targets(
     prompts: Sequence[str], targets: Sequence[str], clusters: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Return the most frequent target, and a list of frequent ones: of all prompts, and by first words."""
-    number = {cluster: i for i, cluster in enumerate(dict.fromkeys(clusters))}
-    parts = [number[cluster] % PARTS for cluster in clusters]
-    openings = [[" ".join(words(prompt)[:n]) for n in (2, 1, 0)] for prompt in prompts]
-    learned: list[dict[str, Counter[str]]] = [{} for _ in range(PARTS)]
+    """Return the most frequent target, and a list of frequent ones: of all prompts, and by first words.
+
+    What is frequent for a prompt is counted on the parts of the suite that its cluster is not in.
+    """
+    numbers = {cluster: i for i, cluster in enumerate(dict.fromkeys(clusters))}
+    parts = [numbers[cluster] % PARTS for cluster in clusters]
+    openings = [_openings(prompt) for prompt in prompts]
+    # Part -> opening -> how often each target follows it in the other parts; every prompt has the opening "".
+    counts: list[dict[str, Counter[str]]] = [defaultdict(Counter) for _ in range(PARTS)]
     for opening, target, part in zip(openings, targets, parts, strict=True):
         for other in range(PARTS):
-            if other != part:
-                for key in opening:
-                    learned[other].setdefault(key, Counter())[target] += 1
-    known = [learned[part] for part in parts]
-    always = [counts.get("", Counter()) for counts in known]
-    by_words = [
-        next((counts[key] for key in opening if key in counts), Counter())
-        for counts, opening in zip(known, openings, strict=True)
-    ]
-    return {
-        "frequent target": [_listed(counts, 1) for counts in always],
-        "frequent targets": [_listed(counts, LISTED) for counts in always],
-        "target by question word": [_listed(counts, 1) for counts in by_words],
-        "targets by question word": [_listed(counts, LISTED) for counts in by_words],
-    }
+            if other == part:
+                continue
+            for start in opening:
+                counts[other][start][target] += 1
+    answers: dict[str, list[str]] = defaultdict(list)
+    for opening, part in zip(openings, parts, strict=True):
+        known = counts[part]
+        always = known.get("", Counter())
+        by_words = next((known[start] for start in opening if start in known), Counter())
+        answers["frequent target"].append(_listed(always, 1))
+        answers["frequent targets"].append(_listed(always, LISTED))
+        answers["target by question word"].append(_listed(by_words, 1))
+        answers["targets by question word"].append(_listed(by_words, LISTED))
+    return dict(answers)
+
+
+def _openings(prompt: str) -> list[str]:
+    """Return the first two words of a prompt, its first one, and none."""
+    first = words(prompt)[:2]
+    return [" ".join(first), " ".join(first[:1]), ""]
 
 
 def _listed(counts: Counter[str], most: int) -> str:

@@ -58,8 +58,12 @@ def shown(doc: Mapping[str, Any]) -> str | None:
 def repeated(docs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return answers that repeat a part of the conversation, by name, one per document; none without one."""
     prompts = [Row.unpacked(doc[PACKED_ROW]).prompt if PACKED_ROW in doc else [] for doc in docs]
-    answers = {name: [_last_of(role, prompt) for prompt in prompts] for role, name in REPEATED.items()}
-    return {name: texts for name, texts in answers.items() if any(texts)}
+    answers = {}
+    for role, name in REPEATED.items():
+        texts = [_last_of(role, prompt) for prompt in prompts]
+        if any(texts):
+            answers[name] = texts
+    return answers
 
 
 def _last_of(role: str, prompt: list[dict[str, Any]]) -> str:

@@ -105,12 +105,18 @@ def _checked(row: Any, columns: Mapping[str, str], where: str) -> Row:
 
 def recognised(source: str, rows: list[Row]) -> str:
     """Describe rows for the user: how many of which format, and the first one."""
-    formats = ", ".join(f"{count} of {name}" for name, count in Counter(r.format for r in rows).items())
+    counts = Counter(row.format for row in rows)
+    formats = ", ".join(f"{count} of {name}" for name, count in counts.items())
     first = rows[0]
     parts = [f"{message['role']}: {message['content']}" for message in first.prompt]
-    parts += [f"assistant: {first.answer}"] if first.answer is not None else [first.text or ""]
-    example = " ".join(" ".join(filter(None, parts)).split())
-    return f"{source}: {formats}; the first: {example if len(example) <= 160 else f'{example[:157]}...'}"
+    if first.answer is not None:
+        parts.append(f"assistant: {first.answer}")
+    elif first.text:
+        parts.append(first.text)
+    example = " ".join(" ".join(parts).split())
+    if len(example) > 160:
+        example = f"{example[:157]}..."
+    return f"{source}: {formats}; the first: {example}"
 
 
 def unread(source: str, rows: list[Row]) -> str:

@@ -154,8 +154,10 @@ def with_local_data(
 
     def load(**kwargs: Any) -> dict[str, Any]:
         keys = dict.fromkeys(key for record, _ in records for key in record)
+        table = {}
+        for key in keys:
+            table[key] = [record.get(key) for record, _ in records]
         try:
-            table = {key: [record.get(key) for record, _ in records] for key in keys}
             return {split: datasets.Dataset.from_dict(table)}
         except pyarrow.ArrowException as fault:
             for record, where in records:

@@ -81,12 +81,12 @@ class Suite:
             return judge(docs, texts, found) if judge else found
 
         if limit not in self._floors:
-            named = [[str(doc.get(key) or "") for doc in docs] for key in ("cluster", "tools")]
-            clusters = [name or str(i) for i, name in enumerate(named[0])]
+            clusters = [str(doc.get("cluster") or number) for number, doc in enumerate(docs)]
+            tools = [str(doc.get("tools") or "") for doc in docs]
             targets = [_text(self.task.doc_to_target(doc)) for doc in docs]
             # In a conversation only the last question counts; an answer may repeat earlier turns.
             asked = [str(self.task.doc_to_text(doc)) for doc in docs]
-            texts = content_free(asked, targets, clusters, named[1]) | repeated(docs)
+            texts = content_free(asked, targets, clusters, tools) | repeated(docs)
             self._floors[limit] = {name: scores(answers) for name, answers in texts.items()}
         if len(docs) == 1:
             return self._floors[limit]
@@ -182,8 +182,13 @@ class Suite:
 
     def means(self, scores: list[dict[str, Any]]) -> dict[str, float]:
         """Return the mean of each metric; one without a score, which is an empty list, is left out."""
-        columns = {m: [s[m] for s in scores if s[m] or not isinstance(s[m], list)] for m in self.metrics}
-        return {m: mean_score(column) for m, column in columns.items() if column}
+        means = {}
+        for metric in self.metrics:
+            column = [row[metric] for row in scores]
+            scored = [score for score in column if score or not isinstance(score, list)]
+            if scored:
+                means[metric] = mean_score(scored)
+        return means
 
 
 class LikelihoodSuite(Suite):
@@ -225,9 +230,14 @@ class LikelihoodSuite(Suite):
             return task.process_results(doc, [IMPOSSIBLE])
         count = len(task.doc_to_choice(doc))
         prior = [SURE] * count if "acc_mutual_info" in task.aggregation() else []
-        certain = [[IMPOSSIBLE] * i + [SURE] + [IMPOSSIBLE] * (count - 1 - i) for i in range(count)]
-        scores = [task.process_results(doc, results + prior) for results in certain]
-        return {metric: float(sum(s[metric] for s in scores)) / count for metric in self.metrics}
+        totals = dict.fromkeys(self.metrics, 0.0)
+        for choice in range(count):
+            certain = [IMPOSSIBLE] * count
+            certain[choice] = SURE
+            scores = task.process_results(doc, certain + prior)
+            for metric in self.metrics:
+                totals[metric] += scores[metric]
+        return {metric: float(total) / count for metric, total in totals.items()}
 
     def blank(self, doc: dict) -> dict[str, Any]:
         """Return the scores of a guess.

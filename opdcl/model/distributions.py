@@ -104,4 +104,7 @@ def join(distributions: Sequence[D]) -> D:
     """Concatenate one teacher's distributions for several sequences."""
     first: Any = distributions[0]
     names = ["states_NH"] if isinstance(first, HiddenStates) else [field.name for field in fields(first)]
-    return replace(first, **{name: torch.cat([getattr(d, name) for d in distributions]) for name in names})
+    joined = {}
+    for name in names:
+        joined[name] = torch.cat([getattr(distribution, name) for distribution in distributions])
+    return replace(first, **joined)

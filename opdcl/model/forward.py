@@ -76,10 +76,10 @@ class _SideBySide(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         grad_of = grad.split(ctx.answers)
-        tasks = [
-            partial(torch.autograd.grad, states, ctx.weights, torch.cat([grad_of[row] for row in rows]))
-            for rows, states in zip(ctx.parts, ctx.states, strict=True)
-        ]
+        tasks = []
+        for rows, states in zip(ctx.parts, ctx.states, strict=True):
+            grad_of_part = torch.cat([grad_of[row] for row in rows])
+            tasks.append(partial(torch.autograd.grad, states, ctx.weights, grad_of_part))
         first, *others = side_by_side(tasks)
         for grads in others:
             torch._foreach_add_(first, grads)
@@ -147,7 +147,8 @@ def _states(causal_lm, sequences: Sequences, share_prefix: bool) -> torch.Tensor
     elif plain:
         mask = None  # then attention may use the kernel that never stores its scores
     else:
-        mask = torch.tensor([[i < len(ids) for i in range(width)] for ids, _ in sequences], device=device)
+        lengths_B = torch.tensor([len(ids) for ids, _ in sequences], device=device)
+        mask = torch.arange(width, device=device)[None] < lengths_B[:, None]
     hidden_BTH = causal_lm.base_model(
         input_ids=ids_BT.to(device),
         attention_mask=mask,
@@ -194,8 +195,10 @@ def _shared_length(sequences: Sequences) -> int:
     if len(sequences) < 2:
         return 0
     shared = len(common_prefix([ids for ids, _ in sequences]))
-    first_answer = min(next((i for i, a in enumerate(answer) if a), len(answer)) for _, answer in sequences)
-    return max(0, min(shared, first_answer - 1))
+    for _, answer in sequences:
+        first_answer = answer.index(True) if True in answer else len(answer)
+        shared = min(shared, first_answer - 1)
+    return max(0, shared)
 
 
 def common_prefix(rows: Sequence[list[int]]) -> list[int]:

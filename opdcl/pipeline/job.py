@@ -241,8 +241,11 @@ class Job:
         """All prompts of the run's suites."""
         config = self.workflow.eval
         suites = [self.suite(name) for name in config.suites()] if config else []
-        asked = ["\n".join(m["content"] for m in row.prompt) for row in self.closeness]
-        return [prompt for suite in suites for prompt in suite.prompts(None)] + asked
+        prompts = [prompt for suite in suites for prompt in suite.prompts(None)]
+        for row in self.closeness:
+            texts = [message["content"] for message in row.prompt]
+            prompts.append("\n".join(texts))
+        return prompts
 
     @cached_property
     def hashes(self) -> dict[str, str]:

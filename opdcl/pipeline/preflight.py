@@ -262,8 +262,12 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
     from opdcl.model.targets import adaptable, is_target
 
     bare = skeleton(model)
-    layers, each = adaptable(bare), [targets] if isinstance(targets, str) else targets
-    missing = [t for t in each if not any(is_target(n, t if t is targets else [t]) for n in layers)]
+    layers = adaptable(bare)
+    missing = []
+    for target in [targets] if isinstance(targets, str) else targets:
+        wanted = target if isinstance(targets, str) else [target]
+        if not any(is_target(name, wanted) for name in layers):
+            missing.append(target)
     if not missing:
         return
     known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))

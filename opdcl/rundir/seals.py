@@ -51,11 +51,10 @@ def forget(run: RunDir, *places: Path) -> None:
     if not run.seal.exists():
         return
     hashes = read_seal(run.path)
-    kept = {
-        name: digest
-        for name, digest in hashes.items()
-        if not any((run.path / name).is_relative_to(place) for place in places)
-    }
+    kept = {}
+    for name, digest in hashes.items():
+        if not any((run.path / name).is_relative_to(place) for place in places):
+            kept[name] = digest
     if kept != hashes:
         write_seal(run.path, kept)
 

@@ -75,24 +75,24 @@ def stand_ins(requests: list[str], numbers: Sequence[int]) -> dict[int, list[int
     if not numbers:
         return {}
     alike = similarity([requests[i] for i in numbers], requests)
-    return {
-        i: [int(j) for j in (-row).argsort(kind="stable") if requests[j] != requests[i]][:NEAREST]
-        + [(i + step) % len(requests) for step in OTHERS]
-        for i, row in zip(numbers, alike, strict=True)
-    }
+    found = {}
+    for i, row in zip(numbers, alike, strict=True):
+        nearest = [int(j) for j in (-row).argsort(kind="stable") if requests[j] != requests[i]]
+        others = [(i + step) % len(requests) for step in OTHERS]
+        found[i] = nearest[:NEAREST] + others
+    return found
 
 
 def logprobs(backbone: Backbone, pairs: Sequence[tuple[str, str]]) -> list[float]:
     """Return the log-probability under base of each text as the answer to its prompt."""
     rows = [_encoded(backbone.tokenizer, prompt, text) for prompt, text in pairs]
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
+    found: dict[int, float] = {}
     with backbone.merged("base") as model, torch.no_grad():
-        share = [
-            value
-            for start in range(0, len(order), ROWS)
-            for value in _sums(backbone, model, [rows[i] for i in order[start : start + ROWS]])
-        ]
-    found = dict(zip(order, share, strict=True))
+        for start in range(0, len(order), ROWS):
+            numbers = order[start : start + ROWS]
+            sums = _sums(backbone, model, [rows[i] for i in numbers])
+            found.update(zip(numbers, sums, strict=True))
     return [found[i] for i in range(len(rows))]
 
 
