@@ -32,16 +32,19 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     notes = _add_closeness(arms, rows)
     headline = [(role, first_measured(members, role).headline.get(role)) for role in HEADLINE_ROLES]
     differences = _differences(arms)
+    against_first = []
+    for rival in arms[1:]:
+        row: dict[str, Any] = {"name": rival.name}
+        for role in HEADLINE_ROLES:
+            row[role] = arms[0].minus(rival, role)
+        against_first.append(row)
     faults = [f"{m.run.path}: {fault}" for m in members for fault in m.summary["faults"]]
     return {
         "headline": {role: suite.name if suite else None for role, suite in headline},
         "suites": {suite.name: suite.description for _, suite in headline if suite and suite.rows},
         "references": base + tuned,
         "arms": rows,
-        "against_first": [
-            {"name": rival.name, **{role: arms[0].minus(rival, role) for role in HEADLINE_ROLES}}
-            for rival in arms[1:]
-        ],
+        "against_first": against_first,
         "further": _further(arms),
         "differences": differences,
         "faults": faults,
@@ -124,8 +127,11 @@ def _run_row(member: Member) -> dict[str, Any]:
 
 def _further(arms: list[Arm]) -> list[dict[str, Any]]:
     """Return the arms' scores on each further suite that all finished runs answered on the same prompts."""
-    finished = [arm for arm in arms if not any(member.missing for member in arm.pooled)]
-    members = [member for arm in finished for member in arm.pooled]
+    finished, members = [], []
+    for arm in arms:
+        if not any(member.missing for member in arm.pooled):
+            finished.append(arm)
+            members += arm.pooled
     tables = []
     for name, suite in members[0].further.items() if members else ():
         others = [member.further.get(name) for member in members]

@@ -134,7 +134,10 @@ def load_arms(runs: list[RunDir]) -> list[Arm]:
     _check_comparable(members)
     groups = pool(runs, [as_key(m.settings) for m in members], [as_key(m.seeds) for m in members])
     member_of = {member.run: member for member in members}
-    return [Arm(name, [member_of[run] for run in group]) for name, group in groups.items()]
+    arms = []
+    for name, group in groups.items():
+        arms.append(Arm(name, [member_of[run] for run in group]))
+    return arms
 
 
 def _without_seed(place: str, seeds: dict[str, Any]) -> str:

@@ -32,8 +32,10 @@ def summarise(suites: Sequence[Suite]) -> dict[str, Any] | None:
 
     `suites` are those of one run, or of the training seeds of an arm, on the same prompts.
     """
-    states = [state for state in STATES if suites and all(state in suite.rows for suite in suites)]
-    distances = {state: values(suites, state) for state in states}
+    distances = {}
+    for state in STATES:
+        if suites and all(state in suite.rows for suite in suites):
+            distances[state] = values(suites, state)
     if "base" not in distances:
         return None
     floor, clusters = floors_of(suites), suites[0].clusters
@@ -54,7 +56,10 @@ def summarise(suites: Sequence[Suite]) -> dict[str, Any] | None:
 
 def values(suites: Sequence[Suite], state: str, name: str = "distance") -> np.ndarray:
     """Return a state's `(S, N)` numbers in nats per token: its distance, or one direction of it."""
-    return stacked([[row["scores"][name] for row in suite.rows[state]] for suite in suites])
+    of_suites = []
+    for suite in suites:
+        of_suites.append([row["scores"][name] for row in suite.rows[state]])
+    return stacked(of_suites)
 
 
 def _estimates(suites: Sequence[Suite], state: str) -> dict[str, dict[str, float]]:

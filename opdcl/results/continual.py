@@ -203,21 +203,32 @@ def _chains(steps: list[Step]) -> list[Chain]:
 
 def _figures(chain: Chain, seeds: Sequence[str], scores: Scores) -> dict[str, dict[str, np.ndarray]]:
     """Return figure -> suite -> `(seeds, N)` values whose mean is the figure; empty if not measured."""
-    *earlier, last = ([chain.lines[seed][i] for seed in seeds] for i in range(len(chain.steps)))
+    # The runs of each step, one per seed.
+    runs_of = [[chain.lines[seed][step] for seed in seeds] for step in range(len(chain.steps))]
+    last = runs_of[-1]
     learned_at = {step.learned: i for i, step in enumerate(chain.steps) if step.learned}
-    suites = [n for n, s in scores.suites.items() if s.role == "retention" or n in learned_at]
-    ends = {n: x for n in suites if (x := scores.of(last, n)) is not None}
-    forgetting, transfer = {}, {}
-    for name, end in ends.items():
-        before = [scores.of(runs, name) for runs in earlier[learned_at.get(name, 0) :]]
-        if name not in learned_at:
-            before.insert(0, scores.of(last, name, base=True))
-        measured = [x for x in before if x is not None]
-        if before and len(measured) == len(before):
-            forgetting[name] = max(measured, key=lambda x: x.mean()) - end
-            if name in learned_at:
-                transfer[name] = end - measured[0]
-    average = ends if len(ends) == len(suites) else {}
+    ends, forgetting, transfer = {}, {}, {}
+    is_complete = True
+    for name, suite in scores.suites.items():
+        is_domain = name in learned_at
+        if suite.role != "retention" and not is_domain:
+            continue
+        end = scores.of(last, name)
+        if end is None:
+            is_complete = False
+            continue
+        ends[name] = end
+        # What it was before the last step: since it was learned, or from base on.
+        before = [] if is_domain else [scores.of(last, name, base=True)]
+        for runs in runs_of[learned_at.get(name, 0) : -1]:
+            before.append(scores.of(runs, name))
+        measured = [score for score in before if score is not None]
+        if not before or len(measured) < len(before):
+            continue
+        forgetting[name] = max(measured, key=lambda score: score.mean()) - end
+        if is_domain:
+            transfer[name] = end - measured[0]
+    average = ends if is_complete else {}
     return {"average": average, "forgetting": forgetting, "backward_transfer": transfer}
 
 

@@ -151,7 +151,11 @@ def tradeoff(summary: dict[str, Any]) -> Markup | None:
     if None in names:
         return None
     suites = [summary["suites"][name] for name in names]
-    points = {s: [suite[s] for suite in suites] for s in SHAPES if all(suite[s] for suite in suites)}
+    points = {}
+    for state in SHAPES:
+        pair = [suite[state] for suite in suites]
+        if all(pair):
+            points[state] = pair
     if len(points) < 2:
         return None
     with _figure(height=TALL, width=WIDE) as (figure, (axes,)):
@@ -264,7 +268,8 @@ def steps(comparison: dict[str, Any]) -> Markup | None:
             for i, (chain, (shape, colour)) in enumerate(zip(chains, _arm_styles(), strict=False)):
                 measured = [(x, scores[n]) for x, n in enumerate(chain["steps"], 1) if suite in scores[n]]
                 # Chains are shifted a little, so that their bars do not cover one another.
-                xs = [x + 0.06 * i for x in (0, *(x for x, _ in measured))]
+                places = [0, *[x for x, _ in measured]]
+                xs = [x + 0.06 * i for x in places]
                 ys, bars = _bars([base[suite], *(step[suite] for _, step in measured)])
                 style: dict[str, Any] = {"fmt": f"{shape}-", "color": PAINT[colour], "linewidth": 1.2}
                 label = _plain(chain["steps"][-1]).lstrip("_")

@@ -31,11 +31,12 @@ def bars(summary: dict[str, Any]) -> list[dict[str, Any]]:
         measured = [suite[state] for state in STATES if suite.get(state)]
         if not measured:
             continue
-        axis = next((end for end in AXES if end >= max(e["high"] for e in measured)), 1.0)
-        rows = [
-            {"state": state, "score": suite[state], "at": {k: _at(v, axis) for k, v in suite[state].items()}}
-            for state in STATES
-        ]
+        highest = max(estimate["high"] for estimate in measured)
+        axis = next((end for end in AXES if end >= highest), 1.0)
+        rows = []
+        for state in STATES:
+            at = {key: _at(value, axis) for key, value in suite[state].items()}
+            rows.append({"state": state, "score": suite[state], "at": at})
         title = f"{name}, {metric_words(suite['metric'])}, {suite['n']} prompts"
         floor = suite["floor"] and _at(suite["floor"], axis)
         blocks.append({"role": role, "title": title, "axis": axis, "floor": floor, "rows": rows})
@@ -105,7 +106,10 @@ def closeness_table(near: dict[str, Any]) -> Table:
         "reverse": "reverse KL\non the state's own answers",
     }
     rows = [[label, *distances(near, name)] for name, label in labels.items()]
-    rows += writing_rows({s: {MEASURES[k]: v for k, v in near[s].items() if k in MEASURES} for s in STATES})
+    written: dict[str, dict[str, Any]] = {}
+    for state in STATES:
+        written[state] = {MEASURES[key]: value for key, value in near[state].items() if key in MEASURES}
+    rows += writing_rows(written)
     caption = (
         f"{near['n']} prompts that no stage has learned from, answered at temperature 1. "
         "Both models give their distributions at every token of base's answers and of the state's own. The "

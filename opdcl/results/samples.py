@@ -27,8 +27,10 @@ def pick_samples(suite: Suite) -> list[dict[str, Any]]:
         return []
     # Several parts must all pass; one fractional score passes from a half on.
     needed = 1.0 if any(len(parts) != 1 for parts in suite.parts("base")) else 0.5
-    shares = {state: [sum(p) / max(len(p), 1) for p in suite.parts(state)] for state in suite.rows}
-    passed = {state: [share >= needed for share in values] for state, values in shares.items()}
+    shares, passed = {}, {}
+    for state in suite.rows:
+        shares[state] = [sum(parts) / max(len(parts), 1) for parts in suite.parts(state)]
+        passed[state] = [share >= needed for share in shares[state]]
     lost = suite.role == "retention"
     outcomes = enumerate(zip(passed["base"], passed["tuned"], strict=True))
     changed = [i for i, (base, tuned) in outcomes if base == lost and tuned != base]
@@ -38,8 +40,8 @@ def pick_samples(suite: Suite) -> list[dict[str, Any]]:
     if "recovered" in suite.rows:
         good, bad = ("regained by recovery", "not regained") if lost else ("kept by recovery", "lost again")
         groups = {
-            f"{title}, {word}": [i for i in changed if passed["recovered"][i] == ok]
-            for word, ok in ((good, True), (bad, False))
+            f"{title}, {good}": [i for i in changed if passed["recovered"][i]],
+            f"{title}, {bad}": [i for i in changed if not passed["recovered"][i]],
         }
     rows = []
     for title, indices in groups.items():

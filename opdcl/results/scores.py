@@ -108,13 +108,18 @@ class Suite:
 
     def only(self, value: str, field: str = "group") -> Suite:
         """Return the suite on the prompts of one group, or with another field of this value."""
-        chosen = {s: [row for row in rows if row.get(field) == value] for s, rows in self.rows.items()}
+        chosen = {}
+        for state, rows in self.rows.items():
+            chosen[state] = [row for row in rows if row.get(field) == value]
         return replace(self, rows=chosen)
 
     def floor_values(self) -> np.ndarray | None:
         """Return the `(N,)` scores of the best content-free answer, or None if they were not stored."""
-        stored = [rows for rows in self.rows.values() if all("floor" in row for row in rows)]
-        floors = [_weighted(_parts(row["floor"] for row in rows)) for rows in stored]
+        floors = []
+        for rows in self.rows.values():
+            stored = [row["floor"] for row in rows if "floor" in row]
+            if len(stored) == len(rows):
+                floors.append(_weighted(_parts(stored)))
         return max(floors, key=lambda scores: float(scores.mean()), default=None)
 
     def states(self) -> States | None:
@@ -149,7 +154,11 @@ def states_of(suites: Sequence[Suite]) -> States | None:
 
 
 def _parts(scores: Iterable[Any]) -> list[list[float]]:
-    return [[float(x) for x in s] if isinstance(s, list) else [float(s)] for s in scores]
+    parts = []
+    for score in scores:
+        several = score if isinstance(score, list) else [score]
+        parts.append([float(part) for part in several])
+    return parts
 
 
 def _weighted(parts: list[list[float]]) -> np.ndarray:
@@ -194,19 +203,23 @@ def load_suite(run: RunDir, name: str, role: str) -> Suite:
             results[state], answers[state] = result, by_key
     if not results:
         return Suite(name, role, None, {}, {}, 0, faults)
-    shared = set.intersection(*map(set, answers.values()))
+    asked = [set(by_key) for by_key in answers.values()]
+    shared = set.intersection(*asked)
     if not shared:
         problem = f"{' and '.join(results)} have no prompt in common, so they cannot be compared"
         raise UsageError(f"suite {name}: {problem}", f"opdcl eval {run.path} --force")
     order = sorted(shared, key=lambda key: (str(type(key[0])), *key))
+    paired = {}
+    for state, by_key in answers.items():
+        paired[state] = [by_key[key] for key in order]
     first = next(iter(results.values()))
     return Suite(
         name,
         str(first.get("role", role)),
         first["metric"],
         results,
-        {state: [rows[key] for key in order] for state, rows in answers.items()},
-        len(set.union(*map(set, answers.values()))) - len(shared),
+        paired,
+        len(set.union(*asked)) - len(shared),
         faults,
     )
 

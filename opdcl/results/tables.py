@@ -197,7 +197,9 @@ def _steps_table(comparison: dict[str, Any]) -> Table:
 
 def _chains_table(comparison: dict[str, Any]) -> Table:
     figures = ("average", "forgetting", "backward_transfer")
-    rows = [[chain["name"], *(cell(chain[k], SCORE) for k in figures)] for chain in comparison["chains"]]
+    rows = []
+    for chain in comparison["chains"]:
+        rows.append([chain["name"], *[cell(chain[figure], SCORE) for figure in figures]])
     for change in comparison["differences"]:
         name = f"{change['of']}\nminus {change['against']}"
         rows.append([name, *(cell(change[k], CHANGE) for k in figures[:2]), ""])

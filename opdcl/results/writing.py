@@ -60,16 +60,21 @@ def values(suite: Suite, state: str) -> dict[str, np.ndarray]:
 def measures(suites: Sequence[Suite], state: str) -> dict[str, np.ndarray]:
     """Return the `values` of one suite in one or several runs, for the measures that all runs have."""
     columns = [values(suite, state) for suite in suites]
-    shared = [name for name in columns[0] if all(name in column for column in columns)] if columns else []
-    return {name: stacked([column[name] for column in columns]) for name in shared}
+    found = {}
+    for name in columns[0] if columns else ():
+        if all(name in column for column in columns):
+            found[name] = stacked([column[name] for column in columns])
+    return found
 
 
 def estimates(suite: Suite) -> dict[str, dict[str, dict[str, float]]]:
     """Return state -> measure -> estimate of its mean over prompts."""
-    return {
-        state: {name: stats.mean(x, suite.clusters).as_dict() for name, x in values(suite, state).items()}
-        for state in suite.rows
-    }
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for state in suite.rows:
+        found[state] = {}
+        for name, column in values(suite, state).items():
+            found[state][name] = stats.mean(column, suite.clusters).as_dict()
+    return found
 
 
 def compared_with_base(suites: Sequence[Suite]) -> dict[str, dict[str, Any] | None]:
