@@ -117,9 +117,9 @@ class RecoverConfig(Section):
     scale at which least is lost of both streams, by held-out KL; or 1 where a teacher is not base or tuned
     itself."""
     general: Annotated[str | list[str], Field(min_length=1)] | None = "everyday"
-    """Prompts on which base is the teacher: `everyday` (shipped), a file, or `self`: base writes them. Kinds
-    of prompt that a file lacks are added from the shipped ones. A list is taken as it is, in equal parts or
-    as SOURCE=SHARE: `[everyday=0.3, prompts.jsonl=0.7]`. None: domain steps only."""
+    """Prompts on which base is the teacher: `everyday` (shipped), a file, or `self`: base writes them.
+    Several sources: a list, in equal parts or as SOURCE=SHARE, such as `[everyday=0.3, prompts.jsonl=0.7]`.
+    None: domain steps only."""
     domain: str | None = None
     """Prompts on which tuned is the teacher. Default: the questions of the fine-tune's data."""
     general_teacher: TeacherName = "base"

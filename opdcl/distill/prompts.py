@@ -28,14 +28,12 @@ class RecoverySource:
 
     `held_out` holds the rows of streams whose data has a validation split of its own. `encoded` maps what the
     chat template is given to token ids, so that checks, stages and the arms of a sweep encode a prompt once.
-    `added` names the kinds of general prompt that shipped prompts were added for.
     """
 
     rows: dict[Stream, list[Row]]
     held_out: dict[Stream, list[Row]]
     reward_task: Any | None = None
     encoded: dict[str, list[int]] = field(default_factory=dict)
-    added: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,17 +64,16 @@ def read_recovery_source(
         if teacher.prompts:
             own = check_prompts(read_rows(teacher.prompts))
             rows["domain"] = rows["domain"] + [replace(row, teacher=name) for row in own]
-    mixture = read_mixture(config, read_rows, bool(rows["domain"]))
-    rows["general"] = mixture.train
-    if mixture.held_out is not None:
-        held_out["general"] = mixture.held_out
+    rows["general"], others = read_mixture(config, read_rows, bool(rows["domain"]))
+    if others is not None:
+        held_out["general"] = others
     for stream in STREAMS:
         for row in rows[stream]:
             _check_teacher(config, stream, row)
     task = load_suite(config.reward.suite) if config.reward else None
     if config.reward:
         rows["general"] = reward_rows(config.reward, task)
-    return RecoverySource(rows, held_out, task, added=mixture.added)
+    return RecoverySource(rows, held_out, task)
 
 
 def _check_teacher(config: RecoverConfig, stream: Stream, row: Row) -> None:

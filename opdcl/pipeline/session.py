@@ -127,12 +127,9 @@ class Session:
     def _run_stage(self, task: Task, stage: StageDir, record: dict[str, Any]) -> dict[str, float | None]:
         """Train one stage, showing its progress on the console and in the trackers.
 
-        The record of a recovery gets the kinds of its general prompts.
-
         Returns: The first time left that was shown: `at` seconds after the command began, the seconds left of
             the `stage` and of `all` stages, and what the stage `took` from there.
         """
-        from opdcl.distill.mixture import recorded
         from opdcl.model.adapters import find_adapter
         from opdcl.stages.finetune import finetune
         from opdcl.stages.recover import recover
@@ -140,8 +137,6 @@ class Session:
         workflow, name = self.workflow, task.name
         offset = steps_done(self.run, before=stage)
         source = self._recovery(stage) if name == "recover" else None
-        if source:
-            record["kinds"] = recorded(source.rows["general"], source.added)
         with self._line(task) as line:
             report = TrackedReport(line, self.tracked, stage, offset)
             if name == "finetune":
@@ -158,7 +153,7 @@ class Session:
 
     def _recovery(self, stage: StageDir) -> RecoverySource:
         """Return the data of the recovery; base writes its prompts now if it is to."""
-        from opdcl.distill.mixture import MOST, PLACEHOLDER, described, with_written
+        from opdcl.distill.mixture import MOST, PLACEHOLDER, with_written
         from opdcl.distill.own_prompts import own_prompts
 
         config, source = self.workflow.recover, self.job.recovery
@@ -171,8 +166,6 @@ class Session:
             rows["general"], others = with_written(planned, written)
             if others:
                 held_out["general"] = others
-            for note in described(rows["general"], source.added):
-                self.output.note(note)
             source = replace(source, rows=rows, held_out=held_out)
         return source
 

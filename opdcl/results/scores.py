@@ -106,9 +106,9 @@ class Suite:
         """The groups of prompts that are told apart, such as `seen` and `unseen`."""
         return sorted({row["group"] for row in self.measured if row.get("group")})
 
-    def only(self, value: str, field: str = "group") -> Suite:
-        """Return the suite on the prompts of one group, or with another field of this value."""
-        chosen = {s: [row for row in rows if row.get(field) == value] for s, rows in self.rows.items()}
+    def only(self, group: str) -> Suite:
+        """Return the suite on the prompts of one group."""
+        chosen = {s: [row for row in rows if row.get("group") == group] for s, rows in self.rows.items()}
         return replace(self, rows=chosen)
 
     def floor_values(self) -> np.ndarray | None:

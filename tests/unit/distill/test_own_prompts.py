@@ -232,9 +232,6 @@ def test_base_writes_its_part_of_a_mixture(project, writer):
     own = {row.prompt[0]["content"] for row in load_rows(str(stage / "prompts.jsonl"))}
     assert len(own) == 5  # a quarter of 16, and one to hold out
     assert "base writes 4 of its own" in done.stderr
-    kinds = json.loads((stage / "stage.json").read_text())["kinds"]
-    assert sum(kind["share"] for kind in kinds.values()) == pytest.approx(1, abs=1e-3)
-    assert "What the recovery practised" in (project / "run" / "report.md").read_text()
 
 
 def test_an_adapter_is_recovered_on_prompts_of_its_base(project, writer):
