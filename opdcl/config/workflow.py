@@ -130,11 +130,11 @@ class Workflow(Section):
 
 
 def _general_sources(recover: RecoverConfig) -> dict[str, str]:
-    """Return the sources of general prompts that have rows by now."""
-    sources = [source for source in recover.general_sources() if source != "self"]
-    if not isinstance(recover.general, str):
-        return {f"recover.general.{number}": source for number, source in enumerate(sources)}
-    return {"recover.general": sources[0]} if sources else {}
+    """Return the sources of general prompts by their keys."""
+    sources = [*recover.general_sources()]
+    if isinstance(recover.general, str):
+        return {"recover.general": sources[0]} if sources else {}
+    return {f"recover.general.{number}": source for number, source in enumerate(sources)}
 
 
 def meaningful_settings(config: dict[str, Any], ignored: set[str] = WITHOUT_MEANING) -> dict[str, Any]:

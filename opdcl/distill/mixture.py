@@ -6,7 +6,7 @@ A file that is named alone is taken as it is. The shipped prompts are drawn grou
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import cycle, islice
 from typing import NamedTuple
 
@@ -14,19 +14,13 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.data.rows import Row, check_prompts
 from opdcl.distill.schedule import plan_steps
 
-SHIPPED, SELF = "everyday", "self"
+SHIPPED = "everyday"
 
 # Group of shipped prompts -> its share of those that are drawn. A third are short facts: a fine-tune on
 # questions and answers damages them most, and they come back last.
 GROUPS = {"fact": 3.08 / 9} | dict.fromkeys(
     ("constraints", "list", "open", "long", "text", "conversation", "code", "doubtful"), 0.74 / 9
 )
-
-# The maximum length, in tokens, and number of the prompts that base writes: later epochs repeat them.
-LONGEST, MOST = 128, 1024
-
-# Stands for a prompt that base has yet to write, at its greatest length.
-PLACEHOLDER = Row([{"role": "user", "content": " ".join(["word"] * LONGEST)}], None, None, "a prompt of base")
 
 Read = Callable[..., list[Row]]
 
@@ -42,7 +36,7 @@ class _Part(NamedTuple):
 def read_mixture(
     config: RecoverConfig, read_rows: Read, has_domain: bool
 ) -> tuple[list[Row], list[Row] | None]:
-    """Read the general prompts of a recovery; those that base will write are placeholders.
+    """Read the general prompts of a recovery.
 
     Returns: The rows to train on, and those held out; None if these are yet to be split off.
 
@@ -50,15 +44,13 @@ def read_mixture(
         UsageError: A row is malformed.
     """
     sources = config.general_sources()
-    if [*sources] == [SELF]:
-        count = min(_drawn(config, has_domain), MOST) + config.validation_prompts
-        return [PLACEHOLDER] * count, None
     parts = [part for source, share in sources.items() for part in _parts(source, share, read_rows)]
     if not parts:
         return [], None
     if len(parts) == 1:
         return parts[0].train, None
-    drawn = _drawn(config, has_domain)
+    steps = plan_steps(config, 1, int(has_domain and config.method != "general"))
+    drawn = sum(len(step.prompts) for step in steps if step.stream == "general")
     train: list[Row] = []
     held_out: list[Row] = []
     for number, part in enumerate(parts):
@@ -72,8 +64,6 @@ def read_mixture(
 
 def _parts(source: str, share: float, read_rows: Read) -> list[_Part]:
     """Return what is drawn from a source: the shipped prompts group by group, another source as a whole."""
-    if source == SELF:
-        return [_Part(share, [PLACEHOLDER])]
     rows = check_prompts(read_rows(source))
     if source != SHIPPED:
         return [_Part(share, rows)]
@@ -88,16 +78,8 @@ def _of_group(rows: list[Row], group: str) -> list[Row]:
     return [row for row in rows if row.group == group]
 
 
-def _drawn(config: RecoverConfig, has_domain: bool) -> int:
-    """Return how many general prompts the steps of a recovery draw."""
-    steps = plan_steps(config, 1, int(has_domain and config.method != "general"))
-    return sum(len(step.prompts) for step in steps if step.stream == "general")
-
-
 def _draw(part: _Part, count: int, aside: int, seed: int) -> tuple[list[Row], list[Row]]:
     """Return `count` rows to train on, repeated if there are fewer, and up to `aside` others to hold out."""
-    if part.train[0] is PLACEHOLDER:
-        return [PLACEHOLDER] * count, [PLACEHOLDER] * aside
     train, held_out = [*part.train], part.held_out
     random.Random(seed).shuffle(train)
     if held_out is None:
@@ -109,9 +91,3 @@ def _draw(part: _Part, count: int, aside: int, seed: int) -> tuple[list[Row], li
         if not train:  # they are all the same: like a single prompt, it is practised
             train, held_out = held_out, []
     return [*islice(cycle(train), count)], held_out[:aside]
-
-
-def with_written(lists: Sequence[Sequence[Row]], written: Sequence[Row]) -> list[list[Row]]:
-    """Return lists of rows with those that base has written in place of the placeholders, in order."""
-    following = cycle(written)
-    return [[next(following) if row is PLACEHOLDER else row for row in rows] for rows in lists]

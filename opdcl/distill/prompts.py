@@ -12,7 +12,7 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import BUILT_IN
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import Row, check_prompts, is_shipped, load_rows
-from opdcl.distill.mixture import PLACEHOLDER, read_mixture
+from opdcl.distill.mixture import read_mixture
 from opdcl.distill.reward import load_reward_task, reward_rows
 from opdcl.distill.schedule import STREAMS, Stream
 from opdcl.errors import UsageError
@@ -123,7 +123,7 @@ def encode_stream(
     prompts = [*starmap(prompt, enumerate(with_room(source.rows[stream])))]
     count = config.validation_prompts
     if stream not in source.held_out:
-        return Prompts(*_split(prompts, stream, count, is_written=PLACEHOLDER not in source.rows[stream]))
+        return Prompts(*_split(prompts, stream, count))
     held_out = [*starmap(prompt, enumerate(with_room(source.held_out[stream])))]
     return Prompts(prompts, [held_out[i] for i in _spread(len(held_out), count)])
 
@@ -133,24 +133,16 @@ def _spread(size: int, count: int) -> list[int]:
     return sorted({i * size // count for i in range(count)})
 
 
-def _split(
-    prompts: list[Prompt], stream: Stream, count: int, is_written: bool
-) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts to train on and at most `count` held-out ones.
-
-    Those that base has yet to write, if not `is_written`, are all the same until then.
-    """
+def _split(prompts: list[Prompt], stream: Stream, count: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts to train on and at most `count` held-out ones."""
     if len(prompts) == 1:
         message = f"the {stream} stream has one prompt; recovery needs some to sample on and some to hold out"
         raise UsageError(message, "add prompts")
     # Evenly spread, so that all topics of a file sorted by topic are held out.
     count = min(count, len(prompts) // 2)
-    held_out = _spread(len(prompts), count)
-    measured = [prompts[i] for i in held_out]
+    measured = [prompts[i] for i in _spread(len(prompts), count)]
     if stream == "domain":  # it is practised as a whole: what is not practised is not protected
         return prompts, measured
-    if not is_written:
-        return [prompt for i, prompt in enumerate(prompts) if i not in held_out], measured
     # A file may hold a prompt several times, and what is measured must not be practised.
     asked = {tuple(prompt.ids) for prompt in measured}
     train = [prompt for prompt in prompts if tuple(prompt.ids) not in asked]

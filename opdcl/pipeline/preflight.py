@@ -151,7 +151,6 @@ def _check_finetune(job: Job) -> None:
 
 def _check_recovery(job: Job) -> None:
     """Check that there is an adapter to recover, that its teachers fit, and the length of every prompt."""
-    from opdcl.data.chat import user_turn
     from opdcl.model.compatibility import check_same_tokenizer
     from opdcl.training import RECOVER_SCHEDULE, check_schedule
 
@@ -159,8 +158,6 @@ def _check_recovery(job: Job) -> None:
     if not (workflow.finetune or workflow.start or "tuned" in run.adapters()):
         hint = f"opdcl finetune --data ROWS -o {run.path}"
         raise UsageError(f"{run.path} has no fine-tuned adapter to recover", hint)
-    if "self" in workflow.recover.general_sources():
-        user_turn(job.tokenizer)
     for teacher in workflow.models()[1:]:
         check_same_tokenizer(job.tokenizer, job.sources.tokenizer(teacher), f"teacher {teacher.id}")
     _check_prompts(job, workflow.recover, job.recovery)
@@ -321,7 +318,6 @@ def planned_adapter(workflow: Workflow) -> LoraSection | Path | None:
 
 def remarks(job: Job, tasks: list[Task]) -> list[str]:
     """Return what a user should know before the training: rows left out, duplicates, an unguarded stream."""
-    from opdcl.distill.mixture import PLACEHOLDER
     from opdcl.distill.reward import count_short_of_room
 
     todo = {task.name for task in tasks if task.unfinished}
@@ -345,8 +341,6 @@ def remarks(job: Job, tasks: list[Task]) -> list[str]:
         if short := count_short_of_room(workflow.recover, prompts["general"], job.tokenizer, job.context):
             lost = "the teacher does not see a demonstration that does not fit"
             notes.append(f"{short} of {len(prompts['general'])} prompts may have too little room: {lost}")
-        if own := sum(row is PLACEHOLDER for row in prompts["general"]):
-            notes.append(f"general prompts: base writes {own} of its own")
         if _is_file_alone(workflow.recover):
             notes.append(
                 "general prompts: your file alone, which may lack kinds of requests; with half shipped "
@@ -363,12 +357,12 @@ def remarks(job: Job, tasks: list[Task]) -> list[str]:
 
 def _is_file_alone(config: RecoverConfig) -> bool:
     """Return whether the user's own source is the only one, and shipped prompts could be mixed in."""
-    from opdcl.distill.mixture import SELF, SHIPPED
+    from opdcl.distill.mixture import SHIPPED
 
     sources = [*config.general_sources()]
     # A teacher with a context is shown each prompt's answer, and shipped prompts have none.
     is_shown = config.teacher_of("general").context is not None
-    return len(sources) == 1 and sources[0] not in (SHIPPED, SELF) and not is_shown
+    return len(sources) == 1 and sources[0] != SHIPPED and not is_shown
 
 
 def repeated_rows(rows: list[Row]) -> list[Row]:

@@ -7,8 +7,7 @@ import pytest
 from opdcl.config.load import load, validate
 from opdcl.config.recover import RecoverConfig, split_share
 from opdcl.data.formats import Row
-from opdcl.distill import mixture
-from opdcl.distill.mixture import GROUPS, PLACEHOLDER, read_mixture, with_written
+from opdcl.distill.mixture import GROUPS, read_mixture
 from opdcl.distill.prompts import encode_stream, read_recovery_source
 from opdcl.errors import UsageError
 
@@ -66,7 +65,7 @@ def texts(rows):
         (["a"], {"a": 1.0}),
         (["a", "b"], {"a": 0.5, "b": 0.5}),
         (["a=0.75", "b=.25"], {"a": 0.75, "b": 0.25}),
-        (["a=0.5", "b", "self"], {"a": 0.5, "b": 0.25, "self": 0.25}),
+        (["a=0.5", "b", "c"], {"a": 0.5, "b": 0.25, "c": 0.25}),
         (["dir=x/a.jsonl", "b"], {"dir=x/a.jsonl": 0.5, "b": 0.5}),
         ("a=0.5", {"a=0.5": 1.0}),
     ],
@@ -79,6 +78,13 @@ def test_shares_are_those_that_were_named_and_equal_parts_of_the_rest(general, s
 def test_shares_that_are_no_whole_are_refused(general):
     with pytest.raises(UsageError, match="add up to 1"):
         validate({"recover": {"general": general}})
+
+
+@pytest.mark.parametrize("general", ["self", ["self"], ["everyday", "self=0.25"]])
+def test_prompts_that_base_would_write_are_refused_with_what_to_do(general):
+    with pytest.raises(UsageError, match=r"recover\.general cannot be self") as refused:
+        validate({"recover": {"general": general}})
+    assert "name the file" in refused.value.hint
 
 
 def test_an_equals_sign_without_a_number_behind_it_belongs_to_the_name():
@@ -124,33 +130,6 @@ def test_a_shipped_part_holds_out_its_own_validation_prompts():
     assert len(shipped) == len(GROUPS)  # one each at least
     assert {*shipped} <= {*texts(SHIPPED[72:])}
     assert sum(text.startswith("A prompt") for text in texts(train)) == pytest.approx(DRAWN / 2, abs=4)
-
-
-@pytest.mark.parametrize(
-    ("settings", "count"),
-    [
-        ({}, 96 + 8),
-        ({"general_per_domain": 3, "validation_prompts": 4}, 18 * 8 + 4),
-        ({"has_domain": False}, 24 * 8 + 8),
-        ({"method": "general"}, 24 * 8 + 8),
-        ({"steps": 10_000}, mixture.MOST + 8),
-    ],
-)
-def test_base_writes_as_many_prompts_as_are_drawn_and_held_out(settings, count):
-    train, held_out = mixed("self", **settings)
-    assert train == [PLACEHOLDER] * count
-    assert held_out is None
-
-
-def test_base_writes_its_share_of_a_mixture():
-    train, held_out = mixed(["self=0.25", "a=0.75"])
-    assert sum(row is PLACEHOLDER for row in train) == 24
-    assert sum(row is PLACEHOLDER for row in held_out) == 2
-    written = prompts("own", 26)
-    train, held_out = with_written([train, held_out], written)
-    assert [row for row in train if row.where.startswith("own")] == written[:24]
-    assert [row for row in held_out if row.where.startswith("own")] == written[24:]
-    assert sources(train) == {"own": 24, "a": 72}
 
 
 def test_the_only_prompt_of_a_source_is_practised_and_not_held_out():
