@@ -112,7 +112,7 @@ def recover(
 
     Args:
         path: Run directory; or an adapter or tuned model: a folder, or a Hub id.
-        prompts: General prompts: everyday (shipped), self (base writes them), a file, or a Hub id.
+        prompts: General prompts: everyday (shipped), a file, or a Hub id.
         domain: Domain prompts. Default: the data of the fine-tune.
         steps: Optimizer steps.
         learning_rate: Peak learning rate.

@@ -27,8 +27,8 @@ MAX_BYTES = 1_000_000
 DEEPEST = 50  # levels; a real workflow has six
 QUOTE = "put it in quotes to make it text"
 
-# Names of shipped models and data, and of prompts that base writes, which are not file names.
-ALIASES = ("smollm2-135m", *SHIPPED_DATA, "self")
+# Names of shipped models and data, which are not file names.
+ALIASES = ("smollm2-135m", *SHIPPED_DATA)
 
 DATA_ENDINGS = (
     *(".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst"),

@@ -117,9 +117,8 @@ class RecoverConfig(Section):
     scale at which least is lost of both streams, by held-out KL; or 1 where a teacher is not base or tuned
     itself."""
     general: Annotated[str | list[str], Field(min_length=1)] | None = "everyday"
-    """Prompts on which base is the teacher: `everyday` (shipped), a file, or `self`: base writes them. Kinds
-    of prompt that a file lacks are added from the shipped ones. A list is taken as it is, in equal parts or
-    as SOURCE=SHARE: `[everyday=0.3, prompts.jsonl=0.7]`. None: domain steps only."""
+    """Prompts on which base is the teacher: `everyday` (shipped) or a file. Several sources: a list, in equal
+    parts or as SOURCE=SHARE, such as `[everyday=0.3, prompts.jsonl=0.7]`. None: domain steps only."""
     domain: str | None = None
     """Prompts on which tuned is the teacher. Default: the questions of the fine-tune's data."""
     general_teacher: TeacherName = "base"
@@ -200,9 +199,10 @@ class RecoverConfig(Section):
         general = self.teacher_of("general")
         if general.begins_as_tuned and general.kind != "tuned":
             raise ValueError("general_teacher equals the student at the start: use base, or set context")
-        if "self" in self.general_sources() and general.context is not None:
-            reason = "has a context, which shows answers; prompts that base writes have none"
-            raise ValueError(f"general_teacher {reason}")
+        if "self" in self.general_sources():
+            hint = "write prompts with any model, for example with vLLM, and name the file"
+            context = {"key": "general", "reason": "cannot be self: base writes no prompts", "hint": hint}
+            raise PydanticCustomError("source", "{reason}", context)
         if self.general is None and not self.reward and (self.general_per_domain or self.method == "general"):
             raise ValueError("without general prompts use method alternating and general_per_domain 0")
         if self.server and self.on_policy.temperature != 1:

@@ -130,14 +130,11 @@ class Workflow(Section):
 
 
 def _general_sources(recover: RecoverConfig) -> dict[str, str]:
-    """Return the sources of general prompts that have rows by now, and what a file is topped up from."""
-    sources = [source for source in recover.general_sources() if source != "self"]
-    if not isinstance(recover.general, str):
-        return {f"recover.general.{number}": source for number, source in enumerate(sources)}
-    if not sources:
-        return {}
-    added = {} if sources == ["everyday"] else {"recover.general.added": "everyday"}
-    return {"recover.general": sources[0], **added}
+    """Return the sources of general prompts by their keys."""
+    sources = [*recover.general_sources()]
+    if isinstance(recover.general, str):
+        return {"recover.general": sources[0]} if sources else {}
+    return {f"recover.general.{number}": source for number, source in enumerate(sources)}
 
 
 def meaningful_settings(config: dict[str, Any], ignored: set[str] = WITHOUT_MEANING) -> dict[str, Any]:

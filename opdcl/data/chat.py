@@ -7,11 +7,10 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from opdcl.data.control import markup
 from opdcl.data.formats import PACKED_ROW, Row
 from opdcl.data.messages import THOUGHT, Message
 from opdcl.errors import UsageError
@@ -56,36 +55,6 @@ def request_ids(request: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if row.tools or PACKED_ROW in request.doc:
         return encode_prompt(row, tokenizer, sys.maxsize)
     return list(tokenizer(request.args[0], add_special_tokens=False)["input_ids"])
-
-
-@dataclass(frozen=True)
-class UserTurn:
-    """Where a user's first words stand in a chat template: the ids before them, and the id that ends them."""
-
-    opening: list[int]
-    end: int
-    markup: set[int]
-    """All ids that are no text."""
-
-
-def user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn:
-    """Return what surrounds a user's first words in the chat template.
-
-    Raises:
-        UsageError: Nothing in the template stands before the user's words, or no id of its own behind them.
-    """
-    marker = "finis"
-    text = render(tokenizer, [{"role": "user", "content": marker}], True, tokenize=False)
-    before, _, after = text.partition(marker)
-    known = markup(tokenizer)
-    end = next((i for i in tokenizer(after, add_special_tokens=False)["input_ids"] if i in known), None)
-    if end is None or not before.replace(tokenizer.bos_token or "", "").strip():
-        message = "the chat template has no markup around a user turn, so base cannot write one"
-        raise UsageError(message, "--prompts everyday takes the shipped prompts; or name a file of prompts")
-    # Not the ids of `before` itself: its last blank may be part of the first word's token.
-    starts = [tokenizer(before + word, add_special_tokens=False)["input_ids"] for word in (marker, "Why")]
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(*starts, strict=False))
-    return UserTurn([i for i, _ in same], end, {*known})
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -12,7 +12,7 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import BUILT_IN
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import Row, check_prompts, is_shipped, load_rows
-from opdcl.distill.mixture import PLACEHOLDER, read_mixture
+from opdcl.distill.mixture import read_mixture
 from opdcl.distill.reward import load_reward_task, reward_rows
 from opdcl.distill.schedule import STREAMS, Stream
 from opdcl.errors import UsageError
@@ -28,14 +28,12 @@ class RecoverySource:
 
     `held_out` holds the rows of streams whose data has a validation split of its own. `encoded` maps what the
     chat template is given to token ids, so that checks, stages and the arms of a sweep encode a prompt once.
-    `added` names the kinds of general prompt that shipped prompts were added for.
     """
 
     rows: dict[Stream, list[Row]]
     held_out: dict[Stream, list[Row]]
     reward_task: Any | None = None
     encoded: dict[str, list[int]] = field(default_factory=dict)
-    added: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,17 +64,16 @@ def read_recovery_source(
         if teacher.prompts:
             own = check_prompts(read_rows(teacher.prompts))
             rows["domain"] = rows["domain"] + [replace(row, teacher=name) for row in own]
-    mixture = read_mixture(config, read_rows, bool(rows["domain"]))
-    rows["general"] = mixture.train
-    if mixture.held_out is not None:
-        held_out["general"] = mixture.held_out
+    rows["general"], others = read_mixture(config, read_rows, bool(rows["domain"]))
+    if others is not None:
+        held_out["general"] = others
     for stream in STREAMS:
         for row in rows[stream]:
             _check_teacher(config, stream, row)
     task = load_suite(config.reward.suite) if config.reward else None
     if config.reward:
         rows["general"] = reward_rows(config.reward, task)
-    return RecoverySource(rows, held_out, task, added=mixture.added)
+    return RecoverySource(rows, held_out, task)
 
 
 def _check_teacher(config: RecoverConfig, stream: Stream, row: Row) -> None:
@@ -126,7 +123,7 @@ def encode_stream(
     prompts = [*starmap(prompt, enumerate(with_room(source.rows[stream])))]
     count = config.validation_prompts
     if stream not in source.held_out:
-        return Prompts(*_split(prompts, stream, count, is_written=PLACEHOLDER not in source.rows[stream]))
+        return Prompts(*_split(prompts, stream, count))
     held_out = [*starmap(prompt, enumerate(with_room(source.held_out[stream])))]
     return Prompts(prompts, [held_out[i] for i in _spread(len(held_out), count)])
 
@@ -136,24 +133,16 @@ def _spread(size: int, count: int) -> list[int]:
     return sorted({i * size // count for i in range(count)})
 
 
-def _split(
-    prompts: list[Prompt], stream: Stream, count: int, is_written: bool
-) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts to train on and at most `count` held-out ones.
-
-    Those that base has yet to write, if not `is_written`, are all the same until then.
-    """
+def _split(prompts: list[Prompt], stream: Stream, count: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts to train on and at most `count` held-out ones."""
     if len(prompts) == 1:
         message = f"the {stream} stream has one prompt; recovery needs some to sample on and some to hold out"
         raise UsageError(message, "add prompts")
     # Evenly spread, so that all topics of a file sorted by topic are held out.
     count = min(count, len(prompts) // 2)
-    held_out = _spread(len(prompts), count)
-    measured = [prompts[i] for i in held_out]
+    measured = [prompts[i] for i in _spread(len(prompts), count)]
     if stream == "domain":  # it is practised as a whole: what is not practised is not protected
         return prompts, measured
-    if not is_written:
-        return [prompt for i, prompt in enumerate(prompts) if i not in held_out], measured
     # A file may hold a prompt several times, and what is measured must not be practised.
     asked = {tuple(prompt.ids) for prompt in measured}
     train = [prompt for prompt in prompts if tuple(prompt.ids) not in asked]

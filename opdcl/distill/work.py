@@ -21,7 +21,7 @@ FIRST_PASSES = 3
 
 def answer_name(config: RecoverConfig, stream: Stream) -> str:
     """Return the name under which the lengths of a stream's completions are kept."""
-    general = " ".join(config.general_sources()).replace("self", "own") or "own"
+    general = " ".join(config.general_sources()) or "own"
     return f"{general if stream == 'general' else config.domain or 'own'} {config.limit(stream)}"
 
 

@@ -167,8 +167,7 @@ class Job:
         """The checked prompts of the recovery, and the suite of its reward.
 
         Of a domain that the fine-tune has learned, rows that it left out are no prompts either. Conversations
-        about the domain, and those with tools, give one prompt per answer or call. Prompts that base has yet
-        to write have placeholders.
+        about the domain, and those with tools, give one prompt per answer or call.
         """
         from opdcl.distill.prompts import read_recovery_source
 
@@ -235,17 +234,6 @@ class Job:
         else:
             return Measurement(suite.lengths(config.limit, self.tokenizer))
         return Measurement([*map(len, encoded)], longest, encoded)
-
-    @property
-    def tests(self) -> list[str]:
-        """All prompts of the run's suites."""
-        config = self.workflow.eval
-        suites = [self.suite(name) for name in config.suites()] if config else []
-        prompts = [prompt for suite in suites for prompt in suite.prompts(None)]
-        for row in self.closeness:
-            texts = [message["content"] for message in row.prompt]
-            prompts.append("\n".join(texts))
-        return prompts
 
     @cached_property
     def hashes(self) -> dict[str, str]:

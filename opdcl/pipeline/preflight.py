@@ -151,7 +151,6 @@ def _check_finetune(job: Job) -> None:
 
 def _check_recovery(job: Job) -> None:
     """Check that there is an adapter to recover, that its teachers fit, and the length of every prompt."""
-    from opdcl.data.chat import user_turn
     from opdcl.model.compatibility import check_same_tokenizer
     from opdcl.training import RECOVER_SCHEDULE, check_schedule
 
@@ -159,8 +158,6 @@ def _check_recovery(job: Job) -> None:
     if not (workflow.finetune or workflow.start or "tuned" in run.adapters()):
         hint = f"opdcl finetune --data ROWS -o {run.path}"
         raise UsageError(f"{run.path} has no fine-tuned adapter to recover", hint)
-    if "self" in workflow.recover.general_sources():
-        user_turn(job.tokenizer)
     for teacher in workflow.models()[1:]:
         check_same_tokenizer(job.tokenizer, job.sources.tokenizer(teacher), f"teacher {teacher.id}")
     _check_prompts(job, workflow.recover, job.recovery)
@@ -325,7 +322,6 @@ def planned_adapter(workflow: Workflow) -> LoraSection | Path | None:
 
 def remarks(job: Job, tasks: list[Task]) -> list[str]:
     """Return what a user should know before the training: rows left out, duplicates, an unguarded stream."""
-    from opdcl.distill.mixture import PLACEHOLDER, described
     from opdcl.distill.reward import count_short_of_room
 
     todo = {task.name for task in tasks if task.unfinished}
@@ -349,9 +345,11 @@ def remarks(job: Job, tasks: list[Task]) -> list[str]:
         if short := count_short_of_room(workflow.recover, prompts["general"], job.tokenizer, job.context):
             lost = "the teacher does not see a demonstration that does not fit"
             notes.append(f"{short} of {len(prompts['general'])} prompts may have too little room: {lost}")
-        if own := sum(row is PLACEHOLDER for row in prompts["general"]):
-            notes.append(f"general prompts: base writes {own} of its own")
-        notes += described(prompts["general"], job.recovery.added)
+        if _is_file_alone(workflow.recover):
+            notes.append(
+                "general prompts: your file alone, which may lack kinds of requests; with half shipped "
+                "prompts, recover.general: [everyday=0.5, FILE=0.5], more came back in docs/results.md"
+            )
         if not prompts["domain"]:
             lost = "so the recovery may undo what was learned; name some with --domain"
             notes.append(f"warning: no prompts guard the domain, {lost}")
@@ -359,6 +357,16 @@ def remarks(job: Job, tasks: list[Task]) -> list[str]:
             lost = "so the recovery wins nothing back; name some with --prompts"
             notes.append(f"warning: there are no general prompts, {lost}")
     return notes
+
+
+def _is_file_alone(config: RecoverConfig) -> bool:
+    """Return whether the user's own source is the only one, and shipped prompts could be mixed in."""
+    from opdcl.distill.mixture import SHIPPED
+
+    sources = [*config.general_sources()]
+    # A teacher with a context is shown each prompt's answer, and shipped prompts have none.
+    is_shown = config.teacher_of("general").context is not None
+    return len(sources) == 1 and sources[0] != SHIPPED and not is_shown
 
 
 def repeated_rows(rows: list[Row]) -> list[Row]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,6 @@ from opdcl.sanitize import redact
 from opdcl.version import __version__
 
 if TYPE_CHECKING:
-    from opdcl.distill.prompts import RecoverySource
     from opdcl.model.backbone import Backbone
     from opdcl.pipeline.timetable import Timetable
 
@@ -127,54 +125,35 @@ class Session:
     def _run_stage(self, task: Task, stage: StageDir, record: dict[str, Any]) -> dict[str, float | None]:
         """Train one stage, showing its progress on the console and in the trackers.
 
-        The record of a recovery gets the kinds of its general prompts.
-
         Returns: The first time left that was shown: `at` seconds after the command began, the seconds left of
             the `stage` and of `all` stages, and what the stage `took` from there.
         """
-        from opdcl.distill.mixture import recorded
         from opdcl.model.adapters import find_adapter
         from opdcl.stages.finetune import finetune
         from opdcl.stages.recover import recover
 
         workflow, name = self.workflow, task.name
         offset = steps_done(self.run, before=stage)
-        source = self._recovery(stage) if name == "recover" else None
-        if source:
-            record["kinds"] = recorded(source.rows["general"], source.added)
         with self._line(task) as line:
             report = TrackedReport(line, self.tracked, stage, offset)
             if name == "finetune":
                 start = find_adapter(workflow.start) if workflow.start else None
                 finetune(workflow.finetune, self.job.examples, self.backbone, start, stage, report)
             else:
-                recover(workflow.recover, source, self.backbone, self.run.adapters()["tuned"], stage, report)
+                recover(
+                    workflow.recover,
+                    self.job.recovery,
+                    self.backbone,
+                    self.run.adapters()["tuned"],
+                    stage,
+                    report,
+                )
             self.tracked.follow(stage, offset)
         announced = line.announced
         if announced:
             at = announced["at"] or 0.0
             announced |= {"at": at - self._started, "took": time.perf_counter() - at}
         return {key: seconds if seconds is None else round(seconds, 1) for key, seconds in announced.items()}
-
-    def _recovery(self, stage: StageDir) -> RecoverySource:
-        """Return the data of the recovery; base writes its prompts now if it is to."""
-        from opdcl.distill.mixture import MOST, PLACEHOLDER, described, with_written
-        from opdcl.distill.own_prompts import own_prompts
-
-        config, source = self.workflow.recover, self.job.recovery
-        planned = source.rows["general"], source.held_out.get("general", [])
-        if count := sum(row is PLACEHOLDER for rows in planned for row in rows):
-            count = min(count, MOST + config.validation_prompts)
-            with self.output.stage("prompts") as line:
-                written = own_prompts(config, count, self.backbone, self.job.tests, stage.prompts, line)
-            rows, held_out = ({**of_stream} for of_stream in (source.rows, source.held_out))
-            rows["general"], others = with_written(planned, written)
-            if others:
-                held_out["general"] = others
-            for note in described(rows["general"], source.added):
-                self.output.note(note)
-            source = replace(source, rows=rows, held_out=held_out)
-        return source
 
     def _measure(self, task: Task) -> None:
         from opdcl.stages.closeness import measure_closeness

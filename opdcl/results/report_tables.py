@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from opdcl.config.shipped import SHIPPED_DATA
-from opdcl.results import format, kinds
+from opdcl.results import format
 from opdcl.results.closeness import MEASURES
 from opdcl.results.format import Unit, cell, metric_words
 from opdcl.results.scores import section
@@ -70,7 +70,6 @@ def terminal_rows(summary: dict[str, Any]) -> list[list[str]]:
 def main_tables(summary: dict[str, Any]) -> list[Table]:
     """Return the scores, those of each group of prompts, and closeness to base."""
     near = [closeness_table(summary["closeness"])] if summary["closeness"] else []
-    near += [kinds.table(summary["kinds"])] if summary["kinds"] else []
     if not any(suite["n"] for suite in summary["suites"].values()):
         return near
     rows = []

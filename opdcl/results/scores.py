@@ -106,11 +106,11 @@ class Suite:
         """The groups of prompts that are told apart, such as `seen` and `unseen`."""
         return sorted({row["group"] for row in self.measured if row.get("group")})
 
-    def only(self, value: str, field: str = "group") -> Suite:
-        """Return the suite on the prompts of one group, or with another field of this value."""
+    def only(self, group: str) -> Suite:
+        """Return the suite on the prompts of one group."""
         chosen = {}
         for state, rows in self.rows.items():
-            chosen[state] = [row for row in rows if row.get(field) == value]
+            chosen[state] = [row for row in rows if row.get("group") == group]
         return replace(self, rows=chosen)
 
     def floor_values(self) -> np.ndarray | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from opdcl.config.recover import NO_WORSE
 from opdcl.errors import UsageError
-from opdcl.results import closeness, kinds, stats, writing
+from opdcl.results import closeness, stats, writing
 from opdcl.results.format import percent
 from opdcl.results.scores import Suite, headline_of, load_suites, section
 from opdcl.results.stats import Clusters
@@ -98,7 +98,6 @@ def summary_of(results: Results, suites: list[Suite]) -> dict[str, Any]:
             writing.alike(tests["writing"]),
         ),
         "closeness": closeness.summarise([near]),
-        "kinds": kinds.summarise(run, near),
         "groups": _groups(retention),
         "tests": tests,
         "ceiling": _ceiling(suites, section(run, "recover")),

@@ -33,7 +33,6 @@ class StageDir:
         self.record = self.path / "stage.json"
         self.metrics = self.path / "metrics.jsonl"
         self.samples = self.path / "samples.jsonl"
-        self.prompts = self.path / "prompts.jsonl"  # those that base has written
         self.replay = self.path / "replay.jsonl"  # general prompts with answers of base
         self.adapter = self.path / "adapter"
         self.trainer = self.path / "trainer"  # holds checkpoint-N/

@@ -41,7 +41,6 @@ class _Stage(_Record):
     inputs: dict[str, Any] = {}
     cost: _Cost = None
     tuned_model: dict[str, Any] | None = None
-    kinds: dict[str, Any] | None = None
 
 
 class _Weights(_Record):

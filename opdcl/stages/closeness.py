@@ -27,7 +27,6 @@ import torch
 from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS, EvalConfig
 from opdcl.data.chat import answer_text, encode_prompt
-from opdcl.data.prompt_kinds import prompt_kind
 from opdcl.data.rows import Row
 from opdcl.distill.grading import micro_batches
 from opdcl.distill.losses import both_divergences
@@ -230,9 +229,9 @@ def measure_closeness(
 
 def _sample(number: int, asked: Row, row: dict[str, Any], state: str) -> dict[str, Any]:
     """Return a stored record; only base's has the ids of its answer, which other states are graded on."""
-    kinds = {key: getattr(asked, key) for key in ("cluster", "group") if getattr(asked, key)}
+    about = {key: getattr(asked, key) for key in ("cluster", "group") if getattr(asked, key)}
     kept = {key: value for key, value in row.items() if state == "base" or key != "completion_ids"}
-    return {"doc_id": number, "prompt": asked.shown(), "kind": prompt_kind(asked), **kept, **kinds}
+    return {"doc_id": number, "prompt": asked.shown(), **kept, **about}
 
 
 def other(number: int, total: int) -> int:

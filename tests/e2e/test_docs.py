@@ -66,7 +66,6 @@ DRY = {
     "opdcl run self-distillation": "six runs; tests/e2e/test_recipes.py does so",
     "opdcl run quickstart --num-processes": "starts processes; tests/e2e/test_processes.py does so",
     "opdcl recover runs/mine --num-processes": "starts processes",
-    "opdcl recover my-adapter --prompts self": "needs a base that writes; tests/unit/distill has one",
 }
 
 # What the words in capitals of a sentence stand for.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 
@@ -45,10 +44,8 @@ def make_tokenizer(folder: Path) -> Path:
 
     prompts = sorted(package_folder("evals").glob("*/*.jsonl"))
     texts = [line for file in prompts for line in file.read_text(encoding="utf-8").splitlines()]
-    words = [token for tokens in SLOTS.values() for token in tokens if not token.startswith("<")]
     whole = AutoTokenizer.from_pretrained(embedded_folder())
-    # So often that each becomes one token, as it is in the whole vocabulary.
-    small = whole.train_new_from_iterator([*texts, *(word * 3 for word in words for _ in range(300))], TOKENS)
+    small = whole.train_new_from_iterator(texts, TOKENS)
     small.save_pretrained(folder)
     return folder
 
@@ -99,57 +96,6 @@ def _save(folder: Path, tokenizer_of: Path, family: str, **sizes) -> Path:
     )
     torch.manual_seed(int(os.environ.get("OPDCL_TINY_SEED", "0")))
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-# What a model of `make_writer` writes after a token: token -> its slot, slot -> the slots that may follow.
-SLOTS = {
-    1: ["Why", "How", "When", "Where"],
-    2: [" old", " small", " young", " wild", " modern", " local", " heavy", " quiet"],
-    3: [" rivers", " birds", " cities", " trees", " stars", " horses", " books", " islands"],
-    4: [" grow", " move", " change", " sleep", " fall", " dance", " travel", " break"],
-    5: [" winter", " spring", " water", " silence", " France", " Japan", " school", " fire"],
-    6: ["?"],
-    7: ["<|im_end|>"],
-    8: [" la"],  # again and again, then the end
-    9: ["="],  # signs, then the end
-    10: [" very"],  # without an end
-}
-AFTER = {0: [1, 1, 1, 1, 7, 8, 9, 10], 1: [2], 2: [3], 3: [4], 4: [5], 5: [6], 6: [7], 7: [7]}
-AFTER |= {8: [*[8] * 15, 7], 9: [*[9] * 15, 7], 10: [10]}
-
-
-def make_writer(folder: Path, model: Path) -> Path:
-    """Save a copy of a tiny model that writes questions by `SLOTS` and `AFTER`, and some that are none.
-
-    The hidden state is the slot of the last token alone; tokens without a slot are a beginning.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    writer = AutoModelForCausalLM.from_pretrained(model, tie_word_embeddings=False, dtype=torch.float32)
-    width = writer.config.hidden_size
-    token_ids = {
-        slot: [tokenizer.convert_tokens_to_ids(text.replace(" ", "\u0120")) for text in texts]
-        for slot, texts in SLOTS.items()
-    }
-    embedding = torch.eye(width)[torch.zeros(len(tokenizer), dtype=torch.long)]
-    head = torch.full((len(tokenizer), width), -4.0)
-    for slot, ids in token_ids.items():
-        embedding[ids] = torch.eye(width)[slot]
-    for slot, following in AFTER.items():
-        for other in set(following):
-            share = following.count(other) / len(following) / len(token_ids[other])
-            # The last norm makes of a unit vector one of length sqrt(width).
-            head[token_ids[other], slot] = math.log(share) / math.sqrt(width)
-    for name, weight in writer.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weight.data.zero_()
-    writer.get_input_embeddings().weight.data = embedding
-    writer.get_output_embeddings().weight = torch.nn.Parameter(head)
-    writer.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from opdcl.data.chat import encode_prompt, render, user_turn
+from opdcl.data.chat import encode_prompt, render
 from opdcl.data.learned import encode_example
 from opdcl.data.rows import Row
 from opdcl.errors import UsageError
@@ -69,65 +69,3 @@ def test_a_prompt_longer_than_its_limit_is_refused_with_its_place(tokenizer):
     assert encode_prompt(row, tokenizer, len(prompt)) == prompt
     with pytest.raises(UsageError, match=f"here:1: the prompt has {len(prompt)} tokens"):
         encode_prompt(row, tokenizer, len(prompt) - 1)
-
-
-# Template -> what stands before a user's first words, and what ends them.
-FAMILIES = {
-    "ChatML": (TURNS + ASK, "<|im_start|>user\n", "<|im_end|>"),
-    "ChatML with a system turn": (
-        "<|im_start|>system\nBe brief.<|im_end|>\n" + TURNS + ASK,
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n",
-        "<|im_end|>",
-    ),
-    "Llama 3": (
-        "<|begin|>{% for m in messages %}<|header|>{{ m.role }}<|/header|>\n\n{{ m.content }}<|eot|>"
-        "{% endfor %}",
-        "<|begin|><|header|>user<|/header|>\n\n",
-        "<|eot|>",
-    ),
-    "Gemma": (
-        "<|begin|>{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
-        "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
-        "<|begin|><start_of_turn>user\n",
-        "<end_of_turn>",
-    ),
-    "Mistral": ("<|begin|>[INST] {{ messages[0].content }} [/INST]", "<|begin|>[INST]", "[/INST]"),
-    "DeepSeek": ("<|begin|><|User|>{{ messages[0].content }}<|Bot|>", "<|begin|><|User|>", "<|Bot|>"),
-}
-MARKUP = (
-    "<|begin|> <|header|> <|/header|> <|eot|> <start_of_turn> <end_of_turn> [INST] [/INST] <|User|> <|Bot|>"
-)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_user_turn_is_found_in_the_templates_of_several_families(family, tokenizer):
-    template, opening, end = FAMILIES[family]
-    tokenizer.add_tokens([*MARKUP.split(), "   "], special_tokens=False)
-    tokenizer.bos_token = "<|begin|>"
-    tokenizer.chat_template = template
-    turn = user_turn(tokenizer)
-    assert tokenizer.decode(turn.opening) == opening
-    assert tokenizer.decode([turn.end]) == end
-    assert turn.end in turn.markup
-    assert tokenizer.convert_tokens_to_ids("   ") not in turn.markup
-    # As a prompt that the user has written is encoded.
-    asked = encode_prompt(Row([{"role": "user", "content": "Who?"}], None, None, "here:1"), tokenizer, 500)
-    assert asked[: len(turn.opening)] == turn.opening
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages[0].content }}<|im_end|>",  # nothing before it
-        "<|begin|>{{ messages[0].content }}<|im_end|>",  # any text begins so
-        "### User: {{ messages[0].content }}\n### Assistant:",  # nothing but text behind it
-        "<|im_start|>user\n{{ messages[0].content | upper }}<|im_end|>",  # other words
-    ],
-)
-def test_a_template_in_which_no_user_turn_can_be_written_is_refused(template, tokenizer):
-    tokenizer.add_tokens(["<|begin|>"], special_tokens=True)
-    tokenizer.bos_token = "<|begin|>"
-    tokenizer.chat_template = template
-    with pytest.raises(UsageError, match="no markup around a user turn") as refused:
-        user_turn(tokenizer)
-    assert "--prompts everyday" in refused.value.hint

@@ -10,6 +10,7 @@ from helpers.everyday import ROWS, SAID, TEXTS, text_of
 
 from opdcl.config.shipped import package_folder
 from opdcl.data.similarity import nearest, similarity
+from opdcl.distill.mixture import GROUPS
 
 EVALS = package_folder("evals")
 NEAR = 0.6
@@ -163,7 +164,7 @@ def test_groups_and_splits_keep_their_sizes():
         "conversation": 60,
         "doubtful": 60,
     }
-    assert held_out.keys() == rows.keys()
+    assert held_out.keys() == rows.keys() == GROUPS.keys()
     assert min(held_out.values()) >= 10, "the held-out part must have every group"
     assert sum(held_out.values()) == 266
 

@@ -96,6 +96,20 @@ def test_an_unguarded_domain_is_said_before_training(plan, tmp_path):
     assert any("wins nothing back" in note for note in one_sided)
 
 
+def test_a_file_alone_is_said_where_shipped_prompts_could_be_mixed_in(plan, tmp_path):
+    def said(*settings: str) -> list[str]:
+        return [note for note in plan(*settings)["notes"] if "your file alone" in note]
+
+    (note,) = said("recover.general=prompts.jsonl")
+    assert "recover.general: [everyday=0.5, FILE=0.5]" in note
+    assert said("recover.general=everyday") == []
+    assert said("recover.general=[everyday=0.5, prompts.jsonl=0.5]") == []
+    rows = [{"question": f"Which number is {i}?", "answer": f"{i}"} for i in range(10)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = "recover.teachers.shown={kind: base, context: '{prompt} {answer}'}"
+    assert said(shown, "recover.general_teacher=shown") == []
+
+
 def test_the_opening_names_model_rows_device_stages_directory_and_time(plan, tmp_path):
     job = Job.of(load(["tiny.yaml"])[0], RunDir(tmp_path / "run"))
     tasks = job.plan()
@@ -110,9 +124,8 @@ def test_the_opening_names_model_rows_device_stages_directory_and_time(plan, tmp
         assert words in line
     for words in ("recover (8 steps)", "9 measurements", "three steps", str(job.run.path)):
         assert words in line
-    kinds, missing = remarks(job, tasks)
-    assert kinds.startswith("kinds of general prompts: ")
-    assert missing.startswith("too few of the general prompts are ")
+    (alone,) = remarks(job, tasks)
+    assert alone.startswith("general prompts: your file alone")
 
 
 def test_the_share_of_the_weights_that_the_adapter_changes_is_said(plan, loaded):
