@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from opdcl.arguments import Data, PathLike, Settings, as_folder, as_settings, question_suites, strings
+from opdcl.arguments import Data, PathLike, Settings, as_folder, question_suites, strings
 from opdcl.errors import UsageError, translate
 
 if TYPE_CHECKING:
@@ -237,39 +237,6 @@ def verify(path: PathLike) -> "Verification":
     from opdcl.rundir.verify import verify
 
     return Verification(verify(open_run(Path(path))))
-
-
-def fetch(
-    workflow: PathLike | Sequence[PathLike],
-    model: PathLike | None = None,
-    settings: Settings = None,
-    dry_run: bool = False,
-    quiet: bool = False,
-) -> "Outcome":
-    """Download what a workflow needs from the Hub into the local cache; it then runs offline.
-
-    Args:
-        workflow: Recipe or YAML files, merged left to right.
-        model: Base model: smollm2-135m (embedded), a Hub id, or a path.
-        settings: Settings that replace those of the files.
-        dry_run: Only list names and sizes.
-        quiet: Print errors only.
-
-    Returns: Names, commits and sizes of what was downloaded.
-    Raises: OpdclError: the Hub did not give it; the hint says what to do.
-    Example: opdcl.fetch("quickstart")
-    """
-    from opdcl.config.load import load
-    from opdcl.console import quiet_libraries
-    from opdcl.outcomes import Outcome
-    from opdcl.pipeline.fetch import fetch
-    from opdcl.results.tables import Table
-
-    flow, _ = load(strings(workflow), *as_settings(settings, "model", {"model": model}))
-    with quiet_libraries():
-        items = fetch(flow, dry_run, _output(quiet).note)
-    table = Table("", ["what", "which", "commit", "size", ""], [item.row() for item in items], "")
-    return Outcome("", [table], [vars(item) for item in items])
 
 
 def chat(

@@ -1,7 +1,12 @@
-"""The hub over real HTTP: push an adapter, load it and datasets by id, fetch a workflow, run it offline."""
+"""The hub over real HTTP: push an adapter, load it and datasets by id, download what a run lacks."""
 
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from helpers.command import opdcl, opdcl_process
@@ -85,6 +90,18 @@ def disconnected(online):
 
 
 @pytest.fixture(scope="module")
+def hf(online):
+    """Return a function that runs a command of the Hub's own client there: `hf ...`."""
+
+    def run(command: str) -> None:
+        words = [str(Path(sys.executable).with_name("hf")), *shlex.split(command)[1:]]
+        done = subprocess.run(words, env=os.environ | online, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+
+    return run
+
+
+@pytest.fixture(scope="module")
 def pushed(connected, finished):
     words = ("someone/adapter", "--base", "someone/tiny", "--private", "--json")
     done = connected("push", finished, *words)
@@ -164,37 +181,25 @@ def test_a_push_says_that_the_repository_is_private_even_if_it_was_not_asked(hub
 
 
 @pytest.mark.nightly
-def test_a_fetched_workflow_runs_offline_and_missing_data_are_named(
-    hub, online, connected, disconnected, pushed, project
+def test_a_run_without_network_names_the_commands_that_download_what_it_lacks(
+    hub, online, hf, connected, disconnected, pushed, project
 ):
     file = project / "from-hub.yaml"
     file.write_text(WORKFLOW.replace("COMMIT", hub.prompts))
     run = ("run", file, "-o", "from-hub")
-    offline = disconnected(*run, "--offline", cwd=project)
-    assert offline.returncode == 2
-    assert "not in the local cache" in offline.stderr
-    assert "opdcl fetch" in offline.stderr
-
-    words = ["fetch", file, "--json"]
-    dry = json.loads(connected(*words, "--dry-run").stdout)
-    assert all(one["missing_bytes"] == one["bytes"] > 0 for one in dry)
-    fetched = connected(*words)
-    assert fetched.returncode == 0, fetched.stderr
-    found = {one["what"] + " " + one["name"]: one for one in json.loads(fetched.stdout)}
-    assert set(found) == {
-        "model someone/tiny",
-        "adapter someone/adapter",
-        "dataset someone/rows",
-        f"dataset someone/prompts@{hub.prompts}",
-    }
-    assert {name: one["bytes"] for name, one in found.items()} == {
-        one["what"] + " " + one["name"]: one["bytes"] for one in dry
-    }
-    assert found["adapter someone/adapter"]["commit"] == pushed["commit"]
-    assert not any("pytorch_model.bin" in line for line in hub.asked), (
-        "weights in another format are left on the hub"
-    )
-    assert [one["missing_bytes"] for one in json.loads(connected(*words, "--dry-run").stdout)] == [0] * 4
+    asked = []
+    while (offline := disconnected(*run, "--offline", "--dry-run", cwd=project)).returncode:
+        assert "in the local cache" in offline.stderr
+        command = re.search(r"while online: (hf download .*)", offline.stderr)[1]
+        assert command not in asked, "what was downloaded is found"
+        asked.append(command)
+        hf(command)
+    assert sorted(asked) == [
+        f"hf download --repo-type dataset someone/prompts --revision {hub.prompts}",
+        "hf download --repo-type dataset someone/rows",
+        "hf download someone/adapter",
+        "hf download someone/tiny",
+    ]
 
     hub.asked.clear()
     # In a process of its own, where the option alone takes the libraries off the network.
@@ -203,10 +208,8 @@ def test_a_fetched_workflow_runs_offline_and_missing_data_are_named(
     assert hub.asked == [], "offline means that nobody is asked"
     record = json.loads((project / "from-hub/stages/02-recover/stage.json").read_text())
     assert record["inputs"]["content of general"] == f"someone/prompts@{hub.prompts}"
-    assert (
-        record["inputs"]["content of domain"]
-        == f"someone/rows:rooms@{found['dataset someone/rows']['commit']}"
-    )
+    [rows] = hub.repositories["datasets/someone/rows"]
+    assert record["inputs"]["content of domain"] == f"someone/rows:rooms@{rows}"
 
     # A pinned data set stays. One that follows a branch has changed, so the adapter is stale.
     hub.commit("datasets/someone/rows", {"rooms/train.jsonl": b'{"question": "One?", "answer": "1"}\n'})
@@ -218,17 +221,16 @@ def test_a_fetched_workflow_runs_offline_and_missing_data_are_named(
 
 
 @pytest.mark.nightly
-def test_the_data_of_a_stock_suite_are_fetched_too(hub, connected, disconnected, project):
+def test_a_dry_run_caches_the_data_of_a_stock_suite(hub, hf, connected, disconnected, project):
     file = project / "measured.yaml"
     file.write_text(SUITE)
-    words = ["run", file, "--dry-run", "--offline", "--json"]
-    assert connected("fetch", project / "measured.yaml", "--dry-run").returncode == 0
+    words = ["run", file, "--dry-run", "--json"]
+    hf("hf download someone/tiny")
     without = disconnected(*words)
     assert without.returncode == 2
-    assert "opdcl fetch" in without.stderr
-    fetched = connected("fetch", file, "--json")
-    assert fetched.returncode == 0, fetched.stderr
-    assert [one["bytes"] for one in json.loads(fetched.stdout) if one["what"] == "suite"] == [len(hub.ifeval)]
+    assert "while online, a dry run of this command caches dataset google/IFEval" in without.stderr
+    there = connected(*words)
+    assert there.returncode == 0, there.stderr
     hub.asked.clear()
     done = disconnected(*words)
     assert done.returncode == 0, done.stderr
@@ -252,13 +254,11 @@ def test_an_adapter_on_the_hub_can_chat_and_be_exported(connected, pushed, finis
     ).read_bytes()
 
 
-def test_a_tuned_model_on_the_hub_is_measured_offline(connected, disconnected, project):
+def test_a_tuned_model_on_the_hub_is_measured_offline(hf, disconnected, project):
     words = ("someone/whole", "--base", "someone/tiny", "--retention", "instructions", "--limit", "2")
     words += ("-o", "whole-model", "--set", "eval.max_new_tokens=4")
-    (project / "whole.yaml").write_text("{model: {id: someone/tiny}, start: someone/whole}\n")
-    fetched = connected("fetch", project / "whole.yaml", "--json")
-    assert fetched.returncode == 0, fetched.stderr
-    assert [one["name"] for one in json.loads(fetched.stdout)] == ["someone/tiny", "someone/whole"]
+    hf("hf download someone/tiny")
+    hf("hf download someone/whole")
     done = disconnected("eval", *words, "--offline", cwd=project)
     assert done.returncode == 0, done.stderr
     record = json.loads((project / "whole-model/stages/01-finetune/stage.json").read_text())

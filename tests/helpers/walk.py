@@ -162,7 +162,6 @@ class Walk:
             ["export", run, "-o", "exported", "--state", pick(["tuned", "recovered", "best"])],
             ["push", run, "me/adapter"],
             ["serve", run, "--dry-run"],
-            ["fetch", *flow, "--dry-run"],
             ["config", "show", *flow],
             ["config", "validate", *flow],
             ["workflows", "cp", "quickstart", pick(["mine.yaml", "small.yaml", "nowhere/mine.yaml"])],
