@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from opdcl.api import chat, compare, evaluate, export, finetune, push, recover, report, run, verify
+from opdcl.api import chat, compare, evaluate, export, finetune, recover, report, run, verify
 from opdcl.version import __version__
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "evaluate",
     "export",
     "finetune",
-    "push",
     "recover",
     "report",
     "run",

@@ -331,38 +331,6 @@ def export(
     return Outcome(f"{what} ({written['state']}) written to {out}", [], written)
 
 
-def push(
-    path: PathLike,
-    repository: str,
-    state: str | None = None,
-    private: bool = False,
-    base: str | None = None,
-    trust_remote_code: bool = False,
-) -> "Outcome":
-    """Upload a run's adapter to the Hub, with its results on the model card. Needs HF_TOKEN.
-
-    Args:
-        path: Run directory.
-        repository: Repository; created if it does not exist.
-        state: Adapter: tuned or recovered. Default: the last one of the run.
-        private: Make the repository private; refuse one that exists and is public.
-        base: Hub id of the base model, needed if the run used a local folder.
-        trust_remote_code: Run Python code that comes with the base model. A run cannot allow that itself.
-
-    Returns: Where it is, in `data`: `url`, `commit`, `state`, and whether it is `private`.
-    Raises: UsageError: the state does not exist, or the Hub refused the upload.
-    Example: opdcl.push("runs/mine", "me/my-adapter").data["url"]
-    """
-    from opdcl.console import quiet_libraries
-    from opdcl.deploy.push import push
-    from opdcl.outcomes import Outcome
-    from opdcl.rundir.layout import open_run
-
-    with quiet_libraries():
-        upload = push(open_run(Path(path)), state, repository, private, base, trust_remote_code)
-    return Outcome(f"{upload['state']} is at {upload['url']}, commit {upload['commit']}", [], upload)
-
-
 def _execute(stage: str, given: dict[str, Any], **options: Unpack[Options]) -> Any:
     from opdcl.carry_out import carry_out
 

@@ -160,7 +160,6 @@ class Walk:
             [*_export(run, pick(["exported", *BAD_RUNS]))],
             ["export", run, "-o", "merged"],
             ["export", run, "-o", "exported", "--state", pick(["tuned", "recovered", "best"])],
-            ["push", run, "me/adapter"],
             ["serve", run, "--dry-run"],
             ["config", "show", *flow],
             ["config", "validate", *flow],
