@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from opdcl.arguments import Data, PathLike, Settings, as_folder, as_settings, question_suites, strings
+from opdcl.arguments import Data, PathLike, Settings, as_folder, question_suites, strings
 from opdcl.errors import UsageError, translate
 
 if TYPE_CHECKING:
@@ -239,39 +239,6 @@ def verify(path: PathLike) -> "Verification":
     return Verification(verify(open_run(Path(path))))
 
 
-def fetch(
-    workflow: PathLike | Sequence[PathLike],
-    model: PathLike | None = None,
-    settings: Settings = None,
-    dry_run: bool = False,
-    quiet: bool = False,
-) -> "Outcome":
-    """Download what a workflow needs from the Hub into the local cache; it then runs offline.
-
-    Args:
-        workflow: Recipe or YAML files, merged left to right.
-        model: Base model: smollm2-135m (embedded), a Hub id, or a path.
-        settings: Settings that replace those of the files.
-        dry_run: Only list names and sizes.
-        quiet: Print errors only.
-
-    Returns: Names, commits and sizes of what was downloaded.
-    Raises: OpdclError: the Hub did not give it; the hint says what to do.
-    Example: opdcl.fetch("quickstart")
-    """
-    from opdcl.config.load import load
-    from opdcl.console import quiet_libraries
-    from opdcl.outcomes import Outcome
-    from opdcl.pipeline.fetch import fetch
-    from opdcl.results.tables import Table
-
-    flow, _ = load(strings(workflow), *as_settings(settings, "model", {"model": model}))
-    with quiet_libraries():
-        items = fetch(flow, dry_run, _output(quiet).note)
-    table = Table("", ["what", "which", "commit", "size", ""], [item.row() for item in items], "")
-    return Outcome("", [table], [vars(item) for item in items])
-
-
 def chat(
     source: PathLike,
     prompts: str | Iterable[str],
@@ -362,38 +329,6 @@ def export(
         )
     what = {"merged": "merged model", "adapter": "adapter"}.get(format, "GGUF file")
     return Outcome(f"{what} ({written['state']}) written to {out}", [], written)
-
-
-def push(
-    path: PathLike,
-    repository: str,
-    state: str | None = None,
-    private: bool = False,
-    base: str | None = None,
-    trust_remote_code: bool = False,
-) -> "Outcome":
-    """Upload a run's adapter to the Hub, with its results on the model card. Needs HF_TOKEN.
-
-    Args:
-        path: Run directory.
-        repository: Repository; created if it does not exist.
-        state: Adapter: tuned or recovered. Default: the last one of the run.
-        private: Make the repository private; refuse one that exists and is public.
-        base: Hub id of the base model, needed if the run used a local folder.
-        trust_remote_code: Run Python code that comes with the base model. A run cannot allow that itself.
-
-    Returns: Where it is, in `data`: `url`, `commit`, `state`, and whether it is `private`.
-    Raises: UsageError: the state does not exist, or the Hub refused the upload.
-    Example: opdcl.push("runs/mine", "me/my-adapter").data["url"]
-    """
-    from opdcl.console import quiet_libraries
-    from opdcl.deploy.push import push
-    from opdcl.outcomes import Outcome
-    from opdcl.rundir.layout import open_run
-
-    with quiet_libraries():
-        upload = push(open_run(Path(path)), state, repository, private, base, trust_remote_code)
-    return Outcome(f"{upload['state']} is at {upload['url']}, commit {upload['commit']}", [], upload)
 
 
 def _execute(stage: str, given: dict[str, Any], **options: Unpack[Options]) -> Any:

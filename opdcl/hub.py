@@ -1,6 +1,6 @@
 """Access the Hugging Face Hub through its local cache, at the commit that a name resolves to.
 
-What `opdcl fetch` has downloaded needs no network: the cache is searched by the commit resolved at that time.
+What `hf download` has downloaded needs no network: the cache is searched by the commit resolved at that time.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ NAME = re.compile(
     r"(?P<id>(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*)(?::(?P<subset>[\w.-]+))?(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?",
     re.ASCII,
 )
-
-FETCH_HINT = "while online, opdcl fetch WORKFLOW downloads everything that a workflow needs"
 
 # The files to download of each kind. A model's folders contain other formats of the weights at the top level.
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md"]
@@ -64,18 +62,32 @@ def parse(kind: Kind, name: str) -> Repository | None:
     return Repository(kind, match["id"], match["revision"], match["subset"])
 
 
-def snapshot(repository: Repository, code: bool = False) -> Path:
+def download_command(repository: Repository) -> str:
+    """Return the command that brings a repository into the local cache."""
+    kind = ["--repo-type", "dataset"] if repository.kind == "dataset" else []
+    revision = ["--revision", repository.revision] if repository.revision else []
+    return " ".join(["hf", "download", *kind, repository.id, *revision])
+
+
+def snapshot(repository: Repository) -> Path:
     """Download what the local cache lacks of a repository and return its folder, whose name is the commit.
 
-    Within one process a branch stays at the commit of the first call. `code` includes Python files. A
-    `UsageError` says that it does not exist, is private, or is not cached while the Hub is unreachable.
+    Within one process a branch stays at the commit of the first call. A `UsageError` says that it does not
+    exist, is private, or is not cached while the Hub is unreachable.
     """
-    return _snapshot(repository.kind, repository.id, repository.revision, code)
+    return _snapshot(repository.kind, repository.id, repository.revision)
 
 
 @functools.cache
-def _snapshot(kind: Kind, id: str, revision: str | None, code: bool) -> Path:
-    return Path(_download(Repository(kind, id, revision), code, local_files_only=not reachable()))
+def _snapshot(kind: Kind, id: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    repo_type = "dataset" if kind == "dataset" else "model"
+    options: Any = {"repo_type": repo_type, "revision": revision, "local_files_only": not reachable()}
+    try:
+        return Path(snapshot_download(id, **options, **FILES[kind]))
+    except Exception as fault:
+        raise to_user_error(fault, Repository(kind, id, revision)) from fault
 
 
 @functools.cache
@@ -88,25 +100,6 @@ def holds(repository: Repository, file: str) -> bool:
         return isinstance(try_to_load_from_cache(**place), str)
     try:
         return HfApi().file_exists(**place)
-    except Exception as fault:
-        raise to_user_error(fault, repository) from fault
-
-
-def files(repository: Repository, code: bool = False) -> list[Any]:
-    """Return the Hub client's `DryRunFileInfo` (size, cached or not) of the files that `snapshot` needs."""
-    return list(_download(repository, code, dry_run=True))
-
-
-def _download(repository: Repository, code: bool, **options: Any) -> Any:
-    from huggingface_hub import snapshot_download
-
-    patterns = FILES[repository.kind]
-    if code:
-        patterns = patterns | {"allow_patterns": [*patterns["allow_patterns"], "*.py"]}
-    kind = "dataset" if repository.kind == "dataset" else "model"
-    options |= {"repo_type": kind, "revision": repository.revision}
-    try:
-        return snapshot_download(repository.id, **options, **patterns)
     except Exception as fault:
         raise to_user_error(fault, repository) from fault
 
@@ -128,10 +121,10 @@ def to_user_error(fault: Exception, repository: Repository) -> OpdclError:
             hint = "check the path or id; for a private repository set HF_TOKEN"
         case errors.IncompleteSnapshotError():
             problem = f"{name} is only partly in the local cache and the Hub is unreachable"
-            hint = FETCH_HINT
-        case errors.LocalEntryNotFoundError() | errors.DryRunError() | errors.OfflineModeIsEnabled():
+            hint = f"while online: {download_command(repository)}"
+        case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled():
             problem = f"{name} is not a local path and not in the local cache, and the Hub is unreachable"
-            hint = f"check the name; {FETCH_HINT}"
+            hint = f"check the name; while online: {download_command(repository)}"
         case _:
             line = next((line.strip() for line in str(fault).splitlines() if line.strip()), "no reason given")
             if isinstance(fault, errors.HfHubHTTPError):

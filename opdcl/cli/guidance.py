@@ -18,8 +18,6 @@ EXAMPLES = {
     "compare": "opdcl compare runs/mine runs/other -o comparison",
     "chat": 'opdcl chat runs/mine "Who signs the form?"',
     "export": "opdcl export runs/mine -o my-model",
-    "push": "opdcl push runs/mine OWNER/NAME",
-    "fetch": "opdcl fetch qwen3-1.7b-24gb",
     "serve": "opdcl serve runs/mine -- --max-model-len 2048",
     "doctor": "opdcl doctor",
     "verify": "opdcl verify runs/mine",

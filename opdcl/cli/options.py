@@ -146,7 +146,8 @@ EvalSettings = _setting("eval.max_new_tokens=256")
 DryRun = Annotated[bool, Option("--dry-run", help="Print what the command would do, and write nothing.")]
 Force = Annotated[bool, Option("--force", help="Repeat stages whose settings or data have changed.")]
 Offline = Annotated[
-    bool, Option("--offline", callback=_go_offline, help="Use cached files only; see `opdcl fetch`.")
+    bool,
+    Option("--offline", callback=_go_offline, help="Use cached files only; `hf download` fills the cache."),
 ]
 Workers = Annotated[
     int, Option(min=1, metavar="N", help="Number of worker processes: one per GPU, or several on CPU.")

@@ -1,4 +1,4 @@
-"""The commands about finished runs: report, compare, verify, chat, export, push, serve; and doctor."""
+"""The commands about finished runs: report, compare, verify, chat, export, serve; and doctor."""
 
 from __future__ import annotations
 
@@ -93,20 +93,9 @@ def chat(source: str, prompts: list[str] | None, offline: bool, json: bool, **gi
 @opt.takes(api.export, "offline json", source=typed("RUN"), out=FOLDER)
 def export(source: str, out: Path, offline: bool, json: bool, **given: Any) -> None:
     """Write the merged model, or its adapter, for other programs."""
-    from opdcl.rundir.layout import RunDir
-
     start(json)
     show(api.export(source, out, **given, quiet=json))
-    is_run = RunDir(Path(source)).is_run()
-    lead(*(("push", source, "OWNER/NAME") if is_run else ("chat", source, "PROMPT")))
-
-
-@opt.takes(api.push, path=typed("RUN", Path), repository=typed("OWNER/NAME"))
-def push(path: Path, repository: str, json: bool, **given: Any) -> None:
-    """Upload an adapter and its results to the Hugging Face Hub. Needs HF_TOKEN."""
-    start(json)
-    show(api.push(path, repository, **given))
-    lead("chat", repository, "PROMPT")
+    screen.output.note(f"next: hf upload OWNER/NAME {shlex.quote(str(out))}")
 
 
 def serve(

@@ -1,4 +1,4 @@
-"""The commands that run stages: run, finetune, recover and eval; and fetch, which prepares a run."""
+"""The commands that run stages: run, finetune, recover and eval."""
 
 from __future__ import annotations
 
@@ -73,11 +73,3 @@ def evaluate(data: list[str] | None, max_drop: list[str] | None, **given: Any) -
     With --max-drop, exit code 3 if a larger drop is shown, 5 if the scores do not decide it.
     """
     _carry_out(api.evaluate, data=opt.suite_files(data), max_drop=opt.drops(max_drop), **given)
-
-
-@opt.takes(api.fetch, "settings dry_run json quiet", workflow=typed(kind=list[str]))
-def fetch(workflow: list[str], dry_run: bool, **given: Any) -> None:
-    """Download what a workflow needs from the Hub into the cache. The workflow then runs with --offline."""
-    _carry_out(api.fetch, workflow=workflow, dry_run=dry_run, **given)
-    if not dry_run:
-        lead("run", *workflow, "--offline")

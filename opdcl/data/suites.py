@@ -366,7 +366,11 @@ def _not_loaded(
         hint = f"{path} must have the columns of lm-eval's data for the task {name}{columns(settings)}"
         place = records[0][1] if records and "process_docs" not in settings else path
         return UsageError(f"suite {name!r} cannot read {place}: {_reason(fault)}", hint)
-    hint = f"name a local copy: --data {name}=PATH; or, while online, opdcl fetch WORKFLOW"
+    # lm-eval reads the cache of `datasets`, which `hf download` does not fill.
+    dataset = f"dataset {settings['dataset_path']}" if "dataset_path" in settings else "its data"
+    hint = (
+        f"name a local copy: --data {name}=PATH; or, while online, a dry run of this command caches {dataset}"
+    )
     return UsageError(f"could not load the data of suite {name!r}: {str(fault)[:200]}", hint)
 
 

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.model import ModelConfig
+from opdcl.config.workflow import Workflow
+from opdcl.data.rows import on_hub
 from opdcl.deploy.gguf import LARGEST_GAP, compare, find_converter, to_gguf
 from opdcl.errors import UsageError
-from opdcl.hub import HUB_IDS
+from opdcl.hub import HUB_IDS, parse, reachable
 from opdcl.model.adapters import find_states
 from opdcl.rundir.files import folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import ADAPTER
-from opdcl.rundir.layout import STAGE_OF, adapter_config
+from opdcl.rundir.layout import STAGE_OF, RunDir, adapter_config
 from opdcl.version import __version__
 
 if TYPE_CHECKING:
@@ -56,12 +58,13 @@ def export(
     command = find_converter(converter) if format == "gguf" else []  # fail before merging takes minutes
     base, tuned, adapters = find_states(source, trust_remote_code)
     state, adapter = pick_state(source, adapters, state)
+    model, run = tuned or base, RunDir(Path(source))
     written = {"state": state, "format": format, "path": str(target), "adapter": str(adapter)}
     if base.quantization:
-        report.note(f"the adapter was {UNPACKED.format(portable((tuned or base).id), base.quantization)}")
+        report.note(f"the adapter was {UNPACKED.format(portable(model.id), base.quantization)}")
     with folder_appears_whole(target) as folder:
         if format == "adapter":
-            copy_adapter(adapter, folder, portable((tuned or base).id), base)
+            copy_adapter(adapter, folder, portable(model.id), base)
         elif format == "merged":
             written |= merge(base, tuned, adapter, folder, check, report)
         else:
@@ -69,7 +72,13 @@ def export(
             written |= merge(base, tuned, adapter, merged, check, report)
             written |= to_gguf(merged, folder, command, outtype, check, report)
             shutil.rmtree(merged)
-        write_readme(folder, target.name, tuned or base, state, format)
+        if format == "adapter" and run.is_run():
+            write_card(folder, target.name, model, run, state, report)
+        else:
+            write_readme(folder, target.name, model, state, format)
+    if is_local(model.id):
+        files = "README.md and adapter_config.json" if format == "adapter" else "README.md"
+        report.note(f"before you upload it, replace {portable(model.id)} in {files} by the base's Hub id")
     return written
 
 
@@ -90,6 +99,11 @@ def pick_state(source: str, adapters: dict[str, Path], state: str | None) -> tup
 def portable(base: str) -> str:
     """Return the Hub id of a base, or its folder's name without the path, which is private."""
     return HUB_IDS.get(base, base if base.count("/") == 1 and not os.path.exists(base) else Path(base).name)
+
+
+def is_local(base: str) -> bool:
+    """Return whether a base is a folder or file of this machine, which nobody else can load by its name."""
+    return base not in HUB_IDS and (os.path.exists(base) or parse("model", base) is None)
 
 
 def copy_adapter(source: Path, target: Path, name: str, base: ModelConfig) -> None:
@@ -168,3 +182,35 @@ def write_readme(folder: Path, name: str, base: ModelConfig, state: str, format:
         terms += f" The adapter was {UNPACKED.format(origin, base.quantization)}."
     text = f"# {name}\n\n{what} {origin}{parts}, written by opdcl {__version__}. {terms}\n"
     write_atomic(folder / "README.md", "\n".join(head) + f"\n\n{text}")
+
+
+def write_card(
+    folder: Path, name: str, base: ModelConfig, run: RunDir, state: str, report: StageReport
+) -> None:
+    """Write the model card of a run's adapter, with its results and the licence of its base."""
+    from opdcl.results.report import card
+
+    origin = portable(base.id)
+    licence = license_of(base)
+    if licence is None:
+        report.note(f"the licence of {origin} is not known here: state it in README.md")
+    finetune = Workflow.model_validate(run.settings()).finetune
+    dataset = on_hub(finetune.data) if finetune else None
+    text = card(run, state, origin, name, licence, [dataset.id] if dataset else [])
+    write_atomic(folder / "README.md", text)
+
+
+def license_of(base: ModelConfig) -> str | None:
+    """Return the licence in the base's own card, on the Hub or in the local cache; None if there is none."""
+    from huggingface_hub import hf_hub_download, metadata_load
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    if base.id in LICENSES or is_local(base.id):
+        return LICENSES.get(base.id)
+    place: Any = {"revision": base.revision, "local_files_only": not reachable()}
+    try:
+        card = hf_hub_download(base.id, "README.md", **place)
+    except (HfHubHTTPError, EntryNotFoundError):  # it has no card, or is private
+        return None
+    stated = (metadata_load(card) or {}).get("license")
+    return stated if isinstance(stated, str) else None

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import load_prompts
-from opdcl.deploy.ollama import modelfile
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.model.load import load_base
-from opdcl.rundir.files import write_atomic
 from opdcl.sanitize import redact
 
 if TYPE_CHECKING:
@@ -55,11 +53,10 @@ def find_converter(path: str | None) -> list[str]:
 def to_gguf(
     merged: Path, target: Path, command: list[str], outtype: str, check: bool, report: StageReport
 ) -> dict[str, Any]:
-    """Write `model.gguf` and a Modelfile; return the outtype, the size, and the gap if it was measured."""
+    """Write `model.gguf`; return the outtype, the size, and the gap if it was measured."""
     report.note(f"converting to {outtype}")
     file = target / "model.gguf"
     _convert(merged, file, command, outtype)
-    _write_modelfile(merged, target / "Modelfile", report)
     gap = None
     if check:
         report.note("loading it back")
@@ -75,18 +72,6 @@ def _convert(merged: Path, file: Path, command: list[str], outtype: str) -> None
         lines = [line for line in process.stderr.splitlines() if line.strip()] or ["no message"]
         hint = "a newer llama.cpp may support this model; --format merged writes the unconverted model"
         raise OpdclError(f"the converter failed: {redact(lines[-1])[:300]}", hint)
-
-
-def _write_modelfile(merged: Path, file: Path, report: StageReport) -> None:
-    from transformers import AutoTokenizer, GenerationConfig
-
-    tokenizer = AutoTokenizer.from_pretrained(merged)
-    declared = GenerationConfig.from_pretrained(merged).eos_token_id
-    ends = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])} - {None}
-    text, notes = modelfile(tokenizer, sorted(ends))
-    write_atomic(file, text)
-    for note in notes:
-        report.note(note)
 
 
 def _check_gap(gap: dict[str, Any] | None, outtype: str, report: StageReport) -> None:

@@ -18,7 +18,7 @@ from opdcl.rundir.layout import RunDir
 
 KEY = "model.trust_remote_code"
 HINT = (
-    f"read that code; if you trust it, add --set {KEY}=true (chat, export and push: --trust-remote-code; "
+    f"read that code; if you trust it, add --set {KEY}=true (chat and export: --trust-remote-code; "
     "serve: -- --trust-remote-code)"
 )
 

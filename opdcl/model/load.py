@@ -13,7 +13,7 @@ from opdcl import parallel
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import check_template, render, with_variables
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
-from opdcl.hub import parse, reachable
+from opdcl.hub import Repository, download_command, parse, reachable
 from opdcl.model import consent, quantized
 from opdcl.model.portable import make_portable
 from opdcl.model.tensors import Found, headers, refuse_unfit, weight_files
@@ -39,10 +39,6 @@ LARGEST = {
     "vocab_size": 10**8,
     "max_position_embeddings": 10**10,
 }
-
-HINT = (
-    f"--model {EMBEDDED} is embedded; or name a folder with safetensors; or run opdcl fetch WORKFLOW online"
-)
 
 
 def load_base(
@@ -226,7 +222,7 @@ def to_user_error(config: ModelConfig) -> Iterator[None]:
         while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
             causes.append(cause)
         gated = any(isinstance(cause, GatedRepoError) for cause in causes)
-        hint = "accept its licence on the model's page, then set HF_TOKEN" if gated else HINT
+        hint = "accept its licence on the model's page, then set HF_TOKEN" if gated else _sources(config)
         raise UsageError(
             f"model {config.id!r} cannot be loaded: {first or type(error).__name__}", hint
         ) from error
@@ -390,14 +386,23 @@ def model_source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:
             raise UsageError(message, "name the folder of a model")
         return str(path), {}
     if path.is_absolute() or config.id.startswith((".", "~")) or not parse("model", config.id):
-        raise UsageError(f"model {config.id!r} is neither a folder nor a hub id", HINT)
+        raise UsageError(f"model {config.id!r} is neither a folder nor a hub id", _sources(config))
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(config.id, "config.json", revision=config.revision)
     # Fails in seconds, where the Hub's client would retry for a minute.
     if not isinstance(cached, str) and not reachable():
-        raise UsageError(f"model {config.id!r} is not in the local cache and the hub is out of reach", HINT)
+        problem = f"model {config.id!r} is not in the local cache and the hub is out of reach"
+        raise UsageError(problem, _sources(config))
     return config.id, {}
+
+
+def _sources(config: ModelConfig) -> str:
+    """Return the hint where a model can come from, with the command that downloads this one."""
+    sources = f"--model {EMBEDDED} is embedded; or name a folder with safetensors"
+    if config.id == EMBEDDED or os.path.exists(config.id) or not parse("model", config.id):
+        return sources
+    return f"{sources}; or, while online: {download_command(Repository('model', config.id, config.revision))}"
 
 
 def is_gguf(config: ModelConfig) -> bool:

@@ -70,7 +70,7 @@ def pull_request(run: RunDir, summary: dict[str, Any]) -> str:
 def card(run: RunDir, state: str, base: str, place: str, license: str | None, datasets: list[str]) -> str:
     """Return the model card of one state's adapter for the Hugging Face Hub.
 
-    `base`, `place` and `datasets` are the Hub ids of base, adapter and training data.
+    `base` and `datasets` are the Hub ids of base and training data, `place` is the adapter's folder.
     """
     context = _context(Results(run))
     # The command and the paths may name private files, so a public card leaves them out.

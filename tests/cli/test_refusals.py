@@ -37,7 +37,10 @@ WRONG = {
         "recipe qwen3-1.7b-24gb needs data of yours: finetune.data is data/domain.jsonl",
         "opdcl workflows cp qwen3-1.7b-24gb",
     ),
-    "finetune --data handbook --model gpt2 -o out": ("'gpt2' is not in the local cache",),
+    "finetune --data handbook --model gpt2 -o out": (
+        "'gpt2' is not in the local cache",
+        "while online: hf download gpt2\n",
+    ),
     "finetune --data handbook --model gpt2.gguf -o out": ("neither a folder nor a hub id",),
     "chat nowhere hi --temperature -1": ("--temperature",),
     "recover nowhere": ("nowhere does not exist", "opdcl finetune", "an adapter folder, or a Hub id"),

@@ -1,12 +1,18 @@
-"""The hub over real HTTP: push an adapter, load it and datasets by id, fetch a workflow, run it offline."""
+"""The hub over real HTTP: upload an adapter, load it and datasets by id, download what a run lacks."""
 
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from helpers.command import opdcl, opdcl_process
 from helpers.fake_hub import TOKEN, Hub
 from helpers.warm_process import WarmProcess
+from huggingface_hub import ModelCard
 
 WORKFLOW = """
 name: from-hub
@@ -40,7 +46,7 @@ def hub(project, tiny_model, whole_model):
     hub = Hub()
     hub.add_folder("models/someone/tiny", tiny_model)
     hub.add_folder("models/someone/whole", whole_model)
-    hub.commit("models/someone/tiny", {"pytorch_model.bin": b"pickled"})
+    hub.commit("models/someone/tiny", {"README.md": b"---\nlicense: mit\n---\n"})
     hub.commit(
         "datasets/someone/rows",
         {
@@ -85,21 +91,38 @@ def disconnected(online):
 
 
 @pytest.fixture(scope="module")
-def pushed(connected, finished):
-    words = ("someone/adapter", "--base", "someone/tiny", "--private", "--json")
-    done = connected("push", finished, *words)
+def hf(online):
+    """Return a function that runs a command of the Hub's own client there: `hf ...`."""
+
+    def run(command: str) -> None:
+        words = [str(Path(sys.executable).with_name("hf")), *shlex.split(command)[1:]]
+        done = subprocess.run(words, env=os.environ | online, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def uploaded(hub, hf, connected, finished, project, tiny_model) -> str:
+    """The commit of the finished run's adapter, exported and uploaded as the messages say."""
+    done = connected("export", finished, "-o", "my-adapter", "--format", "adapter", cwd=project)
     assert done.returncode == 0, done.stderr
-    assert TOKEN not in done.stdout + done.stderr
-    return json.loads(done.stdout)
+    replace, following = done.stderr.splitlines()[-2:]
+    assert replace == (
+        f"export: before you upload it, replace {tiny_model.name} in README.md and adapter_config.json "
+        "by the base's Hub id"
+    )
+    for name in ("README.md", "adapter_config.json"):
+        file = project / "my-adapter" / name
+        file.write_text(file.read_text().replace(tiny_model.name, "someone/tiny"))
+    assert following == "next: hf upload OWNER/NAME my-adapter"
+    hf(f"hf upload someone/adapter {project / 'my-adapter'}")
+    [commit] = hub.repositories["models/someone/adapter"]
+    return commit
 
 
-def test_a_pushed_adapter_is_complete_and_the_hub_can_read_its_card(hub, pushed, finished, project):
-    from huggingface_hub import ModelCard
-
-    assert hub.private["models/someone/adapter"]
-    assert pushed["private"] is True
-    [(commit, files)] = hub.repositories["models/someone/adapter"].items()
-    assert pushed["commit"] == commit
+def test_an_uploaded_adapter_is_complete_and_the_hub_can_read_its_card(hub, uploaded, finished, project):
+    files = hub.repositories["models/someone/adapter"][uploaded]
     assert set(files) == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
     assert (
         files["adapter_model.safetensors"]
@@ -120,81 +143,26 @@ def test_a_pushed_adapter_is_complete_and_the_hub_can_read_its_card(hub, pushed,
     assert all("recovered" in r.metric_name for r in data.eval_results)
 
 
-def test_a_push_says_what_is_missing(hub, disconnected, connected, finished):
-    before = {name: list(commits) for name, commits in hub.repositories.items()}
-    for words, changed, message in (
-        (["someone/new", "--base", "someone/tiny"], {"HF_TOKEN": ""}, "set HF_TOKEN"),
-        (["someone/new", "--base", "someone/tiny"], {"HF_TOKEN": "hf_" + "w" * 30}, "check HF_TOKEN"),
-        (["someone/new"], {}, "--base owner/name"),
-        (["new", "--base", "someone/tiny"], {}, "owner/name"),
-        (["someone/new", "--base", "someone/tiny"], {"HF_HUB_OFFLINE": "1"}, "leave out HF_HUB_OFFLINE"),
-    ):
-        if "HF_HUB_OFFLINE" in changed:
-            done = disconnected("push", finished, *words)
-        else:
-            done = connected("push", finished, *words, env=changed)
-        assert done.returncode in (1, 2), done.stderr
-        assert message in done.stderr
-        assert "w" * 30 not in done.stderr
-    assert {name: list(commits) for name, commits in hub.repositories.items()} == before
-
-
-def test_a_private_push_never_ends_up_in_a_public_repository(hub, connected, finished):
-    hub.commit("models/someone/open", {"README.md": b"made before, and public"})
-    before = list(hub.repositories["models/someone/open"])
-    words = ("push", finished, "someone/open", "--base", "someone/tiny", "--json")
-    refused = connected(*words, "--private")
-    assert refused.returncode == 2, refused.stderr
-    assert "someone/open exists and is public" in refused.stderr
-    assert "make it private" in refused.stderr
-    assert list(hub.repositories["models/someone/open"]) == before, "nothing was uploaded"
-    done = connected(*words)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["private"] is False
-
-
-def test_a_push_says_that_the_repository_is_private_even_if_it_was_not_asked(hub, connected, finished):
-    hub.commit("models/someone/closed", {"README.md": b"made before, and private"})
-    hub.private["models/someone/closed"] = True
-    words = ("push", finished, "someone/closed", "--base", "someone/tiny", "--json")
-    for option in ([], ["--private"]):
-        done = connected(*words, *option)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["private"] is True
-
-
 @pytest.mark.nightly
-def test_a_fetched_workflow_runs_offline_and_missing_data_are_named(
-    hub, online, connected, disconnected, pushed, project
+def test_a_run_without_network_names_the_commands_that_download_what_it_lacks(
+    hub, online, hf, connected, disconnected, uploaded, project
 ):
     file = project / "from-hub.yaml"
     file.write_text(WORKFLOW.replace("COMMIT", hub.prompts))
     run = ("run", file, "-o", "from-hub")
-    offline = disconnected(*run, "--offline", cwd=project)
-    assert offline.returncode == 2
-    assert "not in the local cache" in offline.stderr
-    assert "opdcl fetch" in offline.stderr
-
-    words = ["fetch", file, "--json"]
-    dry = json.loads(connected(*words, "--dry-run").stdout)
-    assert all(one["missing_bytes"] == one["bytes"] > 0 for one in dry)
-    fetched = connected(*words)
-    assert fetched.returncode == 0, fetched.stderr
-    found = {one["what"] + " " + one["name"]: one for one in json.loads(fetched.stdout)}
-    assert set(found) == {
-        "model someone/tiny",
-        "adapter someone/adapter",
-        "dataset someone/rows",
-        f"dataset someone/prompts@{hub.prompts}",
-    }
-    assert {name: one["bytes"] for name, one in found.items()} == {
-        one["what"] + " " + one["name"]: one["bytes"] for one in dry
-    }
-    assert found["adapter someone/adapter"]["commit"] == pushed["commit"]
-    assert not any("pytorch_model.bin" in line for line in hub.asked), (
-        "weights in another format are left on the hub"
-    )
-    assert [one["missing_bytes"] for one in json.loads(connected(*words, "--dry-run").stdout)] == [0] * 4
+    asked = []
+    while (offline := disconnected(*run, "--offline", "--dry-run", cwd=project)).returncode:
+        assert "in the local cache" in offline.stderr
+        command = re.search(r"while online: (hf download .*)", offline.stderr)[1]
+        assert command not in asked, "what was downloaded is found"
+        asked.append(command)
+        hf(command)
+    assert sorted(asked) == [
+        f"hf download --repo-type dataset someone/prompts --revision {hub.prompts}",
+        "hf download --repo-type dataset someone/rows",
+        "hf download someone/adapter",
+        "hf download someone/tiny",
+    ]
 
     hub.asked.clear()
     # In a process of its own, where the option alone takes the libraries off the network.
@@ -203,10 +171,13 @@ def test_a_fetched_workflow_runs_offline_and_missing_data_are_named(
     assert hub.asked == [], "offline means that nobody is asked"
     record = json.loads((project / "from-hub/stages/02-recover/stage.json").read_text())
     assert record["inputs"]["content of general"] == f"someone/prompts@{hub.prompts}"
-    assert (
-        record["inputs"]["content of domain"]
-        == f"someone/rows:rooms@{found['dataset someone/rows']['commit']}"
-    )
+    [rows] = hub.repositories["datasets/someone/rows"]
+    assert record["inputs"]["content of domain"] == f"someone/rows:rooms@{rows}"
+    exported = disconnected("export", "from-hub", "-o", "published", "--format", "adapter", cwd=project)
+    assert exported.returncode == 0, exported.stderr
+    card = ModelCard.load(project / "published/README.md").data
+    assert (card.base_model, card.license) == ("someone/tiny", "mit")
+    assert "before you upload it" not in exported.stderr
 
     # A pinned data set stays. One that follows a branch has changed, so the adapter is stale.
     hub.commit("datasets/someone/rows", {"rooms/train.jsonl": b'{"question": "One?", "answer": "1"}\n'})
@@ -218,17 +189,16 @@ def test_a_fetched_workflow_runs_offline_and_missing_data_are_named(
 
 
 @pytest.mark.nightly
-def test_the_data_of_a_stock_suite_are_fetched_too(hub, connected, disconnected, project):
+def test_a_dry_run_caches_the_data_of_a_stock_suite(hub, hf, connected, disconnected, project):
     file = project / "measured.yaml"
     file.write_text(SUITE)
-    words = ["run", file, "--dry-run", "--offline", "--json"]
-    assert connected("fetch", project / "measured.yaml", "--dry-run").returncode == 0
+    words = ["run", file, "--dry-run", "--json"]
+    hf("hf download someone/tiny")
     without = disconnected(*words)
     assert without.returncode == 2
-    assert "opdcl fetch" in without.stderr
-    fetched = connected("fetch", file, "--json")
-    assert fetched.returncode == 0, fetched.stderr
-    assert [one["bytes"] for one in json.loads(fetched.stdout) if one["what"] == "suite"] == [len(hub.ifeval)]
+    assert "while online, a dry run of this command caches dataset google/IFEval" in without.stderr
+    there = connected(*words)
+    assert there.returncode == 0, there.stderr
     hub.asked.clear()
     done = disconnected(*words)
     assert done.returncode == 0, done.stderr
@@ -236,7 +206,7 @@ def test_the_data_of_a_stock_suite_are_fetched_too(hub, connected, disconnected,
     assert hub.asked == []
 
 
-def test_an_adapter_on_the_hub_can_chat_and_be_exported(connected, pushed, finished, project):
+def test_an_adapter_on_the_hub_can_chat_and_be_exported(connected, uploaded, finished, project):
     asked = connected("chat", "someone/adapter", "Hello", "--json", "--max-new-tokens", "4")
     assert asked.returncode == 0, asked.stderr
     answers = json.loads(asked.stdout)["answers"]
@@ -244,7 +214,7 @@ def test_an_adapter_on_the_hub_can_chat_and_be_exported(connected, pushed, finis
     adapter = finished / "stages/02-recover/adapter"
     own = json.loads(opdcl("chat", adapter, "Hello", "--json", "--max-new-tokens", "4").stdout)["answers"]
     assert answers == own
-    place = f"someone/adapter@{pushed['commit']}"
+    place = f"someone/adapter@{uploaded}"
     done = connected("export", place, "-o", "again", "--format", "adapter", cwd=project)
     assert done.returncode == 0, done.stderr
     assert (project / "again/adapter_model.safetensors").read_bytes() == (
@@ -252,13 +222,11 @@ def test_an_adapter_on_the_hub_can_chat_and_be_exported(connected, pushed, finis
     ).read_bytes()
 
 
-def test_a_tuned_model_on_the_hub_is_measured_offline(connected, disconnected, project):
+def test_a_tuned_model_on_the_hub_is_measured_offline(hf, disconnected, project):
     words = ("someone/whole", "--base", "someone/tiny", "--retention", "instructions", "--limit", "2")
     words += ("-o", "whole-model", "--set", "eval.max_new_tokens=4")
-    (project / "whole.yaml").write_text("{model: {id: someone/tiny}, start: someone/whole}\n")
-    fetched = connected("fetch", project / "whole.yaml", "--json")
-    assert fetched.returncode == 0, fetched.stderr
-    assert [one["name"] for one in json.loads(fetched.stdout)] == ["someone/tiny", "someone/whole"]
+    hf("hf download someone/tiny")
+    hf("hf download someone/whole")
     done = disconnected("eval", *words, "--offline", cwd=project)
     assert done.returncode == 0, done.stderr
     record = json.loads((project / "whole-model/stages/01-finetune/stage.json").read_text())
@@ -266,7 +234,7 @@ def test_a_tuned_model_on_the_hub_is_measured_offline(connected, disconnected, p
     assert {f.name for f in (project / "whole-model/evals").iterdir()} == {"base", "tuned"}
 
 
-def test_what_the_hub_lacks_is_named(online, connected, pushed):
+def test_what_the_hub_lacks_is_named(online, connected, uploaded):
     for place, message in (
         ("someone/nothing", "was found neither locally nor on the Hub"),
         ("someone/adapter@v7", "no such revision"),

@@ -47,7 +47,6 @@ def test_a_damaged_adapter_is_refused_by_every_verb_that_would_use_it(finished, 
         ["export", "run", "-o", "model"],
         ["export", "run", "-o", "model", "--format", "adapter"],
         ["chat", "run", "Hello"],
-        ["push", "run", "me/mine"],
         ["serve", "run", "--dry-run", "--vllm", "true"],
         ["run", "other.yaml", "-o", "other"],
     ):

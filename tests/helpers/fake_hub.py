@@ -20,7 +20,6 @@ class Hub:
     def __init__(self) -> None:
         self.repositories: dict[str, dict[str, dict[str, bytes]]] = {}
         self.asked: list[str] = []
-        self.private: dict[str, bool] = {}
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -88,13 +87,7 @@ class Hub:
                 return self.listing(files, f"{folder}/" if folder else "", recursive)
             name = repository.partition("/")[2]
             return json_answer(
-                {
-                    "id": name,
-                    "sha": commit,
-                    "private": self.private.get(repository, False),
-                    "siblings": [{"rfilename": p} for p in files],
-                    "tags": [],
-                }
+                {"id": name, "sha": commit, "siblings": [{"rfilename": p} for p in files], "tags": []}
             )
         if match := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             repository = (match[1] or "models/") + match[2]
@@ -128,9 +121,6 @@ class Hub:
             settings = json.loads(body)
             repository = f"models/{settings['organization']}/{settings['name']}"
             place = {"url": f"{self.url}/{settings['organization']}/{settings['name']}"}
-            if repository in self.repositories:  # which keeps its visibility
-                return 409, json.dumps({"error": "the repository exists", **place}).encode(), {}
-            self.private[repository] = settings.get("visibility") == "private"
             self.repositories[repository] = {}
             return json_answer(place)
         if path == "/api/validate-yaml":

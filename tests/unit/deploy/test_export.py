@@ -1,9 +1,8 @@
-"""Exports: the written model is the same, another one is refused, Ollama gets the same chat template."""
+"""Exports: the written model is the same, and another one is refused."""
 
 import functools
 import json
 import os
-import re
 from pathlib import Path
 
 import gguf
@@ -11,14 +10,12 @@ import pytest
 import torch
 from helpers import gguf_script
 from safetensors import safe_open
-from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import opdcl
 from opdcl.config.model import ModelConfig
 from opdcl.deploy.export import copy_adapter, export, write_readme
 from opdcl.deploy.gguf import SCRIPT, find_converter
-from opdcl.deploy.ollama import go_template, modelfile
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.model.load import load_model
 
@@ -27,18 +24,6 @@ ZEPHYR = """{% for m in messages %}{{ '<|' + m['role'] + '|>
 ' + m['content'] + eos_token + '
 ' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>
 ' }}{% endif %}"""
-WITH_FIRST_TOKEN = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{{ '[' + m['role'] + ']' + m['content'] | trim + '[end]' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
-)
-NO_SYSTEM = (
-    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    "{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}<model>"
-)
-NUMBERED = (
-    "{% for m in messages %}{{ loop.index ~ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant: "
-)
 
 
 class Report:
@@ -73,7 +58,7 @@ def tokenizer(tiny_model):
 def test_a_gguf_file_is_the_merged_model(tuned, converter):
     report = Report()
     written = export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f32", converter, True, report)
-    assert {p.name for p in (tuned / "out").iterdir()} == {"model.gguf", "Modelfile", "README.md"}
+    assert {p.name for p in (tuned / "out").iterdir()} == {"model.gguf", "README.md"}
     assert written["bytes"] == (tuned / "out/model.gguf").stat().st_size
     assert written["gap"]["same_ids"]
     assert written["gap"]["mean"] < 1e-4
@@ -226,50 +211,3 @@ def test_an_export_holds_the_chat_template_of_its_run(tuned, tiny_model, tokeniz
         tokenizer.chat_template = (tuned / folder / "chat_template.jinja").read_text()
         text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
         assert text == f'kind "as ever"<|user|>\nHi{tokenizer.eos_token}\n'
-
-
-def as_ollama(text: str, messages: list[dict[str, str]]) -> str:
-    """Render a Modelfile's template as Ollama does: SYSTEM is the default of the first message."""
-    template = re.search(r'TEMPLATE """(.*?)"""', text, re.DOTALL)[1]
-    default = re.search(r'SYSTEM """(.*?)"""', text, re.DOTALL)
-    if default and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": default[1]}, *messages]
-    body, opening = re.fullmatch(
-        r"\{\{- range \.Messages \}\}(.*)\{\{ end \}\}(.*?)", template, re.DOTALL
-    ).groups()
-    cases = dict(re.findall(r'\{\{ if eq \.Role "(\w+)" \}\}(.*?)\{\{ end \}\}', body, re.DOTALL))
-    return "".join(cases[m["role"]].replace("{{ .Content }}", m["content"]) for m in messages) + opening
-
-
-@pytest.mark.parametrize("template", [None, ZEPHYR, WITH_FIRST_TOKEN])
-def test_ollama_renders_the_same_chat_template(tokenizer, template):
-    tokenizer.chat_template = template or tokenizer.chat_template
-    first = ""
-    if template == WITH_FIRST_TOKEN:
-        first = tokenizer.bos_token
-        tokenizer._tokenizer.post_processor = TemplateProcessing(
-            single=f"{first} $A", special_tokens=[(first, tokenizer.bos_token_id)]
-        )
-    text, notes = modelfile(tokenizer, [2])
-    assert notes == []
-    assert text.startswith("FROM ./model.gguf\n")
-    assert 'PARAMETER stop "<|im_end|>"' in text
-    question = {"role": "user", "content": "What is {this}?\nAnd that?"}
-    answer = {"role": "assistant", "content": "An answer."}
-    for messages in (
-        [question],
-        [question, answer, question],
-        [{"role": "system", "content": "Be brief."}, question],
-        [{"role": "system", "content": "Hm"}, question, answer, question],
-    ):
-        expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert first + as_ollama(text, messages) == expected
-
-
-@pytest.mark.parametrize("template", [NO_SYSTEM, NUMBERED, ZEPHYR.replace("<|", "{{ '{{' }}")])
-def test_a_template_that_ollama_cannot_express_is_omitted_with_a_note(tokenizer, template):
-    tokenizer.chat_template = template
-    assert go_template(tokenizer) is None
-    text, notes = modelfile(tokenizer, [2])
-    assert "TEMPLATE" not in text
-    assert "no TEMPLATE" in notes[0]

@@ -63,7 +63,6 @@ READ_THE_RUN = {
     "chat": ("chat", "theirs", "Hello", "--max-new-tokens", "2"),
     "export": ("export", "theirs", "-o", "out"),
     "export adapter": ("export", "theirs", "--format", "adapter", "-o", "out"),
-    "push": ("push", "theirs", "me/mine", "--base", "someone/model"),
     "serve": ("serve", "theirs", "--vllm", "true", "--dry-run"),
     "eval": ("eval", "theirs", "--retention", "instructions", "--limit", "2"),
     "recover": ("recover", "theirs", "--steps", "2", "--dry-run"),
