@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from opdcl.api import chat, compare, evaluate, export, fetch, finetune, push, recover, report, run, verify
+from opdcl.api import chat, compare, evaluate, export, finetune, recover, report, run, verify
 from opdcl.version import __version__
 
 __all__ = [
@@ -12,9 +12,7 @@ __all__ = [
     "compare",
     "evaluate",
     "export",
-    "fetch",
     "finetune",
-    "push",
     "recover",
     "report",
     "run",

@@ -41,8 +41,6 @@ app.command()(runs.report)
 app.command()(runs.compare)
 app.command()(runs.chat)
 app.command()(runs.export)
-app.command()(runs.push)
-app.command()(stages.fetch)
 # What follows -- belongs to vLLM.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(runs.serve)
 app.command()(runs.doctor)

@@ -40,9 +40,7 @@ LARGEST = {
     "max_position_embeddings": 10**10,
 }
 
-HINT = (
-    f"--model {EMBEDDED} is embedded; or name a folder with safetensors; or run opdcl fetch WORKFLOW online"
-)
+HINT = f"--base {EMBEDDED} is embedded; or name a folder with safetensors; or run opdcl fetch WORKFLOW online"
 
 
 def load_base(

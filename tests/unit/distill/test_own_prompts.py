@@ -260,7 +260,7 @@ def test_a_template_without_room_for_a_user_turn_is_refused_with_the_fix(project
     (project / "bare" / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     )
-    refused = opdcl("run", "tiny.yaml", *SELF, "--model", "bare", "-o", "run")
+    refused = opdcl("run", "tiny.yaml", *SELF, "--base", "bare", "-o", "run")
     assert refused.returncode == 2
     assert "no markup around a user turn" in refused.stderr
     assert "--prompts everyday" in refused.stderr
