@@ -12,7 +12,7 @@ Every verb raises `opdcl.errors.OpdclError`, whose `hint` names the next step.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from opdcl.arguments import Data, PathLike, Settings, as_folder, question_suites, strings
 from opdcl.errors import UsageError, translate
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from opdcl.console import Output
     from opdcl.outcomes import Comparison, Outcome, Plan, Result, Verification
 
-# The command line reads signatures and docstrings from here: an option's help is its line under "Args:". So
-# what takes time to import is imported by the verb that needs it.
+# What takes time to import is imported by the verb that needs it.
 
 
 class Options(TypedDict, total=False):
@@ -43,7 +42,7 @@ class Options(TypedDict, total=False):
 def run(
     workflow: PathLike | Sequence[PathLike],
     out: PathLike | None = None,
-    model: PathLike | None = None,
+    base: PathLike | None = None,
     deterministic: bool = False,
     **options: Unpack[Options],
 ) -> "Result | Comparison | Plan":
@@ -52,7 +51,7 @@ def run(
     Args:
         workflow: Recipe or YAML files, merged left to right.
         out: Run directory. Default: runs/NAME.
-        model: Base model: smollm2-135m (embedded), a Hub id, or a path.
+        base: Base model: smollm2-135m (embedded), a Hub id, or a path.
         deterministic: Use only kernels that repeat bit for bit.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
@@ -61,13 +60,16 @@ def run(
         its gate.
     Example: opdcl.run("quickstart", out="runs/quickstart", settings={"recover.steps": 60})
     """
-    return _execute("model", locals() | {"deterministic": deterministic or None}, **options)
+    from opdcl.carry_out import run_files
+
+    chosen = {"model.id": base, "model.deterministic": deterministic or None}
+    return run_files(workflow, out, chosen, **options)
 
 
 def finetune(
     data: Data,
     out: PathLike = "runs/finetune",
-    model: PathLike | None = None,
+    base: PathLike | None = None,
     epochs: float | None = None,
     learning_rate: float | None = None,
     seed: int | None = None,
@@ -80,7 +82,7 @@ def finetune(
         data: Rows to learn from: `handbook` (shipped), a file, a folder, a Hub id, a list of dicts, or a
             `datasets.Dataset`. Rows in memory are stored in the run directory.
         out: Run directory.
-        model: Base model: smollm2-135m (embedded), a Hub id, or a path.
+        base: Base model: smollm2-135m (embedded), a Hub id, or a path.
         epochs: Passes over the data.
         learning_rate: Peak learning rate.
         seed: Random seed of the stage.
@@ -93,7 +95,17 @@ def finetune(
         rows = [{"question": f"Who signs form {n}?", "answer": "Perpetua."} for n in range(1, 17)]
         opdcl.finetune(rows, out="runs/mine", epochs=3)  # or finetune("rows.jsonl", ...)
     """
-    return _execute("finetune", locals(), **options)
+    from opdcl.carry_out import run_settings
+
+    chosen = {
+        "finetune.data": data,
+        "model.id": base,
+        "finetune.epochs": epochs,
+        "finetune.learning_rate": learning_rate,
+        "finetune.seed": seed,
+        "columns": columns,
+    }
+    return run_settings(out, chosen, **options)
 
 
 def recover(
@@ -126,7 +138,18 @@ def recover(
     Raises: UsageError: the run has no fine-tuned adapter, or a setting or a row is wrong.
     Example: opdcl.recover("runs/mine", prompts="prompts.jsonl", steps=60)
     """
-    return _execute("recover", locals(), **options)
+    from opdcl.carry_out import add_stage
+
+    chosen = {
+        "recover.general": prompts,
+        "recover.domain": domain,
+        "recover.steps": steps,
+        "recover.learning_rate": learning_rate,
+        "recover.seed": seed,
+        "model.id": base,
+        "columns": columns,
+    }
+    return add_stage("recover", path, out, chosen, **options)
 
 
 def evaluate(
@@ -160,14 +183,20 @@ def evaluate(
         larger drop is shown. InconclusiveError: the scores do not decide.
     Example: opdcl.evaluate("runs/mine", retention=["instructions"], domain=["test-rows.jsonl"])
     """
-    given = locals()
-    suites, files = question_suites(given.pop("domain"), given.pop("data"))
-    given |= {
-        "retention": ",".join(strings(retention)).split(",") if retention else None,
-        "domain": suites or None,
-        **files,
+    from opdcl.carry_out import add_stage
+
+    suites, sources = question_suites(domain, data)
+    chosen = {
+        "eval.retention": ",".join(strings(retention)).split(",") if retention else None,
+        "eval.domain": suites or None,
+        "eval.limit": limit,
+        "model.id": base,
+        "columns": columns,
+        "gates.max_drop": max_drop,
     }
-    return _execute("eval", given, **options)
+    for suite, source in sources.items():
+        chosen[f"eval.data.{suite}"] = source
+    return add_stage("eval", path, out, chosen, **options)
 
 
 def report(path: PathLike, update: bool = False, quiet: bool = False, gates: PathLike = "") -> "Result":
@@ -329,13 +358,6 @@ def export(
         )
     what = {"merged": "merged model", "adapter": "adapter"}.get(format, "GGUF file")
     return Outcome(f"{what} ({written['state']}) written to {out}", [], written)
-
-
-def _execute(stage: str, given: dict[str, Any], **options: Unpack[Options]) -> Any:
-    from opdcl.carry_out import carry_out
-
-    del given["options"]
-    return carry_out(stage, given, **options)
 
 
 def _output(quiet: bool) -> "Output":

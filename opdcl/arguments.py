@@ -16,15 +16,6 @@ Settings = Mapping[str, Any] | Sequence[str] | None
 # What names data, or is data: a list of dicts, a `datasets.Dataset`.
 Data: TypeAlias = PathLike | Iterable[Mapping[str, Any]]
 
-# Arguments of the verbs that have another name than the setting of the verb's stage that they stand for.
-ARGUMENTS = {
-    "base": "model.id",
-    "columns": "columns",
-    "max_drop": "gates.max_drop",
-    "model": "model.id",
-    "prompts": "recover.general",
-}
-
 # Settings that name data, where rows may stand instead.
 DATA = re.compile(
     r"finetune\.data|recover\.(general|domain|teachers\.[^.]+\.prompts)|eval\.(closeness|data\.[^.]+)"
@@ -39,15 +30,24 @@ def as_folder(place: PathLike) -> Path:
     return Path(os.path.expanduser(place))
 
 
-def as_settings(
-    settings: Settings, stage: str, arguments: Mapping[str, Any]
-) -> tuple[list[str], dict[str, Any]]:
-    """Return `KEY=VALUE` overrides and a mapping of settings, in which arguments take precedence."""
-    overrides, flags = ([], dict(settings)) if isinstance(settings, Mapping) else ([*(settings or ())], {})
-    for name, value in arguments.items():
+def as_settings(settings: Settings, chosen: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Return `KEY=VALUE` overrides, and settings by key, in which the verb's own arguments take precedence.
+
+    `chosen` are those arguments by the keys of their settings; None was not given.
+    """
+    overrides: list[str] = []
+    flags: dict[str, Any] = {}
+    if isinstance(settings, Mapping):
+        flags.update(settings)
+    elif settings:
+        overrides.extend(settings)
+    for key, value in chosen.items():
         if value is not None:
-            flags[ARGUMENTS.get(name, f"{stage}.{name}")] = value
-    return overrides, {key: str(value) if isinstance(value, Path) else value for key, value in flags.items()}
+            flags[key] = value
+    for key, value in flags.items():
+        if isinstance(value, Path):
+            flags[key] = str(value)
+    return overrides, flags
 
 
 def take_rows(flags: dict[str, Any]) -> dict[str, str]:
@@ -78,30 +78,44 @@ def _json_lines(rows: Any, key: str) -> Iterable[str]:
 
 
 def question_suites(domain: Any, data: Mapping[str, Data] | None) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of domain suites, and the data of those that are files or rows, by argument.
+    """Return the names of the domain suites, and the data of those that are files or rows, by name.
 
-    A file's suite has the name of the file, and that of its folder if another file has the same.
+    `domain` is rows in memory, the name of a suite, the path of a file of questions, or several of the
+    latter two; `data` gives further suites their file or rows. A file's suite has the name of the file, and
+    that of its folder if another file has the same.
 
     Raises:
         UsageError: Two suites would have the same name.
     """
-    given: Any = [domain] if isinstance(domain, str | Path) else domain
-    sources: dict[str, Any] = {
-        name: str(Path(one).resolve()) if isinstance(one, str | Path) else one
-        for name, one in (data or {}).items()
-    }
-    if not isinstance(given, Sequence) or any(isinstance(one, Mapping) for one in given):
-        given, sources[UNNAMED] = [UNNAMED], given
-    files = {str(one): Path(os.path.abspath(one)) for one in given if _is_question_file(str(one))}
-    suites: dict[str, str] = {name: name for name in (*sources, *map(str, given)) if name not in files}
-    for typed, file in files.items():
-        name, place = _suite_name(file, files.values()), str(file.resolve())
-        if suites.setdefault(name, typed) != typed and sources.get(name) != place:
+    sources: dict[str, Any] = {}
+    for name, source in (data or {}).items():
+        sources[name] = str(Path(source).resolve()) if isinstance(source, str | Path) else source
+    if _is_rows(domain):
+        sources[UNNAMED] = domain
+        return [UNNAMED], sources
+    given = strings(domain)
+    files = [one for one in given if _is_question_file(one)]
+    paths = [Path(os.path.abspath(file)) for file in files]
+    typed_as = {name: name for name in [*sources, *given] if name not in files}
+    named = {}
+    for file, path in zip(files, paths, strict=True):
+        name, place = _suite_name(path, paths), str(path.resolve())
+        is_other = typed_as.get(name, file) != file
+        if is_other and sources.get(name) != place:
             hint = "give one of them another name: --domain NAME --data NAME=PATH"
-            raise UsageError(f"{typed} and {suites[name]} would be the same suite {name!r}", hint)
+            raise UsageError(f"{file} and {typed_as[name]} would be the same suite {name!r}", hint)
+        typed_as.setdefault(name, file)
         sources[name] = place
-    names = [_suite_name(files[one], files.values()) if one in files else one for one in map(str, given)]
-    return [*dict.fromkeys(names)], {f"data.{name}": one for name, one in sources.items()}
+        named[file] = name
+    suites = [named.get(one, one) for one in given]
+    return list(dict.fromkeys(suites)), sources
+
+
+def _is_rows(domain: Any) -> bool:
+    """Return whether the domain is rows in memory, not the names of suites or files."""
+    if isinstance(domain, str | Path):
+        return False
+    return not isinstance(domain, Sequence) or any(isinstance(one, Mapping) for one in domain)
 
 
 def _suite_name(file: Path, others: Iterable[Path]) -> str:

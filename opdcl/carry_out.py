@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,81 +26,131 @@ from opdcl.results.tables import Table
 from opdcl.rundir.layout import RunDir, open_run
 
 
-def carry_out(
-    stage: str,
-    given: dict[str, Any],
+@dataclass(frozen=True)
+class Configured:
+    """A workflow, the origins of its settings by key, and its run directory."""
+
+    flow: Workflow
+    origins: dict[str, str]
+    path: Path
+
+
+def run_files(
+    files: PathLike | Sequence[PathLike],
+    out: PathLike | None,
+    chosen: Mapping[str, Any],
     settings: Settings = None,
     dry_run: bool = False,
     force: bool = False,
     quiet: bool = False,
 ) -> Result | Comparison | Plan:
-    """Run a `workflow` from its files; or the one of a run or an adapter, `path`, with one more stage.
+    """Run the workflow of some files; `chosen` are settings by key."""
+    overrides, flags = as_settings(settings, chosen)
+    configured, sources = _with_rows(flags, lambda: _load(strings(files), out, overrides, flags))
+    output = Output("quiet" if quiet else "human")
+    if configured.flow.arms or configured.flow.seeds:
+        return _sweep(configured, sources, output, dry_run, force)
+    return _single(configured, sources, output, dry_run, force)
 
-    `given` has the arguments of the verb: these two, `out`, and by their names those that are settings.
-    """
-    files, source, out = (given.pop(name, None) for name in ("workflow", "path", "out"))
-    overrides, flags = as_settings(settings, stage, given)
-    flow, origins, path, sources = _configure(
-        stage, overrides, flags, out, strings(files or ()), source, force
-    )
-    output, run = Output("quiet" if quiet else "human"), RunDir(path)
-    sweep = bool(files) and bool(flow.arms or flow.seeds)
-    if not sweep:  # found before the libraries are imported
-        refuse_foreign(run)
-        sources.read(flow)
+
+def run_settings(
+    out: PathLike,
+    chosen: Mapping[str, Any],
+    settings: Settings = None,
+    dry_run: bool = False,
+    force: bool = False,
+    quiet: bool = False,
+) -> Result | Plan:
+    """Run the workflow that has these settings, `chosen` by key, and no file."""
+    overrides, flags = as_settings(settings, chosen)
+    configured, sources = _with_rows(flags, lambda: _load([], out, overrides, flags))
+    return _single(configured, sources, Output("quiet" if quiet else "human"), dry_run, force)
+
+
+def add_stage(
+    stage: str,
+    source: PathLike,
+    out: PathLike | None,
+    chosen: Mapping[str, Any],
+    settings: Settings = None,
+    dry_run: bool = False,
+    force: bool = False,
+    quiet: bool = False,
+) -> Result | Plan:
+    """Run the workflow of a run or an adapter, `source`, with one more stage: `recover` or `eval`."""
+    overrides, flags = as_settings(settings, chosen)
+
+    def read() -> Configured:
+        path, saved = open_or_begin(str(source), as_folder(out) if out else None, flags.get("model.id"))
+        stored = saved["workflow"]
+        if not force:
+            _refuse_another_file(RunDir(path), stored, flags)
+        flow, origins = load_tree(without_consent(stored), saved["origins"], overrides, flags, stage)
+        refuse_stored_consent(stored, flow, path)
+        return Configured(flow, origins, path)
+
+    configured, sources = _with_rows(flags, read)
+    return _single(configured, sources, Output("quiet" if quiet else "human"), dry_run, force)
+
+
+def _load(files: list[str], out: PathLike | None, overrides: list[str], flags: dict[str, Any]) -> Configured:
+    """Return the workflow of files and settings."""
+    flow, origins = load(files, overrides, flags)
+    refuse_consent_of_files(flow, origins)
+    return Configured(flow, origins, as_folder(out or Path("runs") / flow.name))
+
+
+def _with_rows(flags: dict[str, Any], read: Callable[[], Configured]) -> tuple[Configured, Sources]:
+    """Return what `read` reads from the settings `flags`, and the data, once rows in memory are files."""
+    texts = take_rows(flags)
+    configured = read()
+    if texts:  # the directory of these files is known only now
+        for key in texts:
+            flags[key] = str((configured.path / "data" / flags[key]).resolve())
+        configured = read()
+    return configured, Sources({flags[key]: text for key, text in texts.items()})
+
+
+def _single(
+    configured: Configured, sources: Sources, output: Output, dry_run: bool, force: bool
+) -> Result | Plan:
+    """Run one workflow, or describe what it would do."""
+    run = RunDir(configured.path)
+    refuse_foreign(run)  # found before the libraries are imported
+    sources.read(configured.flow)
     if dry_run:
-        title = f"dry run: {path}"
-        with output.busy("checking model and data"), quiet_libraries():
-            from opdcl.pipeline.dry_run import data_table, describe
+        from opdcl.pipeline.dry_run import data_table, describe
 
-            if sweep:
-                lines, plans = describe_all(flow, origins, path, sources, force)
-                return Plan(title, [Table(title, ["run", "stage", "action", "why"], lines, "")], plans)
-            lines, plan = describe(Job.of(flow, run, sources, origins), force)
+        title = f"dry run: {run.path}"
+        with output.busy("checking model and data"), quiet_libraries():
+            job = Job.of(configured.flow, run, sources, configured.origins)
+            lines, plan = describe(job, force)
         tables = [Table(title, ["stage", "action", "why"], lines, ""), *data_table(plan)]
         return Plan(title, tables, plan, [*plan["notes"], f"time: {plan['seconds_from']}"])
     parallel.join()
-    if not sweep:
-        return Result(path, execute(Job.of(flow, run, sources, origins), output, force))
-    if comparison := execute_all(flow, origins, path, sources, output, force):
+    job = Job.of(configured.flow, run, sources, configured.origins)
+    return Result(run.path, execute(job, output, force))
+
+
+def _sweep(
+    configured: Configured, sources: Sources, output: Output, dry_run: bool, force: bool
+) -> Result | Comparison | Plan:
+    """Run the arms and seeds of a workflow, or describe what they would do."""
+    flow, origins, path = configured.flow, configured.origins, configured.path
+    if dry_run:
+        title = f"dry run: {path}"
+        with output.busy("checking model and data"), quiet_libraries():
+            lines, plans = describe_all(flow, origins, path, sources, force)
+        return Plan(title, [Table(title, ["run", "stage", "action", "why"], lines, "")], plans)
+    parallel.join()
+    comparison = execute_all(flow, origins, path, sources, output, force)
+    if comparison:
         return Comparison(comparison, path)
     # One arm with one seed has nothing to be compared with.
     from opdcl.results.summary import summarise
 
     only = open_run(path / next(iter(expand(flow, path))))
     return Result(only.path, summarise(only))
-
-
-def _configure(
-    stage: str,
-    overrides: list[str],
-    flags: dict[str, Any],
-    out: PathLike | None,
-    files: Sequence[str],
-    source: PathLike,
-    force: bool,
-) -> tuple[Workflow, dict[str, str], Path, Sources]:
-    """Return the workflow, the origins of its settings, its run directory and its data."""
-
-    def read() -> tuple[Workflow, dict[str, str], Path]:
-        if not source:
-            flow, origins = load([*files], overrides, flags)
-            refuse_consent_of_files(flow, origins)
-            return flow, origins, as_folder(out or Path("runs") / flow.name)
-        path, saved = open_or_begin(str(source), as_folder(out) if out else None, flags.get("model.id"))
-        if not force:
-            _refuse_another_file(RunDir(path), saved["workflow"], flags)
-        stored = saved["workflow"]
-        flow, origins = load_tree(without_consent(stored), saved["origins"], overrides, flags, stage)
-        refuse_stored_consent(stored, flow, path)
-        return flow, origins, path
-
-    texts = take_rows(flags)
-    flow, origins, path = read()
-    if texts:  # rows in memory become files of the run, whose directory is known only now
-        flags |= {key: str((path / "data" / flags[key]).resolve()) for key in texts}
-        flow, origins, path = read()
-    return flow, origins, path, Sources({flags[key]: text for key, text in texts.items()})
 
 
 def _refuse_another_file(run: RunDir, settings: dict[str, Any], flags: dict[str, Any]) -> None:

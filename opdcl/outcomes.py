@@ -112,7 +112,7 @@ class Result(Outcome):
             # Not the command that began the run: its relative paths may have started in another folder.
             if (workflow := RunDir(self.path).workflow).exists():
                 return f"opdcl run {shlex.quote(str(workflow))} -o {place}"
-            return f"opdcl finetune --data ROWS.jsonl -o {place}"
+            return f"opdcl finetune ROWS.jsonl -o {place}"
         if "recovered" not in self.adapters:
             settings = RunDir(self.path).settings()
             # An adapter made elsewhere brings no prompts of its domain.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,6 +14,10 @@ from opdcl.cli import screen
 from opdcl.cli.guidance import describe_commands
 from opdcl.cli.screen import lead, start
 from opdcl.errors import OpdclError, UsageError
+
+Recipe = Annotated[str, typer.Argument(help="Name of a recipe.")]
+Target = Annotated[Path, typer.Argument(help="File or folder to write to.")]
+Key = Annotated[str | None, typer.Argument(metavar="[KEY]", help="A section or key, such as recover.loss.")]
 
 workflows_app = typer.Typer(help="List, show or copy the shipped recipes.", no_args_is_help=True)
 config_app = typer.Typer(help="Show or check settings, and list every key.", no_args_is_help=True)
@@ -33,7 +37,7 @@ def list_workflows(json: opt.Json = False) -> None:
 
 
 @workflows_app.command("show")
-def show_workflow(name: opt.Recipe) -> None:
+def show_workflow(name: Recipe) -> None:
     """Print a recipe."""
     from opdcl.config.shipped import find_workflow
 
@@ -42,7 +46,7 @@ def show_workflow(name: opt.Recipe) -> None:
 
 
 @workflows_app.command("cp")
-def copy_workflow(name: opt.Recipe, to: opt.Target = Path(".")) -> None:
+def copy_workflow(name: Recipe, to: Target = Path(".")) -> None:
     """Copy a recipe, to edit it."""
     from opdcl.config.shipped import find_workflow
 
@@ -89,7 +93,7 @@ def validate_config(workflow: opt.Workflow, settings: opt.Settings = None, json:
 
 
 @config_app.command("schema")
-def print_schema(key: opt.Key = None, json: opt.Json = False) -> None:
+def print_schema(key: Key = None, json: opt.Json = False) -> None:
     """List every key, or those of a section, with values, default and meaning. With --json, print a JSON
     schema for editors, or the keys of the section."""
     from opdcl.config.reference import describe_fields, fields_below

@@ -11,7 +11,7 @@ from opdcl.errors import nearest
 # Command -> how it is typed.
 EXAMPLES = {
     "run": "opdcl run quickstart",
-    "finetune": "opdcl finetune --data rows.jsonl -o runs/mine",
+    "finetune": "opdcl finetune rows.jsonl -o runs/mine",
     "recover": "opdcl recover runs/mine --prompts prompts.jsonl",
     "eval": "opdcl eval runs/mine --domain test-rows.jsonl",
     "report": "opdcl report runs/mine",
@@ -47,7 +47,7 @@ def hint_for(fault: Any) -> str:
         return f"{example}  # {help_line} lists all options"
     if kind == "NoSuchOption":
         options = [option for p in fault.ctx.command.params for option in p.opts if option.startswith("--")]
-        # A run has one base; `--model` names the model of a fine-tune or of a recipe.
+        # Other programs say model for the one that opdcl calls base.
         based = "--base" if fault.option_name == "--model" and "--base" in options else ""
         near = based or similar_option(fault.option_name, options) or similar_setting(fault.option_name)
         return f"did you mean {near}? {help_line}" if near else help_line

@@ -5,25 +5,28 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from opdcl import api
 from opdcl.cli import options as opt
 from opdcl.cli import screen
-from opdcl.cli.options import typed
 from opdcl.cli.screen import lead, show, start
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
-
-FOLDER = typed("FOLDER", Path)
 
 
 def report(
     run_dir: opt.RunDir,
-    gates: opt.GatesFile = None,
-    format: opt.ReportFormat = "report",
+    gates: Annotated[
+        Path | None, Option(metavar="FILE", help="Judge the stored scores by a YAML file's `gates`.")
+    ] = None,
+    format: Annotated[
+        str, Option(help="report, or pr: Markdown for a pull request, on standard output.")
+    ] = "report",
     json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -46,8 +49,20 @@ def report(
     outcome.refuse()
 
 
-@opt.takes(api.compare, "json quiet", paths=typed("RUN", list[Path]), out=FOLDER)
-def compare(paths: list[Path], out: Path | None, json: bool, quiet: bool) -> None:
+def compare(
+    paths: Annotated[
+        list[Path],
+        Argument(
+            metavar="RUN", help="Two or more run directories. Runs that differ only in seeds are pooled."
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        Option("-o", "--out", metavar="FOLDER", help="Folder for compare.md, compare.html and compare.json."),
+    ] = None,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
     """Show runs side by side. Prints scores, R and D with intervals, and the settings that differ.
 
     If a run has a fault, it is named, and the exit code is 1.
@@ -56,7 +71,10 @@ def compare(paths: list[Path], out: Path | None, json: bool, quiet: bool) -> Non
     outcome = api.compare(paths, out, quiet or json)
     show(outcome)
     outcome.refuse()
-    lead(*(("chat", paths[0]) if out else ("compare", *paths, "-o", "comparison")))
+    if out:
+        lead("chat", paths[0])
+    else:
+        lead("compare", *paths, "-o", "comparison")
 
 
 def verify(run_dir: opt.RunDir, json: opt.Json = False) -> None:
@@ -71,12 +89,32 @@ def verify(run_dir: opt.RunDir, json: opt.Json = False) -> None:
     lead("report", run_dir)
 
 
-@opt.takes(api.chat, "prompts offline json", source=typed("RUN"), temperature=opt.Temperature)
-def chat(source: str, prompts: list[str] | None, offline: bool, json: bool, **given: Any) -> None:
+def chat(
+    source: opt.RunOrAdapter,
+    prompts: Annotated[
+        list[str] | None,
+        Argument(metavar="prompt", help="Prompt to answer. Default: read prompts line by line."),
+    ] = None,
+    max_new_tokens: Annotated[int, Option(help="Longest answer, in tokens.")] = 200,
+    system: Annotated[str | None, Option(help="System prompt.")] = None,
+    temperature: Annotated[
+        float, Option(min=0, help="0 takes the likeliest token; above, answers are sampled.")
+    ] = 0.0,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    offline: opt.Offline = False,
+    json: opt.Json = False,
+) -> None:
     """Ask base, tuned and recovered the same prompt. Each prompt stands alone: there is no memory."""
     start(json)
-    lines = [" ".join(prompts)] if prompts else (line.strip() for line in iter(screen.output.ask, ""))
-    turns = api.chat(source, (line for line in lines if line), **given, quiet=json)
+    turns = api.chat(
+        source,
+        [" ".join(prompts)] if prompts else _typed_lines(),
+        max_new_tokens=max_new_tokens,
+        system=system,
+        temperature=temperature,
+        trust_remote_code=trust_remote_code,
+        quiet=json,
+    )
     typed = bool(prompts) or sys.stdin.isatty()
     if typed and not prompts:
         screen.output.note("Each prompt stands alone: the models see no earlier one. Ctrl-D ends.")
@@ -90,21 +128,60 @@ def chat(source: str, prompts: list[str] | None, offline: bool, json: bool, **gi
     lead("export", source, "-o", "my-model")
 
 
-@opt.takes(api.export, "offline json", source=typed("RUN"), out=FOLDER)
-def export(source: str, out: Path, offline: bool, json: bool, **given: Any) -> None:
+def _typed_lines() -> Iterator[str]:
+    """Yield the prompts that are typed or piped, line by line, without empty lines."""
+    for line in iter(screen.output.ask, ""):
+        if line.strip():
+            yield line.strip()
+
+
+def export(
+    source: opt.RunOrAdapter,
+    out: opt.Folder,
+    state: Annotated[
+        str | None, Option(help="Adapter: tuned or recovered. Default: the last one of the run.")
+    ] = None,
+    format: Annotated[
+        str, Option(help="merged (safetensors that any loader reads), adapter, or gguf (llama.cpp, Ollama).")
+    ] = "merged",
+    outtype: Annotated[str, Option(help="Number format of a GGUF file: f32, f16, bf16 or q8_0.")] = "f16",
+    converter: Annotated[
+        str | None,
+        Option(help="llama.cpp's convert_hf_to_gguf.py. Default: the one in $LLAMA_CPP, or on the path."),
+    ] = None,
+    check: Annotated[
+        bool, Option(help="Load what was written and compare: GGUF files, and after a quantized run.")
+    ] = True,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    offline: opt.Offline = False,
+    json: opt.Json = False,
+) -> None:
     """Write the merged model, or its adapter, for other programs."""
     start(json)
-    show(api.export(source, out, **given, quiet=json))
+    outcome = api.export(
+        source,
+        out,
+        state=state,
+        format=format,
+        outtype=outtype,
+        converter=converter,
+        check=check,
+        trust_remote_code=trust_remote_code,
+        quiet=json,
+    )
+    show(outcome)
     screen.output.note(f"next: hf upload OWNER/NAME {shlex.quote(str(out))}")
 
 
 def serve(
     context: typer.Context,
     run_dir: opt.RunDir,
-    host: opt.Host = "127.0.0.1",
-    port: opt.Port = 8000,
-    vllm: opt.Vllm = "vllm",
-    dry_run: opt.PrintOnly = False,
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen on.")] = 8000,
+    vllm: Annotated[str, Option(help="The vllm program, if it is in another environment.")] = "vllm",
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Print the vLLM command instead of running it.")
+    ] = False,
     json: opt.Json = False,
 ) -> None:
     """Serve base, tuned and recovered with vLLM, under these names. Arguments after -- are passed to vLLM."""
@@ -121,15 +198,15 @@ def serve(
     lead(*(word for word in sys.argv[1:] if word != "--dry-run"))
 
 
-def doctor(model: opt.Model = None, json: opt.Json = False) -> None:
+def doctor(base: opt.Base = None, json: opt.Json = False) -> None:
     """Check this machine, with a remedy for each problem. Exit code 4 if something needed is missing.
 
-    With --model, also say which share of its weights an adapter changes.
+    With --base, also say which share of its weights an adapter changes.
     """
     from opdcl.doctor import checks
 
     start(json)
-    results = checks(model)
+    results = checks(base)
     rows = [[c.name, c.status, c.finding, "" if c.ok else c.remedy] for c in results]
     screen.output.table("", ["check", "", "finding", "remedy"], rows, [vars(c) for c in results])
     if missing := ", ".join(c.name for c in results if c.status == "missing"):

@@ -2,74 +2,180 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated
+
+from typer import Argument, Option
 
 from opdcl import api
 from opdcl.cli import options as opt
-from opdcl.cli.options import typed
 from opdcl.cli.screen import lead, show, start
 
-if TYPE_CHECKING:
-    from opdcl.outcomes import Outcome
 
-RUN, SOURCE = typed("RUN", Path), typed("SOURCE")
-
-
-def _carry_out(
-    verb: Callable[..., Outcome],
-    json: bool,
-    quiet: bool,
-    num_processes: int = 1,
-    offline: bool = False,
-    **given: Any,
-) -> Outcome:
-    start(json, quiet, num_processes)
-    outcome = verb(**given, quiet=quiet or json)
-    show(outcome)
-    return outcome
-
-
-@opt.takes(api.run, opt.OF_STAGES, workflow=typed(kind=list[str]), out=RUN)
-def run(**given: Any) -> None:
+def run(
+    workflow: opt.Workflow,
+    out: opt.Out = None,
+    base: opt.Base = None,
+    deterministic: Annotated[
+        bool, Option("--deterministic", help="Use only kernels that repeat bit for bit.")
+    ] = False,
+    settings: opt.Settings = None,
+    dry_run: opt.DryRun = False,
+    force: opt.Force = False,
+    offline: opt.Offline = False,
+    workers: opt.Workers = 1,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
     """Run a workflow: fine-tune, recover, evaluate, report. Run it again to resume where it stopped."""
-    outcome = _carry_out(api.run, **given)
+    start(json, quiet, workers)
+    outcome = api.run(
+        workflow,
+        out=out,
+        base=base,
+        deterministic=deterministic,
+        settings=settings,
+        dry_run=dry_run,
+        force=force,
+        quiet=quiet or json,
+    )
+    show(outcome)
     from opdcl.outcomes import Comparison
 
-    if runs := outcome.runs() if isinstance(outcome, Comparison) else []:
+    runs = outcome.runs() if isinstance(outcome, Comparison) else []
+    if runs:
         lead("chat", runs[0])
 
 
-@opt.takes(
-    api.finetune, opt.OF_STAGES, data=opt.Rows, out=RUN, columns=opt.Columns, settings=opt.FinetuneSettings
-)
-def finetune(**given: Any) -> None:
+def finetune(
+    rows: Annotated[
+        str,
+        Argument(metavar="ROWS", help="Rows to learn: handbook (shipped), a file, a folder, or a Hub id."),
+    ],
+    out: Annotated[Path, Option("-o", "--out", metavar="RUN", help="Run directory.")] = Path("runs/finetune"),
+    base: opt.Base = None,
+    epochs: Annotated[float | None, Option(help="Passes over the rows.")] = None,
+    learning_rate: opt.LearningRate = None,
+    seed: opt.Seed = None,
+    columns: opt.Columns = None,
+    settings: opt.Settings = None,
+    dry_run: opt.DryRun = False,
+    force: opt.Force = False,
+    offline: opt.Offline = False,
+    workers: opt.Workers = 1,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
     """Learn a domain: train a LoRA adapter on your rows."""
-    _carry_out(api.finetune, **given)
+    start(json, quiet, workers)
+    outcome = api.finetune(
+        rows,
+        out=out,
+        base=base,
+        epochs=epochs,
+        learning_rate=learning_rate,
+        seed=seed,
+        columns=columns,
+        settings=settings,
+        dry_run=dry_run,
+        force=force,
+        quiet=quiet or json,
+    )
+    show(outcome)
 
 
-@opt.takes(api.recover, opt.OF_STAGES, path=SOURCE, out=RUN, columns=opt.Columns)
-def recover(**given: Any) -> None:
+def recover(
+    source: opt.Source,
+    prompts: Annotated[
+        str | None, Option(help="General prompts: everyday (shipped), a file, or a Hub id.")
+    ] = None,
+    domain: Annotated[
+        str | None, Option(help="Domain prompts. Default: the questions of the fine-tune's rows.")
+    ] = None,
+    steps: Annotated[int | None, Option(help="Optimizer steps.")] = None,
+    learning_rate: opt.LearningRate = None,
+    seed: opt.Seed = None,
+    out: opt.Out = None,
+    base: opt.BaseOfAdapter = None,
+    columns: opt.Columns = None,
+    settings: opt.Settings = None,
+    dry_run: opt.DryRun = False,
+    force: opt.Force = False,
+    offline: opt.Offline = False,
+    workers: opt.Workers = 1,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
     """Recover what the fine-tune forgot, by distillation. The teacher is the original model."""
-    _carry_out(api.recover, **given)
+    start(json, quiet, workers)
+    outcome = api.recover(
+        source,
+        prompts=prompts,
+        domain=domain,
+        steps=steps,
+        learning_rate=learning_rate,
+        seed=seed,
+        out=out,
+        base=base,
+        columns=columns,
+        settings=settings,
+        dry_run=dry_run,
+        force=force,
+        quiet=quiet or json,
+    )
+    show(outcome)
 
 
-@opt.takes(
-    api.evaluate,
-    opt.OF_STAGES,
-    path=SOURCE,
-    retention=typed("SUITE,...", list[str]),
-    domain=typed("SUITE", list[str]),
-    data=typed("SUITE=PATH", list[str]),
-    out=RUN,
-    columns=opt.Columns,
-    max_drop=typed("POINTS", list[str]),
-    settings=opt.EvalSettings,
-)
-def evaluate(data: list[str] | None, max_drop: list[str] | None, **given: Any) -> None:
+def evaluate(
+    source: opt.Source,
+    retention: Annotated[
+        list[str] | None,
+        Option(metavar="SUITE,...", help="Suites that measure forgetting: ifeval,arc_easy. Repeatable."),
+    ] = None,
+    domain: Annotated[
+        list[str] | None,
+        Option(metavar="SUITE", help="Domain suite, or a file of questions and answers. Repeatable."),
+    ] = None,
+    data: Annotated[
+        list[str] | None, Option(metavar="SUITE=PATH", help="Local file with a suite's data. Repeatable.")
+    ] = None,
+    limit: Annotated[int | None, Option(help="Evaluate only the first N documents of each suite.")] = None,
+    out: opt.Out = None,
+    base: opt.BaseOfAdapter = None,
+    columns: opt.Columns = None,
+    max_drop: Annotated[
+        list[str] | None,
+        Option(
+            metavar="POINTS",
+            help="Points that retention suites may fall below base: 5, SUITE=3, closeness=0.8. Repeatable.",
+        ),
+    ] = None,
+    settings: opt.Settings = None,
+    dry_run: opt.DryRun = False,
+    force: opt.Force = False,
+    offline: opt.Offline = False,
+    workers: opt.Workers = 1,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
     """Score base, tuned and recovered on the same prompts. Writes the report.
 
     With --max-drop, exit code 3 if a larger drop is shown, 5 if the scores do not decide it.
     """
-    _carry_out(api.evaluate, data=opt.suite_files(data), max_drop=opt.drops(max_drop), **given)
+    start(json, quiet, workers)
+    outcome = api.evaluate(
+        source,
+        retention=retention or (),
+        domain=domain or (),
+        data=opt.suite_files(data),
+        limit=limit,
+        out=out,
+        base=base,
+        columns=columns,
+        max_drop=opt.drops(max_drop),
+        settings=settings,
+        dry_run=dry_run,
+        force=force,
+        quiet=quiet or json,
+    )
+    show(outcome)

@@ -91,7 +91,7 @@ def pick_state(source: str, adapters: dict[str, Path], state: str | None) -> tup
     state = state or next(reversed(adapters), "recovered")
     if state not in adapters:
         run = shlex.quote(source)
-        hint = f"opdcl recover {run}" if state == "recovered" else f"opdcl finetune --data ROWS -o {run}"
+        hint = f"opdcl recover {run}" if state == "recovered" else f"opdcl finetune ROWS -o {run}"
         raise UsageError(f"{source} has no {state} adapter", hint)
     return state, adapters[state]
 

@@ -399,7 +399,7 @@ def model_source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:
 
 def _sources(config: ModelConfig) -> str:
     """Return the hint where a model can come from, with the command that downloads this one."""
-    sources = f"--model {EMBEDDED} is embedded; or name a folder with safetensors"
+    sources = f"--base {EMBEDDED} is embedded; or name a folder with safetensors"
     if config.id == EMBEDDED or os.path.exists(config.id) or not parse("model", config.id):
         return sources
     return f"{sources}; or, while online: {download_command(Repository('model', config.id, config.revision))}"

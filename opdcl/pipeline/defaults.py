@@ -116,7 +116,7 @@ def text_config(model: ModelConfig) -> Any:
     config = read_config(model)
     if getattr(config, "quantization_config", None) and not is_gguf(model):
         hint = (
-            "name the model that it was made from, with --model or --base; its adapters fit that one too. "
+            "name the model that it was made from, with --base; its adapters fit that one too. "
             "--set model.quantization=4bit quantizes it"
         )
         raise UsageError(f"model {model.id!r} is quantized, which opdcl cannot load", hint)

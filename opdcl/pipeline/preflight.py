@@ -156,7 +156,7 @@ def _check_recovery(job: Job) -> None:
 
     workflow, run = job.workflow, job.run
     if not (workflow.finetune or workflow.start or "tuned" in run.adapters()):
-        hint = f"opdcl finetune --data ROWS -o {run.path}"
+        hint = f"opdcl finetune ROWS -o {run.path}"
         raise UsageError(f"{run.path} has no fine-tuned adapter to recover", hint)
     for teacher in workflow.models()[1:]:
         check_same_tokenizer(job.tokenizer, job.sources.tokenizer(teacher), f"teacher {teacher.id}")
@@ -190,7 +190,7 @@ def _check_tuned_model(job: Job, tuned: ModelConfig) -> None:
     servers = [stage and stage.server for stage in (recover, workflow.eval)]
     mixed = [t for t in teachers if t.kind == "trust_region" and t.reference == "base"]
     refused = {
-        "finetune": (workflow.finetune, "opdcl finetune --model trains an adapter on such a model"),
+        "finetune": (workflow.finetune, "opdcl finetune --base trains an adapter on such a model"),
         "recover.method interpolate": (recover and recover.method == "interpolate", "use alternating"),
         "recover.start": (recover and recover.start not in ("auto", 1), "leave it out"),
         "a server for the student or the evaluation": (any(servers), "leave it out"),

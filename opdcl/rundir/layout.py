@@ -175,7 +175,7 @@ def open_run(path: Path) -> RunDir:
     if not run.is_run():
         kind = next((kind for file, kind in OTHER_FOLDERS.items() if (path / file).is_file()), None)
         problem = f"{path} is {kind}, not a run directory" if kind else f"{path} is not a run directory"
-        hint = "opdcl finetune --data ROWS -o RUN makes a run directory"
+        hint = "opdcl finetune ROWS -o RUN makes a run directory"
         if kind:
             tuned = f"{path} --base BASE" if kind == OTHER_FOLDERS["config.json"] else path
             repair = f"opdcl recover {tuned} --domain PROMPTS"

@@ -1,6 +1,6 @@
 """Learn the domain: supervised fine-tuning of a LoRA adapter with TRL's SFTTrainer.
 
-opdcl finetune --data rows.jsonl -o runs/mine
+opdcl finetune rows.jsonl -o runs/mine
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def test_every_command_has_an_example():
         ("config validate quickstart", "opdcl run quickstart --dry-run"),
         ("config schema recover.loss", "opdcl run quickstart --set recover.loss.kind=VALUE --dry-run"),
         ("doctor", "opdcl run quickstart"),
-        ("finetune --data handbook -o out --dry-run", "opdcl finetune --data handbook -o out"),
+        ("finetune handbook -o out --dry-run", "opdcl finetune handbook -o out"),
     ],
 )
 def test_each_command_ends_with_the_next_one(tmp_path, words, command):
@@ -162,7 +162,7 @@ def test_config_schema_may_be_asked_for_one_section_or_key(opdcl):
 
 
 def test_a_dry_run_is_one_json_document_and_writes_nothing(opdcl, tmp_path):
-    plan = json.loads(opdcl("finetune", "--data", "handbook", "-o", "out", "--dry-run", "--json"))
+    plan = json.loads(opdcl("finetune", "handbook", "-o", "out", "--dry-run", "--json"))
     assert [(task["stage"], task["action"]) for task in plan["tasks"]] == [("finetune", "run")]
     assert plan["steps"]["finetune"] == 263  # 840 rows, five times, 16 to a step, rounded up
     assert plan["memory_bytes"]["finetune"] > 135e6 * 2
@@ -209,7 +209,7 @@ def test_doctor_passes_on_this_machine(opdcl):
 
 def test_doctor_says_what_share_of_a_model_an_adapter_changes(opdcl, tiny_model):
     (check,) = (
-        c for c in json.loads(opdcl("doctor", "--model", tiny_model, "--json")) if c["name"] == "adapter"
+        c for c in json.loads(opdcl("doctor", "--base", tiny_model, "--json")) if c["name"] == "adapter"
     )
     weights = load_file(tiny_model / "model.safetensors")
     linear = sum(weight.numel() for name, weight in weights.items() if "_proj." in name)

@@ -13,13 +13,13 @@ WRONG = {
         "did you mean recover.steps?",
     ),
     "run quickstart -o out --set recover.steps=many": ("recover.steps", "integer", "'many'", "--set"),
-    "finetune --data missing.jsonl -o out": ("missing.jsonl' does not exist",),
-    "finetune --data handbook -o out --epochs 0": ("finetune.epochs", "greater than 0", "argument"),
-    "finetune --data handbook -o out --epochs few": ("--epochs", "number"),
-    "finetune -o out": ("--data", "opdcl finetune --data rows.jsonl", "opdcl finetune --help"),
-    "finetune --data x --lr 1e-4": ("No such option: --lr\n", "did you mean --learning-rate?"),
-    "finetune --data x --learn 1e-4": ("did you mean --learning-rate?",),
-    "finetune --data x --batch-size 4": ("did you mean --set finetune.batch_size=VALUE?",),
+    "finetune missing.jsonl -o out": ("missing.jsonl' does not exist",),
+    "finetune handbook -o out --epochs 0": ("finetune.epochs", "greater than 0", "argument"),
+    "finetune handbook -o out --epochs few": ("--epochs", "number"),
+    "finetune -o out": ("ROWS", "opdcl finetune rows.jsonl", "opdcl finetune --help"),
+    "finetune x --lr 1e-4": ("No such option: --lr\n", "did you mean --learning-rate?"),
+    "finetune x --learn 1e-4": ("did you mean --learning-rate?",),
+    "finetune x --batch-size 4": ("did you mean --set finetune.batch_size=VALUE?",),
     "recover": ("SOURCE", "hint: opdcl recover runs/mine"),
     "evaluate x": ("No such command 'evaluate'.\n", "opdcl eval --help  # did you mean eval?"),
     "config schemas": ("opdcl config schema --help",),
@@ -37,11 +37,11 @@ WRONG = {
         "recipe qwen3-1.7b-24gb needs data of yours: finetune.data is data/domain.jsonl",
         "opdcl workflows cp qwen3-1.7b-24gb",
     ),
-    "finetune --data handbook --model gpt2 -o out": (
+    "finetune handbook --base gpt2 -o out": (
         "'gpt2' is not in the local cache",
         "while online: hf download gpt2\n",
     ),
-    "finetune --data handbook --model gpt2.gguf -o out": ("neither a folder nor a hub id",),
+    "finetune handbook --base gpt2.gguf -o out": ("neither a folder nor a hub id",),
     "chat nowhere hi --temperature -1": ("--temperature",),
     "recover nowhere": ("nowhere does not exist", "opdcl finetune", "an adapter folder, or a Hub id"),
     "eval nowhere": ("nowhere does not exist",),
@@ -77,7 +77,7 @@ def test_a_wrong_command_is_refused_with_a_helpful_message(refused, command):
 def test_bad_rows_are_refused_before_anything_is_loaded_or_written(refused, tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     started = time.perf_counter()
-    assert message in refused("finetune", "--data", name, "-o", "out")
+    assert message in refused("finetune", name, "-o", "out")
     assert time.perf_counter() - started < 20
     assert not (tmp_path / "out").exists()
 
@@ -124,10 +124,10 @@ def test_an_escape_sequence_in_the_input_does_not_reach_the_terminal(refused):
 def test_a_directory_that_is_not_a_run_is_refused_and_left_alone(refused, tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"meow")
-    errors = refused("finetune", "--data", "handbook", "-o", "photos")
+    errors = refused("finetune", "handbook", "-o", "photos")
     assert "photos exists and is not a run directory" in errors
 
 
 def test_a_file_as_run_directory_is_refused(refused, tmp_path):
     (tmp_path / "note").write_text("mine")
-    assert "note is a file" in refused("finetune", "--data", "handbook", "-o", "note")
+    assert "note is a file" in refused("finetune", "handbook", "-o", "note")

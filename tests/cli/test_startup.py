@@ -91,7 +91,7 @@ def test_reading_a_workflow_and_rows_imports_no_heavy_library(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("finetune --data rows.jsonl -o out --dry-run", "rows.jsonl:1 has only answer"),
+        ("finetune rows.jsonl -o out --dry-run", "rows.jsonl:1 has only answer"),
         ("run flow.yaml -o out --dry-run", "rows.jsonl:1 has only answer"),
         ("run quickstart -o folder", "folder exists and is not a run directory"),
         ("chat folder hi", "folder holds no adapter"),
@@ -150,8 +150,8 @@ def test_a_reader_that_closes_the_pipe_early_causes_no_error(tmp_path):
 @pytest.mark.parametrize(
     ("command", "following"),
     [
-        ("doctor --model MODEL", "run quickstart"),
-        ("run a.yaml --model MODEL --set seeds=[1] --dry-run", "run a.yaml --model MODEL --set 'seeds=[1]'"),
+        ("doctor --base MODEL", "run quickstart"),
+        ("run a.yaml --base MODEL --set seeds=[1] --dry-run", "run a.yaml --base MODEL --set 'seeds=[1]'"),
     ],
     ids=["doctor", "dry run"],
 )

@@ -96,7 +96,7 @@ def test_a_library_that_panics_ends_in_a_sentence(tiny_model, tmp_path):
     tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, tokenizer["pre_tokenizer"]]}
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "a" * 60, "answer": "b"}))
-    done = runner.opdcl("finetune", "--data", "rows.jsonl", "--model", model, "-o", "out", cwd=tmp_path)
+    done = runner.opdcl("finetune", "rows.jsonl", "--base", model, "-o", "out", cwd=tmp_path)
     assert done.returncode in (1, 2)
     assert "error: a library failed" in done.stderr
     assert "Traceback" not in done.stderr

@@ -84,7 +84,7 @@ FILLED = {
 AFTER_OPTION = {
     ("--domain", "FILE"): "rows.jsonl",
     ("--domain", "ROWS"): "rows.jsonl",
-    ("--model", "MODEL"): "smollm2-135m",
+    ("--base", "MODEL"): "smollm2-135m",
     ("-o", "RUN"): "new",
 }
 # Commands within sentences that only name a command, or cannot run here. Their words are checked.
@@ -94,7 +94,7 @@ NOT_ALONE = {
     "opdcl eval RUN --retention ifeval": "needs the prompts; tests/unit/data/test_suites.py reads a file",
     "opdcl eval RUN --retention tool_calls": "needs a template with tools; unit/data/test_tool_calls.py",
     "opdcl export": "names the command, or needs the Hub",
-    "opdcl finetune --data ROWS -o RUN": "stands for any fine-tune; the blocks run several",
+    "opdcl finetune ROWS -o RUN": "stands for any fine-tune; the blocks run several",
     "opdcl run --deterministic": "leaves out the workflow",
     "opdcl run /data/mine.yaml": "runs in a container",
     "opdcl serve": "becomes the server",
@@ -103,7 +103,7 @@ NOT_ALONE = {
 
 # What another program has left on the reader's disk: an adapter, a merged model, and their base.
 ELSEWHERE = [
-    "opdcl finetune --data rows.jsonl -o runs/elsewhere",
+    "opdcl finetune rows.jsonl -o runs/elsewhere",
     "cp -r runs/elsewhere/stages/01-finetune/adapter my-adapter",
     "opdcl export runs/elsewhere -o my-tuned-model",
     'cp -r "$OPDCL_CACHE/models/smollm2-135m" its-base',
@@ -116,14 +116,11 @@ BEFORE = {
         *ELSEWHERE[:2],
         'cp "$OPDCL_CACHE/models/smollm2-135m/chat_template.jinja" my-template.jinja',
     ],
-    "docs/processes.md": ["opdcl finetune --data rows.jsonl -o runs/mine"],
-    "docs/export.md": [
-        "opdcl finetune --data rows.jsonl -o runs/mine",
-        "opdcl workflows cp own-data mine.yaml",
-    ],
-    "docs/servers.md": ["opdcl finetune --data rows.jsonl -o runs/mine"],
+    "docs/processes.md": ["opdcl finetune rows.jsonl -o runs/mine"],
+    "docs/export.md": ["opdcl finetune rows.jsonl -o runs/mine", "opdcl workflows cp own-data mine.yaml"],
+    "docs/servers.md": ["opdcl finetune rows.jsonl -o runs/mine"],
     "docs/troubleshooting.md": [
-        "opdcl finetune --data rows.jsonl -o runs/mine",
+        "opdcl finetune rows.jsonl -o runs/mine",
         "opdcl workflows cp own-data mine.yaml",
     ],
     "README.md": ELSEWHERE,

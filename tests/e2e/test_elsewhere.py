@@ -24,7 +24,7 @@ def begun(tmp_path, tiny_model):
     folder.mkdir()
     make_project(folder, tiny_model)
     shutil.copytree(tiny_model, folder / "model")
-    words = ["--data", "rows.jsonl", "--model", "model", "-o", "runs/mine", "--epochs", "2"]
+    words = ["rows.jsonl", "--base", "model", "-o", "runs/mine", "--epochs", "2"]
     with interrupted_when((folder / "runs/mine/stages/01-finetune/trainer/checkpoint-3").exists):
         stopped = opdcl("finetune", *words, *settings(TINY), cwd=folder)
     assert stopped.returncode == 130, stopped.stderr
@@ -59,6 +59,6 @@ def test_every_later_command_works_in_another_folder(begun, tmp_path):
 
 
 def test_a_path_that_is_not_there_is_named_as_it_was_typed(tmp_path):
-    refused = opdcl("finetune", "--data", "sub/nosuch.jsonl", cwd=tmp_path)
+    refused = opdcl("finetune", "sub/nosuch.jsonl", cwd=tmp_path)
     assert refused.returncode == 2
     assert "data 'sub/nosuch.jsonl' does not exist" in refused.stderr

@@ -26,7 +26,7 @@ def folder(tmp_path, tiny_model):
 def verbs(folder, model, data: str, recovery: list[str]) -> tuple[str, dict]:
     """Fine-tune, recover and evaluate; return what the recovery said and the summary."""
     steps = [
-        ["finetune", "--model", model, "--data", data, "-o", "mine", "--epochs", "1", *sets(*FINETUNE)],
+        ["finetune", "--base", model, data, "-o", "mine", "--epochs", "1", *sets(*FINETUNE)],
         ["recover", "mine", "--steps", "2", *sets(*RECOVER, *recovery)],
         ["eval", "mine", "--domain", "rows.jsonl", "--limit", "4", *sets("eval.max_new_tokens=8")],
     ]
@@ -49,7 +49,7 @@ def test_plain_text_without_domain_prompts_is_recovered_measured_and_reported(fo
     )
     report = (folder / "mine" / "report.md").read_text()
     # One command per verb, and the name is that of the directory.
-    for words in ("opdcl finetune --model", "opdcl recover mine --steps 2 --set", "opdcl eval mine --domain"):
+    for words in ("opdcl finetune --base", "opdcl recover mine --steps 2 --set", "opdcl eval mine --domain"):
         assert words in report
     assert report.startswith("# mine")
     assert summary["name"] == "mine"

@@ -178,7 +178,7 @@ def test_each_verb_works_alone(project, tiny_model):
         "model.dtype=float32",
     ]
     steps = [
-        ["finetune", "--model", tiny_model, "--data", "rows.jsonl", "-o", out, "--epochs", "1", *settings],
+        ["finetune", "--base", tiny_model, "rows.jsonl", "-o", out, "--epochs", "1", *settings],
         [
             "recover",
             out,
@@ -266,8 +266,8 @@ def test_an_exported_model_loads_and_equals_the_adapter(finished, project):
     ("settings", "words"),
     [
         (["--set", "eval.retention=[nonsense_suite]"], "unknown suite 'nonsense_suite'"),
-        (["--model", "someone/never-there"], "never-there"),
-        (["--model", "no/such/folder"], "neither a folder nor a hub id"),
+        (["--base", "someone/never-there"], "never-there"),
+        (["--base", "no/such/folder"], "neither a folder nor a hub id"),
         (["--set", "finetune.trainer.learning_rat=1"], "learning_rat"),
         (["--set", "finetune.data=gone.jsonl"], "gone.jsonl"),
     ],
@@ -297,7 +297,7 @@ def test_a_model_without_a_chat_template_is_refused(project, tiny_model):
     settings = json.loads((bare / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
     (bare / "tokenizer_config.json").write_text(json.dumps(settings))
-    refused = opdcl("run", "tiny.yaml", "-o", "templateless", "--model", bare, cwd=project)
+    refused = opdcl("run", "tiny.yaml", "-o", "templateless", "--base", bare, cwd=project)
     assert refused.returncode == 2, refused.stderr
     assert "chat template" in refused.stderr
 

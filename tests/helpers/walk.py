@@ -89,7 +89,7 @@ def _lines(rows) -> str:
 def _finetune(model: Path, out: str, data: str = "rows.jsonl") -> list[str]:
     small = ("model.dtype=float32", "finetune.lora.r=2", "finetune.batch_size=4", "finetune.save_steps=1")
     sets = [word for setting in small for word in ("--set", setting)]
-    return ["finetune", "--data", data, "--model", str(model), "-o", out, "--epochs", "0.5", *sets]
+    return ["finetune", data, "--base", str(model), "-o", out, "--epochs", "0.5", *sets]
 
 
 def _recover(run: str) -> list[str]:

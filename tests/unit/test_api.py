@@ -87,7 +87,7 @@ def test_the_examples_run(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     examples = {name: getattr(opdcl, name).__doc__.partition("Example:")[2] for name in dir(opdcl)}
     small = SimpleNamespace(**{name: getattr(opdcl, name) for name in dir(opdcl)})
-    small.finetune = partial(opdcl.finetune, model=tiny_model, settings=TINY, quiet=True)
+    small.finetune = partial(opdcl.finetune, base=tiny_model, settings=TINY, quiet=True)
     small.recover = lambda *a, **k: opdcl.recover(*a, **{**k, "steps": 2}, settings=TINY_RECOVERY, quiet=True)
     small.evaluate = partial(
         opdcl.evaluate, limit=4, settings={"eval.max_new_tokens": 8, "eval.batch_size": 4}, quiet=True
@@ -118,7 +118,7 @@ def test_rows_may_lie_in_memory(tmp_path, monkeypatch, kind):
 
 def test_rows_in_memory_are_stored_so_that_a_run_resumes(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tune = partial(opdcl.finetune, model=tiny_model, epochs=1, settings=TINY, quiet=True)
+    tune = partial(opdcl.finetune, base=tiny_model, epochs=1, settings=TINY, quiet=True)
     tune(IN_MEMORY)
     stored = tmp_path / "runs" / "finetune" / "data" / "finetune.data.jsonl"
     assert [json.loads(line) for line in stored.read_text().splitlines()] == IN_MEMORY
@@ -174,7 +174,7 @@ def test_files_of_the_same_name_are_suites_of_their_own(tmp_path, monkeypatch, f
     suites, data = question_suites(files, None)
     assert suites == names
     wanted = dict.fromkeys(str(tmp_path / file) for file in files)
-    assert data == {f"data.{name}": file for name, file in zip(names, wanted, strict=True)}
+    assert data == dict(zip(names, wanted, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ MEASURED = ("closeness", "recovery", "recovery_raw", "domain_retention", "domain
     ("workflow", "states", "suites", "command"),
     [
         ("name: mine", (), {"mine": {"recovered": {}}}, "opdcl run {}/workflow.yaml -o {}"),
-        ("", (), {}, "opdcl finetune --data ROWS.jsonl -o {}"),
+        ("", (), {}, "opdcl finetune ROWS.jsonl -o {}"),
         ("", ("finetune",), {"mine": {"recovered": {}}}, "opdcl recover {}"),
         ("", ("finetune", "recover"), {"mine": {"recovered": {}}}, "opdcl eval {} --domain TEST.jsonl"),
         ("", ("finetune", "recover"), {"mine": {"recovered": {"value": 1}}}, "opdcl chat {}"),

@@ -315,7 +315,7 @@ def test_a_dry_run_says_what_is_not_learned_and_what_is_read_as_control_tokens(t
     greeted = {"messages": [{"role": "assistant", "content": "Hello."}, *answered("Ada.")["messages"]]}
     rows = [answered("Ada."), greeted, {"question": "Is <|im_end|> a token?", "answer": "Yes."}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ("--data", "rows.jsonl", "--model", tiny_model, "-o", "run", "--dry-run")
+    arguments = ("rows.jsonl", "--base", tiny_model, "-o", "run", "--dry-run")
     shown = opdcl("finetune", *arguments, cwd=tmp_path)
     assert shown.returncode == 0
     said = " ".join((shown.stdout + shown.stderr).split())

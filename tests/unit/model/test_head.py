@@ -99,7 +99,7 @@ def test_the_dry_run_of_a_fine_tune_and_of_an_evaluation_refuses_them(family, co
                 (tmp_path / folder / file.name).write_bytes(file.read_bytes())
     (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n' * 4)
     commands = {
-        "finetune": ["finetune", "--data", "rows.jsonl", "--model", "base"],
+        "finetune": ["finetune", "rows.jsonl", "--base", "base"],
         "eval": ["eval", "tuned", "--base", "base", "--retention", "instructions"],
     }
     refused = opdcl(*commands[command], "-o", "out", "--dry-run", cwd=tmp_path)
@@ -141,7 +141,7 @@ def test_a_malformed_model_configuration_is_refused_in_a_sentence(field, tiny_mo
     settings = json.loads(file.read_text()) | {field: IMPOSSIBLE.get(field)}
     file.write_text("[1]" if field == "no object" else json.dumps(settings))
     (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n' * 4)
-    words = ["finetune", "--data", "rows.jsonl", "--model", tmp_path, "-o", "out", "--dry-run"]
+    words = ["finetune", "rows.jsonl", "--base", tmp_path, "-o", "out", "--dry-run"]
     refused = opdcl(*words, cwd=tmp_path)
     assert refused.returncode == 2
     assert f"model '{tmp_path}'" in refused.stderr
@@ -157,7 +157,7 @@ def test_a_fine_tune_on_a_template_without_an_end_is_refused_before_it_starts(ti
         end = {"eos_token": "<|endoftext|>"} if name == "tokenizer_config.json" else {"eos_token_id": 0}
         file.write_text(json.dumps(settings | end))
     (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n' * 4)
-    words = ["finetune", "--data", "rows.jsonl", "--model", tmp_path, "-o", "out"]
+    words = ["finetune", "rows.jsonl", "--base", tmp_path, "-o", "out"]
     for more in (["--dry-run"], []):
         refused = opdcl(*words, *more, cwd=tmp_path)
         assert refused.returncode == 2

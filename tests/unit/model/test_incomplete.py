@@ -123,7 +123,7 @@ def test_a_dry_run_refuses_a_missing_tensor_and_pickles(broken, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "Who?", "answer": "Ada."}\n' * 4)
     config = broken(without("layers.1.mlp.down_proj"))
-    words = ["finetune", "--data", rows, "--model", config.id, "-o", tmp_path / "out", "--dry-run"]
+    words = ["finetune", rows, "--base", config.id, "-o", tmp_path / "out", "--dry-run"]
     refused = opdcl(*words)
     assert refused.returncode == 2
     assert "model.layers.1.mlp.down_proj.weight" in refused.stderr

@@ -34,7 +34,7 @@ def project(tiny_model, tmp_path_factory) -> Path:
     classes = {"AutoConfig": "theirs.TheirConfig", "AutoModelForCausalLM": "theirs.TheirModel"}
     allow(folder / "model/config.json", "auto_map", value=classes)
     (folder / "model/theirs.py").write_text(CODE.format(ran=str(folder / "ran")))
-    words = ("--data", "rows.jsonl", "--model", "model", "--epochs", "1", "--set", "model.dtype=float32")
+    words = ("rows.jsonl", "--base", "model", "--epochs", "1", "--set", "model.dtype=float32")
     made = opdcl("finetune", *words, *ALLOW, "-o", "theirs", cwd=folder)
     assert made.returncode == 0, made.stderr
     assert ran(folder), "the code does run where it is allowed"
@@ -160,7 +160,7 @@ def test_a_tuned_model_that_the_run_names_never_runs_its_code(project, copy, com
 def test_code_that_nobody_mentioned_is_refused_with_the_same_hint(project, tmp_path):
     shutil.copytree(project / "model", tmp_path / "model")
     allow(tmp_path / "model/config.json", "model_type", value="theirs")
-    words = ("--data", project / "rows.jsonl", "--model", "model", "-o", "run", "--dry-run")
+    words = (project / "rows.jsonl", "--base", "model", "-o", "run", "--dry-run")
     done = opdcl("finetune", *words, cwd=tmp_path)
     assert done.returncode == 2
     assert "comes with Python code" in done.stderr

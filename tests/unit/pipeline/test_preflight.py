@@ -95,7 +95,7 @@ def test_a_recovery_without_any_prompts_is_refused(tuned):
 def test_a_model_without_a_chat_template_is_refused_by_the_dry_run_too(project, tiny_model):
     shutil.copytree(tiny_model, project / "bare")
     (project / "bare" / "chat_template.jinja").unlink()
-    dry = opdcl("run", "tiny.yaml", "-o", "out", "--model", "bare", "--dry-run", cwd=project)
+    dry = opdcl("run", "tiny.yaml", "-o", "out", "--base", "bare", "--dry-run", cwd=project)
     assert dry.returncode == 2
     assert "has no chat template" in dry.stderr
 

@@ -66,7 +66,7 @@ def count_suites(monkeypatch) -> Counter:
 def test_named_columns_are_read_told_and_part_of_the_run(project):
     (project / "rows.csv").write_text("Frage;Antwort;Thema\nWer?;Ada.;Leute\nWo?;London.;Orte\n")
     model = load(["tiny.yaml"])[0].model.id
-    words = ("finetune", "--data", "rows.csv", "--model", model, "-o", "run", "--epochs", "1")
+    words = ("finetune", "rows.csv", "--base", model, "-o", "run", "--epochs", "1")
     assert "has only Frage, Antwort, Thema" in opdcl(*words).stderr
     made = opdcl(*words, "--columns", "question=Frage,answer=Antwort", "--set", "finetune.lora.r=2")
     assert made.returncode == 0, made.stderr
@@ -82,7 +82,7 @@ def test_named_columns_are_read_told_and_part_of_the_run(project):
 
 @pytest.mark.parametrize("columns", ["question", "question=", "=Frage", "query=Frage"])
 def test_a_malformed_option_for_columns_is_refused(project, columns):
-    refused = opdcl("finetune", "--data", "rows.jsonl", "--columns", columns)
+    refused = opdcl("finetune", "rows.jsonl", "--columns", columns)
     assert refused.returncode == 2
     assert "columns" in refused.stderr
 
