@@ -186,7 +186,8 @@ def test_pairs_and_lists_reach_the_settings(opdcl, refused, tiny_model, tmp_path
 def test_a_dry_run_counts_the_longest_prompt(opdcl, tmp_path):
     sizes = []
     for words in (10, 4000):
-        (tmp_path / "prompts.jsonl").write_text(2 * (json.dumps({"question": "word " * words}) + "\n"))
+        rows = [json.dumps({"question": f"{i} " + "word " * words}) for i in range(2)]
+        (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
         plan = opdcl(
             "run",
             "quickstart",
