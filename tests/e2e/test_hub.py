@@ -20,7 +20,7 @@ model: {id: someone/tiny, dtype: float32}
 start: someone/adapter
 recover: {general: "someone/prompts@COMMIT", domain: "someone/rows:rooms", steps: 2, rollouts: 2,
           lmbda: 1, max_new_tokens: 6, validate_every: 2, validation_prompts: 2,
-          learning_rate: 1e-2}
+          learning_rate: 1e-2, health: false}
 """
 SUITE = """
 name: measured
