@@ -12,7 +12,7 @@ from opdcl.errors import OpdclError
 from opdcl.results.status import STATES
 from opdcl.results.tables import Table, view
 from opdcl.rundir.layout import RunDir
-from opdcl.rundir.verify import Finding
+from opdcl.rundir.verify import Finding, verify
 from opdcl.sanitize import harmless
 
 
@@ -101,6 +101,9 @@ class Result(Outcome):
         super().refuse()
 
     def _remedy(self) -> str:
+        if all(finding.ok for finding in verify(RunDir(self.path))):
+            # What is wrong is what was measured, not the files that hold it.
+            return "train longer, or at a higher rate, until tuned answers otherwise than base"
         return (
             f"opdcl verify {shlex.quote(str(self.path))}  # checks the files; restore them, or measure again"
         )
