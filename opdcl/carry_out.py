@@ -57,7 +57,7 @@ def carry_out(
                 return Plan(title, [Table(title, ["run", "stage", "action", "why"], lines, "")], plans)
             lines, plan = describe(Job.of(flow, run, sources, origins), force)
         tables = [Table(title, ["stage", "action", "why"], lines, ""), *data_table(plan)]
-        return Plan(title, tables, plan, [*plan["notes"], f"time: {plan['seconds_from']}"])
+        return Plan(title, tables, plan, plan["notes"])
     parallel.join()
     if not sweep:
         return Result(path, execute(Job.of(flow, run, sources, origins), output, force))

@@ -72,7 +72,6 @@ def _write(
                 eos_ids=sorted({*backbone.eos_ids, turn.end}),
                 temperature=1.0,
                 seed=seeds.getrandbits(31),
-                costs=backbone.costs,
             )
         texts = [tokenizer.decode(r.completion_ids[:-1]).strip() for r in rollouts]
         faults = [fault(text, r, turn.markup) for text, r in zip(texts, rollouts, strict=True)]

@@ -12,7 +12,6 @@ from opdcl.pipeline.dry_run import data_table, describe
 from opdcl.pipeline.forecast import opening
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.preflight import remarks
-from opdcl.pipeline.timetable import Timetable
 from opdcl.rundir.layout import RunDir
 
 
@@ -96,10 +95,10 @@ def test_an_unguarded_domain_is_said_before_training(plan, tmp_path):
     assert any("wins nothing back" in note for note in one_sided)
 
 
-def test_the_opening_names_model_rows_device_stages_directory_and_time(plan, tmp_path):
+def test_the_opening_names_model_rows_device_stages_and_directory(plan, tmp_path):
     job = Job.of(load(["tiny.yaml"])[0], RunDir(tmp_path / "run"))
     tasks = job.plan()
-    line = opening(job, Timetable(job, tasks))
+    line = opening(job, tasks)
     for words in (
         str(job.workflow.model.id),
         "on cpu in float32",
@@ -108,7 +107,7 @@ def test_the_opening_names_model_rows_device_stages_directory_and_time(plan, tmp
         "finetune (12 steps)",
     ):
         assert words in line
-    for words in ("recover (8 steps)", "9 measurements", "three steps", str(job.run.path)):
+    for words in ("recover (8 steps)", "9 measurements", str(job.run.path)):
         assert words in line
     kinds, missing = remarks(job, tasks)
     assert kinds.startswith("kinds of general prompts: ")
