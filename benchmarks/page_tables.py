@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -13,8 +12,6 @@ from page_cells import HERE, NOT_MEASURED, ratio, read, rows_of, score, seeds_of
 
 from opdcl.results.format import SCORE, interval, percent
 from opdcl.results.status import STATES
-
-STAGES = ("finetune", "recover", "eval")
 
 
 def proof_scores(methods: slice = slice(-1, None)) -> str:
@@ -234,31 +231,10 @@ def on_a_gpu(arm: str) -> list[dict[str, Any]]:
 
 
 def quickstart_time() -> tuple[str, str]:
-    """Return where the quickstart was timed last, and how long it took."""
-    plain = [
-        row for row in read("times").get("rows", []) if row["recipe"] == "quickstart" and not row["settings"]
-    ]
-    if not plain:
-        return "2 CPU cores, 8 GB", "not recorded"
-    row = plain[-1]
+    """Return where the quickstart was timed, and how long it took."""
+    row = read("quickstart_time")
     place = f"{row['threads']} thread{'s' * (row['threads'] > 1)} of {row['machine']}, {row['dtype']}"
     return place, f"{row['seconds'] / 60:.0f} minutes, all stages"
-
-
-def times() -> str:
-    """Return what runs took by stage, and the time of all stages that was announced, over what it took."""
-    rows = []
-    for row in read("times").get("rows", []):
-        pairs = [stage["all"] for stage in row["after_three_steps"].values()]
-        ratios = [f"{p['announced'] / p['took']:.2f}" if p["announced"] else "silent" for p in pairs]
-        if len(ratios) == 1:  # nothing is fine-tuned
-            ratios.insert(0, "")
-        stages = [f"{row['stages'][name]:.0f}" if row["stages"].get(name) else "" for name in STAGES]
-        recipe = Path(row["recipe"]).stem + "".join(f", `{pair}`" for pair in row["settings"])
-        place = f"{row['threads']} thread{'s' * (row['threads'] > 1)}, {row['dtype']}"
-        rows.append([recipe, place, *stages, f"{row['seconds'] / 60:.0f} min", *ratios])
-    header = ["recipe", "runs on", *STAGES, "all", "announced in the fine-tune", "in recovery"]
-    return rows_of(header, rows)
 
 
 def throughput(record: str = "throughput") -> str:
@@ -365,7 +341,6 @@ TABLES = {
     "closeness": closeness,
     "quotes": quotes,
     "sizes": sizes,
-    "times": times,
     "ablation": lambda: comparison("ablation"),
     "cure": lambda: comparison("cure"),
     "people": lambda: comparison("people"),

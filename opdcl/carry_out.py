@@ -126,7 +126,7 @@ def _single(
             job = Job.of(configured.flow, run, sources, configured.origins)
             lines, plan = describe(job, force)
         tables = [Table(title, ["stage", "action", "why"], lines, ""), *data_table(plan)]
-        return Plan(title, tables, plan, [*plan["notes"], f"time: {plan['seconds_from']}"])
+        return Plan(title, tables, plan, plan["notes"])
     parallel.join()
     job = Job.of(configured.flow, run, sources, configured.origins)
     return Result(run.path, execute(job, output, force))

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -238,25 +239,22 @@ class Output:
         if fault.hint:
             self._say(f"hint: {fault.hint}")
 
-    def stage(self, name: str, after: Callable[[], float | None] = lambda: 0.0) -> StageLine:
-        """Return the progress line of a stage, a context manager.
-
-        `after` returns the seconds that later stages will take, or None if that is not known.
-        """
-        return StageLine(name, self, after)
+    def stage(self, name: str) -> StageLine:
+        """Return the progress line of a stage, a context manager."""
+        return StageLine(name, self)
 
 
 class StageLine:
     """Progress of one stage: a live line on a terminal, otherwise a plain line every few seconds."""
 
-    def __init__(self, name: str, output: Output, after: Callable[[], float | None]):
-        self.name, self.output, self.after = name, output, after
+    def __init__(self, name: str, output: Output):
+        self.name, self.output = name, output
         self._live: Progress | None = None
         self._task: Any = None
         self._last = 0.0
         self._values: dict[str, float | str] = {}
-        self.announced: dict[str, float | None] = {}
-        """The first time left that was known: `at`, by `time.perf_counter`, `stage` and `all`, in seconds."""
+        self._first: tuple[int, float] | None = None
+        """The steps done at the first progress, and when that was."""
 
     def __enter__(self) -> StageLine:
         console = self.output._err
@@ -268,7 +266,10 @@ class StageLine:
                 TextColumn("{task.fields[values]}"),
                 TimeElapsedColumn(),
                 TextColumn("{task.fields[left]}"),
+                TimeRemainingColumn(),
                 console=console,
+                # By the mean of all steps: a step of a large model takes longer than rich's 30 seconds.
+                speed_estimate_period=math.inf,
                 # A library's own bars go where `quiet_libraries` sends them, not above this one.
                 redirect_stdout=False,
                 redirect_stderr=False,
@@ -282,34 +283,31 @@ class StageLine:
         if self._live:
             self._live.stop()
 
-    def progress(self, done: int, total: int, left: float | None = None, **values: float | str) -> None:
-        """Show the stage's progress. An omitted value keeps its last one, but `left`, the seconds left."""
+    def progress(self, done: int, total: int, **values: float | str) -> None:
+        """Show the stage's progress. An omitted value keeps its last one."""
         self._values |= values
         text = " ".join(f"{k.replace('_per_s', '/s')} {_short(v)}" for k, v in self._values.items())
-        is_first = left is not None and not self.announced
-        if left is not None and is_first:
-            after = self.after()
-            whole = None if after is None else left + after
-            self.announced = {"at": time.perf_counter(), "stage": left, "all": whole}
+        now = time.monotonic()
+        self._first = self._first or (done, now)
         if self._live:
-            fields: Any = {"count": f"{done}/{total}", "values": text, "left": self._left(left)}
+            fields: Any = {"count": f"{done}/{total}", "values": text, "left": "left"}
             self._live.update(self._task, completed=done, total=total, **fields)
-        elif time.monotonic() - self._last >= LINE_EVERY or done == total or is_first:
-            self._last = time.monotonic()
-            parts = f"{self.name} {done}/{total}", text, self._left(left if done < total else None)
+        elif now - self._last >= LINE_EVERY or done == total:
+            self._last = now
+            parts = f"{self.name} {done}/{total}", text, _left(*self._first, done, now, total)
             self.output.note(" ".join(filter(None, parts)))
-
-    def _left(self, left: float | None) -> str:
-        """Return the time left of the stage and of the whole run, as far as they are known."""
-        if left is None:
-            return ""
-        after = self.after()
-        whole = "not known yet" if after is None else duration(left + after)
-        return f"left {duration(left)}" + (f", all stages {whole}" if after != 0 else "")
 
     def note(self, text: str) -> None:
         """Print a note, above the live line if there is one."""
         self.output.note(f"{self.name}: {text}")
+
+
+def _left(first: int, began: float, done: int, now: float, total: int) -> str:
+    """Return the time left by the mean seconds of the steps after the first one shown; "" without any."""
+    if done in (first, total):
+        return ""
+    mean = (now - began) / (done - first)
+    return f"left {duration(mean * (total - done))}"
 
 
 def _short(value: float | str) -> str:

@@ -24,15 +24,11 @@ from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.errors import Interrupted, OpdclError, UsageError
 from opdcl.model.backbone import Backbone
-from opdcl.model.costs import Work
 from opdcl.rundir.files import folder_appears_whole, write_atomic
 from opdcl.rundir.hashes import SEAL, damage, seal
 from opdcl.rundir.layout import StageDir
 from opdcl.rundir.records import read_metrics
 from opdcl.signals import ending
-
-# Steps after which the time left is shown.
-FIRST_STEPS = 3
 
 # The folder of a checkpoint that holds copies of metrics, samples and the best adapter so far.
 RECORDS = "records"
@@ -92,19 +88,9 @@ def check_schedule(key: str, fields: dict[str, Any], schedule: Schedule, steps: 
 class StageReport(Protocol):
     """Receives a stage's progress; `opdcl.console` prints it."""
 
-    def progress(self, done: int, total: int, left: float | None = None, **values: float | str) -> None: ...
+    def progress(self, done: int, total: int, **values: float | str) -> None: ...
 
     def note(self, text: str) -> None: ...
-
-
-class StageWork(Protocol):
-    """Knows how much work the steps of a stage are."""
-
-    def portion(self, step: int, tokens: float) -> tuple[str, float]:
-        """Return kind and amount of a step's work, given the tokens that it logs."""
-
-    def left(self, step: int) -> Work | None:
-        """Return the work after a step; None if it is not known."""
 
 
 def trainer_arguments(
@@ -248,9 +234,7 @@ class StageCallback(TrainerCallback):
         self._skipped: int | None = None
         self._base: tuple[int, ...] = ()
         self._out: StageDir | None = None
-        self._step_started = self._accounted = 0.0
-        self.work: StageWork | None = None
-        self._steps_timed = 0
+        self._step_started = 0.0
 
     def run(self, trainer: Trainer, out: StageDir) -> None:
         """Train from the last checkpoint to the end.
@@ -327,7 +311,6 @@ class StageCallback(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._step_started = time.perf_counter()
-        self._accounted = self.backbone.costs.accounted if self.backbone else 0.0
 
     def on_step_end(self, args, state, control, **kwargs):
         self._stop = parallel.any_worker(self._stop)
@@ -358,21 +341,7 @@ class StageCallback(TrainerCallback):
         live = {k: logs[k] for k in ("stream", "author", "loss", "kl") if k in logs}
         if math.isclose(live["loss"], live.get("kl", math.nan), rel_tol=1e-3):
             del live["kl"]  # the loss is this divergence
-        if (left := self._time_left(state.global_step, tokens, seconds)) is not None:
-            live["left"] = left
         self.report.progress(state.global_step, self.steps, **live, tokens_per_s=tokens / max(seconds, 1e-9))
-
-    def _time_left(self, step: int, tokens: int, seconds: float) -> float | None:
-        """Record what a step cost without sampling and validations; return the seconds left, if known."""
-        if not (self.work and self.backbone):
-            return None
-        costs = self.backbone.costs
-        self._steps_timed += 1
-        if self._steps_timed > 1:  # the first step also sets things up
-            own = max(seconds - (costs.accounted - self._accounted), 0.0)
-            costs.add(*self.work.portion(step, tokens), own)
-        left = self.work.left(step) if self._steps_timed >= FIRST_STEPS else None
-        return None if left is None else costs.seconds(left)
 
 
 def reset_peak_memory() -> None:

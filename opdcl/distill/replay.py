@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
 from opdcl.data.examples import Examples
@@ -30,12 +29,10 @@ def replayed_rows(
         note(f"base writes {count} answers to replay")
         order = endless(len(examples.replay), config.seed)
         prompts = [Prompt(examples.replay[i]) for i in itertools.islice(order, count)]
-        limit, eos_ids = REPLAYED_TOKENS, backbone.eos_ids
         with backbone.merged("base") as model:
-            options: Any = {"max_new_tokens": limit, "eos_ids": eos_ids, "seed": config.seed}
-            rollouts = sample(model, prompts, costs=backbone.costs, **options)
-        name = f"{config.replay.prompts} {limit}"
-        backbone.costs.answered(name, [len(r.completion_ids) for r in rollouts])
+            rollouts = sample(
+                model, prompts, max_new_tokens=REPLAYED_TOKENS, eos_ids=backbone.eos_ids, seed=config.seed
+            )
         rows = [{"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids} for r in rollouts]
         write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))
     pairs = [(row["prompt_ids"], row["completion_ids"]) for row in read_jsonl(file)] if count else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import pvariance
@@ -14,7 +14,6 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.distill.losses import group_advantages
 from opdcl.distill.schedule import Step, Stream, sampled_together
 from opdcl.distill.teachers import AnyTeacher, Teacher
-from opdcl.distill.work import answer_name
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
 from opdcl.sampling.rollout import Prompt, Rollout
@@ -142,11 +141,6 @@ class RolloutQueue:
         sizes = [len(self.steps[i].prompts) for i in batch]
         return min(sum(sizes) // 16, min(sizes) - 1)
 
-    @property
-    def ahead(self) -> Collection[int]:
-        """The steps whose completions are there already."""
-        return self._ahead.keys()
-
     def sample(
         self,
         prompts: list[Prompt],
@@ -168,7 +162,7 @@ class RolloutQueue:
         temperature = 1.0 if author else self.config.on_policy.temperature
         if unfinished or max_unfinished:
             partial: dict[str, Any] = {"unfinished": unfinished, "max_unfinished": max_unfinished}
-            return self._noted(stream, self.student.complete(prompts, *how, temperature, **partial))
+            return self.student.complete(prompts, *how, temperature, **partial)
         by_position: dict[int, Rollout] = {}
         writer, seen = author or self.student, prompts
         if writer is not self.student:  # which sees no context as an author either
@@ -178,14 +172,7 @@ class RolloutQueue:
             for i, rollout in zip(positions, rollouts, strict=True):
                 rollout.prompt = prompts[i]
                 by_position[i] = rollout
-        return self._noted(stream, [by_position[i] for i in range(len(prompts))])
-
-    def _noted(self, stream: Stream, rollouts: list[Rollout]) -> list[Rollout]:
-        """Return completions whose lengths are now known to the forecast."""
-        shortest = min(self.config.limit(stream), self.config.limit(stream, on_policy=True))
-        lengths = [len(r.completion_ids) for r in rollouts if _is_done(r, shortest)]
-        self.student.backbone.costs.answered(answer_name(self.config, stream), lengths)
-        return rollouts
+        return [by_position[i] for i in range(len(prompts))]
 
     def save(self, folder: Path) -> None:
         """Write the completions not yet learned from, and those handed out last, into a checkpoint."""

@@ -31,7 +31,6 @@ from transformers import PreTrainedModel
 
 from opdcl import parallel
 from opdcl.model.backbone import Backbone, State
-from opdcl.model.costs import Costs
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, TopTokens, join
 from opdcl.model.forward import answer_states
 from opdcl.model.lora import parts
@@ -57,11 +56,6 @@ class Teacher:
     @property
     def members(self) -> list[Teacher]:
         return [self]
-
-    @property
-    def costs(self) -> Costs | None:
-        """Takes what its sampling costs; None if it is another model than the student's."""
-        return self.backbone.costs
 
     @property
     def is_dynamic(self) -> bool:
@@ -109,7 +103,7 @@ class Teacher:
 
     def _sample(self, prompts: list[Prompt], options: dict[str, Any]) -> list[Rollout]:
         with self.as_sampler() as model:
-            return sample(model, prompts, costs=self.costs, **options)
+            return sample(model, prompts, **options)
 
     def as_sampler(self) -> contextlib.AbstractContextManager[PreTrainedModel]:
         """Return a context that yields the model to sample this teacher's completions from."""
@@ -176,10 +170,6 @@ class SecondModel(Teacher):
     def __init__(self, backbone: Backbone, model: PreTrainedModel):
         super().__init__(backbone, "base")
         self.model = model
-
-    @property
-    def costs(self) -> None:
-        return None
 
     @property
     def head_VH(self) -> torch.Tensor:

@@ -164,8 +164,7 @@ class Validation(TrainerCallback):
         """
         kl = {}
         for stream, (rollouts, distributions) in self._held_out.items():
-            with self.grader.backbone.costs.timed("measure", sum(r.length for r in rollouts)):
-                sums = self.grader.measure(rollouts, stream, distributions, agreement)
+            sums = self.grader.measure(rollouts, stream, distributions, agreement)
             if agreement:
                 kl[f"{stream}_overlap"] = sums["overlap"] / sums["tokens"]
             if agreement and stream == "general" and sums["ends"]:
@@ -188,9 +187,8 @@ class Validation(TrainerCallback):
         teacher = self.grader.teachers["general"].frozen_copy(FROZEN["general"])
         # As an author it writes at temperature 1 and up to the length of base's answers.
         rollouts = self.queue.sample(prompts, "general", self.config.seed + 8, author=self.queue.student)
-        with self.grader.backbone.costs.timed("measure", 2 * sum(r.length for r in rollouts)):
-            graded = self.grader.distributions(rollouts, teacher)
-            sums = self.grader.measure(rollouts, "general", graded)
+        graded = self.grader.distributions(rollouts, teacher)
+        sums = self.grader.measure(rollouts, "general", graded)
         return {"own_kl": sums["kl"] / sums["tokens"], **_own(rollouts)}
 
     def _score(self, kl: KL) -> float:

@@ -25,7 +25,6 @@ from opdcl.model.adapter_files import (
     refuse_misfit,
     refuse_other_copies,
 )
-from opdcl.model.costs import Costs
 from opdcl.model.fused_lora import fuse
 from opdcl.model.load import eos_ids, load_base, load_model
 from opdcl.model.lora import base_weight, merged_weight, parts, scale
@@ -58,7 +57,6 @@ class Backbone:
         self.eos_ids = eos_ids(base_lm or model, tokenizer)
         self.peft: PeftModel | None = None
         self._known: tuple[tuple[int, ...], str] | None = None  # the last checksum and fingerprint
-        self.costs = Costs()
         self.sums: list[torch.Tensor] | None = None
         """`merged` keeps its sums here, at the same addresses, if this is not None: CUDA graphs need it."""
 

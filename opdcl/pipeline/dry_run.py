@@ -1,4 +1,4 @@
-"""Describe what a run would do: its tasks, their size and time, and the rows as the model will see them."""
+"""Describe what a run would do: its tasks, their size, and the rows as the model will see them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from opdcl.pipeline.forecast import forecast
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
 from opdcl.pipeline.preflight import checked_plan, planned_adapter, remarks, repeated_rows
-from opdcl.pipeline.timetable import Timetable
-from opdcl.results.format import duration
 from opdcl.results.tables import Table
 
 # Characters of the rendered row that a terminal shows.
@@ -39,35 +37,29 @@ def describe(
             task = replace(task, action="take", why=f"from {origin}")
         tasks.append(task)
     made_by |= {t.fingerprint: job.run.path.name for t in tasks if t.action != "take"}
-    sizes, times = forecast(job, tasks), Timetable(job, tasks)
-    rows = [[task.label, task.action, _size(task, sizes, times) + task.why] for task in tasks]
+    sizes = forecast(job, tasks)
+    rows = [[task.label, task.action, _size(task, sizes) + task.why] for task in tasks]
     parameters, disk = sizes["parameters"] / 1e6, sizes["disk_bytes"] / 2**20
     totals = f"{parameters:,.0f}M parameters; about {disk:,.0f} MiB of disk"
     share = adapted_share(workflow.model, adapter) if (adapter := planned_adapter(workflow)) else None
     if share:
         totals = f"the adapter changes {share:.0%} of {totals}"
-    seconds = times.announced()
-    if seconds:
-        totals += f"; about {duration(seconds)} in all"
     rows.append(["machine", sizes["device"], totals])
     plan = [
         {"stage": t.name, "state": t.state, "suite": t.suite, "action": t.action, "why": t.why} for t in tasks
     ]
     learns = any(task.name == "finetune" and task.unfinished for task in tasks)
     data = {"data": _data(job) if learns else {}, "notes": remarks(job, tasks)}
-    time_ = {"seconds": None if seconds is None else round(seconds), "seconds_from": times.origin()}
-    return rows, {"tasks": plan, **sizes, **time_, "adapted_share": share, **data}
+    return rows, {"tasks": plan, **sizes, "adapted_share": share, **data}
 
 
-def _size(task: Task, sizes: dict[str, Any], times: Timetable) -> str:
-    """Return a task's steps, memory and, if it is known, time as text, or "" if it will not run."""
+def _size(task: Task, sizes: dict[str, Any]) -> str:
+    """Return a task's steps and memory as text, or "" if it will not run."""
     if not task.unfinished or task.name not in sizes["memory_bytes"]:
         return ""
     steps = f"{sizes['steps'][task.name]} steps, " if task.name in sizes["steps"] else ""
     memory = sizes["memory_bytes"][task.name] / 2**30
-    seconds = times.seconds(task, guess=False)
-    time_ = "" if seconds is None else f", about {duration(seconds)}"
-    return f"{steps}about {memory:.1f} GiB{time_}; "
+    return f"{steps}about {memory:.1f} GiB; "
 
 
 def data_table(plan: dict[str, Any]) -> list[Table]:

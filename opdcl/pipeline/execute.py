@@ -52,15 +52,13 @@ def execute(job: Job, output: Output, force: bool = False, donors: Sequence[RunD
         tracked = stack.enter_context(contextlib.closing(Tracking(trackers, job.run, output.note)))
         if unfinished:
             from opdcl.pipeline.forecast import opening
-            from opdcl.pipeline.timetable import Timetable
 
-            times = Timetable(job, tasks)
             if parallel.rank() == 0:
-                for line in (opening(job, times), *job.sources.recognised(), *remarks(job, tasks)):
+                for line in (opening(job, tasks), *job.sources.recognised(), *remarks(job, tasks)):
                     output.note(line)
             if job.automatic:
                 output.note(describe_automatic(job.workflow, job.automatic))
-            Session(job, times, output, tracked).do(tasks)
+            Session(job, output, tracked).do(tasks)
         else:
             output.note("everything is done already")
         return parallel.on_first_worker(lambda: finish(job.workflow, run, output, tracked))

@@ -23,8 +23,6 @@ from opdcl.model.positions import CHUNK, CUDA_CHUNK
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
-from opdcl.pipeline.timetable import Timetable
-from opdcl.results.format import duration
 from opdcl.stages.finetune import planned_steps
 
 
@@ -152,24 +150,20 @@ def forecast(job: Job, tasks: Sequence[Task]) -> dict[str, Any]:
     }
 
 
-def opening(job: Job, times: Timetable) -> str:
-    """Return the line that opens a run: model, device, rows, tokens, stages, directory, time."""
-    sizes = forecast(job, times.tasks)
+def opening(job: Job, tasks: Sequence[Task]) -> str:
+    """Return the line that opens a run: model, device, rows, tokens, stages, directory."""
+    sizes = forecast(job, tasks)
     parts = [f"{job.workflow.model.id} on {sizes['device']} in {sizes['dtype']}"]
     if job.workflow.finetune and "finetune" in sizes["memory_bytes"]:
         tokens = sum(len(example.input_ids) for example in job.examples.encoded)
         per_epoch = f", {tokens:,} tokens per epoch" if tokens else ""
         parts.append(f"{len(job.examples.rows):,} rows{per_epoch}")
-    count = sum(task.name == "eval" for task in times.tasks)
+    count = sum(task.name == "eval" for task in tasks if task.unfinished)
     stages = [f"{name} ({sizes['steps'][name]} steps)" for name in sizes["steps"]]
     if count:
         stages.append(f"{count} measurements" if count > 1 else "1 measurement")
     parts.append(", ".join(stages or list(sizes["memory_bytes"])))
-    seconds = times.announced()
-    time_ = "the time left is shown once three steps are done"
-    if seconds is not None:
-        time_ = f"about {duration(seconds)}, as measured here earlier"
-    return "; ".join([*filter(None, parts), time_, f"in {job.run.path}"])
+    return "; ".join([*filter(None, parts), f"in {job.run.path}"])
 
 
 def _finetune_need(config: FinetuneConfig, examples: Examples, shape: _Shape, adapter: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS
-from opdcl.console import Output, StageLine
+from opdcl.console import Output
 from opdcl.errors import OpdclError, UsageError
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task, stage_folder
@@ -27,7 +27,6 @@ from opdcl.version import __version__
 
 if TYPE_CHECKING:
     from opdcl.model.backbone import Backbone
-    from opdcl.pipeline.timetable import Timetable
 
 
 class OtherBase(UsageError):
@@ -37,14 +36,13 @@ class OtherBase(UsageError):
 class Session:
     """One worker's part of a run, in the run directory or the worker's copy of it."""
 
-    def __init__(self, job: Job, times: Timetable, output: Output, tracked: Tracking):
+    def __init__(self, job: Job, output: Output, tracked: Tracking):
         self.job, self.workflow, self.run = job, job.workflow, job.run
         self.output, self.tracked = output, tracked
         self.manifest = self.run.read_manifest()
         self._backbone: Backbone | None = None
         self._recorded = False
         self._measured_state = "base"
-        self._times = times
         self._started = time.perf_counter()
 
     def do(self, tasks: list[Task]) -> None:
@@ -71,7 +69,6 @@ class Session:
             # The fingerprint of a sharded base needs all workers; after an error some may have exited.
             if self._backbone and not (parallel.sharded() and sys.exc_info()[0]):
                 self.manifest["base"]["fingerprint_after"] = self._backbone.fingerprint()
-            self._times.save()
             if self._recorded:
                 seconds = self.manifest.get("seconds", 0) + time.perf_counter() - self._started
                 self.manifest["seconds"] = round(seconds, 1)
@@ -105,7 +102,7 @@ class Session:
         reset_peak_memory()
         started = time.perf_counter()
         try:
-            record["announced"] = self._run_stage(task, stage, record)
+            self._run_stage(task, stage, record)
         finally:
             steps = [row for row in read_metrics(stage.metrics) if "tokens" in row]
             record["cost"] = {
@@ -122,19 +119,15 @@ class Session:
             for note in start_notes(read_metrics(stage.metrics)):
                 self.output.note(f"{task.label}: {note}")
 
-    def _run_stage(self, task: Task, stage: StageDir, record: dict[str, Any]) -> dict[str, float | None]:
-        """Train one stage, showing its progress on the console and in the trackers.
-
-        Returns: The first time left that was shown: `at` seconds after the command began, the seconds left of
-            the `stage` and of `all` stages, and what the stage `took` from there.
-        """
+    def _run_stage(self, task: Task, stage: StageDir, record: dict[str, Any]) -> None:
+        """Train one stage, showing its progress on the console and in the trackers."""
         from opdcl.model.adapters import find_adapter
         from opdcl.stages.finetune import finetune
         from opdcl.stages.recover import recover
 
         workflow, name = self.workflow, task.name
         offset = steps_done(self.run, before=stage)
-        with self._line(task) as line:
+        with self.output.stage(task.label) as line:
             report = TrackedReport(line, self.tracked, stage, offset)
             if name == "finetune":
                 start = find_adapter(workflow.start) if workflow.start else None
@@ -149,11 +142,6 @@ class Session:
                     report,
                 )
             self.tracked.follow(stage, offset)
-        announced = line.announced
-        if announced:
-            at = announced["at"] or 0.0
-            announced |= {"at": at - self._started, "took": time.perf_counter() - at}
-        return {key: seconds if seconds is None else round(seconds, 1) for key, seconds in announced.items()}
 
     def _measure(self, task: Task) -> None:
         from opdcl.stages.closeness import measure_closeness
@@ -177,15 +165,10 @@ class Session:
             asked = self.job.suite(task.suite)
             if config.server and asked.generative:
                 model["decoded"] = "on a server"
-        count = len(self.job.measurement(task.suite).lengths)
-        with self._line(task) as line, backbone.costs.timed(f"score {task.suite}", count):
+        with self.output.stage(task.label) as line:
             result = measure(config, asked, backbone, task.state, self.run, record, line, adapter)
             metric = result["metric"]
             line.note(f"{metric} {result['metrics'][metric]:.3f} (n = {result['n']})")
-
-    def _line(self, task: Task) -> StageLine:
-        """Return the progress line of a task, which knows how long the later ones will take."""
-        return self.output.stage(task.label, lambda: self._times.after(task))
 
     @property
     def backbone(self) -> Backbone:
@@ -205,8 +188,6 @@ class Session:
                     line.note(_cost_of_determinism(backbone.device.type))
             self._check_base(backbone)
             self._backbone = backbone
-            backbone.costs = self._times.costs
-            self._times.probe(backbone)
         return self._backbone
 
     def _check_base(self, backbone: Backbone) -> None:

@@ -125,8 +125,8 @@ class TrackedReport:
     stage: StageDir
     offset: int
 
-    def progress(self, done: int, total: int, left: float | None = None, **values: float | str) -> None:
-        self.report.progress(done, total, left=left, **values)
+    def progress(self, done: int, total: int, **values: float | str) -> None:
+        self.report.progress(done, total, **values)
         self.tracking.follow(self.stage, self.offset)
 
     def note(self, text: str) -> None:

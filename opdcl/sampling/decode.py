@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -159,24 +158,18 @@ def _decode_batch(
     device, max_new_tokens = model.device, request.max_new_tokens
     capacity = layout.end + max_new_tokens
     cache = Cache(layers=[SlabLayer(capacity) for _ in range(architecture(model.config).layers)])
-    with request.costs.timed("read", sum(r.length for r in batch)):
-        logits_BV = prefill(model, cache, layout)
+    logits_BV = prefill(model, cache, layout)
     key_BC = layout.positions(capacity).to(device)
     position_B = key_BC[:, layout.end - 1]
     run_step = decoding_step(model)
     # In 16 bits the CPU's fast kernels need two rows, so a finished one stays with the last.
     min_rows = 2 if model.dtype.itemsize == 2 else 1
     done = [False] * len(batch)
-    began = time.perf_counter()
     for step in range(max_new_tokens):
         uniform_B = None if uniform_BT is None else uniform_BT[:, step].to(device)
         token_B, logprob_B = draw(logits_BV, request.temperature, uniform_B)
         logprobs = [] if logprob_B is None else logprob_B.tolist()
         tokens = token_B.tolist()
-        if step:  # the first token is drawn from what the prompts gave
-            now = time.perf_counter()
-            request.costs.decoded(1, done.count(False), now - began)
-            began = now
         append(batch, done, tokens, logprobs, request)
         running = done.count(False)
         if not running or (running <= max_unfinished and max_new_tokens - step > WORTH_LEAVING):
@@ -209,8 +202,6 @@ def append(
         done[row] = rollout.finished or len(rollout.completion_ids) == request.max_new_tokens
         ended += [rollout] * done[row]
     if request.on_finished and ended:
-        longest = max(len(rollout.completion_ids) for rollout in batch)
-        request.costs.running = request.max_new_tokens - longest, done.count(False)
         request.on_finished(ended)
 
 

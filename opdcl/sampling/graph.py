@@ -11,7 +11,6 @@ On another device the same step runs without a graph.
 
 from __future__ import annotations
 
-import time
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING
@@ -213,17 +212,11 @@ def _decode_batch(
     The buffers go if memory runs out, so that a smaller batch gets smaller ones.
     """
     decoder = _decoder(model, len(batch), layout.end + request.max_new_tokens, request.temperature)
-    with request.costs.timed("read", sum(r.length for r in batch)):
-        decoder.start(model, layout, uniform_BT)
+    decoder.start(model, layout, uniform_BT)
     done, seen, drawn = [False] * len(batch), 0, 1
-    began = time.perf_counter()
     while True:
         tokens = decoder.tokens_RT[: len(batch), seen:drawn].T.tolist()
         logprobs = decoder.logprobs_RT[: len(batch), seen:drawn].T.tolist() if request.temperature else []
-        now = time.perf_counter()
-        if seen:
-            request.costs.decoded(drawn - seen, done.count(False), now - began)
-        began = now
         for i, row_tokens in enumerate(tokens):
             append(batch, done, row_tokens, logprobs[i] if logprobs else [], request)
         running, left = done.count(False), request.max_new_tokens - drawn

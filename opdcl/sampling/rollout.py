@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from opdcl.model.costs import Costs
-
 Engine = Literal["slab", "graph", "generate"]
 
 # Sampler and forward pass disagree about a token where they differ about its probability by more than this
@@ -77,8 +75,6 @@ class Request:
     weights: float
     """How many cached tokens a decoding step reads in the time that it takes to read the model's weights."""
     max_unfinished: int
-    costs: Costs = field(default_factory=Costs)
-    """Takes what decoding costs."""
 
     def batches(self, rollouts: list[Rollout]) -> Iterator[list[int]]:
         """Yield the indices of rollouts that run together, the shortest first."""

@@ -21,7 +21,6 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from opdcl import parallel
 from opdcl.model.architecture import architecture
-from opdcl.model.costs import Costs
 from opdcl.model.quantized import is_quantized
 from opdcl.sampling.decode import decode
 from opdcl.sampling.graph import decode_with_graphs
@@ -61,7 +60,6 @@ def sample(
     on_finished: Callable[[list[Rollout]], None] | None = None,
     unfinished: Sequence[Rollout] = (),
     max_unfinished: int = 0,
-    costs: Costs | None = None,
 ) -> list[Rollout]:
     """Sample one completion per prompt, in the order of `prompts`; each worker samples its share.
 
@@ -82,14 +80,13 @@ def sample(
         on_finished: Called with the completions that have ended since the last call.
         unfinished: Rollouts of an earlier call to resume; they come first in the result.
         max_unfinished: Maximum completions per call that may be returned unfinished (`slab` and `graph`).
-        costs: Takes what decoding costs (`slab` and `graph`).
     """
     rollouts = [*unfinished, *map(Rollout, prompts)]
     own_rollouts = list(parallel.my_share(rollouts))
     if batch_size is None:
         batch_size = default_rows(model, max((r.length for r in rollouts), default=0) + max_new_tokens)
     options = max_new_tokens, eos_ids, temperature, seed, batch_size + len(unfinished), on_finished
-    request = Request(*options, len(rollouts), weights_in_tokens(model), max_unfinished, costs or Costs())
+    request = Request(*options, len(rollouts), weights_in_tokens(model), max_unfinished)
     run = {"slab": decode, "graph": decode_with_graphs, "generate": _generate}
     if own_rollouts:
         if engine == "auto":

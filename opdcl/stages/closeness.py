@@ -40,7 +40,6 @@ from opdcl.rundir.hashes import adapter_hash, hash_value
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
-from opdcl.stages.pace import Pace
 from opdcl.training import StageReport, peak_memory, reset_peak_memory
 
 # Prompts that are answered, graded and stored together. Always the same ones: a resumed measurement must draw
@@ -65,10 +64,9 @@ class _Measurement:
         backbone: Backbone,
         prompts: list[list[int]],
         base_rows: list[dict[str, Any]],
-        name: str,
         report: StageReport,
     ):
-        self.config, self.backbone, self.name, self.report = config, backbone, name, report
+        self.config, self.backbone, self.report = config, backbone, report
         self.prompts, self.base_rows = prompts, base_rows
         self.state = "student" if base_rows else "base"
 
@@ -100,19 +98,12 @@ class _Measurement:
     def _chunk(self, start: int, prompts: list[Prompt]) -> list[dict[str, Any]]:
         """Answer and grade the prompts from number `start` on."""
         backbone, config, limit = self.backbone, self.config, self.config.closeness_tokens
-        costs, later = backbone.costs, [*map(len, self.prompts[start + len(prompts) :])]
-        pace = Pace(
-            costs, f"{CLOSENESS} {self.name}", (limit, [len(p.ids) for p in prompts]), [(limit, later)]
-        )
         answered = start
 
         def count(finished: list[Rollout]) -> None:
             nonlocal answered
             answered += len(finished)
-            grading = costs.seconds({"measure": 3.0 * sum(r.length for r in finished) / len(finished)})
-            left, rest = pace.left(finished), len(self.prompts) - start
-            known = {} if left is None or grading is None else {"left": left + rest * grading}
-            self.report.progress(answered, len(self.prompts), **known)
+            self.report.progress(answered, len(self.prompts))
 
         with backbone.merged(self.state) as model:
             own = sample(
@@ -123,12 +114,9 @@ class _Measurement:
                 seed=SEED + start,
                 batch_size=int(config.batch_size),
                 on_finished=count,
-                costs=costs,
             )
-            costs.answered(f"{CLOSENESS} {self.name} {limit}", [len(r.completion_ids) for r in own])
             ids = [row["completion_ids"] for row in self.base_rows[start : start + len(prompts)]]
             given = [Rollout(p, answer) for p, answer in zip(prompts, ids, strict=True)] if ids else []
-            began = time.perf_counter()
             states = _hidden_states(model, own + given)
             unrelated = {} if ids else _hidden_states(model, self._after_others(own, start))
         texts, kept = BASE_READ.setdefault(backbone, {}).get(start, ([], {}))
@@ -144,8 +132,6 @@ class _Measurement:
         rows = [self._row(*row) for row in zip(own, of_own, of_base, strict=True)]
         for row, (_, reverse) in zip(rows, [] if ids else self._divergences(states, unrelated), strict=False):
             row["unrelated"] = reverse
-        read = sum(text.length for text in 2 * own + (given or own))
-        costs.add("measure", read, time.perf_counter() - began)
         return rows
 
     def _after_others(self, own: list[Rollout], start: int) -> list[Rollout]:
@@ -200,7 +186,7 @@ def measure_closeness(
     base_rows = read_jsonl(run.eval_samples("base", CLOSENESS)) if adapter else []
     if adapter and len(base_rows) != len(prompts):
         raise UsageError(f"{run.eval_samples('base', CLOSENESS)} lacks answers of base", RESTORE)
-    measured = _Measurement(config, backbone, prompts, base_rows, state, report)
+    measured = _Measurement(config, backbone, prompts, base_rows, report)
     partial = run.evals / state / f".{CLOSENESS}.partial.jsonl"
     rows = measured.rows(partial, adapter)
     unrelated = [row.pop("unrelated", None) for row in rows]

@@ -30,7 +30,6 @@ from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
 from opdcl.stages import content
-from opdcl.stages.pace import Pace
 from opdcl.training import StageReport, peak_memory, reset_peak_memory
 
 # Memory for the logits of one batch of log-likelihoods, which are kept for every position, in bytes.
@@ -56,17 +55,11 @@ class BackboneLM(LM):
     """
 
     def __init__(
-        self,
-        backbone: Backbone,
-        adapter: Path | None,
-        config: EvalConfig,
-        partial: Path,
-        report: StageReport,
-        name: str = "",
+        self, backbone: Backbone, adapter: Path | None, config: EvalConfig, partial: Path, report: StageReport
     ):
         super().__init__()
         self.backbone, self.adapter = backbone, adapter
-        self.config, self.partial, self.report, self.name = config, partial, report, name
+        self.config, self.partial, self.report = config, partial, report
         self.lengths: list[int] = []
         self.ended: list[bool] = []
         server = config.server.model_dump(exclude=PLACE) if config.server else None
@@ -91,7 +84,7 @@ class BackboneLM(LM):
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Answer all requests as their task says; cut each answer at its task's stop strings."""
-        tokenizer, costs = self.backbone.tokenizer, self.backbone.costs
+        tokenizer = self.backbone.tokenizer
         prompts = [request_ids(request, tokenizer) for request in requests]
         limits = [self._max_tokens(r, len(p)) for r, p in zip(requests, prompts, strict=True)]
         (temperature,) = {temperature_of(request.args[1]) for request in requests}
@@ -101,14 +94,11 @@ class BackboneLM(LM):
         lengths = [len(prompt) for prompt in prompts]
         batches = self._open_batches(keys, limits, lengths, {*answers}, bool(temperature))
         with self._decoder(temperature) as decode:
-            for number, batch in enumerate(batches):
-                now, *later = [(limits[b[0]], [lengths[i] for i in b]) for b in batches[number:]]
-                pace = Pace(costs, self.name, now, later)
-                progress = _progress(self.report, len(answers), len(requests), pace)
+            for batch in batches:
+                progress = _progress(self.report, len(answers), len(requests))
                 rollouts = decode(
                     [Prompt(prompts[i]) for i in batch], limits[batch[0]], SEED + batch[0], progress
                 )
-                costs.answered(f"{self.name} {now[0]}", [len(r.completion_ids) for r in rollouts])
                 texts = [answer_text(tokenizer, r.prompt_ids, r.completion_ids) for r in rollouts]
                 rows: list[dict[str, Any]] = [
                     {"key": keys[i], "text": text, "tokens": len(r.completion_ids), "ended": r.finished}
@@ -157,8 +147,7 @@ class BackboneLM(LM):
         """Yield a function that completes prompts, here or on a server with the adapter."""
         eos_ids, config = self.backbone.eos_ids, self.config
         if not config.server:
-            options: Any = {"eos_ids": eos_ids, "temperature": temperature}
-            options |= {"batch_size": config.batch_size, "costs": self.backbone.costs}
+            options: Any = {"eos_ids": eos_ids, "temperature": temperature, "batch_size": config.batch_size}
             with self.backbone.merged("student" if self.adapter else "base") as model:
                 yield lambda prompts, max_tokens, seed, progress: sample(
                     model, prompts, max_new_tokens=max_tokens, seed=seed, on_finished=progress, **options
@@ -179,19 +168,16 @@ class BackboneLM(LM):
         keys = [self._key("loglikelihood", *request.args) for request in requests]
         answers = self._earlier(keys)
         done, total = len(answers), len({*keys})
-        costs, kind, began = self.backbone.costs, f"likelihood {self.name.split()[0]}", time.perf_counter()
 
         def keep(batch: list[tuple[tuple[str, str], tuple[float, bool]]]) -> None:
-            nonlocal done, began
+            nonlocal done
             rows: list[dict[str, Any]] = [
                 {"key": self._key("loglikelihood", *texts), "answer": answer} for texts, answer in batch
             ]
             with open(self.partial, "a", encoding="utf-8") as file:
                 file.write(_lines(rows))
             done = min(total, done + len(rows) * parallel.worker_count())
-            costs.add(kind, len(rows) * parallel.worker_count(), time.perf_counter() - began)
-            began = time.perf_counter()
-            self.report.progress(done, total, left=costs.unit(kind) * (total - done))
+            self.report.progress(done, total)
 
         missing = {k: request for k, request in zip(keys, requests, strict=True) if k not in answers}
         with self.backbone.merged("student" if self.adapter else "base") as model:
@@ -286,7 +272,7 @@ def evaluate(
     started = time.perf_counter()
     reset_peak_memory()
     partial = run.evals / state / f".{suite.name}.partial.jsonl"
-    lm = BackboneLM(backbone, adapter, config, partial, report, f"{suite.name} {state}")
+    lm = BackboneLM(backbone, adapter, config, partial, report)
     quiet_lm_eval()
     # Unseeded, lm-eval would draw other few-shot examples for each state.
     for task in suite.tasks:
@@ -377,13 +363,12 @@ def _lines(rows) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def _progress(report: StageReport, done: int, total: int, pace: Pace) -> Callable[[list[Rollout]], None]:
+def _progress(report: StageReport, done: int, total: int) -> Callable[[list[Rollout]], None]:
     """Return a callback that counts finished rollouts on top of `done`."""
 
     def count(finished: list[Rollout]) -> None:
         nonlocal done
         done += len(finished)
-        left = pace.left(finished)
-        report.progress(done, total, **({} if left is None else {"left": left}))
+        report.progress(done, total)
 
     return count

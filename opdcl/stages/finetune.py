@@ -9,9 +9,7 @@ import logging
 import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -29,7 +27,6 @@ from opdcl.distill.prompts import read_recovery_source
 from opdcl.distill.replay import replayed_rows
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
-from opdcl.model.costs import Work, sized
 from opdcl.model.distributions import HiddenStates
 from opdcl.model.forward import Sequences, answer_ids, answer_states
 from opdcl.model.memory import is_out_of_memory
@@ -83,7 +80,6 @@ def finetune(
     lengths = [len(e.input_ids) for e in encoded]
     order = lay_out(lengths, config.batch_size, steps, config.seed)
     callback = StageCallback(report, steps, backbone)
-    callback.work = FinetuneWork.of(lengths, order, config.batch_size)
     callback.tokens_per_step = round(sum(lengths) / len(lengths) * config.batch_size)
     trainer = AnswerTrainer(
         backbone,
@@ -96,29 +92,6 @@ def finetune(
     )
     callback.run(trainer, out)
     save_adapter(backbone, out.adapter)
-
-
-@dataclass(frozen=True)
-class FinetuneWork:
-    """The tokens of each step of a fine-tune."""
-
-    kind: str
-    sizes: list[int]
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], order: Sequence[int], batch_size: int) -> FinetuneWork:
-        """Return the work of steps on rows of these lengths, which come in this order."""
-        starts = range(0, len(order), batch_size)
-        sizes = [sum(lengths[row] for row in order[start : start + batch_size]) for start in starts]
-        return cls(sized("train", fmean(sizes)), sizes)
-
-    def portion(self, step: int, tokens: float) -> tuple[str, float]:
-        """Return kind and amount of a step's work."""
-        return self.kind, self.sizes[step - 1]
-
-    def left(self, step: int) -> Work:
-        """Return the work after a step."""
-        return {self.kind: sum(self.sizes[step:])}
 
 
 def _stage_arguments(config: FinetuneConfig, steps: int) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from opdcl.distill.schedule import STREAMS, Stream, plan_steps
 from opdcl.distill.teachers import AnyTeacher, RoutedTeacher, ServedStudent, Teacher
 from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.distill.validation import Validation
-from opdcl.distill.work import RecoveryWork
 from opdcl.errors import OpdclError
 from opdcl.model.adapters import find_adapter
 from opdcl.model.backbone import Backbone
@@ -77,9 +76,7 @@ def recover(
         steps = plan_steps(config, len(train["general"]), len(train["domain"]))
         selection = Selection(config, reward)
         queue = RolloutQueue(config, steps, train, student, teachers, selection)
-        dynamic = [stream for stream, teacher in teachers.items() if teacher.is_dynamic]
-        work = RecoveryWork.of(config, backbone.costs, streams, dynamic)
-        _train(config, grader, queue, {s: p.held_out for s, p in streams.items()}, work, out, report)
+        _train(config, grader, queue, {s: p.held_out for s, p in streams.items()}, out, report)
     if problem := damage(out.best):
         hint = f"remove {out.trainer}: the same command then repeats the stage"
         raise OpdclError(f"{out.best}, the adapter to end with, is damaged: {problem}", hint)
@@ -92,7 +89,6 @@ def _train(
     grader: Grader,
     queue: RolloutQueue,
     held_out: dict[Stream, list[Prompt]],
-    work: RecoveryWork,
     out: StageDir,
     report: StageReport,
 ) -> None:
@@ -113,7 +109,6 @@ def _train(
     trainer = RecoveryTrainer(queue, grader, arguments, [validation, callback, health])
     if checkpoint := out.last_checkpoint():
         queue.restore(checkpoint)
-    callback.work, work.ahead = work, queue.ahead
     callback.run(trainer, out)
 
 

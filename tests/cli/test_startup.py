@@ -34,7 +34,6 @@ HEAVY_MODULES = (
     "model.compatibility",
     "pipeline.dry_run",
     "pipeline.forecast",
-    "pipeline.timetable",
     "results",
     "deploy.chat",
     "__main__",

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.command import ROOT, opdcl
-from helpers.tiny import make_project
+from helpers.command import ROOT
 from helpers.tiny_gemma import make_gguf
 
 pytestmark = pytest.mark.nightly
@@ -362,22 +361,3 @@ def test_container_reads_the_layers_of_an_image(script, tmp_path):
 
 def test_the_shell_script_parses():
     assert subprocess.run(["sh", "-n", str(SCRIPTS / "vllm_cpu.sh")]).returncode == 0
-
-
-def test_times_compares_what_was_announced_with_what_it_took(script, call, tiny_model, tmp_path):
-    make_project(tmp_path, tiny_model)
-    times = script("times")
-    sizes = ("--set", "eval.limit=2")
-    assert opdcl("run", "tiny.yaml", *sizes, "-o", "before", cwd=tmp_path).returncode == 0
-    (tmp_path / "record.json").write_text('{"rows": ["an earlier one"]}')
-    earlier, row = call(times, "tiny.yaml", "--threads", 1, *sizes)["rows"]
-    assert earlier == "an earlier one"
-    assert row["stages"].keys() == {"finetune", "recover", "eval"}
-    assert sum(row["stages"].values()) < row["seconds"]
-    for name, parts in row["after_three_steps"].items():
-        assert 0 < parts["stage"]["took"] < row["stages"][name]
-        assert parts["stage"]["took"] < parts["all"]["took"] < row["seconds"]
-        assert parts["stage"]["announced"] <= parts["all"]["announced"]
-    assert 0 < row["dry_run"] < 10 * row["seconds"]
-    lines = times.compared(row)
-    assert any(line.startswith("dry run: ") and "taken" in line for line in lines)

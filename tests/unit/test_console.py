@@ -114,6 +114,34 @@ def test_no_spinner_off_a_terminal(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_line_ends_with_the_time_left_by_the_mean_of_the_steps_since_the_first(capsys, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    with Output().stage("recover") as line:
+        for done, now in ((4, 100), (5, 220), (6, 228), (7, 310), (9, 400)):  # resumed from step 3
+            clock[0] = now
+            line.progress(done, 9)
+    assert capsys.readouterr().err.splitlines() == [
+        "recover 4/9",
+        "recover 5/9 left 8 min",
+        "recover 7/9 left 2 min",
+        "recover 9/9",
+    ]
+
+
+def test_a_terminal_shows_the_time_left_of_a_stage_whose_steps_take_minutes():
+    output, screen, clock = Output(), io.StringIO(), [0.0]
+    output._err = Console(
+        file=screen, force_terminal=True, color_system=None, width=100, get_time=lambda: clock[0]
+    )
+    with output.stage("recover") as line:
+        line.progress(4, 9)
+        clock[0] = 120.0
+        line.progress(5, 9)
+    assert "5/9" in screen.getvalue()
+    assert "0:02:00 left 0:08:00" in screen.getvalue()
+
+
 def test_numbers_of_a_progress_line_have_three_digits(capsys):
     with Output().stage("recover") as line:
         line.progress(1, 1, loss=0.739, tokens_per_s=23.947)

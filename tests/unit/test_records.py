@@ -36,7 +36,7 @@ MADE_FROM = {
     "forgetting-people": "forgetting_people",
     "ends-by-position": "endings",
     "cheats": "instructions",
-    "sizes": "times",
+    "sizes": "quickstart_time",
 }
 
 
@@ -368,19 +368,6 @@ def test_the_sizes_are_those_of_the_arithmetic_and_say_so(tables):
     assert "| Qwen3-1.7B | one GPU, 24 GB | 19 GiB | 2.9 s a step on an H100 | **untested** |" in table
     assert table.count("**untested**") == 1
     assert "| Qwen3-8B's shape | one GPU, 80 GB | 39 GiB | 6.3 s a step on an H200 |" in table
-
-
-def test_the_time_of_the_quickstart_is_the_recorded_one_of_the_plain_recipe(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr("page_cells.HERE", tmp_path)
-    assert tables.quickstart_time() == ("2 CPU cores, 8 GB", "not recorded")
-    row = {"recipe": "quickstart", "settings": [], "threads": 2, "machine": "A CPU", "dtype": "float32"}
-    rows = [row | {"seconds": 900.0}, row | {"seconds": 620.0}]
-    rows += [
-        row | {"settings": ["recover.steps=8"], "seconds": 60.0},
-        row | {"recipe": "repair", "seconds": 5.0},
-    ]
-    write(tmp_path / "times.json", {"rows": rows})
-    assert tables.quickstart_time() == ("2 threads of A CPU, float32", "10 minutes, all stages")
 
 
 # -- the picture of the quickstart

@@ -12,7 +12,6 @@ from opdcl.pipeline.dry_run import data_table, describe
 from opdcl.pipeline.forecast import opening
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.preflight import remarks
-from opdcl.pipeline.timetable import Timetable
 from opdcl.rundir.layout import RunDir
 
 
@@ -110,10 +109,10 @@ def test_a_file_alone_is_said_where_shipped_prompts_could_be_mixed_in(plan, tmp_
     assert said(shown, "recover.general_teacher=shown") == []
 
 
-def test_the_opening_names_model_rows_device_stages_directory_and_time(plan, tmp_path):
+def test_the_opening_names_model_rows_device_stages_and_directory(plan, tmp_path):
     job = Job.of(load(["tiny.yaml"])[0], RunDir(tmp_path / "run"))
     tasks = job.plan()
-    line = opening(job, Timetable(job, tasks))
+    line = opening(job, tasks)
     for words in (
         str(job.workflow.model.id),
         "on cpu in float32",
@@ -122,7 +121,7 @@ def test_the_opening_names_model_rows_device_stages_directory_and_time(plan, tmp
         "finetune (12 steps)",
     ):
         assert words in line
-    for words in ("recover (8 steps)", "9 measurements", "three steps", str(job.run.path)):
+    for words in ("recover (8 steps)", "9 measurements", str(job.run.path)):
         assert words in line
     (alone,) = remarks(job, tasks)
     assert alone.startswith("general prompts: your file alone")

@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from opdcl.config.recover import RecoverConfig
 from opdcl.data.rows import load_rows
 from opdcl.distill.prompts import read_recovery_source
-from opdcl.distill.start import distance_left
+from opdcl.distill.start import BETWEEN, distance_left
 from opdcl.distill.validation import NO_WORSE, Measurements, Validation, kl_score
-from opdcl.distill.work import BETWEEN
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.stages.recover import recover
