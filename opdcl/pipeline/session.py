@@ -149,7 +149,7 @@ class Session:
                 finetune(workflow.finetune, self.job.examples, self.backbone, start, stage, report)
             else:
                 recover(workflow.recover, source, self.backbone, self.run.adapters()["tuned"], stage, report)
-            self.tracked.follow(stage, offset)
+            report.follow()
         announced = line.announced
         if announced:
             at = announced["at"] or 0.0
