@@ -149,7 +149,9 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -
     for file in write(results):
         output.note(f"wrote {file}")
     report = run.reports[0].read_text(encoding="utf-8")
-    tracked.finish(steps_done(run), scores(summary), {"verdict": summary["verdict"], "report": report})
+    told = {**scores(summary), "verdict": summary["verdict"], "report": report}
+    tracked.send({f"eval/{key}": value for key, value in told.items()}, steps_done(run))
+    tracked.close()
     for verdict in verdicts:
         output.note(f"gate {verdict['outcome']}: {verdict['sentence']}")
     try:

@@ -141,7 +141,7 @@ class Session:
                     stage,
                     report,
                 )
-            self.tracked.follow(stage, offset)
+            report.follow()
 
     def _measure(self, task: Task) -> None:
         from opdcl.stages.closeness import measure_closeness

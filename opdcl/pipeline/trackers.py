@@ -1,8 +1,7 @@
-"""Send a run's metrics, scores and verdict to trackers, through transformers' integrations.
+"""Send a run's numbers, verdict and report to trackers, through accelerate's classes for them.
 
-Trackers are fed from the run's files, which hold all results. A tracker that fails is dropped and the run
-continues. With the trainers' `report_to` a failure would end the run, and a resume would send the steps after
-the last checkpoint twice.
+Trackers are fed from the run's files, which hold all results, and get no settings: those may hold secrets. A
+tracker that fails is dropped, and the run continues.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ import importlib.util
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl.errors import EnvironmentFault
@@ -27,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The step of a row in W&B.
+GLOBAL_STEP = "train/global_step"
+
 
 class Tracking:
     """The open trackers of one run, if any. Failures are reported to `note`."""
@@ -34,86 +34,48 @@ class Tracking:
     def __init__(self, names: Sequence[str], run: RunDir, note: Callable[[str], None]):
         self._note = note
         self._file = run.path / "tracking.json"
-        # The id identifies this run in a tracker across interruptions; `sent` counts rows by stage.
+        # The id names this run in a tracker across interruptions; `sent` counts rows by stage.
         self._record: dict[str, Any] = {"id": uuid.uuid4().hex[:8], "sent": {}}
-        self._record |= read_json(self._file) if self._file.exists() else {}
-        self._trackers: dict[str, Any] = {}
-        # How far each stage's metrics have been read: in bytes, and in rows.
-        self._place: dict[str, int] = {}
-        self._seen: dict[str, int] = {}
-        if names:
-            self._open(names, run.path.resolve().name, run.path / "tracking")
+        if self._file.exists():
+            self._record |= read_json(self._file)
+        self._trackers: dict[str, Any] = dict.fromkeys(names)
+        self._each(lambda name: self._start(name, run))
 
-    def _open(self, names: Sequence[str], name: str, folder: Path) -> None:
-        from transformers import TrainerControl, TrainerState, TrainingArguments
-        from transformers.integrations import get_reporting_integration_callbacks
-
-        folder.mkdir(parents=True, exist_ok=True)
-        options = {"report_to": [], "use_cpu": True, "trackio_static_space_id": False, "project": "opdcl"}
-        options |= {"output_dir": str(folder), "run_name": f"{name}-{self._record['id']}"}
-        self._state = TrainerState()
-        self._context = (TrainingArguments(**options), self._state, TrainerControl())
-        with _environment(folder, self._record):
-            for tracker in names:
-                with self._drop_if_it_fails(tracker):
-                    (integration,) = get_reporting_integration_callbacks([tracker])
-                    self._trackers[tracker] = integration()
-                    self._trackers[tracker].on_train_begin(*self._context, model=None)
-        with self._drop_if_it_fails("mlflow"):
-            if mlflow := self._trackers.get("mlflow"):
-                self._record["mlflow"] = mlflow._ml_flow.active_run().info.run_id
-        write_json(self._file, self._record)
-
-    def follow(self, stage: StageDir, offset: int) -> None:
-        """Send the metrics that a stage has written since the last call; `offset` is added to its steps."""
-        if not self._trackers:
-            return
-        name = stage.path.name.split("-", 1)[1]
-        seen, sent = self._seen.get(name, 0), self._record["sent"].get(name, 0)
-        self._place[name], rows = read_new_rows(stage.metrics, self._place.get(name, 0))
-        self._seen[name] = seen + len(rows)
-        # An earlier process may have sent some of them.
-        if fresh := [row for number, row in enumerate(rows, seen) if number >= sent]:
-            for row in fresh:
-                self._log({f"{name}/{key}": value for key, value in _numbers(row)}, offset + row["step"])
-            self._record["sent"][name] = self._seen[name]
+    def send_row(self, stage: str, number: int, values: dict[str, float], step: int) -> None:
+        """Send a stage's row of this number, counted from 1, unless an earlier process has sent it."""
+        if self._trackers and number > self._record["sent"].get(stage, 0):
+            self.send({f"train/{stage}/{key}": value for key, value in values.items()}, step)
+            self._record["sent"][stage] = number
             write_json(self._file, self._record)
 
-    def finish(self, step: int, scores: dict[str, float], texts: dict[str, str]) -> None:
-        """Send scores and texts, and close the trackers."""
-        self._log({f"eval_{key}": value for key, value in scores.items()}, step)
-        with self._drop_if_it_fails("mlflow"):
-            if mlflow := self._trackers.get("mlflow"):  # its integration accepts numbers only
-                for key, text in texts.items():
-                    mlflow._ml_flow.log_text(text, f"{key}.md")
-                mlflow.on_train_end(*self._context)
-                del self._trackers["mlflow"]
-        self._log({f"eval_{key}": text for key, text in texts.items()}, step)
-        self.close()
+    def send(self, values: dict[str, Any], step: int) -> None:
+        """Send numbers and texts."""
+        self._each(lambda name: _log(self._trackers[name], values, step))
 
     def close(self) -> None:
         """Close all trackers."""
-        self._call("on_train_end")
+        self._each(lambda name: self._trackers[name].finish())
         self._trackers.clear()
 
-    def _log(self, values: dict[str, Any], step: int) -> None:
-        if self._trackers:
-            self._state.global_step = step
-            self._call("on_log", logs=values)
+    def _start(self, name: str, run: RunDir) -> None:
+        tracker = self._trackers[name] = _tracker(name, run, self._record)
+        tracker.start()
+        if name == "wandb":
+            tracker.tracker.define_metric("*", step_metric=GLOBAL_STEP)
+        if name == "mlflow":
+            self._record["mlflow"] = tracker.tracker.info.run_id
+        write_json(self._file, self._record)
 
-    def _call(self, event: str, **values: Any) -> None:
-        for name, tracker in list(self._trackers.items()):
-            with self._drop_if_it_fails(name):
-                getattr(tracker, event)(*self._context, model=None, **values)
-
-    @contextmanager
-    def _drop_if_it_fails(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as fault:  # each tracker has exceptions of its own
-            logger.exception("tracker %s", name)
-            self._note(f"tracker {name} failed and is dropped: {type(fault).__name__}: {str(fault)[:200]}")
-            self._trackers.pop(name, None)
+    def _each(self, act: Callable[[str], None]) -> None:
+        """Do something with every tracker, and drop those that fail."""
+        for name in list(self._trackers):
+            try:
+                act(name)
+            except Exception as fault:  # each tracker has exceptions of its own
+                logger.exception("tracker %s", name)
+                reason = f"{type(fault).__name__}: {str(fault)[:200]}"
+                self._note(f"tracker {name} failed and is dropped: {reason}")
+                del self._trackers[name]
 
 
 @dataclass
@@ -124,13 +86,25 @@ class TrackedReport:
     tracking: Tracking
     stage: StageDir
     offset: int
+    place: int = 0
+    """The bytes of metrics.jsonl that were read."""
+    rows: int = 0
+    """The rows in them."""
 
     def progress(self, done: int, total: int, **values: float | str) -> None:
         self.report.progress(done, total, **values)
-        self.tracking.follow(self.stage, self.offset)
+        self.follow()
 
     def note(self, text: str) -> None:
         self.report.note(text)
+
+    def follow(self) -> None:
+        """Send the metrics that the stage has written since the last call."""
+        self.place, rows = read_new_rows(self.stage.metrics, self.place)
+        for row in rows:
+            self.rows += 1
+            name = self.stage.path.name.split("-", 1)[1]
+            self.tracking.send_row(name, self.rows, _numbers(row), self.offset + row["step"])
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -147,30 +121,45 @@ def scores(summary: dict[str, Any]) -> dict[str, float]:
     return values | {key: summary[key]["value"] for key in ("recovery", "domain_retention") if summary[key]}
 
 
-@contextmanager
-def _environment(folder: Path, record: dict[str, Any]) -> Iterator[None]:
-    """Set variables that the user has not set, for the block only: a process may do several runs."""
-    defaults = {
-        "TENSORBOARD_LOGGING_DIR": str(folder / "tensorboard"),
-        "WANDB_DIR": str(folder),
-        "WANDB_SILENT": "true",  # stdout is for results
-        "WANDB_CONSOLE": "off",
-        "WANDB_RUN_ID": record["id"],
-        "WANDB_RESUME": "allow",
-        "MLFLOW_RUN_ID": record.get("mlflow"),
+def _tracker(name: str, run: RunDir, record: dict[str, Any]) -> Any:
+    """Return one of accelerate's trackers, not started. It continues the run that has the record's ids."""
+    from accelerate import PartialState
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    PartialState(cpu=True)  # without it accelerate's trackers refuse to log
+    folder, title = str(run.path / "tracking"), f"{run.path.resolve().name}-{record['id']}"
+    named = {"name": title, "resume": "allow"}
+    # What accelerate calls `run_name` is the project, or TensorBoard's folder.
+    options: dict[str, dict[str, Any]] = {
+        "tensorboard": {"run_name": "tensorboard", "logging_dir": folder},
+        "wandb": {"run_name": os.environ.get("WANDB_PROJECT", "opdcl"), "id": record["id"], **named},
+        "trackio": {"run_name": "opdcl", **named},
+        "mlflow": {"experiment_name": "opdcl", "run_name": title, "run_id": record.get("mlflow")},
     }
-    added = {key: value for key, value in defaults.items() if value and not os.environ.get(key)}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for key in added:
-            os.environ.pop(key, None)
+    options["wandb"] |= {"dir": folder, "settings": {"console": "off"}}  # what it would show stays here
+    return LOGGER_TYPE_TO_CLASS[name](**options[name])
 
 
-def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    for key, value in row.items():
-        if isinstance(value, dict) and key in ("validation", "base"):
-            yield from ((f"{key}/{name}", float(number)) for name, number in value.items())
-        elif isinstance(value, int | float) and key != "step":
-            yield key, float(value)
+def _log(tracker: Any, values: dict[str, Any], step: int) -> None:
+    if tracker.name == "wandb":
+        # As `step`, it would lose each row of a step that was reached before an interruption.
+        tracker.log(values | {GLOBAL_STEP: step})
+    elif tracker.name == "mlflow":
+        import mlflow
+
+        texts = {key: value for key, value in values.items() if isinstance(value, str)}
+        tracker.log({key: value for key, value in values.items() if key not in texts}, step)
+        for key, text in texts.items():  # accelerate's class leaves them out
+            mlflow.log_text(text, f"{key}.md")
+    else:
+        tracker.log(values, step)
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of a row of metrics, with those of its validation and, at step 0, of base."""
+    flat = dict(row)
+    for part in ("validation", "base"):
+        for key, value in row.get(part, {}).items():
+            flat[f"{part}/{key}"] = value
+    del flat["step"]
+    return {key: float(value) for key, value in flat.items() if isinstance(value, int | float)}

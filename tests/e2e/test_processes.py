@@ -17,15 +17,15 @@ from safetensors.torch import load_file
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.lock import locked
 
-# Two steps on the frozen teacher's completions, then four on the student's. Adam divides by the size of the
-# gradient, so it blows up gradients that are rounding alone; a large epsilon prevents that.
+# Two steps on the frozen teacher's completions, then four on the student's. Adam turns rounding of a gradient
+# close to zero into a step of full size; a low rate keeps such steps small.
 SETTINGS = [
     "--set",
     "recover.steps=6",
     "--set",
-    "recover.trainer.adam_epsilon=1e-3",
+    "recover.learning_rate=1e-3",
     "--set",
-    "finetune.trainer.adam_epsilon=1e-3",
+    "finetune.learning_rate=1e-3",
     "--set",
     "eval.batch_size=2",
 ]

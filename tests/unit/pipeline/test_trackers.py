@@ -1,12 +1,11 @@
 """Trackers are fed from a run's files: every step once, also after a resume."""
 
 import json
-import os
-from contextlib import closing
 
 import pytest
+from helpers.recovering import Silent
 
-from opdcl.pipeline.trackers import Tracking
+from opdcl.pipeline.trackers import TrackedReport, Tracking
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
 
@@ -25,22 +24,36 @@ def write_metrics(run, *steps):
     return stage
 
 
-def scalars(folder, tag):
+def events(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return [(event.step, round(event.value, 4)) for event in events.Scalars(tag)]
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return found
+
+
+def scalars(folder, tag):
+    return [(event.step, round(event.value, 4)) for event in events(folder).Scalars(tag)]
+
+
+def following(names, run, note, offset=0):
+    """Return trackers, and the report of a stage that they follow."""
+    trackers = Tracking(names, run, note)
+    return trackers, TrackedReport(Silent(), trackers, run.stage(2, "recover"), offset)
 
 
 def test_a_run_that_resumes_from_an_older_checkpoint_sends_each_step_once(run):
     notes = []
-    with closing(Tracking(["tensorboard"], run, notes.append)) as trackers:
-        trackers.follow(write_metrics(run, 1, 2, 3), 100)
-    with closing(Tracking(["tensorboard"], run, notes.append)) as trackers:
-        for steps in ([1, 2], [1, 2, 3], [1, 2, 3, 4]):  # step 3 was logged after the last checkpoint
-            trackers.follow(write_metrics(run, *steps), 100)
-        trackers.finish(104, {"suite/recovered": 0.75}, {"verdict": "recovered"})
+    write_metrics(run, 1, 2, 3)
+    trackers, report = following(["tensorboard"], run, notes.append, 100)
+    report.progress(3, 4)
+    trackers.close()
+    trackers, report = following(["tensorboard"], run, notes.append, 100)
+    for steps in ([1, 2], [1, 2, 3], [1, 2, 3, 4]):  # step 3 was logged after the last checkpoint
+        write_metrics(run, *steps)
+        report.progress(steps[-1], 4)
+    trackers.send({"eval/suite/recovered": 0.75, "eval/verdict": "recovered"}, 104)
+    trackers.close()
     folder = run.path / "tracking" / "tensorboard"
     assert scalars(folder, "train/recover/loss") == [(101, 0.1), (102, 0.2), (103, 0.3), (104, 0.4)]
     assert scalars(folder, "train/recover/validation/kl")[-1] == (104, 0.5)
@@ -48,44 +61,62 @@ def test_a_run_that_resumes_from_an_older_checkpoint_sends_each_step_once(run):
     assert notes == []
 
 
+def test_what_is_sent_is_numbers_with_those_of_base_from_the_start(run):
+    trackers, report = following(["tensorboard"], run, pytest.fail, 100)
+    start = {"step": 0, "validation": {"general_kl": 0.5}, "base": {"general_kl": 0.0, "tokens": 80}}
+    row = start | {"start": {"scale": 0.5}, "author": "base"}
+    write_atomic(report.stage.metrics, json.dumps(row) + "\n")
+    report.follow()
+    trackers.close()
+    found = events(run.path / "tracking" / "tensorboard")
+    names = ("validation/general_kl", "base/general_kl", "base/tokens")
+    assert {*found.Tags()["scalars"]} == {f"train/recover/{name}" for name in names}
+    assert found.Tags()["tensors"] == []
+    assert [(e.step, e.value) for e in found.Scalars("train/recover/base/tokens")] == [(100, 80)]
+
+
 def test_metrics_that_were_read_are_not_read_again(run):
     """Otherwise each step of a long stage would cost more than the one before."""
-    with closing(Tracking(["tensorboard"], run, pytest.fail)) as trackers:
-        stage = write_metrics(run, 1, 2)
-        trackers.follow(stage, 0)
-        read = stage.metrics.stat().st_size
-        with open(stage.metrics, "r+b") as file:
-            file.write(b"x" * (read - 1))  # who reads this again, fails
-            file.seek(read)
-            file.write(b'{"step": 3, "loss": 0.3}\n{"step": 4, "lo')
-        trackers.follow(stage, 0)
-        with open(stage.metrics, "ab") as file:
-            file.write(b'ss": 0.4}\n')
-        trackers.follow(stage, 0)
+    trackers, report = following(["tensorboard"], run, pytest.fail)
+    metrics = write_metrics(run, 1, 2).metrics
+    report.follow()
+    read = metrics.stat().st_size
+    with open(metrics, "r+b") as file:
+        file.write(b"x" * (read - 1))  # who reads this again, fails
+        file.seek(read)
+        file.write(b'{"step": 3, "loss": 0.3}\n{"step": 4, "lo')
+    report.follow()
+    with open(metrics, "ab") as file:
+        file.write(b'ss": 0.4}\n')
+    report.follow()
+    trackers.close()
     loss = scalars(run.path / "tracking" / "tensorboard", "train/recover/loss")
     assert loss == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
 
 
-def test_a_tracker_writes_where_the_user_says_and_leaves_the_environment_as_it_was(
-    run, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "mine"))
-    before = dict(os.environ)
-    with closing(Tracking(["tensorboard"], run, pytest.fail)) as trackers:
-        trackers.follow(write_metrics(run, 1), 0)
-    assert scalars(tmp_path / "mine", "train/recover/loss") == [(1, 0.1)]
-    assert dict(os.environ) == before
+def test_a_tracker_that_cannot_start_is_dropped_with_one_note(run):
+    notes = []
+    run.path.mkdir()
+    (run.path / "tracking").write_text("a file where a folder should be")
+    trackers, report = following(["tensorboard"], run, notes.append)
+    write_metrics(run, 1, 2)
+    report.follow()
+    trackers.close()
+    assert len(notes) == 1
+    assert notes[0].startswith("tracker tensorboard failed and is dropped: ")
 
 
 def test_a_tracker_that_fails_later_is_dropped_with_one_note(run, monkeypatch):
-    from transformers.integrations import TensorBoardCallback
+    from accelerate.tracking import TensorBoardTracker
 
     def fail(*_, **__):
         raise OSError("disk full")
 
     notes = []
-    with closing(Tracking(["tensorboard"], run, notes.append)) as trackers:
-        monkeypatch.setattr(TensorBoardCallback, "on_log", fail)
-        trackers.follow(write_metrics(run, 1, 2), 0)
-        trackers.finish(2, {"suite/recovered": 0.75}, {})
+    trackers, report = following(["tensorboard"], run, notes.append)
+    monkeypatch.setattr(TensorBoardTracker, "log", fail)
+    write_metrics(run, 1, 2)
+    report.follow()
+    trackers.send({"eval/suite/recovered": 0.75}, 2)
+    trackers.close()
     assert notes == ["tracker tensorboard failed and is dropped: OSError: disk full"]
