@@ -100,9 +100,6 @@ def translate(fault: BaseException, workers: int = 1) -> OpdclError:
         return OpdclError(problem, f"free some space or check the disk, {AGAIN}")
     if workers > 1 and any(word in text.lower() for word in ("gloo", "nccl", "connection")):
         return OpdclError("another worker exited", f"see its last message, {AGAIN} to resume")
-    if "DataLoader worker" in text:
-        resume = "run the same command again to resume from the last checkpoint"
-        return OpdclError("a data loading process was killed", f"{resume}; fewer processes need less memory")
     if isinstance(fault, OSError) and fault.errno:
         reason = (fault.strerror or os.strerror(fault.errno)).lower()
         if isinstance(fault, ConnectionError | TimeoutError):

@@ -10,17 +10,18 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PrinterCallback, Trainer, TrainerCallback, get_scheduler
+from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from opdcl import parallel
 from opdcl.config.finetune import FinetuneConfig
+from opdcl.config.optimizer import OptimizerSection
 from opdcl.config.recover import RecoverConfig
 from opdcl.errors import Interrupted, OpdclError, UsageError
 from opdcl.model.backbone import Backbone
@@ -43,7 +44,7 @@ UNLOGGED = ("epoch", "tokens", "entropy", "num_tokens", "mean_token_accuracy")
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning-rate schedule of a stage: the shape, unless `trainer` names another, and the warm-up."""
+    """A stage's own schedule of the learning rate, which the settings of the optimizer replace."""
 
     shape: str
     warm_up: float
@@ -51,42 +52,25 @@ class Schedule:
     decay: float | None = None
     """Share of all steps, the last ones, in which a rate that was held falls to zero on a line."""
 
-    def arguments(self, steps: int, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the schedule as arguments of a trainer, without what `fields` of `trainer` replace."""
-        arguments: dict[str, Any] = {"warmup_steps": math.ceil(steps * self.warm_up)}
-        if "lr_scheduler_type" in fields:
-            return arguments
-        arguments["lr_scheduler_type"] = self.shape
-        if self.decay:
-            falling = math.ceil(steps * self.decay)
-            arguments["lr_scheduler_kwargs"] = {"num_decay_steps": falling, "decay_type": "linear"}
+    def arguments(self, steps: int, optimizer: OptimizerSection) -> dict[str, Any]:
+        """Return the schedule as arguments of a trainer."""
+        warm_up = self.warm_up if optimizer.warmup is None else optimizer.warmup
+        arguments: dict[str, Any] = {"warmup_steps": math.ceil(steps * warm_up)}
+        if optimizer.schedule == "constant":
+            arguments["lr_scheduler_type"] = "constant_with_warmup"
+        elif optimizer.schedule != "auto":
+            arguments["lr_scheduler_type"] = optimizer.schedule
+        else:
+            arguments["lr_scheduler_type"] = self.shape
+            if self.decay:
+                falling = math.ceil(steps * self.decay)
+                arguments["lr_scheduler_kwargs"] = {"num_decay_steps": falling, "decay_type": "linear"}
         return arguments
 
 
 FINETUNE_SCHEDULE = Schedule("cosine", 0.05)
 # A rate that falls from the first tenth on spends half of it where the student is far from base.
 RECOVER_SCHEDULE = Schedule("warmup_stable_decay", 0.1, decay=0.25)
-
-
-def check_schedule(key: str, fields: dict[str, Any], schedule: Schedule, steps: int, rate: float) -> None:
-    """Refuse fields of `trainer` that give no learning rate at some step, before the stage is reached.
-
-    Raises:
-        UsageError: transformers does not take them, or a rate is negative or not finite; `key` names them.
-    """
-    chosen = schedule.arguments(steps, fields) | fields
-    options, warm_up = chosen.get("lr_scheduler_kwargs"), chosen["warmup_steps"]
-    warm_up = int(warm_up) if warm_up >= 1 else math.ceil(steps * warm_up)  # as transformers reads it
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
-    shape = chosen["lr_scheduler_type"]
-    try:
-        made = get_scheduler(shape, optimizer, warm_up, steps, scheduler_specific_kwargs=options)
-        factors = [made.lr_lambdas[0](step) for step in (0, warm_up, steps // 2, steps - 1)]
-        if not all(math.isfinite(factor) and factor >= 0 for factor in factors):
-            raise ValueError(f"the learning rate would be {rate * min(factors):g}")
-    except (TypeError, ValueError, ArithmeticError, KeyError) as fault:
-        message = f"{key}: the schedule {shape} does not work with {options or {}} in {steps} steps: {fault}"
-        raise UsageError(message, f"change {key}.lr_scheduler_kwargs, or leave it out") from fault
 
 
 class StageReport(Protocol):
@@ -108,9 +92,15 @@ class StageWork(Protocol):
 
 
 def trainer_arguments(
-    config: FinetuneConfig | RecoverConfig, backbone: Backbone, out: StageDir, steps: int, **stage: Any
+    config: FinetuneConfig | RecoverConfig,
+    schedule: Schedule,
+    backbone: Backbone,
+    out: StageDir,
+    steps: int,
+    **stage: Any,
 ) -> dict[str, Any]:
-    """Return the arguments of a stage's trainer: the shared ones, the stage's own, then `config.trainer`."""
+    """Return the arguments of a stage's trainer: the shared ones, then the stage's own."""
+    optimizer = config.optimizer
     shared = {
         "output_dir": str(out.trainer),
         # bf16 is autocast, needed where a bf16 base meets its fp32 adapter.
@@ -120,8 +110,11 @@ def trainer_arguments(
         "gradient_checkpointing": False,
         "max_steps": steps,
         "learning_rate": config.learning_rate,
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
+        **schedule.arguments(steps, optimizer),
+        "weight_decay": optimizer.weight_decay,
+        "max_grad_norm": optimizer.max_grad_norm,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
         "seed": config.seed,
         "train_sampling_strategy": "sequential",  # the order of steps is planned beforehand
         "logging_steps": 1,
@@ -133,7 +126,7 @@ def trainer_arguments(
         "log_level": "error",
         "dataloader_pin_memory": backbone.device.type == "cuda",
     }
-    return {**shared, **stage, **config.trainer}
+    return {**shared, **stage}
 
 
 class StageTrainer(Trainer):

@@ -70,7 +70,7 @@ def faults(place: Path, options: argparse.Namespace) -> list[dict]:
 
     rows += truncations(place, expected)
     rows += [wrong_weights(place), *disappearances(place, expected)]
-    rows += [clock(place, expected), worker(place), memory(place)]
+    rows += [clock(place, expected), memory(place)]
 
     shutil.copytree(place / "good", place / "newer")
     config = json.loads((place / "newer" / "config.json").read_text())
@@ -164,7 +164,6 @@ def escape(place: Path) -> dict:
     for name in ("../outside", str(place / "outside"), "outside/../x", "a\\0b", "x" * 300):
         text = f'"{name}"'
         settings = {"name": text, "eval.domain": f"[{text}]", "arms": f"{{{text}: {{}}}}"}
-        settings["finetune.trainer.output_dir"] = text
         tries += [["run", "tiny.yaml", "--set", f"{key}={value}"] for key, value in settings.items()]
     good = 0
     for words in tries:
@@ -252,29 +251,6 @@ def clock(place: Path, expected: dict[str, bytes]) -> dict:
     same = code == 0 and outcome_of(place / "clock") == expected
     how = "clock_gettime replaced by LD_PRELOAD: the time of day jumps back by up to two days"
     return row(fault, how, f"exit {code}, {'bit-identical' if same else said[-300:]}", "nothing", same)
-
-
-def worker(place: Path) -> dict:
-    """Kill the worker that loads the fine-tune's rows."""
-    words = command("worker", ["finetune.trainer.dataloader_num_workers=1", "finetune.epochs=400"])
-    pid = attempt(place, *words)
-    children, seals = Path(f"/proc/{pid}/task/{pid}/children"), "stages/*/trainer/checkpoint-*/seal.json"
-    ended = None
-    # A checkpoint shows that training runs, so the child is the data loader, not a start-up process.
-    while ended is None and not ([*(place / "worker").glob(seals)] and children.read_text().split()):
-        ended = wait_until(pid, time.monotonic() + 0.002)
-    if ended is None:
-        for child in children.read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(child), signal.SIGKILL)
-        ended = wait(pid)
-    said = said_by(place)
-    again, also = run(place, *words)
-    ok = ended == 1 and again == 0 and "Traceback" not in said and "resuming from step" in also
-    how = "SIGKILL to the data loader's worker during the fine-tune"
-    outcome = f"exit {ended}, {error_of(said)[:140]}; afterwards the same command exits {again}, "
-    outcome += "resuming from its checkpoint"
-    return row("a killed worker", how, outcome, "steps since the last checkpoint", ok)
 
 
 def memory(place: Path) -> dict:

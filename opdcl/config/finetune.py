@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from opdcl.config.optimizer import OptimizerSection
 from opdcl.config.section import Auto, BatchSize, Positive, Rate, Section, Seed
-from opdcl.config.trainer_fields import check_trainer
 
 
 class LoraSection(Section):
@@ -112,9 +112,8 @@ class FinetuneConfig(Section):
     """Seed of the row order and of the adapter's initialization."""
     self_distill: SelfDistillSection = SelfDistillSection()
     """Settings of method `self-distill`."""
-    trainer: dict[str, Any] = {}
-    """Fields of `transformers.TrainingArguments` for optimizer, schedule and checkpoints, such as
-    `weight_decay`."""
+    optimizer: OptimizerSection = OptimizerSection()
+    """Optimizer and schedule."""
 
     @model_validator(mode="before")
     @classmethod
@@ -127,8 +126,3 @@ class FinetuneConfig(Section):
             raise PydanticCustomError("renamed", "{reason}", context)
         # Stored runs name all settings, so this is the default.
         return {name: setting for name, setting in value.items() if name != "empty_answers"}
-
-    @model_validator(mode="after")
-    def _trainer_fields_act(self) -> FinetuneConfig:
-        check_trainer("finetune" if self.method == "sft" else "recover", self.trainer)
-        return self

@@ -133,27 +133,23 @@ def _refuse_other_dtype(workflow: Workflow, run: RunDir) -> None:
 
 
 def _check_finetune(job: Job) -> None:
-    """Check the chat template, target modules, the length of every row, and the learning rates."""
+    """Check the chat template, target modules and the length of every row."""
     from opdcl.stages.finetune import planned_steps
-    from opdcl.training import FINETUNE_SCHEDULE, RECOVER_SCHEDULE, check_schedule
 
     config, model = job.workflow.finetune, job.workflow.model
     if not job.workflow.start:
         check_targets(model, config.lora)
     _check_turn_end(job)
     rows = job.examples.encoded or job.examples.rows
-    schedule, steps = FINETUNE_SCHEDULE, planned_steps(config, len(rows))
+    planned_steps(config, len(rows))  # refuses more than can be planned
     if config.method == "self-distill":
-        schedule = RECOVER_SCHEDULE
         _check_prompts(job, *job.self_distillation)
-    check_schedule("finetune.trainer", config.trainer, schedule, steps, config.learning_rate)
 
 
 def _check_recovery(job: Job) -> None:
     """Check that there is an adapter to recover, that its teachers fit, and the length of every prompt."""
     from opdcl.data.chat import user_turn
     from opdcl.model.compatibility import check_same_tokenizer
-    from opdcl.training import RECOVER_SCHEDULE, check_schedule
 
     workflow, run = job.workflow, job.run
     if not (workflow.finetune or workflow.start or "tuned" in run.adapters()):
@@ -164,9 +160,6 @@ def _check_recovery(job: Job) -> None:
     for teacher in workflow.models()[1:]:
         check_same_tokenizer(job.tokenizer, job.sources.tokenizer(teacher), f"teacher {teacher.id}")
     _check_prompts(job, workflow.recover, job.recovery)
-    recover = workflow.recover
-    key, rate = "recover.trainer", recover.learning_rate
-    check_schedule(key, recover.trainer, RECOVER_SCHEDULE, recover.steps, rate)
 
 
 def _check_tuned_model(job: Job, tuned: ModelConfig) -> None:

@@ -85,11 +85,13 @@ def finetune(
     callback = StageCallback(report, steps, backbone)
     callback.work = FinetuneWork.of(lengths, order, config.batch_size)
     callback.tokens_per_step = round(sum(lengths) / len(lengths) * config.batch_size)
+    stage = _stage_arguments(config)
+    arguments = trainer_arguments(config, FINETUNE_SCHEDULE, backbone, out, steps, **stage)
     trainer = AnswerTrainer(
         backbone,
         [row.input_ids for row in replayed],
         model=model,
-        args=SFTConfig(**trainer_arguments(config, backbone, out, steps, **_stage_arguments(config, steps))),
+        args=SFTConfig(**arguments),
         train_dataset=Dataset.from_list([vars(e) for e in encoded]).select(order),
         processing_class=backbone.tokenizer,
         callbacks=[callback],
@@ -121,10 +123,9 @@ class FinetuneWork:
         return {self.kind: sum(self.sizes[step:])}
 
 
-def _stage_arguments(config: FinetuneConfig, steps: int) -> dict[str, Any]:
+def _stage_arguments(config: FinetuneConfig) -> dict[str, Any]:
     return {
         "per_device_train_batch_size": config.batch_size,
-        **FINETUNE_SCHEDULE.arguments(steps, config.trainer),
         "max_length": None,  # `read_examples` has seen to it
         "completion_only_loss": True,
         "router_aux_loss_coef": 0.0,  # routers are frozen
@@ -158,7 +159,7 @@ def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
         validate_every=config.save_steps,
         keep="last",
         seed=config.seed,
-        trainer=config.trainer,
+        optimizer=config.optimizer,
     )
 
 

@@ -106,11 +106,10 @@ def _train(
         return
     stage = {
         "per_device_train_batch_size": 1,  # one row of the schedule is one optimizer step
-        **RECOVER_SCHEDULE.arguments(config.steps, config.trainer),
         "remove_unused_columns": False,
     }
-    arguments = TrainingArguments(**trainer_arguments(config, backbone, out, config.steps, **stage))
-    trainer = RecoveryTrainer(queue, grader, arguments, [validation, callback, health])
+    arguments = trainer_arguments(config, RECOVER_SCHEDULE, backbone, out, config.steps, **stage)
+    trainer = RecoveryTrainer(queue, grader, TrainingArguments(**arguments), [validation, callback, health])
     if checkpoint := out.last_checkpoint():
         queue.restore(checkpoint)
     callback.work, work.ahead = work, queue.ahead

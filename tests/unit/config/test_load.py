@@ -75,11 +75,9 @@ def test_a_list_is_replaced_not_extended(write):
 
 @pytest.mark.parametrize("written", ["1e-4", "1.0e-4", "0.0001"])
 def test_a_number_with_an_exponent_is_a_float_in_a_file_and_in_set(write, written):
-    file = write(f"recover:\n  trainer:\n    weight_decay: {written}\n")
-    flow, _ = load([file], [f"recover.trainer.adam_epsilon={written}"])
-    for value in (flow.recover.trainer["weight_decay"], flow.recover.trainer["adam_epsilon"]):
-        assert isinstance(value, float)
-        assert value == 1e-4
+    file = write(f"model:\n  chat_template_kwargs:\n    file: {written}\n")
+    flow, _ = load([file], [f"model.chat_template_kwargs.set={written}"])
+    assert flow.model.chat_template_kwargs == {"file": 1e-4, "set": 1e-4}
 
 
 @pytest.mark.parametrize("word", ["on", "off", "yes", "no"])
@@ -226,7 +224,7 @@ def test_all_faults_are_reported_at_once(write):
     [
         "recover: &shared {steps: 3}\n",
         "eval: {retention: &a [x], domain: *a}\n",
-        "recover:\n  trainer:\n    a: &lol [x, x]\n    b: [*lol, *lol]\n",
+        "recover:\n  general:\n    a: &lol [x, x]\n    b: [*lol, *lol]\n",
     ],
 )
 def test_anchors_and_aliases_are_refused(write, text):

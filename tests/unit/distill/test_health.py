@@ -138,7 +138,7 @@ def test_a_sign_that_lasts_as_long_again_halts(tmp_path):
 
 def test_a_halved_rate_acts_on_the_very_next_step_interrupted_or_not(backbone, tuned, monkeypatch):
     monkeypatch.setattr("opdcl.distill.health.ADAPTER_GROWTH", 0.0)  # each step shows a sign
-    constant = {"trainer": {"lr_scheduler_type": "constant"}, "save_steps": 3, "keep": "last"}
+    constant = {"optimizer": {"schedule": "constant"}, "save_steps": 3, "keep": "last"}
     config = short_recovery(tuned, method="general", steps=5, learning_rate=0.004, **constant)
     for stage in whole_and_resumed(backbone, tuned, config, stop=4):
         rates = [row["learning_rate"] for row in read_jsonl(stage.metrics) if "learning_rate" in row]

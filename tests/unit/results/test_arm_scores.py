@@ -149,16 +149,16 @@ def test_only_settings_that_differ_have_a_row(three):
 
 
 def test_missing_settings_and_missing_sections_are_differences(three):
-    change(three[0], "recover", trainer={"weight_decay": 0.1})
+    change(three[0], "recover", optimizer={"weight_decay": 0.1})
     alter(three[2].config, workflow={"recover": None})
     comparison = compare.compare(three)
     assert comparison["differences"] == {
         "recover.method": {"ours": "alternating", "general": "general"},
-        "recover.trainer.weight_decay": {"ours": 0.1},
+        "recover.optimizer.weight_decay": {"ours": 0.1},
         "recover": {"ours": "given", "general": "given", "scaled": "left out"},
     }
     rows = view(comparison).tables[-1].rows
-    assert ["recover.trainer.weight_decay", "0.1", "–", "–"] in rows  # noqa: RUF001
+    assert ["recover.optimizer.weight_decay", "0.1", "–", "–"] in rows  # noqa: RUF001
 
 
 def test_different_evaluation_settings_get_a_note(three):

@@ -301,14 +301,6 @@ def test_the_rate_rises_to_its_peak_is_held_and_falls_in_the_last_quarter(backbo
     assert rates == pytest.approx([5e-4, *[1e-3] * 14, *falling])
 
 
-def test_a_schedule_named_by_the_user_takes_no_part_of_ours(backbone, tuned):
-    run(backbone, tuned, steps=4, trainer={"lr_scheduler_type": "linear"}, learning_rate=1e-3, health=False)
-    rates = [
-        row["learning_rate"] for row in read_jsonl(tuned / "out" / "metrics.jsonl") if "learning_rate" in row
-    ]
-    assert rates == pytest.approx([1e-3, 1e-3, 2e-3 / 3, 1e-3 / 3])
-
-
 def test_held_out_texts_follow_the_seed(backbone, tuned):
     distances = []
     for seed in (0, 0, 1):
