@@ -34,6 +34,7 @@ from unittest import mock
 
 import torch
 from common import head, store
+from opdcl.distill.trainer import RecoveryTrainer
 
 from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
@@ -45,7 +46,6 @@ from opdcl.distill.grading import Grader, micro_batches
 from opdcl.distill.rollout_queue import RolloutQueue, Selection
 from opdcl.distill.schedule import plan_steps
 from opdcl.distill.teachers import Teacher
-from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone
 from opdcl.model.llama_pass import attends_within_rows
