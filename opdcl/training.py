@@ -62,16 +62,17 @@ class Schedule:
         """Return the rate of a step as a share of the peak."""
         if step < self.warm_up:
             return (step + 1) / self.warm_up
-        passed = (step - self.warm_up) / max(self.steps - self.warm_up, 1)
+        after_warm_up = max(self.steps - self.warm_up, 1)
         match self.shape:
             case "held":
                 falling = math.ceil(self.steps / 4)
                 fallen = step - (self.steps - falling)
                 return 1.0 - max(fallen, 0) / falling
             case "linear":
-                return 1.0 - passed
+                return (self.steps - step) / after_warm_up
             case "cosine":
-                return 0.5 * (1.0 + math.cos(math.pi * passed))
+                progress = (step - self.warm_up) / after_warm_up
+                return 0.5 * (1.0 + math.cos(math.pi * progress))
         return 1.0
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from helpers.near import ROUNDING, relative_error
 from helpers.recovering import PROMPT, make_trainer
-from opdcl.distill.trainer import step_metrics
 
 from opdcl.config.finetune import LoraSection
 from opdcl.distill.grading import kl_by_route, micro_batches, token_weights
 from opdcl.distill.rollout_queue import StepRollouts
 from opdcl.distill.teachers import RoutedTeacher, Teacher
 from opdcl.sampling.rollout import Prompt, Rollout
+from opdcl.stages.recover import step_metrics
 from opdcl.training import save_adapter
 
 ROLLOUTS = [
