@@ -29,6 +29,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -41,24 +42,25 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.data.chat import render
 from opdcl.data.rows import load_prompts
 from opdcl.data.suites import load_suite
+from opdcl.distill.checkpoints import StudentOptimizer
 from opdcl.distill.grading import Grader, micro_batches
 from opdcl.distill.rollout_queue import RolloutQueue, Selection
 from opdcl.distill.schedule import plan_steps
 from opdcl.distill.teachers import Teacher
-from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone
 from opdcl.model.llama_pass import attends_within_rows
 from opdcl.model.load import EMBEDDED, load_base, model_source, pick_device, pick_dtype
 from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import sample
+from opdcl.stages.recover import take_step
 from opdcl.training import peak_memory, reset_peak_memory
 
 ARMS = {
     "stock": "TRL DistillationTrainer, its defaults",
     "stock-fp32": "the same in fp32 (no bf16 autocast)",
     "stock-tuned": "the same, no checkpointing, cached generation, fastest precision",
-    "opdcl": "opdcl RecoveryTrainer",
+    "opdcl": "opdcl",
 }
 PARTS = ("sample", "teacher", "student", "backward", "rest")
 ENGINES = ("slab", "graph", "generate")
@@ -305,9 +307,25 @@ def training_arguments(folder: str, options: argparse.Namespace, half: bool) -> 
     return quiet | place | {"bf16": half, "max_steps": options.steps, "learning_rate": 1e-5}
 
 
-def our_trainer(arm, options, folder, clock, lengths):
-    from transformers import TrainingArguments
+class OwnLoop:
+    """The loop of a recovery, with the part of a trainer's interface that `measure` uses."""
 
+    def __init__(self, config: RecoverConfig, backbone: Backbone, queue: RolloutQueue, grader: Grader):
+        self.model, self.queue, self.grader = backbone.peft, queue, grader
+        self.recovery = SimpleNamespace(config=config, backbone=backbone, queue=queue, grader=grader)
+        self.optimizer = StudentOptimizer(backbone, config)
+
+    def add_callback(self, callback: Any) -> None:
+        self.callback = callback
+
+    def train(self) -> None:
+        for step in range(1, self.recovery.config.steps + 1):
+            self.callback.on_step_begin()
+            take_step(self.recovery, self.optimizer, step)
+            self.callback.on_step_end()
+
+
+def our_trainer(arm, options, folder, clock, lengths):
     model, tokenizer = load_model(options.shape)
     backbone = Backbone(model, tokenizer)
     backbone.sums = [] if model.device.type == "cuda" else None
@@ -323,11 +341,7 @@ def our_trainer(arm, options, folder, clock, lengths):
     )
     ids = prompt_ids(options.prompts, tokenizer)
     queue, grader = queue_of(backbone, config, ids)
-    own = {"remove_unused_columns": False, "train_sampling_strategy": "sequential"}
-    shared = training_arguments(folder, options, half=model.dtype.itemsize == 2)
-    trainer = RecoveryTrainer(
-        queue, grader, TrainingArguments(per_device_train_batch_size=1, **own, **shared)
-    )
+    trainer = OwnLoop(config, backbone, queue, grader)
     keep_lengths(queue, "take", lengths, lambda batch: [len(r.completion_ids) for r in batch.rollouts])
     clock.wrap(queue, "sample", "sample")
     clock.wrap(grader.teachers["general"], "distribution", "teacher")

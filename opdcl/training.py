@@ -1,4 +1,4 @@
-"""What both training stages share: trainer arguments, metrics, checkpoints on interrupt, saved adapters."""
+"""What both training stages share: schedule of the rate, metrics, interruptions, records of checkpoints."""
 
 from __future__ import annotations
 
@@ -9,24 +9,18 @@ import resource
 import shutil
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import PrinterCallback, Trainer, TrainerCallback
 
-from opdcl import parallel
-from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.optimizer import OptimizerSection
-from opdcl.config.recover import RecoverConfig
-from opdcl.errors import Interrupted, OpdclError, UsageError
+from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import folder_appears_whole, write_atomic
-from opdcl.rundir.hashes import SEAL, damage, seal
+from opdcl.rundir.hashes import SEAL, damage
 from opdcl.rundir.layout import StageDir
 from opdcl.rundir.records import read_metrics
 from opdcl.signals import ending
@@ -34,39 +28,8 @@ from opdcl.signals import ending
 # The folder of a checkpoint that holds copies of metrics, samples and the best adapter so far.
 RECORDS = "records"
 
-# Of the trainers' logs, what a step's row in metrics.jsonl leaves out or replaces.
-UNLOGGED = ("epoch", "tokens", "entropy", "num_tokens", "mean_token_accuracy")
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A stage's own schedule of the learning rate, which the settings of the optimizer replace."""
-
-    shape: str
-    warm_up: float
-    """Share of all steps, the first ones, in which the rate rises."""
-    decay: float | None = None
-    """Share of all steps, the last ones, in which a rate that was held falls to zero on a line."""
-
-    def arguments(self, steps: int, optimizer: OptimizerSection) -> dict[str, Any]:
-        """Return the schedule as arguments of a trainer."""
-        warm_up = self.warm_up if optimizer.warmup is None else optimizer.warmup
-        arguments: dict[str, Any] = {"warmup_steps": math.ceil(steps * warm_up)}
-        if optimizer.schedule == "constant":
-            arguments["lr_scheduler_type"] = "constant_with_warmup"  # their `constant` has none
-        elif optimizer.schedule != "auto":
-            arguments["lr_scheduler_type"] = optimizer.schedule
-        else:
-            arguments["lr_scheduler_type"] = self.shape
-            if self.decay:
-                falling = math.ceil(steps * self.decay)
-                arguments["lr_scheduler_kwargs"] = {"num_decay_steps": falling, "decay_type": "linear"}
-        return arguments
-
-
-FINETUNE_SCHEDULE = Schedule("cosine", 0.05)
-# A rate that falls from the first tenth on spends half of it where the student is far from base.
-RECOVER_SCHEDULE = Schedule("warmup_stable_decay", 0.1, decay=0.25)
+# The number of checkpoints that a stage keeps: if the last one is damaged, the one before it is there.
+CHECKPOINTS = 2
 
 
 class StageReport(Protocol):
@@ -77,111 +40,135 @@ class StageReport(Protocol):
     def note(self, text: str) -> None: ...
 
 
-def trainer_arguments(
-    config: FinetuneConfig | RecoverConfig,
-    schedule: Schedule,
-    backbone: Backbone,
-    out: StageDir,
-    steps: int,
-    **stage: Any,
-) -> dict[str, Any]:
-    """Return the arguments of a stage's trainer: the shared ones, then the stage's own."""
-    optimizer = config.optimizer
-    shared = {
-        "output_dir": str(out.trainer),
-        # bf16 is autocast, needed where a bf16 base meets its fp32 adapter.
-        "bf16": backbone.causal_lm.dtype == torch.bfloat16,
-        "use_cpu": backbone.device.type == "cpu",
-        # It would recompute without the shared prefix's cache; micro_batch_tokens bounds memory instead.
-        "gradient_checkpointing": False,
-        "max_steps": steps,
-        "learning_rate": config.learning_rate,
-        **schedule.arguments(steps, optimizer),
-        "weight_decay": optimizer.weight_decay,
-        "max_grad_norm": optimizer.max_grad_norm,
-        "adam_beta1": optimizer.betas[0],
-        "adam_beta2": optimizer.betas[1],
-        "seed": config.seed,
-        "train_sampling_strategy": "sequential",  # the order of steps is planned beforehand
-        "logging_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": config.save_steps,
-        "save_total_limit": 2,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "log_level": "error",
-        "dataloader_pin_memory": backbone.device.type == "cuda",
-    }
-    return {**shared, **stage}
+@dataclass(frozen=True)
+class Schedule:
+    """How the learning rate goes in a stage: it rises, and then has a shape. Steps count from 0."""
+
+    steps: int
+    warm_up: int
+    """Steps in which the rate rises; the first one has a rate above 0."""
+    shape: str
+    """`held`: constant, then falling to zero on a line in the last quarter. `linear`, `cosine`: falling to
+    zero from the warm-up on. `constant`."""
+
+    @classmethod
+    def of(cls, optimizer: OptimizerSection, steps: int, shape: str, warm_up: float) -> Schedule:
+        """Return the schedule of a stage, whose own shape and share of warm-up the settings may replace."""
+        shape = shape if optimizer.schedule == "auto" else optimizer.schedule
+        warm_up = warm_up if optimizer.warmup is None else optimizer.warmup
+        return cls(steps, math.ceil(steps * warm_up), shape)
+
+    def share(self, step: int) -> float:
+        """Return the rate of a step as a share of the peak."""
+        if step < self.warm_up:
+            return (step + 1) / self.warm_up
+        after_warm_up = max(self.steps - self.warm_up, 1)
+        match self.shape:
+            case "held":
+                falling = math.ceil(self.steps / 4)
+                fallen = step - (self.steps - falling)
+                return 1.0 - max(fallen, 0) / falling
+            case "linear":
+                return (self.steps - step) / after_warm_up
+            case "cosine":
+                progress = (step - self.warm_up) / after_warm_up
+                return 0.5 * (1.0 + math.cos(math.pi * progress))
+        return 1.0
 
 
-class StageTrainer(Trainer):
-    """A trainer whose first step learns.
+class StageLog:
+    """The metrics of a stage, in its folder and on the screen."""
 
-    The warm-up of transformers begins at a rate of zero, so the first step, the only one of a short stage,
-    changes nothing. Here step i of a warm-up of n steps has i / n of the peak, counted from 1.
-    """
+    def __init__(self, report: StageReport, out: StageDir, steps: int):
+        self.report, self.out, self.steps = report, out, steps
+        self._skipped: int | None = None
 
-    def create_scheduler(self, num_training_steps, optimizer=None):
-        is_new = self.lr_scheduler is None
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
-        if is_new:
-            _begin_above_zero(scheduler, self.args.get_warmup_steps(num_training_steps))
-        return scheduler
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one row to `metrics.jsonl`."""
+        with open(self.out.metrics, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
+    def step(self, step: int, values: dict[str, Any], tokens: int, seconds: float) -> None:
+        """Record what a step did, and show a part of it."""
+        self.write({"step": step, **values, "tokens": tokens, "seconds": round(seconds, 3)})
+        live = {key: values[key] for key in ("stream", "author", "loss", "kl") if key in values}
+        if math.isclose(live["loss"], live.get("kl", math.nan), rel_tol=1e-3):
+            del live["kl"]  # the loss is this divergence
+        self.report.progress(step, self.steps, **live, tokens_per_s=tokens / max(seconds, 1e-9))
 
-def _begin_above_zero(scheduler: LambdaLR, warm_up: int) -> None:
-    """Let each step of the warm-up have the rate of the next one, and its last step the peak."""
+    def skip(self, step: int) -> None:
+        """Record a step skipped for a loss or gradient that is not finite.
 
-    def earlier(share: Callable[[int], float]) -> Callable[[int], float]:
-        def of_step(step: int) -> float:
-            if step + 1 == warm_up:
-                return 1.0
-            return share(step + 1 if step < warm_up else step)
-
-        return of_step
-
-    scheduler.lr_lambdas = [earlier(share) for share in scheduler.lr_lambdas]
-    # The first step's rate is set already.
-    shares = [share(scheduler.last_epoch) for share in scheduler.lr_lambdas]
-    scheduler._last_lr = [rate * share for rate, share in zip(scheduler.base_lrs, shares, strict=True)]
-    for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
-        group["lr"] = rate
-
-
-def finite_or_skipped(trainer: Trainer, model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
-    """Return a step's loss once its gradient is there; skip the step if any of it is not finite.
-
-    A skipped step has no gradients, so the optimizer changes neither the weights nor its moments.
-
-    Raises:
-        OpdclError: It is the second such step.
-    """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    # NaN where any is NaN.
-    largest = torch._foreach_norm(gradients, math.inf) if gradients else ()
-    if bool(torch.stack([loss.detach(), *largest]).isfinite().all()):
-        return loss
-    model.zero_grad(set_to_none=True)
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, StageCallback):
-            callback.skip(trainer.state.global_step + 1)
-    # Not NaN: the trainer sums losses up.
-    return torch.zeros_like(loss)
+        Raises:
+            OpdclError: It is the second one.
+        """
+        if self._skipped is not None:
+            hint = "lower the learning rate; the same command resumes from the last checkpoint"
+            raise OpdclError(f"loss or gradient is not finite at step {step}, for the second time", hint)
+        self._skipped = step
+        self.write({"step": step, "skipped": "loss or gradient is not finite"})
+        self.report.note(f"step {step}: loss or gradient is not finite; the step is skipped")
 
 
-def save_adapter(backbone: Backbone, folder: Path) -> None:
-    """Write the student's adapter as a folder that `peft` loads, whole or not at all."""
-    with folder_appears_whole(folder) as temporary:
-        backbone.peft.save_pretrained(temporary, selected_adapters=["student"])
-        # PEFT puts a named adapter into a folder of its name.
-        for file in (temporary / "student").iterdir():
-            file.rename(temporary / file.name)
-        (temporary / "student").rmdir()
-        (temporary / "README.md").unlink(missing_ok=True)
+class Interruption:
+    """Ctrl-C or SIGTERM during a stage: the first one ends it with a checkpoint, a second one at once."""
+
+    def __init__(self, report: StageReport):
+        self.report = report
+        self.came = False
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Take the signals in this block, if it runs in the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = {number: signal.getsignal(number) for number in ending()}
+        for number in previous:
+            signal.signal(number, self._take)
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _take(self, number: int, frame: Any) -> None:
+        if self.came:
+            raise KeyboardInterrupt
+        self.came = True
+        self.report.note("stopping after this step; press Ctrl-C again to stop at once")
 
 
-def _keep_records(out: StageDir, checkpoint: Path) -> None:
+def last_checkpoint(out: StageDir, report: StageReport) -> Path | None:
+    """Return the checkpoint from which a stage resumes, and bring its records to the state of that time."""
+    out.path.mkdir(parents=True, exist_ok=True)
+    checkpoint = out.last_checkpoint()
+    for folder in out.checkpoints():
+        if folder == checkpoint:
+            break
+        if (folder / SEAL).exists():
+            report.note(f"{folder.name} is damaged and ignored: {damage(folder)}")
+        else:
+            report.note(f"{folder.name} is incomplete and ignored")
+            shutil.rmtree(folder, ignore_errors=True)
+    _take_back_records(out, checkpoint)
+    return checkpoint
+
+
+def steps_done(checkpoint: Path | None) -> int:
+    """Return how many steps were done when a checkpoint was saved."""
+    return int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else 0
+
+
+def why_stopped(out: StageDir) -> str:
+    """Return why a stage stopped before its last step, by its metrics, or ""."""
+    for row in read_metrics(out.metrics):
+        if "stopped" in row:
+            return str(row["stopped"])
+    return ""
+
+
+def keep_records(out: StageDir, checkpoint: Path) -> None:
     """Copy into a checkpoint, which will be sealed, what the rest of the stage depends on beside the weights.
 
     The files themselves are neither flushed nor sealed before the stage ends: a power failure can cut them.
@@ -217,124 +204,23 @@ def _take_back_records(out: StageDir, checkpoint: Path | None) -> None:
             shutil.copytree(records / out.best.name, folder, dirs_exist_ok=True)
 
 
-class StageCallback(TrainerCallback):
-    """Write metrics, show progress, and turn the first Ctrl-C or SIGTERM into a checkpoint."""
+def is_finite(model: torch.nn.Module, loss: torch.Tensor) -> bool:
+    """Return whether a step's loss and every part of its gradient are finite."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    # NaN where any is NaN.
+    largest = torch._foreach_norm(gradients, math.inf) if gradients else ()
+    return bool(torch.stack([loss.detach(), *largest]).isfinite().all())
 
-    def __init__(self, report: StageReport, steps: int, backbone: Backbone | None = None):
-        self.report, self.steps, self.backbone = report, steps, backbone
-        self.tokens_per_step = 0  # of trainers that do not log their tokens
-        self._stop = False
-        self._skipped: int | None = None
-        self._base: tuple[int, ...] = ()
-        self._out: StageDir | None = None
-        self._step_started = 0.0
 
-    def run(self, trainer: Trainer, out: StageDir) -> None:
-        """Train from the last checkpoint to the end.
-
-        Raises:
-            Interrupted: A signal came; the checkpoint is saved.
-        """
-        out.path.mkdir(parents=True, exist_ok=True)
-        self._out = out
-        checkpoint = out.last_checkpoint()
-        reached = int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else 0
-        for damaged in out.checkpoints():
-            if damaged == checkpoint:
-                break
-            if (damaged / SEAL).exists():
-                self.report.note(f"{damaged.name} is damaged and ignored: {damage(damaged)}")
-            else:
-                self.report.note(f"{damaged.name} is incomplete and ignored")
-                shutil.rmtree(damaged, ignore_errors=True)
-        _take_back_records(out, checkpoint)
-        rows = read_metrics(out.metrics)
-        if reason := next((row["stopped"] for row in rows if "stopped" in row), None):
-            self.report.note(f"stopped early at step {reached}: {reason}")
-            return
-        if checkpoint:
-            self.report.note(f"resuming from step {reached} of {self.steps}")
-        if self.backbone:
-            self._base = self.backbone.checksum()
-        trainer.remove_callback(PrinterCallback)  # stdout is for results
-        with self._signals():
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        trainer.model.eval()  # whatever follows measures or samples, without dropout
-        if self._stop:
-            reached = trainer.state.global_step
-            if reached >= self.steps:
-                raise KeyboardInterrupt  # it came in the last step; the stages after this one must not start
-            raise Interrupted(f"interrupted at step {reached} of {self.steps}; checkpoint saved")
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous = {number: signal.getsignal(number) for number in ending()}
-
-        def handle(number, frame):
-            if self._stop:
-                raise KeyboardInterrupt
-            self._stop = True
-            self.report.note("stopping after this step; press Ctrl-C again to stop at once")
-
-        for number in previous:
-            signal.signal(number, handle)
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Append one row to `metrics.jsonl`."""
-        assert self._out
-        with open(self._out.metrics, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-
-    def skip(self, step: int) -> None:
-        """Record a step skipped for a loss or gradient that is not finite; a second one ends the stage."""
-        if self._skipped is not None:
-            hint = "lower the learning rate; the same command resumes from the last checkpoint"
-            raise OpdclError(f"loss or gradient is not finite at step {step}, for the second time", hint)
-        self._skipped = step
-        self.write({"step": step, "skipped": "loss or gradient is not finite"})
-        self.report.note(f"step {step}: loss or gradient is not finite; the step is skipped")
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._step_started = time.perf_counter()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self._stop = parallel.any_worker(self._stop)
-        if self._stop:
-            control.should_training_stop = True
-            control.should_save = True
-
-    def on_save(self, args, state, control, **kwargs):
-        if self.backbone:
-            if parallel.any_worker(self.backbone.checksum() != self._base):
-                message = f"the base weights changed before step {state.global_step}"
-                raise OpdclError(message, "this is a defect of opdcl: please report it")
-            parallel.check_same("adapters", self.backbone.adapter_norm("student"))
-        assert self._out
-        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        _keep_records(self._out, checkpoint)
-        seal(checkpoint)
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        # It would grow without bound, in memory and in every checkpoint; metrics.jsonl has it all.
-        state.log_history.clear()
-        if not logs or "loss" not in logs or self._skipped == state.global_step:
-            return
-        seconds = time.perf_counter() - self._step_started
-        tokens = int(logs.get("tokens", self.tokens_per_step))
-        values = {k: v for k, v in logs.items() if k not in UNLOGGED}
-        self.write({"step": state.global_step, **values, "tokens": tokens, "seconds": round(seconds, 3)})
-        live = {k: logs[k] for k in ("stream", "author", "loss", "kl") if k in logs}
-        if math.isclose(live["loss"], live.get("kl", math.nan), rel_tol=1e-3):
-            del live["kl"]  # the loss is this divergence
-        self.report.progress(state.global_step, self.steps, **live, tokens_per_s=tokens / max(seconds, 1e-9))
+def save_adapter(backbone: Backbone, folder: Path) -> None:
+    """Write the student's adapter as a folder that `peft` loads, whole or not at all."""
+    with folder_appears_whole(folder) as temporary:
+        backbone.peft.save_pretrained(temporary, selected_adapters=["student"])
+        # PEFT puts a named adapter into a folder of its name.
+        for file in (temporary / "student").iterdir():
+            file.rename(temporary / file.name)
+        (temporary / "student").rmdir()
+        (temporary / "README.md").unlink(missing_ok=True)
 
 
 def reset_peak_memory() -> None:

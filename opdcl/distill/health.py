@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase
 
 from opdcl.data.chat import render
 from opdcl.errors import OpdclError, UsageError
@@ -21,7 +21,10 @@ from opdcl.repetition import repetition
 from opdcl.rundir.layout import StageDir
 from opdcl.rundir.records import read_metrics
 from opdcl.sampling.rollout import Rollout
-from opdcl.training import StageCallback
+from opdcl.training import StageLog
+
+if TYPE_CHECKING:
+    from opdcl.distill.checkpoints import StudentOptimizer
 
 # Steps of a stream in a row that show a sign before it counts.
 PATIENCE = 3
@@ -119,11 +122,11 @@ def signs(row: dict[str, Any], adapter_norm: float) -> list[Sign]:
     return [sign for sign in checks if sign.value > sign.bound]
 
 
-class Health(TrainerCallback):
+class Health:
     """Watch every logged step of a recovery, and every validation."""
 
-    def __init__(self, watch: bool, backbone: Backbone, out: StageDir, callback: StageCallback):
-        self.watch, self.backbone, self.out, self.callback = watch, backbone, out, callback
+    def __init__(self, watch: bool, backbone: Backbone, out: StageDir, log: StageLog):
+        self.watch, self.backbone, self.out, self.log = watch, backbone, out, log
         self.base: Writing | None = None
         self.tuned: Writing | None = None
         self._adapter_norm = 0.0
@@ -150,26 +153,31 @@ class Health(TrainerCallback):
         self._streaks.update(current.keys())
         return [sign for key, sign in current.items() if self._streaks[key] >= PATIENCE]
 
-    def on_log(self, args, state, control, logs=None, lr_scheduler=None, **kwargs):
-        if self.watch and logs and "adapter_norm" in logs:
-            self._react(state.global_step, self._count(logs), lr_scheduler)
+    def after_step(self, step: int, row: dict[str, Any], optimizer: StudentOptimizer) -> None:
+        """Judge what a step has logged.
 
-    def on_validation(self, step: int, own: Writing, lr_scheduler: Any) -> None:
+        Raises:
+            OpdclError: It is a bad sign, and the rate has been halved before.
+        """
+        if self.watch:
+            self._react(step, self._count(row), optimizer)
+
+    def on_validation(self, step: int, own: Writing, optimizer: StudentOptimizer) -> None:
         """Judge how the student writes.
 
         Raises:
             OpdclError: It writes badly, and the rate has been halved before.
         """
         if self.watch and self.base and self.tuned:
-            self._react(step, own.signs(self.base, self.tuned), lr_scheduler)
+            self._react(step, own.signs(self.base, self.tuned), optimizer)
 
-    def _react(self, step: int, found: list[Sign], lr_scheduler: Any) -> None:
+    def _react(self, step: int, found: list[Sign], optimizer: StudentOptimizer) -> None:
         """Halve the learning rate for the first sign of the run, halt for the next."""
         for sign in found:
             if not self._rate_halved:
                 self._rate_halved = True
                 self._streaks.clear()
-                _halve(lr_scheduler)
+                optimizer.halve_rate()
                 self._record(step, sign, RATE_HALVED)
                 return
             self._record(step, sign, "halted")
@@ -177,20 +185,8 @@ class Health(TrainerCallback):
 
     def _record(self, step: int, sign: Sign, action: str) -> None:
         health = {"sign": sign.name, "value": abs(sign.value), "bound": abs(sign.bound), "action": action}
-        self.callback.write({"step": step, "health": health})
-        self.callback.report.note(f"step {step}: {sign}: {action}")
-
-
-def _halve(lr_scheduler: Any) -> None:
-    """Halve the learning rate from the next step on.
-
-    The schedule has set the next step's rate already, and computes those of later steps from `base_lrs`.
-    """
-    lr_scheduler.base_lrs = [rate / 2 for rate in lr_scheduler.base_lrs]
-    groups = lr_scheduler.optimizer.param_groups
-    for group in groups:
-        group["lr"] /= 2
-    lr_scheduler._last_lr = [group["lr"] for group in groups]  # what the trainer logs
+        self.log.write({"step": step, "health": health})
+        self.log.report.note(f"step {step}: {sign}: {action}")
 
 
 def drift(first: KL, now: KL, score: Callable[[KL], float]) -> str:

@@ -10,11 +10,9 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
-
-from transformers import TrainerCallback
 
 from opdcl.config.recover import NO_WORSE, RecoverConfig
+from opdcl.distill.checkpoints import StudentOptimizer
 from opdcl.distill.grading import Grader, kl_by_route
 from opdcl.distill.health import (
     CHECK_BASE,
@@ -37,7 +35,7 @@ from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
 from opdcl.rundir.records import read_metrics
 from opdcl.sampling.rollout import Prompt, Rollout
-from opdcl.training import StageCallback, save_adapter
+from opdcl.training import StageLog, save_adapter
 
 SAMPLES_PER_MEASUREMENT = 8
 
@@ -79,7 +77,7 @@ class Measurements:
         self.lowest_score = min(self.lowest_score, score)
 
 
-class Validation(TrainerCallback):
+class Validation:
     """Measure held-out KL every `validate_every` steps, and keep the last adapter with a good score.
 
     Each stream's teacher completes its held-out `prompts` once, so all measurements are on the same tokens.
@@ -95,11 +93,11 @@ class Validation(TrainerCallback):
         queue: RolloutQueue,
         prompts: dict[Stream, list[Prompt]],
         out: StageDir,
-        callback: StageCallback,
+        log: StageLog,
         health: Health,
     ):
         self.config, self.grader, self.queue, self.prompts = config, grader, queue, prompts
-        self.out, self.callback, self.health = out, callback, health
+        self.out, self.log, self.health = out, log, health
         self.best_adapter = out.best
         self.measurements = Measurements()
         self._held_out: dict[Stream, tuple[list[Rollout], dict[int, TeacherDistribution]]] = {}
@@ -111,28 +109,28 @@ class Validation(TrainerCallback):
                 rollouts = self.queue.sample(prompts, stream, self.config.seed + 7, author=teacher)
                 self._held_out[stream] = rollouts, self.grader.distributions(rollouts, teacher)
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.callback.report.note("the teachers answer the held-out prompts, then the first validation")
+    def begin(self, is_new: bool) -> None:
+        """Let the teachers answer; in a stage that `is_new`, measure base and tuned, and choose the start."""
+        self.log.report.note("the teachers answer the held-out prompts, then the first validation")
         self.write_held_out()
-        if state.global_step == 0:
+        if is_new:
             self._start()
         rows = read_metrics(self.out.metrics)
         self.measurements = Measurements.restore(rows, self._score)
         self.health.on_start(*(_writing(kl) for kl in (self.measurements.base, self.measurements.tuned)))
 
-    def on_step_end(self, args, state, control, **kwargs):
-        step = state.global_step
-        for teacher in self.grader.single_teachers:
-            teacher.after_step(step)
+    def after_step(self, step: int, optimizer: StudentOptimizer) -> str:
+        """Measure if it is time; return why the recovery may stop after this step, or ""."""
         last = step == self.config.steps
         shares = None
         if step % self.config.validate_every == 0 or last:
-            shares = self._measure(step, kwargs["lr_scheduler"])
+            shares = self._measure(step, optimizer)
             self._keep_samples(step)
-        if not last and (reason := self._reason_to_stop(step, shares)):
-            self.callback.write({"step": step, "stopped": reason})
-            self.callback.report.note(f"step {step}: stopping early: {reason}")
-            control.should_training_stop = True
+        reason = "" if last else self._reason_to_stop(step, shares)
+        if reason:
+            self.log.write({"step": step, "stopped": reason})
+            self.log.report.note(f"step {step}: stopping early: {reason}")
+        return reason
 
     def keep_start(self) -> None:
         """Keep the start as the recovered adapter, without training: the rival that costs nothing."""
@@ -151,7 +149,7 @@ class Validation(TrainerCallback):
             {"step": 1, "validation": {**stream_kl(start), "best": True}},
         ]
         write_atomic(self.out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-        self.callback.report.note(f"the adapter times {alpha:g}: {describe_kl(start)}")
+        self.log.report.note(f"the adapter times {alpha:g}: {describe_kl(start)}")
 
     def held_out_kl(self, agreement: bool = False) -> KL:
         """Return KL(student, teacher) per stream, in nats per token.
@@ -205,25 +203,23 @@ class Validation(TrainerCallback):
         if general := self._held_out.get("general"):
             base |= _own(general[0])
         tuned = self.held_out_kl(agreement=True) | self.own_answers()
-        self.callback.report.note(f"tuned: held-out {describe_kl(tuned)}{describe_own(tuned, base)}")
+        self.log.report.note(f"tuned: held-out {describe_kl(tuned)}{describe_own(tuned, base)}")
         alpha, curve = self._choose_start(tuned, base)
         start = tuned
         if alpha != 1:
             self.grader.backbone.shrink(alpha)
             start = self.held_out_kl(agreement=True) | self.own_answers()
             described = f"{describe_kl(start)}{describe_own(start, base)}"
-            self.callback.report.note(
-                f"starting from the tuned adapter times {alpha:g}: held-out {described}"
-            )
+            self.log.report.note(f"starting from the tuned adapter times {alpha:g}: held-out {described}")
         score = self._score(start)
         self._keep_if_good(0, score)
         chosen = {"alpha": alpha, "validation": start, "score": score, "curve": curve}
-        self.callback.write({"step": 0, "validation": {**tuned, "best": True}, "base": base, "start": chosen})
+        self.log.write({"step": 0, "validation": {**tuned, "best": True}, "base": base, "start": chosen})
 
     def _choose_start(self, tuned: KL, base: KL) -> tuple[float, list[Point]]:
         return choose_start(self.config, self.grader, self.prompts, self.held_out_kl, tuned, base)
 
-    def _measure(self, step: int, lr_scheduler: Any) -> KL:
+    def _measure(self, step: int, optimizer: StudentOptimizer) -> KL:
         """Measure, log, keep the adapter if it is good, and return the shares.
 
         Raises:
@@ -234,16 +230,16 @@ class Validation(TrainerCallback):
         best = self._keep_if_good(step, score)
         whole = {"general_kl": first.tuned, "domain_kl": first.base}
         shares = {SHARES[k]: 1 - kl[k] / whole[k][k] for k in stream_kl(kl) if whole[k][k] > KL_NOISE}
-        self.callback.write({"step": step, "validation": {**kl, **shares, "score": score, "best": best}})
+        self.log.write({"step": step, "validation": {**kl, **shares, "score": score, "best": best}})
         suffix = " (kept)" if best else ""
         ends = f", {kl['missed_ends']:.0%} of endings missed" if "missed_ends" in kl else ""
         own = describe_own(kl, first.base)
-        self.callback.report.note(f"step {step}: held-out {describe_kl(kl | shares)}{ends}{own}{suffix}")
+        self.log.report.note(f"step {step}: held-out {describe_kl(kl | shares)}{ends}{own}{suffix}")
         # Its own answers differ each time, so they are judged by how they are written.
         if self.config.health and (reason := drift(first.start, kl, self._teachers_score)):
             raise halt_error(step, reason, LOWER_RATE, self.out)
         if written := _writing(kl):
-            self.health.on_validation(step, written, lr_scheduler)
+            self.health.on_validation(step, written, optimizer)
         return shares
 
     def _reason_to_stop(self, step: int, shares: KL | None) -> str:

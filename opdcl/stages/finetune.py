@@ -5,45 +5,26 @@ opdcl finetune rows.jsonl -o runs/mine
 
 from __future__ import annotations
 
-import logging
 import math
 import random
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from datasets import Dataset
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
-from opdcl import parallel
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.recover import MOST_COMPLETIONS, OnPolicySection, RecoverConfig
 from opdcl.config.section import LARGEST, MOST_STEPS
-from opdcl.config.teacher import LossSection, TeacherSection
+from opdcl.config.teacher import TeacherSection
 from opdcl.data.examples import Examples
-from opdcl.distill.losses import token_losses
 from opdcl.distill.prompts import read_recovery_source
 from opdcl.distill.replay import replayed_rows
-from opdcl.errors import OpdclError, UsageError
+from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
-from opdcl.model.distributions import HiddenStates
-from opdcl.model.forward import Sequences, answer_ids, answer_states
-from opdcl.model.memory import is_out_of_memory
-from opdcl.model.positions import cross_entropy
 from opdcl.rundir.layout import StageDir
+from opdcl.stages.answer_trainer import AnswerTrainer, StageCallback, trainer_arguments
 from opdcl.stages.recover import recover
-from opdcl.training import (
-    FINETUNE_SCHEDULE,
-    StageCallback,
-    StageReport,
-    StageTrainer,
-    finite_or_skipped,
-    save_adapter,
-    trainer_arguments,
-)
-
-logger = logging.getLogger(__name__)
+from opdcl.training import Schedule, StageLog, StageReport, save_adapter
 
 
 def finetune(
@@ -79,30 +60,20 @@ def finetune(
         model = backbone.new_adapter(config.lora, config.seed)
     lengths = [len(e.input_ids) for e in encoded]
     order = lay_out(lengths, config.batch_size, steps, config.seed)
-    callback = StageCallback(report, steps, backbone)
-    callback.tokens_per_step = round(sum(lengths) / len(lengths) * config.batch_size)
-    stage = _stage_arguments(config)
-    arguments = trainer_arguments(config, FINETUNE_SCHEDULE, backbone, out, steps, **stage)
+    tokens_per_step = round(sum(lengths) / len(lengths) * config.batch_size)
+    callback = StageCallback(StageLog(report, out, steps), backbone, tokens_per_step)
     trainer = AnswerTrainer(
         backbone,
+        Schedule.of(config.optimizer, steps, "cosine", warm_up=0.05),
         [row.input_ids for row in replayed],
         model=model,
-        args=SFTConfig(**arguments),
+        args=SFTConfig(**trainer_arguments(config, backbone, out, steps)),
         train_dataset=Dataset.from_list([vars(e) for e in encoded]).select(order),
         processing_class=backbone.tokenizer,
         callbacks=[callback],
     )
-    callback.run(trainer, out)
+    callback.run(trainer)
     save_adapter(backbone, out.adapter)
-
-
-def _stage_arguments(config: FinetuneConfig) -> dict[str, Any]:
-    return {
-        "per_device_train_batch_size": config.batch_size,
-        "max_length": None,  # `read_examples` has seen to it
-        "completion_only_loss": True,
-        "router_aux_loss_coef": 0.0,  # routers are frozen
-    }
 
 
 def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
@@ -168,120 +139,3 @@ def lay_out(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[
         shuffle.shuffle(batches)
         order += [row for batch in batches for row in batch]
     return order[: steps * batch_size]
-
-
-class AnswerTrainer(StageTrainer, SFTTrainer):
-    """SFTTrainer that computes the rows' shared prefix once and projects answer positions only.
-
-    The loss of a domain row is cross-entropy. A replayed row, whose answer base wrote, is held to base's
-    distribution at every token: the same gradient on average, without the noise of one answer.
-    """
-
-    pieces = 1  # micro-batches per batch; doubled whenever memory runs out
-
-    def __init__(self, backbone: Backbone, replayed: Iterable[Sequence[int]] = (), **options: Any):
-        weights = {weight: weight.data for weight in options["model"].parameters() if weight.requires_grad}
-        super().__init__(**options)
-        # On a quantized base TRL rounds the adapter to bf16, where small updates vanish.
-        for weight, original in weights.items():
-            weight.data = original
-        self.backbone, self.replayed = backbone, {*map(tuple, replayed)}
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        tokens = (inputs["labels"] != -100).sum() if num_items_in_batch is None else num_items_in_batch
-        while True:
-            try:
-                # Each piece divides by the tokens of the whole batch, so that the gradients of all pieces
-                # and workers add up to the batch's.
-                step = super().training_step
-                losses = [step(model, piece, tokens) for piece in _pieces(inputs, self.pieces)]
-                break
-            except (RuntimeError, MemoryError) as fault:
-                # A worker of a sharded base cannot repeat a step alone.
-                if not is_out_of_memory(fault) or parallel.sharded():
-                    raise
-                model.zero_grad()
-                self._cut_finer(inputs)
-        parallel.add_gradients(model)
-        loss = torch.stack(losses).sum()
-        total = parallel.sum_over_workers({"loss": float(loss)})["loss"]
-        return finite_or_skipped(self, model, loss.new_tensor(total))
-
-    def _cut_finer(self, inputs: dict[str, torch.Tensor]) -> None:
-        if self.pieces >= len(parallel.my_share(range(len(inputs["input_ids"])))):
-            hint = "lower finetune.max_length, or choose a smaller model"
-            raise OpdclError("one training row alone does not fit into memory", hint)
-        self.pieces *= 2
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        logger.warning("out of memory: continuing with batches cut into %d", self.pieces)
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Return the mean loss over the answer tokens of the optimizer step."""
-        if return_outputs:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        causal_lm = model.get_base_model()
-        # Whole tensors: on a GPU every copy to the host waits for the device.
-        lengths = inputs["attention_mask"].sum(1).tolist()
-        rows, learned = inputs["input_ids"].tolist(), (inputs["labels"] != -100).tolist()
-        sequences = [
-            (ids[:length], answer[:length])
-            for ids, answer, length in zip(rows, learned, lengths, strict=True)
-        ]
-        targets_N = answer_ids(sequences, causal_lm.device)
-        is_replayed_N = self._replayed_positions(sequences).to(causal_lm.device)
-        needs_base, base_NH = bool(is_replayed_N.any()), None
-        if parallel.sharded():  # its workers take every pass together
-            needs_base = parallel.any_worker(needs_base)
-        if needs_base:
-            # A context of its own: autocast reuses its copies of weights, and these have no gradients.
-            with self.compute_loss_context_manager(), torch.no_grad(), self.backbone.state("base"):
-                base_NH = answer_states(causal_lm, sequences)
-        with self.compute_loss_context_manager():
-            states_NH = answer_states(causal_lm, sequences)
-            if base_NH is None:
-                total = cross_entropy(states_NH, self.backbone.head_VH, targets_N).sum()
-            else:
-                total = self._mixed_loss(states_NH, base_NH, targets_N, is_replayed_N)
-        return total / (len(targets_N) if num_items_in_batch is None else num_items_in_batch)
-
-    def _replayed_positions(self, sequences: Sequences) -> torch.Tensor:
-        """Return for each answer token of a batch, in order, whether its row is replayed, `(N,)`."""
-        positions = []
-        for ids, answer in sequences:
-            positions += [tuple(ids) in self.replayed] * sum(answer[1:])
-        return torch.tensor(positions, dtype=torch.bool)
-
-    def _mixed_loss(
-        self,
-        states_NH: torch.Tensor,
-        base_NH: torch.Tensor,
-        targets_N: torch.Tensor,
-        is_replayed_N: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return the summed loss in nats: cross-entropy of domain tokens, KL(base, student) of the others."""
-        head_VH, is_domain_N = self.backbone.head_VH, ~is_replayed_N
-        imitation = cross_entropy(states_NH[is_domain_N], head_VH, targets_N[is_domain_N]).sum()
-        divergence = token_losses(
-            states_NH[is_replayed_N],
-            head_VH,
-            HiddenStates(base_NH[is_replayed_N], head_VH.detach()),
-            targets_N[is_replayed_N],
-            sampler_N=torch.zeros_like(base_NH[is_replayed_N, 0]),
-            temperature=1.0,
-            loss=LossSection(kind="forward_kl"),
-        ).loss.sum()
-        return imitation + divergence
-
-
-def _pieces(inputs: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
-    """Split this worker's rows of a batch; a worker without any gets the first row with its answer masked."""
-    if count == 1 and parallel.worker_count() == 1:
-        return [inputs]
-    rows = parallel.my_share(range(len(inputs["input_ids"])))
-    if not rows:
-        masked = torch.full_like(inputs["labels"][:1], -100)
-        return [{name: values[:1] for name, values in inputs.items()} | {"labels": masked}]
-    size = math.ceil(len(rows) / count)
-    groups = [list(rows[i : i + size]) for i in range(0, len(rows), size)]
-    return [{name: values[group] for name, values in inputs.items()} for group in groups]

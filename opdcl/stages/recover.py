@@ -1,36 +1,66 @@
-"""Win back what the fine-tune forgot: distillation from the original checkpoint.
+"""Win back what the fine-tune forgot: on-policy distillation from the original checkpoint.
 
 opdcl recover runs/mine --prompts prompts.jsonl
+
+For each step of the schedule: take completions, which a teacher or the student wrote; let the step's teacher
+grade every token; learn from that; validate now and then, and keep the best adapter; save checkpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from transformers import TrainingArguments
+import torch
 
+from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
-from opdcl.distill.grading import Grader
+from opdcl.distill.checkpoints import Checkpoints, StudentOptimizer
+from opdcl.distill.grading import Grader, Sums, kl_by_route
 from opdcl.distill.health import Health, check_turn_end
 from opdcl.distill.make_teacher import make_teacher, reach_own_model
 from opdcl.distill.prompts import Prompts, RecoverySource, encode_stream
 from opdcl.distill.reward import Reward
-from opdcl.distill.rollout_queue import RolloutQueue, Selection
+from opdcl.distill.rollout_queue import RolloutQueue, Selection, StepRollouts
 from opdcl.distill.schedule import STREAMS, Stream, plan_steps
-from opdcl.distill.teachers import AnyTeacher, RoutedTeacher, ServedStudent, Teacher
-from opdcl.distill.trainer import RecoveryTrainer
+from opdcl.distill.teachers import AnyTeacher, EmaTeacher, RoutedTeacher, ServedStudent, Teacher
 from opdcl.distill.validation import Validation
-from opdcl.errors import OpdclError
+from opdcl.errors import Interrupted, OpdclError
 from opdcl.model.adapters import find_adapter
 from opdcl.model.backbone import Backbone
+from opdcl.repetition import repetition
 from opdcl.rundir.files import folder_appears_whole
 from opdcl.rundir.hashes import SEAL, damage
 from opdcl.rundir.layout import StageDir
-from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import pick_engine
-from opdcl.training import RECOVER_SCHEDULE, StageCallback, StageReport, trainer_arguments
+from opdcl.training import (
+    Interruption,
+    StageLog,
+    StageReport,
+    is_finite,
+    last_checkpoint,
+    steps_done,
+    why_stopped,
+)
+
+
+@dataclass
+class Recovery:
+    """What a recovery works with: settings, models, the schedule with its completions, and records."""
+
+    config: RecoverConfig
+    backbone: Backbone
+    grader: Grader
+    queue: RolloutQueue
+    validation: Validation
+    health: Health
+    out: StageDir
+    log: StageLog
 
 
 def recover(
@@ -49,17 +79,124 @@ def recover(
         imitation = config.loss.model_copy(update={"kind": "cross_entropy"})
         config = config.model_copy(update={"loss": imitation})
     check_turn_end(backbone.tokenizer, backbone.eos_ids)
-    streams = {
-        stream: encode_stream(config, source, stream, backbone.tokenizer, backbone.context_length)
-        for stream in STREAMS
-    }
-    train = {stream: prompts.train for stream, prompts in streams.items()}
-    if config.method == "general":
-        train["domain"] = []
     backbone.drop_adapters()
     backbone.load_adapter(tuned, "student", trainable=True)
     backbone.load_adapter(tuned, "tuned")
-    backbone.causal_lm.eval()  # recovery has no dropout, see `RecoveryTrainer.training_step`
+    # Without dropout: with it, the model that is graded would not be the one that wrote the completions.
+    backbone.causal_lm.eval()
+    with _recovery(config, source, backbone, tuned, out, report) as recovery:
+        if config.method == "interpolate":
+            recovery.validation.keep_start()
+        else:
+            learn(recovery)
+    if problem := damage(out.best):
+        hint = f"remove {out.trainer}: the same command then repeats the stage"
+        raise OpdclError(f"{out.best}, the adapter to end with, is damaged: {problem}", hint)
+    with folder_appears_whole(out.adapter) as folder:
+        shutil.copytree(out.best, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(SEAL))
+
+
+def learn(recovery: Recovery) -> None:
+    """Take all steps from the last checkpoint on. The best adapter stays in the stage's trainer folder.
+
+    Raises:
+        Interrupted: A signal came; a checkpoint is saved.
+    """
+    config, log, report = recovery.config, recovery.log, recovery.log.report
+    optimizer = StudentOptimizer(recovery.backbone, config)
+    moving = [t.state for t in recovery.grader.single_teachers if isinstance(t, EmaTeacher)]
+    checkpoints = Checkpoints(recovery.backbone, optimizer, recovery.queue, moving, recovery.out)
+    checkpoint = last_checkpoint(recovery.out, report)
+    done = steps_done(checkpoint)
+    if reason := why_stopped(recovery.out):
+        report.note(f"stopped early at step {done}: {reason}")
+        return
+    if checkpoint:
+        report.note(f"resuming from step {done} of {config.steps}")
+        checkpoints.restore(checkpoint)
+    interruption = Interruption(report)
+    with interruption.awaited():
+        recovery.validation.begin(is_new=not checkpoint)
+        for step in range(done + 1, config.steps + 1):
+            started = time.perf_counter()
+            values, tokens = take_step(recovery, optimizer, step)
+            for teacher in recovery.grader.single_teachers:
+                teacher.after_step(step)
+            reason = recovery.validation.after_step(step, optimizer)
+            if values:
+                log.step(step, values, tokens, time.perf_counter() - started)
+                recovery.health.after_step(step, values, optimizer)
+            is_interrupted = parallel.any_worker(interruption.came)
+            if step % config.save_steps == 0 or step == config.steps or is_interrupted:
+                checkpoints.save(step)
+            if is_interrupted and step < config.steps:
+                raise Interrupted(f"interrupted at step {step} of {config.steps}; checkpoint saved")
+            if reason:
+                break
+    if interruption.came:
+        raise KeyboardInterrupt  # it came in the last step; the stages after this one must not start
+
+
+def take_step(recovery: Recovery, optimizer: StudentOptimizer, step: int) -> tuple[dict[str, Any], int]:
+    """Grade a step's completions and change the student; return what to log, and the number of tokens.
+
+    There is nothing to log if the step was skipped.
+    """
+    config, backbone = recovery.config, recovery.backbone
+    planned = recovery.queue.steps[step - 1]
+    batch = recovery.queue.take(step - 1)
+    reverse = config.on_policy.reverse if planned.on_policy else 0.0
+    sums = recovery.grader.learn(batch.rollouts, planned.stream, batch.fresh, reverse)
+    tokens = int(sums["tokens"])
+    parallel.add_gradients(backbone.peft)
+    loss = torch.tensor(sums["loss"] / tokens, device=backbone.device)
+    if not is_finite(backbone.peft, loss):
+        optimizer.skip()
+        recovery.log.skip(step)
+        return {}, tokens
+    values: dict[str, Any] = {"loss": float(loss), "learning_rate": optimizer.rate}
+    values |= {"stream": planned.stream, "author": batch.author, **step_metrics(batch, sums)}
+    values["adapter_norm"] = backbone.adapter_norm("student")
+    values["grad_norm"] = optimizer.update()
+    return values, tokens
+
+
+def step_metrics(batch: StepRollouts, sums: Sums) -> dict[str, float]:
+    """Return what a step logs about its completions: means per token (nats) or per completion."""
+    rollouts, tokens = batch.rollouts, sums["tokens"]
+    metrics: dict[str, float] = {}
+    if batch.fresh:
+        metrics["mismatch"] = sums["mismatched"] / tokens
+    if rollouts[0].reward is not None:
+        # Over all completions sampled, and the share whose group is tied: they carry no signal.
+        metrics["reward"] = rollouts[0].step_reward
+        metrics["reward_tied"] = sum(not r.advantage for r in rollouts) / len(rollouts)
+    metrics |= kl_by_route(sums)
+    metrics["kl"] = sums["kl"] / tokens
+    metrics["student_entropy"] = sums["student_entropy"] / tokens
+    metrics["teacher_entropy"] = sums["teacher_entropy"] / tokens
+    metrics["mean_length"] = tokens / len(rollouts)
+    metrics["truncated"] = sum(not r.finished for r in rollouts) / len(rollouts)
+    metrics["repetition"] = repetition([r.completion_ids for r in rollouts])
+    return metrics
+
+
+@contextlib.contextmanager
+def _recovery(
+    config: RecoverConfig,
+    source: RecoverySource,
+    backbone: Backbone,
+    tuned: Path,
+    out: StageDir,
+    report: StageReport,
+) -> Iterator[Recovery]:
+    """Yield a recovery with its prompts, teachers and schedule; afterwards the teachers' servers are left."""
+    streams = {}
+    for stream in STREAMS:
+        streams[stream] = encode_stream(config, source, stream, backbone.tokenizer, backbone.context_length)
+    train = {stream: prompts.train for stream, prompts in streams.items()}
+    if config.method == "general":
+        train["domain"] = []
     with contextlib.ExitStack() as stack:
         teachers: dict[Stream, AnyTeacher] = {}
         for stream, prompts in streams.items():
@@ -74,41 +211,12 @@ def recover(
             context, rows = config.teacher_of("general").context, source.rows["general"]
             reward = Reward(config.reward, source.reward_task, rows, backbone, context, report.note)
         steps = plan_steps(config, len(train["general"]), len(train["domain"]))
-        selection = Selection(config, reward)
-        queue = RolloutQueue(config, steps, train, student, teachers, selection)
-        _train(config, grader, queue, {s: p.held_out for s, p in streams.items()}, out, report)
-    if problem := damage(out.best):
-        hint = f"remove {out.trainer}: the same command then repeats the stage"
-        raise OpdclError(f"{out.best}, the adapter to end with, is damaged: {problem}", hint)
-    with folder_appears_whole(out.adapter) as folder:
-        shutil.copytree(out.best, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(SEAL))
-
-
-def _train(
-    config: RecoverConfig,
-    grader: Grader,
-    queue: RolloutQueue,
-    held_out: dict[Stream, list[Prompt]],
-    out: StageDir,
-    report: StageReport,
-) -> None:
-    """Leave the best adapter in the stage's trainer folder."""
-    backbone = grader.backbone
-    callback = StageCallback(report, config.steps, backbone)
-    health = Health(config.health, backbone, out, callback)
-    validation = Validation(config, grader, queue, held_out, out, callback, health)
-    if config.method == "interpolate":
-        validation.keep_start()
-        return
-    stage = {
-        "per_device_train_batch_size": 1,  # one row of the schedule is one optimizer step
-        "remove_unused_columns": False,
-    }
-    arguments = trainer_arguments(config, RECOVER_SCHEDULE, backbone, out, config.steps, **stage)
-    trainer = RecoveryTrainer(queue, grader, TrainingArguments(**arguments), [validation, callback, health])
-    if checkpoint := out.last_checkpoint():
-        queue.restore(checkpoint)
-    callback.run(trainer, out)
+        queue = RolloutQueue(config, steps, train, student, teachers, Selection(config, reward))
+        held_out = {stream: prompts.held_out for stream, prompts in streams.items()}
+        log = StageLog(report, out, config.steps)
+        health = Health(config.health, backbone, out, log)
+        validation = Validation(config, grader, queue, held_out, out, log, health)
+        yield Recovery(config, backbone, grader, queue, validation, health, out, log)
 
 
 def _student(config: RecoverConfig, backbone: Backbone, out: StageDir, report: StageReport) -> Teacher:

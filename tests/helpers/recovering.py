@@ -1,6 +1,6 @@
 """A recovery of the two-layer model from the `tuned` fixture."""
 
-from transformers import TrainingArguments
+from types import SimpleNamespace
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.grading import Grader
@@ -8,7 +8,6 @@ from opdcl.distill.prompts import read_recovery_source
 from opdcl.distill.rollout_queue import RolloutQueue, Selection
 from opdcl.distill.schedule import plan_steps
 from opdcl.distill.teachers import Teacher
-from opdcl.distill.trainer import RecoveryTrainer
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
@@ -100,7 +99,7 @@ def run(backbone, folder, **settings):
 
 
 def make_trainer(backbone, folder, **settings):
-    """Return a trainer of four short steps: base teaches general prompts, `tuned` domain prompts."""
+    """Return queue, grader and model of four short steps: base teaches general prompts, tuned domain ones."""
     short = {
         "steps": 4,
         **({} if settings.get("lmbda") == 0 else {"lmbda": 1.0}),
@@ -110,19 +109,9 @@ def make_trainer(backbone, folder, **settings):
         "micro_batch_tokens": 2048,
     }
     config = RecoverConfig(**short | settings)
-    args = TrainingArguments(
-        output_dir=str(folder / "t"),
-        per_device_train_batch_size=1,
-        max_steps=4,
-        use_cpu=True,
-        report_to="none",
-        remove_unused_columns=False,
-        train_sampling_strategy="sequential",
-        disable_tqdm=True,
-    )
     prompts = {"general": [Prompt([*PROMPT, 9])] * 3, "domain": [Prompt([*PROMPT, 8])] * 3}
     teachers = {"general": Teacher(backbone, "base"), "domain": Teacher(backbone, "tuned")}
     grader = Grader(backbone, config, teachers)
     steps, student = plan_steps(config, 3, 3), Teacher(backbone, "student")
     queue = RolloutQueue(config, steps, prompts, student, teachers, Selection(config))
-    return RecoveryTrainer(queue, grader, args)
+    return SimpleNamespace(queue=queue, grader=grader, model=backbone.peft)

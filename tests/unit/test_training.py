@@ -1,36 +1,28 @@
 """What both stages share: learning rates from the first step on, and steps that are not finite."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
+import shutil
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.recovering import Silent, run, short_recovery, train
 from safetensors.torch import load_file
-from transformers import Trainer, TrainingArguments
+from transformers import get_scheduler
 
+from opdcl.config.optimizer import OptimizerSection
 from opdcl.config.recover import RecoverConfig
+from opdcl.distill.grading import Grader
 from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.layout import StageDir
 from opdcl.stages.recover import _student, recover
-from opdcl.training import StageCallback, StageTrainer, finite_or_skipped
-
-
-class Recorder(StageCallback):
-    """The stage callback, with its rows in a list instead of a run directory."""
-
-    def __init__(self):
-        super().__init__(Silent(), 9)
-        self.rows = []
-
-    def write(self, row):
-        self.rows.append(row)
+from opdcl.training import Schedule, StageLog, is_finite
 
 
 class Shown(Silent):
@@ -50,13 +42,10 @@ class Shown(Silent):
     ("kl", "shown"), [(0.739, {"stream", "loss"}), (0.502, {"stream", "loss", "kl"}), (None, {"loss"})]
 )
 def test_a_divergence_that_is_the_loss_is_shown_once(tmp_path, kl, shown):
-    callback = StageCallback(Shown(), 9)
-    callback._out = StageDir(tmp_path)
-    logs = {"loss": 0.739} | ({"kl": kl, "stream": "general"} if kl else {})
-    state = SimpleNamespace(log_history=[], global_step=1)
-    callback.on_log(None, state, None, logs=logs)
-    assert callback.report.values.keys() == shown | {"tokens_per_s"}
-    assert json.loads(callback._out.metrics.read_text()).get("kl") == kl  # the file has both
+    log = StageLog(Shown(), StageDir(tmp_path), 9)
+    log.step(1, {"loss": 0.739} | ({"kl": kl, "stream": "general"} if kl else {}), 10, 0.5)
+    assert log.report.values.keys() == shown | {"tokens_per_s"}
+    assert json.loads(log.out.metrics.read_text()).get("kl") == kl  # the file has both
 
 
 def test_only_a_slower_sampler_is_mentioned(backbone):
@@ -69,37 +58,52 @@ def test_only_a_slower_sampler_is_mentioned(backbone):
     assert report.notes == [f"the slower sampler `generate` is used: {reason}"]
 
 
-def trainer_with(callback):
-    return SimpleNamespace(
-        callback_handler=SimpleNamespace(callbacks=[callback]), state=SimpleNamespace(global_step=4)
-    )
-
-
 @pytest.mark.parametrize(
     ("loss", "gradient"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, -math.inf)]
 )
-def test_a_non_finite_step_is_skipped_once_and_stops_the_stage_the_second_time(loss, gradient):
-    layer = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
-    layer(torch.ones(3)).sum().backward()
-    optimizer.step()  # the moments alone would now change the weights
-    before = [p.detach().clone() for p in layer.parameters()]
-    layer.weight.grad = torch.full_like(layer.weight, gradient)
-    callback = Recorder()
-    assert finite_or_skipped(trainer_with(callback), layer, torch.tensor(loss)) == 0
-    optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))
-    assert callback.rows == [{"step": 5, "skipped": "loss or gradient is not finite"}]
-    layer.weight.grad = torch.full_like(layer.weight, gradient)
-    with pytest.raises(OpdclError, match="for the second time"):
-        finite_or_skipped(trainer_with(callback), layer, torch.tensor(loss))
-
-
-def test_a_finite_step_keeps_its_loss_and_gradient():
+def test_a_loss_or_gradient_that_is_not_finite_is_noticed(loss, gradient):
     layer = torch.nn.Linear(3, 2)
     layer(torch.ones(3)).sum().backward()
-    assert finite_or_skipped(trainer_with(Recorder()), layer, torch.tensor(2.0)) == 2.0
-    assert layer.weight.grad is not None
+    assert is_finite(layer, torch.tensor(2.0))
+    layer.weight.grad = torch.full_like(layer.weight, gradient)
+    assert not is_finite(layer, torch.tensor(loss))
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """Return a function that makes the gradients of these steps, counted from 1, not a number."""
+
+    def spoil_steps(*steps):
+        plain, count = Grader.learn, itertools.count(1)
+
+        def learn(self, *args):
+            sums = plain(self, *args)
+            if next(count) in steps:
+                next(p.grad for p in self.backbone.peft.parameters() if p.grad is not None).fill_(math.nan)
+            return sums
+
+        monkeypatch.setattr(Grader, "learn", learn)
+
+    return spoil_steps
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_recorded(backbone, tuned, spoil):
+    settings = {"steps": 3, "validate_every": 3, "start": 1, "health": False, "lmbda": 0.0}
+    norms = [row["adapter_norm"] for row in run(backbone, tuned, **settings) if "loss" in row]
+    shutil.rmtree(tuned / "out")
+    spoil(2)
+    rows = run(backbone, tuned, **settings)
+    assert [row["step"] for row in rows if "skipped" in row] == [2]
+    steps = {row["step"]: row["adapter_norm"] for row in rows if "loss" in row}
+    assert steps == {1: norms[0], 3: norms[1]}  # after the skipped step the adapter is as before it
+    rates = [row["learning_rate"] for row in rows if "learning_rate" in row]
+    assert len(rates) == 2
+
+
+def test_a_second_step_that_is_not_finite_ends_the_stage(backbone, tuned, spoil):
+    spoil(1, 3)
+    with pytest.raises(OpdclError, match="step 3, for the second time"):
+        run(backbone, tuned, steps=4, start=1, health=False)
 
 
 def test_recovery_of_a_model_that_contains_nan_stops_before_training(backbone, tuned):
@@ -112,47 +116,31 @@ def test_recovery_of_a_model_that_contains_nan_stops_before_training(backbone, t
     assert "not finite" in str(caught.value)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 40])
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("linear", {}),
-        ("cosine", {}),
-        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
-        ("constant_with_warmup", {}),
-        ("inverse_sqrt", {}),
-        ("warmup_stable_decay", {"num_decay_steps": 1, "warmup_type": "cosine"}),
-    ],
-)
-def test_the_first_step_learns_and_only_the_warm_up_is_changed(tmp_path, steps, kind, options):
+def theirs(shape: str, steps: int, warm_up: int) -> list[float]:
+    """Return the shares of the peak that transformers' schedule gives to the steps."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    names = {"held": "warmup_stable_decay", "constant": "constant_with_warmup"}
+    options = {"num_decay_steps": math.ceil(steps / 4), "decay_type": "linear"} if shape == "held" else {}
+    schedule = get_scheduler(
+        names.get(shape, shape), optimizer, warm_up, steps, scheduler_specific_kwargs=options
+    )
+    return [schedule.lr_lambdas[0](step) for step in range(steps)]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 40])
+@pytest.mark.parametrize("shape", ["held", "linear", "cosine", "constant"])
+def test_a_schedule_is_that_of_transformers_but_begins_above_zero(shape, steps):
     """Each step of the warm-up has the rate that transformers gives to the next; its last has the peak."""
-    warm_up = math.ceil(steps * 0.1)
+    schedule = Schedule.of(OptimizerSection(), steps, shape, warm_up=0.1)
+    ours, expected = [schedule.share(step) for step in range(steps)], theirs(shape, steps, schedule.warm_up)
+    assert ours[: schedule.warm_up - 1] == expected[1 : schedule.warm_up]
+    assert ours[schedule.warm_up - 1] == 1
+    assert ours[schedule.warm_up :] == expected[schedule.warm_up :]
 
-    def rates(trainer_class) -> list[float]:
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path),
-            lr_scheduler_type=kind,
-            lr_scheduler_kwargs=options,
-            warmup_steps=warm_up,
-            learning_rate=1.0,
-            report_to="none",
-            use_cpu=True,
-        )
-        trainer = trainer_class(model=torch.nn.Linear(1, 1), args=arguments)
-        trainer.create_optimizer_and_scheduler(steps)
-        found = []
-        for _ in range(steps):
-            found.append(trainer.optimizer.param_groups[0]["lr"])
-            assert trainer.lr_scheduler.get_last_lr() == [found[-1]] * len(trainer.optimizer.param_groups)
-            trainer.optimizer.step()
-            trainer.lr_scheduler.step()
-        return found
 
-    theirs, ours = rates(Trainer), rates(StageTrainer)
-    assert theirs[0] == 0
-    assert ours[: warm_up - 1] == theirs[1:warm_up]
-    assert ours[warm_up - 1] == 1
-    assert ours[warm_up:] == theirs[warm_up:]
+def test_without_a_warm_up_the_first_step_has_the_peak():
+    schedule = Schedule.of(OptimizerSection(warmup=0, schedule="linear"), 4, "cosine", warm_up=0.1)
+    assert [schedule.share(step) for step in range(4)] == [1.0, 0.75, 0.5, 0.25]
 
 
 def test_a_recovery_of_one_step_learns(backbone, tuned):

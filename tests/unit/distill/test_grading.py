@@ -12,8 +12,8 @@ from opdcl.config.finetune import LoraSection
 from opdcl.distill.grading import kl_by_route, micro_batches, token_weights
 from opdcl.distill.rollout_queue import StepRollouts
 from opdcl.distill.teachers import RoutedTeacher, Teacher
-from opdcl.distill.trainer import step_metrics
 from opdcl.sampling.rollout import Prompt, Rollout
+from opdcl.stages.recover import step_metrics
 from opdcl.training import save_adapter
 
 ROLLOUTS = [

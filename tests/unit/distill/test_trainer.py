@@ -142,10 +142,9 @@ def test_unfinished_completions_resume_and_each_is_learned_from_once(backbone, t
     for index, step in enumerate(queue.steps):
         if index == 6:  # a checkpoint in the middle brings back the unfinished ones
             assert queue._unfinished["general"]
-            trainer.create_optimizer_and_scheduler(12)
-            trainer._save_checkpoint(trainer.model, None)
+            queue.save(tmp_path)
             queue._ahead, queue._unfinished = {}, {}
-            trainer.queue.restore(tmp_path / "t" / "checkpoint-0")
+            queue.restore(tmp_path)
         rollouts = queue.take(index).rollouts
         assert rollouts
         assert all(r.finished or len(r.completion_ids) == 30 for r in rollouts)
@@ -331,15 +330,20 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_no_gradient(trainer, m
     assert trainer.grader.micro_batch_tokens < 32
 
 
+def learn_from_first_step(trainer):
+    batch = trainer.queue.take(0)
+    trainer.grader.learn(batch.rollouts, trainer.queue.steps[0].stream, batch.fresh)
+
+
 def step_gradient(trainer):
     trainer.queue._ahead.clear()
     trainer.model.zero_grad()
-    trainer.training_step(trainer.model, {"step": 0})
+    learn_from_first_step(trainer)
     return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
 
 
 def test_a_sequence_too_long_for_memory_is_an_error_with_a_hint(trainer, memory_for):
     memory_for(0, torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(OpdclError, match="does not fit") as caught:
-        trainer.training_step(trainer.model, {"step": 0})
+        learn_from_first_step(trainer)
     assert "max_new_tokens" in caught.value.hint

@@ -29,7 +29,9 @@ from opdcl.model.backbone import Backbone
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.finetune import AnswerTrainer, _pieces, as_distillation, finetune, lay_out, planned_steps
+from opdcl.stages.answer_trainer import AnswerTrainer, _pieces
+from opdcl.stages.finetune import as_distillation, finetune, lay_out, planned_steps
+from opdcl.training import Schedule
 
 QA = Row([{"role": "user", "content": "What is the code?"}], "Seven", None, "here:1")
 
@@ -171,6 +173,7 @@ def test_a_worker_without_a_row_of_the_batch_adds_no_loss_and_no_gradient(
     rows = encode_example(QA, backbone.tokenizer, 500)
     trainer = AnswerTrainer(
         backbone,
+        Schedule(1, 0, "constant"),
         [row.input_ids for row in rows if is_replayed],
         model=model,
         args=SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none"),
@@ -402,6 +405,7 @@ def test_a_domain_row_is_imitated_and_a_replayed_row_has_bases_distribution(back
     ]
     trainer = AnswerTrainer(
         backbone,
+        Schedule(1, 0, "constant"),
         [prompt + answer for prompt, answer in rows["replayed"]],
         model=model,
         args=SFTConfig(

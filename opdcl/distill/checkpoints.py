@@ -1,0 +1,146 @@
+"""The student's optimizer, and the checkpoints from which a recovery resumes bit for bit. No pickles."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from opdcl import parallel
+from opdcl.config.recover import RecoverConfig
+from opdcl.distill.rollout_queue import RolloutQueue
+from opdcl.errors import OpdclError, UsageError
+from opdcl.model.backbone import Backbone
+from opdcl.model.lora import parts
+from opdcl.rundir.files import folder_appears_whole, read_json, write_json
+from opdcl.rundir.hashes import seal
+from opdcl.rundir.layout import StageDir
+from opdcl.training import CHECKPOINTS, Schedule, keep_records
+
+# What AdamW keeps of each weight.
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+class StudentOptimizer:
+    """AdamW (arXiv 1711.05101) on the student's adapter, whose learning rate follows a schedule."""
+
+    def __init__(self, backbone: Backbone, config: RecoverConfig):
+        settings = config.optimizer
+        self.schedule = Schedule.of(settings, config.steps, "held", warm_up=0.1)
+        self.peak = float(config.learning_rate)
+        self.max_grad_norm = settings.max_grad_norm
+        self.steps = 0
+        self.weights = {n: weight for n, weight in backbone.peft.named_parameters() if weight.requires_grad}
+        self.adamw = torch.optim.AdamW(
+            self.weights.values(),
+            lr=self.peak,
+            betas=(settings.betas[0], settings.betas[1]),
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        return self.peak * self.schedule.share(self.steps)
+
+    def update(self) -> float:
+        """Change the weights by their gradients; return the norm that these had before they were bounded."""
+        norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), self.max_grad_norm or float("inf"))
+        for group in self.adamw.param_groups:
+            group["lr"] = self.rate
+        self.adamw.step()
+        self.skip()
+        return float(norm)
+
+    def skip(self) -> None:
+        """Pass over a step, whose gradients are dropped."""
+        self.adamw.zero_grad(set_to_none=True)
+        self.steps += 1
+
+    def halve_rate(self) -> None:
+        """Halve the learning rate of all steps to come."""
+        self.peak /= 2
+
+    def save(self, folder: Path) -> None:
+        tensors = {}
+        for name, weight in self.weights.items():
+            for moment in MOMENTS:
+                if weight in self.adamw.state:
+                    tensors[f"{moment}/{name}"] = self.adamw.state[weight][moment]
+        save_file(tensors, folder / "optimizer.safetensors")
+        write_json(folder / "optimizer.json", {"steps": self.steps, "peak": self.peak})
+
+    def restore(self, folder: Path) -> None:
+        tensors = load_file(folder / "optimizer.safetensors")
+        for name, weight in self.weights.items():
+            for moment in MOMENTS:
+                if f"{moment}/{name}" in tensors:
+                    kept = tensors[f"{moment}/{name}"]
+                    self.adamw.state[weight][moment] = kept if moment == "step" else kept.to(weight.device)
+        counts = read_json(folder / "optimizer.json")
+        self.steps, self.peak = counts["steps"], counts["peak"]
+
+
+class Checkpoints:
+    """Saves and restores what a recovery changes: adapters, optimizer, completions, records."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        optimizer: StudentOptimizer,
+        queue: RolloutQueue,
+        moving: Sequence[str],
+        out: StageDir,
+    ):
+        """Keep the adapters of the student and of the teachers that are `moving`."""
+        self.backbone, self.optimizer, self.queue, self.out = backbone, optimizer, queue, out
+        self.states = ["student", *moving]
+        self._base = backbone.checksum()
+
+    def save(self, step: int) -> None:
+        """Write the checkpoint of a step, whole or not at all, and remove all but the last ones.
+
+        Raises:
+            OpdclError: The base weights have changed, or workers hold different adapters.
+        """
+        if parallel.any_worker(self.backbone.checksum() != self._base):
+            message = f"the base weights changed before step {step}"
+            raise OpdclError(message, "this is a defect of opdcl: please report it")
+        parallel.check_same("adapters", self.backbone.adapter_norm("student"))
+        with folder_appears_whole(self.out.trainer / f"checkpoint-{step}") as folder:
+            save_file(self._adapters(), folder / "adapters.safetensors")
+            self.optimizer.save(folder)
+            self.queue.save(folder)
+            keep_records(self.out, folder)
+            seal(folder)
+        for old in self.out.checkpoints()[CHECKPOINTS:]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def restore(self, folder: Path) -> None:
+        """Take back what `save` wrote.
+
+        Raises:
+            UsageError: Another version of opdcl wrote it, in another format.
+        """
+        if not (folder / "adapters.safetensors").exists():
+            hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
+            raise UsageError(f"another version of opdcl wrote {folder}", hint)
+        saved = load_file(folder / "adapters.safetensors")
+        with torch.no_grad():
+            for name, weight in self._adapters().items():
+                weight.copy_(saved[name])
+        self.optimizer.restore(folder)
+        self.queue.restore(folder)
+
+    def _adapters(self) -> dict[str, torch.Tensor]:
+        """Return the adapters' weights by state, layer and part."""
+        tensors = {}
+        for state in self.states:
+            for number, layer in enumerate(self.backbone.adapted_layers(state)):
+                for part, weight in enumerate(parts(layer, state)):
+                    tensors[f"{state}/{number}/{part}"] = weight.detach()
+        return tensors

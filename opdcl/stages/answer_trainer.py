@@ -1,0 +1,273 @@
+"""The trainer of the fine-tune: TRL's SFTTrainer with our forward pass, metrics and checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PrinterCallback, TrainerCallback
+from trl import SFTTrainer
+
+from opdcl import parallel
+from opdcl.config.finetune import FinetuneConfig
+from opdcl.config.teacher import LossSection
+from opdcl.distill.losses import token_losses
+from opdcl.errors import Interrupted, OpdclError
+from opdcl.model.backbone import Backbone
+from opdcl.model.distributions import HiddenStates
+from opdcl.model.forward import Sequences, answer_ids, answer_states
+from opdcl.model.memory import is_out_of_memory
+from opdcl.model.positions import cross_entropy
+from opdcl.rundir.hashes import seal
+from opdcl.rundir.layout import StageDir
+from opdcl.training import (
+    CHECKPOINTS,
+    Interruption,
+    Schedule,
+    StageLog,
+    is_finite,
+    keep_records,
+    last_checkpoint,
+    steps_done,
+)
+
+logger = logging.getLogger(__name__)
+
+# Of the trainer's logs, what a step's row in metrics.jsonl leaves out or replaces.
+UNLOGGED = ("epoch", "tokens", "entropy", "num_tokens", "mean_token_accuracy")
+
+
+def trainer_arguments(
+    config: FinetuneConfig, backbone: Backbone, out: StageDir, steps: int
+) -> dict[str, Any]:
+    """Return the arguments of the fine-tune's trainer, but for the schedule of the rate, which is ours."""
+    optimizer = config.optimizer
+    return {
+        "output_dir": str(out.trainer),
+        # bf16 is autocast, needed where a bf16 base meets its fp32 adapter.
+        "bf16": backbone.causal_lm.dtype == torch.bfloat16,
+        "use_cpu": backbone.device.type == "cpu",
+        # It would recompute without the shared prefix's cache; batches are cut finer instead.
+        "gradient_checkpointing": False,
+        "max_steps": steps,
+        "per_device_train_batch_size": config.batch_size,
+        "learning_rate": config.learning_rate,
+        "weight_decay": optimizer.weight_decay,
+        "max_grad_norm": optimizer.max_grad_norm,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "seed": config.seed,
+        "train_sampling_strategy": "sequential",  # the order of steps is planned beforehand
+        "logging_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": config.save_steps,
+        "save_total_limit": CHECKPOINTS,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "log_level": "error",
+        "dataloader_pin_memory": backbone.device.type == "cuda",
+        "max_length": None,  # `read_examples` has seen to it
+        "completion_only_loss": True,
+        "router_aux_loss_coef": 0.0,  # routers are frozen
+    }
+
+
+class StageCallback(TrainerCallback):
+    """Writes a trainer's metrics, seals its checkpoints, and lets a signal end it with one."""
+
+    def __init__(self, log: StageLog, backbone: Backbone, tokens_per_step: int):
+        self.log, self.backbone, self.tokens_per_step = log, backbone, tokens_per_step
+        self.interruption = Interruption(log.report)
+        self.skipped: int | None = None
+        self._base = backbone.checksum()
+        self._step_started = 0.0
+
+    def run(self, trainer: SFTTrainer) -> None:
+        """Train from the last checkpoint to the end.
+
+        Raises:
+            Interrupted: A signal came; the checkpoint is saved.
+        """
+        log = self.log
+        checkpoint = last_checkpoint(log.out, log.report)
+        if checkpoint:
+            log.report.note(f"resuming from step {steps_done(checkpoint)} of {log.steps}")
+        trainer.remove_callback(PrinterCallback)  # stdout is for results
+        with self.interruption.awaited():
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        trainer.model.eval()  # whatever follows measures or samples, without dropout
+        if not self.interruption.came:
+            return
+        reached = trainer.state.global_step
+        if reached >= log.steps:
+            raise KeyboardInterrupt  # it came in the last step; the stages after this one must not start
+        raise Interrupted(f"interrupted at step {reached} of {log.steps}; checkpoint saved")
+
+    def skip(self, step: int) -> None:
+        """Record that a step changes nothing: without gradients, the optimizer leaves weights and moments."""
+        self.skipped = step
+        self.log.skip(step)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._step_started = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.interruption.came = parallel.any_worker(self.interruption.came)
+        if self.interruption.came:
+            control.should_training_stop = True
+            control.should_save = True
+
+    def on_save(self, args, state, control, **kwargs):
+        if parallel.any_worker(self.backbone.checksum() != self._base):
+            message = f"the base weights changed before step {state.global_step}"
+            raise OpdclError(message, "this is a defect of opdcl: please report it")
+        parallel.check_same("adapters", self.backbone.adapter_norm("student"))
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        keep_records(self.log.out, checkpoint)
+        seal(checkpoint)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        # It would grow without bound, in memory and in every checkpoint; metrics.jsonl has it all.
+        state.log_history.clear()
+        if logs and "loss" in logs and self.skipped != state.global_step:
+            values = {key: value for key, value in logs.items() if key not in UNLOGGED}
+            seconds = time.perf_counter() - self._step_started
+            self.log.step(state.global_step, values, self.tokens_per_step, seconds)
+
+
+class AnswerTrainer(SFTTrainer):
+    """SFTTrainer that computes the rows' shared prefix once and projects answer positions only.
+
+    The loss of a domain row is cross-entropy. A replayed row, whose answer base wrote, is held to base's
+    distribution at every token: the same gradient on average, without the noise of one answer.
+    """
+
+    pieces = 1  # micro-batches per batch; doubled whenever memory runs out
+
+    def __init__(
+        self, backbone: Backbone, schedule: Schedule, replayed: Iterable[Sequence[int]] = (), **options: Any
+    ):
+        weights = {weight: weight.data for weight in options["model"].parameters() if weight.requires_grad}
+        super().__init__(**options)
+        # On a quantized base TRL rounds the adapter to bf16, where small updates vanish.
+        for weight, original in weights.items():
+            weight.data = original
+        self.backbone, self.schedule = backbone, schedule
+        self.replayed = {tuple(ids) for ids in replayed}
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        if getattr(self, "lr_scheduler", None) is None:
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: self.schedule.share(step))
+        return self.lr_scheduler
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        tokens = (inputs["labels"] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        while True:
+            try:
+                # Each piece divides by the tokens of the whole batch, so that the gradients of all pieces
+                # and workers add up to the batch's.
+                step = super().training_step
+                losses = [step(model, piece, tokens) for piece in _pieces(inputs, self.pieces)]
+                break
+            except (RuntimeError, MemoryError) as fault:
+                # A worker of a sharded base cannot repeat a step alone.
+                if not is_out_of_memory(fault) or parallel.sharded():
+                    raise
+                model.zero_grad()
+                self._cut_finer(inputs)
+        parallel.add_gradients(model)
+        loss = torch.stack(losses).sum()
+        total = parallel.sum_over_workers({"loss": float(loss)})["loss"]
+        loss = loss.new_tensor(total)
+        if is_finite(model, loss):
+            return loss
+        model.zero_grad(set_to_none=True)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, StageCallback):
+                callback.skip(self.state.global_step + 1)
+        return torch.zeros_like(loss)  # not NaN: the trainer sums losses up
+
+    def _cut_finer(self, inputs: dict[str, torch.Tensor]) -> None:
+        if self.pieces >= len(parallel.my_share(range(len(inputs["input_ids"])))):
+            hint = "lower finetune.max_length, or choose a smaller model"
+            raise OpdclError("one training row alone does not fit into memory", hint)
+        self.pieces *= 2
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        logger.warning("out of memory: continuing with batches cut into %d", self.pieces)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Return the mean loss over the answer tokens of the optimizer step."""
+        if return_outputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        causal_lm = model.get_base_model()
+        # Whole tensors: on a GPU every copy to the host waits for the device.
+        lengths = inputs["attention_mask"].sum(1).tolist()
+        rows, learned = inputs["input_ids"].tolist(), (inputs["labels"] != -100).tolist()
+        sequences = [
+            (ids[:length], answer[:length])
+            for ids, answer, length in zip(rows, learned, lengths, strict=True)
+        ]
+        targets_N = answer_ids(sequences, causal_lm.device)
+        is_replayed_N = self._replayed_positions(sequences).to(causal_lm.device)
+        needs_base, base_NH = bool(is_replayed_N.any()), None
+        if parallel.sharded():  # its workers take every pass together
+            needs_base = parallel.any_worker(needs_base)
+        if needs_base:
+            # A context of its own: autocast reuses its copies of weights, and these have no gradients.
+            with self.compute_loss_context_manager(), torch.no_grad(), self.backbone.state("base"):
+                base_NH = answer_states(causal_lm, sequences)
+        with self.compute_loss_context_manager():
+            states_NH = answer_states(causal_lm, sequences)
+            if base_NH is None:
+                total = cross_entropy(states_NH, self.backbone.head_VH, targets_N).sum()
+            else:
+                total = self._mixed_loss(states_NH, base_NH, targets_N, is_replayed_N)
+        return total / (len(targets_N) if num_items_in_batch is None else num_items_in_batch)
+
+    def _replayed_positions(self, sequences: Sequences) -> torch.Tensor:
+        """Return for each answer token of a batch, in order, whether its row is replayed, `(N,)`."""
+        positions = []
+        for ids, answer in sequences:
+            positions += [tuple(ids) in self.replayed] * sum(answer[1:])
+        return torch.tensor(positions, dtype=torch.bool)
+
+    def _mixed_loss(
+        self,
+        states_NH: torch.Tensor,
+        base_NH: torch.Tensor,
+        targets_N: torch.Tensor,
+        is_replayed_N: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the summed loss in nats: cross-entropy of domain tokens, KL(base, student) of the others."""
+        head_VH, is_domain_N = self.backbone.head_VH, ~is_replayed_N
+        imitation = cross_entropy(states_NH[is_domain_N], head_VH, targets_N[is_domain_N]).sum()
+        divergence = token_losses(
+            states_NH[is_replayed_N],
+            head_VH,
+            HiddenStates(base_NH[is_replayed_N], head_VH.detach()),
+            targets_N[is_replayed_N],
+            sampler_N=torch.zeros_like(base_NH[is_replayed_N, 0]),
+            temperature=1.0,
+            loss=LossSection(kind="forward_kl"),
+        ).loss.sum()
+        return imitation + divergence
+
+
+def _pieces(inputs: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+    """Split this worker's rows of a batch; a worker without any gets the first row with its answer masked."""
+    if count == 1 and parallel.worker_count() == 1:
+        return [inputs]
+    rows = parallel.my_share(range(len(inputs["input_ids"])))
+    if not rows:
+        masked = torch.full_like(inputs["labels"][:1], -100)
+        return [{name: values[:1] for name, values in inputs.items()} | {"labels": masked}]
+    size = math.ceil(len(rows) / count)
+    groups = [list(rows[i : i + size]) for i in range(0, len(rows), size)]
+    return [{name: values[group] for name, values in inputs.items()} for group in groups]
