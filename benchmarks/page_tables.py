@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
@@ -12,81 +11,6 @@ from page_cells import HERE, NOT_MEASURED, ratio, read, rows_of, score, seeds_of
 
 from opdcl.results.format import SCORE, interval, percent
 from opdcl.results.status import STATES
-
-
-def proof_scores(methods: slice = slice(-1, None)) -> str:
-    """Return the scores of each data set's last method, or of other methods."""
-    cells = [
-        (data_set, method, name, suite)
-        for data_set, by_method in read("proof").items()
-        for method in list(by_method)[methods]
-        for name, suite in by_method[method]["suites"].items()
-    ]
-    rows = [
-        [
-            f"{data_set}, {method}",
-            suite_words(name, suite["metric"]),
-            str(suite["n"]),
-            percent(suite["floor"]),
-        ]
-        + [score(suite[state]) for state in STATES]
-        for data_set, method, name, suite in cells
-    ]
-    columns = ["runs", "suite", "n", "floor", *STATES]
-    return rows_of(columns, unbroken(rows, 2), 2) if rows else NOT_MEASURED
-
-
-def retention_suites() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
-    """Yield each retention suite of the proof: its runs, name and record, and all suites of these runs."""
-    for data_set, by_method in read("proof").items():
-        for method, cell in by_method.items():
-            for name, suite in cell["suites"].items():
-                if suite["role"] == "retention":
-                    shown = suite_words(name, suite["metric"])
-                    yield f"{data_set}, {method}", shown, suite, cell["suites"]
-
-
-def proof_recovery() -> str:
-    """Return R and D of every method on every data set."""
-    rows = []
-    for runs, name, suite, suites in retention_suites():
-        kept = [ratio(s["domain_retention"]) for s in suites.values() if s["role"] == "domain"]
-        rows.append([runs, name, *recovery_cells(suite), *(kept or [""])[:1]])
-    columns = ["runs", "suite", "outcome", "R", "R from tuned", "R, seen", "R, unseen", "D"]
-    if all(row[4] in ("", row[3]) for row in rows):  # R starts from tuned wherever that is above the floor
-        columns, *rows = [[*row[:4], *row[5:]] for row in (columns, *rows)]
-    return rows_of(columns, unbroken(rows, 3), 3) if rows else NOT_MEASURED
-
-
-def recovery_cells(suite: dict[str, Any]) -> list[str]:
-    groups = [suite["groups"].get(name, {}).get("recovery") for name in ("seen", "unseen")]
-    first = ratio(suite["recovery"]) or f"none: {suite['no_recovery_because']}"
-    return [suite["status"], first, *(ratio(r) for r in (suite["recovery_raw"], *groups))]
-
-
-def proof_writing() -> str:
-    """Return how the models write, on every data set."""
-    rows = []
-    for runs, name, suite, _ in retention_suites():
-        both = [suite["writing"][state] for state in ("base", "recovered")]
-        rows.append([runs, name, *(score(w.get(m)) for m in ("ended", "repetition") for w in both)])
-    columns = ["runs", "suite", "base: answers that end", "recovered", "base: repetition", "recovered"]
-    return rows_of(columns, unbroken(rows, 2), 2) if rows else NOT_MEASURED
-
-
-def proof_conditions() -> str:
-    """Say when, where and how the proof's runs were made."""
-    sentences = []
-    for data_set, by_method in read("proof").items():
-        for method, cell in by_method.items():
-            machine, seeds = cell["machine"] or {}, len(cell["seeds"])
-            place = f"{machine.get('name')}, {machine.get('cores')} cores, {machine.get('dtype')}"
-            sentence = f"{data_set}, {method}: {seeds_of(seeds)}, {place}, {cell['date']}"
-            if minutes := cell["minutes"]:
-                low, high = (f"{extreme(minutes):.0f}" for extreme in (min, max))
-                sentence += f", {low} minutes" if low == high else f", {low} to {high} minutes each"
-            sentences.append(f"- {sentence}, at most {max(cell['peak_memory_gib'])} GiB.")
-    return "\n".join(sentences) or NOT_MEASURED
 
 
 def comparison(name: str) -> str:
@@ -166,11 +90,6 @@ def closeness() -> str:
     return rows_of(columns, unbroken(rows, 1))
 
 
-def latest_proof() -> dict[str, Any] | None:
-    """Return the record of the last method on the handbook."""
-    return next(reversed(read("proof").get("handbook", {}).values()), None)
-
-
 def quotes() -> str:
     """Return the quoted prompts with the answers of the three models."""
     rows = []
@@ -182,9 +101,7 @@ def quotes() -> str:
 
 def sizes() -> str:
     """Return memory and time by model: measured for the embedded model, by arithmetic for larger ones."""
-    proof = latest_proof()
-    peak = f"{min(proof['peak_memory_gib'])} GiB" if proof else ""  # later runs of a process inherit peaks
-    place, time = quickstart_time()
+    place, peak, time = quickstart_time()
     rows = [["SmolLM2-135M, embedded", place, peak, time, "measured"]]
     (quick,), (step,) = on_a_gpu("quickstart"), on_a_gpu("step qwen3-8b opdcl 64")
     device = step["device"].removeprefix("NVIDIA ")
@@ -230,11 +147,11 @@ def on_a_gpu(arm: str) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if row["arm"] == arm]
 
 
-def quickstart_time() -> tuple[str, str]:
-    """Return where the quickstart was timed, and how long it took."""
+def quickstart_time() -> tuple[str, str, str]:
+    """Return where the quickstart was timed, the memory that it took, and how long it took."""
     row = read("quickstart_time")
     place = f"{row['threads']} thread{'s' * (row['threads'] > 1)} of {row['machine']}, {row['dtype']}"
-    return place, f"{row['seconds'] / 60:.0f} minutes, all stages"
+    return place, f"{row['peak_memory_gib']} GiB", f"{row['seconds'] / 60:.0f} minutes, all stages"
 
 
 def throughput(record: str = "throughput") -> str:
@@ -320,11 +237,6 @@ def extent(shares: list[float]) -> str:
 
 
 TABLES = {
-    "proof": proof_scores,
-    "proof-all": lambda: proof_scores(slice(None)),
-    "proof-recovery": proof_recovery,
-    "proof-writing": proof_writing,
-    "proof-conditions": proof_conditions,
     "rivals-writing": lambda: rivals(writing=True),
     "rivals-people": lambda: rivals("reword", writing=True),
     "sceptic": lambda: rivals("forgetting", names={arm: FORGETTING[arm] for arm in SHOWN}),
@@ -341,9 +253,6 @@ TABLES = {
     "closeness": closeness,
     "quotes": quotes,
     "sizes": sizes,
-    "ablation": lambda: comparison("ablation"),
-    "cure": lambda: comparison("cure"),
-    "people": lambda: comparison("people"),
     "defaults": lambda: comparison("defaults"),
     "coverage": coverage,
     "fractions": fractions,

@@ -1,4 +1,4 @@
-"""Every measured number in the pages comes from a record: benchmarks/{records,*_tables,proof}.py."""
+"""Every measured number in the pages comes from a record: benchmarks/{records,*_tables}.py."""
 
 import json
 import re
@@ -21,10 +21,6 @@ ELSEWHERE = {
 }
 # What each table of the pages is made from; other tables have the name of their record.
 MADE_FROM = {
-    "proof-all": "proof",
-    "proof-recovery": "proof",
-    "proof-writing": "proof",
-    "proof-conditions": "proof",
     "growth-rows": "scaling",
     "growth-length": "scaling",
     "quotes": "quote",
@@ -137,7 +133,7 @@ def test_a_table_that_was_changed_by_hand_is_a_fault(records):
     assert records.with_tables(changed) == text
 
 
-# -- the proof
+# -- pieces
 
 
 @pytest.fixture
@@ -170,91 +166,9 @@ def runs(tmp_path) -> list[RunDir]:
     return made
 
 
-def test_the_proof_pools_the_seeds(runs, tmp_path, monkeypatch, tables):
-    proof = script("proof")
-    words = ["proof.py", "quickstart", "cured", *(str(run.path) for run in runs)]
-    monkeypatch.setattr(sys, "argv", [*words, "--out", str(tmp_path / "proof.json")])
-    proof.main()
-    record = json.loads((tmp_path / "proof.json").read_text())
-    cell = record["quickstart"]["cured"]
-    assert [seeds["recover.seed"] for seeds in cell["seeds"]] == [0, 1, 2]
-    assert cell["minutes"] == [10, 11, 12]
-    assert cell["peak_memory_gib"] == [2, 3, 4]
-    suite = cell["suites"]["instructions"]
-    assert (suite["n"], suite["floor"], suite["base"]["value"]) == (40, 0.3, 0.8)
-    assert suite["recovered"]["value"] == pytest.approx(28 / 40, abs=1e-6)
-    assert suite["recovery"]["value"] == pytest.approx((28 - 12) / (32 - 12), abs=1e-6)
-    assert suite["recovery_raw"]["value"] == pytest.approx((28 - 8) / (32 - 8), abs=1e-6)
-    assert suite["recovery"]["low"] < suite["recovery"]["value"] < suite["recovery"]["high"]
-    assert {name: group["n"] for name, group in suite["groups"].items()} == {"seen": 20, "unseen": 20}
-    assert suite["groups"]["unseen"]["recovery"]["value"] == pytest.approx((14 - 6) / (16 - 6), abs=1e-6)
-    assert suite["writing"]["base"]["ended"]["value"] == 1
-    assert suite["writing"]["recovered"]["ended"]["value"] == 0.25
-    assert suite["writing_tests"]["ended"]["different"]
-    kept = cell["suites"]["handbook"]["domain_retention"]
-    assert kept["value"] == pytest.approx((34 - 4) / (36 - 4), abs=1e-6)
-
-    monkeypatch.setattr("page_cells.HERE", tmp_path)
-    scores, recovery, writing = (
-        table().replace("\u00a0", " ")
-        for table in (tables.proof_scores, tables.proof_recovery, tables.proof_writing)
-    )
-    assert "| quickstart, cured | `instructions`, version 2 | 40 | 30.0 % | 80.0 % [" in scores
-    assert "| quickstart, cured | `instructions`, version 2 | partly recovered | 0.80 [" in recovery
-    assert "| R from tuned |" in recovery
-    assert "| 0.83 [" in recovery
-    assert re.search(r"`instructions`, version 2 \| 100.0 % \[[^|]*\| 25.0 % \[", writing)
-    conditions = tables.proof_conditions()
-    assert conditions.startswith("- quickstart, cured: 3 seeds, two cores, 2 cores, bfloat16")
-    assert conditions.endswith("10 to 12 minutes each, at most 4.0 GiB.")
-
-
-def test_the_proof_keeps_other_methods_and_shows_the_last(runs, tmp_path, monkeypatch, tables):
-    proof, out = script("proof"), tmp_path / "proof.json"
-    write(out, {"quickstart": {"present": proof.measure(runs)}})
-    monkeypatch.setattr(
-        sys, "argv", ["proof.py", "quickstart", "cured", str(runs[0].path), "--out", str(out)]
-    )
-    proof.main()
-    monkeypatch.setattr("page_cells.HERE", tmp_path)
-    assert list(json.loads(out.read_text())["quickstart"]) == ["present", "cured"]
-    assert "quickstart, present" not in tables.proof_scores()
-    assert "quickstart, present" in tables.proof_scores(slice(None))
-
-
-def test_runs_that_are_not_one_arm_are_refused(runs):
-    config = json.loads(runs[1].config.read_text())
-    config["workflow"]["recover"]["steps"] = 99
-    write(runs[1].config, config)
-    with pytest.raises(SystemExit, match="seeds only"):
-        script("proof").measure(runs)
-
-
-def test_the_raw_ratio_has_no_column_where_it_is_R(runs, tmp_path, monkeypatch, tables):
-    monkeypatch.setattr("page_cells.HERE", tmp_path)
-    cell = script("proof").measure(runs)
-    for suite in cell["suites"].values():
-        suite["recovery_raw"] = suite.get("recovery")
-    write(tmp_path / "proof.json", {"quickstart": {"cured": cell}})
-    assert "R from tuned" not in tables.proof_recovery()
-
-
-def test_a_method_without_R_says_why(tables):
-    suite = {
-        "recovery": None,
-        "recovery_raw": None,
-        "no_recovery_because": "no significant drop",
-        "groups": {},
-    }
-    suite["writing"] = {"base": {}, "recovered": {}}
-    suite["status"] = "no measurable forgetting"
-    assert tables.recovery_cells(suite)[:2] == ["no measurable forgetting", "none: no significant drop"]
-
-
 def test_without_runs_the_page_says_so(tables, tmp_path, monkeypatch):
     monkeypatch.setattr("page_cells.HERE", tmp_path)
-    found = {tables.proof_scores(), tables.proof_recovery(), tables.proof_conditions()}
-    found |= {tables.rivals(), tables.quotes(), tables.comparison("cure")}
+    found = {tables.rivals(), tables.quotes(), tables.comparison("defaults")}
     assert found == {tables.NOT_MEASURED}
 
 
