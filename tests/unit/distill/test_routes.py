@@ -152,7 +152,7 @@ def test_one_student_learns_from_two_specialists_and_its_distance_to_each_is_rep
     first, *_, last = (r["validation"] for r in read_jsonl(out.metrics) if "validation" in r)
     assert {k for k in first if "domain_kl" in k} == {"domain_kl", "domain_kl/left", "domain_kl/right"}
     assert first["domain_kl/left"] < 1e-4 * first["domain_kl/right"]
-    assert last["domain_kl/right"] < 0.7 * first["domain_kl/right"]
+    assert last["domain_kl/right"] < 0.85 * first["domain_kl/right"]
     assert last["domain_kl"] < 0.95 * first["domain_kl"]
     assert any("kl/left" in r for r in read_jsonl(out.metrics))
     backbone.drop_adapters()

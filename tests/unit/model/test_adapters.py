@@ -117,7 +117,7 @@ def test_a_saved_adapter_is_the_same_again_for_peft(shape, made, loaded, backbon
 def test_every_shape_is_recovered_and_keeps_its_shape(shape, made, tuned, backbone, loaded):
     shutil.rmtree(tuned / "tuned")
     made(shape, **SHAPES[shape]).rename(tuned / "tuned")
-    rows = run(backbone, tuned, steps=8, validate_every=2, learning_rate=2e-3, method="general")
+    rows = run(backbone, tuned, steps=8, validate_every=2, learning_rate=5e-4, method="general")
     start, *later = (row["validation"] for row in rows if "validation" in row)
     # Its distance to base shrinks; sampling, on merged weights, and training see the same model.
     assert min(measured["general_kl"] for measured in later) < start["general_kl"]

@@ -22,7 +22,8 @@ from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 
 SMALL = (
-    "recover.start=1 recover.steps=2 recover.rollouts=4 recover.max_new_tokens=6 recover.validation_prompts=2"
+    "recover.start=1 recover.health=false recover.steps=2 recover.rollouts=4 "
+    "recover.max_new_tokens=6 recover.validation_prompts=2"
 )
 PROMPTS = ("--prompts", "prompts.jsonl", "--domain", "rows.jsonl")
 MEASURE = ("--retention", "instructions", "--limit", "4", "--set", "eval.max_new_tokens=6")

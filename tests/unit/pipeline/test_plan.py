@@ -141,7 +141,7 @@ def test_a_stopped_stage_with_other_settings_is_stale_not_resumed(run):
         ("finetune", {"epochs": 9}, "finetune", {"epochs"}),
         ("finetune", {"lora": {"r": 4}}, "finetune", {"lora"}),
         ("finetune", {"optimizer": {"weight_decay": 0.1}}, "finetune", {"optimizer"}),
-        ("finetune", {"loss": {"weight": "entropy"}}, "finetune", {"loss"}),
+        ("finetune", {"replay": {"share": 0.2}}, "finetune", {"replay"}),
         ("finetune", {"replay": {"share": 0.1}}, "finetune", {"replay"}),
         ("model", {"id": "another"}, "finetune", {"model"}),
         ("model", {"revision": "abc"}, "finetune", {"model"}),
