@@ -43,6 +43,18 @@ FORGETTING = {
 }
 
 
+# Those of benchmarks/start.yaml, and `before` of benchmarks/start_before.yaml.
+STARTS = {
+    "before": "from tuned, a rate that falls from the first tenth on, the student last: the way before",
+    "half": "**from a scaled adapter, a held rate**, the student writing half of the general answers",
+    "off": "the same, the student writing none",
+    "on": "the same, the student writing all of them",
+    "start-alone": "the scaled adapter, without training",
+    "reverse-0": "half, without reverse KL",
+    "reverse-half": "half, with half of the loss reverse KL where the student writes",
+    "both-streams": "half, of the domain's answers too",
+}
+
 # The rows of the sceptic's table that the README shows.
 SHOWN = ("ours", "longer", "replay-30-then-ours", "replay-30", "rate-third")
 
@@ -111,6 +123,36 @@ def each_seed() -> str:
         table.append([FORGETTING[row["arm"]], str(row["seed"]), *(f"{s:.2f}" for s in shares), *minutes])
     columns = ["method", "seed", "R", "C", "D", "fine-tune, minutes", "recovery, minutes"]
     return rows_of(columns, table)
+
+
+def starts() -> str:
+    """Return what recoveries from other starts, by other authors, reach: means over the seeds of each arm."""
+    found = read("start").get("rows", [])
+    if not found:
+        return NOT_MEASURED
+    base = [written_by(row, "base") for row in found]
+    table = []
+    for arm, words in STARTS.items():
+        rows = [row for row in found if row["arm"] == arm]
+        if not rows:
+            continue
+        shares = [[row[key]["value"] for row in rows] for key in ("recovery", "domain_retention")]
+        near = [row["closeness"]["distance"]["recovered"]["value"] for row in rows]
+        facts = [100 * row["suites"]["neighbours_quick"]["recovered"] for row in rows]
+        lengths, ends = zip(*[written_by(row, "recovered") for row in rows], strict=True)
+        cells = [of_seeds(near, 2), *(of_seeds(share, 2) for share in shares)]
+        cells += [of_seeds(facts, 1), of_seeds([*lengths], 0), of_seeds([*ends], 0)]
+        table.append([words, str(len(rows)), *cells])
+    lengths, ends = zip(*base, strict=True)
+    columns = ["recovery", "seeds", "distance, nats", "R", "D", "`neighbours_quick`, %"]
+    columns += [f"tokens, base {fmean(lengths):.0f}", f"answers that end, %, base {fmean(ends):.0f}"]
+    return rows_of(columns, unbroken(table, 1))
+
+
+def written_by(row: dict[str, Any], state: str) -> tuple[float, float]:
+    """Return the mean length in tokens of a state's sampled answers, and the share that ends in percent."""
+    written = row["closeness"]["written"][state]
+    return written["length"], 100 * written["ended"]
 
 
 # The report-only suites' columns: suite, one of its further scores or "" for the score, scale and digits.

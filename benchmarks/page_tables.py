@@ -6,7 +6,7 @@ import json
 from statistics import fmean
 from typing import Any
 
-from arm_tables import FORGETTING, SHOWN, SOURCES, controls, each_seed, families, rivals
+from arm_tables import FORGETTING, SHOWN, SOURCES, controls, each_seed, families, rivals, starts
 from page_cells import HERE, NOT_MEASURED, ratio, read, rows_of, score, seeds_of, suite_words, unbroken
 
 from opdcl.results.format import SCORE, interval, percent
@@ -250,6 +250,7 @@ TABLES = {
     "ends-by-position": ends_by_position,
     "gpu": gpu,
     "cheats": cheats,
+    "start": starts,
     "closeness": closeness,
     "quotes": quotes,
     "sizes": sizes,
