@@ -332,6 +332,7 @@ def our_trainer(arm, options, folder, clock, lengths):
     start_adapter(backbone.new_adapter(LoraSection(), 0))
     config = RecoverConfig(
         steps=options.steps,
+        learning_rate=1e-5,
         lmbda=1.0,
         loss={"kind": "reverse_kl"},
         rollouts=options.prompts,

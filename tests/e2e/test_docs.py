@@ -79,7 +79,7 @@ FILLED = {
     "RECIPE": "own-data",
     "ROWS": "rows.jsonl",
     "COMMAND": "run",
-    **{f"benchmarks/{name}.yaml": str(ROOT / "benchmarks" / f"{name}.yaml") for name in ("cure", "defaults")},
+    **{f"benchmarks/{name}.yaml": str(ROOT / "benchmarks" / f"{name}.yaml") for name in ("breadth", "defaults")},
 }
 AFTER_OPTION = {
     ("--domain", "FILE"): "rows.jsonl",
@@ -94,6 +94,7 @@ NOT_ALONE = {
     "opdcl eval RUN --retention ifeval": "needs the prompts; tests/unit/data/test_suites.py reads a file",
     "opdcl eval RUN --retention tool_calls": "needs a template with tools; unit/data/test_tool_calls.py",
     "opdcl export": "names the command, or needs the Hub",
+    "opdcl finetune FOLDER": "needs a folder of documents; a block of the tutorial has one",
     "opdcl finetune ROWS -o RUN": "stands for any fine-tune; the blocks run several",
     "opdcl run --deterministic": "leaves out the workflow",
     "opdcl run /data/mine.yaml": "runs in a container",
