@@ -79,7 +79,10 @@ FILLED = {
     "RECIPE": "own-data",
     "ROWS": "rows.jsonl",
     "COMMAND": "run",
-    **{f"benchmarks/{name}.yaml": str(ROOT / "benchmarks" / f"{name}.yaml") for name in ("breadth", "defaults")},
+    **{
+        f"benchmarks/{name}.yaml": str(ROOT / "benchmarks" / f"{name}.yaml")
+        for name in ("breadth", "defaults")
+    },
 }
 AFTER_OPTION = {
     ("--domain", "FILE"): "rows.jsonl",
