@@ -146,6 +146,7 @@ def test_a_reader_that_closes_the_pipe_early_causes_no_error(tmp_path):
     assert [line for line in done.stderr.splitlines() if not line.startswith("next: ")] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("command", "following"),
     [

@@ -93,6 +93,7 @@ def in_any_order(comparison):
     return comparison | {"notes": sorted(comparison["notes"])}
 
 
+@pytest.mark.nightly
 def test_two_specialists_into_one(folder):
     done = opdcl("run", "specialists-into-one", "smoke.yaml", "-o", "special", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -144,6 +145,7 @@ def test_two_specialists_into_one(folder):
     )
 
 
+@pytest.mark.nightly
 def test_self_distillation_beside_imitation(folder):
     done = opdcl("run", "self-distillation", "smoke.yaml", "--set", "seeds=[1]", "-o", "self", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -159,6 +161,7 @@ def test_self_distillation_beside_imitation(folder):
     assert record["cost"]["tokens"] > 0
 
 
+@pytest.mark.nightly
 def test_a_reward_after_recovery(folder):
     small = {"steps": 3, "rollouts": 8, "group": 4, "max_new_tokens": 8}
     sets = [
@@ -295,6 +298,7 @@ def test_the_same_start_under_another_model_is_another_run(folder, tiny_model):
 FORGETTING = ("ours", "none", "placebo", "placebo-texts", "rate-third", "replay-10", "replay-30-then-ours")
 
 
+@pytest.mark.nightly
 def test_prevention_and_cure_side_by_side(folder, tmp_path):
     recipe = ROOT / "benchmarks" / "forgetting.yaml"
     runs = expand(load(["quickstart", str(recipe)])[0], tmp_path)

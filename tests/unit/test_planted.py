@@ -15,6 +15,7 @@ def test_a_planted_fault_fits_the_present_code_and_has_tests(name):
     assert planted.files_of(fault)
 
 
+@pytest.mark.nightly
 def test_a_fault_that_no_test_finds_fails_the_command(monkeypatch, capsys):
     harmless = {"module": "version", "what": "nothing", "old": "version__ =", "new": "version__  ="}
     faults = {"none": harmless | {"tests": ["rundir/test_verify*"]}, "I1": planted.FAULTS["I1"]}

@@ -197,6 +197,7 @@ def test_rows_that_the_4_bit_kernel_would_misread_are_refused(tiny_model):
         Backbone.load(config)
 
 
+@pytest.mark.nightly
 @needs_bitsandbytes
 def test_a_run_in_4_bits_goes_through_every_command(wide_model, tmp_path, monkeypatch):
     monkeypatch.chdir(make_project(tmp_path, wide_model))
