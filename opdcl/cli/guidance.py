@@ -45,6 +45,8 @@ def hint_for(fault: Any) -> str:
     kind = type(fault).__name__
     if kind == "MissingParameter" and (example := EXAMPLES.get(command.removeprefix("opdcl "))):
         return f"{example}  # {help_line} lists all options"
+    if kind == "NoSuchOption" and (command, fault.option_name) == ("opdcl finetune", "--data"):
+        return f"{EXAMPLES['finetune']}  # the rows come without an option"
     if kind == "NoSuchOption":
         options = [option for p in fault.ctx.command.params for option in p.opts if option.startswith("--")]
         # Other programs say model for the one that opdcl calls base.

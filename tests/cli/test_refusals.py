@@ -16,6 +16,11 @@ WRONG = {
     "finetune missing.jsonl -o out": ("missing.jsonl' does not exist",),
     "finetune handbook -o out --epochs 0": ("finetune.epochs", "greater than 0", "argument"),
     "finetune handbook -o out --epochs few": ("--epochs", "number"),
+    "finetune --data rows.jsonl": (
+        "No such option: --data",
+        "opdcl finetune rows.jsonl",
+        "without an option",
+    ),
     "finetune -o out": ("ROWS", "opdcl finetune rows.jsonl", "opdcl finetune --help"),
     "finetune x --lr 1e-4": ("No such option: --lr\n", "did you mean --learning-rate?"),
     "finetune x --learn 1e-4": ("did you mean --learning-rate?",),
