@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import torch
 
-from opdcl.config.optimizer import OptimizerSection
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import folder_appears_whole, write_atomic
@@ -30,6 +29,9 @@ RECORDS = "records"
 
 # The number of checkpoints that a stage keeps: if the last one is damaged, the one before it is there.
 CHECKPOINTS = 2
+
+# A longer gradient, by its norm, is scaled down to this length.
+LONGEST_GRADIENT = 1.0
 
 
 class StageReport(Protocol):
@@ -52,10 +54,8 @@ class Schedule:
     zero from the warm-up on. `constant`."""
 
     @classmethod
-    def of(cls, optimizer: OptimizerSection, steps: int, shape: str, warm_up: float) -> Schedule:
-        """Return the schedule of a stage, whose own shape and share of warm-up the settings may replace."""
-        shape = shape if optimizer.schedule == "auto" else optimizer.schedule
-        warm_up = warm_up if optimizer.warmup is None else optimizer.warmup
+    def of(cls, steps: int, warm_up: float, shape: str) -> Schedule:
+        """Return the schedule of so many steps, whose rate rises in the share `warm_up` of them."""
         return cls(steps, math.ceil(steps * warm_up), shape)
 
     def share(self, step: int) -> float:

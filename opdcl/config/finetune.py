@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from opdcl.config.optimizer import OptimizerSection
-from opdcl.config.section import Auto, BatchSize, Positive, Rate, Section, Seed
+from opdcl.config.section import Auto, BatchSize, Positive, Rate, Section, Seed, Share, Weight
 
 
 class LoraSection(Section):
@@ -72,7 +71,7 @@ class FinetuneConfig(Section):
     unused = (
         ("self_distill", lambda s: s.method == "sft", "unless finetune.method is self-distill"),
         (
-            "max_length long_rows replay",
+            "max_length long_rows replay schedule warmup weight_decay",
             lambda s: s.method != "sft",
             "with method self-distill, which samples",
         ),
@@ -91,6 +90,12 @@ class FinetuneConfig(Section):
     """Peak learning rate. `auto`: 1e-3 * (576 / hidden size)^0.781 * 2 / (alpha / r), that is 1e-3 for the
     embedded model and 2.2e-4 at hidden size 4096. Tested at 576 only; the exponent is the former one of
     tinker-cookbook for Llama models, cautious for others."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate goes after the warm-up: down to zero on a cosine or on a line, or not at all."""
+    warmup: Share = 0.05
+    """Share of the steps, the first ones, in which the learning rate rises."""
+    weight_decay: Weight = 0.0
+    """Each step shrinks the adapter's weights by this times the learning rate, towards base."""
     epochs: Annotated[float, Field(gt=0, le=10_000)] = 5
     """Passes over the data."""
     batch_size: BatchSize | Auto = "auto"
@@ -112,8 +117,6 @@ class FinetuneConfig(Section):
     """Seed of the row order and of the adapter's initialization."""
     self_distill: SelfDistillSection = SelfDistillSection()
     """Settings of method `self-distill`."""
-    optimizer: OptimizerSection = OptimizerSection()
-    """Optimizer and schedule."""
 
     @model_validator(mode="before")
     @classmethod

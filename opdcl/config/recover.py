@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from opdcl.config.model import SERVED_TOKENS, ServerSection
-from opdcl.config.optimizer import OptimizerSection
 from opdcl.config.section import Auto, BatchSize, Count, Positive, Rate, Section, Seed, Share, Steps, Weight
 from opdcl.config.teacher import BUILT_IN, LossSection, TeacherName, TeacherSection
 from opdcl.errors import nearest
@@ -72,7 +71,7 @@ ON_POLICY = "on_policy.domain on_policy.reverse on_policy.max_new_tokens on_poli
 
 # Method -> settings without effect, and why.
 UNUSED_BY = {
-    "interpolate": (f"lmbda {ON_POLICY} steps optimizer weighting", "which trains nothing"),
+    "interpolate": (f"lmbda {ON_POLICY} steps weighting", "which trains nothing"),
     "replay": (f"loss.kind lmbda {ON_POLICY}", "which imitates the teachers' answers"),
     "general": ("general_per_domain", "which has no domain steps"),
 }
@@ -165,8 +164,9 @@ class RecoverConfig(Section):
     that ends it count up to five times as much as the others. They decide what kind of answer it is, and when
     it stops."""
     learning_rate: Rate | Auto = "auto"
-    """Peak learning rate; `optimizer` says how it rises and falls. `auto`: 0.5 times the automatic rate of
-    the fine-tune, that is 5e-4 for the embedded model and 1.1e-4 at hidden size 4096."""
+    """Peak learning rate. It rises in the first tenth of the steps, is held, and falls to zero in the last
+    quarter. `auto`: 0.5 times the automatic rate of the fine-tune, that is 5e-4 for the embedded model and
+    1.1e-4 at hidden size 4096."""
     micro_batch_tokens: Positive | Auto = "auto"
     """Maximum tokens per forward and backward pass, padding included. It bounds memory; results change by
     rounding, which training can amplify, so a run keeps its value. `auto`: 2048 on CPU, 8192 on CUDA."""
@@ -186,8 +186,6 @@ class RecoverConfig(Section):
     """Optimizer steps between checkpoints."""
     seed: Seed = 0
     """Seed of the prompt order and of all sampling."""
-    optimizer: OptimizerSection = OptimizerSection()
-    """Optimizer and schedule."""
 
     @model_validator(mode="after")
     def _can_learn(self) -> RecoverConfig:

@@ -18,7 +18,10 @@ from opdcl.model.lora import parts
 from opdcl.rundir.files import folder_appears_whole, read_json, write_json
 from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
-from opdcl.training import CHECKPOINTS, Schedule, keep_records
+from opdcl.training import CHECKPOINTS, LONGEST_GRADIENT, Schedule, keep_records
+
+# Share of the steps, the first ones, in which the learning rate rises.
+WARM_UP = 0.1
 
 # What AdamW keeps of each weight.
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -28,19 +31,11 @@ class StudentOptimizer:
     """AdamW (arXiv 1711.05101) on the student's adapter, whose learning rate follows a schedule."""
 
     def __init__(self, backbone: Backbone, config: RecoverConfig):
-        settings = config.optimizer
-        self.schedule = Schedule.of(settings, config.steps, "held", warm_up=0.1)
+        self.schedule = Schedule.of(config.steps, WARM_UP, "held")
         self.peak = float(config.learning_rate)
-        self.max_grad_norm = settings.max_grad_norm
         self.steps = 0
         self.weights = {n: weight for n, weight in backbone.peft.named_parameters() if weight.requires_grad}
-        self.adamw = torch.optim.AdamW(
-            self.weights.values(),
-            lr=self.peak,
-            betas=(settings.betas[0], settings.betas[1]),
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        self.adamw = torch.optim.AdamW(self.weights.values(), lr=self.peak, weight_decay=0.0, fused=True)
 
     @property
     def rate(self) -> float:
@@ -49,7 +44,7 @@ class StudentOptimizer:
 
     def update(self) -> float:
         """Change the weights by their gradients; return the norm that these had before they were bounded."""
-        norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), self.max_grad_norm or float("inf"))
+        norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), LONGEST_GRADIENT)
         for group in self.adamw.param_groups:
             group["lr"] = self.rate
         self.adamw.step()

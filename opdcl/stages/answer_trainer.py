@@ -28,6 +28,7 @@ from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
 from opdcl.training import (
     CHECKPOINTS,
+    LONGEST_GRADIENT,
     Interruption,
     Schedule,
     StageLog,
@@ -47,7 +48,6 @@ def trainer_arguments(
     config: FinetuneConfig, backbone: Backbone, out: StageDir, steps: int
 ) -> dict[str, Any]:
     """Return the arguments of the fine-tune's trainer, but for the schedule of the rate, which is ours."""
-    optimizer = config.optimizer
     return {
         "output_dir": str(out.trainer),
         # bf16 is autocast, needed where a bf16 base meets its fp32 adapter.
@@ -58,10 +58,8 @@ def trainer_arguments(
         "max_steps": steps,
         "per_device_train_batch_size": config.batch_size,
         "learning_rate": config.learning_rate,
-        "weight_decay": optimizer.weight_decay,
-        "max_grad_norm": optimizer.max_grad_norm,
-        "adam_beta1": optimizer.betas[0],
-        "adam_beta2": optimizer.betas[1],
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": LONGEST_GRADIENT,
         "seed": config.seed,
         "train_sampling_strategy": "sequential",  # the order of steps is planned beforehand
         "logging_steps": 1,

@@ -64,7 +64,7 @@ def finetune(
     callback = StageCallback(StageLog(report, out, steps), backbone, tokens_per_step)
     trainer = AnswerTrainer(
         backbone,
-        Schedule.of(config.optimizer, steps, "cosine", warm_up=0.05),
+        Schedule.of(steps, config.warmup, config.schedule),
         [row.input_ids for row in replayed],
         model=model,
         args=SFTConfig(**trainer_arguments(config, backbone, out, steps)),
@@ -103,7 +103,6 @@ def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
         validate_every=config.save_steps,
         keep="last",
         seed=config.seed,
-        optimizer=config.optimizer,
     )
 
 

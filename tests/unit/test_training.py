@@ -14,7 +14,6 @@ from helpers.recovering import Silent, run, short_recovery, train
 from safetensors.torch import load_file
 from transformers import get_scheduler
 
-from opdcl.config.optimizer import OptimizerSection
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.grading import Grader
 from opdcl.distill.prompts import read_recovery_source
@@ -131,7 +130,7 @@ def theirs(shape: str, steps: int, warm_up: int) -> list[float]:
 @pytest.mark.parametrize("shape", ["held", "linear", "cosine", "constant"])
 def test_a_schedule_is_that_of_transformers_but_begins_above_zero(shape, steps):
     """Each step of the warm-up has the rate that transformers gives to the next; its last has the peak."""
-    schedule = Schedule.of(OptimizerSection(), steps, shape, warm_up=0.1)
+    schedule = Schedule.of(steps, 0.1, shape)
     ours, expected = [schedule.share(step) for step in range(steps)], theirs(shape, steps, schedule.warm_up)
     assert ours[: schedule.warm_up - 1] == expected[1 : schedule.warm_up]
     assert ours[schedule.warm_up - 1] == 1
@@ -139,7 +138,7 @@ def test_a_schedule_is_that_of_transformers_but_begins_above_zero(shape, steps):
 
 
 def test_without_a_warm_up_the_first_step_has_the_peak():
-    schedule = Schedule.of(OptimizerSection(warmup=0, schedule="linear"), 4, "cosine", warm_up=0.1)
+    schedule = Schedule.of(4, 0, "linear")
     assert [schedule.share(step) for step in range(4)] == [1.0, 0.75, 0.5, 0.25]
 
 

@@ -68,7 +68,6 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
         ({"recover": {"method": "interpolate", "loss": {"kind": "reverse_kl"}}}, "recover.loss"),
         ({"recover": {"method": "interpolate", "lmbda": 0.25}}, "recover.lmbda"),
         ({"recover": {"method": "interpolate", "steps": 5}}, "recover.steps"),
-        ({"recover": {"method": "interpolate", "optimizer": {"weight_decay": 1}}}, "recover.optimizer"),
         ({"recover": {"method": "replay", "loss": {"kind": "reverse_kl"}}}, "recover.loss.kind"),
         ({"recover": {"method": "replay", "lmbda": 0.25}}, "recover.lmbda"),
         ({"recover": {"general": None, "general_per_domain": 0, "lmbda": 0.3}}, "recover.lmbda"),
