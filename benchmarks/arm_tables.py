@@ -55,10 +55,6 @@ STARTS = {
     "both-streams": "half, of the domain's answers too",
 }
 
-# The rows of the sceptic's table that the README shows.
-SHOWN = ("ours", "longer", "replay-30-then-ours", "replay-30", "rate-third")
-
-
 SOURCES = {
     "shipped": "the everyday prompts of 23 November, half of them short questions",
     "shipped-last": "the same; the adapter of the last step",
@@ -147,6 +143,31 @@ def starts() -> str:
     columns = ["recovery", "seeds", "distance, nats", "R", "D", "`neighbours_quick`, %"]
     columns += [f"tokens, base {fmean(lengths):.0f}", f"answers that end, %, base {fmean(ends):.0f}"]
     return rows_of(columns, unbroken(table, 1))
+
+
+def reached() -> str:
+    """Return what the default recovery reaches, beside its rivals without training: means over the seeds."""
+    found = read("start").get("rows", [])
+    if not found:
+        return NOT_MEASURED
+    of_arm = {arm: [row for row in found if row["arm"] == arm] for arm in ("half", "start-alone")}
+    models = {
+        "base": ("half", "base"),
+        "tuned": ("half", "tuned"),
+        "tuned, its adapter scaled down": ("start-alone", "recovered"),
+        "**recovered**": ("half", "recovered"),
+    }
+    table = []
+    for name, (arm, state) in models.items():
+        rows = of_arm[arm]
+        near = fmean(row["closeness"]["distance"][state]["value"] for row in rows)
+        skill, domain = (
+            fmean(scores(rows, suite, state)) for suite in ("instructions_quick", "handbook_quick")
+        )
+        table.append([name, f"{skill:.0f} %", f"{domain:.0f} %", f"{near:.2f}"])
+    seeds = seeds_of(len(of_arm["half"]))
+    columns = [f"model, {seeds}", "instructions followed", "handbook known", "distance to base, nats"]
+    return rows_of(columns, table)
 
 
 def written_by(row: dict[str, Any], state: str) -> tuple[float, float]:

@@ -6,7 +6,7 @@ import json
 from statistics import fmean
 from typing import Any
 
-from arm_tables import FORGETTING, SHOWN, SOURCES, controls, each_seed, families, rivals, starts
+from arm_tables import FORGETTING, SOURCES, controls, each_seed, families, reached, rivals, starts
 from page_cells import HERE, NOT_MEASURED, ratio, read, rows_of, score, seeds_of, suite_words, unbroken
 
 from opdcl.results.format import SCORE, interval, percent
@@ -239,7 +239,7 @@ def extent(shares: list[float]) -> str:
 TABLES = {
     "rivals-writing": lambda: rivals(writing=True),
     "rivals-people": lambda: rivals("reword", writing=True),
-    "sceptic": lambda: rivals("forgetting", names={arm: FORGETTING[arm] for arm in SHOWN}),
+    "reached": reached,
     "forgetting-seeds": each_seed,
     "forgetting": lambda: rivals("forgetting", writing=True, names=FORGETTING),
     "forgetting-people": lambda: rivals("forgetting_people", writing=True, names=FORGETTING),

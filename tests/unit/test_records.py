@@ -27,7 +27,7 @@ MADE_FROM = {
     "verdict-errors": "coverage",
     "rivals-writing": "methods",
     "rivals-people": "reword",
-    "sceptic": "forgetting",
+    "reached": "start",
     "forgetting-seeds": "forgetting",
     "forgetting-people": "forgetting_people",
     "ends-by-position": "endings",

@@ -189,7 +189,7 @@ def test_the_scripts_options_and_targets_that_a_page_names_exist(page):
 def test_the_readme_can_be_read_in_five_minutes():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
-    first = text.partition("## Three commands")[0]
+    first = text.partition("## What it reaches")[0]
     for question in ("What it does", "For whom", "What it costs", "Why not replay"):
         assert f"- **{question}" in first
 
