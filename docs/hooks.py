@@ -16,6 +16,8 @@ from opdcl.cli import app
 from opdcl.config.reference import describe_fields
 from opdcl.config.shipped import workflow_files
 
+# A table with more columns than this has no room beside a page's contents.
+NARROW = 6
 RECIPES = Path(__file__).parents[1] / "workflows"
 MARK = re.compile(r"^<!-- opdcl: (\w+) -->$", re.M)
 
@@ -28,6 +30,28 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(
         r"\]\(\.\./workflows/([\w.-]+)\.yaml\)", lambda link: f"](recipes.md#{anchor(link[1])})", filled
     )
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Name each cell's column, so that a phone can show a row as a card; give wide tables a wide page."""
+    html = re.sub(r"<table>.*?</table>", lambda table: _with_labels(table[0]), html, flags=re.S)
+    if "<table data-wide>" in html:
+        page.meta["hide"] = ["toc"]
+    return html
+
+
+def _with_labels(table: str) -> str:
+    head, _, body = table.partition("<tbody>")
+    labels = [re.sub(r"<[^>]*>", "", cell) for cell in re.findall(r"<th[^>]*>(.*?)</th>", head, re.S)]
+    rows = []
+    for row in body.split("<tr>"):
+        cells = row.split("<td")
+        for i, label in enumerate(labels[: len(cells) - 1]):
+            cells[i + 1] = f' data-label="{label}"{cells[i + 1]}'
+        rows.append("<td".join(cells))
+    if len(labels) > NARROW:
+        head = head.replace("<table>", "<table data-wide>", 1)
+    return f"{head}<tbody>{'<tr>'.join(rows)}"
 
 
 def every_command(words: str = "opdcl", command: Any = None) -> Iterator[tuple[str, Any]]:

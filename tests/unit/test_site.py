@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.scripts import load_script
@@ -139,6 +140,21 @@ def test_the_page_of_automatic_settings_has_the_numbers_of_the_code():
         in page
     )
     assert f"`eval.batch_size`** {on_cpu.eval.batch_size} and {on_cuda.eval.batch_size}." in page
+
+
+def test_a_table_names_the_column_of_each_cell_and_a_wide_one_gets_a_wide_page(hooks):
+    def table(columns):
+        names = [f"<em>c{i}</em>" for i in range(columns)]
+        head = "".join(f"<th>{name}</th>" for name in names)
+        row = "".join(f'<td style="x">{name}</td>' for name in names)
+        return f"<p>a</p><table><thead><tr>{head}</tr></thead><tbody><tr>{row}</tr></tbody></table>"
+
+    page = SimpleNamespace(meta={})
+    narrow = hooks.on_page_content(table(2), page)
+    assert '<td data-label="c0" style="x"><em>c0</em></td><td data-label="c1"' in narrow
+    assert page.meta == {}
+    hooks.on_page_content(table(9) + narrow, page)
+    assert page.meta == {"hide": ["toc"]}
 
 
 def test_each_recipe_is_printed_and_linked(hooks):
