@@ -150,23 +150,28 @@ def reached() -> str:
     found = read("start").get("rows", [])
     if not found:
         return NOT_MEASURED
-    of_arm = {arm: [row for row in found if row["arm"] == arm] for arm in ("half", "start-alone")}
+    alone = [row for row in found if row["arm"] == "start-alone"]
+    measured = {row["seed"] for row in alone}
+    half = [row for row in found if row["arm"] == "half" and row["seed"] in measured]
     models = {
-        "base": ("half", "base"),
-        "tuned": ("half", "tuned"),
-        "tuned, its adapter scaled down": ("start-alone", "recovered"),
-        "**recovered**": ("half", "recovered"),
+        "base": (half, "base"),
+        "tuned": (half, "tuned"),
+        "tuned, its adapter scaled down": (alone, "recovered"),
+        "**recovered**": (half, "recovered"),
     }
     table = []
-    for name, (arm, state) in models.items():
-        rows = of_arm[arm]
+    for name, (rows, state) in models.items():
         near = fmean(row["closeness"]["distance"][state]["value"] for row in rows)
         skill, domain = (
             fmean(scores(rows, suite, state)) for suite in ("instructions_quick", "handbook_quick")
         )
         table.append([name, f"{skill:.0f} %", f"{domain:.0f} %", f"{near:.2f}"])
-    seeds = seeds_of(len(of_arm["half"]))
-    columns = [f"model, {seeds}", "instructions followed", "handbook known", "distance to base, nats"]
+    columns = [
+        f"model, {seeds_of(len(half))}",
+        "instructions followed",
+        "handbook known",
+        "distance to base, nats",
+    ]
     return rows_of(columns, table)
 
 
