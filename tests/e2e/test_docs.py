@@ -303,7 +303,7 @@ def test_every_block_of_a_page_works_in_reading_order(page, reader, monkeypatch)
 
 
 @pytest.mark.nightly
-def test_the_notebook_runs_from_its_first_cell_to_its_last(reader, monkeypatch, capsys):
+def test_the_notebook_runs_from_top_to_bottom_and_again(reader, monkeypatch, capsys):
     for verb in ("run", "finetune", "recover", "evaluate"):
         monkeypatch.setattr(opdcl, verb, small_verb(getattr(opdcl, verb)))
     notebook = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text(encoding="utf-8"))
@@ -312,13 +312,13 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(reader, monkeypatch, 
         len(notebook["cells"]),
     )
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    names: dict = {}
-    for number, cell in enumerate(cells):
-        exec(compile(cell, f"quickstart.ipynb, cell {number}", "exec"), names)
+    for _ in range(2):  # the second time, everything is there already
+        names: dict = {}
+        for number, cell in enumerate(cells):
+            exec(compile(cell, f"quickstart.ipynb, cell {number}", "exec"), names)
     assert names["result"].report.is_file()
     assert (reader / "my-model" / "config.json").is_file()
     assert "recovered: " in capsys.readouterr().out
-    assert not any(cell.get("outputs") for cell in notebook["cells"])
 
 
 def sentence_commands() -> list[str]:
