@@ -8,7 +8,6 @@ GPU, launching the second pass costs more than the prefix.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from functools import partial
 
@@ -19,7 +18,6 @@ from opdcl import parallel
 from opdcl.model.architecture import architecture
 from opdcl.model.llama_pass import packed_states, packs
 from opdcl.model.quantized import is_quantized
-from opdcl.model.short_attention import short_attention
 from opdcl.model.side_by_side import side_by_side
 
 # Per row: its token ids, and for each id whether it belongs to an answer.
@@ -37,15 +35,14 @@ def answer_states(causal_lm, sequences: Sequences) -> torch.Tensor:
         sequences: The rows.
     """
     share_prefix = _shares_prefix(causal_lm)
+    count = _part_count(causal_lm, sequences) if share_prefix else 1
+    if count == 1:
+        return _states(causal_lm, sequences, share_prefix)
+    weights = [weight for weight in causal_lm.parameters() if weight.requires_grad]
+    if not torch.is_grad_enabled():
+        weights = []
     states = partial(_states, causal_lm, share_prefix=share_prefix)
-    plain = architecture(causal_lm.config).full_attention
-    with short_attention(causal_lm) if plain else contextlib.nullcontext():
-        count = _part_count(causal_lm, sequences) if share_prefix else 1
-        if count == 1:
-            return states(sequences)
-        weights = causal_lm.parameters() if torch.is_grad_enabled() else ()
-        weights = [weight for weight in weights if weight.requires_grad]
-        return _SideBySide.apply(states, sequences, _cut(sequences, count), *weights)
+    return _SideBySide.apply(states, sequences, _cut(sequences, count), *weights)
 
 
 def _shares_prefix(causal_lm) -> bool:
@@ -120,35 +117,38 @@ def _cut(sequences: Sequences, count: int) -> list[list[int]]:
 
 
 def _states(causal_lm, sequences: Sequences, share_prefix: bool) -> torch.Tensor:
-    device = causal_lm.device
     prefix = _shared_length(sequences) if share_prefix else 0
-    if packs(causal_lm, max(len(ids) for ids, _ in sequences)):
-        tails = [ids[prefix:] for ids, _ in sequences]
-        states_MH, starts = packed_states(causal_lm, sequences[0][0][:prefix], tails)
-        predicts = [
-            starts[row] + i
-            for row, (_, answer) in enumerate(sequences)
-            for i, is_answer in enumerate(answer[prefix + 1 :])
-            if is_answer
-        ]
-        return states_MH.index_select(0, torch.tensor(predicts, dtype=torch.long, device=device))
-    cache = _prefix_cache(causal_lm, sequences[0][0][:prefix], len(sequences)) if prefix else None
-    width = max(len(ids) for ids, _ in sequences) - prefix
+    longest = max(len(ids) for ids, _ in sequences)
+    if packs(causal_lm, longest):
+        return _packed(causal_lm, sequences, prefix)
+    return _padded(causal_lm, sequences, prefix, longest - prefix)
+
+
+def _packed(causal_lm, sequences: Sequences, prefix: int) -> torch.Tensor:
+    """Compute the rows one behind the other."""
+    tails = [ids[prefix:] for ids, _ in sequences]
+    states_MH, starts = packed_states(causal_lm, sequences[0][0][:prefix], tails)
+    predicts: list[int] = []
+    for start, (_, answer) in zip(starts, sequences, strict=True):
+        following = answer[prefix + 1 :]
+        predicts += [start + i for i, is_answer in enumerate(following) if is_answer]
+    return states_MH.index_select(0, torch.tensor(predicts, dtype=torch.long, device=causal_lm.device))
+
+
+def _padded(causal_lm, sequences: Sequences, prefix: int, width: int) -> torch.Tensor:
+    """Compute the rows as transformers does, padded on the right, where causality hides it."""
+    device = causal_lm.device
     ids_BT = torch.zeros(len(sequences), width, dtype=torch.long)
     predicts_BT = torch.zeros(len(sequences), width, dtype=torch.bool)
     for row, (ids, answer) in enumerate(sequences):
-        ids_BT[row, : len(ids) - prefix] = torch.tensor(ids[prefix:])
-        predicts_BT[row, : len(ids) - prefix - 1] = torch.tensor(answer[prefix + 1 :], dtype=torch.bool)
-    # Padding is on the right, where causality hides it from every graded position.
-    plain = architecture(causal_lm.config).full_attention
-    if plain and device.type == "cpu":
-        mask = torch.ones(width, prefix + width, dtype=torch.bool, device=device).tril(prefix)[None, None]
-        mask = for_attention(causal_lm, mask.expand(len(sequences), -1, -1, -1))
-    elif plain:
-        mask = None  # then attention may use the kernel that never stores its scores
-    else:
+        length = len(ids) - prefix
+        ids_BT[row, :length] = torch.tensor(ids[prefix:])
+        predicts_BT[row, : length - 1] = torch.tensor(answer[prefix + 1 :], dtype=torch.bool)
+    mask = None  # then attention may use the kernel that never stores its scores
+    if not architecture(causal_lm.config).full_attention:
         lengths_B = torch.tensor([len(ids) for ids, _ in sequences], device=device)
         mask = torch.arange(width, device=device)[None] < lengths_B[:, None]
+    cache = _prefix_cache(causal_lm, sequences[0][0][:prefix], len(sequences)) if prefix else None
     hidden_BTH = causal_lm.base_model(
         input_ids=ids_BT.to(device),
         attention_mask=mask,
@@ -180,12 +180,9 @@ def for_attention(model, visible: torch.Tensor) -> torch.Tensor:
 
 def answer_ids(sequences: Sequences, device: torch.device) -> torch.Tensor:
     """Return the answer tokens, `(N,)`, in the order of `answer_states`."""
-    tokens = [
-        token
-        for ids, answer in sequences
-        for token, is_answer in zip(ids[1:], answer[1:], strict=True)
-        if is_answer
-    ]
+    tokens: list[int] = []
+    for ids, answer in sequences:
+        tokens += [token for token, is_answer in zip(ids[1:], answer[1:], strict=True) if is_answer]
     # With a type: PyTorch would take no tokens at all for floats.
     return torch.tensor(tokens, dtype=torch.long, device=device)
 
@@ -205,5 +202,7 @@ def common_prefix(rows: Sequence[list[int]]) -> list[int]:
     """Return the longest prefix that all rows share."""
     # A prefix common to the lexically first and last row is common to all.
     first, last = min(rows), max(rows)
-    shortest = min(len(first), len(last))
-    return first[: next((i for i in range(shortest) if first[i] != last[i]), shortest)]
+    length = 0
+    while length < min(len(first), len(last)) and first[length] == last[length]:
+        length += 1
+    return first[:length]
