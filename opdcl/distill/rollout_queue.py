@@ -178,7 +178,8 @@ class RolloutQueue:
             limit = self.config.limit(stream)
             written = teachers[name].complete(shown, max_new_tokens=limit, seed=seed, on_finished=on_finished)
             for i, rollout in zip(positions, written, strict=True):
-                rollouts[i] = replace(rollout, prompt=prompts[i])
+                rollout.prompt = prompts[i]
+                rollouts[i] = rollout
         return rollouts
 
     def save(self, folder: Path) -> None:

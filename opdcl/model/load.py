@@ -274,9 +274,12 @@ def check_model(config: ModelConfig) -> list[str]:
     read_config(config)
     bare = skeleton(config)
     if bare.config.get_text_config(decoder=True) is not bare.config:
-        parts = f"models of type {bare.config.model_type} have a vision tower, or other parts besides text"
+        problem = (
+            f"model {config.id!r} cannot be used: models of type {bare.config.model_type} have "
+            f"a vision tower, or other parts besides text"
+        )
         hint = "choose a model for text only, or save its language model alone, with transformers"
-        raise UsageError(f"model {config.id!r} cannot be used: {parts}", hint)
+        raise UsageError(problem, hint)
     source, options = model_source(config)
     if not os.path.isdir(source) or "gguf_file" in options:
         return []
@@ -311,9 +314,10 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     if head_dim is not None:
         sizes["head_dim"] = head_dim
     if sizes["max_position_embeddings"] is None:
-        problem = f"models of type {kind} do not say how long a text may be"
-        hint = "choose a model with attention layers"
-        raise UsageError(f"model {config.id!r} cannot be used: {problem}", hint)
+        problem = (
+            f"model {config.id!r} cannot be used: models of type {kind} do not say how long a text may be"
+        )
+        raise UsageError(problem, "choose a model with attention layers")
     for name, size in sizes.items():
         if type(size) is not int or not 0 < size <= LARGEST.get(name, 10**5):
             problem = f"its config.json sets {name} to {str(size)[:60]}, which is not possible"

@@ -63,21 +63,27 @@ def refuse_unfit(name: str, model: PreTrainedModel, found: Found) -> list[str]:
         UsageError: A tensor of the model is missing, has another shape, or the files hold more for one of its
             layers than the model has a place for, such as a bias.
     """
-    refused, other_config = f"model {name!r} cannot be used", "use the config.json of these weights"
+    other_config = "use the config.json of these weights"
     if found.missing:
-        count = f"{len(found.missing)} of {found.total} tensors of the model are not in its files"
         rest = f"; the files hold {found.unexpected[0]} instead" if found.unexpected else ""
+        problem = (
+            f"model {name!r} cannot be used: {len(found.missing)} of {found.total} tensors of the model "
+            f"are not in its files, such as {found.missing[0]}{rest}"
+        )
         hint = way_out(found.unexpected, TRACES, "save the model again, or copy all its files")
-        raise UsageError(f"{refused}: {count}, such as {found.missing[0]}{rest}", hint)
+        raise UsageError(problem, hint)
     if found.mismatched:
         key, here, there = found.mismatched[0]
         shapes = f"{key} is {shown_shape(here)} in its files, and {shown_shape(there)} by its config.json"
-        raise UsageError(f"{refused}: {shapes}", other_config)
+        raise UsageError(f"model {name!r} cannot be used: {shapes}", other_config)
     layers = {layer for layer, _ in model.named_modules()}
     for key in found.unexpected:
         if key.rpartition(".")[0] in layers:
-            problem = f"its files hold {key}, for which its config.json leaves no place"
-            raise UsageError(f"{refused}: {problem}", other_config)
+            problem = (
+                f"model {name!r} cannot be used: its files hold {key}, "
+                f"for which its config.json leaves no place"
+            )
+            raise UsageError(problem, other_config)
     if not found.unexpected:
         return []
     count = f"{len(found.unexpected)} tensors in the files of {name} are not part of the language model"
